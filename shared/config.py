@@ -1,0 +1,109 @@
+"""Settings: one frozen model per service, filled from flags, then the environment, then defaults.
+
+Nothing else in the project reads the environment.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import AfterValidator, Field, ValidationError
+from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
+
+logger = logging.getLogger(__name__)
+
+_LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "[::1]"})
+
+
+def check_address(address: str) -> str:
+    """Return `address` unchanged when it is `unix:PATH` or `HOST:PORT`.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if address.startswith("unix:"):
+        if len(address) > len("unix:"):
+            return address
+        raise ValueError("unix: needs a path behind it")
+    host, separator, port = address.rpartition(":")
+    if separator and host and port.isdecimal() and int(port) < 65536:
+        return address
+    raise ValueError("must be unix:PATH or HOST:PORT")
+
+
+def check_local_address(address: str) -> str:
+    """Return `address` unchanged when nobody outside this machine can reach it.
+
+    Raises:
+        ValueError: it is no address, or not a unix socket or loopback.
+    """
+    check_address(address)
+    if address.startswith("unix:") or address.rpartition(":")[0] in _LOOPBACK_HOSTS:
+        return address
+    raise ValueError("links are not encrypted yet: only unix sockets and loopback, or use --insecure-bind")
+
+
+Address = Annotated[str, AfterValidator(check_address)]
+LocalAddress = Annotated[str, AfterValidator(check_local_address)]
+
+
+class ServiceSettings(BaseSettings):
+    """What every service can be told. Subclasses set `env_prefix` and `cli_prog_name`."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", cli_kebab_case=True, cli_implicit_flags=True, cli_avoid_json=True
+    )
+
+    listen: LocalAddress = Field(description="Address to serve on: unix:PATH, or HOST:PORT on loopback.")
+    insecure_bind: Address | None = Field(
+        default=None, description="Serve unencrypted on this address instead of --listen, whoever can reach it."
+    )
+    reflection: bool = Field(default=False, description="Serve gRPC reflection.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="The least severe log records that are written."
+    )
+    log_format: Literal["text", "json"] = Field(default="text", description="How log records are written.")
+
+    @property
+    def bind_address(self) -> str:
+        """The address to serve on."""
+        return self.insecure_bind or self.listen
+
+
+SettingsT = TypeVar("SettingsT", bound=BaseSettings)
+
+
+def load_settings(settings_type: type[SettingsT], argv: Sequence[str] | None = None) -> SettingsT:
+    """Read a service's settings; on a bad one say which on stderr and exit with code 2.
+
+    Args:
+        settings_type: The service's model.
+        argv: Flags without the program's name; None takes the process's own.
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return CliApp.run(settings_type, cli_args=args)
+    except ValidationError as error:
+        lines = [_explain(settings_type, details["loc"], details["msg"]) for details in error.errors()]
+    except SettingsError as error:
+        lines = [str(error)]
+    sys.stderr.write("".join(f"error: {line}\n" for line in lines))
+    raise SystemExit(2)
+
+
+def log_settings(settings: ServiceSettings) -> None:
+    """Write the effective configuration, once, at start, and warn when it opens the service to others."""
+    logger.info("settings", extra=settings.model_dump(mode="json"))
+    if settings.insecure_bind is not None:
+        logger.warning("serving without encryption", extra={"address": settings.insecure_bind})
+
+
+def _explain(settings_type: type[BaseSettings], location: tuple[int | str, ...], message: str) -> str:
+    if not location:
+        return message.removeprefix("Value error, ")
+    name = str(location[0])
+    variable = f"{settings_type.model_config.get('env_prefix', '')}{name}".upper()
+    return f"--{name.replace('_', '-')} (or {variable}): {message.removeprefix('Value error, ')}"

@@ -1,0 +1,66 @@
+"""The standard health service: every server has one, and says through it when it can be used."""
+
+from __future__ import annotations
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+
+ALL_SERVICES = ""
+
+
+class Health:
+    """The health of one server: not serving until told otherwise.
+
+    The empty service name stands for the whole server; each service has its own entry of the same value.
+    """
+
+    def __init__(self, service_names: tuple[str, ...]) -> None:
+        self._names = (ALL_SERVICES, *service_names)
+        self._servicer = HealthServicer()
+        self._is_serving = False
+
+    @property
+    def is_serving(self) -> bool:
+        """What clients are told now."""
+        return self._is_serving
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serve `grpc.health.v1.Health` on `server`."""
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+
+    async def set_serving(self, serving: bool) -> None:
+        """Tell clients, watching ones at once."""
+        self._is_serving = serving
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in self._names:
+            await self._servicer.set(name, status)
+
+
+async def check_health(channel: grpc.aio.Channel, *, timeout_s: float) -> bool:
+    """Whether the server behind `channel` says that it serves; False when it does not answer in time."""
+    stub = health_pb2_grpc.HealthStub(channel)
+    try:
+        response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+    except grpc.aio.AioRpcError:
+        return False
+    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def wait_until_serving(channel: grpc.aio.Channel) -> None:
+    """Return once the server behind `channel` says that it serves; until then it may be absent.
+
+    Raises:
+        grpc.aio.AioRpcError: it has no health service.
+    """
+    while True:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+        try:
+            async for response in watch:
+                if response.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+        except grpc.aio.AioRpcError as error:
+            if error.code() != grpc.StatusCode.UNAVAILABLE:
+                raise
+        finally:
+            watch.cancel()

@@ -1,0 +1,70 @@
+"""A local model directory in Hugging Face's layout, read as data only.
+
+No code from the directory is ever run: configuration is JSON, weights are safetensors, a chat template is
+rendered in a sandbox by the tokenizer service.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+TOKENIZER = "tokenizer.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+
+
+class ModelDirectoryError(Exception):
+    """The directory is not a usable model; the message names the file."""
+
+
+def read_json(model_dir: Path, name: str) -> dict[str, Any]:
+    """Read one JSON object of the directory.
+
+    Raises:
+        ModelDirectoryError: the file is missing or holds no JSON object.
+    """
+    try:
+        value = json.loads((model_dir / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelDirectoryError(f"{model_dir / name}: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelDirectoryError(f"{model_dir / name}: not a JSON object")
+    return value
+
+
+def model_digest(model_dir: Path) -> str:
+    """What services of one model must agree on: SHA-256 over configuration and vocabulary, in hex.
+
+    Raises:
+        ModelDirectoryError: a file is missing.
+    """
+    digest = hashlib.sha256()
+    for name in (CONFIG, TOKENIZER):
+        try:
+            data = (model_dir / name).read_bytes()
+        except OSError as error:
+            raise ModelDirectoryError(f"{model_dir / name}: {error}") from error
+        digest.update(f"{name}:{len(data)}:".encode())
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def eos_token_ids(model_dir: Path) -> tuple[int, ...]:
+    """End-of-sequence tokens: the generation configuration's, else the model configuration's; may be empty.
+
+    Raises:
+        ModelDirectoryError: a file is malformed.
+    """
+    value: object = None
+    if (model_dir / GENERATION_CONFIG).exists():
+        value = read_json(model_dir, GENERATION_CONFIG).get("eos_token_id")
+    if value is None:
+        value = read_json(model_dir, CONFIG).get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(token_id, int) and token_id >= 0 for token_id in ids):
+        raise ModelDirectoryError(f"{model_dir}: eos_token_id is no token id or list of them")
+    return tuple(ids)

@@ -1,0 +1,186 @@
+"""Servers and channels, and the one place where errors become statuses.
+
+Every server of the project is made by `make_server`, every channel by `make_channel`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, Protocol
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_reflection.v1alpha import reflection
+
+from shared.errors import InternalError, ServiceError
+
+logger = logging.getLogger(__name__)
+
+ERROR_DOMAIN = "lockstep"
+STATUS_DETAILS_KEY = "grpc-status-details-bin"
+
+# A client's message is at most the library's 4 MiB. Inside a cell a step of many long block tables is larger.
+INTERNAL_MESSAGE_BYTES = 64 * 1024 * 1024
+METADATA_SOFT_BYTES = 8 * 1024
+METADATA_HARD_BYTES = 16 * 1024
+
+_STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class Servicer(Protocol):
+    """Adds its methods to a server."""
+
+    def add_to(self, server: grpc.aio.Server) -> None: ...
+
+
+def make_server(
+    address: str, servicers: Sequence[Servicer], *, internal: bool = False, service_names: Sequence[str] = ()
+) -> grpc.aio.Server:
+    """Make a server that listens on `address`; it is not started yet.
+
+    Args:
+        address: unix:PATH or HOST:PORT; port 0 takes any.
+        servicers: Add themselves to the server.
+        internal: Whether it speaks inside a cell, where messages may be large.
+        service_names: Full names that reflection tells; none turns reflection off.
+
+    Raises:
+        RuntimeError: the address is taken or not usable.
+    """
+    options: list[tuple[str, int]] = [
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_metadata_size", METADATA_SOFT_BYTES),
+        ("grpc.absolute_max_metadata_size", METADATA_HARD_BYTES),
+    ]
+    if internal:
+        options.append(("grpc.max_receive_message_length", INTERNAL_MESSAGE_BYTES))
+    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options)
+    for servicer in servicers:
+        servicer.add_to(server)
+    if service_names:
+        reflection.enable_server_reflection([*service_names, reflection.SERVICE_NAME], server)
+    server.add_insecure_port(address)
+    return server
+
+
+def make_channel(address: str, *, internal: bool = False) -> grpc.aio.Channel:
+    """Open a channel to one of our servers.
+
+    Retries are off: what may be repeated is decided by whoever holds the state. Two channels to one address
+    are two connections.
+    """
+    options: list[tuple[str, int]] = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
+    if internal:
+        options += [
+            ("grpc.max_receive_message_length", INTERNAL_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", INTERNAL_MESSAGE_BYTES),
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 1000),
+        ]
+    return grpc.aio.insecure_channel(address, options=options)
+
+
+def to_status(error: ServiceError) -> status_pb2.Status:
+    """The status of an error, with ErrorInfo and, for refused fields, BadRequest."""
+    status = status_pb2.Status(code=error.code.value, message=error.message)
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=error.values)
+    status.details.append(_pack(info))
+    if error.violations:
+        bad_request = error_details_pb2.BadRequest()
+        for violation in error.violations:
+            bad_request.field_violations.add(
+                field=violation.field, reason=violation.reason, description=violation.description
+            )
+        status.details.append(_pack(bad_request))
+    return status
+
+
+def status_from_rpc_error(error: grpc.aio.AioRpcError) -> status_pb2.Status:
+    """What a server said when a call failed; without its details when it sent none."""
+    for key, value in error.trailing_metadata() or ():
+        if key == STATUS_DETAILS_KEY:
+            return status_pb2.Status.FromString(value)
+    return status_pb2.Status(code=error.code().value[0], message=error.details() or "")
+
+
+def reason_of(status: status_pb2.Status) -> str | None:
+    """The stable reason in a status's ErrorInfo; None when it has none."""
+    info = error_details_pb2.ErrorInfo()
+    for detail in status.details:
+        if detail.Unpack(info):
+            return str(info.reason)
+    return None
+
+
+class StatusError(ServiceError):
+    """A status that came from another service and goes on to the client as it is."""
+
+    def __init__(self, status: status_pb2.Status) -> None:
+        super().__init__(status.message)
+        self.status = status
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Turns what a method raises into a status; unknown errors are logged and become INTERNAL without their text."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Wrap the method's handler; see `grpc.aio.ServerInterceptor`."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        # One of the four is set; the factory that made the handler has the same name.
+        for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
+            behavior = getattr(handler, kind)
+            if behavior is not None:
+                guarded = _guard(behavior, method)
+                make_handler = getattr(grpc, f"{kind}_rpc_method_handler")
+                return make_handler(guarded, handler.request_deserializer, handler.response_serializer)
+        return handler
+
+
+def _guard(behavior: Callable[..., Any], method: str) -> Callable[..., Any]:
+    if inspect.isasyncgenfunction(behavior):
+
+        async def guarded_stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+            try:
+                async for response in behavior(request, context):
+                    yield response
+            except Exception as error:  # noqa: BLE001 - this is the RPC boundary
+                await _abort(context, method, error)
+
+        return guarded_stream
+
+    async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return await behavior(request, context)
+        except Exception as error:  # noqa: BLE001 - this is the RPC boundary
+            await _abort(context, method, error)
+
+    return guarded
+
+
+async def _abort(context: grpc.aio.ServicerContext, method: str, error: Exception) -> None:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if isinstance(error, StatusError):
+        status = error.status
+    elif isinstance(error, ServiceError):
+        status = to_status(error)
+    else:
+        logger.error("unexpected error", extra={"method": method}, exc_info=error)
+        status = to_status(InternalError("internal error"))
+    await context.abort(_STATUS_CODES[status.code], status.message, ((STATUS_DETAILS_KEY, status.SerializeToString()),))
+
+
+def _pack(message: Any) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed
