@@ -1,0 +1,63 @@
+"""Run the scheduler service: `python -m services.scheduler --help`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import uuid
+
+from services.scheduler.config import SchedulerSettings
+from services.scheduler.server import CellServer
+from services.scheduler.servicer import EXCHANGE_SERVICE, SCHEDULER_SERVICE, ExchangeServicer, StateServicer
+from shared.config import load_settings, log_settings
+from shared.health import Health
+from shared.lifecycle import freeze_garbage, run_service
+from shared.logging import configure_logging
+from shared.rpc import make_server
+
+logger = logging.getLogger(__name__)
+
+
+async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> int:
+    """Serve until `stop` is set or the cell fails; returns the process's exit code."""
+    health = Health((SCHEDULER_SERVICE, EXCHANGE_SERVICE))
+    await health.set_serving(False)
+    cell = CellServer(settings, uuid.uuid4().hex, health)
+    names = (SCHEDULER_SERVICE, EXCHANGE_SERVICE) if settings.reflection else ()
+    try:
+        server = make_server(
+            settings.bind_address,
+            [ExchangeServicer(cell), StateServicer(cell), health],
+            internal=True,
+            service_names=names,
+        )
+    except RuntimeError as error:
+        logger.error("cannot serve", extra={"address": settings.bind_address, "error": str(error)})
+        return 1
+    await server.start()
+    logger.info("serving", extra={"address": settings.bind_address})
+    freeze_garbage()
+    link = asyncio.create_task(cell.run_worker_link())
+    ends = [asyncio.create_task(stop.wait()), asyncio.create_task(cell.failed.wait()), link]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    # Everything that waits ends by cancellation; a link that ended by itself has an exception, which is a bug.
+    for task in ends:
+        task.cancel()
+    results = await asyncio.gather(*ends, return_exceptions=True)
+    await server.stop(grace=0)
+    if isinstance(results[-1], Exception):
+        raise results[-1]
+    return 1 if cell.failed.is_set() else 0
+
+
+def main() -> int:
+    """The service's process."""
+    settings = load_settings(SchedulerSettings)
+    configure_logging(service="scheduler", level=settings.log_level, log_format=settings.log_format)
+    log_settings(settings)
+    return run_service(lambda stop: serve(settings, stop))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

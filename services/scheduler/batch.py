@@ -1,0 +1,112 @@
+"""What the scheduler plans for a worker, what comes back, and what goes on to clients: data only."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from services.scheduler.sequence import Finish, Sequence
+from services.scheduler.slot_table import IntColumn
+from shared.errors import ServiceError
+from shared.limits import SamplingParams
+
+
+class StepKind(enum.Enum):
+    """What a step computes: all tokens of the sequences that enter, or one token of each row."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class EnteringSequence:
+    """What a worker needs of a sequence that enters its batch."""
+
+    slot: int
+    token_bytes: bytes
+    num_cached_tokens: int
+    num_prompt_tokens: int
+    block_ids: list[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """One step's plan, as changes to the batch that the worker holds.
+
+    `row_slots` [num_rows] are the rows in result order; the worker derives them (every sequence it holds, in the
+    order of entry), so they do not travel.
+    """
+
+    kind: StepKind
+    row_slots: IntColumn
+    leave_slots: list[int]
+    enters: list[EnteringSequence] = field(default_factory=list)
+    append_slots: list[int] = field(default_factory=list)
+    append_block_ids: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A batch on its way to the worker."""
+
+    epoch: int
+    step_id: int
+    batch: ScheduledBatch
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """A step in flight.
+
+    It holds what it uses: the slots and blocks of a sequence that ended meanwhile stand in `retiring` and are
+    given back when the record returns, so no later step can reuse them too early.
+    """
+
+    step_id: int
+    kind: StepKind
+    row_slots: IntColumn
+    sent_at: float
+    retiring: list[Sequence] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """A step's tokens as the worker sent them; `not_finite_rows` are row numbers whose token means nothing."""
+
+    epoch: int
+    step_id: int
+    token_ids: IntColumn
+    not_finite_rows: IntColumn
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnd:
+    """The end of a request: exactly one of `finish` and `error` is set."""
+
+    handle: int
+    num_completion_tokens: int = 0
+    num_cached_tokens: int = 0
+    finish: Finish | None = None
+    error: ServiceError | None = None
+
+
+@dataclass(slots=True)
+class Outputs:
+    """What one client is told: a row a sequence that got tokens, and the requests that ended.
+
+    `handles` uint32, `first_indexes` int32 (of the row's first token among the completion tokens), `token_ids`
+    int32: [num_rows] each, one token a row.
+    """
+
+    handles: np.ndarray[tuple[int], np.dtype[np.uint32]]
+    first_indexes: IntColumn
+    token_ids: IntColumn
+    ends: list[RequestEnd] = field(default_factory=list)
+
+    @classmethod
+    def only_ends(cls, ends: list[RequestEnd]) -> Outputs:
+        """Outputs that no step brought."""
+        return cls(np.empty(0, np.uint32), np.empty(0, np.int32), np.empty(0, np.int32), ends)

@@ -1,0 +1,144 @@
+"""Paged KV-cache bookkeeping: which physical block holds which tokens.
+
+Plain Python. The scheduler image has no torch, and tests need no GPU.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+
+from services.scheduler.prefix_cache import PrefixCache, PrefixChain
+from services.scheduler.sequence import TOKEN_BYTES, Sequence
+
+
+class BlockManager:
+    """Hands out fixed-size KV blocks and shares full ones between equal prefixes.
+
+    A freed block keeps its content until it is reused; blocks without content are reused first, then the least
+    recently freed one.
+
+    Invariant: a block is free exactly when its reference count, the number of tables that hold it, is 0; a free
+    block stands in one of the two free lists, in the one of cached blocks exactly when it holds a content.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._caches_prefixes = enable_prefix_caching
+        self._block_bytes = block_size * TOKEN_BYTES
+        self._prefixes = PrefixCache(num_blocks, self._block_bytes)
+        self._ref_counts = [0] * num_blocks
+        self._blank = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no table holds."""
+        return len(self._blank) + len(self._cached)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Free blocks that hold a prefix."""
+        return len(self._cached)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def try_allocate(self, seq: Sequence, max_new_tokens: int) -> bool:
+        """Give a waiting sequence the blocks of all its tokens, those of its cached prefix shared.
+
+        At least one token is left to compute, so that there are logits to sample from. All or nothing: when it
+        returns False nothing has changed.
+
+        Args:
+            seq: Has no blocks; all its tokens are stored.
+            max_new_tokens: Most tokens that may be left to compute.
+
+        Returns:
+            Whether the blocks were free and no more than `max_new_tokens` are left; then `seq.block_table`,
+            `seq.num_cached_tokens` and `seq.chain` are set.
+        """
+        num_tokens = seq.num_stored_tokens
+        max_cached_blocks = (num_tokens - 1) // self.block_size if self._caches_prefixes else 0
+        cached_blocks, chain = self._prefixes.match(seq.token_bytes, max_cached_blocks)
+        num_cached_tokens = len(cached_blocks) * self.block_size
+        if num_tokens - num_cached_tokens > max_new_tokens:
+            return False
+        num_revived = sum(1 for block in cached_blocks if not self._ref_counts[block])
+        num_new_blocks = self.num_blocks_for(num_tokens) - len(cached_blocks)
+        if num_new_blocks > self.num_free_blocks - num_revived:
+            return False
+        for block in cached_blocks:
+            self._share(block)
+        seq.block_table = cached_blocks + [self._take() for _ in range(num_new_blocks)]
+        seq.num_cached_tokens = num_cached_tokens
+        seq.chain = chain
+        return True
+
+    def try_append(self, seq: Sequence) -> int | None:
+        """Extend `seq.block_table` by one block and return it; None, and nothing has changed, when none is free."""
+        if not self.num_free_blocks:
+            return None
+        block = self._take()
+        seq.block_table.append(block)
+        return block
+
+    def publish(self, seq: Sequence, num_computed_tokens: int) -> None:
+        """Let later sequences find the full blocks of the first `num_computed_tokens` tokens.
+
+        Call it once the step that computes them has been sent; the tokens are stored in the sequence.
+        """
+        if not self._caches_prefixes:
+            return
+        width = self._block_bytes
+        for number in range(seq.chain.num_blocks, num_computed_tokens // self.block_size):
+            tokens = bytes(seq.token_bytes[number * width : (number + 1) * width])
+            self._prefixes.publish(seq.block_table[number], seq.chain, tokens)
+
+    def free(self, seq: Sequence) -> None:
+        """Take all blocks from a sequence; those that nobody else holds become free, contents kept."""
+        # Tail first: the head of a prompt is the part a later prompt may share.
+        for block in reversed(seq.block_table):
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block] == 0:
+                self._give_back(block)
+        seq.block_table = []
+        seq.chain = PrefixChain()
+
+    def hide_computed(self, seq: Sequence) -> None:
+        """Take what the sequence itself computed out of the index: its KV cannot be trusted."""
+        for block in seq.block_table[seq.num_cached_tokens // self.block_size : seq.chain.num_blocks]:
+            self._prefixes.hide(block)
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Assert that counts, free lists, index and the tables of all sequences with blocks agree."""
+        held = Counter(block for seq in sequences for block in seq.block_table)
+        assert self._ref_counts == [held[block] for block in range(self.num_blocks)], "reference counts"
+        free = [*self._blank, *self._cached]
+        assert len(free) == len(set(free)), "a block is free twice"
+        assert set(free) == {block for block, count in enumerate(self._ref_counts) if not count}, "free lists"
+        assert all(self._prefixes.holds(block) for block in self._cached), "a cached block without content"
+        assert not any(self._prefixes.holds(block) for block in self._blank), "a blank block with content"
+        self._prefixes.check_integrity()
+
+    def _take(self) -> int:
+        if self._blank:
+            block = self._blank.pop()
+        else:
+            block, _ = self._cached.popitem(last=False)
+            self._prefixes.forget(block)
+        self._ref_counts[block] = 1
+        return block
+
+    def _share(self, block: int) -> None:
+        if not self._ref_counts[block]:
+            del self._cached[block]
+        self._ref_counts[block] += 1
+
+    def _give_back(self, block: int) -> None:
+        if self._prefixes.holds(block):
+            self._cached[block] = None
+        else:
+            self._blank.append(block)

@@ -1,0 +1,85 @@
+"""Between the messages of `Exchange` and the domain; statuses included."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lockstep.internal.v1 import exchange_pb2
+from lockstep.v1 import common_pb2
+from services.scheduler.batch import Outputs, RequestEnd
+from services.scheduler.engine import ClientMessage, Submission
+from services.scheduler.sequence import FinishReason
+from shared.errors import InvalidRequestError
+from shared.limits import TOKEN_DTYPE, SamplingParams
+from shared.rpc import to_status
+
+_HANDLE_DTYPE = np.dtype("<u4")
+
+_FINISH_REASONS = {
+    FinishReason.EOS: common_pb2.FINISH_REASON_EOS,
+    FinishReason.STOP_SEQUENCE: common_pb2.FINISH_REASON_STOP_SEQUENCE,
+    FinishReason.STOP_TOKEN: common_pb2.FINISH_REASON_STOP_TOKEN,
+    FinishReason.STOP_STRING: common_pb2.FINISH_REASON_STOP_STRING,
+    FinishReason.MAX_TOKENS: common_pb2.FINISH_REASON_MAX_TOKENS,
+}
+
+
+def decode_request(client: int, message: exchange_pb2.ExchangeRequest) -> ClientMessage:
+    """Parse what a replica sent.
+
+    Raises:
+        InvalidRequestError: a column is no multiple of its item's size.
+    """
+    try:
+        return ClientMessage(
+            client,
+            [_decode_submit(submit) for submit in message.submits],
+            [(stop_at.handle, stop_at.num_tokens) for stop_at in message.stop_ats],
+            np.frombuffer(message.abort_handles, _HANDLE_DTYPE).tolist(),
+        )
+    except ValueError as error:
+        raise InvalidRequestError("a column is no multiple of 4 bytes") from error
+
+
+def encode_outputs(outputs: Outputs) -> exchange_pb2.Outputs:
+    """The message of one step's outputs to one replica."""
+    return exchange_pb2.Outputs(
+        handles=outputs.handles.astype(_HANDLE_DTYPE, copy=False).tobytes(),
+        first_indexes=outputs.first_indexes.astype(TOKEN_DTYPE, copy=False).tobytes(),
+        counts=np.ones(len(outputs.handles), TOKEN_DTYPE).tobytes(),
+        token_ids=outputs.token_ids.astype(TOKEN_DTYPE, copy=False).tobytes(),
+        ends=[_encode_end(end) for end in outputs.ends],
+    )
+
+
+def _decode_submit(submit: exchange_pb2.Submit) -> Submission:
+    if len(submit.prompt_token_ids) % TOKEN_DTYPE.itemsize:
+        raise ValueError("prompt_token_ids")
+    params = SamplingParams(
+        max_tokens=submit.max_tokens,
+        temperature=submit.temperature,
+        top_k=submit.top_k,
+        top_p=submit.top_p,
+        seed=submit.seed,
+        ignore_eos=submit.ignore_eos,
+        stop_token_ids=_token_ids(submit.stop_token_ids),
+        stop_token_sequences=tuple(_token_ids(sequence) for sequence in submit.stop_token_sequences),
+    )
+    return Submission(submit.handle, submit.request_id, submit.prompt_token_ids, params)
+
+
+def _token_ids(column: bytes) -> tuple[int, ...]:
+    return tuple(np.frombuffer(column, TOKEN_DTYPE).tolist())
+
+
+def _encode_end(end: RequestEnd) -> exchange_pb2.RequestEnd:
+    if end.error is not None:
+        return exchange_pb2.RequestEnd(handle=end.handle, error=to_status(end.error))
+    assert end.finish is not None
+    return exchange_pb2.RequestEnd(
+        handle=end.handle,
+        finish_reason=_FINISH_REASONS[end.finish.reason],
+        stop_token_id=end.finish.stop_token_id,
+        num_completion_tokens=end.num_completion_tokens,
+        num_cached_tokens=end.num_cached_tokens,
+    )

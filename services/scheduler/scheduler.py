@@ -1,0 +1,342 @@
+"""Which sequences the next step computes: prefill first, on paged KV blocks, with preemption.
+
+Sans-I/O: no clock but the `now` it is passed. The names and the order of decisions follow ATOM's scheduler and
+nano-vLLM's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.scheduler.batch import EnteringSequence, Outputs, RequestEnd, ScheduledBatch, StepKind, StepRecord
+from services.scheduler.block_manager import BlockManager
+from services.scheduler.sequence import TOKEN_BYTES, Finish, FinishReason, Sequence, SequenceStatus, SequenceType
+from services.scheduler.slot_table import IntColumn, SlotTable
+from services.scheduler.stops import find_finish, watched_tokens
+from shared.errors import NumericError
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerPolicy:
+    """How the scheduler decides; defaults are ATOM's."""
+
+    max_num_seqs: int = 512
+    max_num_batched_tokens: int = 16384
+    delay_factor: float = 0.0
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """What happened since the process started."""
+
+    num_prefill_steps: int = 0
+    num_decode_steps: int = 0
+    num_preemptions: int = 0
+    num_prefix_queried_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+    num_finished: int = 0
+
+
+class Scheduler:
+    """The waiting and running sequences of one worker.
+
+    Invariant: a running sequence has a slot and the blocks of all its computed tokens; a waiting one has neither,
+    unless a step in flight still names it. `running` keeps the order of entry, which is the worker's batch order.
+    """
+
+    def __init__(
+        self, policy: SchedulerPolicy, blocks: BlockManager, eos_token_ids: frozenset[int], counters: SchedulerCounters
+    ) -> None:
+        self.blocks = blocks
+        self.counters = counters
+        self.waiting: deque[Sequence] = deque()
+        self._policy = policy
+        self._eos_token_ids = eos_token_ids
+        self._slots = SlotTable(policy.max_num_seqs, blocks.block_size)
+        self._running: IntColumn = np.empty(0, np.int32)
+        self._in_flight: deque[StepRecord] = deque()
+        self._leave_slots: list[int] = []
+        self._last_step_id = 0
+        self._last_prefill_latency = 0.0
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold blocks and may get tokens."""
+        return len(self._running)
+
+    @property
+    def in_flight(self) -> deque[StepRecord]:
+        """Steps that have been sent and have not returned, oldest first."""
+        return self._in_flight
+
+    def add(self, seq: Sequence) -> None:
+        """Put a new sequence at the end of the waiting queue."""
+        self.waiting.append(seq)
+
+    def schedule(self, now: float) -> tuple[int, ScheduledBatch] | None:
+        """Plan the next step: a prefill when the gate is open and one fits, else a decode of all that run.
+
+        Returns:
+            The step's id and its plan; its record is in flight from then on. None when there is nothing to do.
+        """
+        batch = self._schedule_prefill(now) or self._schedule_decode()
+        if batch is None:
+            return None
+        self._last_step_id += 1
+        self._slots.last_step_id[batch.row_slots] = self._last_step_id
+        self._in_flight.append(StepRecord(self._last_step_id, batch.kind, batch.row_slots, now))
+        return self._last_step_id, batch
+
+    def postprocess(self, token_ids: IntColumn, not_finite_rows: IntColumn, now: float) -> dict[int, Outputs]:
+        """Take in the tokens of the oldest step in flight, and end what stops with them.
+
+        Args:
+            token_ids: One a row of the record, in its order.
+            not_finite_rows: Row numbers whose requests fail with NumericError.
+            now: The time.
+
+        Returns:
+            What each client that is concerned is told.
+        """
+        record = self._in_flight.popleft()
+        if record.kind is StepKind.PREFILL:
+            self._last_prefill_latency = now - record.sent_at
+        ends: list[tuple[int, RequestEnd]] = []
+        rows = self._slots.live[record.row_slots]
+        if not_finite_rows.size:
+            rows = rows.copy()
+            for row in not_finite_rows[rows[not_finite_rows]]:
+                rows[row] = False
+                ends.append(self._fail_not_finite(int(record.row_slots[row]), now))
+        slots, token_ids = record.row_slots[rows], token_ids[rows]
+        first_indexes = self._slots.num_tokens[slots] - self._slots.num_prompt_tokens[slots]
+        self._slots.append(slots, token_ids)
+        if record.kind is StepKind.PREFILL:
+            self._mark_first_tokens(slots, now)
+        clients = self._slots.client[slots]
+        handles = self._slots.handle[slots]
+        for row in self._slots.find_stops(slots, token_ids):
+            seq = self._slots.sequence_at(int(slots[row]))
+            self._store(seq)
+            finish = find_finish(seq, self._eos_token_ids)
+            if finish is not None:
+                ends.append((seq.client, self._finish(seq, finish, now)))
+        for seq in record.retiring:
+            self._give_back(seq)
+        return _by_client(clients, Outputs(handles, first_indexes, token_ids), ends)
+
+    def stop_at(self, seq: Sequence, num_completion_tokens: int, now: float) -> RequestEnd:
+        """End a sequence at a stop string that was found in its text; tokens behind it do not count."""
+        if seq.slot is not None:
+            self._store(seq)
+        num_known = seq.num_stored_tokens - seq.num_prompt_tokens
+        return self._finish(
+            seq, Finish(FinishReason.STOP_STRING), now, num_completion_tokens=min(num_completion_tokens, num_known)
+        )
+
+    def abort(self, seq: Sequence, now: float) -> None:
+        """Forget a sequence; its blocks are free once its step in flight has returned."""
+        if seq.slot is not None:
+            self._store(seq)
+        self._leave(seq, now, SequenceStatus.EXIT_ENGINE)
+
+    def check_integrity(self) -> None:
+        """Assert that slots, blocks and queues agree."""
+        retiring = [seq for record in self._in_flight for seq in record.retiring]
+        running = [self._slots.sequence_at(int(slot)) for slot in self._running]
+        assert all(seq.status is SequenceStatus.RUNNING for seq in running), "a running sequence's status"
+        assert all(seq.status is SequenceStatus.WAITING for seq in self.waiting), "a waiting sequence's status"
+        assert all(not seq.block_table and seq.slot is None for seq in self.waiting), "a waiting sequence holds blocks"
+        taken = self._policy.max_num_seqs - self._slots.num_free_slots
+        assert taken == len(running) + len(retiring), "slots"
+        for seq in running:
+            assert self._slots.num_blocks[seq.slot] == len(seq.block_table), "the block column"
+        self.blocks.check_integrity([*running, *retiring])
+
+    def _schedule_prefill(self, now: float) -> ScheduledBatch | None:
+        if not self.waiting or not self._prefill_may_start(now):
+            return None
+        budget = self._policy.max_num_batched_tokens
+        admitted: list[Sequence] = []
+        while self.waiting and len(self._running) + len(admitted) < self._policy.max_num_seqs:
+            seq = self.waiting[0]
+            if not self.blocks.try_allocate(seq, budget):
+                break
+            self.waiting.popleft()
+            budget -= seq.num_stored_tokens - seq.num_cached_tokens
+            admitted.append(seq)
+        if not admitted:
+            return None
+        return self._prefill_batch(admitted)
+
+    def _prefill_may_start(self, now: float) -> bool:
+        """The delay gate: with a factor, a prefill waits a while so that more prompts share it."""
+        if not self._policy.delay_factor or not len(self._running):
+            return True
+        # Preempted sequences go back to the front by arrival, so the first is the oldest.
+        waited = now - self.waiting[0].arrive_time
+        return waited > self._policy.delay_factor * self._last_prefill_latency
+
+    def _prefill_batch(self, admitted: list[Sequence]) -> ScheduledBatch:
+        leave_slots = self._take_leave_slots()
+        enters = [self._enter(seq) for seq in admitted]
+        row_slots = np.array([entering.slot for entering in enters], np.int32)
+        self._running = np.concatenate([self._running, row_slots])
+        self.counters.num_prefill_steps += 1
+        return ScheduledBatch(StepKind.PREFILL, row_slots, leave_slots, enters)
+
+    def _enter(self, seq: Sequence) -> EnteringSequence:
+        slot = self._slots.take(seq, watched_tokens(seq.params, self._eos_token_ids))
+        seq.status, seq.type = SequenceStatus.RUNNING, SequenceType.DECODE
+        if seq.num_first_cached_tokens is None:
+            seq.num_first_cached_tokens = seq.num_cached_tokens
+        self.counters.num_prefix_queried_tokens += seq.num_stored_tokens
+        self.counters.num_prefix_hit_tokens += seq.num_cached_tokens
+        self.blocks.publish(seq, seq.num_stored_tokens)
+        cached_bytes = seq.num_cached_tokens * TOKEN_BYTES
+        return EnteringSequence(
+            slot,
+            bytes(seq.token_bytes[cached_bytes:]),
+            seq.num_cached_tokens,
+            seq.num_prompt_tokens,
+            list(seq.block_table),
+            seq.params,
+        )
+
+    def _schedule_decode(self) -> ScheduledBatch | None:
+        append_slots, append_block_ids = self._open_blocks()
+        rows = self._running
+        if not rows.size:
+            return None
+        for slot in rows[self._slots.ends_run(rows)]:
+            # This step computes the newest token too.
+            seq = self._slots.sequence_at(int(slot))
+            self._slots.flush(seq)
+            self.blocks.publish(seq, seq.num_stored_tokens)
+        self.counters.num_decode_steps += 1
+        return ScheduledBatch(
+            StepKind.DECODE,
+            rows,
+            self._take_leave_slots(),
+            append_slots=append_slots,
+            append_block_ids=append_block_ids,
+        )
+
+    def _open_blocks(self) -> tuple[list[int], list[int]]:
+        """Give each running row the block of the token it computes next.
+
+        Returns:
+            Parallel lists: slots that got a block, and the blocks.
+        """
+        append_slots: list[int] = []
+        append_block_ids: list[int] = []
+        rows = self._running
+        lacking = self._slots.num_tokens[rows] > self._slots.num_blocks[rows] * self.blocks.block_size
+        for slot in rows[lacking]:
+            if not self._slots.live[slot]:
+                # Preempted for a row before it, like all behind it.
+                break
+            block = self._block_or_preempt(self._slots.sequence_at(int(slot)))
+            if block is None:
+                break
+            self._slots.num_blocks[slot] += 1
+            append_slots.append(int(slot))
+            append_block_ids.append(block)
+        return append_slots, append_block_ids
+
+    def _block_or_preempt(self, seq: Sequence) -> int | None:
+        """A block more for `seq`, preempting the last running sequences while none is free.
+
+        Returns:
+            None when `seq` was itself the last and is preempted; so are all behind it.
+        """
+        while (block := self.blocks.try_append(seq)) is None:
+            last = self._slots.sequence_at(int(self._running[-1]))
+            self._preempt(last)
+            if last is seq:
+                return None
+        return block
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Take a sequence's blocks; it computes its tokens again, as far as they are not cached."""
+        assert not self._is_in_flight(seq), "a row in flight cannot be preempted"
+        self._store(seq)
+        self._drop_from_running(seq)
+        self._give_back(seq)
+        seq.status, seq.type = SequenceStatus.WAITING, SequenceType.PREFILL
+        self.waiting.appendleft(seq)
+        self.counters.num_preemptions += 1
+
+    def _mark_first_tokens(self, slots: IntColumn, now: float) -> None:
+        for slot in slots:
+            seq = self._slots.sequence_at(int(slot))
+            if seq.first_token_time is None:
+                seq.first_token_time = now
+
+    def _fail_not_finite(self, slot: int, now: float) -> tuple[int, RequestEnd]:
+        seq = self._slots.sequence_at(slot)
+        self._slots.flush(seq)
+        self.blocks.hide_computed(seq)
+        self._leave(seq, now, SequenceStatus.EXIT_ENGINE)
+        return seq.client, RequestEnd(seq.handle, error=NumericError("the model's logits were not finite"))
+
+    def _finish(
+        self, seq: Sequence, finish: Finish, now: float, num_completion_tokens: int | None = None
+    ) -> RequestEnd:
+        if num_completion_tokens is None:
+            num_completion_tokens = seq.num_stored_tokens - seq.num_prompt_tokens
+        seq.finish = finish
+        self._leave(seq, now, SequenceStatus.FINISHED)
+        return RequestEnd(seq.handle, num_completion_tokens, seq.num_first_cached_tokens or 0, finish)
+
+    def _leave(self, seq: Sequence, now: float, status: SequenceStatus) -> None:
+        """End a sequence whose tokens are flushed, wherever it is."""
+        seq.status = status
+        seq.leave_time = now
+        self.counters.num_finished += 1
+        if seq.slot is None:
+            self.waiting.remove(seq)
+            return
+        self._slots.live[seq.slot] = False
+        self._drop_from_running(seq)
+        if self._is_in_flight(seq):
+            oldest = self._in_flight[0].step_id
+            self._in_flight[int(self._slots.last_step_id[seq.slot]) - oldest].retiring.append(seq)
+        else:
+            self._give_back(seq)
+
+    def _is_in_flight(self, seq: Sequence) -> bool:
+        return bool(self._in_flight and self._slots.last_step_id[seq.slot] >= self._in_flight[0].step_id)
+
+    def _drop_from_running(self, seq: Sequence) -> None:
+        self._running = self._running[self._running != seq.slot]
+
+    def _give_back(self, seq: Sequence) -> None:
+        """Free the blocks and the slot of a sequence that no step in flight names."""
+        assert seq.slot is not None
+        self.blocks.free(seq)
+        self._leave_slots.append(seq.slot)
+        self._slots.release(seq)
+
+    def _store(self, seq: Sequence) -> None:
+        """Store a running sequence's newest tokens and publish what is computed: all but the newest."""
+        self._slots.flush(seq)
+        self.blocks.publish(seq, seq.num_stored_tokens - 1)
+
+    def _take_leave_slots(self) -> list[int]:
+        leave_slots, self._leave_slots = self._leave_slots, []
+        return leave_slots
+
+
+def _by_client(clients: IntColumn, outputs: Outputs, ends: list[tuple[int, RequestEnd]]) -> dict[int, Outputs]:
+    """Split a step's outputs by client; ends go behind the tokens of their client."""
+    by_client: dict[int, Outputs] = {}
+    for client in np.unique(clients):
+        rows = clients == client
+        by_client[int(client)] = Outputs(outputs.handles[rows], outputs.first_indexes[rows], outputs.token_ids[rows])
+    for client, end in ends:
+        by_client.setdefault(client, Outputs.only_ends([])).ends.append(end)
+    return by_client

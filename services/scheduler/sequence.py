@@ -1,0 +1,103 @@
+"""One token stream generated for a request: the object a reader meets.
+
+It holds what is per-request and cold. What every step touches stands in the columns of `SlotTable`, at the
+sequence's slot, so that a step costs Python only for the rows where something happens.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from services.scheduler.prefix_cache import PrefixChain
+from shared.limits import TOKEN_DTYPE, SamplingParams
+
+TOKEN_BYTES = TOKEN_DTYPE.itemsize
+
+
+class SequenceStatus(enum.Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+    EXIT_ENGINE = "exit_engine"
+
+
+class SequenceType(enum.Enum):
+    """What the next step computes of a sequence; a dummy only keeps coupled ranks in step."""
+
+    DUMMY = "dummy"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class FinishReason(enum.Enum):
+    """Why a sequence finished. An abort or a failure is no finish."""
+
+    EOS = "eos"
+    STOP_SEQUENCE = "stop_sequence"
+    STOP_TOKEN = "stop_token"  # noqa: S105 - no password
+    STOP_STRING = "stop_string"
+    MAX_TOKENS = "max_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """A finish reason with what belongs to it."""
+
+    reason: FinishReason
+    stop_token_id: int | None = None
+
+    @property
+    def leave_reason(self) -> str:
+        """The reason in ATOM's words: `stop_{token_id}` for a stop token."""
+        return f"stop_{self.stop_token_id}" if self.reason is FinishReason.STOP_TOKEN else self.reason.value
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A prompt and what was generated for it.
+
+    Invariant: it has a slot exactly while it is RUNNING or a step in flight still names it. `token_bytes` holds
+    every token but those of the slot's current run, which `SlotTable.flush` appends.
+    """
+
+    id: str
+    client: int
+    handle: int
+    params: SamplingParams
+    token_bytes: bytearray
+    arrive_time: float
+    num_prompt_tokens: int = field(init=False)
+    status: SequenceStatus = SequenceStatus.WAITING
+    type: SequenceType = SequenceType.PREFILL
+    slot: int | None = None
+    block_table: list[int] = field(default_factory=list)
+    chain: PrefixChain = field(default_factory=PrefixChain)
+    num_cached_tokens: int = 0
+    num_first_cached_tokens: int | None = None
+    first_token_time: float | None = None
+    leave_time: float | None = None
+    finish: Finish | None = None
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = self.num_stored_tokens
+
+    @property
+    def num_stored_tokens(self) -> int:
+        """Tokens in `token_bytes`: all known ones unless it is running."""
+        return len(self.token_bytes) // TOKEN_BYTES
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Prompt and completion tokens together end here."""
+        return self.num_prompt_tokens + self.params.max_tokens
+
+    @property
+    def stored_token_ids(self) -> npt.NDArray[np.int32]:
+        """[num_stored_tokens] int32, a copy."""
+        return np.frombuffer(bytes(self.token_bytes), TOKEN_DTYPE)

@@ -1,0 +1,170 @@
+"""The asyncio shell around the engine: it turns messages into events and actions into messages.
+
+It decides nothing. One event loop, no second thread: a busy Python thread beside it would cost the step path
+milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator
+
+from google.protobuf.message import Message
+
+from lockstep.internal.v1 import exchange_pb2, worker_pb2
+from services.scheduler.config import SchedulerSettings
+from services.scheduler.engine import (
+    Action,
+    ClientGone,
+    ClientMessage,
+    CloseClient,
+    Deliver,
+    DropWorker,
+    Engine,
+    Event,
+    Exit,
+    SendStep,
+    WorkerAttached,
+    WorkerLost,
+)
+from services.scheduler.exchange_codec import encode_outputs
+from services.scheduler.worker_client import WorkerClient
+from shared.errors import NotReadyError, ServiceError
+from shared.health import Health
+
+logger = logging.getLogger(__name__)
+
+# A replica that does not read for this long loses its stream: the steps never wait for it.
+MAX_UNREAD_S = 5.0
+
+
+class ClientLink:
+    """One replica's stream as the shell sees it: messages to send, or the error that ends it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._outbox: asyncio.Queue[tuple[float, Message] | ServiceError | None] = asyncio.Queue()
+        self._oldest_unread_at: float | None = None
+        self.is_closed = False
+
+    def send(self, message: Message, now: float) -> None:
+        """Queue a message; the link is closed when its reader has taken none for too long."""
+        if self.is_closed:
+            return
+        if self._oldest_unread_at is not None and now - self._oldest_unread_at > MAX_UNREAD_S:
+            logger.warning("a replica does not read", extra={"client": self.number})
+            self.close(NotReadyError("the replica did not read"))
+            return
+        if self._oldest_unread_at is None:
+            self._oldest_unread_at = now
+        self._outbox.put_nowait((now, message))
+
+    def close(self, error: ServiceError | None) -> None:
+        """End the stream behind what is queued: with an error, or with OK."""
+        if not self.is_closed:
+            self.is_closed = True
+            self._outbox.put_nowait(error)
+
+    async def messages(self) -> AsyncIterator[Message]:
+        """What to send, in order; raises the error that the link was closed with."""
+        while (entry := await self._outbox.get()) is not None:
+            if isinstance(entry, ServiceError):
+                raise entry
+            self._oldest_unread_at, message = entry
+            yield message
+            if self._outbox.empty():
+                self._oldest_unread_at = None
+
+
+class CellServer:
+    """Runs one engine: its links to replicas and to the worker."""
+
+    def __init__(self, settings: SchedulerSettings, instance_id: str, health: Health) -> None:
+        self.instance_id = instance_id
+        self.engine = Engine(settings.policy, settings.cache)
+        self.failed = asyncio.Event()
+        self._health = health
+        self._clients: dict[int, ClientLink] = {}
+        self._client_numbers = itertools.count(1)
+        self._loop = asyncio.get_running_loop()
+        self._health_updates: set[asyncio.Task[None]] = set()
+        attach_request = worker_pb2.AttachRequest(
+            scheduler_instance_id=instance_id,
+            block_size=settings.kv_cache_block_size,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+        )
+        self._worker = WorkerClient(settings.worker, attach_request, self.on_event)
+
+    async def run_worker_link(self) -> None:
+        """Keep the worker attached until cancelled."""
+        await self._worker.run()
+
+    def connect(self) -> ClientLink:
+        """Take in a replica; it is told about the cell as soon as there is a worker."""
+        client = ClientLink(next(self._client_numbers))
+        self._clients[client.number] = client
+        self._send_cell_info(client)
+        return client
+
+    def disconnect(self, client: ClientLink) -> None:
+        """Forget a replica whose stream ended, and its requests."""
+        del self._clients[client.number]
+        self.on_event(ClientGone(client.number))
+
+    def on_event(self, event: Event) -> None:
+        """Hand an event to the engine and do what it says."""
+        for action in self.engine.on_event(event, self._loop.time()):
+            self._perform(action)
+        if isinstance(event, WorkerAttached | WorkerLost):
+            self._on_worker_changed()
+
+    def on_client_message(self, message: ClientMessage) -> None:
+        """Hand a replica's message to the engine."""
+        self.on_event(message)
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case SendStep(step):
+                self._worker.send(step)
+            case Deliver(client, outputs):
+                if client in self._clients:
+                    response = exchange_pb2.ExchangeResponse(outputs=encode_outputs(outputs))
+                    self._clients[client].send(response, self._loop.time())
+            case CloseClient(client, error):
+                if client in self._clients:
+                    self._clients[client].close(error)
+            case DropWorker(epoch, reason):
+                logger.error("the worker's answer makes no sense", extra={"reason": reason})
+                self._worker.drop(epoch)
+                self._on_worker_changed()
+            case Exit(reason):
+                logger.error("cannot serve this worker", extra={"reason": reason})
+                self.failed.set()
+
+    def _on_worker_changed(self) -> None:
+        is_ready = self.engine.worker is not None
+        update = self._loop.create_task(self._health.set_serving(is_ready))
+        self._health_updates.add(update)
+        update.add_done_callback(self._health_updates.discard)
+        for client in self._clients.values():
+            if is_ready:
+                self._send_cell_info(client)
+            else:
+                client.close(NotReadyError("the worker was lost"))
+
+    def _send_cell_info(self, client: ClientLink) -> None:
+        worker, limits = self.engine.worker, self.engine.model_limits
+        if worker is None or limits is None:
+            return
+        cell_info = exchange_pb2.CellInfo(
+            scheduler_instance_id=self.instance_id,
+            model_digest=worker.model_digest,
+            context_length=limits.context_length,
+            logits_width=limits.logits_width,
+            eos_token_ids=worker.eos_token_ids,
+            num_pool_tokens=limits.num_pool_tokens,
+        )
+        client.send(exchange_pb2.ExchangeResponse(cell_info=cell_info), self._loop.time())

@@ -1,0 +1,86 @@
+"""The RPCs of the scheduler: `Exchange` with tokenizer replicas, and `GetState` for everybody."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+from google.protobuf.message import Message
+
+from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc
+from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc
+from services.scheduler.exchange_codec import decode_request
+from services.scheduler.server import CellServer, ClientLink
+from shared.errors import ServiceError
+
+EXCHANGE_SERVICE = "lockstep.internal.v1.ExchangeService"
+SCHEDULER_SERVICE = "lockstep.v1.SchedulerService"
+
+
+class ExchangeServicer(exchange_pb2_grpc.ExchangeServiceServicer):
+    """Serves tokenizer replicas."""
+
+    def __init__(self, cell: CellServer) -> None:
+        self._cell = cell
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serve on `server`."""
+        exchange_pb2_grpc.add_ExchangeServiceServicer_to_server(self, server)
+
+    async def Exchange(
+        self, request_iterator: AsyncIterator[exchange_pb2.ExchangeRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[Message]:
+        """See exchange.proto."""
+        client = self._cell.connect()
+        reader = asyncio.create_task(self._read(request_iterator, client))
+        try:
+            async for message in client.messages():
+                yield message
+        finally:
+            reader.cancel()
+            self._cell.disconnect(client)
+
+    async def _read(self, requests: AsyncIterator[exchange_pb2.ExchangeRequest], client: ClientLink) -> None:
+        try:
+            async for message in requests:
+                self._cell.on_client_message(decode_request(client.number, message))
+        except ServiceError as error:
+            client.close(error)
+        else:
+            client.close(None)
+
+
+class StateServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """Shows the cell to people and programs."""
+
+    def __init__(self, cell: CellServer) -> None:
+        self._cell = cell
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serve on `server`."""
+        scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, server)
+
+    async def GetState(
+        self, request: scheduler_pb2.GetStateRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.GetStateResponse:
+        """See scheduler.proto."""
+        state = self._cell.engine.state()
+        counters = state.counters
+        return scheduler_pb2.GetStateResponse(
+            instance_id=self._cell.instance_id,
+            ready=state.ready,
+            num_waiting=state.num_waiting,
+            num_running=state.num_running,
+            block_size=state.block_size,
+            num_blocks=state.num_blocks,
+            num_used_blocks=state.num_used_blocks,
+            num_cached_blocks=state.num_cached_blocks,
+            num_free_blocks=state.num_free_blocks,
+            num_prefill_steps=counters.num_prefill_steps,
+            num_decode_steps=counters.num_decode_steps,
+            num_preemptions=counters.num_preemptions,
+            num_prefix_queried_tokens=counters.num_prefix_queried_tokens,
+            num_prefix_hit_tokens=counters.num_prefix_hit_tokens,
+            num_finished=counters.num_finished,
+        )

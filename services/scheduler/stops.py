@@ -1,0 +1,42 @@
+"""When a sequence stops by its tokens. Stops found in text come from the tokenizer as `StopAt`."""
+
+from __future__ import annotations
+
+from services.scheduler.sequence import TOKEN_BYTES, Finish, FinishReason, Sequence
+from shared.limits import MAX_STOP_TOKEN_SEQUENCE_LENGTH, SamplingParams
+
+
+def watched_tokens(params: SamplingParams, eos_token_ids: frozenset[int]) -> list[int]:
+    """The tokens after which `find_finish` may find a stop other than the length."""
+    tokens = {*params.stop_token_ids, *(sequence[-1] for sequence in params.stop_token_sequences)}
+    if not params.ignore_eos:
+        tokens |= eos_token_ids
+    return sorted(tokens)
+
+
+def find_finish(seq: Sequence, eos_token_ids: frozenset[int]) -> Finish | None:
+    """Why a sequence, all tokens stored and at least one generated, stops after its newest token.
+
+    The order is ATOM's: stop token sequences, EOS, stop token ids, `max_tokens`.
+
+    Returns:
+        None when it goes on.
+    """
+    params = seq.params
+    longest_run = MAX_STOP_TOKEN_SEQUENCE_LENGTH * TOKEN_BYTES
+    start = max(seq.num_prompt_tokens * TOKEN_BYTES, len(seq.token_bytes) - longest_run)
+    completion = seq.token_bytes[start:]
+    token_id = int.from_bytes(completion[-TOKEN_BYTES:], "little")
+    if any(completion.endswith(_to_bytes(sequence)) for sequence in params.stop_token_sequences):
+        return Finish(FinishReason.STOP_SEQUENCE)
+    if token_id in eos_token_ids and not params.ignore_eos:
+        return Finish(FinishReason.EOS, token_id)
+    if token_id in params.stop_token_ids:
+        return Finish(FinishReason.STOP_TOKEN, token_id)
+    if seq.num_stored_tokens >= seq.max_num_tokens:
+        return Finish(FinishReason.MAX_TOKENS)
+    return None
+
+
+def _to_bytes(token_ids: tuple[int, ...]) -> bytes:
+    return b"".join(token_id.to_bytes(TOKEN_BYTES, "little") for token_id in token_ids)

@@ -1,0 +1,183 @@
+"""The link to the worker: the only caller of WorkerService.
+
+It attaches, opens the step stream, carries steps there and results back, and begins anew when the link breaks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import grpc
+import numpy as np
+from google.rpc import error_details_pb2
+
+from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
+from services.scheduler.batch import EnteringSequence, Step, StepKind, StepResult
+from services.scheduler.engine import Event, StepReturned, WorkerAttached, WorkerFacts, WorkerLost
+from shared.errors import StaleEpochError
+from shared.limits import TOKEN_DTYPE
+from shared.rpc import make_channel, reason_of, status_from_rpc_error
+
+logger = logging.getLogger(__name__)
+
+RETRY_DELAY_S = 0.5
+
+_STEP_KINDS = {StepKind.PREFILL: worker_pb2.STEP_KIND_PREFILL, StepKind.DECODE: worker_pb2.STEP_KIND_DECODE}
+
+
+class WorkerClient:
+    """Keeps one worker attached.
+
+    Every event of the link goes to `on_event`; `WorkerAttached` and `WorkerLost` of an epoch bracket all else.
+    """
+
+    def __init__(
+        self, address: str, attach_request: worker_pb2.AttachRequest, on_event: Callable[[Event], None]
+    ) -> None:
+        self._address = address
+        self._attach_request = attach_request
+        self._on_event = on_event
+        self._epoch = 0
+        self._steps: asyncio.Queue[Step] = asyncio.Queue()
+        self._call: grpc.aio.StreamStreamCall | None = None
+
+    def send(self, step: Step) -> None:
+        """Send a step of the present epoch, behind those before it."""
+        self._steps.put_nowait(step)
+
+    def drop(self, epoch: int) -> None:
+        """Break the link of an epoch, because what came over it makes no sense."""
+        if self._call is not None and epoch == self._epoch:
+            self._call.cancel()
+
+    async def run(self) -> None:
+        """Attach and serve the link, again and again, until cancelled."""
+        while True:
+            async with make_channel(self._address, internal=True) as channel:
+                stub = worker_pb2_grpc.WorkerServiceStub(channel)
+                facts = await self._attach(stub)
+                if facts is not None:
+                    await self._serve_link(stub, facts)
+            await asyncio.sleep(RETRY_DELAY_S)
+
+    async def _attach(self, stub: worker_pb2_grpc.WorkerServiceStub) -> WorkerFacts | None:
+        """Claim the worker; None when it is not there, not ready, or asks for a higher epoch."""
+        self._epoch += 1
+        self._attach_request.epoch = self._epoch
+        try:
+            response = await stub.Attach(self._attach_request)
+        except grpc.aio.AioRpcError as error:
+            status = status_from_rpc_error(error)
+            reason = reason_of(status)
+            logger.info("the worker is not attached", extra={"reason": reason, "status": error.code().name})
+            if reason == StaleEpochError.reason:
+                self._epoch = max(self._epoch, _epoch_held(status.details))
+            return None
+        logger.info(
+            "worker attached",
+            extra={
+                "epoch": self._epoch,
+                "num_blocks": response.num_blocks,
+                "context_length": response.context_length,
+                "ops_backend": response.ops_backend,
+                "numerics_fingerprint": response.numerics_fingerprint,
+            },
+        )
+        return WorkerFacts(
+            self._epoch,
+            response.model_digest,
+            response.context_length,
+            response.logits_width,
+            tuple(response.eos_token_ids),
+            response.num_blocks,
+        )
+
+    async def _serve_link(self, stub: worker_pb2_grpc.WorkerServiceStub, facts: WorkerFacts) -> None:
+        self._steps = asyncio.Queue()
+        self._call = stub.Execute()
+        self._on_event(WorkerAttached(facts))
+        sender = asyncio.create_task(self._send_steps(self._call, self._steps))
+        try:
+            async for message in self._call:
+                self._on_event(StepReturned(decode_result(message)))
+            logger.warning("the worker ended the step stream")
+        except (grpc.aio.AioRpcError, ValueError) as error:
+            logger.warning("the link to the worker broke", extra={"error": _describe(error)})
+        finally:
+            sender.cancel()
+            self._call.cancel()
+            self._call = None
+            self._on_event(WorkerLost(facts.epoch))
+
+    async def _send_steps(self, call: grpc.aio.StreamStreamCall, steps: asyncio.Queue[Step]) -> None:
+        while True:
+            step = await steps.get()
+            try:
+                await call.write(encode_step(step))
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                # The reader meets the same end and tells why.
+                return
+
+
+def encode_step(step: Step) -> worker_pb2.StepRequest:
+    """The message of a step: changes only, columns as little-endian int32."""
+    batch = step.batch
+    return worker_pb2.StepRequest(
+        epoch=step.epoch,
+        step_id=step.step_id,
+        kind=_STEP_KINDS[batch.kind],
+        leave_slots=_column(batch.leave_slots),
+        enters=[_encode_entering(entering) for entering in batch.enters],
+        append_slots=_column(batch.append_slots),
+        append_block_ids=_column(batch.append_block_ids),
+    )
+
+
+def decode_result(message: worker_pb2.StepResult) -> StepResult:
+    """Parse a result's columns.
+
+    Raises:
+        ValueError: a column is no multiple of 4 bytes.
+    """
+    return StepResult(
+        message.epoch,
+        message.step_id,
+        np.frombuffer(message.token_ids, TOKEN_DTYPE),
+        np.frombuffer(message.not_finite_rows, TOKEN_DTYPE),
+    )
+
+
+def _encode_entering(entering: EnteringSequence) -> worker_pb2.EnterSequence:
+    return worker_pb2.EnterSequence(
+        slot=entering.slot,
+        token_ids=entering.token_bytes,
+        num_cached_tokens=entering.num_cached_tokens,
+        num_prompt_tokens=entering.num_prompt_tokens,
+        block_ids=_column(entering.block_ids),
+        temperature=entering.params.temperature,
+        top_k=entering.params.top_k,
+        top_p=entering.params.top_p,
+        seed=entering.params.seed,
+    )
+
+
+def _column(values: list[int]) -> bytes:
+    return np.array(values, TOKEN_DTYPE).tobytes()
+
+
+def _epoch_held(details: list[object]) -> int:
+    """The epoch that a stale claim was refused for; 0 when the answer does not say."""
+    info = error_details_pb2.ErrorInfo()
+    for detail in details:
+        if detail.Unpack(info):  # type: ignore[attr-defined]
+            held = info.metadata.get("epoch", "")
+            return int(held) if held.isdecimal() else 0
+    return 0
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error)

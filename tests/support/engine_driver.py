@@ -1,0 +1,115 @@
+"""Drives the real engine against a worker model, and collects what each request is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from services.scheduler.batch import RequestEnd, Step, StepResult
+from services.scheduler.engine import (
+    Action,
+    CacheSettings,
+    ClientMessage,
+    Deliver,
+    Engine,
+    Event,
+    SendStep,
+    StepReturned,
+    Submission,
+    WorkerAttached,
+    WorkerFacts,
+)
+from services.scheduler.scheduler import SchedulerPolicy
+from shared.limits import TOKEN_DTYPE, SamplingParams
+from tests.support.cell_model import VOCABULARY, WorkerModel
+
+EOS = 7
+
+
+def token_bytes(token_ids: list[int]) -> bytes:
+    """Token ids as cells speak them."""
+    return np.array(token_ids, TOKEN_DTYPE).tobytes()
+
+
+def worker_facts(*, num_blocks: int = 64, context_length: int = 512, epoch: int = 1) -> WorkerFacts:
+    """A worker's answer to an attach."""
+    return WorkerFacts(epoch, "digest", context_length, VOCABULARY, (EOS,), num_blocks)
+
+
+@dataclass
+class Told:
+    """What one request was told."""
+
+    tokens: list[int] = field(default_factory=list)
+    end: RequestEnd | None = None
+
+
+class EngineDriver:
+    """An engine with a worker attached, whose steps run when `step` is called. Time is what the test says."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 16,
+        context_length: int = 512,
+        policy: SchedulerPolicy | None = None,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        self.now = 0.0
+        self.engine = Engine(policy or SchedulerPolicy(), CacheSettings(block_size, enable_prefix_caching))
+        self.worker = WorkerModel(block_size)
+        self.sent: list[Step] = []
+        self.delivered: list[Deliver] = []
+        self.told: dict[tuple[int, int], Told] = {}
+        self.actions: list[Action] = []
+        self.on_event(WorkerAttached(worker_facts(num_blocks=num_blocks, context_length=context_length)))
+
+    def on_event(self, event: Event) -> list[Action]:
+        """Hand over an event, take in the actions, and check that everything agrees."""
+        actions = self.engine.on_event(event, self.now)
+        for action in actions:
+            if isinstance(action, SendStep):
+                self.sent.append(action.step)
+            elif isinstance(action, Deliver):
+                self.delivered.append(action)
+                self._take(action)
+        self.actions += actions
+        self.engine.check_integrity()
+        return actions
+
+    def submit(
+        self, handle: int, prompt: list[int], *, client: int = 1, request_id: str | None = None, **params: object
+    ) -> list[Action]:
+        """Submit one request; `params` as in SamplingParams, at most 8 tokens unless said."""
+        sampling = SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **params})  # type: ignore[arg-type]
+        submission = Submission(handle, request_id or f"{client}-{handle}", token_bytes(prompt), sampling)
+        return self.on_event(ClientMessage(client, [submission]))
+
+    def step(self) -> StepResult:
+        """Run the oldest step in flight and hand its result back, a second later."""
+        result = self.worker.run(self.sent.pop(0))
+        self.now += 1.0
+        self.on_event(StepReturned(result))
+        return result
+
+    def run(self) -> None:
+        """Run steps until there is nothing to do."""
+        while self.sent:
+            self.step()
+
+    def _take(self, action: Deliver) -> None:
+        outputs = action.outputs
+        rows = zip(
+            outputs.handles.tolist(), outputs.first_indexes.tolist(), outputs.token_ids.tolist(), strict=True
+        )
+        for handle, first_index, token_id in rows:
+            told = self.told.setdefault((action.client, handle), Told())
+            assert told.end is None, "a token behind the end"
+            assert first_index == len(told.tokens), "a gap or a repeat"
+            told.tokens.append(token_id)
+        for end in outputs.ends:
+            told = self.told.setdefault((action.client, end.handle), Told())
+            assert told.end is None, "two ends"
+            told.end = end

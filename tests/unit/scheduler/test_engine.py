@@ -1,0 +1,414 @@
+"""The engine against a worker model: what clients are told, whatever the scheduler does."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from services.scheduler.batch import StepKind, StepResult
+from services.scheduler.engine import (
+    ClientGone,
+    ClientMessage,
+    CloseClient,
+    DropWorker,
+    Exit,
+    SendStep,
+    StepReturned,
+    WorkerAttached,
+    WorkerLost,
+)
+from services.scheduler.scheduler import SchedulerPolicy
+from services.scheduler.sequence import FinishReason
+from tests.support.cell_model import VOCABULARY, expected_completion
+from tests.support.engine_driver import EOS, EngineDriver, worker_facts
+
+
+def make_prompt(length: int, start: int = 11) -> list[int]:
+    return [(start + 13 * index) % VOCABULARY for index in range(length)]
+
+
+def finish_of(driver: EngineDriver, handle: int, client: int = 1) -> tuple[FinishReason, int]:
+    end = driver.told[client, handle].end
+    assert end is not None
+    assert end.finish is not None
+    return end.finish.reason, end.num_completion_tokens
+
+
+def error_of(driver: EngineDriver, handle: int, client: int = 1) -> str:
+    end = driver.told[client, handle].end
+    assert end is not None
+    assert end.error is not None
+    return end.error.reason
+
+
+def used_blocks(driver: EngineDriver) -> int:
+    return driver.engine.state().num_used_blocks
+
+
+def test_a_request_gets_its_tokens_and_its_end() -> None:
+    driver = EngineDriver()
+    driver.submit(1, make_prompt(20), max_tokens=30)
+    driver.run()
+    assert driver.told[1, 1].tokens == expected_completion(make_prompt(20), 0, 30)
+    assert finish_of(driver, 1) == (FinishReason.MAX_TOKENS, 30)
+    assert used_blocks(driver) == 0
+
+
+def test_a_pure_decode_step_carries_only_the_blocks_that_opened() -> None:
+    driver = EngineDriver()
+    for handle in range(4):
+        driver.submit(handle, make_prompt(14 + handle, handle), max_tokens=4)
+    while driver.sent[0].batch.kind is StepKind.PREFILL:
+        driver.step()
+    batch = driver.sent[0].batch
+    assert (batch.enters, batch.leave_slots) == ([], [])
+    # Only the prompts of 16 and 17 tokens stand at the edge of a block: 17 took its second block with the prefill.
+    assert len(batch.append_slots) == 1
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 32])
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_outputs_do_not_depend_on_neighbours_blocks_caching_or_preemption(
+    block_size: int, enable_prefix_caching: bool
+) -> None:
+    rng = random.Random(5)
+    driver = EngineDriver(
+        num_blocks=20 * 16 // block_size,
+        block_size=block_size,
+        enable_prefix_caching=enable_prefix_caching,
+        policy=SchedulerPolicy(max_num_seqs=7, max_num_batched_tokens=600),
+    )
+    requests = {}
+    for handle in range(40):
+        prompt = make_prompt(rng.choice([1, 15, 16, 17, 40, 64]), start=rng.choice([0, 1]))
+        max_tokens = rng.randint(1, 120)
+        requests[handle] = (prompt, handle % 3, max_tokens)
+        driver.submit(handle, prompt, client=1 + handle % 2, seed=handle % 3, max_tokens=max_tokens)
+        for _ in range(rng.randint(0, 3)):
+            if driver.sent:
+                driver.step()
+    driver.run()
+    for handle, (prompt, seed, max_tokens) in requests.items():
+        assert driver.told[1 + handle % 2, handle].tokens == expected_completion(prompt, seed, max_tokens)
+    state = driver.engine.state()
+    assert state.counters.num_preemptions > 0
+    assert (state.num_used_blocks, state.num_running, state.num_waiting) == (0, 0, 0)
+    assert (state.counters.num_prefix_hit_tokens > 0) is enable_prefix_caching
+
+
+def test_at_most_one_message_a_step_and_client() -> None:
+    driver = EngineDriver()
+    for handle in range(6):
+        driver.submit(handle, make_prompt(10, handle), client=1 + handle % 2, max_tokens=5)
+    num_steps = 0
+    while driver.sent:
+        driver.delivered.clear()
+        driver.step()
+        num_steps += 1
+        clients = [deliver.client for deliver in driver.delivered]
+        assert len(clients) == len(set(clients))
+    assert num_steps > 5
+
+
+def test_a_preempted_request_reports_the_cached_tokens_of_its_first_prefill() -> None:
+    driver = EngineDriver(num_blocks=4, policy=SchedulerPolicy(max_num_seqs=2, max_num_batched_tokens=600))
+    driver.submit(1, make_prompt(16), max_tokens=40)
+    driver.submit(2, make_prompt(16, 500), max_tokens=40)
+    driver.run()
+    assert driver.engine.state().counters.num_preemptions > 0
+    end = driver.told[1, 2].end
+    assert end is not None
+    assert end.num_cached_tokens == 0
+
+
+def test_a_second_equal_prompt_computes_only_what_is_not_cached() -> None:
+    driver = EngineDriver()
+    driver.submit(1, make_prompt(48), max_tokens=1)
+    driver.run()
+    before = driver.worker.num_computed_tokens
+    driver.submit(2, make_prompt(48), max_tokens=1)
+    driver.run()
+    # The last block is full and cached, but one token must be computed.
+    assert driver.worker.num_computed_tokens - before == 16
+    end = driver.told[1, 2].end
+    assert end is not None
+    assert end.num_cached_tokens == 32
+
+
+def first_tokens(prompt: list[int], count: int) -> list[int]:
+    return expected_completion(prompt, 0, count)
+
+
+def test_stop_order_is_sequence_then_eos_then_stop_token_then_length() -> None:
+    prompt = make_prompt(5)
+    tokens = first_tokens(prompt, 3)
+    driver = EngineDriver()
+    driver.submit(1, prompt, max_tokens=3, stop_token_ids=(tokens[2],), stop_token_sequences=((tokens[1], tokens[2]),))
+    driver.submit(2, prompt, max_tokens=3, stop_token_ids=(tokens[2],))
+    driver.submit(3, prompt, max_tokens=3, stop_token_sequences=((tokens[0], tokens[2]),))
+    driver.run()
+    assert finish_of(driver, 1) == (FinishReason.STOP_SEQUENCE, 3)
+    assert finish_of(driver, 2) == (FinishReason.STOP_TOKEN, 3)
+    assert finish_of(driver, 3) == (FinishReason.MAX_TOKENS, 3)
+
+
+def test_a_stop_sequence_does_not_reach_into_the_prompt() -> None:
+    prompt = make_prompt(5)
+    driver = EngineDriver()
+    driver.submit(1, prompt, max_tokens=4, stop_token_sequences=((prompt[-1], first_tokens(prompt, 1)[0]),))
+    driver.run()
+    assert finish_of(driver, 1) == (FinishReason.MAX_TOKENS, 4)
+
+
+def prompt_that_draws_eos() -> tuple[list[int], int]:
+    for start in range(10_000):
+        prompt = make_prompt(3, start)
+        tokens = first_tokens(prompt, 8)
+        if EOS in tokens:
+            return prompt, tokens.index(EOS) + 1
+    raise AssertionError("no prompt draws EOS")
+
+
+def test_eos_ends_a_request_unless_ignored() -> None:
+    prompt, count = prompt_that_draws_eos()
+    driver = EngineDriver()
+    driver.submit(1, prompt, ignore_eos=False, stop_token_ids=(EOS,))
+    driver.submit(2, prompt)
+    driver.submit(3, prompt, stop_token_ids=(EOS,))
+    driver.run()
+    assert finish_of(driver, 1) == (FinishReason.EOS, count)
+    assert driver.told[1, 1].tokens[-1] == EOS
+    assert finish_of(driver, 2) == (FinishReason.MAX_TOKENS, 8)
+    assert finish_of(driver, 3) == (FinishReason.STOP_TOKEN, count)
+
+
+def test_many_stop_tokens_and_few_stand_side_by_side() -> None:
+    prompt = make_prompt(5)
+    tokens = first_tokens(prompt, 6)
+    others = [token_id for token_id in range(200, 263) if token_id not in tokens]
+    driver = EngineDriver()
+    driver.submit(1, prompt, max_tokens=6)
+    driver.submit(2, prompt, max_tokens=6, stop_token_ids=(*others, tokens[3]))
+    driver.run()
+    assert finish_of(driver, 1) == (FinishReason.MAX_TOKENS, 6)
+    assert finish_of(driver, 2) == (FinishReason.STOP_TOKEN, 4)
+
+
+def test_a_stop_string_ends_the_request_at_once_and_its_blocks_with_the_step() -> None:
+    driver = EngineDriver()
+    driver.submit(1, make_prompt(20), max_tokens=50)
+    for _ in range(5):
+        driver.step()
+    assert len(driver.sent) == 1
+    actions = driver.on_event(ClientMessage(1, stop_ats=[(1, 3)]))
+    assert finish_of(driver, 1) == (FinishReason.STOP_STRING, 3)
+    assert not any(isinstance(action, SendStep) for action in actions)
+    assert used_blocks(driver) == 2
+    driver.step()
+    assert used_blocks(driver) == 0
+    assert len(driver.told[1, 1].tokens) == 5
+
+
+def test_a_stop_string_for_what_has_ended_is_ignored() -> None:
+    driver = EngineDriver()
+    driver.submit(1, make_prompt(20), max_tokens=2)
+    driver.run()
+    driver.on_event(ClientMessage(1, stop_ats=[(1, 1), (99, 1)]))
+    assert finish_of(driver, 1) == (FinishReason.MAX_TOKENS, 2)
+
+
+def test_an_aborted_neighbour_gives_its_blocks_back_with_its_step_and_disturbs_nobody() -> None:
+    driver = EngineDriver()
+    driver.submit(1, make_prompt(20), max_tokens=20)
+    driver.submit(2, make_prompt(40, 300), max_tokens=20)
+    for _ in range(4):
+        driver.step()
+    held = used_blocks(driver)
+    driver.on_event(ClientMessage(1, aborts=[2, 77]))
+    assert used_blocks(driver) == held
+    driver.step()
+    assert used_blocks(driver) == 2
+    driver.run()
+    assert driver.told[1, 1].tokens == expected_completion(make_prompt(20), 0, 20)
+    assert driver.told[1, 2].end is None
+
+
+def test_an_aborted_waiting_request_is_forgotten() -> None:
+    driver = EngineDriver(policy=SchedulerPolicy(max_num_seqs=1))
+    driver.submit(1, make_prompt(20), max_tokens=3)
+    driver.submit(2, make_prompt(20), max_tokens=3)
+    driver.on_event(ClientMessage(1, aborts=[2]))
+    assert driver.engine.state().num_waiting == 0
+    driver.run()
+    assert (1, 2) not in driver.told
+
+
+def test_a_client_that_leaves_takes_only_its_own_requests_along() -> None:
+    driver = EngineDriver()
+    driver.submit(1, make_prompt(20), client=1, max_tokens=9)
+    driver.submit(1, make_prompt(20, 5), client=2, max_tokens=9)
+    driver.step()
+    driver.on_event(ClientGone(1))
+    driver.run()
+    assert driver.told[2, 1].tokens == expected_completion(make_prompt(20, 5), 0, 9)
+    assert used_blocks(driver) == 0
+    driver.submit(1, make_prompt(3), client=3, request_id="1-1", max_tokens=1)
+    driver.run()
+    assert finish_of(driver, 1, client=3) == (FinishReason.MAX_TOKENS, 1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "reason"),
+    [
+        ([], {}, "INVALID_REQUEST"),
+        ([1, VOCABULARY], {}, "INVALID_REQUEST"),
+        ([1, -1], {}, "INVALID_REQUEST"),
+        ([1], {"max_tokens": 0}, "INVALID_REQUEST"),
+        ([1], {"temperature": float("nan")}, "INVALID_REQUEST"),
+        ([1], {"top_p": 0.0}, "INVALID_REQUEST"),
+        ([1], {"top_k": VOCABULARY + 1}, "INVALID_REQUEST"),
+        ([1], {"stop_token_ids": (VOCABULARY,)}, "INVALID_REQUEST"),
+        ([1], {"stop_token_sequences": ((),)}, "INVALID_REQUEST"),
+        ([1] * 512, {}, "PROMPT_TOO_LONG"),
+        ([1] * 500, {"max_tokens": 13}, "CONTEXT_EXCEEDED"),
+        ([1] * 200, {"max_tokens": 57}, "KV_CAPACITY_EXCEEDED"),
+    ],
+)
+def test_a_bad_request_is_refused_and_its_neighbour_goes_on(
+    prompt: list[int], params: dict[str, object], reason: str
+) -> None:
+    driver = EngineDriver(num_blocks=16)
+    driver.submit(1, make_prompt(10), max_tokens=6)
+    driver.submit(2, prompt, **params)
+    assert error_of(driver, 2) == reason
+    driver.run()
+    assert driver.told[1, 1].tokens == expected_completion(make_prompt(10), 0, 6)
+
+
+def test_a_request_of_the_whole_pool_runs() -> None:
+    driver = EngineDriver(num_blocks=16)
+    driver.submit(1, make_prompt(200), max_tokens=56)
+    driver.run()
+    assert finish_of(driver, 1) == (FinishReason.MAX_TOKENS, 56)
+
+
+def test_a_request_id_is_refused_while_it_is_in_flight() -> None:
+    driver = EngineDriver()
+    driver.submit(1, make_prompt(3), request_id="same", max_tokens=2)
+    driver.submit(2, make_prompt(3), request_id="same", max_tokens=2, client=2)
+    assert error_of(driver, 2, client=2) == "DUPLICATE_REQUEST"
+    driver.run()
+    driver.submit(3, make_prompt(3), request_id="same", max_tokens=2, client=2)
+    driver.run()
+    assert finish_of(driver, 3, client=2) == (FinishReason.MAX_TOKENS, 2)
+
+
+def test_a_handle_used_twice_ends_the_stream() -> None:
+    driver = EngineDriver()
+    driver.submit(1, make_prompt(3))
+    actions = driver.submit(1, make_prompt(3), request_id="other")
+    assert [type(action) for action in actions] == [CloseClient]
+
+
+def test_without_a_worker_requests_are_not_taken() -> None:
+    driver = EngineDriver()
+    driver.on_event(WorkerLost(1))
+    driver.submit(1, make_prompt(3))
+    assert error_of(driver, 1) == "NOT_READY"
+    assert not driver.engine.state().ready
+
+
+def test_a_lost_worker_ends_every_request_and_the_next_one_starts_afresh() -> None:
+    driver = EngineDriver()
+    driver.submit(1, make_prompt(20), client=1)
+    driver.submit(1, make_prompt(20), client=2)
+    driver.step()
+    stale = driver.worker.run(driver.sent.pop(0))
+    driver.on_event(WorkerLost(1))
+    assert error_of(driver, 1, client=1) == error_of(driver, 1, client=2) == "NOT_READY"
+    driver.on_event(WorkerAttached(worker_facts(epoch=2)))
+    driver.worker.batch.clear()
+    assert driver.on_event(StepReturned(stale)) == []
+    driver.submit(2, make_prompt(20), max_tokens=4)
+    driver.run()
+    assert driver.told[1, 2].tokens == expected_completion(make_prompt(20), 0, 4)
+
+
+@pytest.mark.parametrize(
+    ("step_id", "tokens", "bad_rows"),
+    [(2, [1], []), (1, [1, 2], []), (1, [VOCABULARY], []), (1, [-1], []), (1, [], []), (1, [1], [1])],
+)
+def test_an_answer_that_makes_no_sense_never_reaches_a_client(
+    step_id: int, tokens: list[int], bad_rows: list[int]
+) -> None:
+    driver = EngineDriver()
+    driver.submit(1, make_prompt(3))
+    result = StepResult(1, step_id, np.array(tokens, np.int32), np.array(bad_rows, np.int32))
+    actions = driver.on_event(StepReturned(result))
+    assert any(isinstance(action, DropWorker) for action in actions)
+    assert driver.told[1, 1].tokens == []
+    assert error_of(driver, 1) == "NOT_READY"
+
+
+def test_a_row_that_is_not_finite_fails_alone_and_its_blocks_leave_the_cache() -> None:
+    driver = EngineDriver()
+    driver.submit(1, make_prompt(48), max_tokens=9)
+    driver.step()
+    driver.submit(2, make_prompt(33, 300), max_tokens=9)
+    driver.step()
+    driver.step()
+    result = driver.worker.run(driver.sent.pop(0))
+    row = len(result.token_ids) - 1
+    driver.on_event(StepReturned(StepResult(1, result.step_id, result.token_ids, np.array([row], np.int32))))
+    assert error_of(driver, 2) == "NUMERIC_ERROR"
+    hits = driver.engine.state().counters.num_prefix_hit_tokens
+    driver.submit(3, make_prompt(33, 300), max_tokens=1)
+    driver.run()
+    assert driver.engine.state().counters.num_prefix_hit_tokens == hits
+    assert driver.told[1, 1].tokens == expected_completion(make_prompt(48), 0, 9)
+
+
+def test_a_context_above_the_token_budget_is_refused_at_attach() -> None:
+    driver = EngineDriver(policy=SchedulerPolicy(max_num_batched_tokens=600))
+    actions = driver.on_event(WorkerAttached(worker_facts(context_length=601, epoch=2)))
+    assert [type(action) for action in actions] == [Exit]
+
+
+def test_the_delay_gate_holds_a_prefill_back_until_the_oldest_waited_long_enough() -> None:
+    driver = EngineDriver(policy=SchedulerPolicy(delay_factor=2.5))
+    driver.submit(1, make_prompt(5), max_tokens=20)
+    driver.step()
+    driver.submit(2, make_prompt(5, 40), max_tokens=20)
+    kinds = []
+    for _ in range(4):
+        driver.step()
+        kinds.append(driver.sent[0].batch.kind)
+    # The last prefill took one second, so the second request waits until more than 2.5 seconds have passed.
+    assert kinds == [StepKind.DECODE, StepKind.DECODE, StepKind.PREFILL, StepKind.DECODE]
+
+
+def test_prefills_come_first_and_keep_to_the_token_budget_and_the_places() -> None:
+    driver = EngineDriver(policy=SchedulerPolicy(max_num_seqs=3, max_num_batched_tokens=512))
+    driver.submit(1, make_prompt(5), max_tokens=20)
+    for handle, length in ((2, 300), (3, 212), (4, 1)):
+        driver.submit(handle, make_prompt(length, handle), max_tokens=20)
+    driver.step()
+    assert [len(entering.token_bytes) // 4 for entering in driver.sent[0].batch.enters] == [300, 212]
+    driver.step()
+    assert driver.sent[0].batch.kind is StepKind.DECODE
+    assert driver.engine.state().num_waiting == 1
+
+
+def test_preempted_requests_wait_in_front_of_new_ones() -> None:
+    driver = EngineDriver(num_blocks=4, policy=SchedulerPolicy(max_num_batched_tokens=600))
+    driver.submit(1, make_prompt(16), max_tokens=40)
+    driver.submit(2, make_prompt(16, 500), max_tokens=40)
+    driver.submit(3, make_prompt(48, 700), max_tokens=10)
+    ends = []
+    while driver.sent:
+        driver.step()
+        ends += [handle for (_, handle), told in driver.told.items() if told.end and handle not in ends]
+    assert ends == [1, 2, 3]
+    assert driver.engine.state().counters.num_preemptions > 0
