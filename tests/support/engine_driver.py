@@ -89,7 +89,9 @@ class EngineDriver:
 
     def step(self) -> StepResult:
         """Run the oldest step in flight and hand its result back, a second later."""
-        result = self.worker.run(self.sent.pop(0))
+        step = self.sent.pop(0)
+        result = self.worker.run(step)
+        assert self.worker.last_rows == step.batch.row_slots.tolist(), "scheduler and worker derive other rows"
         self.now += 1.0
         self.on_event(StepReturned(result))
         return result
@@ -101,9 +103,7 @@ class EngineDriver:
 
     def _take(self, action: Deliver) -> None:
         outputs = action.outputs
-        rows = zip(
-            outputs.handles.tolist(), outputs.first_indexes.tolist(), outputs.token_ids.tolist(), strict=True
-        )
+        rows = zip(outputs.handles.tolist(), outputs.first_indexes.tolist(), outputs.token_ids.tolist(), strict=True)
         for handle, first_index, token_id in rows:
             told = self.told.setdefault((action.client, handle), Told())
             assert told.end is None, "a token behind the end"

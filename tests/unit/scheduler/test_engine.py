@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -277,7 +278,7 @@ def test_a_client_that_leaves_takes_only_its_own_requests_along() -> None:
     ],
 )
 def test_a_bad_request_is_refused_and_its_neighbour_goes_on(
-    prompt: list[int], params: dict[str, object], reason: str
+    prompt: list[int], params: dict[str, Any], reason: str
 ) -> None:
     driver = EngineDriver(num_blocks=16)
     driver.submit(1, make_prompt(10), max_tokens=6)

@@ -1,0 +1,32 @@
+"""Bad settings are refused at start by a message that names them."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.scheduler.config import SchedulerSettings
+from shared.config import load_settings
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--kv-cache-block-size", "8"),
+        ("--kv-cache-block-size", "24"),
+        ("--max-num-seqs", "0"),
+        ("--scheduler-delay-factor", "nan"),
+        ("--worker", "nowhere"),
+        ("--listen", "0.0.0.0:1"),
+    ],
+)
+def test_a_bad_setting_is_named(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        load_settings(SchedulerSettings, [flag, value])
+    assert error.value.code == 2
+    assert flag in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 48])
+def test_block_sizes_that_kernels_can_use(block_size: int) -> None:
+    settings = load_settings(SchedulerSettings, ["--kv-cache-block-size", str(block_size)])
+    assert settings.cache.block_size == block_size

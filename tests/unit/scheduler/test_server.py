@@ -1,0 +1,220 @@
+"""The scheduler's shell over real gRPC: a replica on one side, a worker on the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+
+from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc
+from lockstep.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from services.scheduler.config import SchedulerSettings
+from services.scheduler.server import MAX_UNREAD_S, CellServer, ClientLink
+from services.scheduler.servicer import ExchangeServicer, StateServicer
+from shared.errors import NotReadyError
+from shared.health import Health, check_health
+from shared.rpc import make_channel, make_server, reason_of, status_from_rpc_error
+from tests.support.cell_model import expected_completion
+from tests.support.engine_driver import token_bytes
+from tests.support.worker_peer import WorkerPeer, column
+
+
+@dataclass
+class Cell:
+    """A scheduler in this process, its worker, and a channel to it."""
+
+    worker: WorkerPeer
+    server: CellServer
+    channel: grpc.aio.Channel
+
+    def exchange(self) -> grpc.aio.StreamStreamCall:
+        return exchange_pb2_grpc.ExchangeServiceStub(self.channel).Exchange()
+
+    async def state(self) -> scheduler_pb2.GetStateResponse:
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(self.channel)
+        state: scheduler_pb2.GetStateResponse = await stub.GetState(scheduler_pb2.GetStateRequest())
+        return state
+
+
+@asynccontextmanager
+async def running_cell(tmp_path: Path, worker: WorkerPeer | None = None) -> AsyncIterator[Cell]:
+    worker = worker or WorkerPeer()
+    worker_server = make_server(f"unix:{tmp_path}/worker", [worker], internal=True)
+    await worker_server.start()
+    settings = SchedulerSettings(listen=f"unix:{tmp_path}/scheduler", worker=f"unix:{tmp_path}/worker")
+    health = Health(())
+    cell = CellServer(settings, "instance", health)
+    server = make_server(settings.listen, [ExchangeServicer(cell), StateServicer(cell), health], internal=True)
+    await server.start()
+    link = asyncio.create_task(cell.run_worker_link())
+    async with make_channel(settings.listen, internal=True) as channel:
+        yield Cell(worker, cell, channel)
+    link.cancel()
+    await asyncio.gather(link, return_exceptions=True)
+    await server.stop(0)
+    await worker_server.stop(0)
+
+
+def submit(handle: int, prompt: list[int], max_tokens: int) -> exchange_pb2.ExchangeRequest:
+    request = exchange_pb2.Submit(
+        handle=handle,
+        request_id=f"request-{handle}",
+        prompt_token_ids=token_bytes(prompt),
+        max_tokens=max_tokens,
+        top_p=1.0,
+        ignore_eos=True,
+    )
+    return exchange_pb2.ExchangeRequest(submits=[request])
+
+
+async def read_outputs(
+    call: grpc.aio.StreamStreamCall, num_ends: int
+) -> tuple[dict[int, list[int]], list[exchange_pb2.RequestEnd], int]:
+    """Read until so many requests ended: tokens by handle, the ends, and the number of messages."""
+    tokens: dict[int, list[int]] = {}
+    ends: list[exchange_pb2.RequestEnd] = []
+    num_messages = 0
+    while len(ends) < num_ends:
+        outputs = (await call.read()).outputs
+        num_messages += 1
+        rows = zip(
+            column(outputs.handles),
+            column(outputs.first_indexes),
+            column(outputs.counts),
+            column(outputs.token_ids),
+            strict=True,
+        )
+        for handle, first_index, count, token_id in rows:
+            assert (first_index, count) == (len(tokens.setdefault(handle, [])), 1)
+            tokens[handle].append(token_id)
+        ends += outputs.ends
+    return tokens, ends, num_messages
+
+
+async def test_a_replica_learns_about_the_cell_first_and_then_gets_one_message_a_step(tmp_path: Path) -> None:
+    async with running_cell(tmp_path) as cell:
+        call = cell.exchange()
+        info = (await call.read()).cell_info
+        assert (info.model_digest, info.context_length, info.num_pool_tokens) == ("digest", 512, 1024)
+        message = submit(1, [1, 2, 3], 9)
+        message.MergeFrom(submit(2, [4, 5], 9))
+        await call.write(message)
+        tokens, ends, num_messages = await read_outputs(call, 2)
+        assert tokens == {1: expected_completion([1, 2, 3], 0, 9), 2: expected_completion([4, 5], 0, 9)}
+        assert [end.finish_reason for end in ends] == [common_pb2.FINISH_REASON_MAX_TOKENS] * 2
+        # Both were prefilled in one step, and each step brought one message.
+        assert num_messages == len(cell.worker.requests) == 9
+        state = await cell.state()
+        assert (state.ready, state.num_used_blocks, state.num_finished) == (True, 0, 2)
+        assert (state.num_prefill_steps, state.num_decode_steps) == (1, 8)
+
+
+async def test_health_follows_the_worker(tmp_path: Path) -> None:
+    async with running_cell(tmp_path) as cell:
+        call = cell.exchange()
+        await call.read()
+        assert await check_health(cell.channel, timeout_s=5)
+        cell.worker.lose_link = True
+        await call.write(submit(1, [1, 2, 3], 9))
+        response = await call.read()
+        assert reason_of(response.outputs.ends[0].error) == "NOT_READY"
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await call.read()
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        # The worker is attached again under a higher epoch, and a new stream works.
+        cell.worker.lose_link = False
+        call = cell.exchange()
+        await call.read()
+        await call.write(submit(1, [1, 2, 3], 2))
+        tokens, _, _ = await read_outputs(call, 1)
+        assert tokens[1] == expected_completion([1, 2, 3], 0, 2)
+        assert cell.worker.requests[-1].epoch > 1
+
+
+async def test_an_epoch_above_the_workers_own_is_offered(tmp_path: Path) -> None:
+    worker = WorkerPeer()
+    worker.lowest_epoch = 41
+    async with running_cell(tmp_path, worker) as cell:
+        await cell.exchange().read()
+        assert cell.server.engine.worker is not None
+        assert cell.server.engine.worker.epoch == 41
+
+
+async def test_a_refused_request_ends_with_its_status_and_others_go_on(tmp_path: Path) -> None:
+    async with running_cell(tmp_path) as cell:
+        call = cell.exchange()
+        await call.read()
+        message = submit(1, [1, 2, 3], 5)
+        message.MergeFrom(submit(2, [1, 99_999], 5))
+        await call.write(message)
+        tokens, ends, _ = await read_outputs(call, 2)
+        assert (ends[0].handle, reason_of(ends[0].error)) == (2, "INVALID_REQUEST")
+        assert tokens[1] == expected_completion([1, 2, 3], 0, 5)
+
+
+async def test_a_broken_stream_aborts_the_requests_on_it(tmp_path: Path) -> None:
+    async with running_cell(tmp_path) as cell:
+        broken, other = cell.exchange(), cell.exchange()
+        await broken.read()
+        await other.read()
+        await broken.write(submit(1, [1, 2, 3], 500))
+        await broken.read()
+        broken.cancel()
+        request = submit(7, [5], 3)
+        await other.write(request)
+        tokens, _, _ = await read_outputs(other, 1)
+        assert tokens == {7: expected_completion([5], 0, 3)}
+        while (await cell.state()).num_used_blocks:
+            pass
+
+
+@pytest.mark.parametrize("field", ["prompt_token_ids", "stop_token_ids"])
+async def test_a_torn_column_ends_only_its_stream(tmp_path: Path, field: str) -> None:
+    async with running_cell(tmp_path) as cell:
+        call = cell.exchange()
+        await call.read()
+        message = submit(1, [1], 1)
+        setattr(message.submits[0], field, b"\0" * 5)
+        await call.write(message)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await call.read()
+        assert reason_of(status_from_rpc_error(error.value)) == "INVALID_REQUEST"
+        assert (await cell.state()).ready
+
+
+async def test_a_replica_that_does_not_read_loses_its_stream() -> None:
+    link = ClientLink(1)
+    message = exchange_pb2.ExchangeResponse()
+    link.send(message, 10.0)
+    link.send(message, 10.0 + MAX_UNREAD_S)
+    assert not link.is_closed
+    link.send(message, 10.1 + MAX_UNREAD_S)
+    assert link.is_closed
+    received: list[object] = []
+    with pytest.raises(NotReadyError):
+        await read_all(link, received)
+    assert len(received) == 2
+
+
+async def test_a_replica_that_reads_keeps_its_stream_however_long_it_lives() -> None:
+    link = ClientLink(1)
+    received: list[object] = []
+    reader = asyncio.create_task(read_all(link, received))
+    for now in (10.0, 100.0, 1000.0):
+        link.send(exchange_pb2.ExchangeResponse(), now)
+        link.send(exchange_pb2.ExchangeResponse(), now)
+        # The reader's turn: it takes both.
+        await asyncio.sleep(0)
+    link.close(None)
+    await reader
+    assert len(received) == 6
+
+
+async def read_all(link: ClientLink, received: list[object]) -> None:
+    async for message in link.messages():
+        received.append(message)  # noqa: PERF401 - what came before an error counts
