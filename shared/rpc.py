@@ -5,8 +5,10 @@ Every server of the project is made by `make_server`, every channel by `make_cha
 
 from __future__ import annotations
 
+import errno
 import inspect
 import logging
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
@@ -57,6 +59,8 @@ def make_server(
     ]
     if internal:
         options.append(("grpc.max_receive_message_length", INTERNAL_MESSAGE_BYTES))
+    if address.startswith("unix:"):
+        _refuse_taken_socket(address.removeprefix("unix:"))
     server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options)
     for servicer in servicers:
         servicer.add_to(server)
@@ -144,6 +148,19 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 make_handler = getattr(grpc, f"{kind}_rpc_method_handler")
                 return make_handler(guarded, handler.request_deserializer, handler.response_serializer)
         return handler
+
+
+def _refuse_taken_socket(path: str) -> None:
+    """gRPC would take the path away from a server that listens on it: ask first. A dead server's is replaced."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            result = probe.connect_ex(path)
+        except OSError as error:
+            raise RuntimeError(f"unix:{path}: {error}") from error
+    # EAGAIN: somebody listens, and many wait already.
+    if result in (0, errno.EAGAIN):
+        raise RuntimeError(f"unix:{path}: address already in use")
 
 
 def _guard(behavior: Callable[..., Any], method: str) -> Callable[..., Any]:

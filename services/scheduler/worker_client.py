@@ -42,6 +42,8 @@ class WorkerClient:
         self._epoch = 0
         self._steps: asyncio.Queue[Step] = asyncio.Queue()
         self._call: grpc.aio.StreamStreamCall | None = None
+        # Why the worker could not be attached the last time.
+        self._refusal: str | None = None
 
     def send(self, step: Step) -> None:
         """Send a step of the present epoch, behind those before it."""
@@ -71,7 +73,10 @@ class WorkerClient:
         except grpc.aio.AioRpcError as error:
             status = status_from_rpc_error(error)
             reason = reason_of(status)
-            logger.info("the worker is not attached", extra={"reason": reason, "status": error.code().name})
+            # Once per reason: it is tried again and again while weights load.
+            if reason != self._refusal:
+                logger.info("the worker is not attached", extra={"reason": reason, "status": error.code().name})
+                self._refusal = reason
             if reason == StaleEpochError.reason:
                 self._epoch = max(self._epoch, _epoch_held(status.details))
             return None
@@ -95,6 +100,7 @@ class WorkerClient:
         )
 
     async def _serve_link(self, stub: worker_pb2_grpc.WorkerServiceStub, facts: WorkerFacts) -> None:
+        self._refusal = None
         self._steps = asyncio.Queue()
         self._call = stub.Execute()
         self._on_event(WorkerAttached(facts))

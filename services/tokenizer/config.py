@@ -1,0 +1,31 @@
+"""Settings of the tokenizer service."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from shared.config import Address, LocalAddress, ServiceSettings
+
+
+class TokenizerSettings(ServiceSettings):
+    """What the tokenizer service can be told."""
+
+    model_config = SettingsConfigDict(env_prefix="LOCKSTEP_TOKENIZER_", cli_prog_name="python -m services.tokenizer")
+
+    listen: LocalAddress = Field(
+        default="127.0.0.1:50051", description="Address to serve on: unix:PATH, or HOST:PORT on loopback."
+    )
+    model_dir: Path = Field(description="The model's directory, in Hugging Face's layout.")
+    model_name: str | None = Field(
+        default=None, min_length=1, description="The name that requests may give; the directory's own if not set."
+    )
+    scheduler: Address = Field(default="127.0.0.1:50052", description="Address of the cell's scheduler.")
+    num_encode_threads: int = Field(default=2, ge=1, le=64, description="Threads that encode, decode and render.")
+
+    @property
+    def served_model_name(self) -> str:
+        """The name that requests may give."""
+        return self.model_name or self.model_dir.resolve().name

@@ -1,0 +1,133 @@
+"""Turns a growing run of token ids into text, piece by piece, without ever showing half a character.
+
+`tokenizers.decoders.DecodeStream` holds text back for as long as it ends with U+FFFD, decodes what it holds
+again with every token, and loses what it holds at the end: endless bytes that are no UTF-8 cost quadratic time
+and never appear. A byte-level vocabulary is a table of bytes, and bytes have an incremental decoder.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from tokenizers import Tokenizer, decoders
+
+_REPLACEMENT = "\ufffd"
+
+# A window is cut once it holds this many ids, and keeps so many as context: a decoder may look at what stands before.
+_MAX_WINDOW = 64
+_NUM_CONTEXT_IDS = 6
+
+
+class Detokenizer(Protocol):
+    """The text of one completion, special tokens left out.
+
+    The pieces of all `push` calls and of `flush`, joined, are the text of all ids, however they were cut.
+    """
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take the next ids and return the text that has become certain; ids without text add none."""
+
+    def flush(self) -> str:
+        """The end: return what was held back, a cut character as U+FFFD."""
+
+
+def make_detokenizer_factory(tokenizer: Tokenizer) -> Callable[[], Detokenizer]:
+    """Prepare what all completions share; the factory then makes one detokenizer for each."""
+    if isinstance(tokenizer.decoder, decoders.ByteLevel):
+        table = byte_table(tokenizer)
+        return lambda: ByteLevelDetokenizer(table)
+    special = special_token_ids(tokenizer)
+    return lambda: WindowDetokenizer(tokenizer, special)
+
+
+def special_token_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """The tokens that have no text."""
+    return frozenset(token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+
+
+def byte_table(tokenizer: Tokenizer) -> dict[int, bytes]:
+    """The bytes of every token of a byte-level vocabulary; special tokens are missing.
+
+    Source: GPT-2's `bytes_to_unicode`, which `tokenizers` follows: each character of a token stands for a byte;
+    a token with any other character (an added one) is its own UTF-8.
+    """
+    special = special_token_ids(tokenizer)
+    byte_of = _byte_of_character()
+    table = {}
+    for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
+        if token_id not in special:
+            try:
+                table[token_id] = bytes([byte_of[character] for character in token])
+            except KeyError:
+                table[token_id] = token.encode()
+    return table
+
+
+class ByteLevelDetokenizer:
+    """For byte-level vocabularies: looks bytes up and decodes them, at a constant cost per token.
+
+    Invariant: what is pending is the beginning of one character, at most 3 bytes.
+    """
+
+    def __init__(self, table: dict[int, bytes]) -> None:
+        self._bytes_of = table.get
+        self._pending = b""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """See `Detokenizer.push`."""
+        bytes_of = self._bytes_of
+        data = self._pending + b"".join([bytes_of(token_id, b"") for token_id in token_ids])
+        text, num_decoded = codecs.utf_8_decode(data, "replace", False)
+        self._pending = data[num_decoded:]
+        return text
+
+    def flush(self) -> str:
+        """See `Detokenizer.flush`."""
+        text, _ = codecs.utf_8_decode(self._pending, "replace", True)
+        self._pending = b""
+        return text
+
+
+class WindowDetokenizer:
+    """For every other vocabulary: decodes the last few ids again and returns what was added to their text.
+
+    Where bytes that are no UTF-8 follow a character made of byte tokens, `decode` replaces that character too; it
+    was returned already and stays.
+
+    Source: vLLM's and TGI's two-offset window, here bounded.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, special: frozenset[int]) -> None:
+        self._decode: Callable[[Sequence[int]], str] = tokenizer.decode
+        self._special = special
+        self._window: list[int] = []
+        self._context_text = ""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """See `Detokenizer.push`."""
+        # A context of special tokens would be none: decoders strip the space at the beginning of a text.
+        self._window += [token_id for token_id in token_ids if token_id not in self._special]
+        text = self._decode(self._window)
+        if text.endswith(_REPLACEMENT) and len(self._window) < _MAX_WINDOW:
+            return ""
+        return self._advance(text)
+
+    def flush(self) -> str:
+        """See `Detokenizer.flush`."""
+        return self._advance(self._decode(self._window))
+
+    def _advance(self, text: str) -> str:
+        added = text[len(self._context_text) :]
+        self._window = self._window[-_NUM_CONTEXT_IDS:]
+        self._context_text = self._decode(self._window)
+        return added
+
+
+def _byte_of_character() -> dict[str, int]:
+    """The byte each character of a byte-level token stands for."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    table = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if chr(byte) not in table]
+    return table | {chr(256 + number): byte for number, byte in enumerate(others)}

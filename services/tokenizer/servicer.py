@@ -1,0 +1,76 @@
+"""The public RPCs: from messages to the service's parts and back."""
+
+from __future__ import annotations
+
+import grpc
+import numpy as np
+
+from lockstep.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+from services.tokenizer.generate import GenerateCall
+from services.tokenizer.live_requests import LiveRequests
+from services.tokenizer.model import ServedModel
+from services.tokenizer.request import check_chat, check_text
+from services.tokenizer.scheduler_client import SchedulerClient
+from shared.limits import check_token_ids
+
+TOKENIZER_SERVICE = "lockstep.v1.TokenizerService"
+
+
+class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
+    """Serves clients. Every method needs the link to the cell; the contracts are those of tokenizer.proto."""
+
+    def __init__(self, model: ServedModel, scheduler: SchedulerClient, live: LiveRequests) -> None:
+        self._model = model
+        self._scheduler = scheduler
+        self._live = live
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serve on `server`."""
+        tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(self, server)
+
+    async def Generate(
+        self, request: tokenizer_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        """Continue a prompt; the responses are written to `context`."""
+        await GenerateCall(self._model, self._scheduler, self._live, context).serve(request)
+
+    async def Tokenize(
+        self, request: tokenizer_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> tokenizer_pb2.TokenizeResponse:
+        """Encode text."""
+        self._scheduler.link()
+        check_text(request.text)
+        token_ids = await self._model.prompts.encode_text(request.text)
+        return tokenizer_pb2.TokenizeResponse(token_ids=token_ids.tolist())
+
+    async def Detokenize(
+        self, request: tokenizer_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> tokenizer_pb2.DetokenizeResponse:
+        """Decode token ids."""
+        _, cell = self._scheduler.link()
+        token_ids = np.array(request.token_ids, np.uint32)
+        check_token_ids(token_ids, cell.limits.logits_width, field="token_ids")
+        return tokenizer_pb2.DetokenizeResponse(text=await self._model.prompts.decode(token_ids))
+
+    async def RenderChat(
+        self, request: tokenizer_pb2.RenderChatRequest, context: grpc.aio.ServicerContext
+    ) -> tokenizer_pb2.RenderChatResponse:
+        """Render a conversation and encode it."""
+        self._scheduler.link()
+        text, token_ids = await self._model.prompts.render_chat(check_chat(request.chat))
+        return tokenizer_pb2.RenderChatResponse(text=text, token_ids=token_ids.tolist())
+
+    async def GetModelInfo(
+        self, request: tokenizer_pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext
+    ) -> tokenizer_pb2.GetModelInfoResponse:
+        """Tell what is served."""
+        _, cell = self._scheduler.link()
+        return tokenizer_pb2.GetModelInfoResponse(
+            model=self._model.name,
+            model_digest=self._model.digest,
+            context_length=cell.limits.context_length,
+            logits_width=cell.limits.logits_width,
+            eos_token_ids=cell.eos_token_ids,
+            num_pool_tokens=cell.limits.num_pool_tokens,
+            has_chat_template=self._model.prompts.has_chat_template,
+        )

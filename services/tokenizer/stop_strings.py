@@ -1,0 +1,127 @@
+"""Finds a request's stop strings in text that comes in pieces.
+
+Source: Aho and Corasick, "Efficient String Matching: An Aid to Bibliographic Search", CACM 18(6), 1975. Every
+character is looked at once, and the automaton's state tells how much text to hold back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_ROOT = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StopMatch:
+    """A stop string found in a text; `start` is the index of its first character."""
+
+    start: int
+    stop: str
+
+
+class StopMatcher:
+    """Watches one text. The stop string that begins first wins; of two that begin together, the one completed first.
+
+    Text is held back for as long as it may belong to a stop string. A completed stop string is a candidate until
+    nothing that began before it can still become one; then the matcher is decided.
+
+    Invariant: the node is the longest end of the text that is the beginning of a stop string.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """Watch for `stops`: at least one, none of them empty."""
+        self._automaton = _Automaton(stops)
+        self._node = _ROOT
+        self._num_characters = 0
+        self._num_taken = 0
+        self._held = ""
+        self.candidate: StopMatch | None = None
+        self.is_decided = False
+
+    def push(self, text: str) -> str:
+        """Take the next piece and return the text that certainly stands before any stop string.
+
+        Not to be called once the matcher is decided. What follows the deciding character is dropped.
+        """
+        self._held += text
+        for character in text:
+            self._num_characters += 1
+            self._node = self._automaton.next_node(self._node, character)
+            if self._node != _ROOT or self.candidate is not None:
+                self._judge()
+                if self.is_decided:
+                    break
+        return self._take_certain()
+
+    def finish(self) -> str:
+        """The end of the text: a candidate wins, else what was held back is text. Returns the rest of the text."""
+        self._node = _ROOT
+        self.is_decided = self.candidate is not None
+        return self._take_certain()
+
+    def _judge(self) -> None:
+        """Note the stop string completed by the last character, if it begins first, and whether any still can."""
+        stop = self._automaton.stops[self._node]
+        if stop is not None:
+            start = self._num_characters - len(stop)
+            if self.candidate is None or start < self.candidate.start:
+                self.candidate = StopMatch(start, stop)
+        self.is_decided = self.candidate is not None and self.candidate.start <= self._first_possible_start()
+
+    def _first_possible_start(self) -> int:
+        return self._num_characters - self._automaton.depths[self._node]
+
+    def _take_certain(self) -> str:
+        end = self._first_possible_start()
+        if self.is_decided and self.candidate is not None:
+            end = self.candidate.start
+        num_certain = end - self._num_taken
+        certain, self._held = self._held[:num_certain], self._held[num_certain:]
+        self._num_taken = end
+        return certain
+
+
+class _Automaton:
+    """The stop strings as a tree of their beginnings; a node is one of them, the root the empty one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._children: list[dict[str, int]] = [{}]
+        self._fallbacks: list[int] = [_ROOT]
+        self.depths = [0]
+        # Per node: the longest stop string that a text which has arrived there ends with.
+        self.stops: list[str | None] = [None]
+        for stop in stops:
+            self._insert(stop)
+        self._link()
+
+    def next_node(self, node: int, character: str) -> int:
+        """The node of a text that was at `node` and has one more character."""
+        while node != _ROOT and character not in self._children[node]:
+            node = self._fallbacks[node]
+        return self._children[node].get(character, _ROOT)
+
+    def _insert(self, stop: str) -> None:
+        node = _ROOT
+        for depth, character in enumerate(stop, start=1):
+            children = self._children[node]
+            if character not in children:
+                children[character] = len(self._children)
+                self._children.append({})
+                self._fallbacks.append(_ROOT)
+                self.depths.append(depth)
+                self.stops.append(None)
+            node = children[character]
+        self.stops[node] = stop
+
+    def _link(self) -> None:
+        """Set each node's fallback, the longest proper end of it that is a node, shallow nodes first."""
+        nodes = deque(self._children[_ROOT].values())
+        while nodes:
+            node = nodes.popleft()
+            if self.stops[node] is None:
+                self.stops[node] = self.stops[self._fallbacks[node]]
+            for character, child in self._children[node].items():
+                self._fallbacks[child] = self.next_node(self._fallbacks[node], character)
+                nodes.append(child)

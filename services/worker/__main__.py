@@ -1,0 +1,98 @@
+"""The worker process: RPC in a thread of its own, device work in the main thread."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from services.worker.config import WorkerSettings
+from services.worker.device_loop import DeviceLoop
+from services.worker.rpc_thread import RpcThread
+from services.worker.servicer import WorkerServicer
+from shared.config import load_settings, log_settings
+from shared.lifecycle import freeze_garbage
+from shared.logging import configure_logging
+from shared.model_dir import ModelDirectoryError
+
+if TYPE_CHECKING:
+    from services.worker.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+# How long a thread may hold the interpreter while the other one waits: CPython's 5 ms would be felt in every step.
+_SWITCH_INTERVAL_S = 200e-6
+
+
+class _LoadingStoppedError(Exception):
+    """A signal came while the weights were loading."""
+
+
+def main() -> int:
+    """Serve until SIGTERM or SIGINT; the process's exit code."""
+    settings = load_settings(WorkerSettings)
+    configure_logging(service="worker", level=settings.log_level, log_format=settings.log_format)
+    log_settings(settings)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    _let_openmp_wait_passively()
+    device = DeviceLoop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: device.stop())
+    rpc = RpcThread(settings.bind_address, WorkerServicer(device), reflection=settings.reflection)
+    try:
+        rpc.start()
+    except RuntimeError as error:
+        logger.error("cannot listen", extra={"address": settings.bind_address, "error": str(error)})
+        return 1
+    try:
+        return _serve(settings, device, rpc)
+    finally:
+        rpc.stop()
+
+
+def _serve(settings: WorkerSettings, device: DeviceLoop, rpc: RpcThread) -> int:
+    try:
+        runner = _load(settings, device)
+    except _LoadingStoppedError:
+        return 0
+    except ModelDirectoryError as error:
+        logger.error("cannot load the model", extra={"error": str(error)})
+        return 1
+    freeze_garbage()
+    rpc.announce(runner)
+    logger.info("serving", extra={"address": settings.bind_address})
+    device.run()
+    logger.info("stopped")
+    return 0
+
+
+def _load(settings: WorkerSettings, device: DeviceLoop) -> ModelRunner:
+    # torch takes seconds to import: settings are refused, health checks answered and OpenMP told before.
+    from services.worker.model_runner import build_model_runner  # noqa: PLC0415
+
+    next_percent = 0
+
+    def on_progress(part: float) -> None:
+        nonlocal next_percent
+        if device.is_stopping:
+            raise _LoadingStoppedError
+        if part * 100 >= next_percent:
+            logger.info("loading weights", extra={"percent": int(part * 100)})
+            next_percent = int(part * 10) * 10 + 10
+
+    return build_model_runner(settings, on_progress)
+
+
+def _let_openmp_wait_passively() -> None:
+    """Let OpenMP's threads sleep between parallel regions, unless the user has said otherwise.
+
+    Spinning threads would take the cores that the other services and the RPC thread need. The library reads its
+    environment once, when torch is imported.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""Which KV blocks hold each sequence's tokens. Plain numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from services.worker.step import Int32Column
+from shared.errors import StepMismatchError
+
+_FIRST_WIDTH = 16
+
+
+class BlockTables:
+    """One row of block ids per slot, in the order of the sequence's tokens.
+
+    Invariant: every id is below `num_pool_blocks`; behind a slot's last block its row is 0.
+
+    The width grows with the longest table there has been: 512 rows for a context of 131072 one-token blocks would
+    take 268 MB from the start.
+    """
+
+    def __init__(self, *, num_slots: int, num_pool_blocks: int, max_blocks_per_sequence: int) -> None:
+        self._num_pool_blocks = num_pool_blocks
+        # No table without repeats is longer than the pool.
+        self._max_width = min(max_blocks_per_sequence, num_pool_blocks)
+        self._ids = np.zeros((num_slots, min(_FIRST_WIDTH, self._max_width)), dtype=np.int32)
+        self._num_blocks = np.zeros(num_slots, dtype=np.int32)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the tables."""
+        return self._ids.nbytes
+
+    def num_blocks(self, slots: Int32Column) -> Int32Column:
+        """The length of each slot's table."""
+        return self._num_blocks[slots]
+
+    def set(self, slot: int, block_ids: Int32Column) -> None:
+        """Give an empty slot its table.
+
+        Raises:
+            StepMismatchError: an id is not in the pool, or they are more than one sequence can use.
+        """
+        self._check(block_ids)
+        self._make_room(len(block_ids))
+        self._ids[slot, : len(block_ids)] = block_ids
+        self._num_blocks[slot] = len(block_ids)
+
+    def append(self, slots: Int32Column, block_ids: Int32Column) -> None:
+        """Put one block behind each slot's table; a slot that stands there n times gets n blocks, in that order.
+
+        Raises:
+            StepMismatchError: an id is not in the pool, or a table becomes longer than one sequence can use.
+        """
+        self._check(block_ids)
+        by_slot = np.argsort(slots, kind="stable")
+        slots, block_ids = slots[by_slot], block_ids[by_slot]
+        # How many earlier entries name the same slot: the slots are sorted, so it is the distance to the first.
+        nth = np.arange(len(slots)) - np.searchsorted(slots, slots)
+        columns = self._num_blocks[slots] + nth
+        self._make_room(int(columns.max(initial=-1)) + 1)
+        self._ids[slots, columns] = block_ids
+        self._num_blocks[slots] = columns + 1
+
+    def clear(self, slots: Int32Column) -> None:
+        """Empty the tables of `slots`."""
+        self._ids[slots, : self._num_blocks[slots].max(initial=0)] = 0
+        self._num_blocks[slots] = 0
+
+    def rows(self, slots: Int32Column, width: int) -> Int32Column:
+        """The first `width` ids of each slot's table, as a new [len(slots), width]."""
+        return self._ids[slots, :width]
+
+    def ids_at(self, slots: npt.NDArray[np.integer[Any]], columns: npt.NDArray[np.integer[Any]]) -> Int32Column:
+        """The id at each (slot, column); a column behind the end of a table reads 0 or raises IndexError."""
+        ids: Int32Column = self._ids[slots, columns]
+        return ids
+
+    def _check(self, block_ids: Int32Column) -> None:
+        if len(block_ids) and not 0 <= block_ids.min() <= block_ids.max() < self._num_pool_blocks:
+            raise StepMismatchError("a block id is not in the pool", num_blocks=self._num_pool_blocks)
+
+    def _make_room(self, width: int) -> None:
+        if width > self._max_width:
+            raise StepMismatchError("a block table is longer than one sequence can use", limit=self._max_width)
+        old_width = self._ids.shape[1]
+        if width > old_width:
+            grown = np.zeros((len(self._ids), min(max(width, 2 * old_width), self._max_width)), dtype=np.int32)
+            grown[:, :old_width] = self._ids
+            self._ids = grown

@@ -1,0 +1,33 @@
+"""What the worker service can be told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from shared.config import LocalAddress, ServiceSettings
+
+
+class WorkerSettings(ServiceSettings):
+    """Settings of one worker process."""
+
+    model_config = SettingsConfigDict(env_prefix="LOCKSTEP_WORKER_", cli_prog_name="python -m services.worker")
+
+    model_dir: Path = Field(description="The model: a directory in Hugging Face's layout.")
+    ops_backend: Literal["cpu", "reference"] = Field(
+        default="cpu", description="Kernels: cpu is fast, reference is exact (a row's bits depend on nothing else)."
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Type of weights and KV cache.")
+    kv_cache_memory_gib: float = Field(
+        default=1.0, gt=0, allow_inf_nan=False, description="Memory for the KV cache, in GiB."
+    )
+    kv_cache_num_blocks: int | None = Field(
+        default=None, ge=1, description="KV blocks, instead of what the memory holds."
+    )
+    num_threads: int | None = Field(default=None, ge=1, description="Threads that compute; all cores by default.")
+    listen: LocalAddress = Field(
+        default="127.0.0.1:50053", description="Address to serve on: unix:PATH, or HOST:PORT on loopback."
+    )

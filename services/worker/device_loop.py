@@ -1,0 +1,87 @@
+"""The thread that launches device work: the process's main thread, fed by the RPC thread.
+
+Waiting is passive on both sides: an idle worker costs no CPU time.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Generic, ParamSpec, TypeVar
+
+from shared.errors import DrainingError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class DeviceLoop:
+    """Runs submitted jobs one after the other, in order, on the thread that calls `run`.
+
+    Invariant: every submitted job's future ends, at the latest when `run` returns.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
+        self._is_stopping = False
+        self._is_closed = False
+        self._closing = threading.Lock()
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether `stop` was called."""
+        return self._is_stopping
+
+    def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Queue `function`. Cancelling the future drops the job unless it runs already. From any thread.
+
+        Raises:
+            DrainingError: the loop has ended.
+        """
+        job = _Job(lambda: function(*args, **kwargs))
+        with self._closing:
+            if self._is_closed:
+                raise DrainingError("the worker is shutting down")
+            self._jobs.put(job)
+        return job.future
+
+    def run(self) -> None:
+        """Run jobs until `stop`; what is queued then is not run and fails with DrainingError."""
+        while not self._is_stopping:
+            if (job := self._jobs.get()) is not None:
+                job.run()
+            # Waiting must not keep the last job's arrays alive.
+            del job
+        with self._closing:
+            self._is_closed = True
+        while not self._jobs.empty():
+            if (job := self._jobs.get()) is not None:
+                job.refuse()
+
+    def stop(self) -> None:
+        """Let `run` return when the job it runs has returned. From any thread, and from a signal's handler."""
+        self._is_stopping = True
+        # `SimpleQueue.put` is reentrant: the signal may have come in the middle of `get`.
+        self._jobs.put(None)
+
+
+class _Job(Generic[T]):
+    def __init__(self, function: Callable[[], T]) -> None:
+        self.future: Future[T] = Future()
+        self._function = function
+
+    def run(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            result = self._function()
+        except Exception as error:  # noqa: BLE001 - whoever awaits the future gets it
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)
+
+    def refuse(self) -> None:
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(DrainingError("the worker is shutting down"))

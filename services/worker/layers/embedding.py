@@ -1,0 +1,20 @@
+"""Token embeddings."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from services.worker.ops import Ops
+
+
+class Embedding:
+    """One vector per token id."""
+
+    def __init__(self, ops: Ops, weight: Tensor) -> None:
+        """Keep a copy of `weight` [vocabulary, hidden]."""
+        self._ops = ops
+        self._weight = weight.clone()
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """[T] int64 to a new [T, hidden]."""
+        return self._ops.embedding(token_ids, self._weight)

@@ -1,0 +1,183 @@
+"""Runs steps on the device, one after the other: prepare_model, run_model, postprocess.
+
+Owns the KV cache, the batch and the sampler. One thread calls `attach` and `run_step`; the facts may be read by any.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from services.worker.config import WorkerSettings
+from services.worker.forward_context import AttentionMetadata, ForwardContext, forward_context
+from services.worker.input_batch import BatchLimits, InputBatch, StepInput
+from services.worker.kv_cache import KvCache, num_blocks_for
+from services.worker.loader import LoadedModel, ModelFacts, load_model
+from services.worker.ops import Ops, load_ops
+from services.worker.sampler import SampledTokens, Sampler
+from services.worker.step import Step, StepOutput
+from shared.errors import StaleEpochError
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_GIB = 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class KvCacheSize:
+    """How large the KV cache may be: so many blocks, or else what the memory holds."""
+
+    memory_bytes: int
+    num_blocks: int | None = None
+
+
+class ModelRunner:
+    """One model on one device, and the batch it works on.
+
+    Invariant: between steps the batch holds, for every row, the token that the row's next decode step computes.
+    """
+
+    def __init__(self, loaded: LoadedModel, ops: Ops, kv_cache_size: KvCacheSize) -> None:
+        self._model = loaded.model
+        self._ops = ops
+        self._sampler = Sampler(ops)
+        self._kv_cache_size = kv_cache_size
+        self._kv_cache: KvCache | None = None
+        self._batch: InputBatch | None = None
+        self._last_step_id = 0
+        self.facts: ModelFacts = loaded.facts
+        self.ops_backend: str = ops.name
+        self.numerics_fingerprint: str = numerics_fingerprint(loaded, ops)
+
+    def num_blocks(self, block_size: int) -> int:
+        """KV blocks that the memory setting holds; 0 when not even one."""
+        if self._kv_cache_size.num_blocks is not None:
+            return self._kv_cache_size.num_blocks
+        return num_blocks_for(self._kv_cache_size.memory_bytes, self._model.kv_cache_spec, block_size)
+
+    def attach(self, *, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> int:
+        """Start an epoch: an empty batch, and a KV cache of at least one block (see `num_blocks`).
+
+        Returns:
+            The last step launched before, of any epoch; 0 when there was none.
+        """
+        num_blocks = self.num_blocks(block_size)
+        self._batch = None
+        cache = self._kv_cache
+        if cache is None or (cache.num_blocks, cache.block_size) != (num_blocks, block_size):
+            # The old cache goes first: there may be no memory for two.
+            self._kv_cache = cache = None
+            self._kv_cache = KvCache(self._model.kv_cache_spec, num_blocks, block_size)
+        self._batch = InputBatch(
+            BatchLimits(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                block_size=block_size,
+                num_blocks=num_blocks,
+                context_length=self.facts.context_length,
+                logits_width=self.facts.logits_width,
+            )
+        )
+        return self._last_step_id
+
+    def run_step(self, step: Step) -> StepOutput:
+        """Change the batch as `step` says, compute its rows and sample one token for each.
+
+        Raises:
+            StepMismatchError: the step does not fit the batch; nothing was computed.
+            StaleEpochError: an earlier step of the epoch failed.
+        """
+        # It comes back when the step returns: what a failed step leaves behind is undefined.
+        batch, self._batch = self._batch, None
+        if batch is None:
+            raise StaleEpochError("an earlier step of this epoch failed", epoch=step.epoch)
+        output = self._compute(batch, step)
+        self._batch = batch
+        return output
+
+    @torch.inference_mode()
+    def _compute(self, batch: InputBatch, step: Step) -> StepOutput:
+        step_input = batch.apply(step)
+        self._last_step_id = step.step_id
+        started_ns = time.perf_counter_ns()
+        context = self._prepare_model(step_input)
+        logits = self._run_model(step_input, context)
+        sampled = self._sampler.sample(logits, step_input.sampling)
+        batch.record_sampled(step_input.slots, _usable_tokens(sampled))
+        return StepOutput(
+            epoch=step.epoch,
+            step_id=step.step_id,
+            token_ids=sampled.token_ids,
+            not_finite_rows=sampled.not_finite_rows,
+            device_time_us=(time.perf_counter_ns() - started_ns) // 1000,
+        )
+
+    def _prepare_model(self, step_input: StepInput) -> ForwardContext:
+        assert self._kv_cache is not None, "a step without a KV cache"
+        attention = AttentionMetadata(
+            is_prefill=step_input.is_prefill,
+            slot_mapping=torch.from_numpy(step_input.slot_mapping),
+            block_tables=torch.from_numpy(step_input.block_tables),
+            context_lens=torch.from_numpy(step_input.context_lens),
+            cu_seqlens_q=torch.from_numpy(step_input.cu_seqlens_q),
+            query_lens=tuple(step_input.query_lens.tolist()),
+            context_lens_host=tuple(step_input.context_lens.tolist()),
+            max_query_len=int(step_input.query_lens.max()),
+            max_context_len=int(step_input.context_lens.max()),
+        )
+        return ForwardContext.for_step(self._ops, attention, self._kv_cache)
+
+    def _run_model(self, step_input: StepInput, context: ForwardContext) -> Tensor:
+        """Logits [num_rows, logits_width] float32 of each row's last token."""
+        with forward_context(context):
+            hidden = self._model.forward(torch.from_numpy(step_input.token_ids), torch.from_numpy(step_input.positions))
+            if step_input.is_prefill:
+                hidden = hidden[torch.from_numpy(step_input.cu_seqlens_q[1:] - 1)]
+            return self._model.compute_logits(hidden)
+
+
+def build_model_runner(settings: WorkerSettings, on_progress: Callable[[float], None]) -> ModelRunner:
+    """Load the model that `settings` name and make it ready to run.
+
+    Args:
+        settings: The process's.
+        on_progress: Called with the part of the weights that is loaded, 0 to 1; what it raises ends the loading.
+
+    Raises:
+        ModelDirectoryError: the directory is not a model that this worker can run.
+    """
+    torch.set_num_threads(settings.num_threads or len(os.sched_getaffinity(0)))
+    ops = load_ops(settings.ops_backend)
+    loaded = load_model(settings.model_dir, ops, _DTYPES[settings.dtype], on_progress)
+    size = KvCacheSize(int(settings.kv_cache_memory_gib * _GIB), settings.kv_cache_num_blocks)
+    return ModelRunner(loaded, ops, size)
+
+
+def numerics_fingerprint(loaded: LoadedModel, ops: Ops) -> str:
+    """Equal on workers whose results are bitwise equal; 32 hex digits."""
+    parts = (
+        loaded.weights_digest,
+        str(loaded.model.kv_cache_spec.dtype),
+        ops.name,
+        ops.numerics(),
+        torch.__version__,
+        torch.backends.cpu.get_cpu_capability(),
+        str(torch.get_num_threads()),
+    )
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def _usable_tokens(sampled: SampledTokens) -> npt.NDArray[np.int32]:
+    """The tokens as inputs of the next step: one that means nothing becomes token 0, which every model has."""
+    if not len(sampled.not_finite_rows):
+        return sampled.token_ids
+    token_ids = sampled.token_ids.copy()
+    token_ids[sampled.not_finite_rows] = 0
+    return token_ids

@@ -1,0 +1,26 @@
+"""The table of kernels that layers call, and the one place that picks a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from services.worker.ops.cpu_ops import CpuOps
+from services.worker.ops.protocol import LinearKernel, Ops, RopeRows
+from services.worker.ops.reference_ops import ReferenceOps
+
+_BACKENDS: dict[str, Callable[[], Ops]] = {"cpu": CpuOps, "reference": ReferenceOps}
+
+BACKEND_NAMES = tuple(_BACKENDS)
+
+__all__ = ["BACKEND_NAMES", "LinearKernel", "Ops", "RopeRows", "load_ops"]
+
+
+def load_ops(name: str) -> Ops:
+    """The backend called `name`, one of `BACKEND_NAMES`.
+
+    Raises:
+        ValueError: there is no such backend.
+    """
+    if name not in _BACKENDS:
+        raise ValueError(f"unknown ops backend {name!r}, one of: {', '.join(BACKEND_NAMES)}")
+    return _BACKENDS[name]()

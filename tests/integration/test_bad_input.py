@@ -1,0 +1,261 @@
+"""Bad input gets its status and reason, and a neighbour's stream goes on unharmed.
+
+The cases are those of RELIABILITY's list that this release's fields can express (a uint32 cannot be negative).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+
+from lockstep.v1 import tokenizer_pb2
+from shared.model_dir import CHAT_TEMPLATE
+from shared.rpc import reason_of, status_from_rpc_error
+from tests.support.cell import Cell, run_serve, start_cell
+from tests.support.client import Client, chat_request, connect, text_request, token_request
+from tests.support.tiny_llama import write_tiny_llama
+
+VOCABULARY = 49_152
+CONTEXT = 8_192
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request that must be refused."""
+
+    name: str
+    make: Callable[[], tokenizer_pb2.GenerateRequest]
+    reason: str | None = "INVALID_REQUEST"
+    field: str | None = None
+    detail: str | None = None
+    code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT
+
+
+def text(**changes: Any) -> Callable[[], tokenizer_pb2.GenerateRequest]:
+    return lambda: text_request("Hello", **changes)
+
+
+def with_stop(*stop: str) -> Callable[[], tokenizer_pb2.GenerateRequest]:
+    return lambda: tokenizer_pb2.GenerateRequest(text="Hello", stop=stop)
+
+
+def with_field(**fields: Any) -> Callable[[], tokenizer_pb2.GenerateRequest]:
+    return lambda: tokenizer_pb2.GenerateRequest(**{"text": "Hello", **fields})
+
+
+def chat_of(*messages: tokenizer_pb2.ChatMessage) -> Callable[[], tokenizer_pb2.GenerateRequest]:
+    return lambda: tokenizer_pb2.GenerateRequest(chat=tokenizer_pb2.Chat(messages=messages))
+
+
+def stop_sequence(*token_ids: int, count: int = 1) -> Callable[[], tokenizer_pb2.GenerateRequest]:
+    def make() -> tokenizer_pb2.GenerateRequest:
+        request = text_request("Hello")
+        for _ in range(count):
+            request.sampling.stop_token_sequences.add(token_ids=token_ids)
+        return request
+
+    return make
+
+
+USER = tokenizer_pb2.ChatMessage(role=tokenizer_pb2.ROLE_USER, content="x")
+
+CASES = [
+    Case("no prompt", tokenizer_pb2.GenerateRequest, field="prompt"),
+    Case("B01 no token ids", lambda: token_request([]), detail="PROMPT_EMPTY"),
+    Case("B02 id of the logits width", lambda: token_request([VOCABULARY]), detail="TOKEN_ID_OUT_OF_RANGE"),
+    Case("B03 largest uint32", lambda: token_request([2**32 - 1]), detail="TOKEN_ID_OUT_OF_RANGE"),
+    Case("B04 bad id in the middle", lambda: token_request([5, 2**31 - 1, 5]), field="[1]"),
+    Case("B05 prompt of the whole context", lambda: token_request([5] * CONTEXT), "PROMPT_TOO_LONG"),
+    Case("B07 four million ids", lambda: token_request([5] * 4_000_000), None),
+    Case("B08 empty text", lambda: text_request(""), detail="PROMPT_EMPTY"),
+    Case("text of 3.5 MB", lambda: text_request("x" * 3_500_000), "REQUEST_TOO_LARGE"),
+    Case("B10 text of 10 MB", lambda: text_request("x" * 10_000_000), None, code=grpc.StatusCode.RESOURCE_EXHAUSTED),
+    Case("text beyond the context", lambda: text_request("word " * 10_000), "PROMPT_TOO_LONG"),
+    Case("B11 max_tokens 0", text(max_tokens=0), field="sampling.max_tokens"),
+    Case("B12 largest max_tokens", text(max_tokens=2**32 - 1), "CONTEXT_EXCEEDED"),
+    Case("B13 max_tokens of the context", text(max_tokens=CONTEXT), "CONTEXT_EXCEEDED"),
+    Case("B15 negative temperature", text(temperature=-0.1), field="sampling.temperature"),
+    Case("B16 temperature NaN", text(temperature=math.nan), detail="NOT_FINITE"),
+    Case("B17 temperature infinite", text(temperature=math.inf), detail="NOT_FINITE"),
+    Case("temperature above 2", text(temperature=2.01), detail="OUT_OF_RANGE"),
+    Case("B19 top_p 0", text(top_p=0.0), field="sampling.top_p"),
+    Case("B20 top_p above 1", text(top_p=1.0000002), field="sampling.top_p"),
+    Case("top_p NaN", text(top_p=math.nan), detail="NOT_FINITE"),
+    Case("top_k above the logits width", text(top_k=VOCABULARY + 1), field="sampling.top_k"),
+    Case("B31 empty stop string", with_stop(""), field="stop[0]"),
+    Case("B32 many stop strings", with_stop(*["x"] * 500_000), field="stop"),
+    Case("nine stop strings", with_stop(*"abcdefghi"), field="stop"),
+    Case("B33 long stop string", with_stop("x" * 10_240), field="stop[0]"),
+    Case("stop strings of 2 KiB in all", with_stop(*["x" * 256] * 8), field="stop"),
+    Case("B34 stop token id", text(stop_token_ids=[VOCABULARY]), field="sampling.stop_token_ids[0]"),
+    Case("65 stop token ids", text(stop_token_ids=range(65)), field="sampling.stop_token_ids"),
+    Case("empty stop sequence", stop_sequence(), field="sampling.stop_token_sequences[0]"),
+    Case("long stop sequence", stop_sequence(*range(33)), field="sampling.stop_token_sequences[0]"),
+    Case("nine stop sequences", stop_sequence(1, count=9), field="sampling.stop_token_sequences"),
+    Case("bad id in a stop sequence", stop_sequence(1, VOCABULARY), detail="TOKEN_ID_OUT_OF_RANGE"),
+    Case("B42 another model", with_field(model="../../etc/passwd"), "MODEL_NOT_FOUND", code=grpc.StatusCode.NOT_FOUND),
+    Case("no messages", chat_of(), field="chat.messages"),
+    Case("too many messages", chat_of(*[USER] * 1_025), field="chat.messages"),
+    Case("B44 unknown role", chat_of(tokenizer_pb2.ChatMessage(role=99, content="x")), field="chat.messages[0].role"),  # type: ignore[arg-type]
+    Case("no role", chat_of(tokenizer_pb2.ChatMessage(content="x")), field="chat.messages[0].role"),
+    Case(
+        "message above 512 KiB",
+        chat_of(tokenizer_pb2.ChatMessage(role=tokenizer_pb2.ROLE_USER, content="x" * 600_000)),
+        field="chat.messages[0].content",
+    ),
+    Case("request id with a space", with_field(request_id="a b"), field="request_id"),
+    Case("empty request id", with_field(request_id=""), field="request_id"),
+    Case("long request id", with_field(request_id="x" * 65), field="request_id"),
+]
+
+
+async def refusal(client: Client, request: tokenizer_pb2.GenerateRequest, timeout: float | None = None) -> Any:
+    """The error of a request that must fail."""
+    call = client.tokenizer.Generate(request, timeout=timeout)
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await call.read()
+        await call.read()
+    return error.value
+
+
+def violations(error: grpc.aio.AioRpcError) -> list[Any]:
+    """The field violations of an error."""
+    bad_request = error_details_pb2.BadRequest()
+    for detail in status_from_rpc_error(error).details:
+        if detail.Unpack(bad_request):
+            return list(bad_request.field_violations)
+    return []
+
+
+def check(case: Case, error: grpc.aio.AioRpcError) -> None:
+    assert error.code() is case.code, f"{case.name}: {error.code()} {error.details()}"
+    if case.reason is not None:
+        assert reason_of(status_from_rpc_error(error)) == case.reason, case.name
+    if case.field is not None:
+        assert any(case.field in violation.field for violation in violations(error)), f"{case.name}: {error.details()}"
+    if case.detail is not None:
+        assert case.detail in [violation.reason for violation in violations(error)], case.name
+    assert "passwd" not in (error.details() or "")
+    assert "Traceback" not in (error.details() or "")
+
+
+async def test_every_bad_request_is_refused_while_a_neighbour_streams(real_cell: Cell) -> None:
+    story = text_request("Once upon a time", max_tokens=200, ignore_eos=True)
+    pids = {role: process.pid for role, process in real_cell.role_to_process.items()}
+    async with connect(real_cell) as client:
+        alone = await client.generate(story)
+        before = await client.wait_until_idle()
+        neighbour = asyncio.create_task(client.generate(story))
+        for case in CASES:
+            check(case, await refusal(client, case.make()))
+        assert (await neighbour).token_ids == alone.token_ids
+        after = await client.wait_until_idle()
+    assert after.num_free_blocks == after.num_blocks
+    # None of them got as far as the scheduler.
+    assert after.num_finished == before.num_finished + 1
+    assert {role: process.pid for role, process in real_cell.role_to_process.items()} == pids
+    assert all(process.is_running() for process in real_cell.role_to_process.values())
+
+
+async def test_all_violations_are_told_together(real_cell: Cell) -> None:
+    request = text_request("Hello", temperature=3.0, top_p=0.0, max_tokens=0)
+    request.stop.append("")
+    async with connect(real_cell) as client:
+        error = await refusal(client, request)
+    assert {violation.field for violation in violations(error)} == {
+        "sampling.temperature",
+        "sampling.top_p",
+        "sampling.max_tokens",
+        "stop[0]",
+    }
+
+
+async def test_the_largest_prompt_and_the_smallest_temperature_are_served(real_cell: Cell) -> None:
+    async with connect(real_cell) as client:
+        tiny, greedy = await client.generate_all(
+            text_request("The capital of France is", temperature=temperature, max_tokens=8)
+            for temperature in (1e-30, 0.0)
+        )
+        assert tiny.token_ids == greedy.token_ids
+
+
+async def test_a_request_id_in_flight_is_refused(real_cell: Cell) -> None:
+    request = text_request("Once upon a time", max_tokens=4000, ignore_eos=True)
+    request.request_id = "the-same"
+    async with connect(real_cell) as client:
+        first = client.tokenizer.Generate(request)
+        await first.read()
+        error = await refusal(client, request)
+        first.cancel()
+        assert error.code() is grpc.StatusCode.ALREADY_EXISTS
+        assert reason_of(status_from_rpc_error(error)) == "DUPLICATE_REQUEST"
+        await client.wait_until_idle()
+
+
+async def test_a_deadline_that_has_passed_costs_no_step(real_cell: Cell) -> None:
+    async with connect(real_cell) as client:
+        before = await client.wait_until_idle()
+        error = await refusal(client, text_request("word " * 2_000, max_tokens=50), timeout=0.001)
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        after = await client.wait_until_idle()
+    assert (after.num_prefill_steps, after.num_decode_steps) == (before.num_prefill_steps, before.num_decode_steps)
+
+
+async def test_bad_ids_and_texts_are_refused_by_the_other_methods_too(real_cell: Cell) -> None:
+    async with connect(real_cell) as client:
+        for call, code in (
+            (client.tokenizer.Detokenize(tokenizer_pb2.DetokenizeRequest(token_ids=[VOCABULARY])), "INVALID_REQUEST"),
+            (client.tokenizer.Tokenize(tokenizer_pb2.TokenizeRequest(text="x" * 3_500_000)), "REQUEST_TOO_LARGE"),
+            (client.tokenizer.RenderChat(tokenizer_pb2.RenderChatRequest()), "INVALID_REQUEST"),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await call
+            assert reason_of(status_from_rpc_error(error.value)) == code
+
+
+@pytest.fixture(scope="module")
+def small_cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
+    """A pool of 128 tokens, less than the context of 512, and a template that refuses some messages."""
+    model_dir = write_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
+    template = model_dir / CHAT_TEMPLATE
+    guard = "{% if 'forbidden' in messages[-1]['content'] %}{{ raise_exception('not this') }}{% endif %}"
+    template.write_text(guard + template.read_text(encoding="utf-8"), encoding="utf-8")
+    with start_cell(model_dir, "--worker.kv-cache-num-blocks=8") as cell:
+        yield cell
+
+
+async def test_a_prompt_that_the_pool_can_never_hold_is_refused(small_cell: Cell) -> None:
+    async with connect(small_cell) as client:
+        error = await refusal(client, token_request([5] * 100, max_tokens=29))
+        assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert reason_of(status_from_rpc_error(error)) == "KV_CAPACITY_EXCEEDED"
+        completion = await client.generate(token_request([5] * 100, max_tokens=28, ignore_eos=True))
+        assert len(completion.token_ids) == 28
+        # Without a limit of its own, a request gets the room that is left.
+        unlimited = await client.generate(token_request([5] * 100, ignore_eos=True))
+        assert unlimited.accepted.max_tokens == 28
+
+
+async def test_messages_that_make_the_template_fail_are_refused(small_cell: Cell) -> None:
+    async with connect(small_cell) as client:
+        error = await refusal(client, chat_request(("user", "something forbidden")))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert reason_of(status_from_rpc_error(error)) == "INVALID_REQUEST"
+        await client.generate(chat_request(("user", "something else"), max_tokens=2))
+
+
+def test_a_template_that_fails_for_a_plain_message_refuses_the_start(tmp_path: Path) -> None:
+    model_dir = write_tiny_llama(tmp_path)
+    (model_dir / CHAT_TEMPLATE).write_text("{{ messages.nothing.nowhere }}", encoding="utf-8")
+    result = run_serve(str(model_dir), "--listen=127.0.0.1:0")
+    assert result.returncode != 0
+    assert "tokenizer" in result.stderr
+    assert "template" in result.stderr

@@ -1,0 +1,145 @@
+"""Outputs do not depend on neighbours, caching, block size, preemption or cancels: byte for byte, on `reference`."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.tiny_llama import write_tiny_llama
+
+from lockstep.v1 import tokenizer_pb2
+from tests.support.cell import Cell, start_cell
+from tests.support.client import Client, Completion, connect, token_request
+
+NUM_REQUESTS = 32
+NUM_TOKENS = 32
+REFERENCE = "--worker.ops-backend=reference"
+
+
+def make_requests(
+    logits_width: int, *, count: int = NUM_REQUESTS, max_prompt: int = 100
+) -> list[tokenizer_pb2.GenerateRequest]:
+    """Greedy and sampled requests of many lengths; half of them begin alike, so that prefixes are shared."""
+    rng = random.Random(11)
+    common = [rng.randrange(3, logits_width) for _ in range(max_prompt)]
+    requests = []
+    for number in range(count):
+        length = rng.randint(1, max_prompt)
+        own = [rng.randrange(3, logits_width) for _ in range(length)]
+        prompt = (common[: length // 2] + own)[:length] if number % 2 else own
+        sampling = [
+            {"temperature": 0.0},
+            {"temperature": 1.0, "seed": number},
+            {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "seed": number},
+            {"temperature": 1.5, "top_p": 0.8, "seed": number},
+        ][number // 2 % 4]
+        requests.append(token_request(prompt, max_tokens=NUM_TOKENS, ignore_eos=True, **sampling))
+    return requests
+
+
+async def run_alone(client: Client, requests: list[tokenizer_pb2.GenerateRequest]) -> list[Completion]:
+    return [await client.generate(request) for request in requests]
+
+
+def outputs(completions: list[Completion]) -> list[tuple[list[int], str]]:
+    return [(completion.token_ids, completion.text) for completion in completions]
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture(scope="module")
+def plain_cell(tiny_model: Path) -> Iterator[Cell]:
+    with start_cell(tiny_model, REFERENCE, "--scheduler.no-enable-prefix-caching") as cell:
+        yield cell
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[tokenizer_pb2.GenerateRequest]:
+    return make_requests(512)
+
+
+@pytest.fixture(scope="module")
+def alone(plain_cell: Cell, requests: list[tokenizer_pb2.GenerateRequest]) -> list[tuple[list[int], str]]:
+    async def run() -> list[Completion]:
+        async with connect(plain_cell) as client:
+            return await run_alone(client, requests)
+
+    return outputs(asyncio.run(run()))
+
+
+async def test_32_requests_at_once_without_a_prefix_cache(
+    plain_cell: Cell, requests: list[tokenizer_pb2.GenerateRequest], alone: list[tuple[list[int], str]]
+) -> None:
+    async with connect(plain_cell) as client:
+        assert outputs(await client.generate_all(requests)) == alone
+        assert (await client.wait_until_idle()).num_prefix_hit_tokens == 0
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 32])
+async def test_block_sizes_with_a_prefix_cache(
+    tiny_model: Path,
+    requests: list[tokenizer_pb2.GenerateRequest],
+    alone: list[tuple[list[int], str]],
+    block_size: int,
+) -> None:
+    with start_cell(tiny_model, REFERENCE, f"--scheduler.kv-cache-block-size={block_size}") as cell:
+        async with connect(cell) as client:
+            assert outputs(await client.generate_all(requests)) == alone
+            # Again, now from the cache.
+            assert outputs(await client.generate_all(requests)) == alone
+            state = await client.wait_until_idle()
+    assert state.num_prefix_hit_tokens > 0
+    assert state.num_cached_blocks > 0
+
+
+async def test_a_pool_so_small_that_sequences_are_preempted(
+    tiny_model: Path, requests: list[tokenizer_pb2.GenerateRequest], alone: list[tuple[list[int], str]]
+) -> None:
+    with start_cell(tiny_model, REFERENCE, "--worker.kv-cache-num-blocks=24") as cell:
+        async with connect(cell) as client:
+            assert outputs(await client.generate_all(requests)) == alone
+            state = await client.wait_until_idle()
+    assert state.num_preemptions > 0
+
+
+async def test_cancelled_neighbours_give_their_blocks_back_and_disturb_nobody(
+    plain_cell: Cell, requests: list[tokenizer_pb2.GenerateRequest], alone: list[tuple[list[int], str]]
+) -> None:
+    async def cancel_after(request: tokenizer_pb2.GenerateRequest, num_responses: int) -> None:
+        call = client.tokenizer.Generate(request)
+        for _ in range(num_responses):
+            await call.read()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call.read()
+
+    neighbours = make_requests(512, count=16)
+    for request in neighbours:
+        request.sampling.max_tokens = 400
+    async with connect(plain_cell) as client:
+        kept, *_ = await asyncio.gather(
+            client.generate_all(requests),
+            *(cancel_after(request, number % 4) for number, request in enumerate(neighbours)),
+        )
+        assert outputs(kept) == alone
+        state = await client.wait_until_idle()
+    # They would have needed 400 tokens each: they stopped, and their blocks are free.
+    assert state.num_free_blocks == state.num_blocks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", ["--worker.num-threads=2", "--worker.kv-cache-num-blocks=16"])
+async def test_the_real_model_alone_and_together(real_model: Path, flag: str) -> None:
+    requests = make_requests(49_152, count=8, max_prompt=32)
+    with start_cell(real_model, REFERENCE, flag) as cell:
+        async with connect(cell) as client:
+            expected = outputs(await run_alone(client, requests))
+            assert outputs(await client.generate_all(requests)) == expected
+            state = await client.wait_until_idle()
+    assert (state.num_preemptions > 0) is ("num-blocks" in flag)

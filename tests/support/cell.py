@@ -1,0 +1,153 @@
+"""A whole cell under test: `lockstep serve` as a process of its own, with all that it starts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+import grpc
+import psutil
+
+from lockstep.v1 import tokenizer_pb2_grpc
+
+ROOT = Path(__file__).parents[2]
+STOP_TIMEOUT_S = 60.0
+
+
+class Cell:
+    """A running `lockstep serve` and its services. `start_cell` makes one and ends it.
+
+    Attributes:
+        address: Where its tokenizer service answers.
+        launcher: The process of `lockstep serve`; its stdout is a pipe, read up to the line that says ready.
+        role_to_process: The services' processes, by role.
+    """
+
+    def __init__(self, address: str, launcher: subprocess.Popen[str], log_path: Path) -> None:
+        self.address = address
+        self.launcher = launcher
+        self._log_path = log_path
+        self._wait_until_ready()
+        children = psutil.Process(launcher.pid).children()
+        self.role_to_process = {_module(child).removeprefix("services."): child for child in children}
+
+    @property
+    def scheduler_address(self) -> str:
+        """Where its scheduler service answers: a socket in the launcher's private directory."""
+        flags: list[str] = self.role_to_process["scheduler"].cmdline()
+        return next(flag.removeprefix("--listen=") for flag in flags if flag.startswith("--listen="))
+
+    @property
+    def runtime_dir(self) -> Path:
+        """The launcher's private directory."""
+        return Path(self.scheduler_address.removeprefix("unix:")).parent
+
+    def log(self) -> str:
+        """What the launcher and the services wrote to stderr so far."""
+        return self._log_path.read_text(encoding="utf-8")
+
+    def open_channel(self) -> grpc.Channel:
+        """A blocking channel to the tokenizer service; the caller closes it. `make_channel` makes async ones."""
+        return grpc.insecure_channel(self.address)
+
+    @contextlib.contextmanager
+    def stub(self) -> Iterator[tokenizer_pb2_grpc.TokenizerServiceStub]:
+        """A blocking stub of the tokenizer service, on a channel of its own."""
+        with self.open_channel() as channel:
+            yield tokenizer_pb2_grpc.TokenizerServiceStub(channel)
+
+    def wait(self) -> int:
+        """Wait for the launcher to end; returns its exit code."""
+        return self.launcher.wait(STOP_TIMEOUT_S)
+
+    def stop(self, signal_number: int = signal.SIGTERM) -> int:
+        """Ask the launcher to end and wait for it; returns its exit code."""
+        self.launcher.send_signal(signal_number)
+        return self.wait()
+
+    def _wait_until_ready(self) -> None:
+        assert self.launcher.stdout is not None
+        for line in self.launcher.stdout:
+            if line.startswith("ready"):
+                return
+        raise RuntimeError(f"lockstep serve ended with {self.wait()} before it was ready:\n{self.log()}")
+
+
+@contextlib.contextmanager
+def start_cell(model_dir: Path, *flags: str) -> Iterator[Cell]:
+    """Start a cell on a free port, wait until it is ready, and stop it at the end.
+
+    Args:
+        model_dir: The model to serve.
+        flags: More of `lockstep serve`'s flags, such as `--worker.backend=reference`.
+
+    Raises:
+        RuntimeError: it did not become ready, or did not stop cleanly; the message has its log. A cell that
+            the test ended itself is not judged.
+    """
+    address = f"127.0.0.1:{free_port()}"
+    with tempfile.TemporaryDirectory(prefix="lockstep-test-") as log_dir:
+        log_path = Path(log_dir) / "log"
+        with log_path.open("w") as log:
+            launcher = popen_serve(str(model_dir), f"--listen={address}", *flags, stderr=log)
+        try:
+            cell = Cell(address, launcher, log_path)
+            yield cell
+            if launcher.poll() is None and (exit_code := cell.stop()) != 0:
+                raise RuntimeError(f"lockstep serve stopped with {exit_code}:\n{cell.log()}")
+        finally:
+            # Its services die with it.
+            launcher.kill()
+            launcher.communicate()
+
+
+def popen_serve(*args: str, stderr: IO[str] | int = subprocess.PIPE) -> subprocess.Popen[str]:
+    """Start `lockstep serve`; its stdout is a pipe."""
+    return subprocess.Popen(
+        _command(args), cwd=ROOT, env=_environment(), stdout=subprocess.PIPE, stderr=stderr, text=True
+    )
+
+
+def run_serve(*args: str) -> subprocess.CompletedProcess[str]:
+    """Run `lockstep serve` with arguments that make it end by itself."""
+    return subprocess.run(
+        _command(args),
+        cwd=ROOT,
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        timeout=STOP_TIMEOUT_S,
+        check=False,
+    )
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on at this moment."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _command(args: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "shared.cli", "serve", *args]
+
+
+def _environment() -> dict[str, str]:
+    # The settings of whoever runs the tests must not reach the services.
+    own = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
+    return {**own, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "protos")])}
+
+
+def _module(process: psutil.Process) -> str:
+    """The module that a `python -m MODULE` process runs."""
+    command: list[str] = process.cmdline()
+    return command[command.index("-m") + 1]

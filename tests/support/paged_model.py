@@ -1,0 +1,132 @@
+"""Runs a model on sequences that lie in scattered KV blocks: a model runner in miniature, for tests of the kernels."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from services.worker.forward_context import AttentionMetadata, ForwardContext, forward_context
+from services.worker.kv_cache import KvCache
+from services.worker.models.registry import CausalLM
+from services.worker.ops import Ops
+
+
+@dataclass
+class PagedSequence:
+    """A sequence's tokens and where their KV lies."""
+
+    token_ids: list[int]
+    block_table: list[int] = field(default_factory=list)
+
+
+def attention_metadata(
+    block_tables: Sequence[Sequence[int]],
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    *,
+    block_size: int,
+    is_prefill: bool,
+) -> AttentionMetadata:
+    """The metadata of a step that computes the last `query_lens[i]` of `context_lens[i]` tokens of each sequence."""
+    slots: list[int] = []
+    for table, query_len, context_len in zip(block_tables, query_lens, context_lens, strict=True):
+        slots += [
+            table[place // block_size] * block_size + place % block_size
+            for place in range(context_len - query_len, context_len)
+        ]
+    width = max(map(len, block_tables))
+    return AttentionMetadata(
+        is_prefill=is_prefill,
+        slot_mapping=torch.tensor(slots, dtype=torch.int64),
+        block_tables=torch.tensor([[*table, *[0] * (width - len(table))] for table in block_tables], dtype=torch.int32),
+        context_lens=torch.tensor(context_lens, dtype=torch.int32),
+        cu_seqlens_q=torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32),
+        query_lens=tuple(query_lens),
+        context_lens_host=tuple(context_lens),
+        max_query_len=max(query_lens),
+        max_context_len=max(context_lens),
+    )
+
+
+class PagedModel:
+    """A model, a KV cache and the blocks that are free, in shuffled order."""
+
+    def __init__(self, model: CausalLM, ops: Ops, *, num_blocks: int = 512, block_size: int = 16) -> None:
+        self.model = model
+        self.ops = ops
+        self.kv_cache = KvCache(model.kv_cache_spec, num_blocks, block_size)
+        self._free_blocks = list(range(num_blocks))
+        random.Random(7).shuffle(self._free_blocks)
+
+    def add(self, token_ids: Sequence[int], *, prefix_of: PagedSequence | None = None) -> PagedSequence:
+        """A sequence; with `prefix_of` it shares the full blocks of the longest common prefix but for the last token."""
+        sequence = PagedSequence(list(token_ids))
+        if prefix_of is not None:
+            sequence.block_table = prefix_of.block_table[: self.num_shared(sequence, prefix_of)]
+        self._fill_table(sequence)
+        return sequence
+
+    def num_shared(self, sequence: PagedSequence, other: PagedSequence) -> int:
+        """Full blocks that both begin with, the last token of `sequence` excluded."""
+        size = self.kv_cache.block_size
+        count = 0
+        while (count + 1) * size < len(sequence.token_ids) and (
+            sequence.token_ids[count * size : (count + 1) * size] == other.token_ids[count * size : (count + 1) * size]
+        ):
+            count += 1
+        return count
+
+    def prefill(self, sequences: Sequence[PagedSequence], num_cached: Sequence[int] | None = None) -> Tensor:
+        """Compute all tokens behind the cached ones; the logits of each sequence's last, [num_seqs, vocabulary]."""
+        cached = num_cached or [0] * len(sequences)
+        query_lens = [len(seq.token_ids) - count for seq, count in zip(sequences, cached, strict=True)]
+        return self._step(sequences, query_lens, is_prefill=True)
+
+    def prefill_all(self, sequence: PagedSequence) -> Tensor:
+        """Compute one sequence; the logits of every token, [num_tokens, vocabulary]."""
+        return self._step([sequence], [len(sequence.token_ids)], is_prefill=True, all_logits=True)
+
+    def decode(self, sequences: Sequence[PagedSequence]) -> Tensor:
+        """Compute each sequence's last token; its logits, [num_seqs, vocabulary]."""
+        for sequence in sequences:
+            self._fill_table(sequence)
+        return self._step(sequences, [1] * len(sequences), is_prefill=False)
+
+    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
+        """Greedy completions, all sequences in one batch."""
+        sequences = [self.add(prompt) for prompt in prompts]
+        logits = self.prefill(sequences)
+        for step in range(num_tokens):
+            token_ids, _ = self.ops.greedy_sample(logits)
+            for sequence, token_id in zip(sequences, token_ids.tolist(), strict=True):
+                sequence.token_ids.append(token_id)
+            if step < num_tokens - 1:
+                logits = self.decode(sequences)
+        return [seq.token_ids[len(prompt) :] for seq, prompt in zip(sequences, prompts, strict=True)]
+
+    def _fill_table(self, sequence: PagedSequence) -> None:
+        while len(sequence.block_table) * self.kv_cache.block_size < len(sequence.token_ids):
+            sequence.block_table.append(self._free_blocks.pop())
+
+    def _step(
+        self, sequences: Sequence[PagedSequence], query_lens: list[int], *, is_prefill: bool, all_logits: bool = False
+    ) -> Tensor:
+        metadata = attention_metadata(
+            [seq.block_table for seq in sequences],
+            query_lens,
+            [len(seq.token_ids) for seq in sequences],
+            block_size=self.kv_cache.block_size,
+            is_prefill=is_prefill,
+        )
+        new_tokens = [seq.token_ids[-count:] for seq, count in zip(sequences, query_lens, strict=True)]
+        places = [range(len(seq.token_ids) - n, len(seq.token_ids)) for seq, n in zip(sequences, query_lens, strict=True)]
+        token_ids = torch.tensor([token for tokens in new_tokens for token in tokens], dtype=torch.int64)
+        positions = torch.tensor([place for span in places for place in span], dtype=torch.int64)
+        with forward_context(ForwardContext.for_step(self.ops, metadata, self.kv_cache)):
+            hidden = self.model.forward(token_ids, positions)
+        rows = slice(None) if all_logits else metadata.cu_seqlens_q[1:].long() - 1
+        return self.model.compute_logits(hidden[rows])

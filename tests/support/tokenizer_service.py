@@ -1,0 +1,113 @@
+"""The tokenizer service of the tiny model, linked to a played scheduler over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from lockstep.internal.v1 import exchange_pb2
+from lockstep.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+from services.tokenizer.__main__ import serve
+from services.tokenizer.config import TokenizerSettings
+from services.tokenizer.model import load_model
+from services.tokenizer.servicer import TOKENIZER_SERVICE
+from shared.model_dir import model_digest
+from shared.rpc import make_channel, make_server
+from tests.support.exchange_peer import ExchangePeer
+from tests.support.tiny_tokenizer import CONTEXT_LENGTH, IM_END_ID, VOCABULARY_SIZE
+
+NUM_POOL_TOKENS = 200
+
+
+@dataclass
+class Service:
+    """A running tokenizer service.
+
+    Attributes:
+        stub: A client of it.
+        channel: The client's channel.
+        peer: The scheduler it links to.
+        stop: Set, it stops the service.
+        task: Ends with the service's exit code.
+    """
+
+    stub: Any
+    channel: grpc.aio.Channel
+    peer: ExchangePeer
+    stop: asyncio.Event
+    task: asyncio.Task[int]
+
+    async def until_health_is(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        """Return once the service's health is `status`."""
+        request = health_pb2.HealthCheckRequest(service=TOKENIZER_SERVICE)
+        async for response in health_pb2_grpc.HealthStub(self.channel).Watch(request, wait_for_ready=True):
+            if response.status == status:
+                return
+
+    async def link(self) -> None:
+        """Have the peer tell its cell, and wait until the service serves."""
+        self.peer.attach()
+        await self.until_health_is(health_pb2.HealthCheckResponse.SERVING)
+
+    async def begin(self, request: tokenizer_pb2.GenerateRequest) -> tuple[Any, exchange_pb2.Submit]:
+        """Start a request: the call, its accepted response read, and what the peer got."""
+        call = self.stub.Generate(request)
+        accepted = await call.read()
+        assert accepted.HasField("accepted")
+        return call, await self.peer.submits.get()
+
+
+@asynccontextmanager
+async def run_tokenizer_service(
+    model_dir: Path, socket_dir: Path, *, model_digest_of_cell: str | None = None
+) -> AsyncIterator[Service]:
+    """Run the service and its peer, which has not told its cell yet; at the end the service must stop cleanly.
+
+    Args:
+        model_dir: The model.
+        socket_dir: For the sockets.
+        model_digest_of_cell: What the peer's cell serves; None for the same model.
+    """
+    cell_info = exchange_pb2.CellInfo(
+        scheduler_instance_id="instance",
+        model_digest=model_digest_of_cell or model_digest(model_dir),
+        context_length=CONTEXT_LENGTH,
+        logits_width=VOCABULARY_SIZE,
+        eos_token_ids=[IM_END_ID],
+        num_pool_tokens=NUM_POOL_TOKENS,
+    )
+    peer = ExchangePeer(cell_info)
+    scheduler, address = f"unix:{socket_dir}/scheduler.sock", f"unix:{socket_dir}/tokenizer.sock"
+    peer_server = make_server(scheduler, [peer], internal=True)
+    await peer_server.start()
+    settings = TokenizerSettings(listen=address, scheduler=scheduler, model_dir=model_dir)
+    stop = asyncio.Event()
+    task = asyncio.create_task(serve(settings, load_model(settings), stop))
+    async with make_channel(address) as channel:
+        stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
+        try:
+            yield Service(stub, channel, peer, stop, task)
+        finally:
+            stop.set()
+            exit_code = await task
+            await peer_server.stop(grace=0)
+    assert exit_code == 0
+
+
+async def read_answer(call: Any) -> tuple[str, list[int], tokenizer_pb2.Finish]:
+    """Read a stream to its end: the joined text, the tokens, and the finish."""
+    text, token_ids, finish = "", [], None
+    while (response := await call.read()) is not grpc.aio.EOF:
+        assert finish is None, "a response behind the last one"
+        text += response.text
+        token_ids += response.token_ids
+        finish = response.finish if response.HasField("finish") else None
+    assert finish is not None, "the stream ended without a finish"
+    return text, token_ids, finish

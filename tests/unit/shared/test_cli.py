@@ -1,0 +1,130 @@
+"""What the `lockstep` command does before anything runs: its arguments, and how it tells failures."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import grpc
+import pytest
+
+from lockstep.v1 import common_pb2
+from shared.cli.client import add_client_flags, describe_failure, run_client, sampling_from
+from shared.cli.main import COMMANDS, run
+from shared.cli.serve import ServeSettings, plan_services, split_service_flags
+from shared.config import load_settings
+from shared.errors import NotReadyError
+from shared.rpc import STATUS_DETAILS_KEY, to_status
+
+
+def parse_sampling(*args: str) -> common_pb2.SamplingParams:
+    parser = argparse.ArgumentParser()
+    add_client_flags(parser)
+    return sampling_from(parser.parse_args(args))
+
+
+def make_rpc_error(code: grpc.StatusCode, message: str, trailing: grpc.aio.Metadata) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details=message)
+
+
+def test_a_services_flags_are_passed_on_unread() -> None:
+    own, role_to_flags = split_service_flags(
+        ["MODEL", "--worker.a=1", "--listen", "x:1", "--scheduler.b", "2", "--tokenizer.c", "--log-level=info"]
+    )
+
+    assert own == ["MODEL", "--listen", "x:1", "--log-level=info"]
+    assert role_to_flags == {"worker": ["--a=1"], "scheduler": ["--b", "2"], "tokenizer": ["--c"]}
+
+
+def test_what_follows_a_flag_with_its_value_is_the_launchers() -> None:
+    assert split_service_flags(["--worker.a=1", "MODEL"])[0] == ["MODEL"]
+    assert split_service_flags(["--worker.a", "1", "MODEL"])[0] == ["MODEL"]
+
+
+@pytest.mark.parametrize("flag", ["--worker.listen", "--scheduler.worker=unix:x", "--tokenizer.model-dir=y"])
+def test_a_flag_that_the_launcher_sets_is_refused_by_name(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        split_service_flags(["MODEL", flag])
+
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"error: {flag.partition('=')[0]} is set by lockstep serve\n"
+
+
+def test_services_are_linked_by_sockets_and_start_worker_first() -> None:
+    settings = load_settings(ServeSettings, ["models/m", "--listen=127.0.0.1:7", "--log-format=json", "--reflection"])
+
+    commands = plan_services(settings, {"worker": ["--ops-backend", "reference"]}, Path("/run/x"))
+
+    shared = ("--log-level=info", "--log-format=json", "--reflection")
+    worker, scheduler = "unix:/run/x/worker.sock", "unix:/run/x/scheduler.sock"
+    assert [(command.role, command.address, command.flags) for command in commands] == [
+        ("worker", worker, (f"--listen={worker}", "--model-dir=models/m", *shared, "--ops-backend", "reference")),
+        ("scheduler", scheduler, (f"--listen={scheduler}", f"--worker={worker}", *shared)),
+        (
+            "tokenizer",
+            "127.0.0.1:7",
+            ("--listen=127.0.0.1:7", f"--scheduler={scheduler}", "--model-dir=models/m", *shared),
+        ),
+    ]
+
+
+def test_only_the_tokenizer_is_opened_to_other_machines() -> None:
+    settings = load_settings(ServeSettings, ["m", "--insecure-bind=0.0.0.0:7"])
+
+    commands = plan_services(settings, {}, Path("/run/x"))
+
+    opened = [command.role for command in commands if "--insecure-bind=0.0.0.0:7" in command.flags]
+    assert opened == ["tokenizer"]
+
+
+def test_the_prompt_is_not_among_the_settings_that_are_logged() -> None:
+    settings = load_settings(ServeSettings, ["m", "--prompt=a secret"])
+
+    assert settings.prompt == "a secret"
+    assert "a secret" not in str(settings.model_dump())
+
+
+def test_absent_sampling_flags_stay_absent_and_zeros_are_sent() -> None:
+    assert parse_sampling() == common_pb2.SamplingParams()
+    sampling = parse_sampling("--temperature=0", "--top-k=0", "--seed=0")
+    assert sampling.HasField("temperature")
+    assert sampling.HasField("top_k")
+    assert sampling.HasField("seed")
+    assert not sampling.HasField("max_tokens")
+
+
+@pytest.mark.parametrize("flag", ["--max-tokens=-1", "--top-k=4294967296", "--seed=18446744073709551616", "--seed=x"])
+def test_a_number_that_no_message_can_carry_is_named(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_sampling(flag)
+
+    assert flag.partition("=")[0] in capsys.readouterr().err
+
+
+def test_a_failed_call_is_told_as_status_reason_and_message(capsys: pytest.CaptureFixture[str]) -> None:
+    status = to_status(NotReadyError("not yet"))
+    trailing = grpc.aio.Metadata((STATUS_DETAILS_KEY, status.SerializeToString()))
+
+    def body() -> None:
+        raise make_rpc_error(grpc.StatusCode.UNAVAILABLE, "not yet", trailing)
+
+    assert run_client(body) == 1
+    assert capsys.readouterr().err == "error: UNAVAILABLE NOT_READY: not yet\n"
+
+
+def test_a_failure_without_a_reason_has_none() -> None:
+    error = make_rpc_error(grpc.StatusCode.UNAVAILABLE, "connection refused", grpc.aio.Metadata())
+
+    assert describe_failure(error) == "UNAVAILABLE: connection refused"
+
+
+@pytest.mark.parametrize("argv", [[], ["dance"], ["--model"]])
+def test_an_unknown_command_shows_the_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(argv) == 2
+    assert "lockstep COMMAND" in capsys.readouterr().err
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    usage = capsys.readouterr().out
+    assert [name for name in COMMANDS if f"\n  {name} " not in usage] == []

@@ -1,0 +1,100 @@
+"""Settings: flag over environment over default, and a wrong value is named."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from pydantic import Field, ValidationError, model_validator
+from pydantic_settings import SettingsConfigDict
+
+from shared.config import ServiceSettings, check_address, check_local_address, load_settings, log_settings
+
+
+class ExampleSettings(ServiceSettings):
+    """A service's settings."""
+
+    model_config = SettingsConfigDict(env_prefix="LOCKSTEP_EXAMPLE_", cli_prog_name="example")
+
+    listen: str = "127.0.0.1:1"
+    num_things: int = Field(default=3, ge=1, description="How many things.")
+    most_things: int = Field(default=9, description="The most things.")
+
+    @model_validator(mode="after")
+    def _check_things(self) -> ExampleSettings:
+        if self.num_things > self.most_things:
+            raise ValueError("--num-things is above --most-things")
+        return self
+
+
+def test_a_flag_wins_over_the_environment_and_that_over_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_settings(ExampleSettings, []).num_things == 3
+    monkeypatch.setenv("LOCKSTEP_EXAMPLE_NUM_THINGS", "4")
+    assert load_settings(ExampleSettings, []).num_things == 4
+    assert load_settings(ExampleSettings, ["--num-things", "5"]).num_things == 5
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--num-things=0"], "--num-things (or LOCKSTEP_EXAMPLE_NUM_THINGS): "),
+        (["--num-things=many"], "--num-things (or LOCKSTEP_EXAMPLE_NUM_THINGS): "),
+        (["--log-level=loud"], "--log-level"),
+        (["--num-things=10"], "error: --num-things is above --most-things\n"),
+        (["--no-such-thing=1"], "--no-such-thing"),
+    ],
+)
+def test_a_wrong_value_is_named_and_ends_the_process(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        load_settings(ExampleSettings, args)
+
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_wrong_value_of_the_environment_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_EXAMPLE_NUM_THINGS", "none")
+
+    with pytest.raises(SystemExit):
+        load_settings(ExampleSettings, [])
+
+    assert "LOCKSTEP_EXAMPLE_NUM_THINGS" in capsys.readouterr().err
+
+
+def test_settings_do_not_change() -> None:
+    settings = load_settings(ExampleSettings, [])
+
+    with pytest.raises(ValidationError):
+        settings.num_things = 5
+
+
+@pytest.mark.parametrize("address", ["unix:/run/x.sock", "127.0.0.1:50051", "localhost:0", "[::1]:1"])
+def test_a_local_address_is_a_unix_socket_or_loopback(address: str) -> None:
+    assert check_local_address(address) == address
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:1", "example.org:1", "[::]:1", "127.0.0.2.example.org:1"])
+def test_an_address_that_others_can_reach_is_no_local_one(address: str) -> None:
+    assert check_address(address) == address
+    with pytest.raises(ValueError, match="--insecure-bind"):
+        check_local_address(address)
+
+
+@pytest.mark.parametrize("address", ["", "unix:", "localhost", ":1", "localhost:", "localhost:65536", "localhost:x"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="unix:"):
+        check_address(address)
+
+
+def test_insecure_bind_replaces_the_address_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    settings = load_settings(ExampleSettings, ["--insecure-bind=0.0.0.0:7"])
+
+    with caplog.at_level(logging.WARNING, logger="shared.config"):
+        log_settings(settings)
+
+    assert settings.bind_address == "0.0.0.0:7"
+    assert [record.levelname for record in caplog.records] == ["WARNING"]

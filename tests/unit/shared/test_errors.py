@@ -1,0 +1,59 @@
+"""The table of LAYOUT: which situation has which code and reason."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from shared import errors
+from shared.errors import ErrorCode, InvalidRequestError, ServiceError, Violation
+
+
+@pytest.mark.parametrize(
+    ("error_type", "code", "reason"),
+    [
+        (errors.InvalidRequestError, ErrorCode.INVALID_ARGUMENT, "INVALID_REQUEST"),
+        (errors.PromptTooLongError, ErrorCode.INVALID_ARGUMENT, "PROMPT_TOO_LONG"),
+        (errors.ContextExceededError, ErrorCode.INVALID_ARGUMENT, "CONTEXT_EXCEEDED"),
+        (errors.RequestTooLargeError, ErrorCode.INVALID_ARGUMENT, "REQUEST_TOO_LARGE"),
+        (errors.KvCapacityExceededError, ErrorCode.FAILED_PRECONDITION, "KV_CAPACITY_EXCEEDED"),
+        (errors.ModelNotFoundError, ErrorCode.NOT_FOUND, "MODEL_NOT_FOUND"),
+        (errors.DuplicateRequestError, ErrorCode.ALREADY_EXISTS, "DUPLICATE_REQUEST"),
+        (errors.NotReadyError, ErrorCode.UNAVAILABLE, "NOT_READY"),
+        (errors.DrainingError, ErrorCode.UNAVAILABLE, "DRAINING"),
+        (errors.SchedulerLostError, ErrorCode.UNAVAILABLE, "SCHEDULER_LOST"),
+        (errors.StepMismatchError, ErrorCode.FAILED_PRECONDITION, "STEP_MISMATCH"),
+        (errors.StaleEpochError, ErrorCode.FAILED_PRECONDITION, "STALE_EPOCH"),
+        (errors.GroupHeldError, ErrorCode.FAILED_PRECONDITION, "GROUP_HELD"),
+        (errors.TemplateFailedError, ErrorCode.FAILED_PRECONDITION, "TEMPLATE_FAILED"),
+        (errors.NumericError, ErrorCode.INTERNAL, "NUMERIC_ERROR"),
+        (errors.InternalError, ErrorCode.INTERNAL, "INTERNAL"),
+    ],
+)
+def test_an_error_has_its_code_and_reason(error_type: type[ServiceError], code: ErrorCode, reason: str) -> None:
+    error = error_type("what happened", limit=3)
+
+    assert (error.code, error.reason) == (code, reason)
+    assert (error.message, error.values) == ("what happened", {"limit": "3"})
+    assert str(error) == "what happened"
+
+
+def test_one_error_names_every_violation() -> None:
+    violations = [Violation("top_p", "OUT_OF_RANGE", "is too large"), Violation("seed", "OUT_OF_RANGE", "is negative")]
+
+    error = InvalidRequestError.from_violations(violations)
+
+    assert error.message == "top_p: is too large; seed: is negative"
+    assert error.violations == tuple(violations)
+
+
+def test_the_domains_modules_load_no_transport() -> None:
+    code = (
+        "import sys, shared.errors, shared.limits; print([name for name in ('grpc', 'google') if name in sys.modules])"
+    )
+
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert result.stdout.strip() == "[]"

@@ -1,0 +1,75 @@
+"""What is read from a model directory, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shared.model_dir import ModelDirectoryError, eos_token_ids, model_digest, read_json
+
+
+def write_model(model_dir: Path, *, config: object = None, generation: object = None) -> Path:
+    (model_dir / "config.json").write_text(json.dumps({} if config is None else config))
+    (model_dir / "tokenizer.json").write_text("{}")
+    if generation is not None:
+        (model_dir / "generation_config.json").write_text(json.dumps(generation))
+    return model_dir
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "1", "\xff"])
+def test_a_file_that_holds_no_json_object_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
+
+    with pytest.raises(ModelDirectoryError, match=r"config\.json"):
+        read_json(tmp_path, "config.json")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelDirectoryError, match=r"config\.json"):
+        model_digest(tmp_path)
+
+
+def test_the_digest_depends_on_configuration_and_vocabulary_only(tmp_path: Path) -> None:
+    model_dir = write_model(tmp_path)
+    digest = model_digest(model_dir)
+
+    (model_dir / "generation_config.json").write_text("{}")
+    assert model_digest(model_dir) == digest
+    (model_dir / "tokenizer.json").write_text("{} ")
+    assert model_digest(model_dir) != digest
+
+
+def test_bytes_that_move_between_the_files_change_the_digest(tmp_path: Path) -> None:
+    model_dir = write_model(tmp_path)
+    (model_dir / "config.json").write_text("{} ")
+    digest = model_digest(model_dir)
+
+    (model_dir / "config.json").write_text("{}")
+    (model_dir / "tokenizer.json").write_text(" {}")
+
+    assert model_digest(model_dir) != digest
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        ({"eos_token_id": 2}, None, (2,)),
+        ({"eos_token_id": [2, 3]}, None, (2, 3)),
+        ({"eos_token_id": 2}, {"eos_token_id": [7]}, (7,)),
+        ({"eos_token_id": 2}, {}, (2,)),
+        ({"eos_token_id": 0}, None, (0,)),
+        ({}, None, ()),
+    ],
+)
+def test_the_generation_configuration_names_the_eos_tokens_first(
+    tmp_path: Path, config: object, generation: object, expected: tuple[int, ...]
+) -> None:
+    assert eos_token_ids(write_model(tmp_path, config=config, generation=generation)) == expected
+
+
+@pytest.mark.parametrize("value", ["2", [2, "3"], -1, 2.5, True])
+def test_an_eos_token_that_is_no_id_is_refused(tmp_path: Path, value: object) -> None:
+    with pytest.raises(ModelDirectoryError, match="eos_token_id"):
+        eos_token_ids(write_model(tmp_path, config={"eos_token_id": value}))

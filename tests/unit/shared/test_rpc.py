@@ -1,0 +1,165 @@
+"""Errors on their way from a method to a client, and what servers refuse."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from lockstep.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+from shared.errors import InvalidRequestError, KvCapacityExceededError, Violation
+from shared.rpc import StatusError, make_channel, make_server, reason_of, status_from_rpc_error
+
+Failure = Callable[[grpc.aio.ServicerContext], Awaitable[None]]
+
+
+class FailingServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):  # type: ignore[misc]
+    """Answers every call by failing; a stream gives one response before it does."""
+
+    def __init__(self, failure: Failure) -> None:
+        self._failure = failure
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(self, server)
+
+    async def Tokenize(self, request: Any, context: Any) -> tokenizer_pb2.TokenizeResponse:
+        await self._failure(context)
+        return tokenizer_pb2.TokenizeResponse()
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[tokenizer_pb2.GenerateResponse]:
+        yield tokenizer_pb2.GenerateResponse(text="a")
+        await self._failure(context)
+
+
+def raising(error: Exception) -> Failure:
+    async def failure(context: grpc.aio.ServicerContext) -> None:
+        raise error
+
+    return failure
+
+
+@asynccontextmanager
+async def failing_stub(tmp_path: Path, failure: Failure) -> AsyncIterator[Any]:
+    address = f"unix:{tmp_path / 'x'}"
+    server = make_server(address, [FailingServicer(failure)])
+    await server.start()
+    async with make_channel(address) as channel:
+        yield tokenizer_pb2_grpc.TokenizerServiceStub(channel)
+    await server.stop(None)
+
+
+async def fail_unary(tmp_path: Path, failure: Failure) -> tuple[grpc.StatusCode, status_pb2.Status]:
+    async with failing_stub(tmp_path, failure) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Tokenize(tokenizer_pb2.TokenizeRequest())
+    return caught.value.code(), status_from_rpc_error(caught.value)
+
+
+async def test_a_service_error_carries_its_reason_values_and_violations(tmp_path: Path) -> None:
+    error = InvalidRequestError("top_p: bad", violations=[Violation("top_p", "OUT_OF_RANGE", "bad")], limit=1)
+
+    code, status = await fail_unary(tmp_path, raising(error))
+
+    info, bad_request = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+    assert status.details[0].Unpack(info)
+    assert status.details[1].Unpack(bad_request)
+    assert (code, status.code, status.message) == (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        code_pb2.INVALID_ARGUMENT,
+        "top_p: bad",
+    )
+    assert (info.domain, info.reason, dict(info.metadata)) == ("lockstep", "INVALID_REQUEST", {"limit": "1"})
+    violation = bad_request.field_violations[0]
+    assert (violation.field, violation.reason, violation.description) == ("top_p", "OUT_OF_RANGE", "bad")
+
+
+async def test_a_stream_fails_behind_what_it_has_sent(tmp_path: Path) -> None:
+    received: list[str] = []
+
+    async with failing_stub(tmp_path, raising(KvCapacityExceededError("never fits"))) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for response in stub.Generate(tokenizer_pb2.GenerateRequest()):
+                received.append(response.text)
+
+    assert received == ["a"]
+    assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert reason_of(status_from_rpc_error(caught.value)) == "KV_CAPACITY_EXCEEDED"
+
+
+async def test_an_unknown_error_is_logged_and_tells_the_client_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR, logger="shared.rpc"):
+        code, status = await fail_unary(tmp_path, raising(RuntimeError("the secret")))
+
+    assert (code, reason_of(status)) == (grpc.StatusCode.INTERNAL, "INTERNAL")
+    assert "secret" not in status.message
+    assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == ["the secret"]
+
+
+async def test_a_status_of_another_service_goes_on_unchanged(tmp_path: Path) -> None:
+    original = status_pb2.Status(code=code_pb2.UNAVAILABLE, message="gone")
+    original.details.add().Pack(error_details_pb2.ErrorInfo(reason="SCHEDULER_LOST", domain="lockstep"))
+
+    _, status = await fail_unary(tmp_path, raising(StatusError(original)))
+
+    assert status == original
+
+
+async def test_a_method_may_abort_by_itself(tmp_path: Path) -> None:
+    async def abort(context: grpc.aio.ServicerContext) -> None:
+        await context.abort(grpc.StatusCode.ABORTED, "as it says")
+
+    code, status = await fail_unary(tmp_path, abort)
+
+    assert (code, status.message, reason_of(status)) == (grpc.StatusCode.ABORTED, "as it says", None)
+
+
+async def test_a_taken_port_is_refused() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(RuntimeError, match=address):
+            make_server(address, [])
+
+
+async def test_two_servers_do_not_share_a_port() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    first = make_server(address, [])
+    await first.start()
+
+    with pytest.raises(RuntimeError, match=address):
+        make_server(address, [])
+
+    await first.stop(None)
+
+
+async def test_a_socket_is_refused_while_its_server_lives_and_replaced_when_it_is_dead(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path / 'x'}"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(tmp_path / "x"))
+    server = make_server(address, [])
+    await server.start()
+
+    with pytest.raises(RuntimeError, match="already in use"):
+        make_server(address, [])
+
+    await server.stop(None)
+
+
+async def test_a_message_above_4_mib_is_refused_by_the_library(tmp_path: Path) -> None:
+    async with failing_stub(tmp_path, raising(RuntimeError("must not be reached"))) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Tokenize(tokenizer_pb2.TokenizeRequest(text="x" * 5 * 1024 * 1024))
+
+    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED

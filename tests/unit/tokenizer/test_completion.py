@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.tokenizer.completion import Completion
+from services.tokenizer.detokenizer import ByteLevelDetokenizer
+
+# One token a character, and one that is half of "é".
+TABLE = {ord(letter): letter.encode() for letter in "abcdSTOPx"} | {1: b"\xc3", 2: b"\xa9"}
+
+
+def make_completion(*stop_strings: str) -> Completion:
+    return Completion(ByteLevelDetokenizer(TABLE), stop_strings)
+
+
+def ids(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+def test_tokens_are_taken_once_with_their_text() -> None:
+    completion = make_completion()
+    completion.push(ids("ab"))
+    completion.push(ids("c"))
+    assert completion.take() == ("abc", ids("abc"))
+    assert completion.take() == ("", [])
+
+
+def test_text_lags_behind_tokens_while_a_character_is_incomplete() -> None:
+    completion = make_completion()
+    completion.push([1])
+    assert completion.take() == ("", [1])
+    completion.push([2])
+    assert completion.take() == ("é", [2])
+
+
+def test_text_lags_behind_tokens_while_it_may_be_a_stop_string() -> None:
+    completion = make_completion("STOP")
+    completion.push(ids("aST"))
+    assert completion.take() == ("a", ids("aST"))
+    completion.push(ids("x"))
+    assert completion.take() == ("STx", ids("x"))
+
+
+def test_the_answer_is_cut_at_the_token_that_completed_the_stop_string() -> None:
+    completion = make_completion("STOP")
+    completion.push(ids("abSTOPcd"))
+    assert completion.stop_string == "STOP"
+    assert completion.take() == ("ab", ids("abSTOP"))
+    assert (completion.num_tokens, completion.num_received) == (6, 8)
+
+
+def test_tokens_behind_an_undecided_stop_string_wait() -> None:
+    completion = make_completion("bc", "abcdx")
+    completion.push(ids("abcd"))
+    assert completion.stop_string is None
+    assert completion.take() == ("", ids("abc"))
+    completion.push(ids("S"))
+    assert completion.stop_string == "bc"
+    assert completion.take() == ("a", [])
+    assert completion.num_tokens == 3
+
+
+def test_tokens_behind_a_beaten_stop_string_are_part_of_the_answer() -> None:
+    completion = make_completion("bc", "abcdx")
+    completion.push(ids("abcd"))
+    completion.push(ids("x"))
+    assert completion.stop_string == "abcdx"
+    assert completion.take() == ("", ids("abcdx"))
+    assert completion.num_tokens == 5
+
+
+def test_an_undecided_stop_string_wins_when_the_answer_ends() -> None:
+    completion = make_completion("bc", "abcdx")
+    completion.push(ids("abcd"))
+    completion.finish()
+    assert completion.stop_string == "bc"
+    assert completion.take() == ("a", ids("abc"))
+
+
+def test_a_silent_token_counts_and_has_no_text() -> None:
+    completion = make_completion()
+    completion.push_silent(ids("abx"))
+    completion.finish()
+    assert completion.take() == ("ab", ids("abx"))
+
+
+def test_a_silent_token_completes_no_stop_string() -> None:
+    completion = make_completion("STOP")
+    completion.push_silent(ids("STOP"))
+    completion.finish()
+    assert completion.stop_string is None
+    assert completion.take() == ("STO", ids("STOP"))
+
+
+def test_what_was_held_back_comes_out_at_the_end() -> None:
+    completion = make_completion("STOP")
+    completion.push([*ids("aST"), 1])
+    completion.finish()
+    assert completion.take() == ("aST\ufffd", [*ids("aST"), 1])
+
+
+@given(st.text("abSTOP", max_size=30), st.lists(st.integers(1, 4), max_size=10))
+def test_how_tokens_are_batched_changes_nothing(text: str, lengths: list[int]) -> None:
+    whole, pieces = make_completion("STOP", "TO"), make_completion("STOP", "TO")
+    whole.push(ids(text))
+    position = 0
+    for length in [*lengths, len(text)]:
+        pieces.push(ids(text[position : position + length]))
+        position += length
+    whole.finish()
+    pieces.finish()
+    assert (whole.take(), whole.stop_string, whole.num_tokens) == (
+        pieces.take(),
+        pieces.stop_string,
+        pieces.num_tokens,
+    )

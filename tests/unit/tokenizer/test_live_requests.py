@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.tokenizer.completion import Completion
+from services.tokenizer.detokenizer import ByteLevelDetokenizer
+from services.tokenizer.generation import Generation
+from services.tokenizer.live_requests import LiveRequests
+from shared.errors import DrainingError, DuplicateRequestError
+
+
+def test_an_id_is_free_again_when_its_request_has_ended() -> None:
+    live = LiveRequests()
+    with live.admit("a"):
+        with pytest.raises(DuplicateRequestError), live.admit("a"):
+            pass
+        with live.admit("b"):
+            pass
+    with live.admit("a"):
+        pass
+
+
+async def test_draining_waits_for_the_last_request() -> None:
+    live = LiveRequests()
+    with live.admit("a"):
+        draining = asyncio.create_task(live.drain(60))
+        await asyncio.sleep(0)
+        with pytest.raises(DrainingError):
+            live.check_open()
+        assert not draining.done()
+    await draining
+
+
+async def test_what_is_left_after_the_grace_is_told_so() -> None:
+    live = LiveRequests()
+    generation = Generation(Completion(ByteLevelDetokenizer({}), ()), num_prompt_tokens=1, arrived_s=0)
+    with live.admit("encoding"), live.admit("streaming"):
+        live.begin("streaming", generation)
+        await live.drain(0)
+    with pytest.raises(DrainingError):
+        await anext(generation.responses())
+
+
+async def test_draining_without_requests_is_done_at_once() -> None:
+    live = LiveRequests()
+    await live.drain(60)
+    with pytest.raises(DrainingError):
+        live.check_open()

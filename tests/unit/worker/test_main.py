@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
+from services.worker.servicer import SERVICE_NAME
+from tests.support.tiny_llama import write_tiny_llama
+from tests.support.worker_runner import generate_alone, load_exact
+from tests.support.worker_steps import decode_step, make_enter, prefill_step, to_request, unpack
+
+ROOT = Path(__file__).parents[3]
+WAIT_S = 120  # A hang fails; nothing is measured.
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("model"))
+
+
+@contextmanager
+def running_worker(model_dir: Path, address: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "services.worker", f"--model-dir={model_dir}", f"--listen={address}"),
+            *("--ops-backend=reference", "--kv-cache-num-blocks=16"),
+        ],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'protos'}"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_for_server(channel: grpc.Channel) -> Iterator[int]:
+    """The health of the worker, from its first answer on."""
+    request = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
+    for response in health_pb2_grpc.HealthStub(channel).Watch(request, wait_for_ready=True, timeout=WAIT_S):
+        yield response.status
+
+
+def test_a_worker_process_loads_serves_steps_and_stops_at_a_signal(model_dir: Path, tmp_path: Path) -> None:
+    address = f"unix:{tmp_path / 'worker.sock'}"
+    with running_worker(model_dir, address) as process, grpc.insecure_channel(address) as channel:
+        assert health_pb2.HealthCheckResponse.SERVING in wait_for_server(channel)
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        attached = stub.Attach(
+            worker_pb2.AttachRequest(
+                epoch=1, scheduler_instance_id="test", block_size=4, max_num_seqs=2, max_num_batched_tokens=64
+            )
+        )
+        assert (attached.num_blocks, attached.ops_backend) == (16, "reference")
+        steps = [prefill_step(make_enter(0, [5, 9, 2], [3, 4])), decode_step(step_id=2)]
+        results = stub.Execute(to_request(step) for step in steps)
+        tokens = [unpack(result.token_ids)[0] for result in results]
+        assert tokens == generate_alone(load_exact(model_dir), [5, 9, 2], 2)
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, log
+    assert "loading weights percent=100" in log
+    assert not (tmp_path / "worker.sock").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_a_worker_from_its_first_answer_on(model_dir: Path, tmp_path: Path, number: int) -> None:
+    address = f"unix:{tmp_path / 'worker.sock'}"
+    with running_worker(model_dir, address) as process, grpc.insecure_channel(address) as channel:
+        next(wait_for_server(channel))
+        process.send_signal(number)
+        _, log = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, log
+
+
+def test_a_directory_that_is_no_model_ends_the_process_with_one_clear_line(tmp_path: Path) -> None:
+    with running_worker(tmp_path, f"unix:{tmp_path / 'worker.sock'}") as process:
+        _, log = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 1
+    errors = [line for line in log.splitlines() if "ERROR" in line]
+    assert len(errors) == 1
+    assert "config.json" in errors[0]
+    assert "Traceback" not in log
+
+
+def test_a_taken_address_is_refused_and_its_owner_is_left_alone(model_dir: Path, tmp_path: Path) -> None:
+    address = f"unix:{tmp_path / 'worker.sock'}"
+    with running_worker(model_dir, address), grpc.insecure_channel(address) as channel:
+        next(wait_for_server(channel))
+        with running_worker(model_dir, address) as second:
+            _, log = second.communicate(timeout=WAIT_S)
+        assert second.returncode == 1
+        assert "already in use" in log
+        assert health_pb2.HealthCheckResponse.SERVING in wait_for_server(channel)

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
+from services.worker.device_loop import DeviceLoop
+from services.worker.loader import LoadedModel
+from services.worker.rpc_thread import RpcThread
+from services.worker.servicer import SERVICE_NAME, WorkerServicer
+from tests.support.tiny_llama import write_tiny_llama
+from tests.support.worker_runner import load_exact, make_runner
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load_exact(write_tiny_llama(tmp_path_factory.mktemp("model")))
+
+
+def health_of(channel: grpc.Channel) -> list[str]:
+    stub = health_pb2_grpc.HealthStub(channel)
+    return [
+        health_pb2.HealthCheckResponse.ServingStatus.Name(
+            stub.Check(health_pb2.HealthCheckRequest(service=name), wait_for_ready=True).status
+        )
+        for name in ("", SERVICE_NAME)
+    ]
+
+
+def test_a_worker_answers_while_it_loads_and_serves_once_it_has_a_model(tmp_path: Path, loaded: LoadedModel) -> None:
+    address = f"unix:{tmp_path / 'worker.sock'}"
+    rpc = RpcThread(address, WorkerServicer(DeviceLoop()), reflection=False)
+    rpc.start()
+    with grpc.insecure_channel(address) as channel:
+        assert health_of(channel) == ["NOT_SERVING", "NOT_SERVING"]
+        with pytest.raises(grpc.RpcError) as error_info:
+            worker_pb2_grpc.WorkerServiceStub(channel).Attach(worker_pb2.AttachRequest(epoch=1))
+        assert error_info.value.code() is grpc.StatusCode.UNAVAILABLE
+        rpc.announce(make_runner(loaded))
+        assert health_of(channel) == ["SERVING", "SERVING"]
+    rpc.stop()
+    assert not (tmp_path / "worker.sock").exists()
+
+
+def test_a_taken_address_is_refused(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path / 'worker.sock'}"
+    first, second = (RpcThread(address, WorkerServicer(DeviceLoop()), reflection=False) for _ in range(2))
+    first.start()
+    with pytest.raises(RuntimeError, match="in use"):
+        second.start()
+    with grpc.insecure_channel(address) as channel:
+        assert health_of(channel) == ["NOT_SERVING", "NOT_SERVING"]
+    first.stop()
