@@ -10,6 +10,9 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+# A status travels in the metadata, of which clients take 8 KiB.
+MAX_VIOLATIONS = 16
+
 
 class ErrorCode(enum.Enum):
     """gRPC's status codes, by the number they have on the wire."""
@@ -52,14 +55,15 @@ class ServiceError(Exception):
 
 
 class InvalidRequestError(ServiceError):
-    """Fields of the request are not acceptable; all of them are reported together."""
+    """Fields of the request are not acceptable; they are reported together."""
 
     code = ErrorCode.INVALID_ARGUMENT
     reason = "INVALID_REQUEST"
 
     @classmethod
     def from_violations(cls, violations: Sequence[Violation]) -> InvalidRequestError:
-        """One error that names every violation; there is at least one."""
+        """One error that names the violations, at least one; of many the first ones."""
+        violations = violations[:MAX_VIOLATIONS]
         text = "; ".join(f"{v.field}: {v.description}" for v in violations)
         return cls(text, violations=violations)
 

@@ -17,7 +17,7 @@ class Health:
 
     def __init__(self, service_names: tuple[str, ...]) -> None:
         self._names = (ALL_SERVICES, *service_names)
-        self._servicer = HealthServicer()
+        self._servicer = _Servicer(self._names)
         self._is_serving = False
 
     @property
@@ -35,6 +35,14 @@ class Health:
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in self._names:
             await self._servicer.set(name, status)
+
+
+class _Servicer(HealthServicer):  # type: ignore[misc]
+    """The library's servicer; but that one begins by saying that the whole server serves."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self._server_status = dict.fromkeys(names, health_pb2.HealthCheckResponse.NOT_SERVING)
 
 
 async def check_health(channel: grpc.aio.Channel, *, timeout_s: float) -> bool:

@@ -83,19 +83,26 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestStart:
+    """A request got its first token; so much of its prompt came from the prefix cache."""
+
+    handle: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class RequestEnd:
     """The end of a request: exactly one of `finish` and `error` is set."""
 
     handle: int
     num_completion_tokens: int = 0
-    num_cached_tokens: int = 0
     finish: Finish | None = None
     error: ServiceError | None = None
 
 
 @dataclass(slots=True)
 class Outputs:
-    """What one client is told: a row a sequence that got tokens, and the requests that ended.
+    """What one client is told: a row a sequence that got tokens, and the requests that began and ended.
 
     `handles` uint32, `first_indexes` int32 (of the row's first token among the completion tokens), `token_ids`
     int32: [num_rows] each, one token a row.
@@ -104,9 +111,44 @@ class Outputs:
     handles: np.ndarray[tuple[int], np.dtype[np.uint32]]
     first_indexes: IntColumn
     token_ids: IntColumn
+    starts: list[RequestStart] = field(default_factory=list)
     ends: list[RequestEnd] = field(default_factory=list)
 
     @classmethod
     def only_ends(cls, ends: list[RequestEnd]) -> Outputs:
         """Outputs that no step brought."""
-        return cls(np.empty(0, np.uint32), np.empty(0, np.int32), np.empty(0, np.int32), ends)
+        return cls(np.empty(0, np.uint32), np.empty(0, np.int32), np.empty(0, np.int32), ends=ends)
+
+
+class OutputsByClient:
+    """Collects one step's outputs, split by client."""
+
+    def __init__(self) -> None:
+        self.by_client: dict[int, Outputs] = {}
+
+    def add_rows(
+        self,
+        clients: IntColumn,
+        handles: np.ndarray[tuple[int], np.dtype[np.uint32]],
+        first_indexes: IntColumn,
+        token_ids: IntColumn,
+    ) -> None:
+        """Add the rows that got a token; once."""
+        for client in np.unique(clients):
+            rows = clients == client
+            outputs = self._of(int(client))
+            outputs.handles, outputs.first_indexes = handles[rows], first_indexes[rows]
+            outputs.token_ids = token_ids[rows]
+
+    def add_start(self, client: int, start: RequestStart) -> None:
+        """Add a request that began."""
+        self._of(client).starts.append(start)
+
+    def add_end(self, client: int, end: RequestEnd) -> None:
+        """Add a request that ended."""
+        self._of(client).ends.append(end)
+
+    def _of(self, client: int) -> Outputs:
+        if client not in self.by_client:
+            self.by_client[client] = Outputs.only_ends([])
+        return self.by_client[client]

@@ -48,6 +48,10 @@ def encode_outputs(outputs: Outputs) -> exchange_pb2.Outputs:
         first_indexes=outputs.first_indexes.astype(TOKEN_DTYPE, copy=False).tobytes(),
         counts=np.ones(len(outputs.handles), TOKEN_DTYPE).tobytes(),
         token_ids=outputs.token_ids.astype(TOKEN_DTYPE, copy=False).tobytes(),
+        starts=[
+            exchange_pb2.RequestStart(handle=start.handle, num_cached_tokens=start.num_cached_tokens)
+            for start in outputs.starts
+        ],
         ends=[_encode_end(end) for end in outputs.ends],
     )
 
@@ -81,5 +85,4 @@ def _encode_end(end: RequestEnd) -> exchange_pb2.RequestEnd:
         finish_reason=_FINISH_REASONS[end.finish.reason],
         stop_token_id=end.finish.stop_token_id,
         num_completion_tokens=end.num_completion_tokens,
-        num_cached_tokens=end.num_cached_tokens,
     )

@@ -11,7 +11,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.scheduler.batch import EnteringSequence, Outputs, RequestEnd, ScheduledBatch, StepKind, StepRecord
+from services.scheduler.batch import (
+    EnteringSequence,
+    Outputs,
+    OutputsByClient,
+    RequestEnd,
+    RequestStart,
+    ScheduledBatch,
+    StepKind,
+    StepRecord,
+)
 from services.scheduler.block_manager import BlockManager
 from services.scheduler.sequence import TOKEN_BYTES, Finish, FinishReason, Sequence, SequenceStatus, SequenceType
 from services.scheduler.slot_table import IntColumn, SlotTable
@@ -102,31 +111,22 @@ class Scheduler:
             What each client that is concerned is told.
         """
         record = self._in_flight.popleft()
-        if record.kind is StepKind.PREFILL:
-            self._last_prefill_latency = now - record.sent_at
-        ends: list[tuple[int, RequestEnd]] = []
-        rows = self._slots.live[record.row_slots]
-        if not_finite_rows.size:
-            rows = rows.copy()
-            for row in not_finite_rows[rows[not_finite_rows]]:
-                rows[row] = False
-                ends.append(self._fail_not_finite(int(record.row_slots[row]), now))
-        slots, token_ids = record.row_slots[rows], token_ids[rows]
+        outputs = OutputsByClient()
+        is_usable = self._slots.live[record.row_slots]
+        for row in np.unique(not_finite_rows[is_usable[not_finite_rows]]):
+            is_usable[row] = False
+            self._fail_not_finite(self._slots.sequence_at(int(record.row_slots[row])), outputs, now)
+        slots, token_ids = record.row_slots[is_usable], token_ids[is_usable]
         first_indexes = self._slots.num_tokens[slots] - self._slots.num_prompt_tokens[slots]
+        outputs.add_rows(self._slots.client[slots], self._slots.handle[slots], first_indexes, token_ids)
         self._slots.append(slots, token_ids)
         if record.kind is StepKind.PREFILL:
-            self._mark_first_tokens(slots, now)
-        clients = self._slots.client[slots]
-        handles = self._slots.handle[slots]
-        for row in self._slots.find_stops(slots, token_ids):
-            seq = self._slots.sequence_at(int(slots[row]))
-            self._store(seq)
-            finish = find_finish(seq, self._eos_token_ids)
-            if finish is not None:
-                ends.append((seq.client, self._finish(seq, finish, now)))
+            self._last_prefill_latency = now - record.sent_at
+            self._start(slots, outputs, now)
+        self._end_stopped(slots, token_ids, outputs, now)
         for seq in record.retiring:
             self._give_back(seq)
-        return _by_client(clients, Outputs(handles, first_indexes, token_ids), ends)
+        return outputs.by_client
 
     def stop_at(self, seq: Sequence, num_completion_tokens: int, now: float) -> RequestEnd:
         """End a sequence at a stop string that was found in its text; tokens behind it do not count."""
@@ -191,8 +191,6 @@ class Scheduler:
     def _enter(self, seq: Sequence) -> EnteringSequence:
         slot = self._slots.take(seq, watched_tokens(seq.params, self._eos_token_ids))
         seq.status, seq.type = SequenceStatus.RUNNING, SequenceType.DECODE
-        if seq.num_first_cached_tokens is None:
-            seq.num_first_cached_tokens = seq.num_cached_tokens
         self.counters.num_prefix_queried_tokens += seq.num_stored_tokens
         self.counters.num_prefix_hit_tokens += seq.num_cached_tokens
         self.blocks.publish(seq, seq.num_stored_tokens)
@@ -270,18 +268,29 @@ class Scheduler:
         self.waiting.appendleft(seq)
         self.counters.num_preemptions += 1
 
-    def _mark_first_tokens(self, slots: IntColumn, now: float) -> None:
+    def _start(self, slots: IntColumn, outputs: OutputsByClient, now: float) -> None:
+        """Note the first tokens among the rows of a prefill."""
         for slot in slots:
             seq = self._slots.sequence_at(int(slot))
             if seq.first_token_time is None:
                 seq.first_token_time = now
+                outputs.add_start(seq.client, RequestStart(seq.handle, seq.num_cached_tokens))
 
-    def _fail_not_finite(self, slot: int, now: float) -> tuple[int, RequestEnd]:
-        seq = self._slots.sequence_at(slot)
+    def _end_stopped(self, slots: IntColumn, token_ids: IntColumn, outputs: OutputsByClient, now: float) -> None:
+        """End the rows that stop with their newest token."""
+        for row in self._slots.find_stops(slots, token_ids):
+            seq = self._slots.sequence_at(int(slots[row]))
+            self._store(seq)
+            finish = find_finish(seq, self._eos_token_ids)
+            if finish is not None:
+                outputs.add_end(seq.client, self._finish(seq, finish, now))
+
+    def _fail_not_finite(self, seq: Sequence, outputs: OutputsByClient, now: float) -> None:
         self._slots.flush(seq)
         self.blocks.hide_computed(seq)
         self._leave(seq, now, SequenceStatus.EXIT_ENGINE)
-        return seq.client, RequestEnd(seq.handle, error=NumericError("the model's logits were not finite"))
+        error = NumericError("the model's logits were not finite")
+        outputs.add_end(seq.client, RequestEnd(seq.handle, error=error))
 
     def _finish(
         self, seq: Sequence, finish: Finish, now: float, num_completion_tokens: int | None = None
@@ -290,7 +299,7 @@ class Scheduler:
             num_completion_tokens = seq.num_stored_tokens - seq.num_prompt_tokens
         seq.finish = finish
         self._leave(seq, now, SequenceStatus.FINISHED)
-        return RequestEnd(seq.handle, num_completion_tokens, seq.num_first_cached_tokens or 0, finish)
+        return RequestEnd(seq.handle, num_completion_tokens, finish)
 
     def _leave(self, seq: Sequence, now: float, status: SequenceStatus) -> None:
         """End a sequence whose tokens are flushed, wherever it is."""
@@ -329,14 +338,3 @@ class Scheduler:
     def _take_leave_slots(self) -> list[int]:
         leave_slots, self._leave_slots = self._leave_slots, []
         return leave_slots
-
-
-def _by_client(clients: IntColumn, outputs: Outputs, ends: list[tuple[int, RequestEnd]]) -> dict[int, Outputs]:
-    """Split a step's outputs by client; ends go behind the tokens of their client."""
-    by_client: dict[int, Outputs] = {}
-    for client in np.unique(clients):
-        rows = clients == client
-        by_client[int(client)] = Outputs(outputs.handles[rows], outputs.first_indexes[rows], outputs.token_ids[rows])
-    for client, end in ends:
-        by_client.setdefault(client, Outputs.only_ends([])).ends.append(end)
-    return by_client

@@ -79,7 +79,6 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     chain: PrefixChain = field(default_factory=PrefixChain)
     num_cached_tokens: int = 0
-    num_first_cached_tokens: int | None = None
     first_token_time: float | None = None
     leave_time: float | None = None
     finish: Finish | None = None

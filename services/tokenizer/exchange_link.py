@@ -42,6 +42,9 @@ class Receiver(Protocol):
     def num_received(self) -> int:
         """Tokens received so far."""
 
+    def begin(self, num_cached_tokens: int) -> None:
+        """Take the number of prompt tokens that were cached; once, before the first tokens."""
+
     def receive(self, token_ids: Sequence[int], end: exchange_pb2.RequestEnd | None) -> int | None:
         """Take tokens and an end; returns the number of tokens at which a stop found in text ended the request."""
 
@@ -105,11 +108,14 @@ class ExchangeLink:
             yield self._take_message()
 
     def on_outputs(self, outputs: exchange_pb2.Outputs) -> None:
-        """Hand out one step's tokens and ends.
+        """Hand out one step's beginnings, tokens and ends.
 
         Raises:
             ExchangeError: the columns do not fit each other, or tokens are missing.
         """
+        for start in outputs.starts:
+            if start.handle in self._receivers:
+                self._receivers[start.handle].begin(start.num_cached_tokens)
         ends = {end.handle: end for end in outputs.ends}
         for handle, first_index, token_ids in _rows(outputs):
             receiver = self._receivers.get(handle)

@@ -64,6 +64,10 @@ class Generation:
         """Tokens received, the index that the next one must have."""
         return self._completion.num_received
 
+    def begin(self, num_cached_tokens: int) -> None:
+        """Take what the first tokens come with: how much of the prompt was cached."""
+        self.usage.num_cached_tokens = num_cached_tokens
+
     def receive(self, token_ids: Sequence[int], end: exchange_pb2.RequestEnd | None) -> int | None:
         """Take the next tokens and, with or behind the last of them, the end. Not to be called once it is over.
 
@@ -127,7 +131,6 @@ class Generation:
             self._error = StatusError(end.error)
             return
         self._completion.finish()
-        self.usage.num_cached_tokens = end.num_cached_tokens
         if self._completion.stop_string is not None:
             self._finish_by_stop_string(self._completion.stop_string)
             return

@@ -37,9 +37,6 @@ MAX_STOP_STRINGS = 8
 MAX_STOP_STRING_BYTES = 256
 MAX_ALL_STOP_STRINGS_BYTES = 1024
 
-# A status travels in the metadata, of which clients take 8 KiB.
-_MAX_VIOLATIONS = 16
-
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 _ROLE_NAMES: dict[int, str] = {
@@ -146,7 +143,7 @@ def check_chat(chat: tokenizer_pb2.Chat) -> tuple[Message, ...]:
 
 def _raise_any(violations: Sequence[Violation]) -> None:
     if violations:
-        raise InvalidRequestError.from_violations(violations[:_MAX_VIOLATIONS])
+        raise InvalidRequestError.from_violations(violations)
 
 
 def _check_text_bytes(num_bytes: int) -> None:

@@ -73,11 +73,12 @@ class SchedulerClient:
         except grpc.aio.AioRpcError as error:
             return f"{error.code().name}: {error.details()}"
         except ExchangeError as error:
-            logger.error("the scheduler's message makes no sense", extra={"error": str(error)})
+            logger.error("this scheduler cannot be used", extra={"error": str(error)})
             return str(error)
         finally:
             call.cancel()
-            was_linked, self._current = self._current is not None, None
+            was_linked = self._current is not None
+            self._current = None
             link.close(SchedulerLostError("the link to the scheduler was lost"))
             if was_linked:
                 await self._on_change(False)

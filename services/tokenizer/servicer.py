@@ -6,6 +6,7 @@ import grpc
 import numpy as np
 
 from lockstep.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+from services.tokenizer.exchange_link import Cell
 from services.tokenizer.generate import GenerateCall
 from services.tokenizer.live_requests import LiveRequests
 from services.tokenizer.model import ServedModel
@@ -17,7 +18,10 @@ TOKENIZER_SERVICE = "lockstep.v1.TokenizerService"
 
 
 class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
-    """Serves clients. Every method needs the link to the cell; the contracts are those of tokenizer.proto."""
+    """Serves clients; the contracts are those of tokenizer.proto.
+
+    Every method needs the link to the cell, and is refused once the service is stopping.
+    """
 
     def __init__(self, model: ServedModel, scheduler: SchedulerClient, live: LiveRequests) -> None:
         self._model = model
@@ -28,9 +32,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         """Serve on `server`."""
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(self, server)
 
-    async def Generate(
-        self, request: tokenizer_pb2.GenerateRequest, context: grpc.aio.ServicerContext
-    ) -> None:
+    async def Generate(self, request: tokenizer_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         """Continue a prompt; the responses are written to `context`."""
         await GenerateCall(self._model, self._scheduler, self._live, context).serve(request)
 
@@ -38,7 +40,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self, request: tokenizer_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> tokenizer_pb2.TokenizeResponse:
         """Encode text."""
-        self._scheduler.link()
+        self._cell()
         check_text(request.text)
         token_ids = await self._model.prompts.encode_text(request.text)
         return tokenizer_pb2.TokenizeResponse(token_ids=token_ids.tolist())
@@ -47,7 +49,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self, request: tokenizer_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> tokenizer_pb2.DetokenizeResponse:
         """Decode token ids."""
-        _, cell = self._scheduler.link()
+        cell = self._cell()
         token_ids = np.array(request.token_ids, np.uint32)
         check_token_ids(token_ids, cell.limits.logits_width, field="token_ids")
         return tokenizer_pb2.DetokenizeResponse(text=await self._model.prompts.decode(token_ids))
@@ -56,7 +58,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self, request: tokenizer_pb2.RenderChatRequest, context: grpc.aio.ServicerContext
     ) -> tokenizer_pb2.RenderChatResponse:
         """Render a conversation and encode it."""
-        self._scheduler.link()
+        self._cell()
         text, token_ids = await self._model.prompts.render_chat(check_chat(request.chat))
         return tokenizer_pb2.RenderChatResponse(text=text, token_ids=token_ids.tolist())
 
@@ -64,7 +66,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self, request: tokenizer_pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> tokenizer_pb2.GetModelInfoResponse:
         """Tell what is served."""
-        _, cell = self._scheduler.link()
+        cell = self._cell()
         return tokenizer_pb2.GetModelInfoResponse(
             model=self._model.name,
             model_digest=self._model.digest,
@@ -74,3 +76,8 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             num_pool_tokens=cell.limits.num_pool_tokens,
             has_chat_template=self._model.prompts.has_chat_template,
         )
+
+    def _cell(self) -> Cell:
+        self._live.check_open()
+        _, cell = self._scheduler.link()
+        return cell

@@ -29,7 +29,7 @@ TEXTS = [
     "日本の首都は",
     "中国的长城是",
     "Москва — столица",
-    "Η πρωτεύουσα της Ελλάδας είναι",
+    "Η πρωτεύουσα της Ελλάδας είναι",  # noqa: RUF001 - it is Greek
     "القاهرة هي عاصمة",
     "Emoji: 😀😃😄 and more 🎉🎊",
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
@@ -109,7 +109,7 @@ async def count_differences(client: Client, reference: Reference, prompt: list[i
         at = next(i for i, (a, b) in enumerate(zip([*ours, None], [*rest, None], strict=False)) if a != b)
         prefix = prompt + expected[: done + at]
         best, gap = reference.best_two(prefix)
-        assert gap < MAX_LOGIT_GAP, f"after {len(prefix)} tokens: ours {ours[at:at + 1]}, two best {best}, gap {gap}"
+        assert gap < MAX_LOGIT_GAP, f"after {len(prefix)} tokens: ours {ours[at : at + 1]}, two best {best}, gap {gap}"
         assert ours[at] in best
         num_differences += 1
         done += at + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+
 from lockstep.v1 import tokenizer_pb2
 from tests.support.cell import Cell
 from tests.support.client import chat, chat_request, connect, text_request, token_request

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.tiny_llama import write_tiny_llama
 
 from lockstep.v1 import tokenizer_pb2
 from tests.support.cell import Cell, start_cell
 from tests.support.client import Client, Completion, connect, token_request
+from tests.support.tiny_llama import write_tiny_llama
 
 NUM_REQUESTS = 32
 NUM_TOKENS = 32
@@ -123,23 +123,21 @@ async def test_cancelled_neighbours_give_their_blocks_back_and_disturb_nobody(
     for request in neighbours:
         request.sampling.max_tokens = 400
     async with connect(plain_cell) as client:
-        kept, *_ = await asyncio.gather(
-            client.generate_all(requests),
-            *(cancel_after(request, number % 4) for number, request in enumerate(neighbours)),
-        )
-        assert outputs(kept) == alone
+        kept = asyncio.create_task(client.generate_all(requests))
+        await asyncio.gather(*(cancel_after(request, number % 4) for number, request in enumerate(neighbours)))
+        assert outputs(await kept) == alone
         state = await client.wait_until_idle()
     # They would have needed 400 tokens each: they stopped, and their blocks are free.
     assert state.num_free_blocks == state.num_blocks
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("flag", ["--worker.num-threads=2", "--worker.kv-cache-num-blocks=16"])
-async def test_the_real_model_alone_and_together(real_model: Path, flag: str) -> None:
+async def test_the_real_model_alone_together_and_preempted(real_model: Path) -> None:
     requests = make_requests(49_152, count=8, max_prompt=32)
-    with start_cell(real_model, REFERENCE, flag) as cell:
+    with start_cell(real_model, REFERENCE) as cell:
         async with connect(cell) as client:
             expected = outputs(await run_alone(client, requests))
             assert outputs(await client.generate_all(requests)) == expected
-            state = await client.wait_until_idle()
-    assert (state.num_preemptions > 0) is ("num-blocks" in flag)
+    with start_cell(real_model, REFERENCE, "--worker.kv-cache-num-blocks=16") as cell:
+        async with connect(cell) as client:
+            assert outputs(await client.generate_all(requests)) == expected
+            assert (await client.wait_until_idle()).num_preemptions > 0

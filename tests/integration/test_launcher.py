@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.cell import Cell, free_port, popen_serve, run_serve, start_cell
+from tests.support.cell import Cell, free_port, popen_lockstep, run_serve, start_cell
 
 ROLES = ("worker", "scheduler", "tokenizer")
 IDLE_S = 10.0
@@ -84,7 +84,7 @@ def test_services_do_not_outlive_a_launcher_that_is_killed(real_model: Path) -> 
 
 
 def test_a_signal_while_the_services_start_stops_them_cleanly(real_model: Path) -> None:
-    with popen_serve(str(real_model), free_address()) as launcher:
+    with popen_lockstep("serve", str(real_model), free_address()) as launcher:
         assert launcher.stderr is not None
         while "started role=tokenizer" not in (line := launcher.stderr.readline()):
             assert line, "the launcher ended before it had started the services"

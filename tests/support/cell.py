@@ -9,9 +9,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import grpc
 import psutil
@@ -97,7 +97,7 @@ def start_cell(model_dir: Path, *flags: str) -> Iterator[Cell]:
     with tempfile.TemporaryDirectory(prefix="lockstep-test-") as log_dir:
         log_path = Path(log_dir) / "log"
         with log_path.open("w") as log:
-            launcher = popen_serve(str(model_dir), f"--listen={address}", *flags, stderr=log)
+            launcher = popen_lockstep("serve", str(model_dir), f"--listen={address}", *flags, stderr=log)
         try:
             cell = Cell(address, launcher, log_path)
             yield cell
@@ -109,24 +109,24 @@ def start_cell(model_dir: Path, *flags: str) -> Iterator[Cell]:
             launcher.communicate()
 
 
-def popen_serve(*args: str, stderr: IO[str] | int = subprocess.PIPE) -> subprocess.Popen[str]:
-    """Start `lockstep serve`; its stdout is a pipe."""
-    return subprocess.Popen(
-        _command(args), cwd=ROOT, env=_environment(), stdout=subprocess.PIPE, stderr=stderr, text=True
-    )
+def popen_lockstep(*args: str, stderr: IO[str] | int = subprocess.PIPE, **options: Any) -> subprocess.Popen[str]:
+    """Start the `lockstep` command; its stdout is a pipe, as is its stderr unless given."""
+    # The settings of whoever runs the tests must not reach the services.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "protos")])
+    command = [sys.executable, "-m", "shared.cli", *args]
+    options = {"stdout": subprocess.PIPE, **options}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=stderr, text=True, **options)
 
 
 def run_serve(*args: str) -> subprocess.CompletedProcess[str]:
     """Run `lockstep serve` with arguments that make it end by itself."""
-    return subprocess.run(
-        _command(args),
-        cwd=ROOT,
-        env=_environment(),
-        capture_output=True,
-        text=True,
-        timeout=STOP_TIMEOUT_S,
-        check=False,
-    )
+    with popen_lockstep("serve", *args) as launcher:
+        try:
+            stdout, stderr = launcher.communicate(timeout=STOP_TIMEOUT_S)
+        finally:
+            launcher.kill()
+    return subprocess.CompletedProcess(args, launcher.returncode, stdout, stderr)
 
 
 def free_port() -> int:
@@ -135,16 +135,6 @@ def free_port() -> int:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
         return port
-
-
-def _command(args: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "shared.cli", "serve", *args]
-
-
-def _environment() -> dict[str, str]:
-    # The settings of whoever runs the tests must not reach the services.
-    own = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
-    return {**own, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "protos")])}
 
 
 def _module(process: psutil.Process) -> str:

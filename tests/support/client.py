@@ -36,14 +36,14 @@ class Client:
         self.tokenizer = tokenizer
         self._scheduler = scheduler
 
-    async def generate(self, request: tokenizer_pb2.GenerateRequest) -> Completion:
+    async def generate(self, request: tokenizer_pb2.GenerateRequest, *, deadline_s: float | None = None) -> Completion:
         """Send one request and collect its answer.
 
         Raises:
             grpc.aio.AioRpcError: the request failed.
         """
         completion: Completion | None = None
-        async for response in self.tokenizer.Generate(request):
+        async for response in self.tokenizer.Generate(request, timeout=deadline_s):
             if completion is None:
                 completion = Completion(response.accepted)
             assert completion.finish is None, "a response behind the last one"
@@ -100,10 +100,7 @@ def chat_request(*messages: tuple[str, str], **sampling: Any) -> tokenizer_pb2.G
 def chat(*messages: tuple[str, str]) -> tokenizer_pb2.Chat:
     """A conversation of (role, content) messages."""
     return tokenizer_pb2.Chat(
-        messages=[
-            tokenizer_pb2.ChatMessage(role=tokenizer_pb2.Role.Value(f"ROLE_{role.upper()}"), content=content)
-            for role, content in messages
-        ]
+        messages=[tokenizer_pb2.ChatMessage(role=f"ROLE_{role.upper()}", content=content) for role, content in messages]
     )
 
 

@@ -42,6 +42,7 @@ class Told:
     """What one request was told."""
 
     tokens: list[int] = field(default_factory=list)
+    num_cached_tokens: int | None = None
     end: RequestEnd | None = None
 
 
@@ -103,11 +104,16 @@ class EngineDriver:
 
     def _take(self, action: Deliver) -> None:
         outputs = action.outputs
+        for start in outputs.starts:
+            told = self.told.setdefault((action.client, start.handle), Told())
+            assert (told.num_cached_tokens, told.tokens) == (None, []), "it starts twice, or late"
+            told.num_cached_tokens = start.num_cached_tokens
         rows = zip(outputs.handles.tolist(), outputs.first_indexes.tolist(), outputs.token_ids.tolist(), strict=True)
         for handle, first_index, token_id in rows:
             told = self.told.setdefault((action.client, handle), Told())
             assert told.end is None, "a token behind the end"
             assert first_index == len(told.tokens), "a gap or a repeat"
+            assert told.num_cached_tokens is not None, "a token before the start"
             told.tokens.append(token_id)
         for end in outputs.ends:
             told = self.told.setdefault((action.client, end.handle), Told())

@@ -29,11 +29,12 @@ def read_column(data: bytes) -> list[int]:
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens of one request in one message."""
+    """Tokens of one request in one message; with its first ones, how much of its prompt was cached."""
 
     handle: int
     first_index: int
     token_ids: Sequence[int]
+    num_cached_tokens: int = 0
 
 
 def make_outputs(*rows: Row, ends: Sequence[exchange_pb2.RequestEnd] = ()) -> exchange_pb2.Outputs:
@@ -43,6 +44,11 @@ def make_outputs(*rows: Row, ends: Sequence[exchange_pb2.RequestEnd] = ()) -> ex
         first_indexes=column(row.first_index for row in rows),
         counts=column(len(row.token_ids) for row in rows),
         token_ids=column(token_id for row in rows for token_id in row.token_ids),
+        starts=[
+            exchange_pb2.RequestStart(handle=row.handle, num_cached_tokens=row.num_cached_tokens)
+            for row in rows
+            if row.first_index == 0
+        ],
         ends=ends,
     )
 
@@ -53,7 +59,6 @@ def make_end(
     num_tokens: int,
     *,
     stop_token_id: int | None = None,
-    num_cached_tokens: int = 0,
 ) -> exchange_pb2.RequestEnd:
     """A finish."""
     return exchange_pb2.RequestEnd(
@@ -61,7 +66,6 @@ def make_end(
         finish_reason=reason,
         stop_token_id=stop_token_id,
         num_completion_tokens=num_tokens,
-        num_cached_tokens=num_cached_tokens,
     )
 
 

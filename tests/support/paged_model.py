@@ -63,7 +63,7 @@ class PagedModel:
         random.Random(7).shuffle(self._free_blocks)
 
     def add(self, token_ids: Sequence[int], *, prefix_of: PagedSequence | None = None) -> PagedSequence:
-        """A sequence; with `prefix_of` it shares the full blocks of the longest common prefix but for the last token."""
+        """A sequence; with `prefix_of` it shares the blocks that `num_shared` counts."""
         sequence = PagedSequence(list(token_ids))
         if prefix_of is not None:
             sequence.block_table = prefix_of.block_table[: self.num_shared(sequence, prefix_of)]
@@ -123,7 +123,9 @@ class PagedModel:
             is_prefill=is_prefill,
         )
         new_tokens = [seq.token_ids[-count:] for seq, count in zip(sequences, query_lens, strict=True)]
-        places = [range(len(seq.token_ids) - n, len(seq.token_ids)) for seq, n in zip(sequences, query_lens, strict=True)]
+        places = [
+            range(len(seq.token_ids) - n, len(seq.token_ids)) for seq, n in zip(sequences, query_lens, strict=True)
+        ]
         token_ids = torch.tensor([token for tokens in new_tokens for token in tokens], dtype=torch.int64)
         positions = torch.tensor([place for span in places for place in span], dtype=torch.int64)
         with forward_context(ForwardContext.for_step(self.ops, metadata, self.kv_cache)):

@@ -27,7 +27,7 @@ _TRAINING_TEXT = [
     "The quick brown fox jumps over the lazy dog. The dog sleeps; the fox does not.",
     "def main() -> None:\n    return print('hello, world')\n",
     "Привет, мир! Как дела? Всё хорошо.",
-    "你好，世界。今天天气很好。 日本語のテキスト",
+    "你好 世界。今天天气很好。 日本語のテキスト",
     "😀😁😂🤣 🎉🎊 👩‍👩‍👧‍👦 naïve café",
 ]
 

@@ -47,9 +47,11 @@ class Service:
     async def until_health_is(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         """Return once the service's health is `status`."""
         request = health_pb2.HealthCheckRequest(service=TOKENIZER_SERVICE)
-        async for response in health_pb2_grpc.HealthStub(self.channel).Watch(request, wait_for_ready=True):
+        call = health_pb2_grpc.HealthStub(self.channel).Watch(request, wait_for_ready=True)
+        async for response in call:
             if response.status == status:
-                return
+                break
+        call.cancel()
 
     async def link(self) -> None:
         """Have the peer tell its cell, and wait until the service serves."""

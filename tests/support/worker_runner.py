@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from services.worker.forward_context import AttentionMetadata, ForwardContext, forward_context
+from services.worker.forward_context import ForwardContext, forward_context
 from services.worker.kv_cache import KvCache
 from services.worker.loader import LoadedModel, load_model
 from services.worker.model_runner import KvCacheSize, ModelRunner
+from services.worker.models.registry import CausalLM
 from services.worker.ops import load_ops
+from tests.support.paged_model import attention_metadata
 
 GIB = 1024**3
 
@@ -34,22 +37,29 @@ def generate_alone(loaded: LoadedModel, prompt: Sequence[int], num_tokens: int) 
     return token_ids[len(prompt) :]
 
 
+class WrappedModel:
+    """A model that computes what another one does; subclasses change a part of it."""
+
+    def __init__(self, model: CausalLM) -> None:
+        self.kv_cache_spec = model.kv_cache_spec
+        self.context_length = model.context_length
+        self.logits_width = model.logits_width
+        self._model = model
+
+    def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """See `CausalLM.forward`."""
+        return self._model.forward(token_ids, positions)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """See `CausalLM.compute_logits`."""
+        return self._model.compute_logits(hidden)
+
+
 @torch.inference_mode()
 def _next_token(loaded: LoadedModel, token_ids: list[int]) -> int:
     num_tokens = len(token_ids)
-    positions = torch.arange(num_tokens)
-    attention = AttentionMetadata(
-        is_prefill=True,
-        slot_mapping=positions,
-        block_tables=torch.zeros(1, 1, dtype=torch.int32),
-        context_lens=torch.tensor([num_tokens], dtype=torch.int32),
-        cu_seqlens_q=torch.tensor([0, num_tokens], dtype=torch.int32),
-        query_lens=(num_tokens,),
-        context_lens_host=(num_tokens,),
-        max_query_len=num_tokens,
-        max_context_len=num_tokens,
-    )
+    metadata = attention_metadata([[0]], [num_tokens], [num_tokens], block_size=num_tokens, is_prefill=True)
     cache = KvCache(loaded.model.kv_cache_spec, num_blocks=1, block_size=num_tokens)
-    with forward_context(ForwardContext.for_step(load_ops("reference"), attention, cache)):
-        hidden = loaded.model.forward(torch.tensor(token_ids), positions)
+    with forward_context(ForwardContext.for_step(load_ops("reference"), metadata, cache)):
+        hidden = loaded.model.forward(torch.tensor(token_ids), torch.arange(num_tokens))
         return int(loaded.model.compute_logits(hidden[-1:]).argmax())

@@ -20,7 +20,7 @@ from shared.rpc import StatusError, make_channel, make_server, reason_of, status
 Failure = Callable[[grpc.aio.ServicerContext], Awaitable[None]]
 
 
-class FailingServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):  # type: ignore[misc]
+class FailingServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     """Answers every call by failing; a stream gives one response before it does."""
 
     def __init__(self, failure: Failure) -> None:
@@ -50,9 +50,11 @@ async def failing_stub(tmp_path: Path, failure: Failure) -> AsyncIterator[Any]:
     address = f"unix:{tmp_path / 'x'}"
     server = make_server(address, [FailingServicer(failure)])
     await server.start()
-    async with make_channel(address) as channel:
-        yield tokenizer_pb2_grpc.TokenizerServiceStub(channel)
-    await server.stop(None)
+    try:
+        async with make_channel(address) as channel:
+            yield tokenizer_pb2_grpc.TokenizerServiceStub(channel)
+    finally:
+        await server.stop(None)
 
 
 async def fail_unary(tmp_path: Path, failure: Failure) -> tuple[grpc.StatusCode, status_pb2.Status]:
@@ -81,14 +83,12 @@ async def test_a_service_error_carries_its_reason_values_and_violations(tmp_path
 
 
 async def test_a_stream_fails_behind_what_it_has_sent(tmp_path: Path) -> None:
-    received: list[str] = []
-
     async with failing_stub(tmp_path, raising(KvCapacityExceededError("never fits"))) as stub:
+        call = stub.Generate(tokenizer_pb2.GenerateRequest())
+        assert (await call.read()).text == "a"
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async for response in stub.Generate(tokenizer_pb2.GenerateRequest()):
-                received.append(response.text)
+            await call.read()
 
-    assert received == ["a"]
     assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
     assert reason_of(status_from_rpc_error(caught.value)) == "KV_CAPACITY_EXCEEDED"
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -33,7 +34,7 @@ def write_config(directory: Path, **fields: object) -> None:
 
 @pytest.mark.parametrize("chat", CHATS)
 async def test_text_and_ids_equal_those_of_transformers(model_dir: Path, chat: list[Message]) -> None:
-    reference = AutoTokenizer.from_pretrained(model_dir)
+    reference: Any = AutoTokenizer.from_pretrained(model_dir)
     messages = [{"role": message.role, "content": message.content} for message in chat]
     prompts = PromptEncoder(Encoder(tiny_tokenizer(), num_threads=1), load_chat_template(model_dir))
     text, token_ids = await prompts.render_chat(chat)

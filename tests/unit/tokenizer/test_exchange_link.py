@@ -27,6 +27,9 @@ class Sink:
     def num_received(self) -> int:
         return len(self.token_ids)
 
+    def begin(self, num_cached_tokens: int) -> None:
+        self.num_cached_tokens = num_cached_tokens
+
     def receive(self, token_ids: Sequence[int], end: exchange_pb2.RequestEnd | None) -> int | None:
         self.token_ids += token_ids
         if end is not None:
@@ -179,8 +182,11 @@ async def test_a_closed_link_has_no_more_messages() -> None:
 
 def outputs(**columns: Sequence[int]) -> exchange_pb2.Outputs:
     """Outputs of one row, but for the columns given."""
-    row = {"handles": [1], "first_indexes": [0], "counts": [1], "token_ids": [5]}
-    return exchange_pb2.Outputs(**{name: column(values) for name, values in (row | columns).items()})
+    row: dict[str, Sequence[int]] = {"handles": [1], "first_indexes": [0], "counts": [1], "token_ids": [5]}
+    message = exchange_pb2.Outputs()
+    for name, values in (row | columns).items():
+        setattr(message, name, column(values))
+    return message
 
 
 @pytest.mark.parametrize(

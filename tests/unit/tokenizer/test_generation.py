@@ -53,11 +53,12 @@ async def test_each_response_leaves_as_soon_as_there_is_something() -> None:
 async def test_the_finish_has_usage_and_times() -> None:
     generation = make_generation(arrived_s=time.monotonic() - 10)
     responses = generation.responses()
+    generation.begin(num_cached_tokens=4)
     generation.receive(ids("a"), None)
     await anext(responses)
     assert generation.ttft_s is not None
     generation.arrived_s -= 5
-    generation.receive(ids("bc"), make_end(1, common_pb2.FINISH_REASON_MAX_TOKENS, 3, num_cached_tokens=4))
+    generation.receive(ids("bc"), make_end(1, common_pb2.FINISH_REASON_MAX_TOKENS, 3))
     finish = (await anext(responses)).finish
     assert finish.usage == common_pb2.Usage(num_prompt_tokens=5, num_completion_tokens=3, num_cached_tokens=4)
     assert finish.ttft.ToNanoseconds() == pytest.approx(generation.ttft_s * 1e9, abs=1)

@@ -31,9 +31,7 @@ LIMITS = ModelLimits(context_length=100, logits_width=50, num_pool_tokens=1000)
 USER = tokenizer_pb2.ROLE_USER
 
 
-def make_request(
-    *, sampling: dict[str, object] | None = None, **fields: object
-) -> tokenizer_pb2.GenerateRequest:
+def make_request(*, sampling: dict[str, object] | None = None, **fields: object) -> tokenizer_pb2.GenerateRequest:
     """A valid request, but for the fields given."""
     prompt = {} if {"text", "chat", "tokens"} & fields.keys() else {"text": "hello"}
     return tokenizer_pb2.GenerateRequest(
@@ -188,9 +186,7 @@ def test_all_bad_fields_are_named_together() -> None:
     "request_message",
     [
         make_request(chat=chat(*["x"] * 1024, role=9)),
-        make_request(
-            sampling={"stop_token_ids": [99] * 64, "stop_token_sequences": [tokens(*[99] * 32)] * 8}
-        ),
+        make_request(sampling={"stop_token_ids": [99] * 64, "stop_token_sequences": [tokens(*[99] * 32)] * 8}),
     ],
 )
 def test_a_refusal_fits_the_metadata(request_message: tokenizer_pb2.GenerateRequest) -> None:

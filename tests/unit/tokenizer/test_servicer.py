@@ -35,9 +35,7 @@ def violations(error: grpc.aio.AioRpcError) -> dict[str, str]:
 async def refusal(call: Any) -> tuple[grpc.StatusCode, str | None, dict[str, str]]:
     """Status, reason and violations of a call that must fail."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        while await call.read() is not grpc.aio.EOF:
-            pass
-        await call
+        await read_answer(call)
     return caught.value.code(), reason_of(status_from_rpc_error(caught.value)), violations(caught.value)
 
 
@@ -45,8 +43,8 @@ async def test_an_answer_streams_from_the_cell_to_the_client(service: Service, t
     call, submit = await service.begin(HELLO)
     ids = tokenizer.encode("jumps 😀 你好").ids
     for index, token_id in enumerate(ids):
-        service.peer.send(Row(submit.handle, index, [token_id]))
-    end = make_end(submit.handle, EOS, len(ids) + 1, stop_token_id=IM_END_ID, num_cached_tokens=1)
+        service.peer.send(Row(submit.handle, index, [token_id], num_cached_tokens=1))
+    end = make_end(submit.handle, EOS, len(ids) + 1, stop_token_id=IM_END_ID)
     service.peer.send(Row(submit.handle, len(ids), [IM_END_ID]), ends=[end])
     text, token_ids, finish = await read_answer(call)
     assert (text, token_ids) == ("jumps 😀 你好", [*ids, IM_END_ID])
@@ -369,6 +367,9 @@ async def test_a_stopping_service_finishes_its_streams_and_takes_no_new_ones(ser
     service.stop.set()
     await service.until_health_is(health_pb2.HealthCheckResponse.NOT_SERVING)
     assert await refusal(service.stub.Generate(HELLO)) == (grpc.StatusCode.UNAVAILABLE, "DRAINING", {})
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await service.stub.GetModelInfo(tokenizer_pb2.GetModelInfoRequest())
+    assert reason_of(status_from_rpc_error(caught.value)) == "DRAINING"
     service.peer.send(Row(submit.handle, 0, [70]), ends=[make_end(submit.handle, MAX_TOKENS, 1)])
     _, token_ids, finish = await read_answer(call)
     assert (token_ids, finish.reason) == ([70], MAX_TOKENS)
@@ -379,7 +380,7 @@ async def test_a_request_is_logged_once_without_its_text(service: Service, caplo
     caplog.set_level("DEBUG")
     request = tokenizer_pb2.GenerateRequest(text="canary prompt", request_id="logged", stop=["canary stop"])
     call, submit = await service.begin(request)
-    service.peer.send(Row(submit.handle, 0, [70]), ends=[make_end(submit.handle, MAX_TOKENS, 1, num_cached_tokens=3)])
+    service.peer.send(Row(submit.handle, 0, [70], num_cached_tokens=3), ends=[make_end(submit.handle, MAX_TOKENS, 1)])
     await read_answer(call)
     [record] = [vars(record) for record in caplog.records if vars(record).get("request_id") == "logged"]
     assert (record["outcome"], record["num_completion_tokens"], record["num_cached_tokens"]) == ("MAX_TOKENS", 1, 3)

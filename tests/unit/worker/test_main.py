@@ -24,7 +24,7 @@ WAIT_S = 120  # A hang fails; nothing is measured.
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("model"))
+    return write_tiny_llama(tmp_path_factory.mktemp("model"), changes={"num_hidden_layers": 2})
 
 
 @contextmanager

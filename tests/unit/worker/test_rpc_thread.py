@@ -17,7 +17,7 @@ from tests.support.worker_runner import load_exact, make_runner
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return load_exact(write_tiny_llama(tmp_path_factory.mktemp("model")))
+    return load_exact(write_tiny_llama(tmp_path_factory.mktemp("model"), changes={"num_hidden_layers": 2}))
 
 
 def health_of(channel: grpc.Channel) -> list[str]:

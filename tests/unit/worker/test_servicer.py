@@ -22,7 +22,7 @@ from services.worker.servicer import WorkerServicer
 from services.worker.step import Step
 from shared.rpc import make_channel, make_server, reason_of, status_from_rpc_error
 from tests.support.tiny_llama import write_tiny_llama
-from tests.support.worker_runner import generate_alone, load_exact, make_runner
+from tests.support.worker_runner import WrappedModel, generate_alone, load_exact, make_runner
 from tests.support.worker_steps import decode_step, make_enter, pack, prefill_step, to_request, unpack
 
 PROMPTS = ([5, 9, 2, 44, 17], [3], [8, 1, 60, 33, 21, 4, 4, 90, 12])
@@ -31,7 +31,7 @@ BLOCK_SIZE = 4
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return load_exact(write_tiny_llama(tmp_path_factory.mktemp("model")))
+    return load_exact(write_tiny_llama(tmp_path_factory.mktemp("model"), changes={"num_hidden_layers": 2}))
 
 
 @dataclass
@@ -318,24 +318,20 @@ async def test_the_end_of_its_stream_ends_the_epoch(worker: Worker) -> None:
     assert reason == "STALE_EPOCH"
 
 
-class GatedModel:
-    """The model it is given; once `is_armed`, a forward pass waits in the middle until `release` is set."""
+class GatedModel(WrappedModel):
+    """Once it `is_armed`, a forward pass waits at its beginning until `release` is set."""
 
     def __init__(self, model: CausalLM) -> None:
-        self.kv_cache_spec = model.kv_cache_spec
+        super().__init__(model)
         self.is_armed = False
         self.entered = threading.Event()
         self.release = threading.Event()
-        self._model = model
 
     def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         if self.is_armed:
             self.entered.set()
             self.release.wait()
-        return self._model.forward(token_ids, positions)
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        return self._model.compute_logits(hidden)
+        return super().forward(token_ids, positions)
 
 
 async def test_when_a_stream_is_cancelled_the_launched_step_returns_and_the_others_are_dropped(
@@ -391,28 +387,20 @@ async def test_a_cancelled_attach_leaves_the_epoch_claimed(
     assert len(await worker.run(prefill_of(), epoch=4)) == 1
 
 
-class MineModel:
-    """The model it is given, until it reads the token it must not."""
-
-    def __init__(self, model: CausalLM, mine: int) -> None:
-        self.kv_cache_spec = model.kv_cache_spec
-        self._model = model
-        self._mine = mine
+class MineModel(WrappedModel):
+    """Fails when it reads the last token of its vocabulary."""
 
     def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        if bool((token_ids == self._mine).any()):
+        if bool((token_ids == self.logits_width - 1).any()):
             raise RuntimeError("secret: stepped on a mine")
-        return self._model.forward(token_ids, positions)
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        return self._model.compute_logits(hidden)
+        return super().forward(token_ids, positions)
 
 
 async def test_a_failing_step_is_logged_and_told_without_its_cause_and_the_worker_lives_on(
     loading_worker: Worker, loaded: LoadedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     mine = loaded.facts.logits_width - 1
-    runner: ModelRunner = make_runner(replace(loaded, model=MineModel(loaded.model, mine)))
+    runner: ModelRunner = make_runner(replace(loaded, model=MineModel(loaded.model)))
     loading_worker.servicer.set_runner(runner)
     await loading_worker.attach(1)
     call = loading_worker.stub.Execute()

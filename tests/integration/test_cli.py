@@ -1,0 +1,127 @@
+"""`lockstep generate` and `lockstep chat` against a running cell."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lockstep.v1 import common_pb2, tokenizer_pb2
+from tests.support.cell import Cell, free_port, popen_lockstep
+from tests.support.client import chat_request, connect, text_request
+
+GREEDY = "--temperature=0"
+LONG = "--max-tokens=2000"
+
+
+def run_client(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    with popen_lockstep(*args, stdin=subprocess.PIPE) as process:
+        stdout, stderr = process.communicate(stdin)
+    return subprocess.CompletedProcess(args, process.returncode, stdout, stderr)
+
+
+def expected_text(cell: Cell, request: tokenizer_pb2.GenerateRequest) -> str:
+    with cell.stub() as stub:
+        return "".join(response.text for response in stub.Generate(request))
+
+
+@contextmanager
+def terminal() -> Iterator[tuple[int, int]]:
+    """A terminal's two ends: the person's, and the program's."""
+    person, program = pty.openpty()
+    try:
+        yield person, program
+    finally:
+        os.close(person)
+        os.close(program)
+
+
+def read_until(terminal_fd: int, text: str) -> str:
+    seen = ""
+    while text not in seen:
+        seen += os.read(terminal_fd, 4096).decode()
+    return seen
+
+
+def test_generate_streams_what_the_service_answers(real_cell: Cell) -> None:
+    prompt = "The capital of France is"
+
+    result = run_client("generate", f"--target={real_cell.address}", GREEDY, "--max-tokens=16", prompt)
+
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == expected_text(real_cell, text_request(prompt, max_tokens=16)) + "\n"
+    assert result.stderr == ""
+
+
+def test_generate_sends_every_flag(real_cell: Cell) -> None:
+    prompt = "One, two, three,"
+    flags = ["--temperature=0.7", "--top-p=0.9", "--top-k=40", "--seed=7", "--max-tokens=24", "--stop=, ", "--stop=z"]
+    sampling = common_pb2.SamplingParams(temperature=0.7, top_p=0.9, top_k=40, seed=7, max_tokens=24)
+    request = tokenizer_pb2.GenerateRequest(text=prompt, sampling=sampling, stop=[", ", "z"])
+
+    result = run_client("generate", f"--target={real_cell.address}", *flags, prompt)
+
+    assert result.stdout == expected_text(real_cell, request) + "\n"
+
+
+def test_chat_keeps_the_history_of_a_piped_conversation(real_cell: Cell) -> None:
+    turns = ["My name is Ada.", "What is my name?"]
+    first = expected_text(real_cell, chat_request(("user", turns[0]), max_tokens=24))
+    second = expected_text(
+        real_cell, chat_request(("user", turns[0]), ("assistant", first), ("user", turns[1]), max_tokens=24)
+    )
+
+    result = run_client(
+        "chat", f"--target={real_cell.address}", GREEDY, "--max-tokens=24", stdin=f"{turns[0]}\n\n{turns[1]}\n"
+    )
+
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"{first}\n{second}\n"
+
+
+def test_a_refused_request_is_told_with_status_and_reason(real_cell: Cell) -> None:
+    result = run_client("generate", f"--target={real_cell.address}", "--temperature=3", "hello")
+
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: INVALID_ARGUMENT INVALID_REQUEST: sampling.temperature")
+
+
+def test_a_server_that_is_not_there_is_told() -> None:
+    result = run_client("generate", f"--target=127.0.0.1:{free_port()}", "hello")
+
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: UNAVAILABLE: ")
+
+
+async def test_ctrl_c_cancels_the_call(real_cell: Cell) -> None:
+    with popen_lockstep("generate", f"--target={real_cell.address}", LONG, "Once upon a time") as process:
+        assert process.stdout is not None
+        process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        process.communicate()
+
+    assert process.returncode == 130
+    async with connect(real_cell) as client:
+        state = await client.wait_until_idle()
+    assert state.num_running == 0
+
+
+def test_ctrl_c_in_a_conversation_ends_the_answer_alone(real_cell: Cell) -> None:
+    with (
+        terminal() as (person, program),
+        popen_lockstep(
+            "chat", f"--target={real_cell.address}", LONG, stdin=program, stdout=program, start_new_session=True
+        ) as process,
+    ):
+        read_until(person, "> ")
+        os.write(person, b"Tell me a very long story.\n")
+        read_until(person, "story.\r\n")
+        os.read(person, 1)
+        process.send_signal(signal.SIGINT)
+        read_until(person, "\r\n> ")
+        os.write(person, b"\x04")
+
+        assert process.wait() == 0

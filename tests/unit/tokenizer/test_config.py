@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.tokenizer.config import TokenizerSettings
+from shared.config import load_settings
+
+
+def load(*flags: str) -> TokenizerSettings:
+    return load_settings(TokenizerSettings, flags)
+
+
+def test_the_model_is_named_like_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / "smol"
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    assert load(f"--model-dir={directory}/").served_model_name == "smol"
+    assert load("--model-dir=.").served_model_name == "smol"
+
+
+def test_a_given_name_comes_first() -> None:
+    assert load("--model-dir=/models/a", "--model-name=b").served_model_name == "b"
+
+
+def test_flags_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_TOKENIZER_MODEL_DIR", "/models/a")
+    monkeypatch.setenv("LOCKSTEP_TOKENIZER_NUM_ENCODE_THREADS", "3")
+    settings = load("--num-encode-threads=1")
+    assert (settings.model_dir, settings.num_encode_threads) == (Path("/models/a"), 1)
+    assert (settings.listen, settings.scheduler) == ("127.0.0.1:50051", "127.0.0.1:50052")
+
+
+@pytest.mark.parametrize(
+    ("flag", "name"),
+    [
+        ("--num-encode-threads=0", "--num-encode-threads"),
+        ("--model-name=", "--model-name"),
+        ("--scheduler=nowhere", "--scheduler"),
+        ("--listen=0.0.0.0:1", "--listen"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(flag: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        load("--model-dir=/models/a", flag)
+    assert caught.value.code == 2
+    assert name in capsys.readouterr().err
+
+
+def test_the_model_directory_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load()
+    assert "--model-dir" in capsys.readouterr().err

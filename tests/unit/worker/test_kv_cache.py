@@ -1,0 +1,41 @@
+"""The size of the KV cache and of its tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from services.worker.kv_cache import KvCache, KvCacheSpec, num_blocks_for
+
+# 2 tensors * 3 layers * 2 heads * 8 elements * 4 bytes.
+SPEC = KvCacheSpec(num_layers=3, num_kv_heads=2, head_dim=8, dtype=torch.float32)
+
+
+def test_a_token_needs_keys_and_values_in_every_layer() -> None:
+    assert SPEC.bytes_per_token == 384
+    assert KvCacheSpec(3, 2, 8, torch.bfloat16).bytes_per_token == 192
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "num_blocks"), [(384 * 16, 1), (384 * 16 - 1, 0), (384 * 160 + 5, 10), (-1, 0)]
+)
+def test_only_whole_blocks_count(memory_bytes: int, num_blocks: int) -> None:
+    assert num_blocks_for(memory_bytes, SPEC, block_size=16) == num_blocks
+
+
+def test_a_block_of_no_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="block_size is 0"):
+        num_blocks_for(1000, SPEC, block_size=0)
+
+
+def test_the_tensors_are_as_large_as_promised_and_zero() -> None:
+    cache = KvCache(SPEC, num_blocks=5, block_size=16)
+    tensors = [tensor for layer in cache.layers for tensor in layer]
+    assert {tuple(tensor.shape) for tensor in tensors} == {(5, 16, 2, 8)}
+    assert sum(tensor.nbytes for tensor in tensors) == 5 * 16 * SPEC.bytes_per_token
+    assert not any(tensor.any() for tensor in tensors)
+
+
+def test_an_empty_cache_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        KvCache(SPEC, num_blocks=0, block_size=16)
