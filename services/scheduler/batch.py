@@ -36,8 +36,8 @@ class EnteringSequence:
 class ScheduledBatch:
     """One step's plan, as changes to the batch that the worker holds.
 
-    `row_slots` [num_rows] are the rows in result order; the worker derives them (every sequence it holds, in the
-    order of entry), so they do not travel.
+    `row_slots` [num_rows] are the rows in result order. The worker derives them (every sequence it holds, in the
+    order of entry), so they travel only when `skips_rows` is set, because some sequences sit the step out.
     """
 
     kind: StepKind
@@ -46,6 +46,7 @@ class ScheduledBatch:
     enters: list[EnteringSequence] = field(default_factory=list)
     append_slots: list[int] = field(default_factory=list)
     append_block_ids: list[int] = field(default_factory=list)
+    skips_rows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,8 @@ class Step:
 class StepRecord:
     """A step in flight.
 
-    It holds what it uses: the slots and blocks of a sequence that ended meanwhile stand in `retiring` and are
-    given back when the record returns, so no later step can reuse them too early.
+    It holds what it uses: a sequence that gets no row after this step stands in `retiring`, and gives its slot and
+    its blocks back when the record returns, so that no step reuses them too early.
     """
 
     step_id: int

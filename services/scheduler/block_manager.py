@@ -85,6 +85,10 @@ class BlockManager:
         seq.block_table.append(block)
         return block
 
+    def num_exclusive_blocks(self, seq: Sequence) -> int:
+        """Blocks that become free when `seq` gives its blocks back; O(its blocks)."""
+        return sum(1 for block in seq.block_table if self._ref_counts[block] == 1)
+
     def publish(self, seq: Sequence, num_computed_tokens: int) -> None:
         """Let later sequences find the full blocks of the first `num_computed_tokens` tokens.
 

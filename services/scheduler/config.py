@@ -32,6 +32,10 @@ class SchedulerSettings(ServiceSettings):
         description="A prefill waits until the oldest request has waited this many times the last prefill's latency.",
     )
 
+    max_steps_in_flight: int = Field(
+        default=2, ge=1, le=8, description="Steps sent before the first of them has returned; 1 is no overlap."
+    )
+
     @field_validator("kv_cache_block_size")
     @classmethod
     def _check_block_size(cls, value: int) -> int:
@@ -42,7 +46,9 @@ class SchedulerSettings(ServiceSettings):
     @property
     def policy(self) -> SchedulerPolicy:
         """The part that the scheduler decides by."""
-        return SchedulerPolicy(self.max_num_seqs, self.max_num_batched_tokens, self.scheduler_delay_factor)
+        return SchedulerPolicy(
+            self.max_num_seqs, self.max_num_batched_tokens, self.scheduler_delay_factor, self.max_steps_in_flight
+        )
 
     @property
     def cache(self) -> CacheSettings:

@@ -18,9 +18,6 @@ from services.scheduler.sequence import Sequence
 from shared.errors import DuplicateRequestError, InvalidRequestError, NotReadyError, ServiceError
 from shared.limits import TOKEN_DTYPE, ModelLimits, SamplingParams, check_fit, check_prompt, check_sampling
 
-# One step at a time until the worker can feed a step from the one before it.
-MAX_STEPS_IN_FLIGHT = 1
-
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
@@ -333,10 +330,7 @@ class Engine:
         if self._scheduler is None or self._worker is None:
             return []
         actions: list[Action] = []
-        while len(self._scheduler.in_flight) < MAX_STEPS_IN_FLIGHT:
-            scheduled = self._scheduler.schedule(now)
-            if scheduled is None:
-                break
+        while (scheduled := self._scheduler.schedule(now)) is not None:
             step_id, batch = scheduled
             actions.append(SendStep(Step(self._worker.epoch, step_id, batch)))
         return actions

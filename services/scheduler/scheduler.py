@@ -35,6 +35,7 @@ class SchedulerPolicy:
     max_num_seqs: int = 512
     max_num_batched_tokens: int = 16384
     delay_factor: float = 0.0
+    max_steps_in_flight: int = 2
 
 
 @dataclass(slots=True)
@@ -52,8 +53,12 @@ class SchedulerCounters:
 class Scheduler:
     """The waiting and running sequences of one worker.
 
-    Invariant: a running sequence has a slot and the blocks of all its computed tokens; a waiting one has neither,
-    unless a step in flight still names it. `running` keeps the order of entry, which is the worker's batch order.
+    Steps are sent ahead of their predecessors' results: a sequence then has a placeholder for each token that is on
+    its way, and the worker feeds each step from the tokens it sampled itself.
+
+    Invariant: a running sequence has a slot and the blocks of all tokens that were computed or are in flight; a
+    waiting one has neither, unless a step in flight still names it. `running` keeps the order of entry, which is
+    the worker's batch order: what leaves `running` leaves the worker with the next step.
     """
 
     def __init__(
@@ -67,6 +72,7 @@ class Scheduler:
         self._slots = SlotTable(policy.max_num_seqs, blocks.block_size)
         self._running: IntColumn = np.empty(0, np.int32)
         self._in_flight: deque[StepRecord] = deque()
+        self._num_parked = 0
         self._leave_slots: list[int] = []
         self._last_step_id = 0
         self._last_prefill_latency = 0.0
@@ -89,14 +95,19 @@ class Scheduler:
         """Plan the next step: a prefill when the gate is open and one fits, else a decode of all that run.
 
         Returns:
-            The step's id and its plan; its record is in flight from then on. None when there is nothing to do.
+            The step's id and its plan; its record is in flight from then on. None when there is nothing to do, or
+            as many steps are in flight as may be.
         """
+        if len(self._in_flight) >= self._policy.max_steps_in_flight:
+            return None
         batch = self._schedule_prefill(now) or self._schedule_decode()
         if batch is None:
             return None
         self._last_step_id += 1
         self._slots.last_step_id[batch.row_slots] = self._last_step_id
+        self._slots.num_in_flight[batch.row_slots] += 1
         self._in_flight.append(StepRecord(self._last_step_id, batch.kind, batch.row_slots, now))
+        self._retire_complete(batch.row_slots)
         return self._last_step_id, batch
 
     def postprocess(self, token_ids: IntColumn, not_finite_rows: IntColumn, now: float) -> dict[int, Outputs]:
@@ -111,6 +122,7 @@ class Scheduler:
             What each client that is concerned is told.
         """
         record = self._in_flight.popleft()
+        self._slots.num_in_flight[record.row_slots] -= 1
         outputs = OutputsByClient()
         is_usable = self._slots.live[record.row_slots]
         for row in np.unique(not_finite_rows[is_usable[not_finite_rows]]):
@@ -124,8 +136,7 @@ class Scheduler:
             self._last_prefill_latency = now - record.sent_at
             self._start(slots, outputs, now)
         self._end_stopped(slots, token_ids, outputs, now)
-        for seq in record.retiring:
-            self._give_back(seq)
+        self._end_retiring(record)
         return outputs.by_client
 
     def stop_at(self, seq: Sequence, num_completion_tokens: int, now: float) -> RequestEnd:
@@ -147,21 +158,27 @@ class Scheduler:
         """Assert that slots, blocks and queues agree."""
         retiring = [seq for record in self._in_flight for seq in record.retiring]
         running = [self._slots.sequence_at(int(slot)) for slot in self._running]
-        assert all(seq.status is SequenceStatus.RUNNING for seq in running), "a running sequence's status"
+        assert all(seq.status is SequenceStatus.RUNNING and not seq.is_retiring for seq in running), "running"
+        assert all(seq.is_retiring for seq in retiring), "retiring"
         assert all(seq.status is SequenceStatus.WAITING for seq in self.waiting), "a waiting sequence's status"
         assert all(not seq.block_table and seq.slot is None for seq in self.waiting), "a waiting sequence holds blocks"
+        assert self._num_parked == sum(seq.status is SequenceStatus.WAITING for seq in retiring), "parked"
         taken = self._policy.max_num_seqs - self._slots.num_free_slots
         assert taken == len(running) + len(retiring), "slots"
-        for seq in running:
+        for seq in [*running, *retiring]:
             assert self._slots.num_blocks[seq.slot] == len(seq.block_table), "the block column"
+            num_rows = sum(seq.slot in record.row_slots for record in self._in_flight)
+            assert self._slots.num_in_flight[seq.slot] == num_rows, "placeholders"
         self.blocks.check_integrity([*running, *retiring])
 
     def _schedule_prefill(self, now: float) -> ScheduledBatch | None:
-        if not self.waiting or not self._prefill_may_start(now):
+        # A parked sequence goes to the front when its steps return: nobody overtakes it.
+        if not self.waiting or self._num_parked or not self._prefill_may_start(now):
             return None
         budget = self._policy.max_num_batched_tokens
         admitted: list[Sequence] = []
-        while self.waiting and len(self._running) + len(admitted) < self._policy.max_num_seqs:
+        # A slot that a step in flight still names is a place that is taken.
+        while self.waiting and len(admitted) < self._slots.num_free_slots:
             seq = self.waiting[0]
             if not self.blocks.try_allocate(seq, budget):
                 break
@@ -205,12 +222,14 @@ class Scheduler:
         )
 
     def _schedule_decode(self) -> ScheduledBatch | None:
-        append_slots, append_block_ids = self._open_blocks()
+        append_slots, append_block_ids, sitting_out = self._open_blocks()
         rows = self._running
+        if sitting_out:
+            rows = rows[~np.isin(rows, sitting_out)]
         if not rows.size:
             return None
-        for slot in rows[self._slots.ends_run(rows)]:
-            # This step computes the newest token too.
+        for slot in rows[self._slots.has_full_run(rows)]:
+            # With this step, all known tokens are computed or on their way to be.
             seq = self._slots.sequence_at(int(slot))
             self._slots.flush(seq)
             self.blocks.publish(seq, seq.num_stored_tokens)
@@ -221,52 +240,75 @@ class Scheduler:
             self._take_leave_slots(),
             append_slots=append_slots,
             append_block_ids=append_block_ids,
+            skips_rows=bool(sitting_out),
         )
 
-    def _open_blocks(self) -> tuple[list[int], list[int]]:
-        """Give each running row the block of the token it computes next.
+    def _open_blocks(self) -> tuple[list[int], list[int], list[int]]:
+        """Give each running row the block of the token it computes next; preempt from the end where none is free.
 
         Returns:
-            Parallel lists: slots that got a block, and the blocks.
+            Parallel lists of the slots that got a block and the blocks, and the slots that sit this step out because
+            their block is only coming, when a step returns.
         """
         append_slots: list[int] = []
         append_block_ids: list[int] = []
+        sitting_out: list[int] = []
         rows = self._running
-        lacking = self._slots.num_tokens[rows] > self._slots.num_blocks[rows] * self.blocks.block_size
-        for slot in rows[lacking]:
-            if not self._slots.live[slot]:
+        num_computed = self._slots.num_tokens[rows] + self._slots.num_in_flight[rows]
+        for slot in rows[num_computed > self._slots.num_blocks[rows] * self.blocks.block_size]:
+            seq = self._slots.sequences[slot]
+            if seq is None or seq.is_retiring:
                 # Preempted for a row before it, like all behind it.
                 break
-            block = self._block_or_preempt(self._slots.sequence_at(int(slot)))
-            if block is None:
-                break
-            self._slots.num_blocks[slot] += 1
-            append_slots.append(int(slot))
-            append_block_ids.append(block)
-        return append_slots, append_block_ids
+            block = self._block_or_preempt(seq, num_sitting_out=len(sitting_out))
+            if block is not None:
+                self._slots.num_blocks[slot] += 1
+                append_slots.append(int(slot))
+                append_block_ids.append(block)
+            elif seq.status is SequenceStatus.RUNNING:
+                sitting_out.append(int(slot))
+        return append_slots, append_block_ids, sitting_out
 
-    def _block_or_preempt(self, seq: Sequence) -> int | None:
-        """A block more for `seq`, preempting the last running sequences while none is free.
+    def _block_or_preempt(self, seq: Sequence, *, num_sitting_out: int) -> int | None:
+        """A block more for `seq`, preempting the last running sequences while none is free or coming.
 
         Returns:
-            None when `seq` was itself the last and is preempted; so are all behind it.
+            None when its block is coming, behind those of `num_sitting_out` others, or `seq` was itself preempted.
         """
         while (block := self.blocks.try_append(seq)) is None:
+            if self._num_coming_blocks() > num_sitting_out:
+                return None
             last = self._slots.sequence_at(int(self._running[-1]))
             self._preempt(last)
             if last is seq:
                 return None
         return block
 
+    def _num_coming_blocks(self) -> int:
+        return sum(self.blocks.num_exclusive_blocks(seq) for record in self._in_flight for seq in record.retiring)
+
     def _preempt(self, seq: Sequence) -> None:
-        """Take a sequence's blocks; it computes its tokens again, as far as they are not cached."""
-        assert not self._is_in_flight(seq), "a row in flight cannot be preempted"
+        """Take a sequence's blocks; it computes its tokens again, as far as they are not cached.
+
+        With a step in flight it is parked: its blocks come, and it goes to the queue, when the last one returns.
+        """
         self._store(seq)
-        self._drop_from_running(seq)
-        self._give_back(seq)
         seq.status, seq.type = SequenceStatus.WAITING, SequenceType.PREFILL
-        self.waiting.appendleft(seq)
         self.counters.num_preemptions += 1
+        self._num_parked += 1
+        self._drop(seq)
+        if not seq.is_retiring:
+            self._requeue(seq)
+
+    def _requeue(self, seq: Sequence) -> None:
+        self._num_parked -= 1
+        self.waiting.appendleft(seq)
+
+    def _retire_complete(self, slots: IntColumn) -> None:
+        """Take the rows out that the step just sent brings to their last token: they get no further row."""
+        num_tokens = self._slots.num_tokens[slots] + self._slots.num_in_flight[slots]
+        for slot in slots[num_tokens >= self._slots.max_num_tokens[slots]]:
+            self._drop(self._slots.sequence_at(int(slot)))
 
     def _start(self, slots: IntColumn, outputs: OutputsByClient, now: float) -> None:
         """Note the first tokens among the rows of a prefill."""
@@ -303,6 +345,7 @@ class Scheduler:
 
     def _leave(self, seq: Sequence, now: float, status: SequenceStatus) -> None:
         """End a sequence whose tokens are flushed, wherever it is."""
+        is_parked = seq.status is SequenceStatus.WAITING and seq.is_retiring
         seq.status = status
         seq.leave_time = now
         self.counters.num_finished += 1
@@ -310,24 +353,39 @@ class Scheduler:
             self.waiting.remove(seq)
             return
         self._slots.live[seq.slot] = False
-        self._drop_from_running(seq)
-        if self._is_in_flight(seq):
-            oldest = self._in_flight[0].step_id
-            self._in_flight[int(self._slots.last_step_id[seq.slot]) - oldest].retiring.append(seq)
-        else:
-            self._give_back(seq)
+        if is_parked:
+            self._num_parked -= 1
+        if not seq.is_retiring:
+            self._drop(seq)
 
-    def _is_in_flight(self, seq: Sequence) -> bool:
-        return bool(self._in_flight and self._slots.last_step_id[seq.slot] >= self._in_flight[0].step_id)
-
-    def _drop_from_running(self, seq: Sequence) -> None:
+    def _drop(self, seq: Sequence) -> None:
+        """Take a sequence out of `running`; what it holds comes back now, or when its last step in flight returns."""
+        assert seq.slot is not None
         self._running = self._running[self._running != seq.slot]
+        self._leave_slots.append(seq.slot)
+        if not self._slots.num_in_flight[seq.slot]:
+            self._give_back(seq)
+            return
+        seq.is_retiring = True
+        last_step_id = self._slots.last_step_id[seq.slot]
+        record = next(record for record in reversed(self._in_flight) if record.step_id == last_step_id)
+        record.retiring.append(seq)
+
+    def _end_retiring(self, record: StepRecord) -> None:
+        """Take back what the record held; parked sequences go to the front of the queue, several by arrival."""
+        parked: list[Sequence] = []
+        for seq in record.retiring:
+            seq.is_retiring = False
+            if seq.status is SequenceStatus.WAITING:
+                self._store(seq)
+                parked.append(seq)
+            self._give_back(seq)
+        for seq in sorted(parked, key=lambda seq: seq.arrive_time, reverse=True):
+            self._requeue(seq)
 
     def _give_back(self, seq: Sequence) -> None:
         """Free the blocks and the slot of a sequence that no step in flight names."""
-        assert seq.slot is not None
         self.blocks.free(seq)
-        self._leave_slots.append(seq.slot)
         self._slots.release(seq)
 
     def _store(self, seq: Sequence) -> None:

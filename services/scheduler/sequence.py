@@ -63,7 +63,8 @@ class Sequence:
     """A prompt and what was generated for it.
 
     Invariant: it has a slot exactly while it is RUNNING or a step in flight still names it. `token_bytes` holds
-    every token but those of the slot's current run, which `SlotTable.flush` appends.
+    every token but those of the slot's current run, which `SlotTable.flush` appends. A WAITING sequence with a slot
+    is parked: it was preempted, and what its steps in flight bring still counts.
     """
 
     id: str
@@ -76,6 +77,8 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     type: SequenceType = SequenceType.PREFILL
     slot: int | None = None
+    is_retiring: bool = False
+    """Whether it gets no further row, and its last step in flight gives back what it holds."""
     block_table: list[int] = field(default_factory=list)
     chain: PrefixChain = field(default_factory=PrefixChain)
     num_cached_tokens: int = 0

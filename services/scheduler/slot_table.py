@@ -23,7 +23,8 @@ _NO_TOKEN = -1
 class SlotTable:
     """Slots and their columns.
 
-    Invariant: a slot is free or belongs to one sequence; `live` is true while that sequence may get tokens.
+    Invariant: a slot is free or belongs to one sequence; `live` is true while that sequence may get tokens. The
+    sequence's tokens are the stored ones, followed by those of its run, followed by `num_in_flight` placeholders.
     """
 
     def __init__(self, num_slots: int, block_size: int) -> None:
@@ -36,9 +37,14 @@ class SlotTable:
         self.num_blocks = np.zeros(num_slots, np.int32)
         self.client = np.zeros(num_slots, np.int32)
         self.handle = np.zeros(num_slots, np.uint32)
+        # Placeholders: tokens that steps in flight will bring.
+        self.num_in_flight = np.zeros(num_slots, np.int32)
         self.last_step_id = np.zeros(num_slots, np.int64)
-        # Tokens of the current run; the token at position p stands in column p % run_tokens.
-        self._run = np.zeros((num_slots, self.run_tokens), np.int32)
+        # Tokens that are not stored yet; the token at position p stands in column p % width. A row that sits steps
+        # out while its run is full still gets the tokens of its steps in flight: hence twice a run.
+        self._run = np.zeros((num_slots, 2 * self.run_tokens), np.int32)
+        # The number of tokens at which a row's run is full.
+        self._run_end = np.zeros(num_slots, np.int32)
         # Tokens after which a row may have to stop, filled up with -1.
         self._watched = np.full((num_slots, 4), _NO_TOKEN, np.int32)
         self._free = list(range(num_slots - 1, -1, -1))
@@ -65,6 +71,8 @@ class SlotTable:
         self.num_blocks[slot] = len(seq.block_table)
         self.client[slot] = seq.client
         self.handle[slot] = seq.handle
+        self.num_in_flight[slot] = 0
+        self._set_run_end(seq)
         self._watch(slot, watched_tokens)
         return slot
 
@@ -85,25 +93,27 @@ class SlotTable:
     def append(self, slots: IntColumn, token_ids: IntColumn) -> None:
         """Give each row one more token."""
         positions = self.num_tokens[slots]
-        self._run[slots, positions % self.run_tokens] = token_ids
+        self._run[slots, positions % self._run.shape[1]] = token_ids
         self.num_tokens[slots] = positions + 1
 
-    def ends_run(self, slots: IntColumn) -> npt.NDArray[np.bool_]:
-        """Which rows must be flushed before their next token."""
-        return np.equal(self.num_tokens[slots] % self.run_tokens, 0)
+    def has_full_run(self, slots: IntColumn) -> npt.NDArray[np.bool_]:
+        """Which rows are to be flushed with their next step."""
+        return np.greater_equal(self.num_tokens[slots], self._run_end[slots])
 
     def flush(self, seq: Sequence) -> None:
-        """Store the current run's tokens in the sequence."""
+        """Store the tokens that are not stored yet in the sequence."""
         assert seq.slot is not None
-        stored = seq.num_stored_tokens
-        count = int(self.num_tokens[seq.slot]) - stored
-        start = stored % self.run_tokens
-        seq.token_bytes += self._run[seq.slot, start : start + count].astype(TOKEN_DTYPE).tobytes()
+        columns = np.arange(seq.num_stored_tokens, self.num_tokens[seq.slot]) % self._run.shape[1]
+        seq.token_bytes += self._run[seq.slot, columns].astype(TOKEN_DTYPE, copy=False).tobytes()
+        self._set_run_end(seq)
 
     def find_stops(self, slots: IntColumn, token_ids: IntColumn) -> npt.NDArray[np.intp]:
         """Row numbers that may have to stop after their newest token: a watched token, or the length."""
         watched = (self._watched[slots] == token_ids[:, None]).any(axis=1)
         return np.flatnonzero(watched | (self.num_tokens[slots] >= self.max_num_tokens[slots]))
+
+    def _set_run_end(self, seq: Sequence) -> None:
+        self._run_end[seq.slot] = (seq.num_stored_tokens // self.run_tokens + 1) * self.run_tokens
 
     def _watch(self, slot: int, tokens: list[int]) -> None:
         width = self._watched.shape[1]

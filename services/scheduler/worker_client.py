@@ -138,6 +138,7 @@ def encode_step(step: Step) -> worker_pb2.StepRequest:
         enters=[_encode_entering(entering) for entering in batch.enters],
         append_slots=_column(batch.append_slots),
         append_block_ids=_column(batch.append_block_ids),
+        row_slots=batch.row_slots.astype(TOKEN_DTYPE, copy=False).tobytes() if batch.skips_rows else None,
     )
 
 

@@ -68,7 +68,7 @@ class WorkerModel:
         for slot, block in zip(batch.append_slots, batch.append_block_ids, strict=True):
             self.batch[slot].blocks.append(block)
         if batch.kind is StepKind.DECODE:
-            rows = list(self.batch)
+            rows = batch.row_slots.tolist() if batch.skips_rows else list(self.batch)
             for slot in rows:
                 self._compute(self.batch[slot], [self.batch[slot].last_token])
         tokens = list(self._draw(rows))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -56,10 +56,12 @@ class EngineDriver:
         block_size: int = 16,
         context_length: int = 512,
         policy: SchedulerPolicy | None = None,
+        depth: int = 1,
         enable_prefix_caching: bool = True,
     ) -> None:
         self.now = 0.0
-        self.engine = Engine(policy or SchedulerPolicy(), CacheSettings(block_size, enable_prefix_caching))
+        policy = replace(policy or SchedulerPolicy(), max_steps_in_flight=depth)
+        self.engine = Engine(policy, CacheSettings(block_size, enable_prefix_caching))
         self.worker = WorkerModel(block_size)
         self.sent: list[Step] = []
         self.delivered: list[Deliver] = []

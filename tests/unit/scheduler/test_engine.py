@@ -57,6 +57,87 @@ def test_a_request_gets_its_tokens_and_its_end() -> None:
     assert used_blocks(driver) == 0
 
 
+def test_a_step_is_sent_before_its_predecessor_returned() -> None:
+    driver = EngineDriver(depth=2)
+    driver.submit(1, make_prompt(20), max_tokens=4)
+    assert [step.batch.kind for step in driver.sent] == [StepKind.PREFILL, StepKind.DECODE]
+    driver.run()
+    assert driver.told[1, 1].tokens == expected_completion(make_prompt(20), 0, 4)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_a_row_whose_length_is_known_gets_no_row_too_many(depth: int) -> None:
+    driver = EngineDriver(depth=depth)
+    driver.submit(1, make_prompt(20), max_tokens=6)
+    driver.submit(2, make_prompt(20, 300), max_tokens=9)
+    driver.run()
+    # Two prefills of their own, then a row a token.
+    assert driver.worker.num_computed_tokens == 20 + 20 + 5 + 8
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_a_row_behind_a_stop_is_wasted_and_reaches_nobody(depth: int) -> None:
+    prompt = make_prompt(20)
+    tokens = first_tokens(prompt, 5)
+    driver = EngineDriver(depth=depth)
+    driver.submit(1, prompt, max_tokens=50, stop_token_ids=(tokens[4],))
+    driver.run()
+    assert driver.told[1, 1].tokens == tokens
+    assert driver.worker.num_computed_tokens == 20 + 4 + depth - 1
+    assert used_blocks(driver) == 0
+
+
+def test_a_row_sits_out_while_its_block_is_only_coming() -> None:
+    driver = EngineDriver(num_blocks=5, depth=2, policy=SchedulerPolicy(max_num_batched_tokens=600))
+    lengths = {1: (30, 20), 2: (3, 12), 3: (29, 2)}
+    for handle, (prompt_length, max_tokens) in lengths.items():
+        driver.submit(handle, make_prompt(prompt_length, handle), max_tokens=max_tokens)
+    rows = []
+    while driver.sent:
+        if driver.sent[0].batch.skips_rows:
+            rows.append(len(driver.sent[0].batch.row_slots))
+        driver.step()
+    # The third request was about to end: its blocks were waited for, and nobody was preempted.
+    assert rows == [1]
+    assert driver.engine.state().counters.num_preemptions == 0
+    for handle, (prompt_length, max_tokens) in lengths.items():
+        assert driver.told[1, handle].tokens == expected_completion(make_prompt(prompt_length, handle), 0, max_tokens)
+
+
+def test_a_parked_sequence_that_ends_with_what_returns_does_not_wait_again() -> None:
+    prompt = make_prompt(16, 500)
+    num_ended_parked = 0
+    for count in range(1, 8):
+        driver = EngineDriver(num_blocks=3, depth=2, policy=SchedulerPolicy(max_num_batched_tokens=600))
+        driver.submit(1, make_prompt(14), max_tokens=20)
+        driver.submit(2, prompt, max_tokens=20, stop_token_ids=(first_tokens(prompt, count)[-1],))
+        num_entered = 0
+        while driver.sent:
+            num_entered += len(driver.sent[0].batch.enters)
+            driver.step()
+        assert finish_of(driver, 2) == (FinishReason.STOP_TOKEN, count)
+        assert driver.told[1, 1].tokens == expected_completion(make_prompt(14), 0, 20)
+        num_preemptions = driver.engine.state().counters.num_preemptions
+        num_ended_parked += num_preemptions - (num_entered - 2)
+    # Whether its last token was on its way when it was preempted depends on the count.
+    assert num_ended_parked > 0
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_a_parked_sequence_can_be_aborted(at: int) -> None:
+    driver = EngineDriver(num_blocks=4, depth=3, policy=SchedulerPolicy(max_num_batched_tokens=600))
+    driver.submit(1, make_prompt(16), max_tokens=40)
+    driver.submit(2, make_prompt(16, 500), max_tokens=40)
+    while not driver.engine.state().counters.num_preemptions:
+        driver.step()
+    for _ in range(at):
+        driver.step()
+    driver.on_event(ClientMessage(1, aborts=[2]))
+    driver.run()
+    assert driver.told[1, 1].tokens == expected_completion(make_prompt(16), 0, 40)
+    assert used_blocks(driver) == 0
+
+
 def test_a_pure_decode_step_carries_only_the_blocks_that_opened() -> None:
     driver = EngineDriver()
     for handle in range(4):
@@ -71,13 +152,16 @@ def test_a_pure_decode_step_carries_only_the_blocks_that_opened() -> None:
 
 @pytest.mark.parametrize("block_size", [1, 16, 32])
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
-def test_outputs_do_not_depend_on_neighbours_blocks_caching_or_preemption(
-    block_size: int, enable_prefix_caching: bool
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("seed", [5, 6])
+def test_outputs_do_not_depend_on_neighbours_blocks_caching_preemption_or_overlap(
+    block_size: int, enable_prefix_caching: bool, depth: int, seed: int
 ) -> None:
-    rng = random.Random(5)
+    rng = random.Random(seed)
     driver = EngineDriver(
         num_blocks=20 * 16 // block_size,
         block_size=block_size,
+        depth=depth,
         enable_prefix_caching=enable_prefix_caching,
         policy=SchedulerPolicy(max_num_seqs=7, max_num_batched_tokens=600),
     )
@@ -91,8 +175,8 @@ def test_outputs_do_not_depend_on_neighbours_blocks_caching_or_preemption(
             if driver.sent:
                 driver.step()
     driver.run()
-    for handle, (prompt, seed, max_tokens) in requests.items():
-        assert driver.told[1 + handle % 2, handle].tokens == expected_completion(prompt, seed, max_tokens)
+    for handle, (prompt, noise_seed, max_tokens) in requests.items():
+        assert driver.told[1 + handle % 2, handle].tokens == expected_completion(prompt, noise_seed, max_tokens)
     state = driver.engine.state()
     assert state.counters.num_preemptions > 0
     assert (state.num_used_blocks, state.num_running, state.num_waiting) == (0, 0, 0)
