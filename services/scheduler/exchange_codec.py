@@ -7,7 +7,7 @@ import numpy as np
 from lockstep.internal.v1 import exchange_pb2
 from lockstep.v1 import common_pb2
 from services.scheduler.batch import Outputs, RequestEnd
-from services.scheduler.engine import ClientMessage, Submission
+from services.scheduler.events import ClientMessage, Submission
 from services.scheduler.sequence import FinishReason
 from shared.errors import InvalidRequestError
 from shared.limits import TOKEN_DTYPE, SamplingParams

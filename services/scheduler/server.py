@@ -15,14 +15,14 @@ from google.protobuf.message import Message
 
 from lockstep.internal.v1 import exchange_pb2, worker_pb2
 from services.scheduler.config import SchedulerSettings
-from services.scheduler.engine import (
+from services.scheduler.engine import Engine
+from services.scheduler.events import (
     Action,
     ClientGone,
     ClientMessage,
     CloseClient,
     Deliver,
     DropWorker,
-    Engine,
     Event,
     Exit,
     SendStep,

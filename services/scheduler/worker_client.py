@@ -15,7 +15,7 @@ from google.rpc import error_details_pb2
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
 from services.scheduler.batch import EnteringSequence, Step, StepKind, StepResult
-from services.scheduler.engine import Event, StepReturned, WorkerAttached, WorkerFacts, WorkerLost
+from services.scheduler.events import Event, StepReturned, WorkerAttached, WorkerFacts, WorkerLost
 from shared.errors import StaleEpochError
 from shared.limits import TOKEN_DTYPE
 from shared.rpc import make_channel, reason_of, status_from_rpc_error

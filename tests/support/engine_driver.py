@@ -7,12 +7,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from services.scheduler.batch import RequestEnd, Step, StepResult
-from services.scheduler.engine import (
+from services.scheduler.engine import CacheSettings, Engine
+from services.scheduler.events import (
     Action,
-    CacheSettings,
     ClientMessage,
     Deliver,
-    Engine,
     Event,
     SendStep,
     StepReturned,

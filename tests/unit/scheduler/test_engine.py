@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from services.scheduler.batch import StepKind, StepResult
-from services.scheduler.engine import (
+from services.scheduler.events import (
     ClientGone,
     ClientMessage,
     CloseClient,
