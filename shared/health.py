@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
+from grpc_health.v1.health import aio
 
 ALL_SERVICES = ""
 
@@ -37,22 +37,12 @@ class Health:
             await self._servicer.set(name, status)
 
 
-class _Servicer(HealthServicer):  # type: ignore[misc]
+class _Servicer(aio.HealthServicer):  # type: ignore[misc]
     """The library's servicer; but that one begins by saying that the whole server serves."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         super().__init__()
         self._server_status = dict.fromkeys(names, health_pb2.HealthCheckResponse.NOT_SERVING)
-
-
-async def check_health(channel: grpc.aio.Channel, *, timeout_s: float) -> bool:
-    """Whether the server behind `channel` says that it serves; False when it does not answer in time."""
-    stub = health_pb2_grpc.HealthStub(channel)
-    try:
-        response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
-    except grpc.aio.AioRpcError:
-        return False
-    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 async def wait_until_serving(channel: grpc.aio.Channel) -> None:

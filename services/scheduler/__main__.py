@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> int:
     """Serve until `stop` is set or the cell fails; returns the process's exit code."""
     health = Health((SCHEDULER_SERVICE, EXCHANGE_SERVICE))
-    await health.set_serving(False)
     cell = CellServer(settings, uuid.uuid4().hex, health)
     names = (SCHEDULER_SERVICE, EXCHANGE_SERVICE) if settings.reflection else ()
     try:

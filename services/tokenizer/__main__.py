@@ -31,7 +31,6 @@ _CLOSE_S = 0.5
 async def serve(settings: TokenizerSettings, model: ServedModel, stop: asyncio.Event) -> int:
     """Serve until `stop` is set and the last streams have ended; returns the process's exit code."""
     health = Health((TOKENIZER_SERVICE,))
-    await health.set_serving(False)
 
     async def on_link_change(is_linked: bool) -> None:
         await health.set_serving(is_linked and not stop.is_set())

@@ -6,11 +6,10 @@ It decides nothing about requests. When a service ends by itself, all are stoppe
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import grpc
@@ -21,7 +20,7 @@ from shared.cli.client import DEFAULT_TARGET, answer_once, describe_failure
 from shared.cli.service_process import ServiceCommand, ServiceProcess
 from shared.config import LocalAddress, ServiceSettings, load_settings, log_settings
 from shared.health import wait_until_serving
-from shared.lifecycle import run_service
+from shared.lifecycle import freeze_garbage, run_service
 from shared.logging import configure_logging
 from shared.rpc import make_channel
 
@@ -168,8 +167,9 @@ async def _run_until_an_end(
 
 async def _bring_up(settings: ServeSettings, commands: Sequence[ServiceCommand], stop: asyncio.Event) -> int:
     for command in commands:
-        async with _channel(command.address) as channel:
-            await wait_until_serving(channel)
+        await _wait_until_serving(command.address)
+    # Closed channels keep their connections until the cycles that hold them are collected.
+    freeze_garbage()
     print(f"ready: serving {settings.model_dir.name} on {settings.bind_address}", flush=True)
     exit_code = 0
     if settings.prompt is not None:
@@ -180,22 +180,18 @@ async def _bring_up(settings: ServeSettings, commands: Sequence[ServiceCommand],
     return exit_code
 
 
+async def _wait_until_serving(address: str) -> None:
+    # As a link of the cell it tries again quickly while the server is not there yet.
+    async with make_channel(address, internal=True) as channel:
+        await wait_until_serving(channel)
+
+
 async def _answer_prompt(address: str, prompt: str) -> int:
     print(f"\n> {prompt}", flush=True)
     try:
-        async with _channel(address) as channel:
+        async with make_channel(address) as channel:
             await answer_once(channel, prompt)
     except grpc.aio.AioRpcError as error:
         print(f"error: {describe_failure(error)}", file=sys.stderr)
         return 1
     return 0
-
-
-@contextlib.asynccontextmanager
-async def _channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
-    # A link of the cell: it tries again quickly while the server is not there yet.
-    channel = make_channel(address, internal=True)
-    try:
-        yield channel
-    finally:
-        await channel.close()

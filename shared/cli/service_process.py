@@ -21,7 +21,8 @@ _OUTPUT_GRACE_S = 1.0
 
 # A thread of the worker that waits for work must not take a core from the other services; and gRPC's core tells on
 # stderr of every connection that ends.
-_DEFAULT_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "GRPC_VERBOSITY": "ERROR"}
+# A thread of the worker that waits for work must not take a core from the other services.
+_DEFAULT_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cell import ROOT, Cell, start_cell
+from tests.support.tiny_llama import write_tiny_llama
 
 REAL_MODEL = ROOT / "models" / "smollm2-135m-instruct"
 
@@ -17,6 +18,12 @@ def real_model() -> Path:
     """The directory of the real model. Tests that need it fail without it, they are never skipped."""
     assert (REAL_MODEL / "manifest.json").exists(), "the model is missing: `make test` imports it"
     return REAL_MODEL
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a small random model, which loads at once."""
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
 
 
 @pytest.fixture(scope="session")

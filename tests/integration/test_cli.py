@@ -110,11 +110,10 @@ async def test_ctrl_c_cancels_the_call(real_cell: Cell) -> None:
 
 
 def test_ctrl_c_in_a_conversation_ends_the_answer_alone(real_cell: Cell) -> None:
+    command = ("chat", f"--target={real_cell.address}", LONG)
     with (
         terminal() as (person, program),
-        popen_lockstep(
-            "chat", f"--target={real_cell.address}", LONG, stdin=program, stdout=program, start_new_session=True
-        ) as process,
+        popen_lockstep(*command, stdin=program, stdout=program, stderr=program) as process,
     ):
         read_until(person, "> ")
         os.write(person, b"Tell me a very long story.\n")

@@ -43,8 +43,8 @@ def assert_nothing_is_left(cell: Cell, runtime_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_tokenizer_then_scheduler_then_worker(real_model: Path, signal_number: signal.Signals) -> None:
-    with start_cell(real_model) as cell:
+def test_a_signal_stops_tokenizer_then_scheduler_then_worker(tiny_model: Path, signal_number: signal.Signals) -> None:
+    with start_cell(tiny_model) as cell:
         runtime_dir = cell.runtime_dir
         assert runtime_dir.stat().st_mode & 0o777 == 0o700
         cell.launcher.send_signal(signal_number)
@@ -56,8 +56,8 @@ def test_a_signal_stops_tokenizer_then_scheduler_then_worker(real_model: Path, s
         assert_nothing_is_left(cell, runtime_dir)
 
 
-def test_ctrl_c_in_a_terminal_reaches_the_launcher_alone(real_model: Path) -> None:
-    with start_cell(real_model) as cell:
+def test_ctrl_c_in_a_terminal_reaches_the_launcher_alone(tiny_model: Path) -> None:
+    with start_cell(tiny_model) as cell:
         launcher_session = os.getsid(cell.launcher.pid)
         sessions = {os.getsid(process.pid) for process in cell.role_to_process.values()}
         assert launcher_session not in sessions
@@ -65,8 +65,8 @@ def test_ctrl_c_in_a_terminal_reaches_the_launcher_alone(real_model: Path) -> No
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_service_that_dies_is_named_and_ends_the_others(real_model: Path, role: str) -> None:
-    with start_cell(real_model) as cell:
+def test_a_service_that_dies_is_named_and_ends_the_others(tiny_model: Path, role: str) -> None:
+    with start_cell(tiny_model) as cell:
         runtime_dir = cell.runtime_dir
         cell.role_to_process[role].kill()
 
@@ -75,16 +75,16 @@ def test_a_service_that_dies_is_named_and_ends_the_others(real_model: Path, role
         assert_nothing_is_left(cell, runtime_dir)
 
 
-def test_services_do_not_outlive_a_launcher_that_is_killed(real_model: Path) -> None:
-    with start_cell(real_model) as cell:
+def test_services_do_not_outlive_a_launcher_that_is_killed(tiny_model: Path) -> None:
+    with start_cell(tiny_model) as cell:
         services = list(cell.role_to_process.values())
         cell.launcher.kill()
 
         assert len(wait_for_exits(services)) == len(ROLES)
 
 
-def test_a_signal_while_the_services_start_stops_them_cleanly(real_model: Path) -> None:
-    with popen_lockstep("serve", str(real_model), free_address()) as launcher:
+def test_a_signal_while_the_services_start_stops_them_cleanly(tiny_model: Path) -> None:
+    with popen_lockstep("serve", str(tiny_model), free_address()) as launcher:
         assert launcher.stderr is not None
         while "started role=tokenizer" not in (line := launcher.stderr.readline()):
             assert line, "the launcher ended before it had started the services"
@@ -94,8 +94,8 @@ def test_a_signal_while_the_services_start_stops_them_cleanly(real_model: Path) 
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_service_refuses_a_flag_it_does_not_know(real_model: Path, role: str) -> None:
-    result = run_serve(str(real_model), free_address(), f"--{role}.no-such-flag=1")
+def test_a_service_refuses_a_flag_it_does_not_know(tiny_model: Path, role: str) -> None:
+    result = run_serve(str(tiny_model), free_address(), f"--{role}.no-such-flag=1")
 
     assert result.returncode == 1
     assert "--no-such-flag" in result.stderr
@@ -119,13 +119,13 @@ def test_the_launcher_names_a_setting_it_refuses(arguments: list[str], name: str
     assert f"error: {name}" in result.stderr.replace("lockstep serve: ", "").replace("argument ", "")
 
 
-def test_a_taken_port_is_told_and_ends_everything(real_model: Path) -> None:
+def test_a_taken_port_is_told_and_ends_everything(tiny_model: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         address = f"127.0.0.1:{other.getsockname()[1]}"
 
-        result = run_serve(str(real_model), f"--listen={address}")
+        result = run_serve(str(tiny_model), f"--listen={address}")
 
     assert result.returncode == 1
     assert address in result.stderr

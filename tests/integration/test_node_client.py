@@ -18,8 +18,8 @@ QUESTION = "What is the capital of France?"
 MAX_TOKENS = 24
 
 
-def ask_from_node(address: str, question: str) -> subprocess.CompletedProcess[str]:
-    command = [str(NODE), str(CLIENT), address, str(ROOT / "protos"), question, str(MAX_TOKENS)]
+def ask_from_node(address: str, *, max_tokens: int) -> subprocess.CompletedProcess[str]:
+    command = [str(NODE), str(CLIENT), address, str(ROOT / "protos"), QUESTION, str(max_tokens)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -29,7 +29,7 @@ def test_a_node_client_streams_the_chat_that_a_python_client_gets(real_cell: Cel
     with real_cell.stub() as stub:
         expected = list(stub.Generate(tokenizer_pb2.GenerateRequest(chat=chat, sampling=sampling)))
 
-    result = ask_from_node(real_cell.address, QUESTION)
+    result = ask_from_node(real_cell.address, max_tokens=MAX_TOKENS)
 
     assert result.returncode == 0, result.stderr
     responses: list[dict[str, Any]] = [json.loads(line) for line in result.stdout.splitlines()]
@@ -42,7 +42,7 @@ def test_a_node_client_streams_the_chat_that_a_python_client_gets(real_cell: Cel
 
 
 def test_a_node_client_is_told_the_status_of_a_refused_request(real_cell: Cell) -> None:
-    result = ask_from_node(real_cell.address, "x" * 3_500_000)
+    result = ask_from_node(real_cell.address, max_tokens=0)
 
     assert result.returncode == 1
-    assert result.stderr.startswith("error: INVALID_ARGUMENT: ")
+    assert result.stderr.startswith("error: INVALID_ARGUMENT: sampling.max_tokens: ")

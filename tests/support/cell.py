@@ -87,17 +87,20 @@ def start_cell(model_dir: Path, *flags: str) -> Iterator[Cell]:
 
     Args:
         model_dir: The model to serve.
-        flags: More of `lockstep serve`'s flags, such as `--worker.backend=reference`.
+        flags: More of `lockstep serve`'s flags, such as `--worker.ops-backend=reference`.
 
     Raises:
         RuntimeError: it did not become ready, or did not stop cleanly; the message has its log. A cell that
             the test ended itself is not judged.
     """
     address = f"127.0.0.1:{free_port()}"
-    with tempfile.TemporaryDirectory(prefix="lockstep-test-") as log_dir:
-        log_path = Path(log_dir) / "log"
+    with tempfile.TemporaryDirectory(prefix="lockstep-test-") as temp_dir:
+        log_path = Path(temp_dir) / "log"
         with log_path.open("w") as log:
-            launcher = popen_lockstep("serve", str(model_dir), f"--listen={address}", *flags, stderr=log)
+            # What a launcher that is killed leaves behind goes with the directory.
+            launcher = popen_lockstep(
+                "serve", str(model_dir), f"--listen={address}", *flags, stderr=log, temp_dir=temp_dir
+            )
         try:
             cell = Cell(address, launcher, log_path)
             yield cell
@@ -109,11 +112,30 @@ def start_cell(model_dir: Path, *flags: str) -> Iterator[Cell]:
             launcher.communicate()
 
 
-def popen_lockstep(*args: str, stderr: IO[str] | int = subprocess.PIPE, **options: Any) -> subprocess.Popen[str]:
+def find_cell_processes(address: str) -> list[psutil.Process]:
+    """The processes of the cell whose tokenizer listens on `address`: its services and their launcher.
+
+    Raises:
+        LookupError: there is none on this machine.
+    """
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            command = process.cmdline()
+            if "services.tokenizer" in command and f"--listen={address}" in command:
+                launcher = process.parent()
+                return [launcher, *launcher.children()]
+    raise LookupError(f"no cell of this machine listens on {address}")
+
+
+def popen_lockstep(
+    *args: str, stderr: IO[str] | int = subprocess.PIPE, temp_dir: str | None = None, **options: Any
+) -> subprocess.Popen[str]:
     """Start the `lockstep` command; its stdout is a pipe, as is its stderr unless given."""
     # The settings of whoever runs the tests must not reach the services.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "protos")])
+    if temp_dir is not None:
+        environment["TMPDIR"] = temp_dir
     command = [sys.executable, "-m", "shared.cli", *args]
     options = {"stdout": subprocess.PIPE, **options}
     return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=stderr, text=True, **options)

@@ -67,10 +67,11 @@ class Client:
     async def wait_until_idle(self) -> scheduler_pb2.GetStateResponse:
         """Wait until no request holds blocks or waits; fails after a minute."""
         async with asyncio.timeout(60):
-            while (state := await self.state()).num_used_blocks or state.num_waiting or state.num_running:
-                # Another process's state: there is no event to wait for.
-                await asyncio.sleep(0.01)  # noqa: ASYNC110
-            return state
+            while True:
+                state = await self.state()
+                if not (state.num_used_blocks or state.num_waiting or state.num_running):
+                    return state
+                await asyncio.sleep(0.01)
 
 
 @asynccontextmanager

@@ -17,10 +17,11 @@ from services.scheduler.config import SchedulerSettings
 from services.scheduler.server import MAX_UNREAD_S, CellServer, ClientLink
 from services.scheduler.servicer import ExchangeServicer, StateServicer
 from shared.errors import NotReadyError
-from shared.health import Health, check_health
+from shared.health import Health
 from shared.rpc import make_channel, make_server, reason_of, status_from_rpc_error
 from tests.support.cell_model import expected_completion
 from tests.support.engine_driver import token_bytes
+from tests.support.health import check_health
 from tests.support.worker_peer import WorkerPeer, column
 
 

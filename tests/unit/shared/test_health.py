@@ -11,8 +11,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from shared.health import Health, check_health, wait_until_serving
+from shared.health import Health, wait_until_serving
 from shared.rpc import Servicer, make_channel, make_server
+from tests.support.health import check_health
 
 
 @asynccontextmanager

@@ -250,7 +250,7 @@ def test_cpu_buckets_change_no_result(batch: Batch) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_plan, "_FREE_PADDING", 0)
         patch.setattr(cpu_plan, "_FREE_PADDING_SHARE", 0.02)
-        patch.setattr(cpu_plan, "_MAX_BUCKET_TOKENS", 64)
+        patch.setattr(cpu_plan, "_MAX_BUCKET_BYTES", 64 * 2 * NUM_KV_HEADS * HEAD_DIM * 4)
         check_attention(load_ops("cpu"), batch, is_prefill=True)
 
 

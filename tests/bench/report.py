@@ -1,0 +1,52 @@
+"""What every benchmark prints and writes: a table for people, rows of JSON for comparisons."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measured figure, and what it is held against.
+
+    `ratio` is value / reference. `target` bounds the ratio where there is a reference, else the value; `met` says
+    whether it holds. All three are None where there is nothing to compare with.
+    """
+
+    metric: str
+    value: float
+    unit: str
+    reference: float | None = None
+    ratio: float | None = None
+    target: float | None = None
+    met: bool | None = None
+
+
+def compare(metric: str, value: float, unit: str, *, reference: float, at_least: float | None = None) -> Row:
+    """A figure beside its reference; with `at_least` the ratio has a target."""
+    ratio = value / reference
+    return Row(metric, value, unit, reference, ratio, at_least, None if at_least is None else ratio >= at_least)
+
+
+def print_table(rows: Sequence[Row]) -> None:
+    """Write the rows to stdout, one a line."""
+    width = max(len(row.metric) for row in rows)
+    print(f"{'metric':<{width}} {'value':>10} {'unit':<10} {'reference':>10} {'ratio':>7} {'target':>7}  met")
+    for row in rows:
+        met = {True: "yes", False: "NO", None: ""}[row.met]
+        print(
+            f"{row.metric:<{width}} {_number(row.value):>10} {row.unit:<10} {_number(row.reference):>10} "
+            f"{_number(row.ratio):>7} {_number(row.target):>7}  {met}"
+        )
+
+
+def write_json(rows: Sequence[Row], path: Path) -> None:
+    """Write the rows as a list of objects."""
+    path.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n", encoding="utf-8")
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

@@ -1,0 +1,16 @@
+"""What a server says of its health at this moment."""
+
+from __future__ import annotations
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+
+async def check_health(channel: grpc.aio.Channel, *, timeout_s: float) -> bool:
+    """Whether the server behind `channel` says that it serves; False when it does not answer in time."""
+    stub = health_pb2_grpc.HealthStub(channel)
+    try:
+        response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+    except grpc.aio.AioRpcError:
+        return False
+    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
