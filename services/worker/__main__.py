@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from services.worker.config import WorkerSettings
 from services.worker.device_loop import DeviceLoop
 from services.worker.rpc_thread import RpcThread
 from services.worker.servicer import WorkerServicer
+from services.worker.signals import call_at_stop_signals
 from shared.config import load_settings, log_settings
 from shared.lifecycle import freeze_garbage
 from shared.logging import configure_logging
@@ -38,8 +38,7 @@ def main() -> int:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     _let_openmp_wait_passively()
     device = DeviceLoop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: device.stop())
+    call_at_stop_signals(device.stop)
     rpc = RpcThread(settings.bind_address, WorkerServicer(device), reflection=settings.reflection)
     try:
         rpc.start()

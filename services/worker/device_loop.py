@@ -61,9 +61,8 @@ class DeviceLoop:
                 job.refuse()
 
     def stop(self) -> None:
-        """Let `run` return when the job it runs has returned. From any thread, and from a signal's handler."""
+        """Let `run` return when the job it runs has returned. From any thread."""
         self._is_stopping = True
-        # `SimpleQueue.put` is reentrant: the signal may have come in the middle of `get`.
         self._jobs.put(None)
 
 

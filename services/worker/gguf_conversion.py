@@ -15,7 +15,6 @@ import torch
 from gguf import GGUFReader
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-from transformers.utils.logging import disable_progress_bar
 
 from services.worker.weights import WeightFiles
 from shared.model_dir import CHAT_TEMPLATE, TOKENIZER, read_json
@@ -50,7 +49,6 @@ def convert(gguf_path: Path, result_dir: Path) -> str:
     Raises:
         UnsupportedGgufError: the file cannot be read, or is not of the llama architecture.
     """
-    disable_progress_bar()
     metadata = _read_metadata(gguf_path)
     architecture = metadata.get("general.architecture")
     if architecture != ARCHITECTURE:
@@ -82,8 +80,8 @@ def _convert_weights(gguf_path: Path, metadata: dict[str, Any], result_dir: Path
     config.rms_norm_eps = shortest_decimal(metadata["llama.attention.layer_norm_rms_epsilon"])
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    tensors = load_gguf_checkpoint(gguf_path, return_tensors=True, model_to_load=model)["tensors"]
-    missing, _ = model.load_state_dict(tensors, strict=False, assign=True)
+    loaded = load_gguf_checkpoint(gguf_path, return_tensors=True, model_to_load=model)
+    missing, _ = model.load_state_dict(loaded["tensors"], strict=False, assign=True)
     if set(missing) - ({"lm_head.weight"} if config.tie_word_embeddings else set()):
         raise UnsupportedGgufError(f"{gguf_path.name} lacks tensors: {', '.join(missing)}")
     model.tie_weights()

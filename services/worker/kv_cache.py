@@ -21,9 +21,14 @@ class KvCacheSpec:
     dtype: torch.dtype
 
     @property
+    def bytes_per_token_and_layer(self) -> int:
+        """Key and value of one token in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
     def bytes_per_token(self) -> int:
         """Keys and values of one token in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return self.num_layers * self.bytes_per_token_and_layer
 
 
 def num_blocks_for(memory_bytes: int, spec: KvCacheSpec, block_size: int) -> int:

@@ -29,6 +29,7 @@ class RpcThread:
         self._service_names = (SERVICE_NAME,) if reflection else ()
         self._health = Health((SERVICE_NAME,))
         self._started: Future[asyncio.AbstractEventLoop] = Future()
+        self._stop = asyncio.Event()
         # A process whose main thread fails must not live on in this one.
         self._thread = threading.Thread(target=self._run, name="rpc", daemon=True)
 
@@ -57,8 +58,6 @@ class RpcThread:
             self._started.set_exception(error)
 
     async def _serve(self) -> None:
-        self._stop = asyncio.Event()
-        await self._health.set_serving(False)
         server = make_server(
             self._address, [self._servicer, self._health], internal=True, service_names=self._service_names
         )

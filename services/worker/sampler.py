@@ -62,7 +62,7 @@ class Sampler:
         drawn = np.flatnonzero((rows.temperature >= GREEDY_TEMPERATURE) & is_finite)
         if len(drawn):
             values = logits.numpy()
-            for row in drawn:
+            for row in drawn.tolist():
                 token_ids[row] = _draw(values[row], rows, row)
         return SampledTokens(token_ids, np.flatnonzero(~is_finite).astype(np.int32))
 
@@ -89,8 +89,9 @@ def _kept_columns(logits: _FloatRow, temperature: float, top_k: int, top_p: floa
     """The columns that survive top-k, then top-p, in ascending order; None when neither filters."""
     kept = _top_k_columns(logits, top_k) if 0 < top_k < len(logits) else None
     if top_p < 1.0:
-        candidates = np.arange(len(logits)) if kept is None else kept
-        kept = candidates[_in_nucleus(_scaled(logits[candidates], temperature), top_p)]
+        if kept is None:
+            return _in_nucleus(_scaled(logits, temperature), top_p)
+        kept = kept[_in_nucleus(_scaled(logits[kept], temperature), top_p)]
     return kept
 
 
@@ -104,9 +105,12 @@ def _in_nucleus(scaled: _Floats, top_p: float) -> _TokenIds:
     Source: Holtzman et al., arXiv:1904.09751, section 3.1.
     """
     weights = np.exp(scaled - scaled.max())
-    descending = np.sort(weights)[::-1]
+    total = weights.sum()
+    # Sorting is the cost. All entries below this threshold hold less than what is cut off: they are cut off.
+    likely = weights[weights >= total * (1.0 - top_p) / (2 * len(weights))]
+    descending = np.sort(likely)[::-1]
     held_before = np.cumsum(descending) - descending
-    count = int(np.count_nonzero(held_before < top_p * weights.sum()))
+    count = int(np.count_nonzero(held_before < top_p * total))
     return _largest(weights, count, edge=descending[count - 1])
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -42,8 +43,8 @@ class WeightFiles:
         """
         self._model_dir = model_dir
         self._on_progress = on_progress
-        self._files = {path: _open(path) for path in _weight_paths(model_dir)}
-        self._name_to_file = _locate(self._files)
+        self._open_files = ExitStack()
+        self._name_to_file = _locate({path: self._open(path) for path in _weight_paths(model_dir)})
         self._check_index()
         self._num_bytes = {name: self._checked_size(name) for name in self._name_to_file}
         self._total_bytes = sum(self._num_bytes.values())
@@ -54,8 +55,7 @@ class WeightFiles:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        for file in self._files.values():
-            file.__exit__(kind, error, tb)
+        self._open_files.__exit__(kind, error, tb)
 
     def __contains__(self, name: str) -> bool:
         return name in self._name_to_file
@@ -114,6 +114,13 @@ class WeightFiles:
         lines = "".join(self._entries[name] for name in self.names)
         return hashlib.sha256(lines.encode()).hexdigest()
 
+    def _open(self, path: Path) -> Any:
+        """A handle of safetensors' reader, which checks the header against the file's size."""
+        try:
+            return self._open_files.enter_context(safe_open(path, framework="pt", device="cpu"))
+        except (OSError, SafetensorError) as error:
+            raise ModelDirectoryError(f"{path}: {error}") from error
+
     def _check_index(self) -> None:
         if not (self._model_dir / INDEX_FILE).exists():
             return
@@ -164,14 +171,6 @@ def _weight_paths(model_dir: Path) -> list[Path]:
     return [model_dir / SINGLE_FILE]
 
 
-def _open(path: Path) -> Any:
-    """A handle of safetensors' reader, which checks the header against the file's size."""
-    try:
-        return safe_open(str(path), framework="pt", device="cpu").__enter__()
-    except (OSError, SafetensorError) as error:
-        raise ModelDirectoryError(f"{path}: {error}") from error
-
-
 def _locate(files: dict[Path, Any]) -> dict[str, Any]:
     name_to_file: dict[str, Any] = {}
     for path, file in files.items():
@@ -183,5 +182,5 @@ def _locate(files: dict[Path, Any]) -> dict[str, Any]:
 
 
 def _digest_entry(name: str, tensor: Tensor) -> str:
-    data = tensor.reshape(-1).view(torch.uint8).numpy()
+    data = tensor.reshape(-1).view(torch.uint8).numpy().data
     return f"{name} {tensor.dtype} {list(tensor.shape)} {hashlib.sha256(data).hexdigest()}\n"

@@ -102,7 +102,7 @@ def test_a_cached_prefix_gives_the_logits_of_a_whole_prefill(tiny_dir: Path, bac
     torch.testing.assert_close(paged.prefill(sequences, num_cached), alone, atol=1e-4, rtol=1e-4)
 
 
-def exact_logits(model_dir: Path, prompt: list[int], num_computed_before: int = 0) -> Tensor:
+def exact_logits(model_dir: Path, prompt: list[int]) -> Tensor:
     """What every other way must give: the whole prompt alone, block size 16, the logits of every token."""
     paged = load_paged(model_dir, "reference")
     return paged.prefill_all(paged.add(prompt))

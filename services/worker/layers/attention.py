@@ -38,9 +38,10 @@ class Attention:
         ops = self._ops
         context = get_forward_context()
         key_cache, value_cache = context.kv_cache.layers[self._layer]
-        heads = self._qkv(x).view(x.shape[0], self._num_heads + 2 * self._num_kv_heads, -1)
-        ops.rope(heads[:, : -self._num_kv_heads], rope)
-        query, key, value = heads.split((self._num_heads, self._num_kv_heads, self._num_kv_heads), dim=1)
+        first_value = self._num_heads + self._num_kv_heads
+        heads = self._qkv(x).view(x.shape[0], first_value + self._num_kv_heads, -1)
+        ops.rope(heads[:, :first_value], rope)
+        query, key, value = heads[:, : self._num_heads], heads[:, self._num_heads : first_value], heads[:, first_value:]
         ops.write_kv(key, value, key_cache, value_cache, context.plan)
         if context.attention.is_prefill:
             attended = ops.prefill_attention(query, key, value, key_cache, value_cache, context.plan)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -52,16 +52,10 @@ class LlamaConfig:
         """
         try:
             config = cls._read(values)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             raise ModelDirectoryError(f"config.json: {error!r}") from error
-        sizes = (
-            config.vocab_size,
-            config.hidden_size,
-            config.intermediate_size,
-            config.num_layers,
-            config.max_positions,
-        )
-        if min(*sizes, config.num_heads, config.num_kv_heads, config.head_dim) < 1 or config.head_dim % 2:
+        sizes = [size for size in astuple(config) if type(size) is int]
+        if min(sizes) < 1 or config.head_dim % 2:
             raise ModelDirectoryError("config.json: every size must be at least 1, and head_dim even")
         if config.num_heads % config.num_kv_heads:
             raise ModelDirectoryError("config.json: num_attention_heads is no multiple of num_key_value_heads")

@@ -17,9 +17,8 @@ from services.worker.kv_cache import KvCache
 from services.worker.ops.cpu_plan import CausalBucket, CpuPlan, GatherBucket, Rows
 from services.worker.ops.protocol import LinearKernel, RopeRows
 
-_HAS_PACKED_LINEAR = torch.backends.mkldnn.is_available() and all(
-    hasattr(torch.ops.mkldnn, op) for op in ("_reorder_linear_weight", "_linear_pointwise")
-)
+# Private to torch, so it may go; `F.linear` then takes its place.
+_HAS_PACKED_LINEAR = all(hasattr(torch.ops.mkldnn, op) for op in ("_reorder_linear_weight", "_linear_pointwise"))
 
 
 class CpuOps:
@@ -143,7 +142,10 @@ class CpuOps:
 
 
 def _can_pack(dtype: torch.dtype) -> bool:
-    return _HAS_PACKED_LINEAR and dtype in (torch.float32, torch.bfloat16)
+    if not _HAS_PACKED_LINEAR:
+        return False
+    # Without the processor's own instructions oneDNN refuses bfloat16.
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _packed_linear(x: Tensor, *, packed: Tensor, bias: Tensor | None) -> Tensor:
@@ -162,7 +164,8 @@ def _take(x: Tensor, rows: Rows) -> Tensor:
 
 def _causal_attention(query: Tensor, key: Tensor, value: Tensor, bucket: CausalBucket) -> Tensor:
     def padded(x: Tensor) -> Tensor:
-        return _take(x, bucket.token_rows).unflatten(0, (bucket.num_rows, bucket.length)).transpose(1, 2)
+        rows = _take(x, bucket.token_rows)
+        return rows.view(bucket.num_rows, bucket.length, *rows.shape[1:]).transpose(1, 2)
 
     output = F.scaled_dot_product_attention(padded(query), padded(key), padded(value), is_causal=True, enable_gqa=True)
     return output.transpose(1, 2).reshape(bucket.num_rows * bucket.length, -1)

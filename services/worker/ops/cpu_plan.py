@@ -25,8 +25,8 @@ _GATHER_COST = 7
 # A bucket may pad this much, or this share of its cost: below that, one more round of kernels costs more.
 _FREE_PADDING = 384 * (_GATHER_COST + 1)
 _FREE_PADDING_SHARE = 0.125
-# Bounds the gathered context of a bucket, and with it the buffers that hold it.
-_MAX_BUCKET_TOKENS = 16384
+# Bounds a bucket's gathered keys and values, so that attention finds them in the cores' own caches.
+_MAX_BUCKET_BYTES = 3 * 2**20
 # Bounds a mask: a longer prefill over a cached prefix is cut into pieces of this many queries.
 _MAX_MASKED_QUERIES = 512
 
@@ -70,8 +70,9 @@ class CpuPlan(AttentionPlan):
         super().__init__(metadata)
         self.written_rows, self.written_slots = _written(metadata.slot_mapping)
         prompts, pieces = _split(metadata)
-        groups = _in_buckets(prompts)
-        gather_groups = _in_buckets(pieces)
+        max_tokens = _MAX_BUCKET_BYTES // kv_cache.spec.bytes_per_token_and_layer
+        groups = _in_groups(prompts, max_tokens)
+        gather_groups = _in_groups(pieces, max_tokens)
         rows = [_padded_rows(group) for group in groups + gather_groups]
         self.causal = tuple(map(_causal_bucket, groups, rows))
         self.gathered = tuple(
@@ -90,6 +91,11 @@ class _Piece:
     num_queries: int
     # Tokens that the last of the queries sees, itself included.
     context_len: int
+
+    @property
+    def cost(self) -> int:
+        """What gathering and scoring take, in units of one query's score of one token."""
+        return (_GATHER_COST + self.num_queries) * self.context_len
 
 
 def _written(slot_mapping: Tensor) -> tuple[Tensor | None, Tensor]:
@@ -117,27 +123,36 @@ def _split(metadata: AttentionMetadata) -> tuple[list[_Piece], list[_Piece]]:
     return prompts, pieces
 
 
-def _in_buckets(pieces: list[_Piece]) -> list[list[_Piece]]:
-    """Group pieces of like size, so that padding each to its group's largest costs little."""
-    ordered = sorted(pieces, key=lambda piece: (piece.context_len, piece.num_queries), reverse=True)
-    buckets: list[list[_Piece]] = []
-    needed = num_queries = 0
-    for piece in ordered:
-        cost = (_GATHER_COST + piece.num_queries) * piece.context_len
-        if buckets:
-            bucket = buckets[-1]
-            queries = max(num_queries, piece.num_queries)
-            length = bucket[0].context_len
-            padding = (len(bucket) + 1) * (_GATHER_COST + queries) * length - needed - cost
-            is_cheap = padding <= max(_FREE_PADDING, _FREE_PADDING_SHARE * needed)
-            if is_cheap and (len(bucket) + 1) * length <= _MAX_BUCKET_TOKENS:
-                bucket.append(piece)
-                needed, num_queries = needed + cost, queries
-                continue
-        buckets.append([piece])
-        needed, num_queries = cost, piece.num_queries
-    # The step's own order within a bucket: rows that lie side by side are then read without a copy.
-    return [sorted(bucket, key=lambda piece: piece.start) for bucket in buckets]
+class _Group:
+    """Pieces that are padded to a common size. They come longest first."""
+
+    def __init__(self, piece: _Piece) -> None:
+        self.pieces = [piece]
+        self._length = piece.context_len
+        self._num_queries = piece.num_queries
+        self._needed_cost = piece.cost
+
+    def try_add(self, piece: _Piece, max_tokens: int) -> bool:
+        """Take `piece` in, if padding stays cheap and the group within `max_tokens` of context."""
+        size = len(self.pieces) + 1
+        num_queries = max(self._num_queries, piece.num_queries)
+        needed_cost = self._needed_cost + piece.cost
+        padding_cost = size * (_GATHER_COST + num_queries) * self._length - needed_cost
+        if padding_cost > max(_FREE_PADDING, _FREE_PADDING_SHARE * needed_cost) or size * self._length > max_tokens:
+            return False
+        self.pieces.append(piece)
+        self._num_queries, self._needed_cost = num_queries, needed_cost
+        return True
+
+
+def _in_groups(pieces: list[_Piece], max_tokens: int) -> list[list[_Piece]]:
+    """Pieces of like size together; one alone may be longer than `max_tokens`."""
+    groups: list[_Group] = []
+    for piece in sorted(pieces, key=lambda piece: (piece.context_len, piece.num_queries), reverse=True):
+        if not groups or not groups[-1].try_add(piece, max_tokens):
+            groups.append(_Group(piece))
+    # The step's own order within a group: rows that lie side by side are then read without a copy.
+    return [sorted(group.pieces, key=lambda piece: piece.start) for group in groups]
 
 
 def _padded_rows(group: list[_Piece]) -> _IntArray:

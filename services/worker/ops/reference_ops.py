@@ -89,7 +89,13 @@ class ReferenceOps:
         value_cache.flatten(0, 1)[slots[written]] = value[written]
 
     def prefill_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan
+        self,
+        query: Tensor,
+        key: Tensor,  # noqa: ARG002
+        value: Tensor,  # noqa: ARG002
+        key_cache: Tensor,
+        value_cache: Tensor,
+        plan: AttentionPlan,
     ) -> Tensor:
         # From the cache only: a cached prefix then takes the same path as one that was just computed.
         return self.decode_attention(query, key_cache, value_cache, plan)
