@@ -29,13 +29,13 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -I protos -I "$(SITE)"
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run demo test test-slow lint protos parity bench clean
+.PHONY: help run demo test test-slow lint protos settings-table parity bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' Makefile
 
 run: $(INSTALLED) $(STUBS) $(MODEL_READY) ## serve the model on this machine, answer one prompt, go on serving
-	@$(ANSWER_ONE_PROMPT)
+	@$(ANSWER_ONE_PROMPT) --scheduler-listen=127.0.0.1:50052
 
 demo: $(INSTALLED) $(STUBS) $(MODEL_READY) ## the same, and stop after the answer
 	@$(ANSWER_ONE_PROMPT) --exit-after-prompt
@@ -62,6 +62,9 @@ lint: $(INSTALLED) $(STUBS) ## style, types, import rules, protos
 	@$(BIN)/buf lint .cache/protos.binpb --config protos/buf.yaml --path lockstep
 
 protos: $(STUBS) ## generate the Python stubs from protos/
+
+settings-table: $(INSTALLED) $(STUBS) ## write the README's tables of settings
+	@$(BIN)/python -m tests.support.settings_table
 
 clean: ## remove everything that was made here
 	@rm -rf $(VENV) .cache models build *.egg-info $(NODE_CLIENT)/node_modules

@@ -131,6 +131,13 @@ class SchedulerLostError(ServiceError):
     reason = "SCHEDULER_LOST"
 
 
+class AbortedByCallError(ServiceError):
+    """Another call asked for the end of this request."""
+
+    code = ErrorCode.CANCELLED
+    reason = "ABORTED_BY_CALL"
+
+
 class StepMismatchError(ServiceError):
     """A step does not fit the batch that the worker holds."""
 

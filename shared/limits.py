@@ -88,15 +88,25 @@ def check_prompt(token_ids: npt.NDArray[np.integer], limits: ModelLimits, *, fie
         InvalidRequestError: it is empty, or an id is out of range (the first one's index is given).
         PromptTooLongError: no token could follow it.
     """
-    if token_ids.size == 0:
-        raise InvalidRequestError.from_violations([Violation(field, "PROMPT_EMPTY", "at least one token is needed")])
-    if token_ids.size >= limits.context_length:
-        raise PromptTooLongError(
-            f"the prompt has {token_ids.size} tokens, the model's context is {limits.context_length}",
-            limit=limits.context_length - 1,
-            actual=token_ids.size,
-        )
+    check_prompt_length(token_ids.size, limits, field=field)
     check_token_ids(token_ids, limits.logits_width, field=field)
+
+
+def check_prompt_length(num_tokens: int, limits: ModelLimits, *, field: str = "prompt") -> None:
+    """Refuse a prompt by its length alone.
+
+    Raises:
+        InvalidRequestError: it is empty.
+        PromptTooLongError: no token could follow it.
+    """
+    if num_tokens == 0:
+        raise InvalidRequestError.from_violations([Violation(field, "PROMPT_EMPTY", "at least one token is needed")])
+    if num_tokens >= limits.context_length:
+        raise PromptTooLongError(
+            f"the prompt has {num_tokens} tokens, the model's context is {limits.context_length}",
+            limit=limits.context_length - 1,
+            actual=num_tokens,
+        )
 
 
 def check_token_ids(token_ids: npt.NDArray[np.integer], logits_width: int, *, field: str) -> None:

@@ -60,7 +60,7 @@ def make_server(
     if internal:
         options.append(("grpc.max_receive_message_length", INTERNAL_MESSAGE_BYTES))
     if address.startswith("unix:"):
-        _refuse_taken_socket(address.removeprefix("unix:"))
+        refuse_taken_socket(address.removeprefix("unix:"))
     server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options)
     for servicer in servicers:
         servicer.add_to(server)
@@ -150,8 +150,14 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return handler
 
 
-def _refuse_taken_socket(path: str) -> None:
-    """gRPC would take the path away from a server that listens on it: ask first. A dead server's is replaced."""
+def refuse_taken_socket(path: str) -> None:
+    """Ask before a socket is made at `path`: that would take the path away from a server that listens on it.
+
+    A dead server's socket may be replaced.
+
+    Raises:
+        RuntimeError: a server listens on it, or nobody can.
+    """
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:

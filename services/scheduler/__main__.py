@@ -8,12 +8,14 @@ import sys
 import uuid
 
 from services.scheduler.config import SchedulerSettings
+from services.scheduler.metrics import make_registry
 from services.scheduler.server import CellServer
-from services.scheduler.servicer import EXCHANGE_SERVICE, SCHEDULER_SERVICE, ExchangeServicer, StateServicer
+from services.scheduler.servicer import EXCHANGE_SERVICE, SCHEDULER_SERVICE, ExchangeServicer, SchedulerServicer
 from shared.config import load_settings, log_settings
 from shared.health import Health
 from shared.lifecycle import freeze_garbage, run_service
 from shared.logging import configure_logging
+from shared.metrics import serve_metrics
 from shared.rpc import make_server
 
 logger = logging.getLogger(__name__)
@@ -27,12 +29,13 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> int:
     try:
         server = make_server(
             settings.bind_address,
-            [ExchangeServicer(cell), StateServicer(cell), health],
+            [ExchangeServicer(cell), SchedulerServicer(cell), health],
             internal=True,
             service_names=names,
         )
+        metrics_server = await _serve_metrics(settings, cell)
     except RuntimeError as error:
-        logger.error("cannot serve", extra={"address": settings.bind_address, "error": str(error)})
+        logger.error("cannot serve", extra={"error": str(error)})
         return 1
     await server.start()
     logger.info("serving", extra={"address": settings.bind_address})
@@ -45,9 +48,25 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> int:
         task.cancel()
     results = await asyncio.gather(*ends, return_exceptions=True)
     await server.stop(grace=0)
+    if metrics_server is not None:
+        metrics_server.close()
     if isinstance(results[-1], Exception):
         raise results[-1]
     return 1 if cell.failed.is_set() else 0
+
+
+async def _serve_metrics(settings: SchedulerSettings, cell: CellServer) -> asyncio.AbstractServer | None:
+    """Serve metrics where the settings say; None when they do not.
+
+    Raises:
+        RuntimeError: the address is taken or not usable.
+    """
+    if settings.metrics_listen is None:
+        return None
+    try:
+        return await serve_metrics(settings.metrics_listen, make_registry(cell.engine, cell.idle_check))
+    except RuntimeError as error:
+        raise RuntimeError(f"--metrics-listen: {error}") from error
 
 
 def main() -> int:

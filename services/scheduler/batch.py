@@ -14,18 +14,27 @@ from shared.limits import SamplingParams
 
 
 class StepKind(enum.Enum):
-    """What a step computes: all tokens of the sequences that enter, or one token of each row."""
+    """What a step computes: tokens of prompts, one token of each row, or both."""
 
     PREFILL = "prefill"
     DECODE = "decode"
+    MIXED = "mixed"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """A sequence's next tokens, and how many follow with later steps before its first token is sampled."""
+
+    slot: int
+    token_bytes: bytes
+    num_later_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class EnteringSequence:
-    """What a worker needs of a sequence that enters its batch."""
+    """What a worker needs of a sequence that enters its batch, with its first chunk."""
 
-    slot: int
-    token_bytes: bytes
+    chunk: PrefillChunk
     num_cached_tokens: int
     num_prompt_tokens: int
     block_ids: list[int]
@@ -33,20 +42,37 @@ class EnteringSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class AppendedBlocks:
+    """The blocks that decode rows open with a step: parallel lists of slots and blocks.
+
+    `sitting_out` are slots that get no row in this step, because their block is only coming.
+    """
+
+    slots: list[int]
+    block_ids: list[int]
+    sitting_out: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledBatch:
     """One step's plan, as changes to the batch that the worker holds.
 
-    `row_slots` [num_rows] are the rows in result order. The worker derives them (every sequence it holds, in the
-    order of entry), so they travel only when `skips_rows` is set, because some sequences sit the step out.
+    `row_slots` [num_rows] are the rows that get a token, in result order: `decode_slots`, then the chunks and the
+    sequences that enter whose prompt is complete with this step; `partial_slots` are those whose is not. The worker
+    derives the decodes (every sequence it holds that is complete, in the order of entry), so they travel only when
+    `skips_rows` is set, because some sit the step out.
     """
 
     kind: StepKind
     row_slots: IntColumn
+    decode_slots: IntColumn
+    partial_slots: list[int]
     leave_slots: list[int]
-    enters: list[EnteringSequence] = field(default_factory=list)
-    append_slots: list[int] = field(default_factory=list)
-    append_block_ids: list[int] = field(default_factory=list)
-    skips_rows: bool = False
+    chunks: list[PrefillChunk]
+    enters: list[EnteringSequence]
+    append_slots: list[int]
+    append_block_ids: list[int]
+    skips_rows: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +93,7 @@ class StepRecord:
     """
 
     step_id: int
-    kind: StepKind
+    is_prefill: bool
     row_slots: IntColumn
     sent_at: float
     retiring: list[Sequence] = field(default_factory=list)

@@ -7,9 +7,19 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from services.scheduler.prefix_cache import PrefixCache, PrefixChain
 from services.scheduler.sequence import TOKEN_BYTES, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """Blocks whose KV a sequence can share, in order, and the chain up to the last of them."""
+
+    block_ids: list[int]
+    chain: PrefixChain
+    num_tokens: int
 
 
 class BlockManager:
@@ -46,35 +56,31 @@ class BlockManager:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def try_allocate(self, seq: Sequence, max_new_tokens: int) -> bool:
+    def find_prefix(self, seq: Sequence) -> CachedPrefix:
+        """The longest cached prefix of a waiting sequence; at least one token is left to compute, for its logits."""
+        max_blocks = (seq.num_stored_tokens - 1) // self.block_size if self._caches_prefixes else 0
+        block_ids, chain = self._prefixes.match(seq.token_bytes, max_blocks)
+        return CachedPrefix(block_ids, chain, len(block_ids) * self.block_size)
+
+    def try_allocate(self, seq: Sequence, prefix: CachedPrefix) -> bool:
         """Give a waiting sequence the blocks of all its tokens, those of its cached prefix shared.
 
-        At least one token is left to compute, so that there are logits to sample from. All or nothing: when it
-        returns False nothing has changed.
+        All or nothing: when it returns False, too few are free and nothing has changed. Revived blocks count as
+        taken.
 
         Args:
             seq: Has no blocks; all its tokens are stored.
-            max_new_tokens: Most tokens that may be left to compute.
-
-        Returns:
-            Whether the blocks were free and no more than `max_new_tokens` are left; then `seq.block_table`,
-            `seq.num_cached_tokens` and `seq.chain` are set.
+            prefix: What `find_prefix` just found for it.
         """
-        num_tokens = seq.num_stored_tokens
-        max_cached_blocks = (num_tokens - 1) // self.block_size if self._caches_prefixes else 0
-        cached_blocks, chain = self._prefixes.match(seq.token_bytes, max_cached_blocks)
-        num_cached_tokens = len(cached_blocks) * self.block_size
-        if num_tokens - num_cached_tokens > max_new_tokens:
-            return False
-        num_revived = sum(1 for block in cached_blocks if not self._ref_counts[block])
-        num_new_blocks = self.num_blocks_for(num_tokens) - len(cached_blocks)
+        num_revived = sum(1 for block in prefix.block_ids if not self._ref_counts[block])
+        num_new_blocks = self.num_blocks_for(seq.num_stored_tokens) - len(prefix.block_ids)
         if num_new_blocks > self.num_free_blocks - num_revived:
             return False
-        for block in cached_blocks:
+        for block in prefix.block_ids:
             self._share(block)
-        seq.block_table = cached_blocks + [self._take() for _ in range(num_new_blocks)]
-        seq.num_cached_tokens = num_cached_tokens
-        seq.chain = chain
+        seq.block_table = prefix.block_ids + [self._take() for _ in range(num_new_blocks)]
+        seq.num_cached_blocks = len(prefix.block_ids)
+        seq.chain = prefix.chain
         return True
 
     def try_append(self, seq: Sequence) -> int | None:
@@ -113,7 +119,7 @@ class BlockManager:
 
     def hide_computed(self, seq: Sequence) -> None:
         """Take what the sequence itself computed out of the index: its KV cannot be trusted."""
-        for block in seq.block_table[seq.num_cached_tokens // self.block_size : seq.chain.num_blocks]:
+        for block in seq.block_table[seq.num_cached_blocks : seq.chain.num_blocks]:
             self._prefixes.hide(block)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:

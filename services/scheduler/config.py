@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from services.scheduler.engine import CacheSettings
-from services.scheduler.scheduler import SchedulerPolicy
+from services.scheduler.policy import SchedulerPolicy
 from shared.config import Address, LocalAddress, ServiceSettings
 
 
@@ -19,9 +19,12 @@ class SchedulerSettings(ServiceSettings):
         default="127.0.0.1:50052", description="Address to serve on: unix:PATH, or HOST:PORT on loopback."
     )
     worker: Address = Field(default="127.0.0.1:50053", description="Address of the worker service.")
+    metrics_listen: LocalAddress | None = Field(
+        default=None, description="Address to serve metrics for Prometheus on, as GET /metrics over HTTP."
+    )
     max_num_seqs: int = Field(default=512, ge=1, le=65536, description="Most sequences that run at once.")
     max_num_batched_tokens: int = Field(
-        default=16384, ge=1, description="Most tokens computed in one step; at least the model's context."
+        default=16384, ge=1, description="Most tokens computed in one step: its token budget."
     )
     kv_cache_block_size: int = Field(default=16, description="Tokens per KV block: 1, or a multiple of 16.")
     enable_prefix_caching: bool = Field(default=True, description="Share the KV blocks of equal prefixes.")
@@ -36,6 +39,19 @@ class SchedulerSettings(ServiceSettings):
         default=2, ge=1, le=8, description="Steps sent before the first of them has returned; 1 is no overlap."
     )
 
+    enable_chunked_prefill: bool = Field(
+        default=True, description="Compute a prompt that does not fit a step's token budget over several steps."
+    )
+    enable_mixed_steps: bool = Field(
+        default=False, description="Let decodes join prefill steps, and prompts fill what they leave of the budget."
+    )
+
+    @model_validator(mode="after")
+    def _check_mixed_steps(self) -> SchedulerSettings:
+        if self.enable_mixed_steps and not self.enable_chunked_prefill:
+            raise ValueError("--enable-mixed-steps needs --enable-chunked-prefill")
+        return self
+
     @field_validator("kv_cache_block_size")
     @classmethod
     def _check_block_size(cls, value: int) -> int:
@@ -47,7 +63,12 @@ class SchedulerSettings(ServiceSettings):
     def policy(self) -> SchedulerPolicy:
         """The part that the scheduler decides by."""
         return SchedulerPolicy(
-            self.max_num_seqs, self.max_num_batched_tokens, self.scheduler_delay_factor, self.max_steps_in_flight
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            delay_factor=self.scheduler_delay_factor,
+            max_steps_in_flight=self.max_steps_in_flight,
+            enable_chunked_prefill=self.enable_chunked_prefill,
+            enable_mixed_steps=self.enable_mixed_steps,
         )
 
     @property

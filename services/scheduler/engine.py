@@ -14,6 +14,7 @@ import numpy as np
 from services.scheduler.batch import Outputs, RequestEnd, Step, StepResult
 from services.scheduler.block_manager import BlockManager
 from services.scheduler.events import (
+    AbortRequest,
     Action,
     ClientGone,
     ClientMessage,
@@ -29,9 +30,16 @@ from services.scheduler.events import (
     WorkerFacts,
     WorkerLost,
 )
-from services.scheduler.scheduler import Scheduler, SchedulerCounters, SchedulerPolicy
+from services.scheduler.policy import SchedulerCounters, SchedulerPolicy
+from services.scheduler.scheduler import Scheduler
 from services.scheduler.sequence import Sequence
-from shared.errors import DuplicateRequestError, InvalidRequestError, NotReadyError, ServiceError
+from shared.errors import (
+    AbortedByCallError,
+    DuplicateRequestError,
+    InvalidRequestError,
+    NotReadyError,
+    ServiceError,
+)
 from shared.limits import TOKEN_DTYPE, ModelLimits, check_fit, check_prompt, check_sampling
 
 
@@ -72,7 +80,7 @@ class Engine:
         self._worker: WorkerFacts | None = None
         self._scheduler: Scheduler | None = None
         self._requests: dict[tuple[int, int], Sequence] = {}
-        self._request_ids: set[str] = set()
+        self._request_id_to_seq: dict[str, Sequence] = {}
 
     @property
     def worker(self) -> WorkerFacts | None:
@@ -96,6 +104,8 @@ class Engine:
                 return self._on_client_message(event, now)
             case ClientGone(client):
                 return self._on_client_gone(client, now)
+            case AbortRequest(request_id):
+                return self._on_abort_request(request_id, now)
             case WorkerAttached(facts):
                 return self._on_worker_attached(facts)
             case WorkerLost(epoch):
@@ -118,13 +128,13 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Assert that everything the cell holds agrees."""
-        assert {seq.id for seq in self._requests.values()} == self._request_ids, "request ids"
+        assert {seq.id: seq for seq in self._requests.values()} == self._request_id_to_seq, "request ids"
         if self._scheduler is not None:
             self._scheduler.check_integrity()
 
     def _on_worker_attached(self, facts: WorkerFacts) -> list[Action]:
-        if self._policy.max_num_batched_tokens < facts.context_length:
-            # Without chunked prefill, a prompt of the full context could never be computed.
+        if not self._policy.enable_chunked_prefill and self._policy.max_num_batched_tokens < facts.context_length:
+            # A prompt of the full context could never be computed.
             return [Exit(f"max_num_batched_tokens is below the model's context of {facts.context_length}")]
         self._worker = facts
         blocks = BlockManager(
@@ -143,7 +153,7 @@ class Engine:
             ends = [RequestEnd(handle, error=error) for owner, handle in self._requests if owner == client]
             actions.append(Deliver(client, Outputs.only_ends(ends)))
         self._requests.clear()
-        self._request_ids.clear()
+        self._request_id_to_seq.clear()
         return actions
 
     def _on_step_returned(self, result: StepResult, now: float) -> list[Action]:
@@ -198,6 +208,14 @@ class Engine:
         self._abort(client, [handle for owner, handle in self._requests if owner == client], now)
         return self._send_ahead(now)
 
+    def _on_abort_request(self, request_id: str, now: float) -> list[Action]:
+        seq = self._request_id_to_seq.get(request_id)
+        if seq is None:
+            return []
+        self._abort(seq.client, [seq.handle], now)
+        end = RequestEnd(seq.handle, error=AbortedByCallError("another call aborted the request"))
+        return [Deliver(seq.client, Outputs.only_ends([end])), *self._send_ahead(now)]
+
     def _submit(self, client: int, submission: Submission, now: float) -> None:
         """Check a request and queue it.
 
@@ -207,7 +225,7 @@ class Engine:
         limits = self.model_limits
         if limits is None or self._scheduler is None:
             raise NotReadyError("no worker is attached")
-        if submission.request_id in self._request_ids:
+        if submission.request_id in self._request_id_to_seq:
             raise DuplicateRequestError("a request with this id is in flight", request_id=submission.request_id)
         prompt = np.frombuffer(submission.prompt, TOKEN_DTYPE)
         check_sampling(submission.params, limits)
@@ -217,7 +235,7 @@ class Engine:
             submission.request_id, client, submission.handle, submission.params, bytearray(submission.prompt), now
         )
         self._requests[client, submission.handle] = seq
-        self._request_ids.add(seq.id)
+        self._request_id_to_seq[seq.id] = seq
         self._scheduler.add(seq)
 
     def _abort(self, client: int, handles: Iterable[int], now: float) -> None:
@@ -233,7 +251,7 @@ class Engine:
     def _pop(self, client: int, handle: int) -> Sequence | None:
         seq = self._requests.pop((client, handle), None)
         if seq is not None:
-            self._request_ids.remove(seq.id)
+            del self._request_id_to_seq[seq.id]
         return seq
 
     def _send_ahead(self, now: float) -> list[Action]:

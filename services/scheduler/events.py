@@ -71,7 +71,14 @@ class ClientGone:
     client: int
 
 
-Event = WorkerAttached | WorkerLost | StepReturned | ClientMessage | ClientGone
+@dataclass(frozen=True, slots=True)
+class AbortRequest:
+    """Somebody wants a request, whichever client's, to end; nothing happens when none has the id."""
+
+    request_id: str
+
+
+Event = WorkerAttached | WorkerLost | StepReturned | ClientMessage | ClientGone | AbortRequest
 
 
 @dataclass(frozen=True, slots=True)

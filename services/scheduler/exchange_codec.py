@@ -15,7 +15,7 @@ from shared.rpc import to_status
 
 _HANDLE_DTYPE = np.dtype("<u4")
 
-_FINISH_REASONS = {
+FINISH_REASONS = {
     FinishReason.EOS: common_pb2.FINISH_REASON_EOS,
     FinishReason.STOP_SEQUENCE: common_pb2.FINISH_REASON_STOP_SEQUENCE,
     FinishReason.STOP_TOKEN: common_pb2.FINISH_REASON_STOP_TOKEN,
@@ -82,7 +82,7 @@ def _encode_end(end: RequestEnd) -> exchange_pb2.RequestEnd:
     assert end.finish is not None
     return exchange_pb2.RequestEnd(
         handle=end.handle,
-        finish_reason=_FINISH_REASONS[end.finish.reason],
+        finish_reason=FINISH_REASONS[end.finish.reason],
         stop_token_id=end.finish.stop_token_id,
         num_completion_tokens=end.num_completion_tokens,
     )

@@ -80,8 +80,12 @@ class Sequence:
     is_retiring: bool = False
     """Whether it gets no further row, and its last step in flight gives back what it holds."""
     block_table: list[int] = field(default_factory=list)
+    num_cached_blocks: int = 0
+    """The first blocks of its table, which it shares and did not compute."""
     chain: PrefixChain = field(default_factory=PrefixChain)
-    num_cached_tokens: int = 0
+    num_unsent_tokens: int = 0
+    """While it is prefilled in chunks: the tokens that no step has computed or is on its way to."""
+    num_first_cached_tokens: int | None = None
     first_token_time: float | None = None
     leave_time: float | None = None
     finish: Finish | None = None

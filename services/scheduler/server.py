@@ -30,6 +30,8 @@ from services.scheduler.events import (
     WorkerLost,
 )
 from services.scheduler.exchange_codec import encode_outputs
+from services.scheduler.idle_check import IdleCheck
+from services.scheduler.token_door import DOOR_CLIENT, TokenDoor
 from services.scheduler.worker_client import WorkerClient
 from shared.errors import NotReadyError, ServiceError
 from shared.health import Health
@@ -79,16 +81,18 @@ class ClientLink:
 
 
 class CellServer:
-    """Runs one engine: its links to replicas and to the worker."""
+    """Runs one engine: its links to replicas and to the worker, and its door for direct calls."""
 
     def __init__(self, settings: SchedulerSettings, instance_id: str, health: Health) -> None:
         self.instance_id = instance_id
         self.engine = Engine(settings.policy, settings.cache)
+        self.door = TokenDoor(lambda: self.engine.model_limits, self.on_event)
         self.failed = asyncio.Event()
         self._health = health
         self._clients: dict[int, ClientLink] = {}
         self._client_numbers = itertools.count(1)
         self._loop = asyncio.get_running_loop()
+        self.idle_check = IdleCheck(self.engine, self._loop)
         self._health_updates: set[asyncio.Task[None]] = set()
         attach_request = worker_pb2.AttachRequest(
             scheduler_instance_id=instance_id,
@@ -116,8 +120,10 @@ class CellServer:
 
     def on_event(self, event: Event) -> None:
         """Hand an event to the engine and do what it says."""
-        for action in self.engine.on_event(event, self._loop.time()):
+        now = self._loop.time()
+        for action in self.engine.on_event(event, now):
             self._perform(action)
+        self.idle_check.on_event(now)
         if isinstance(event, WorkerAttached | WorkerLost):
             self._on_worker_changed()
 
@@ -129,6 +135,8 @@ class CellServer:
         match action:
             case SendStep(step):
                 self._worker.send(step)
+            case Deliver(client, outputs) if client == DOOR_CLIENT:
+                self.door.deliver(outputs)
             case Deliver(client, outputs):
                 if client in self._clients:
                     response = exchange_pb2.ExchangeResponse(outputs=encode_outputs(outputs))

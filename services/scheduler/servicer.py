@@ -1,4 +1,4 @@
-"""The RPCs of the scheduler: `Exchange` with tokenizer replicas, and `GetState` for everybody."""
+"""The RPCs of the scheduler: `Exchange` with tokenizer replicas, and what `SchedulerService` has for everybody."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import grpc
-from google.protobuf.message import Message
 
 from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc
 from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -30,13 +29,15 @@ class ExchangeServicer(exchange_pb2_grpc.ExchangeServiceServicer):
 
     async def Exchange(
         self, request_iterator: AsyncIterator[exchange_pb2.ExchangeRequest], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[Message]:
+    ) -> None:
         """See exchange.proto."""
         client = self._cell.connect()
         reader = asyncio.create_task(self._read(request_iterator, client))
         try:
+            # Written, not yielded: a generator that is cancelled in the middle of a write ends only when it is
+            # collected, and the replica's requests would hold their blocks until then.
             async for message in client.messages():
-                yield message
+                await context.write(message)
         finally:
             reader.cancel()
             self._cell.disconnect(client)
@@ -51,8 +52,8 @@ class ExchangeServicer(exchange_pb2_grpc.ExchangeServiceServicer):
             client.close(None)
 
 
-class StateServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """Shows the cell to people and programs."""
+class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """Serves direct clients, and shows the cell to people and programs; the contracts are those of scheduler.proto."""
 
     def __init__(self, cell: CellServer) -> None:
         self._cell = cell
@@ -60,6 +61,19 @@ class StateServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     def add_to(self, server: grpc.aio.Server) -> None:
         """Serve on `server`."""
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, server)
+
+    async def Generate(
+        self, request: scheduler_pb2.SchedulerServiceGenerateRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        """Continue a prompt of token ids; the responses are written to `context`."""
+        await self._cell.door.generate(request, context.write)
+
+    async def Abort(
+        self, request: scheduler_pb2.AbortRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.AbortResponse:
+        """End a request by its id."""
+        self._cell.door.abort(request)
+        return scheduler_pb2.AbortResponse()
 
     async def GetState(
         self, request: scheduler_pb2.GetStateRequest, context: grpc.aio.ServicerContext

@@ -37,6 +37,8 @@ class SlotTable:
         self.num_blocks = np.zeros(num_slots, np.int32)
         self.client = np.zeros(num_slots, np.int32)
         self.handle = np.zeros(num_slots, np.uint32)
+        # Whether tokens of the prompt are still to be sent.
+        self.is_prefilling = np.zeros(num_slots, bool)
         # Placeholders: tokens that steps in flight will bring.
         self.num_in_flight = np.zeros(num_slots, np.int32)
         self.last_step_id = np.zeros(num_slots, np.int64)
@@ -71,6 +73,7 @@ class SlotTable:
         self.num_blocks[slot] = len(seq.block_table)
         self.client[slot] = seq.client
         self.handle[slot] = seq.handle
+        self.is_prefilling[slot] = bool(seq.num_unsent_tokens)
         self.num_in_flight[slot] = 0
         self._set_run_end(seq)
         self._watch(slot, watched_tokens)

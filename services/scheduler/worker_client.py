@@ -14,7 +14,7 @@ import numpy as np
 from google.rpc import error_details_pb2
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
-from services.scheduler.batch import EnteringSequence, Step, StepKind, StepResult
+from services.scheduler.batch import EnteringSequence, PrefillChunk, Step, StepKind, StepResult
 from services.scheduler.events import Event, StepReturned, WorkerAttached, WorkerFacts, WorkerLost
 from shared.errors import StaleEpochError
 from shared.limits import TOKEN_DTYPE
@@ -24,7 +24,11 @@ logger = logging.getLogger(__name__)
 
 RETRY_DELAY_S = 0.5
 
-_STEP_KINDS = {StepKind.PREFILL: worker_pb2.STEP_KIND_PREFILL, StepKind.DECODE: worker_pb2.STEP_KIND_DECODE}
+_STEP_KINDS = {
+    StepKind.PREFILL: worker_pb2.STEP_KIND_PREFILL,
+    StepKind.DECODE: worker_pb2.STEP_KIND_DECODE,
+    StepKind.MIXED: worker_pb2.STEP_KIND_MIXED,
+}
 
 
 class WorkerClient:
@@ -136,9 +140,10 @@ def encode_step(step: Step) -> worker_pb2.StepRequest:
         kind=_STEP_KINDS[batch.kind],
         leave_slots=_column(batch.leave_slots),
         enters=[_encode_entering(entering) for entering in batch.enters],
+        chunks=[_encode_chunk(chunk) for chunk in batch.chunks],
         append_slots=_column(batch.append_slots),
         append_block_ids=_column(batch.append_block_ids),
-        row_slots=batch.row_slots.astype(TOKEN_DTYPE, copy=False).tobytes() if batch.skips_rows else None,
+        decode_slots=batch.decode_slots.astype(TOKEN_DTYPE, copy=False).tobytes() if batch.skips_rows else None,
     )
 
 
@@ -158,8 +163,7 @@ def decode_result(message: worker_pb2.StepResult) -> StepResult:
 
 def _encode_entering(entering: EnteringSequence) -> worker_pb2.EnterSequence:
     return worker_pb2.EnterSequence(
-        slot=entering.slot,
-        token_ids=entering.token_bytes,
+        chunk=_encode_chunk(entering.chunk),
         num_cached_tokens=entering.num_cached_tokens,
         num_prompt_tokens=entering.num_prompt_tokens,
         block_ids=_column(entering.block_ids),
@@ -167,6 +171,12 @@ def _encode_entering(entering: EnteringSequence) -> worker_pb2.EnterSequence:
         top_k=entering.params.top_k,
         top_p=entering.params.top_p,
         seed=entering.params.seed,
+    )
+
+
+def _encode_chunk(chunk: PrefillChunk) -> worker_pb2.PrefillChunk:
+    return worker_pb2.PrefillChunk(
+        slot=chunk.slot, token_ids=chunk.token_bytes, num_later_tokens=chunk.num_later_tokens
     )
 
 

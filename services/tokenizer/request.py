@@ -6,28 +6,22 @@ anything in it.
 
 from __future__ import annotations
 
-import re
-import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.v1 import common_pb2, tokenizer_pb2
+from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.chat_template import Message
-from shared.errors import InvalidRequestError, ModelNotFoundError, RequestTooLargeError, Violation
-from shared.limits import (
-    MAX_STOP_TOKEN_IDS,
-    MAX_STOP_TOKEN_SEQUENCE_LENGTH,
-    MAX_STOP_TOKEN_SEQUENCES,
-    TOKEN_DTYPE,
-    ModelLimits,
-    SamplingParams,
-    check_fit,
-    check_prompt,
-    check_sampling,
-    default_max_tokens,
+from shared.errors import ModelNotFoundError, RequestTooLargeError, Violation
+from shared.limits import TOKEN_DTYPE, ModelLimits, SamplingParams, check_prompt
+from shared.request_fields import (
+    raise_violations,
+    read_prompt_token_ids,
+    read_request_id,
+    read_sampling,
+    resolve_max_tokens,
 )
 
 MAX_TEXT_BYTES = 3 * 1024 * 1024
@@ -36,8 +30,6 @@ MAX_MESSAGE_BYTES = 512 * 1024
 MAX_STOP_STRINGS = 8
 MAX_STOP_STRING_BYTES = 256
 MAX_ALL_STOP_STRINGS_BYTES = 1024
-
-_REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 _ROLE_NAMES: dict[int, str] = {
     tokenizer_pb2.ROLE_SYSTEM: "system",
@@ -87,13 +79,13 @@ def check_request(request: tokenizer_pb2.GenerateRequest, *, model_name: str, li
         raise ModelNotFoundError("this model is not served here", served_model=model_name)
     violations: list[Violation] = []
     checked = CheckedRequest(
-        _check_request_id(request, violations),
+        read_request_id(request.request_id if request.HasField("request_id") else None, violations),
         _check_prompt(request, limits, violations),
-        _check_sampling(request.sampling, limits, violations),
+        read_sampling(request.sampling, limits, violations),
         request.sampling.HasField("max_tokens"),
         _check_stop_strings(request.stop, violations),
     )
-    _raise_any(violations)
+    raise_violations(violations)
     return checked
 
 
@@ -110,12 +102,9 @@ def resolve_request(request: CheckedRequest, prompt_token_ids: TokenIds, limits:
         PromptTooLongError, ContextExceededError, KvCapacityExceededError: it does not fit.
     """
     check_prompt(prompt_token_ids, limits)
-    sampling = request.sampling
-    if not request.has_max_tokens:
-        # A prompt without room in the pool is refused as if one token had been asked for.
-        max_tokens = max(1, default_max_tokens(prompt_token_ids.size, limits))
-        sampling = replace(sampling, max_tokens=max_tokens)
-    check_fit(prompt_token_ids.size, sampling.max_tokens, limits)
+    sampling = resolve_max_tokens(
+        request.sampling, prompt_token_ids.size, limits, has_max_tokens=request.has_max_tokens
+    )
     return ResolvedRequest(request.request_id, prompt_token_ids.astype(TOKEN_DTYPE), sampling, request.stop_strings)
 
 
@@ -137,13 +126,8 @@ def check_chat(chat: tokenizer_pb2.Chat) -> tuple[Message, ...]:
     """
     violations: list[Violation] = []
     messages = _check_messages(chat, violations)
-    _raise_any(violations)
+    raise_violations(violations)
     return messages
-
-
-def _raise_any(violations: Sequence[Violation]) -> None:
-    if violations:
-        raise InvalidRequestError.from_violations(violations)
 
 
 def _check_text_bytes(num_bytes: int) -> None:
@@ -155,20 +139,12 @@ def _check_text_bytes(num_bytes: int) -> None:
         )
 
 
-def _check_request_id(request: tokenizer_pb2.GenerateRequest, violations: list[Violation]) -> str:
-    if not request.HasField("request_id"):
-        return secrets.token_hex(16)
-    if not _REQUEST_ID.fullmatch(request.request_id):
-        violations.append(Violation("request_id", "OUT_OF_RANGE", "must be 1 to 64 of A-Z, a-z, 0-9, _ and -"))
-    return request.request_id
-
-
 def _check_prompt(request: tokenizer_pb2.GenerateRequest, limits: ModelLimits, violations: list[Violation]) -> Prompt:
     kind = request.WhichOneof("prompt")
     if kind == "chat":
         return _check_messages(request.chat, violations)
     if kind == "tokens":
-        return _check_token_ids(request.tokens, limits, violations)
+        return read_prompt_token_ids(request.tokens.token_ids, limits, violations, field="tokens.token_ids")
     text = request.text
     check_text(text)
     if kind is None:
@@ -176,16 +152,6 @@ def _check_prompt(request: tokenizer_pb2.GenerateRequest, limits: ModelLimits, v
     elif not text:
         violations.append(Violation("text", "PROMPT_EMPTY", "at least one token is needed"))
     return text
-
-
-def _check_token_ids(tokens: common_pb2.TokenSequence, limits: ModelLimits, violations: list[Violation]) -> TokenIds:
-    # Unsigned until checked: as int32, an id of 2**31 and more would be a negative one.
-    token_ids = np.array(tokens.token_ids, np.uint32)
-    try:
-        check_prompt(token_ids, limits, field="tokens.token_ids")
-    except InvalidRequestError as error:
-        violations.extend(error.violations)
-    return token_ids
 
 
 def _check_messages(chat: tokenizer_pb2.Chat, violations: list[Violation]) -> tuple[Message, ...]:
@@ -207,30 +173,6 @@ def _check_messages(chat: tokenizer_pb2.Chat, violations: list[Violation]) -> tu
         messages.append(Message(role or "", content))
     _check_text_bytes(num_bytes)
     return tuple(messages)
-
-
-def _check_sampling(
-    sampling: common_pb2.SamplingParams, limits: ModelLimits, violations: list[Violation]
-) -> SamplingParams:
-    # One more than may be is enough to have a list refused.
-    sequences = sampling.stop_token_sequences[: MAX_STOP_TOKEN_SEQUENCES + 1]
-    params = SamplingParams(
-        max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else 1,
-        temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
-        seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
-        ignore_eos=sampling.ignore_eos,
-        stop_token_ids=tuple(sampling.stop_token_ids[: MAX_STOP_TOKEN_IDS + 1]),
-        stop_token_sequences=tuple(
-            tuple(sequence.token_ids[: MAX_STOP_TOKEN_SEQUENCE_LENGTH + 1]) for sequence in sequences
-        ),
-    )
-    try:
-        check_sampling(params, limits)
-    except InvalidRequestError as error:
-        violations.extend(error.violations)
-    return params
 
 
 def _check_stop_strings(stops: Sequence[str], violations: list[Violation]) -> tuple[str, ...]:

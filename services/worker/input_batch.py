@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from services.worker.block_tables import BlockTables
 from services.worker.sampler import SamplingRows
-from services.worker.step import EnteringSequence, Int32Column, Step, StepKind
+from services.worker.step import EnteringSequence, Int32Column, PrefillChunk, Step, StepKind
 from shared.errors import StepMismatchError
 
 _NO_SLOTS = np.empty(0, dtype=np.int32)
@@ -37,26 +37,28 @@ class BatchLimits:
 class StepInput:
     """What one step computes, in host arrays that belong to it alone.
 
-    Row i computes the tokens [cu_seqlens_q[i], cu_seqlens_q[i + 1]); one token is sampled per row.
+    Sequence i computes the tokens [cu_seqlens_q[i], cu_seqlens_q[i + 1]). A token is sampled for those that are
+    complete: the result's rows.
     """
 
-    is_prefill: bool
-    slots: Int32Column  # [num_rows]
+    is_prefill: bool  # whether any tokens are a prompt's
+    row_slots: Int32Column  # [num_rows]
+    row_indexes: npt.NDArray[np.int64] | None  # [num_rows], which sequences they are; None: all, in order
     token_ids: npt.NDArray[np.int64]  # [num_tokens]
     positions: npt.NDArray[np.int64]  # [num_tokens], each token's place in its sequence
     slot_mapping: npt.NDArray[np.int64]  # [num_tokens], block_id * block_size + offset
-    block_tables: Int32Column  # [num_rows, most blocks of a row], 0 behind a row's last block
-    context_lens: Int32Column  # [num_rows], this step's tokens included
-    query_lens: Int32Column  # [num_rows], this step's tokens
-    cu_seqlens_q: Int32Column  # [num_rows + 1]
-    sampling: SamplingRows
+    block_tables: Int32Column  # [num_seqs, most blocks of one], 0 behind a sequence's last block
+    context_lens: Int32Column  # [num_seqs], this step's tokens included
+    query_lens: Int32Column  # [num_seqs], this step's tokens
+    cu_seqlens_q: Int32Column  # [num_seqs + 1]
+    sampling: SamplingRows  # of the rows
 
 
 class InputBatch:
     """The sequences of one epoch by slot: lengths, last tokens, block tables, sampling parameters.
 
     Invariant: `num_tokens` of a slot counts the tokens known, the sampled ones included; after a step the KV of
-    all but the last is in the cache.
+    all but the last is in the cache, and of all while `num_later` more tokens of the prompt are to come.
     """
 
     def __init__(self, limits: BatchLimits) -> None:
@@ -66,6 +68,7 @@ class InputBatch:
         self._order = _NO_SLOTS
         self._is_used = np.zeros(num_slots, dtype=np.bool_)
         self._num_tokens = np.zeros(num_slots, dtype=np.int32)
+        self._num_later = np.zeros(num_slots, dtype=np.int32)
         self._last_token = np.zeros(num_slots, dtype=np.int32)
         self._temperature = np.zeros(num_slots, dtype=np.float32)
         self._top_k = np.zeros(num_slots, dtype=np.int32)
@@ -89,11 +92,20 @@ class InputBatch:
             StepMismatchError: the step does not fit; the batch must not be used again.
         """
         self._leave(step.leave_slots)
+        decode_slots = self._decode_slots(step)
         self._enter(step.enters)
         self._append_blocks(step.append_slots, step.append_block_ids)
-        if step.kind is StepKind.PREFILL:
-            return self._prefill_input(step)
-        return self._decode_input(step)
+        chunks = (*step.chunks, *(enter.chunk for enter in step.enters))
+        _require(bool(chunks) is (step.kind is not StepKind.DECODE), "the step's kind does not fit its prompts")
+        num_tokens = len(decode_slots) + sum(len(chunk.token_ids) for chunk in chunks)
+        _require(
+            0 < num_tokens <= self._limits.max_num_batched_tokens,
+            "the number of tokens is out of range",
+            limit=self._limits.max_num_batched_tokens,
+        )
+        for chunk in chunks:
+            self._extend(chunk)
+        return self._make_input(decode_slots, chunks)
 
     def record_sampled(self, slots: Int32Column, token_ids: Int32Column) -> None:
         """Put one sampled token behind each row's sequence: the input of its next decode step."""
@@ -111,21 +123,19 @@ class InputBatch:
     def _enter(self, enters: Sequence[EnteringSequence]) -> None:
         if not enters:
             return
-        _require(
-            sum(len(enter.token_ids) for enter in enters) <= self._limits.max_num_batched_tokens,
-            "more tokens than one step may compute",
-            limit=self._limits.max_num_batched_tokens,
-        )
         for enter in enters:
             self._check_enter(enter)
-            self._is_used[enter.slot] = True
-            self._num_tokens[enter.slot] = enter.num_cached_tokens + len(enter.token_ids)
-            self._tables.set(enter.slot, enter.block_ids)
-            self._temperature[enter.slot] = enter.temperature
-            self._top_k[enter.slot] = enter.top_k
-            self._top_p[enter.slot] = enter.top_p
-            self._seed[enter.slot] = enter.seed
-        self._order = np.concatenate([self._order, np.array([enter.slot for enter in enters], dtype=np.int32)])
+            slot = enter.chunk.slot
+            self._is_used[slot] = True
+            # Until `_extend` takes the chunk in, all its tokens are later ones.
+            self._num_tokens[slot] = enter.num_cached_tokens
+            self._num_later[slot] = len(enter.chunk.token_ids) + enter.chunk.num_later_tokens
+            self._tables.set(slot, enter.block_ids)
+            self._temperature[slot] = enter.temperature
+            self._top_k[slot] = enter.top_k
+            self._top_p[slot] = enter.top_p
+            self._seed[slot] = enter.seed
+        self._order = np.concatenate([self._order, np.array([enter.chunk.slot for enter in enters], dtype=np.int32)])
 
     def _append_blocks(self, slots: Int32Column, block_ids: Int32Column) -> None:
         _require(len(slots) == len(block_ids), "append_slots and append_block_ids differ in length")
@@ -133,34 +143,46 @@ class InputBatch:
             self._check_used("append_slots", slots, may_repeat=True)
             self._tables.append(slots, block_ids)
 
-    def _prefill_input(self, step: Step) -> StepInput:
-        _require(bool(step.enters), "a prefill step without sequences that enter")
-        _require(step.row_slots is None, "row_slots in a prefill step")
-        return self._make_input(
-            is_prefill=True,
-            slots=self._order[-len(step.enters) :],
-            token_ids=np.concatenate([enter.token_ids for enter in step.enters]),
-            query_lens=np.array([len(enter.token_ids) for enter in step.enters], dtype=np.int32),
-        )
+    def _decode_slots(self, step: Step) -> Int32Column:
+        """The sequences that are decoded; those that enter have no sampled token yet that they could start from."""
+        if step.kind is StepKind.PREFILL:
+            _require(step.decode_slots is None, "decode_slots in a prefill step")
+            return _NO_SLOTS
+        slots: Int32Column = self._order[self._num_later[self._order] == 0]
+        if step.decode_slots is not None:
+            slots = step.decode_slots
+            self._check_used("decode_slots", slots)
+            _require(not self._num_later[slots].any(), "a sequence is decoded before its prompt is complete")
+        _require(len(slots) > 0, "no sequence to decode")
+        return slots
 
-    def _decode_input(self, step: Step) -> StepInput:
-        # A sequence that enters has no sampled token yet that a decode could start from.
-        _require(not step.enters, "sequences enter in a decode step")
-        slots = self._order
-        if step.row_slots is not None:
-            slots = step.row_slots
-            self._check_used("row_slots", slots)
-        _require(0 < len(slots) <= self._limits.max_num_batched_tokens, "the number of rows is out of range")
-        return self._make_input(
-            is_prefill=False,
-            slots=slots,
-            token_ids=self._last_token[slots],
-            query_lens=np.ones(len(slots), dtype=np.int32),
+    def _extend(self, chunk: PrefillChunk) -> None:
+        """Take the next tokens of a prompt in."""
+        slot, num_new = chunk.slot, len(chunk.token_ids)
+        self._check_used("chunks", np.array([slot]))
+        _require(0 < num_new <= self._num_later[slot], "a chunk does not fit its prompt", slot=slot)
+        _require(num_new + chunk.num_later_tokens == self._num_later[slot], "a prompt changed its length", slot=slot)
+        _require(
+            bool(0 <= chunk.token_ids.min() <= chunk.token_ids.max() < self._limits.logits_width),
+            "a token id is out of range",
+            slot=slot,
+            limit=self._limits.logits_width,
         )
+        self._num_tokens[slot] += num_new
+        self._num_later[slot] = chunk.num_later_tokens
 
-    def _make_input(
-        self, *, is_prefill: bool, slots: Int32Column, token_ids: Int32Column, query_lens: Int32Column
-    ) -> StepInput:
+    def _make_input(self, decode_slots: Int32Column, chunks: Sequence[PrefillChunk]) -> StepInput:
+        slots, token_ids = decode_slots, self._last_token[decode_slots]
+        query_lens = np.ones(len(decode_slots), dtype=np.int32)
+        row_indexes: npt.NDArray[np.int64] | None = None
+        if chunks:
+            slots = np.concatenate([slots, np.array([chunk.slot for chunk in chunks], dtype=np.int32)])
+            _require(len(np.unique(slots)) == len(slots), "a slot stands in the step twice")
+            token_ids = np.concatenate([token_ids, *(chunk.token_ids for chunk in chunks)])
+            lengths = np.array([len(chunk.token_ids) for chunk in chunks], dtype=np.int32)
+            query_lens = np.concatenate([query_lens, lengths])
+            row_indexes = np.flatnonzero(self._num_later[slots] == 0)
+        row_slots = slots if row_indexes is None else slots[row_indexes]
         block_size = self._limits.block_size
         context_lens = self._num_tokens[slots]
         longest = int(context_lens.max())
@@ -180,8 +202,9 @@ class InputBatch:
         positions = np.arange(len(token_ids), dtype=np.int64) + np.repeat(context_lens - cu_seqlens_q[1:], query_lens)
         block_ids = self._tables.ids_at(np.repeat(slots, query_lens), positions // block_size)
         return StepInput(
-            is_prefill=is_prefill,
-            slots=slots,
+            is_prefill=bool(chunks),
+            row_slots=row_slots,
+            row_indexes=row_indexes,
             token_ids=token_ids.astype(np.int64),
             positions=positions,
             slot_mapping=block_ids * np.int64(block_size) + positions % block_size,
@@ -190,11 +213,11 @@ class InputBatch:
             query_lens=query_lens,
             cu_seqlens_q=cu_seqlens_q,
             sampling=SamplingRows(
-                temperature=self._temperature[slots],
-                top_k=self._top_k[slots],
-                top_p=self._top_p[slots],
-                seed=self._seed[slots],
-                position=context_lens.astype(np.int64),
+                temperature=self._temperature[row_slots],
+                top_k=self._top_k[row_slots],
+                top_p=self._top_p[row_slots],
+                seed=self._seed[row_slots],
+                position=self._num_tokens[row_slots].astype(np.int64),
             ),
         )
 
@@ -206,17 +229,11 @@ class InputBatch:
 
     def _check_enter(self, enter: EnteringSequence) -> None:
         limits = self._limits
-        slot, token_ids = enter.slot, enter.token_ids
-        num_tokens = enter.num_cached_tokens + len(token_ids)
+        slot = enter.chunk.slot
+        num_tokens = enter.num_cached_tokens + len(enter.chunk.token_ids) + enter.chunk.num_later_tokens
         _require(0 <= slot < limits.max_num_seqs, "a slot is out of range", slot=slot, limit=limits.max_num_seqs)
         _require(not self._is_used[slot], "a sequence enters a slot that is not free", slot=slot)
-        _require(len(token_ids) > 0, "a sequence enters without a token to compute", slot=slot)
-        _require(
-            bool(0 <= token_ids.min() <= token_ids.max() < limits.logits_width),
-            "a token id is out of range",
-            slot=slot,
-            limit=limits.logits_width,
-        )
+        _require(len(enter.chunk.token_ids) > 0, "a sequence enters without a token to compute", slot=slot)
         _require(num_tokens <= limits.context_length, "a sequence is longer than the context", slot=slot)
         _require(
             enter.num_cached_tokens >= 0 and enter.num_cached_tokens % limits.block_size == 0,
@@ -224,6 +241,7 @@ class InputBatch:
             slot=slot,
         )
         _require(0 < enter.num_prompt_tokens <= num_tokens, "num_prompt_tokens is out of range", slot=slot)
+        _require(num_tokens <= len(enter.block_ids) * limits.block_size, "a block table is too short", slot=slot)
         is_sampling_good = (
             math.isfinite(enter.temperature)
             and enter.temperature >= 0.0

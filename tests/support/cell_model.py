@@ -47,6 +47,7 @@ class HeldSequence:
     num_computed: int
     last_token: int
     seed: int
+    num_later: int
 
 
 @dataclass
@@ -64,27 +65,34 @@ class WorkerModel:
         batch = step.batch
         for slot in batch.leave_slots:
             del self.batch[slot]
-        rows = [self._enter(entering) for entering in batch.enters]
+        decodes = [slot for slot, held in self.batch.items() if not held.num_later]
+        if batch.skips_rows:
+            decodes = batch.decode_slots.tolist()
+        for entering in batch.enters:
+            self._enter(entering)
         for slot, block in zip(batch.append_slots, batch.append_block_ids, strict=True):
             self.batch[slot].blocks.append(block)
-        if batch.kind is StepKind.DECODE:
-            rows = batch.row_slots.tolist() if batch.skips_rows else list(self.batch)
-            for slot in rows:
-                self._compute(self.batch[slot], [self.batch[slot].last_token])
+        rows = decodes if batch.kind is not StepKind.PREFILL else []
+        for slot in rows:
+            self._compute(self.batch[slot], [self.batch[slot].last_token])
+        for chunk in [*batch.chunks, *(entering.chunk for entering in batch.enters)]:
+            held = self.batch[chunk.slot]
+            self._compute(held, np.frombuffer(chunk.token_bytes, TOKEN_DTYPE).tolist())
+            held.num_later = chunk.num_later_tokens
+        rows += [chunk.slot for chunk in batch.chunks if not chunk.num_later_tokens]
+        rows += [entering.chunk.slot for entering in batch.enters if not entering.chunk.num_later_tokens]
         tokens = list(self._draw(rows))
         self.last_rows = rows
         return StepResult(step.epoch, step.step_id, np.array(tokens, np.int32), np.empty(0, np.int32))
 
-    def _enter(self, entering: EnteringSequence) -> int:
-        assert entering.slot not in self.batch, "a slot is entered twice"
-        tokens = np.frombuffer(entering.token_bytes, TOKEN_DTYPE).tolist()
-        assert tokens, "nothing to compute"
-        held = HeldSequence(list(entering.block_ids), entering.num_cached_tokens, tokens[-1], entering.params.seed)
-        self._compute(held, tokens)
-        self.batch[entering.slot] = held
-        return entering.slot
+    def _enter(self, entering: EnteringSequence) -> None:
+        slot = entering.chunk.slot
+        assert slot not in self.batch, "a slot is entered twice"
+        num_cached = entering.num_cached_tokens
+        self.batch[slot] = HeldSequence(list(entering.block_ids), num_cached, 0, entering.params.seed, 1)
 
     def _compute(self, held: HeldSequence, tokens: list[int]) -> None:
+        assert tokens, "nothing to compute"
         state = self._state(held, held.num_computed - 1) if held.num_computed else 0
         for token_id in tokens:
             state = chain(state, token_id)

@@ -34,7 +34,7 @@ class Client:
 
     def __init__(self, tokenizer: Any, scheduler: Any) -> None:
         self.tokenizer = tokenizer
-        self._scheduler = scheduler
+        self.scheduler = scheduler
 
     async def generate(self, request: tokenizer_pb2.GenerateRequest, *, deadline_s: float | None = None) -> Completion:
         """Send one request and collect its answer.
@@ -61,7 +61,7 @@ class Client:
 
     async def state(self) -> scheduler_pb2.GetStateResponse:
         """The scheduler's state."""
-        state: scheduler_pb2.GetStateResponse = await self._scheduler.GetState(scheduler_pb2.GetStateRequest())
+        state: scheduler_pb2.GetStateResponse = await self.scheduler.GetState(scheduler_pb2.GetStateRequest())
         return state
 
     async def wait_until_idle(self) -> scheduler_pb2.GetStateResponse:

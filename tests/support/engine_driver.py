@@ -19,7 +19,7 @@ from services.scheduler.events import (
     WorkerAttached,
     WorkerFacts,
 )
-from services.scheduler.scheduler import SchedulerPolicy
+from services.scheduler.policy import SchedulerPolicy
 from shared.limits import TOKEN_DTYPE, SamplingParams
 from tests.support.cell_model import VOCABULARY, WorkerModel
 

@@ -8,12 +8,16 @@ import grpc
 import numpy as np
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
-from services.scheduler.batch import EnteringSequence, ScheduledBatch, Step, StepKind
+from services.scheduler.batch import EnteringSequence, PrefillChunk, ScheduledBatch, Step, StepKind
 from shared.errors import StaleEpochError
 from shared.limits import TOKEN_DTYPE, SamplingParams
 from tests.support.cell_model import VOCABULARY, WorkerModel
 
-_KINDS = {worker_pb2.STEP_KIND_PREFILL: StepKind.PREFILL, worker_pb2.STEP_KIND_DECODE: StepKind.DECODE}
+_KINDS = {
+    worker_pb2.STEP_KIND_PREFILL: StepKind.PREFILL,
+    worker_pb2.STEP_KIND_DECODE: StepKind.DECODE,
+    worker_pb2.STEP_KIND_MIXED: StepKind.MIXED,
+}
 
 
 def column(data: bytes) -> list[int]:
@@ -69,8 +73,7 @@ class WorkerPeer(worker_pb2_grpc.WorkerServiceServicer):
 def _decode_step(request: worker_pb2.StepRequest) -> Step:
     enters = [
         EnteringSequence(
-            enter.slot,
-            enter.token_ids,
+            _decode_chunk(enter.chunk),
             enter.num_cached_tokens,
             enter.num_prompt_tokens,
             column(enter.block_ids),
@@ -78,12 +81,21 @@ def _decode_step(request: worker_pb2.StepRequest) -> Step:
         )
         for enter in request.enters
     ]
+    # The worker derives its rows; it does not read them.
     batch = ScheduledBatch(
         _KINDS[request.kind],
-        np.array([enter.slot for enter in enters], np.int32),
-        column(request.leave_slots),
-        enters,
-        column(request.append_slots),
-        column(request.append_block_ids),
+        row_slots=np.empty(0, np.int32),
+        decode_slots=np.frombuffer(request.decode_slots, TOKEN_DTYPE),
+        partial_slots=[],
+        leave_slots=column(request.leave_slots),
+        chunks=[_decode_chunk(chunk) for chunk in request.chunks],
+        enters=enters,
+        append_slots=column(request.append_slots),
+        append_block_ids=column(request.append_block_ids),
+        skips_rows=request.HasField("decode_slots"),
     )
     return Step(request.epoch, request.step_id, batch)
+
+
+def _decode_chunk(chunk: worker_pb2.PrefillChunk) -> PrefillChunk:
+    return PrefillChunk(chunk.slot, chunk.token_ids, chunk.num_later_tokens)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lockstep.internal.v1 import worker_pb2
-from services.worker.step import EnteringSequence, Int32Column, Step, StepKind
+from services.worker.step import EnteringSequence, Int32Column, PrefillChunk, Step, StepKind
 
 EPOCH = 1
 WIRE_DTYPE = np.dtype("<i4")
@@ -35,15 +35,15 @@ def make_enter(
     block_ids: Sequence[int],
     *,
     num_cached_tokens: int = 0,
+    num_later_tokens: int = 0,
     temperature: float = 0.0,
     seed: int = 0,
 ) -> EnteringSequence:
     """A sequence that enters; its uncached tokens are all prompt."""
     return EnteringSequence(
-        slot=slot,
-        token_ids=column(token_ids),
+        chunk=make_chunk(slot, token_ids, num_later_tokens),
         num_cached_tokens=num_cached_tokens,
-        num_prompt_tokens=num_cached_tokens + len(token_ids),
+        num_prompt_tokens=num_cached_tokens + len(token_ids) + num_later_tokens,
         block_ids=column(block_ids),
         temperature=temperature,
         top_k=0,
@@ -52,11 +52,30 @@ def make_enter(
     )
 
 
+def make_chunk(slot: int, token_ids: Sequence[int], num_later_tokens: int = 0) -> PrefillChunk:
+    """The next tokens of a prompt."""
+    return PrefillChunk(slot, column(token_ids), num_later_tokens)
+
+
 def prefill_step(
-    *enters: EnteringSequence, leave: Sequence[int] = (), append: Sequence[tuple[int, int]] = (), step_id: int = 1
+    *enters: EnteringSequence,
+    chunks: Sequence[PrefillChunk] = (),
+    leave: Sequence[int] = (),
+    append: Sequence[tuple[int, int]] = (),
+    step_id: int = 1,
 ) -> Step:
-    """A step that computes the sequences that enter; `append` holds (slot, block id) pairs."""
-    return _make_step(StepKind.PREFILL, enters, leave, append, step_id, None)
+    """A step that computes chunks and the sequences that enter; `append` holds (slot, block id) pairs."""
+    return _make_step(StepKind.PREFILL, enters, tuple(chunks), leave, append, step_id, None)
+
+
+def mixed_step(
+    *enters: EnteringSequence,
+    chunks: Sequence[PrefillChunk] = (),
+    rows: Sequence[int] | None = None,
+    step_id: int = 1,
+) -> Step:
+    """A step that decodes, and computes chunks and the sequences that enter."""
+    return _make_step(StepKind.MIXED, enters, tuple(chunks), (), (), step_id, rows)
 
 
 def decode_step(
@@ -67,21 +86,19 @@ def decode_step(
     step_id: int = 1,
 ) -> Step:
     """A step of one token per row."""
-    return _make_step(StepKind.DECODE, (), leave, append, step_id, rows)
+    return _make_step(StepKind.DECODE, (), (), leave, append, step_id, rows)
 
 
 def to_request(step: Step) -> worker_pb2.StepRequest:
     """The message that carries `step`."""
-    kind = worker_pb2.STEP_KIND_PREFILL if step.kind is StepKind.PREFILL else worker_pb2.STEP_KIND_DECODE
     return worker_pb2.StepRequest(
         epoch=step.epoch,
         step_id=step.step_id,
-        kind=kind,
+        kind=f"STEP_KIND_{step.kind.name}",
         leave_slots=pack(step.leave_slots),
         enters=[
             worker_pb2.EnterSequence(
-                slot=enter.slot,
-                token_ids=pack(enter.token_ids),
+                chunk=_to_message(enter.chunk),
                 num_cached_tokens=enter.num_cached_tokens,
                 num_prompt_tokens=enter.num_prompt_tokens,
                 block_ids=pack(enter.block_ids),
@@ -94,13 +111,21 @@ def to_request(step: Step) -> worker_pb2.StepRequest:
         ],
         append_slots=pack(step.append_slots),
         append_block_ids=pack(step.append_block_ids),
-        row_slots=None if step.row_slots is None else pack(step.row_slots),
+        decode_slots=None if step.decode_slots is None else pack(step.decode_slots),
+        chunks=[_to_message(chunk) for chunk in step.chunks],
     )
 
 
-def _make_step(
+def _to_message(chunk: PrefillChunk) -> worker_pb2.PrefillChunk:
+    return worker_pb2.PrefillChunk(
+        slot=chunk.slot, token_ids=pack(chunk.token_ids), num_later_tokens=chunk.num_later_tokens
+    )
+
+
+def _make_step(  # noqa: PLR0917 - a step's parts in the protocol's order
     kind: StepKind,
     enters: tuple[EnteringSequence, ...],
+    chunks: tuple[PrefillChunk, ...],
     leave: Sequence[int],
     append: Sequence[tuple[int, int]],
     step_id: int,
@@ -114,5 +139,6 @@ def _make_step(
         enters=enters,
         append_slots=column([slot for slot, _ in append]),
         append_block_ids=column([block_id for _, block_id in append]),
-        row_slots=None if rows is None else column(rows),
+        decode_slots=None if rows is None else column(rows),
+        chunks=chunks,
     )

@@ -12,11 +12,13 @@ from shared.limits import SamplingParams
 from tests.support.engine_driver import token_bytes
 from tests.unit.scheduler.test_prefix_cache import COLLIDING_A, COLLIDING_B
 
-UNLIMITED = 10**9
-
 
 def make_seq(tokens: list[int]) -> Sequence:
     return Sequence("id", 1, 1, SamplingParams(max_tokens=1), bytearray(token_bytes(tokens)), 0.0)
+
+
+def allocate(manager: BlockManager, seq: Sequence) -> bool:
+    return manager.try_allocate(seq, manager.find_prefix(seq))
 
 
 def tokens_of(*blocks: int, block_size: int = 16, tail: int = 1) -> list[int]:
@@ -27,73 +29,73 @@ def tokens_of(*blocks: int, block_size: int = 16, tail: int = 1) -> list[int]:
 def test_failed_allocate_changes_nothing() -> None:
     manager = BlockManager(num_blocks=1, block_size=4)
     seq = make_seq(list(range(9)))
-    assert not manager.try_allocate(seq, UNLIMITED)
+    assert not allocate(manager, seq)
     assert (seq.block_table, manager.num_free_blocks) == ([], 1)
 
 
 def test_failed_append_changes_nothing() -> None:
     manager = BlockManager(num_blocks=1, block_size=4)
     seq = make_seq([1, 2, 3, 4])
-    assert manager.try_allocate(seq, UNLIMITED)
+    assert allocate(manager, seq)
     assert manager.try_append(seq) is None
     assert len(seq.block_table) == 1
 
 
-def test_a_prompt_above_the_budget_is_not_allocated_unless_its_prefix_is_cached() -> None:
+def test_a_cached_prefix_is_shared() -> None:
     manager = BlockManager(num_blocks=8, block_size=16)
     first = make_seq(tokens_of(1, 2))
-    assert not manager.try_allocate(first, 32)
-    assert manager.try_allocate(first, 33)
+    assert allocate(manager, first)
     manager.publish(first, 33)
     second = make_seq(tokens_of(1, 2, tail=3))
-    assert manager.try_allocate(second, 3)
-    assert second.num_cached_tokens == 32
+    assert manager.find_prefix(second).num_tokens == 32
+    assert allocate(manager, second)
     assert second.block_table[:2] == first.block_table[:2]
+    assert [manager.num_exclusive_blocks(seq) for seq in (first, second)] == [1, 1]
 
 
 def test_revived_blocks_count_as_taken() -> None:
     manager = BlockManager(num_blocks=3, block_size=16)
     first = make_seq(tokens_of(1, 2))
-    assert manager.try_allocate(first, UNLIMITED)
+    assert allocate(manager, first)
     manager.publish(first, 33)
     manager.free(first)
     # Three blocks are free, but two of them are the cached prefix and two more are needed.
-    assert not manager.try_allocate(make_seq(tokens_of(1, 2, 3)), UNLIMITED)
+    assert not allocate(manager, make_seq(tokens_of(1, 2, 3)))
     manager.check_integrity([])
 
 
 def test_blank_blocks_are_reused_before_cached_ones_and_a_tail_before_its_head() -> None:
     manager = BlockManager(num_blocks=4, block_size=16)
     first = make_seq(tokens_of(1, 2, 3))
-    assert manager.try_allocate(first, UNLIMITED)
+    assert allocate(manager, first)
     manager.publish(first, 49)
     manager.free(first)
     assert (manager.num_free_blocks, manager.num_cached_blocks) == (4, 3)
     other = make_seq(tokens_of(7, tail=1))
-    assert manager.try_allocate(other, UNLIMITED)
+    assert allocate(manager, other)
     # The blank block went first, then the tail of the prefix.
     again = make_seq(tokens_of(1, 2, 3))
     manager.free(other)
-    assert manager.try_allocate(again, UNLIMITED)
-    assert again.num_cached_tokens == 32
+    assert allocate(manager, again)
+    assert again.num_cached_blocks == 2
 
 
 def test_one_token_of_a_fully_cached_prompt_is_computed() -> None:
     manager = BlockManager(num_blocks=4, block_size=16)
     first = make_seq(tokens_of(1, 2, tail=0))
-    assert manager.try_allocate(first, UNLIMITED)
+    assert allocate(manager, first)
     manager.publish(first, 32)
     second = make_seq(tokens_of(1, 2, tail=0))
-    assert manager.try_allocate(second, UNLIMITED)
-    assert second.num_cached_tokens == 16
+    assert allocate(manager, second)
+    assert second.num_cached_blocks == 1
 
 
 def test_without_prefix_caching_nothing_is_shared() -> None:
     manager = BlockManager(num_blocks=8, block_size=16, enable_prefix_caching=False)
     first, second = make_seq(tokens_of(1)), make_seq(tokens_of(1))
-    assert manager.try_allocate(first, UNLIMITED)
+    assert allocate(manager, first)
     manager.publish(first, 17)
-    assert manager.try_allocate(second, UNLIMITED)
+    assert allocate(manager, second)
     assert not set(first.block_table) & set(second.block_table)
     assert manager.num_cached_blocks == 0
 
@@ -122,10 +124,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def allocate(self, blocks: list[list[int]], tail: int) -> Sequence:
         seq = make_seq([token for block in blocks for token in block] + [5] * tail)
         before = (self.manager.num_free_blocks, self.manager.num_cached_blocks)
-        if not self.manager.try_allocate(seq, UNLIMITED):
+        if not allocate(self.manager, seq):
             assert (seq.block_table, (self.manager.num_free_blocks, self.manager.num_cached_blocks)) == ([], before)
             return seq
-        num_cached = seq.num_cached_tokens // 16
+        num_cached = seq.num_cached_blocks
         for number, block in enumerate(seq.block_table):
             prefix = bytes(seq.token_bytes[: (number + 1) * 64])
             if number < num_cached:
@@ -164,10 +166,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
             return
         self.manager.publish(seq, seq.num_stored_tokens - 1)
         self.manager.free(seq)
-        assert self.manager.try_allocate(seq, UNLIMITED), "its own blocks were just freed"
-        for number in range(seq.num_cached_tokens // 16):
+        assert allocate(self.manager, seq), "its own blocks were just freed"
+        for number in range(seq.num_cached_blocks):
             assert self.written[seq.block_table[number]] == bytes(seq.token_bytes[: (number + 1) * 64])
-        for number in range(seq.num_cached_tokens // 16, len(seq.block_table)):
+        for number in range(seq.num_cached_blocks, len(seq.block_table)):
             self.written[seq.block_table[number]] = bytes(seq.token_bytes[: (number + 1) * 64])
 
     @precondition(lambda self: not self.sequences)
@@ -175,19 +177,19 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def evict_a_parent_and_compute_it_again(self, parent: list[int], child: list[int]) -> None:
         self._evict_everything()
         family, twin = make_seq([*parent, *child, 5]), make_seq([*parent, 5])
-        assert self.manager.try_allocate(family, UNLIMITED)
-        assert self.manager.try_allocate(twin, UNLIMITED)
+        assert allocate(self.manager, family)
+        assert allocate(self.manager, twin)
         # Neither found the other's parent block; the twin's is the newer one and goes away.
         self.manager.publish(family, 33)
         self.manager.publish(twin, 17)
         self.manager.free(twin)
         self._evict_everything()
         again = make_seq([*parent, 5])
-        assert self.manager.try_allocate(again, UNLIMITED)
-        assert again.num_cached_tokens == 0
+        assert allocate(self.manager, again)
+        assert again.num_cached_blocks == 0
         self.manager.publish(again, 17)
         heir = make_seq([*parent, *child, 6])
-        assert self.manager.try_allocate(heir, UNLIMITED)
+        assert allocate(self.manager, heir)
         assert heir.block_table[:2] == [again.block_table[0], family.block_table[1]]
         self.manager.check_integrity([family, again, heir])
         for seq in (family, again, heir):
@@ -197,7 +199,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def _evict_everything(self) -> None:
         """Use every free block once for something that nobody asks for again."""
         filler = make_seq([7] * (16 * self.manager.num_free_blocks))
-        assert self.manager.try_allocate(filler, UNLIMITED)
+        assert allocate(self.manager, filler)
         self.manager.free(filler)
 
     @invariant()

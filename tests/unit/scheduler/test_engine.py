@@ -20,7 +20,7 @@ from services.scheduler.events import (
     WorkerAttached,
     WorkerLost,
 )
-from services.scheduler.scheduler import SchedulerPolicy
+from services.scheduler.policy import SchedulerPolicy
 from services.scheduler.sequence import FinishReason
 from tests.support.cell_model import VOCABULARY, expected_completion
 from tests.support.engine_driver import EOS, EngineDriver, worker_facts
@@ -153,17 +153,17 @@ def test_a_pure_decode_step_carries_only_the_blocks_that_opened() -> None:
 @pytest.mark.parametrize("block_size", [1, 16, 32])
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
 @pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("seed", [5, 6])
-def test_outputs_do_not_depend_on_neighbours_blocks_caching_preemption_or_overlap(
-    block_size: int, enable_prefix_caching: bool, depth: int, seed: int
+@pytest.mark.parametrize(("budget", "mixed"), [(600, False), (48, False), (48, True)])
+def test_outputs_do_not_depend_on_neighbours_blocks_caching_preemption_overlap_or_chunks(
+    block_size: int, enable_prefix_caching: bool, depth: int, budget: int, mixed: bool
 ) -> None:
-    rng = random.Random(seed)
+    rng = random.Random(5)
     driver = EngineDriver(
         num_blocks=20 * 16 // block_size,
         block_size=block_size,
         depth=depth,
         enable_prefix_caching=enable_prefix_caching,
-        policy=SchedulerPolicy(max_num_seqs=7, max_num_batched_tokens=600),
+        policy=SchedulerPolicy(max_num_seqs=7, max_num_batched_tokens=budget, enable_mixed_steps=mixed),
     )
     requests = {}
     for handle in range(40):
@@ -451,8 +451,8 @@ def test_a_row_that_is_not_finite_fails_alone_and_its_blocks_leave_the_cache() -
     assert driver.told[1, 1].tokens == expected_completion(make_prompt(48), 0, 9)
 
 
-def test_a_context_above_the_token_budget_is_refused_at_attach() -> None:
-    driver = EngineDriver(policy=SchedulerPolicy(max_num_batched_tokens=600))
+def test_without_chunks_a_context_above_the_token_budget_is_refused_at_attach() -> None:
+    driver = EngineDriver(policy=SchedulerPolicy(max_num_batched_tokens=600, enable_chunked_prefill=False))
     actions = driver.on_event(WorkerAttached(worker_facts(context_length=601, epoch=2)))
     assert [type(action) for action in actions] == [Exit]
 
@@ -476,10 +476,109 @@ def test_prefills_come_first_and_keep_to_the_token_budget_and_the_places() -> No
     for handle, length in ((2, 300), (3, 212), (4, 1)):
         driver.submit(handle, make_prompt(length, handle), max_tokens=20)
     driver.step()
-    assert [len(entering.token_bytes) // 4 for entering in driver.sent[0].batch.enters] == [300, 212]
+    assert [len(entering.chunk.token_bytes) // 4 for entering in driver.sent[0].batch.enters] == [300, 212]
     driver.step()
     assert driver.sent[0].batch.kind is StepKind.DECODE
     assert driver.engine.state().num_waiting == 1
+
+
+def chunk_lengths(driver: EngineDriver) -> list[int]:
+    """Tokens of prompts in the oldest step in flight, chunk by chunk."""
+    batch = driver.sent[0].batch
+    chunks = [*batch.chunks, *(entering.chunk for entering in batch.enters)]
+    return [len(chunk.token_bytes) // 4 for chunk in chunks]
+
+
+def test_a_prompt_beyond_the_budget_is_computed_in_chunks_and_yields_a_token_with_the_last() -> None:
+    driver = EngineDriver(policy=SchedulerPolicy(max_num_batched_tokens=64))
+    driver.submit(1, make_prompt(150), max_tokens=3)
+    driver.submit(2, make_prompt(10, 300), max_tokens=3)
+    steps = []
+    while driver.sent:
+        steps.append((driver.sent[0].batch.kind, chunk_lengths(driver), len(driver.sent[0].batch.row_slots)))
+        driver.step()
+    prefill, decode = StepKind.PREFILL, StepKind.DECODE
+    # The rest of the last chunk's budget is the next prompt's; nobody decodes in between.
+    assert steps == [
+        (prefill, [64], 0),
+        (prefill, [64], 0),
+        (prefill, [22, 10], 2),
+        (decode, [], 2),
+        (decode, [], 2),
+    ]
+    assert driver.told[1, 1].tokens == expected_completion(make_prompt(150), 0, 3)
+
+
+def test_a_prompt_that_fits_a_step_waits_for_one_and_is_not_cut() -> None:
+    driver = EngineDriver(policy=SchedulerPolicy(max_num_batched_tokens=64))
+    driver.submit(1, make_prompt(3), max_tokens=1)
+    driver.submit(2, make_prompt(40, 300), max_tokens=1)
+    driver.submit(3, make_prompt(40, 600), max_tokens=1)
+    lengths = []
+    while driver.sent:
+        lengths.append(chunk_lengths(driver))
+        driver.step()
+    assert lengths == [[3], [40], [40]]
+
+
+def test_a_prompt_in_chunks_holds_all_its_blocks_from_the_first_one_on() -> None:
+    driver = EngineDriver(num_blocks=16, policy=SchedulerPolicy(max_num_batched_tokens=32))
+    driver.submit(1, make_prompt(200), max_tokens=2)
+    assert used_blocks(driver) == 13
+    driver.submit(2, make_prompt(100, 300), max_tokens=2)
+    driver.run()
+    assert driver.told[1, 2].tokens == expected_completion(make_prompt(100, 300), 0, 2)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("at", range(5))
+def test_a_prompt_aborted_between_chunks_gives_its_blocks_back_and_leaves_what_is_computed(depth: int, at: int) -> None:
+    driver = EngineDriver(depth=depth, policy=SchedulerPolicy(max_num_batched_tokens=32))
+    driver.submit(1, make_prompt(150), max_tokens=5)
+    for _ in range(at):
+        driver.step()
+    driver.on_event(ClientMessage(1, aborts=[1]))
+    driver.run()
+    assert used_blocks(driver) == 0
+    driver.submit(2, make_prompt(150), max_tokens=5)
+    driver.run()
+    assert driver.told[1, 2].tokens == expected_completion(make_prompt(150), 0, 5)
+    num_cached = driver.told[1, 2].num_cached_tokens
+    assert num_cached is not None
+    assert num_cached >= min(at, 4) * 32
+
+
+def test_a_preempted_prompt_in_chunks_starts_again_from_what_is_cached() -> None:
+    driver = EngineDriver(
+        num_blocks=16,
+        depth=2,
+        policy=SchedulerPolicy(max_num_batched_tokens=32, enable_mixed_steps=True),
+    )
+    driver.submit(1, make_prompt(26), max_tokens=60)
+    for _ in range(2):
+        driver.step()
+    driver.submit(2, make_prompt(210, 300), max_tokens=4)
+    driver.run()
+    assert driver.engine.state().counters.num_preemptions > 0
+    assert driver.told[1, 1].tokens == expected_completion(make_prompt(26), 0, 60)
+    assert driver.told[1, 2].tokens == expected_completion(make_prompt(210, 300), 0, 4)
+    assert driver.told[1, 2].num_cached_tokens == 0
+
+
+def test_decodes_join_a_prefill_in_mixed_steps_and_the_budget_holds() -> None:
+    driver = EngineDriver(policy=SchedulerPolicy(max_num_batched_tokens=32, enable_mixed_steps=True))
+    driver.submit(1, make_prompt(5), max_tokens=20)
+    driver.step()
+    driver.submit(2, make_prompt(70, 300), max_tokens=3)
+    driver.step()
+    kinds = []
+    while driver.sent:
+        batch = driver.sent[0].batch
+        kinds.append(batch.kind)
+        assert sum(chunk_lengths(driver)) + len(batch.decode_slots) <= 32
+        driver.step()
+    assert kinds[:4] == [StepKind.MIXED] * 3 + [StepKind.DECODE]
+    assert driver.told[1, 2].tokens == expected_completion(make_prompt(70, 300), 0, 3)
 
 
 def test_preempted_requests_wait_in_front_of_new_ones() -> None:

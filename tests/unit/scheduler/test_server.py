@@ -3,62 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 import pytest
 
-from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc
-from lockstep.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
-from services.scheduler.config import SchedulerSettings
-from services.scheduler.server import MAX_UNREAD_S, CellServer, ClientLink
-from services.scheduler.servicer import ExchangeServicer, StateServicer
+from lockstep.internal.v1 import exchange_pb2
+from lockstep.v1 import common_pb2
+from services.scheduler.server import MAX_UNREAD_S, ClientLink
 from shared.errors import NotReadyError
-from shared.health import Health
-from shared.rpc import make_channel, make_server, reason_of, status_from_rpc_error
+from shared.rpc import reason_of, status_from_rpc_error
 from tests.support.cell_model import expected_completion
 from tests.support.engine_driver import token_bytes
 from tests.support.health import check_health
+from tests.support.scheduler_shell import running_cell
 from tests.support.worker_peer import WorkerPeer, column
-
-
-@dataclass
-class Cell:
-    """A scheduler in this process, its worker, and a channel to it."""
-
-    worker: WorkerPeer
-    server: CellServer
-    channel: grpc.aio.Channel
-
-    def exchange(self) -> grpc.aio.StreamStreamCall:
-        return exchange_pb2_grpc.ExchangeServiceStub(self.channel).Exchange()
-
-    async def state(self) -> scheduler_pb2.GetStateResponse:
-        stub = scheduler_pb2_grpc.SchedulerServiceStub(self.channel)
-        state: scheduler_pb2.GetStateResponse = await stub.GetState(scheduler_pb2.GetStateRequest())
-        return state
-
-
-@asynccontextmanager
-async def running_cell(tmp_path: Path, worker: WorkerPeer | None = None) -> AsyncIterator[Cell]:
-    worker = worker or WorkerPeer()
-    worker_server = make_server(f"unix:{tmp_path}/worker", [worker], internal=True)
-    await worker_server.start()
-    settings = SchedulerSettings(listen=f"unix:{tmp_path}/scheduler", worker=f"unix:{tmp_path}/worker")
-    health = Health(())
-    cell = CellServer(settings, "instance", health)
-    server = make_server(settings.listen, [ExchangeServicer(cell), StateServicer(cell), health], internal=True)
-    await server.start()
-    link = asyncio.create_task(cell.run_worker_link())
-    async with make_channel(settings.listen, internal=True) as channel:
-        yield Cell(worker, cell, channel)
-    link.cancel()
-    await asyncio.gather(link, return_exceptions=True)
-    await server.stop(0)
-    await worker_server.stop(0)
 
 
 def submit(handle: int, prompt: list[int], max_tokens: int) -> exchange_pb2.ExchangeRequest:
@@ -170,8 +129,7 @@ async def test_a_broken_stream_aborts_the_requests_on_it(tmp_path: Path) -> None
         await other.write(request)
         tokens, _, _ = await read_outputs(other, 1)
         assert tokens == {7: expected_completion([5], 0, 3)}
-        while (await cell.state()).num_used_blocks:
-            pass
+        await cell.wait_until_free()
 
 
 @pytest.mark.parametrize("field", ["prompt_token_ids", "stop_token_ids"])

@@ -68,6 +68,16 @@ def test_services_are_linked_by_sockets_and_start_worker_first() -> None:
     ]
 
 
+def test_a_scheduler_with_an_address_is_linked_by_it() -> None:
+    settings = load_settings(ServeSettings, ["m", "--scheduler-listen=127.0.0.1:8"])
+
+    commands = {command.role: command for command in plan_services(settings, {}, Path("/run/x"))}
+
+    assert commands["scheduler"].address == "127.0.0.1:8"
+    assert "--listen=127.0.0.1:8" in commands["scheduler"].flags
+    assert "--scheduler=127.0.0.1:8" in commands["tokenizer"].flags
+
+
 def test_only_the_tokenizer_is_opened_to_other_machines() -> None:
     settings = load_settings(ServeSettings, ["m", "--insecure-bind=0.0.0.0:7"])
 

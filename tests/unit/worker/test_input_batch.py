@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +11,9 @@ from hypothesis import strategies as st
 
 from services.worker.block_tables import BlockTables
 from services.worker.input_batch import BatchLimits, InputBatch, StepInput
-from services.worker.step import EnteringSequence, Step
+from services.worker.step import EnteringSequence, PrefillChunk, Step, StepKind
 from shared.errors import StepMismatchError
-from tests.support.worker_steps import column, decode_step, make_enter, prefill_step
+from tests.support.worker_steps import column, decode_step, make_chunk, make_enter, mixed_step, prefill_step
 
 LIMITS = BatchLimits(
     max_num_seqs=6, max_num_batched_tokens=64, block_size=4, num_blocks=40, context_length=32, logits_width=100
@@ -21,15 +22,16 @@ LIMITS = BatchLimits(
 
 @dataclass
 class PlainSequence:
-    """What a reader would write down of a sequence."""
+    """What a reader would write down of a sequence; `later` are the tokens of its prompt that are still to come."""
 
     tokens: list[int]
+    later: list[int]
     blocks: list[int]
     seed: int
 
 
 def expect_rows(step_input: StepInput, sequences: dict[int, PlainSequence], query_lens: dict[int, int]) -> None:
-    """Compare a step's input with what a loop over its rows says; the rows are those of `query_lens`, in order."""
+    """Compare a step's input with what a loop says; it computes the sequences of `query_lens`, in order."""
     token_ids: list[int] = []
     positions: list[int] = []
     slot_mapping: list[int] = []
@@ -42,18 +44,22 @@ def expect_rows(step_input: StepInput, sequences: dict[int, PlainSequence], quer
     lengths = [len(sequences[slot].tokens) for slot in query_lens]
     width = max(-(-length // 4) for length in lengths)
     tables = [(sequences[slot].blocks + [0] * width)[:width] for slot in query_lens]
-    assert step_input.slots.tolist() == list(query_lens)
+    rows = [slot for slot in query_lens if not sequences[slot].later]
+    assert step_input.row_slots.tolist() == rows
     assert step_input.token_ids.tolist() == token_ids
     assert step_input.positions.tolist() == positions
     assert step_input.slot_mapping.tolist() == slot_mapping
     assert step_input.block_tables.tolist() == tables
-    assert step_input.context_lens.tolist() == step_input.sampling.position.tolist() == lengths
+    assert step_input.context_lens.tolist() == lengths
     assert step_input.query_lens.tolist() == list(query_lens.values())
     assert step_input.cu_seqlens_q.tolist() == [0, *np.cumsum(list(query_lens.values()))]
-    assert step_input.sampling.seed.tolist() == [sequences[slot].seed for slot in query_lens]
+    assert step_input.sampling.position.tolist() == [len(sequences[slot].tokens) for slot in rows]
+    assert step_input.sampling.seed.tolist() == [sequences[slot].seed for slot in rows]
+    in_order = range(len(query_lens)) if step_input.row_indexes is None else step_input.row_indexes
+    assert [list(query_lens)[index] for index in in_order] == rows
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_any_order_of_changes_gives_the_rows_that_a_plain_model_gives(data: st.DataObject) -> None:
     batch = InputBatch(LIMITS)
@@ -63,46 +69,71 @@ def test_any_order_of_changes_gives_the_rows_that_a_plain_model_gives(data: st.D
         for slot in data.draw(st.permutations(list(sequences)), label="leave")[: data.draw(st.integers(0, 2))]:
             del sequences[slot]
             leave.append(slot)
-        free = [slot for slot in range(6) if slot not in sequences]
-        num_enters = data.draw(st.integers(0, min(2, len(free))), label="enters")
-        if num_enters:
-            step, query_lens = _draw_prefill(data, sequences, free, num_enters, leave)
-        else:
-            # A sequence that fills its context gets no further row.
-            rows = [slot for slot, sequence in sequences.items() if len(sequence.tokens) <= 32]
-            if not rows:
-                continue  # Who left is told with the next step.
-            step, query_lens = _draw_decode(data, sequences, rows, leave)
+        drawn = _draw_step(data, sequences, leave)
+        if drawn is None:
+            continue  # Who left is told with the next step.
+        step, query_lens = drawn
         step_input = batch.apply(step)
         leave = []
         expect_rows(step_input, sequences, query_lens)
-        sampled = data.draw(st.lists(st.integers(0, 99), min_size=len(query_lens), max_size=len(query_lens)))
-        batch.record_sampled(step_input.slots, column(sampled))
-        for slot, token_id in zip(query_lens, sampled, strict=True):
+        num_rows = len(step_input.row_slots)
+        sampled = data.draw(st.lists(st.integers(0, 99), min_size=num_rows, max_size=num_rows))
+        batch.record_sampled(step_input.row_slots, column(sampled))
+        for slot, token_id in zip(step_input.row_slots.tolist(), sampled, strict=True):
             sequences[slot].tokens.append(token_id)
         assert batch.num_seqs == len(sequences)
 
 
-def _draw_prefill(
-    data: st.DataObject, sequences: dict[int, PlainSequence], free: list[int], num_enters: int, leave: list[int]
-) -> tuple[Step, dict[int, int]]:
-    enters: list[EnteringSequence] = []
-    query_lens: dict[int, int] = {}
-    for slot in data.draw(st.permutations(free))[:num_enters]:
-        tokens = data.draw(st.lists(st.integers(0, 99), min_size=1, max_size=31))
-        num_cached = 4 * data.draw(st.integers(0, (len(tokens) - 1) // 4))
-        num_blocks = data.draw(st.integers(-(-len(tokens) // 4), 8))
-        blocks = data.draw(st.lists(st.integers(0, 39), min_size=num_blocks, max_size=num_blocks))
-        seed = data.draw(st.integers(0, 2**64 - 1))
-        sequences[slot] = PlainSequence(tokens, blocks, seed)
-        query_lens[slot] = len(tokens) - num_cached
-        enter = make_enter(slot, tokens[num_cached:], blocks, num_cached_tokens=num_cached, seed=seed)
-        enters.append(enter)
-    return prefill_step(*enters, leave=leave), query_lens
+def _draw_step(
+    data: st.DataObject, sequences: dict[int, PlainSequence], leave: list[int]
+) -> tuple[Step, dict[int, int]] | None:
+    """A step that fits, with what each of its sequences computes, in order; `sequences` are what they are then."""
+    complete = [slot for slot, sequence in sequences.items() if not sequence.later]
+    begun = [slot for slot, sequence in sequences.items() if sequence.later]
+    free = [slot for slot in range(6) if slot not in sequences]
+    chunks = [_draw_chunk(data, sequences, slot) for slot in data.draw(st.permutations(begun))[:2]]
+    num_enters = data.draw(st.integers(0, min(1, len(free))), label="enters")
+    enters = [_draw_enter(data, sequences, slot) for slot in data.draw(st.permutations(free))[:num_enters]]
+    query_lens = {chunk.slot: len(chunk.token_ids) for chunk in (*chunks, *(enter.chunk for enter in enters))}
+    # A sequence that fills its context gets no further row.
+    rows = [slot for slot in complete if len(sequences[slot].tokens) <= 32]
+    if not query_lens:
+        return _draw_decode(data, sequences, rows, complete, leave) if rows else None
+    if not rows or not data.draw(st.booleans(), label="mixed"):
+        return prefill_step(*enters, chunks=chunks, leave=leave), query_lens
+    decode, decode_lens = _draw_decode(data, sequences, rows, complete, leave)
+    mixed = dataclasses.replace(decode, kind=StepKind.MIXED, enters=tuple(enters), chunks=tuple(chunks))
+    return mixed, decode_lens | query_lens
+
+
+def _draw_enter(data: st.DataObject, sequences: dict[int, PlainSequence], slot: int) -> EnteringSequence:
+    tokens = data.draw(st.lists(st.integers(0, 99), min_size=1, max_size=31))
+    num_cached = 4 * data.draw(st.integers(0, (len(tokens) - 1) // 4))
+    num_blocks = data.draw(st.integers(-(-len(tokens) // 4), 8))
+    blocks = data.draw(st.lists(st.integers(0, 39), min_size=num_blocks, max_size=num_blocks))
+    seed = data.draw(st.integers(0, 2**64 - 1))
+    sequences[slot] = PlainSequence(tokens[:num_cached], tokens[num_cached:], blocks, seed)
+    chunk = _draw_chunk(data, sequences, slot)
+    first = chunk.token_ids.tolist()
+    return make_enter(
+        slot, first, blocks, num_cached_tokens=num_cached, num_later_tokens=chunk.num_later_tokens, seed=seed
+    )
+
+
+def _draw_chunk(data: st.DataObject, sequences: dict[int, PlainSequence], slot: int) -> PrefillChunk:
+    sequence = sequences[slot]
+    num_tokens = data.draw(st.integers(1, min(len(sequence.later), 16)), label="chunk")
+    chunk, sequence.later = sequence.later[:num_tokens], sequence.later[num_tokens:]
+    sequence.tokens += chunk
+    return make_chunk(slot, chunk, len(sequence.later))
 
 
 def _draw_decode(
-    data: st.DataObject, sequences: dict[int, PlainSequence], rows: list[int], leave: list[int]
+    data: st.DataObject,
+    sequences: dict[int, PlainSequence],
+    rows: list[int],
+    complete: list[int],
+    leave: list[int],
 ) -> tuple[Step, dict[int, int]]:
     append: list[tuple[int, int]] = []
     for slot in rows:
@@ -115,30 +146,37 @@ def _draw_decode(
             append.append((slot, block))
     # Blocks of one slot keep their order, whatever stands between them.
     append.sort(key=lambda pair: pair[0] % 2)
-    row_slots = data.draw(st.one_of(st.none(), st.permutations(rows)), label="row_slots")
-    if row_slots is None and rows == list(sequences):
-        return decode_step(leave=leave, append=append), dict.fromkeys(sequences, 1)
-    row_slots = row_slots or rows
-    return decode_step(leave=leave, append=append, rows=row_slots), dict.fromkeys(row_slots, 1)
+    decode_slots = data.draw(st.one_of(st.none(), st.permutations(rows)), label="decode_slots")
+    if decode_slots is None and rows == complete:
+        return decode_step(leave=leave, append=append), dict.fromkeys(rows, 1)
+    decode_slots = decode_slots or rows
+    return decode_step(leave=leave, append=append, rows=decode_slots), dict.fromkeys(decode_slots, 1)
 
 
 def make_batch() -> InputBatch:
     """Slots 3 and 1, entered in that order, five and two tokens long, sampled once."""
     batch = InputBatch(LIMITS)
     step_input = batch.apply(prefill_step(make_enter(3, [1, 2, 3, 4, 5], [7, 8]), make_enter(1, [6, 7], [9])))
-    batch.record_sampled(step_input.slots, column([50, 51]))
+    batch.record_sampled(step_input.row_slots, column([50, 51]))
     return batch
 
 
 GOOD = make_enter(0, [1, 2, 3, 4, 5], [10, 11])
 
+
+def with_chunk(**changes: Any) -> EnteringSequence:
+    return dataclasses.replace(GOOD, chunk=dataclasses.replace(GOOD.chunk, **changes))
+
+
 BAD_ENTERS = {
-    "slot above the limit": dataclasses.replace(GOOD, slot=6),
-    "slot far above the limit": dataclasses.replace(GOOD, slot=2**32 - 1),
-    "slot in use": dataclasses.replace(GOOD, slot=3),
-    "no tokens": dataclasses.replace(GOOD, token_ids=column()),
-    "negative token": dataclasses.replace(GOOD, token_ids=column([1, -1])),
-    "token at the logits width": dataclasses.replace(GOOD, token_ids=column([100])),
+    "slot above the limit": with_chunk(slot=6),
+    "slot far above the limit": with_chunk(slot=2**32 - 1),
+    "slot in use": with_chunk(slot=3),
+    "no tokens": with_chunk(token_ids=column()),
+    "negative token": with_chunk(token_ids=column([1, -1])),
+    "token at the logits width": with_chunk(token_ids=column([100])),
+    "more later tokens than the table holds": with_chunk(num_later_tokens=4),
+    "more later tokens than the context": with_chunk(num_later_tokens=2**32 - 1),
     "table too short": dataclasses.replace(GOOD, block_ids=column([10])),
     "table empty": dataclasses.replace(GOOD, block_ids=column()),
     "block at the pool's size": dataclasses.replace(GOOD, block_ids=column([10, 40])),
@@ -186,7 +224,12 @@ BAD_STEPS = {
     "rows: everyone left": decode_step(leave=[1, 3]),
     "decode: a sequence enters": dataclasses.replace(decode_step(), enters=(GOOD,)),
     "prefill: nobody enters": prefill_step(),
-    "prefill: with row_slots": dataclasses.replace(prefill_step(GOOD), row_slots=column([0])),
+    "prefill: with decode_slots": dataclasses.replace(prefill_step(GOOD), decode_slots=column([0])),
+    "chunk: of a complete sequence": prefill_step(chunks=[make_chunk(3, [1])]),
+    "chunk: of no sequence": prefill_step(chunks=[make_chunk(0, [1])]),
+    "chunk: slot above the limit": prefill_step(chunks=[make_chunk(6, [1])]),
+    "mixed: without a prompt": mixed_step(),
+    "mixed: nobody to decode": dataclasses.replace(mixed_step(GOOD), leave_slots=column([3, 1])),
     "prefill: the same slot twice": prefill_step(GOOD, GOOD),
     "prefill: more tokens than the budget": prefill_step(*(make_enter(slot, [1] * 24, range(6)) for slot in (0, 2, 4))),
 }
@@ -198,10 +241,36 @@ def test_a_step_that_does_not_fit_the_batch_is_refused(step: Step) -> None:
         make_batch().apply(step)
 
 
+BAD_CHUNKS = {
+    "longer than what is left": make_chunk(0, [1, 2, 3, 4], 0),
+    "shorter, and later tokens are lost": make_chunk(0, [1], 1),
+    "no tokens": make_chunk(0, [], 3),
+    "negative token": make_chunk(0, [1, -1, 1]),
+    "token at the logits width": make_chunk(0, [100], 2),
+}
+
+
+@pytest.mark.parametrize("chunk", BAD_CHUNKS.values(), ids=BAD_CHUNKS.keys())
+def test_a_chunk_that_does_not_fit_its_prompt_is_refused(chunk: PrefillChunk) -> None:
+    batch = make_batch()
+    batch.apply(prefill_step(make_enter(0, [1, 2], [10, 11], num_later_tokens=3)))
+    with pytest.raises(StepMismatchError):
+        batch.apply(prefill_step(chunks=[chunk]))
+
+
+def test_a_sequence_is_not_decoded_before_its_prompt_is_complete() -> None:
+    batch = make_batch()
+    step_input = batch.apply(prefill_step(make_enter(0, [1, 2], [10, 11], num_later_tokens=3)))
+    assert step_input.row_slots.tolist() == []
+    assert batch.apply(decode_step()).row_slots.tolist() == [3, 1]
+    with pytest.raises(StepMismatchError):
+        batch.apply(decode_step(rows=[0]))
+
+
 def test_a_decode_whose_table_is_full_is_refused_until_it_gets_a_block() -> None:
     batch = InputBatch(LIMITS)
     step_input = batch.apply(prefill_step(make_enter(0, [1, 2, 3, 4], [5])))
-    batch.record_sampled(step_input.slots, column([9]))
+    batch.record_sampled(step_input.row_slots, column([9]))
     with pytest.raises(StepMismatchError):
         batch.apply(decode_step())
     assert batch.apply(decode_step(append=[(0, 17)])).slot_mapping.tolist() == [17 * 4]
@@ -211,7 +280,7 @@ def test_a_sequence_that_fills_the_context_is_computed_but_not_continued() -> No
     batch = InputBatch(LIMITS)
     step_input = batch.apply(prefill_step(make_enter(0, [1] * 32, range(8))))
     assert step_input.positions.tolist() == list(range(32))
-    batch.record_sampled(step_input.slots, column([9]))
+    batch.record_sampled(step_input.row_slots, column([9]))
     with pytest.raises(StepMismatchError):
         batch.apply(decode_step())
 
@@ -220,7 +289,7 @@ def test_more_rows_than_the_token_budget_are_refused() -> None:
     batch = InputBatch(dataclasses.replace(LIMITS, max_num_batched_tokens=1))
     for slot in (0, 1):
         step_input = batch.apply(prefill_step(make_enter(slot, [1], [slot])))
-        batch.record_sampled(step_input.slots, column([1]))
+        batch.record_sampled(step_input.row_slots, column([1]))
     with pytest.raises(StepMismatchError):
         batch.apply(decode_step())
 
@@ -229,24 +298,26 @@ def test_a_slot_is_entered_again_in_the_step_in_which_it_is_left() -> None:
     batch = make_batch()
     step_input = batch.apply(prefill_step(make_enter(3, [8], [20]), leave=[3]))
     assert (step_input.token_ids.tolist(), step_input.block_tables.tolist()) == ([8], [[20]])
-    batch.record_sampled(step_input.slots, column([60]))
+    batch.record_sampled(step_input.row_slots, column([60]))
     decoded = batch.apply(decode_step())
-    assert (decoded.slots.tolist(), decoded.token_ids.tolist()) == ([1, 3], [51, 60])
+    assert (decoded.row_slots.tolist(), decoded.token_ids.tolist()) == ([1, 3], [51, 60])
 
 
-def test_row_slots_hold_for_one_step_only() -> None:
+def test_decode_slots_hold_for_one_step_only() -> None:
     batch = make_batch()
-    assert batch.apply(decode_step(rows=[1])).slots.tolist() == [1]
-    assert batch.apply(decode_step()).slots.tolist() == [3, 1]
+    assert batch.apply(decode_step(rows=[1])).row_slots.tolist() == [1]
+    assert batch.apply(decode_step()).row_slots.tolist() == [3, 1]
 
 
 def test_arrays_of_a_step_do_not_change_with_the_next_one() -> None:
     batch = make_batch()
     first = batch.apply(decode_step())
-    copies = (first.token_ids.copy(), first.block_tables.copy(), first.context_lens.copy(), first.slots.copy())
-    batch.record_sampled(first.slots, column([1, 2]))
+    copies = (first.token_ids.copy(), first.block_tables.copy(), first.context_lens.copy(), first.row_slots.copy())
+    batch.record_sampled(first.row_slots, column([1, 2]))
     batch.apply(prefill_step(make_enter(3, [8], [20]), leave=[3]))
-    for array, copy in zip((first.token_ids, first.block_tables, first.context_lens, first.slots), copies, strict=True):
+    for array, copy in zip(
+        (first.token_ids, first.block_tables, first.context_lens, first.row_slots), copies, strict=True
+    ):
         np.testing.assert_array_equal(array, copy)
 
 

@@ -13,7 +13,7 @@ from services.worker.step import Step
 from shared.errors import StaleEpochError, StepMismatchError
 from tests.support.tiny_llama import write_tiny_llama
 from tests.support.worker_runner import GIB, WrappedModel, generate_alone, load_exact, make_runner
-from tests.support.worker_steps import decode_step, make_enter, prefill_step
+from tests.support.worker_steps import decode_step, make_chunk, make_enter, mixed_step, prefill_step
 
 PROMPTS = ([5, 9, 2, 44, 17], [3], [8, 1, 60, 33, 21, 4, 4, 90, 12])
 
@@ -77,6 +77,29 @@ def test_a_cached_prefix_is_read_from_the_blocks_that_another_sequence_wrote(loa
     cached = make_enter(5, prompt[8:], [10, 11, 50, 51], num_cached_tokens=8)
     assert tokens_of(runner, prefill_step(cached), decode_step(rows=[5])) == [
         [token_id] for token_id in generate_alone(loaded, prompt, 2)
+    ]
+
+
+def test_a_prompt_in_chunks_beside_decodes_gives_the_tokens_it_gives_whole(loaded: LoadedModel) -> None:
+    runner = attached(make_runner(loaded))
+    expected = [generate_alone(loaded, prompt, 4) for prompt in (PROMPTS[0], PROMPTS[2])]
+    first = make_enter(3, PROMPTS[0], range(5))
+    second = make_enter(1, PROMPTS[2][:3], range(5, 10), num_later_tokens=6)
+    tokens = tokens_of(
+        runner,
+        prefill_step(first),
+        # A step of chunks alone, none of them the last: nobody gets a token.
+        prefill_step(second),
+        mixed_step(chunks=[make_chunk(1, PROMPTS[2][3:4], 5)]),
+        mixed_step(chunks=[make_chunk(1, PROMPTS[2][4:])]),
+        decode_step(),
+    )
+    assert tokens == [
+        [expected[0][0]],
+        [],
+        [expected[0][1]],
+        [expected[0][2], expected[1][0]],
+        [expected[0][3], expected[1][1]],
     ]
 
 

@@ -1,0 +1,29 @@
+"""How the scheduler decides, and what it counts: data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerPolicy:
+    """How the scheduler decides; defaults are ATOM's, and chunks for prompts that do not fit a step."""
+
+    max_num_seqs: int = 512
+    max_num_batched_tokens: int = 16384
+    delay_factor: float = 0.0
+    max_steps_in_flight: int = 2
+    enable_chunked_prefill: bool = True
+    enable_mixed_steps: bool = False
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """What happened since the process started."""
+
+    num_prefill_steps: int = 0
+    num_decode_steps: int = 0
+    num_preemptions: int = 0
+    num_prefix_queried_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+    num_finished: int = 0

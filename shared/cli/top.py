@@ -1,0 +1,148 @@
+"""`lockstep top`: what a cell's scheduler is doing, live in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc
+from shared.cli.client import run_client
+from shared.rpc import make_channel
+
+DEFAULT_SCHEDULER = "127.0.0.1:50052"
+
+_DEADLINE_S = 5.0
+_COUNTERS = (
+    ("prefill steps", "num_prefill_steps"),
+    ("decode steps", "num_decode_steps"),
+    ("preemptions", "num_preemptions"),
+    ("requests finished", "num_finished"),
+)
+_HOME = "\x1b[H"
+_ERASE_LINE_END = "\x1b[K"
+_ERASE_BELOW = "\x1b[J"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="lockstep top", description="Show a cell's queue, KV blocks and steps, refreshed until Ctrl-C."
+    )
+    parser.add_argument(
+        "--target", default=DEFAULT_SCHEDULER, metavar="ADDRESS", help="the scheduler's address (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="between refreshes (default: %(default)g)"
+    )
+    parser.add_argument("--once", action="store_true", help="print one snapshot and exit")
+    args = parser.parse_args(argv)
+    num_snapshots = 1 if args.once else None
+    try:
+        return run_client(lambda: asyncio.run(_show(args.target, args.interval, num_snapshots)))
+    except BrokenPipeError:
+        # Whoever reads has seen enough, as `head` does. Python flushes stdout once more when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def render(
+    target: str,
+    state: scheduler_pb2.GetStateResponse,
+    before: scheduler_pb2.GetStateResponse | None = None,
+    elapsed_s: float = 1.0,
+) -> str:
+    """A snapshot as lines of text.
+
+    Args:
+        target: Where the state came from.
+        state: The state now.
+        before: An earlier state, for what happened since; None, or one of another run, leaves that column empty.
+        elapsed_s: Seconds between the two, above 0.
+    """
+    if before is not None and before.instance_id != state.instance_id:
+        before = None
+    usage = state.num_used_blocks / state.num_blocks if state.num_blocks else 0.0
+    lines = [
+        f"scheduler {target}: {'ready' if state.ready else 'no worker is attached'}",
+        "",
+        _line("requests waiting", state.num_waiting),
+        _line("requests running", state.num_running),
+        _line("KV blocks used", state.num_used_blocks, f"{usage:.1%} of {state.num_blocks}"),
+        _line("KV blocks cached", state.num_cached_blocks),
+        _line("KV blocks free", state.num_free_blocks, "cached ones included"),
+        "",
+        _line("", "since start", "" if before is None else f"last {elapsed_s:.1f} s"),
+        *(_counter_line(label, name, state, before, elapsed_s) for label, name in _COUNTERS),
+        _line("prefix hit rate", _hit_rate(state), "" if before is None else _hit_rate(state, before)),
+    ]
+    return "".join(f"{line.rstrip()}\n" for line in lines)
+
+
+async def _show(target: str, interval_s: float, num_snapshots: int | None) -> None:
+    """Print that many snapshots, or one after the other until cancelled.
+
+    Raises:
+        grpc.aio.AioRpcError: the scheduler did not answer.
+    """
+    is_terminal = sys.stdout.isatty() and num_snapshots is None
+    before: scheduler_pb2.GetStateResponse | None = None
+    before_at = 0.0
+    async with make_channel(target) as channel:
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        for number in itertools.count(1):
+            state = await stub.GetState(scheduler_pb2.GetStateRequest(), timeout=_DEADLINE_S)
+            now = time.monotonic()
+            text = render(target, state, before, now - before_at)
+            if is_terminal:
+                text = _repaint(text, is_first=number == 1)
+            elif number > 1:
+                text = f"\n{text}"
+            sys.stdout.write(text)
+            sys.stdout.flush()
+            if number == num_snapshots:
+                return
+            before, before_at = state, now
+            await asyncio.sleep(interval_s)
+
+
+def _repaint(text: str, *, is_first: bool) -> str:
+    """The text over the last one, from the top of the screen; erasing only what is left over does not flicker."""
+    clear = _HOME + _ERASE_BELOW if is_first else _HOME
+    return clear + text.replace("\n", f"{_ERASE_LINE_END}\n") + _ERASE_BELOW
+
+
+def _counter_line(
+    label: str,
+    name: str,
+    state: scheduler_pb2.GetStateResponse,
+    before: scheduler_pb2.GetStateResponse | None,
+    elapsed_s: float,
+) -> str:
+    count = getattr(state, name)
+    rate = "" if before is None else f"{(count - getattr(before, name)) / elapsed_s:.1f}/s"
+    return _line(label, count, rate)
+
+
+def _hit_rate(state: scheduler_pb2.GetStateResponse, before: scheduler_pb2.GetStateResponse | None = None) -> str:
+    """The share of asked-for tokens that were cached, since `before` or the start; `-` when none were asked for."""
+    before = before or scheduler_pb2.GetStateResponse()
+    num_queried = state.num_prefix_queried_tokens - before.num_prefix_queried_tokens
+    num_hit = state.num_prefix_hit_tokens - before.num_prefix_hit_tokens
+    return f"{num_hit / num_queried:.1%}" if num_queried else "-"
+
+
+def _line(label: str, value: object, note: str = "") -> str:
+    return f"{label:<18}{value!s:>12}   {note}"
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.1 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds, at least 0.1")
+    return value

@@ -1,0 +1,140 @@
+"""What people and programs see of a running cell: `lockstep top`, and the metrics page."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from lockstep.v1 import scheduler_pb2
+from shared.cli.top import render
+from tests.support.cell import Cell, free_port, popen_lockstep, start_cell
+from tests.support.client import connect, token_request
+
+PROMPT = list(range(1, 40))
+
+
+@dataclass
+class Watched:
+    """A cell whose scheduler and metrics have addresses of their own."""
+
+    cell: Cell
+    scheduler_address: str
+    metrics_url: str
+
+    async def serve_some(self) -> scheduler_pb2.GetStateResponse:
+        """Answer a prompt twice, the second time from the prefix cache; returns the state when all is done."""
+        async with connect(self.cell) as client:
+            for _ in range(2):
+                await client.generate(token_request(PROMPT, max_tokens=4))
+            return await client.wait_until_idle()
+
+    def scrape(self) -> dict[str, float]:
+        """The cell's samples by name, with its label's value behind it."""
+        with urllib.request.urlopen(self.metrics_url) as response:
+            families = list(text_string_to_metric_families(response.read().decode()))
+        samples = [sample for family in families for sample in family.samples]
+        return {" ".join([sample.name, *sample.labels.values()]): sample.value for sample in samples}
+
+
+@pytest.fixture(scope="module")
+def watched(tiny_model: Path) -> Iterator[Watched]:
+    """A cell of the tiny model with a small pool: its integrity is checked after a second of idleness."""
+    scheduler, metrics = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+    flags = (
+        f"--scheduler-listen={scheduler}",
+        f"--scheduler.metrics-listen={metrics}",
+        "--worker.kv-cache-num-blocks=64",
+    )
+    with start_cell(tiny_model, *flags) as cell:
+        yield Watched(cell, scheduler, f"http://{metrics}/metrics")
+
+
+def run_top(*args: str) -> subprocess.CompletedProcess[str]:
+    with popen_lockstep("top", *args) as process:
+        stdout, stderr = process.communicate()
+    return subprocess.CompletedProcess(args, process.returncode, stdout, stderr)
+
+
+def read_until(fd: int, pattern: str) -> str:
+    seen = ""
+    while not re.search(pattern, seen, re.DOTALL):
+        seen += os.read(fd, 4096).decode()
+    return seen
+
+
+async def test_the_launcher_says_where_the_scheduler_is(watched: Watched) -> None:
+    assert watched.cell.ready_line.endswith(f"scheduler on {watched.scheduler_address}\n")
+
+
+async def test_one_snapshot_says_what_the_state_says(watched: Watched) -> None:
+    state = await watched.serve_some()
+    result = run_top("--once", f"--target={watched.scheduler_address}")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == render(watched.scheduler_address, state)
+    assert state.num_prefix_hit_tokens > 0
+
+
+async def test_a_scrape_says_what_the_state_says(watched: Watched) -> None:
+    state = await watched.serve_some()
+    scraped = watched.scrape()
+    assert scraped["lockstep_worker_attached"] == 1
+    assert scraped["lockstep_steps_total prefill"] == state.num_prefill_steps > 0
+    assert scraped["lockstep_steps_total decode"] == state.num_decode_steps > 0
+    assert scraped["lockstep_requests_finished_total"] == state.num_finished > 0
+    assert scraped["lockstep_prefix_cache_hits_total"] == state.num_prefix_hit_tokens > 0
+    assert scraped["lockstep_kv_cache_blocks cached"] == state.num_cached_blocks > 0
+    assert scraped["lockstep_kv_cache_blocks blank"] == state.num_free_blocks - state.num_cached_blocks
+    assert scraped["process_resident_memory_bytes"] > 0
+
+
+async def test_an_idle_cell_checks_its_integrity(watched: Watched) -> None:
+    await watched.serve_some()
+    num_checks_before = watched.scrape()["lockstep_integrity_checks_total"]
+    while (scraped := watched.scrape())["lockstep_integrity_checks_total"] == num_checks_before:
+        assert scraped["lockstep_num_requests_running"] == 0
+    assert scraped["lockstep_integrity_failures_total"] == 0
+
+
+def test_in_a_terminal_each_snapshot_stands_over_the_last_one_until_ctrl_c(watched: Watched) -> None:
+    person, program = pty.openpty()
+    command = ("top", f"--target={watched.scheduler_address}", "--interval=0.1")
+    with popen_lockstep(*command, stdin=program, stdout=program, stderr=program) as process:
+        seen = read_until(person, r"\x1b\[H.*ready.*\x1b\[H.*last 0\.\d s.*\x1b\[H")
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 130
+    os.close(person)
+    os.close(program)
+    assert "Traceback" not in seen
+
+
+def test_in_a_pipe_snapshots_stand_one_below_the_other_until_nobody_reads(watched: Watched) -> None:
+    with popen_lockstep("top", f"--target={watched.scheduler_address}", "--interval=0.1") as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        seen = read_until(process.stdout.fileno(), r"(scheduler .*){3}")
+        process.stdout.close()
+        assert process.wait() == 0
+        assert process.stderr.read() == ""
+    assert "\x1b" not in seen
+
+
+def test_a_scheduler_that_is_not_there_is_told() -> None:
+    result = run_top("--once", f"--target=127.0.0.1:{free_port()}")
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: UNAVAILABLE: ")
+
+
+def test_a_server_that_is_no_scheduler_is_told(watched: Watched) -> None:
+    result = run_top("--once", f"--target={watched.cell.address}")
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: UNIMPLEMENTED: ")

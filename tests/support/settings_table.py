@@ -1,0 +1,99 @@
+"""The README's tables of settings, written from the configuration models: `make settings-table`.
+
+It stands here because only the tests may import every service.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from services.scheduler.config import SchedulerSettings
+from services.tokenizer.config import TokenizerSettings
+from services.worker.config import WorkerSettings
+from shared.cli.serve import ServeSettings
+from shared.config import ServiceSettings
+from tests.support.cell import ROOT
+
+README = ROOT / "README.md"
+BEGIN = "<!-- Made by `make settings-table`: change the models in services/*/config.py instead. -->\n"
+END = "<!-- The end of what `make settings-table` makes. -->\n"
+
+_TITLE_TO_MODEL: dict[str, type[ServiceSettings]] = {
+    "`lockstep serve`": ServeSettings,
+    "Tokenizer": TokenizerSettings,
+    "Scheduler": SchedulerSettings,
+    "Worker": WorkerSettings,
+}
+# What every service has, with one meaning. `listen` is not among them: each has its own default.
+_SHARED_NAMES = tuple(name for name in ServiceSettings.model_fields if name != "listen")
+
+
+def main() -> None:
+    """Bring the README up to date."""
+    README.write_text(with_tables(README.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def with_tables(readme: str) -> str:
+    """The README's text with its tables as the models say.
+
+    Raises:
+        ValueError: the text does not have the two marks, once each and in order.
+    """
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end or BEGIN in after or END in before + after:
+        raise ValueError("the README lacks the marks around its tables of settings")
+    return f"{before}{BEGIN}\n{render_tables()}{END}{after}"
+
+
+def render_tables() -> str:
+    """One table of what all services share, then one for each with its own."""
+    parts = [_table("Every service, and `lockstep serve`", ServiceSettings, _SHARED_NAMES)]
+    for title, model in _TITLE_TO_MODEL.items():
+        names = [name for name in model.model_fields if name not in _SHARED_NAMES]
+        names.sort(key=lambda name: not _is_positional(model.model_fields[name]))
+        parts.append(_table(f"{title} (`{model.model_config['env_prefix']}…`)", model, names))
+    return "".join(f"{part}\n" for part in parts)
+
+
+def _table(title: str, model: type[ServiceSettings], names: Iterable[str]) -> str:
+    rows = "".join(_row(name, model.model_fields[name]) for name in names)
+    return f"**{title}**\n\n| setting | default | meaning |\n|---|---|---|\n{rows}"
+
+
+def _row(name: str, field: FieldInfo) -> str:
+    flag = "MODEL_DIR" if _is_positional(field) else f"--{name.replace('_', '-')}"
+    choices = [f"`{value}`" for value in _choices(field.annotation)]
+    meaning = f"{field.description} One of {', '.join(choices)}." if choices else field.description
+    return f"| `{flag}` | {_default(field)} | {str(meaning).replace('|', chr(92) + '|')} |\n"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    if field.default is None:
+        return "not set"
+    if isinstance(field.default, bool):
+        return "on" if field.default else "off"
+    return f"`{field.default}`"
+
+
+def _choices(annotation: Any) -> Iterator[object]:
+    """The values of a Literal, also of one that may be None."""
+    if get_origin(annotation) is Literal:
+        yield from get_args(annotation)
+    elif get_origin(annotation) in (Union, types.UnionType):
+        for member in get_args(annotation):
+            yield from _choices(member)
+
+
+def _is_positional(field: FieldInfo) -> bool:
+    return any(getattr(entry, "__name__", "") == "_CliPositionalArg" for entry in field.metadata)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""A scrape over a real socket says what the engine's state says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from pathlib import Path
+
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from services.scheduler.engine import CacheSettings, Engine
+from services.scheduler.idle_check import IdleCheck
+from services.scheduler.metrics import make_registry
+from services.scheduler.policy import SchedulerPolicy
+from shared.metrics import serve_metrics
+from tests.support.engine_driver import EngineDriver
+
+
+async def scrape(path: Path, engine: Engine) -> list[Metric]:
+    idle_check = IdleCheck(engine, asyncio.get_running_loop())
+    async with await serve_metrics(f"unix:{path}", make_registry(engine, idle_check)):
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
+        page = (await reader.read()).decode()
+        writer.close()
+    return list(text_string_to_metric_families(page.partition("\r\n\r\n")[2]))
+
+
+def values(families: Iterable[Metric]) -> dict[str, float]:
+    """The cell's samples by name, with its label's value behind it."""
+    samples = [sample for family in families if family.name.startswith("lockstep_") for sample in family.samples]
+    return {" ".join([sample.name, *sample.labels.values()]): sample.value for sample in samples}
+
+
+async def test_values_are_those_of_the_state(tmp_path: Path) -> None:
+    driver = EngineDriver(num_blocks=8, policy=SchedulerPolicy(max_num_seqs=1))
+    driver.submit(1, list(range(1, 40)), max_tokens=4)
+    driver.run()
+    driver.submit(2, list(range(1, 40)), max_tokens=4)
+    driver.submit(3, [1, 2])
+    driver.step()
+    driver.step()
+    state = driver.engine.state()
+
+    scraped = values(await scrape(tmp_path / "metrics", driver.engine))
+
+    assert (state.num_waiting, state.num_running, state.num_used_blocks, state.counters.num_finished) == (1, 1, 3, 1)
+    assert state.num_cached_blocks + state.num_used_blocks < state.num_blocks
+    assert state.counters.num_prefix_hit_tokens == 32
+    assert scraped == {
+        "lockstep_worker_attached": 1,
+        "lockstep_num_requests_waiting": state.num_waiting,
+        "lockstep_num_requests_running": state.num_running,
+        "lockstep_requests_finished_total": state.counters.num_finished,
+        "lockstep_preemptions_total": state.counters.num_preemptions,
+        "lockstep_kv_cache_usage_ratio": state.num_used_blocks / state.num_blocks,
+        "lockstep_kv_cache_blocks used": state.num_used_blocks,
+        "lockstep_kv_cache_blocks cached": state.num_cached_blocks,
+        "lockstep_kv_cache_blocks blank": state.num_free_blocks - state.num_cached_blocks,
+        "lockstep_kv_cache_block_size_tokens": state.block_size,
+        "lockstep_prefix_cache_queries_total": state.counters.num_prefix_queried_tokens,
+        "lockstep_prefix_cache_hits_total": state.counters.num_prefix_hit_tokens,
+        "lockstep_steps_total prefill": state.counters.num_prefill_steps,
+        "lockstep_steps_total decode": state.counters.num_decode_steps,
+        "lockstep_integrity_checks_total": 0,
+        "lockstep_integrity_failures_total": 0,
+    }
+
+
+async def test_a_cell_without_a_worker_can_be_scraped(tmp_path: Path) -> None:
+    scraped = values(await scrape(tmp_path / "metrics", Engine(SchedulerPolicy(), CacheSettings())))
+    assert scraped["lockstep_worker_attached"] == 0
+    assert scraped["lockstep_kv_cache_usage_ratio"] == 0
+    assert sum(value for name, value in scraped.items() if name.startswith("lockstep_kv_cache_blocks")) == 0
+
+
+async def test_every_metric_says_what_it_is_and_the_process_has_its_own(tmp_path: Path) -> None:
+    families = await scrape(tmp_path / "metrics", Engine(SchedulerPolicy(), CacheSettings()))
+    assert [family.name for family in families if not family.documentation] == []
+    assert "process_cpu_seconds" in {family.name for family in families}

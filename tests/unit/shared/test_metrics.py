@@ -1,0 +1,128 @@
+"""The metrics page over real sockets: what it answers, and what a client cannot do to it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client.parser import text_string_to_metric_families
+
+from shared.metrics import MAX_REQUEST_BYTES, REQUEST_TIMEOUT_S, serve_metrics
+
+
+@asynccontextmanager
+async def serving(tmp_path: Path, *, request_timeout_s: float = REQUEST_TIMEOUT_S) -> AsyncIterator[Path]:
+    """A page with one gauge of value 7, on a socket."""
+    registry = CollectorRegistry()
+    Gauge("answer", "What is asked for.", registry=registry).set(7)
+    path = tmp_path / "metrics"
+    server = await serve_metrics(f"unix:{path}", registry, request_timeout_s=request_timeout_s)
+    async with server:
+        yield path
+
+
+async def exchange(path: Path, request: bytes) -> tuple[str, dict[str, str], str]:
+    """Send bytes and read to the end: status line, headers, body."""
+    reader, writer = await asyncio.open_unix_connection(path)
+    writer.write(request)
+    head, _, body = (await reader.read()).decode().partition("\r\n\r\n")
+    writer.close()
+    status, *lines = head.split("\r\n")
+    return status, dict(line.split(": ", 1) for line in lines), body
+
+
+async def test_a_get_is_answered_with_the_page_as_prometheus_reads_it(tmp_path: Path) -> None:
+    async with serving(tmp_path) as path:
+        request = b"GET /metrics?x=1 HTTP/1.1\r\nHost: a\r\nAccept: application/openmetrics-text\r\n\r\n"
+        status, headers, body = await exchange(path, request)
+    assert status == "HTTP/1.1 200 OK"
+    assert headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert headers["Content-Length"] == str(len(body))
+    assert headers["Connection"] == "close"
+    (family,) = text_string_to_metric_families(body)
+    assert (family.name, family.documentation, family.samples[0].value) == ("answer", "What is asked for.", 7.0)
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status"),
+    [
+        (b"GET / HTTP/1.1", "404 Not Found"),
+        (b"GET /metricsx HTTP/1.1", "404 Not Found"),
+        (b"POST /metrics HTTP/1.1", "405 Method Not Allowed"),
+        (b"GET /metrics HTTP/2", "400 Bad Request"),
+        (b"GET /metrics", "400 Bad Request"),
+        (b"\x16\x03\x01", "400 Bad Request"),
+        (b"", "400 Bad Request"),
+    ],
+)
+async def test_anything_else_is_refused(tmp_path: Path, request_line: bytes, status: str) -> None:
+    async with serving(tmp_path) as path:
+        status_line, headers, body = await exchange(path, request_line + b"\r\nHost: a\r\n\r\n")
+    assert (status_line, body) == (f"HTTP/1.1 {status}", "")
+    assert headers.get("Allow") == ("GET" if status.startswith("405") else None)
+
+
+async def test_a_request_without_end_is_refused_at_its_bound(tmp_path: Path) -> None:
+    async with serving(tmp_path) as path:
+        status, _, _ = await exchange(path, b"GET /metrics HTTP/1.1\r\nX: ".ljust(MAX_REQUEST_BYTES + 4, b"x"))
+    assert status == "HTTP/1.1 431 Request Header Fields Too Large"
+
+
+async def test_a_client_that_says_nothing_is_cut(tmp_path: Path) -> None:
+    async with serving(tmp_path, request_timeout_s=0.05) as path:
+        reader, writer = await asyncio.open_unix_connection(path)
+        assert await reader.read() == b""
+        writer.close()
+
+
+async def test_a_client_that_hangs_up_disturbs_nobody(tmp_path: Path) -> None:
+    problems: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
+    async with serving(tmp_path) as path:
+        for half in (b"", b"GET /met"):
+            _, writer = await asyncio.open_unix_connection(path)
+            writer.write(half)
+            writer.close()
+            await writer.wait_closed()
+        status, _, _ = await exchange(path, b"GET /metrics HTTP/1.0\r\n\r\n")
+    assert status == "HTTP/1.1 200 OK"
+    assert problems == []
+
+
+async def test_connections_are_answered_side_by_side(tmp_path: Path) -> None:
+    async with serving(tmp_path) as path:
+        _, silent = await asyncio.open_unix_connection(path)
+        status, _, _ = await exchange(path, b"GET /metrics HTTP/1.1\r\n\r\n")
+        silent.close()
+    assert status == "HTTP/1.1 200 OK"
+
+
+def on_socket(tmp_path: Path) -> str:
+    return f"unix:{tmp_path}/taken"
+
+
+def on_port(tmp_path: Path) -> str:
+    return "127.0.0.1:0"
+
+
+@pytest.mark.parametrize("address_of", [on_socket, on_port])
+async def test_a_taken_address_is_named(tmp_path: Path, address_of: Callable[[Path], str]) -> None:
+    address = address_of(tmp_path)
+    async with await serve_metrics(address, CollectorRegistry()) as first:
+        name = first.sockets[0].getsockname()  # type: ignore[attr-defined]
+        taken = address if isinstance(name, str) else f"127.0.0.1:{name[1]}"
+        with pytest.raises(RuntimeError, match=taken):
+            await serve_metrics(taken, CollectorRegistry())
+
+
+async def test_a_dead_servers_socket_is_replaced(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(tmp_path / "metrics"))
+    async with serving(tmp_path) as path:
+        status, _, _ = await exchange(path, b"GET /metrics HTTP/1.1\r\n\r\n")
+    assert status == "HTTP/1.1 200 OK"

@@ -1,0 +1,96 @@
+"""What `lockstep top` shows: a function of two states and the time between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lockstep.v1 import scheduler_pb2
+from shared.cli import top
+
+STATE = scheduler_pb2.GetStateResponse(
+    instance_id="a",
+    ready=True,
+    num_waiting=3,
+    num_running=128,
+    block_size=16,
+    num_blocks=1000,
+    num_used_blocks=250,
+    num_cached_blocks=300,
+    num_free_blocks=750,
+    num_prefill_steps=12,
+    num_decode_steps=340,
+    num_preemptions=5,
+    num_prefix_queried_tokens=1000,
+    num_prefix_hit_tokens=400,
+    num_finished=60,
+)
+
+
+def changed(**fields: Any) -> scheduler_pb2.GetStateResponse:
+    state = scheduler_pb2.GetStateResponse()
+    state.CopyFrom(STATE)
+    state.MergeFrom(scheduler_pb2.GetStateResponse(**fields))
+    return state
+
+
+def test_a_snapshot_without_an_earlier_one_has_totals_alone() -> None:
+    assert top.render("127.0.0.1:50052", STATE) == (
+        "scheduler 127.0.0.1:50052: ready\n"
+        "\n"
+        "requests waiting             3\n"
+        "requests running           128\n"
+        "KV blocks used             250   25.0% of 1000\n"
+        "KV blocks cached           300\n"
+        "KV blocks free             750   cached ones included\n"
+        "\n"
+        "                   since start\n"
+        "prefill steps               12\n"
+        "decode steps               340\n"
+        "preemptions                  5\n"
+        "requests finished           60\n"
+        "prefix hit rate          40.0%\n"
+    )
+
+
+def test_what_happened_since_the_earlier_one_is_told_by_the_second() -> None:
+    later = changed(
+        num_prefill_steps=13,
+        num_decode_steps=540,
+        num_finished=70,
+        num_prefix_queried_tokens=1200,
+        num_prefix_hit_tokens=550,
+    )
+
+    lines = top.render("x:1", later, STATE, elapsed_s=2.0).splitlines()
+
+    assert lines[-6:] == [
+        "                   since start   last 2.0 s",
+        "prefill steps               13   0.5/s",
+        "decode steps               540   100.0/s",
+        "preemptions                  5   0.0/s",
+        "requests finished           70   5.0/s",
+        "prefix hit rate          45.8%   75.0%",
+    ]
+
+
+def test_a_hit_rate_of_nothing_is_none() -> None:
+    nothing = scheduler_pb2.GetStateResponse()
+    text = top.render("x:1", nothing, nothing, elapsed_s=1.0)
+    assert text.startswith("scheduler x:1: no worker is attached\n")
+    assert "KV blocks used               0   0.0% of 0\n" in text
+    assert text.endswith("prefix hit rate              -   -\n")
+
+
+def test_a_scheduler_that_started_anew_is_not_compared_with_its_predecessor() -> None:
+    restarted = changed(instance_id="b")
+    assert top.render("x:1", restarted, STATE, elapsed_s=1.0) == top.render("x:1", restarted)
+
+
+@pytest.mark.parametrize("interval", ["0", "-1", "nan", "inf", "soon"])
+def test_an_interval_that_is_none_is_refused(interval: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        top.main([f"--interval={interval}"])
+    assert caught.value.code == 2
+    assert "--interval" in capsys.readouterr().err

@@ -1,0 +1,61 @@
+"""The README's tables of settings say what the services' models say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.cell import ROOT
+from tests.support.settings_table import BEGIN, END, README, render_tables, with_tables
+
+# Whoever writes the tables needs no torch, and need not wait for it.
+CHECK_IMPORTS = "import sys, tests.support.settings_table; print('torch' in sys.modules, 'transformers' in sys.modules)"
+
+
+def rows_of(title: str) -> Iterator[list[str]]:
+    """The cells of the table under a title."""
+    _, _, rest = render_tables().partition(f"**{title}")
+    table, _, _ = rest.partition("\n\n**")
+    for line in table.splitlines()[4:]:
+        yield [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_the_readme_is_up_to_date() -> None:
+    readme = README.read_text(encoding="utf-8")
+    assert with_tables(readme) == readme, "run `make settings-table`"
+
+
+def test_a_setting_stands_under_its_service_with_default_and_choices() -> None:
+    worker = {row[0]: row[1:] for row in rows_of("Worker")}
+    assert worker["`--ops-backend`"][0] == "`cpu`"
+    assert worker["`--ops-backend`"][1].endswith("One of `cpu`, `reference`.")
+    assert worker["`--model-dir`"][0] == "required"
+    assert worker["`--kv-cache-num-blocks`"][0] == "not set"
+    assert next(iter(rows_of("`lockstep serve`")))[0] == "`MODEL_DIR`"
+    assert {row[0]: row[1] for row in rows_of("Scheduler")}["`--enable-prefix-caching`"] == "on"
+
+
+def test_what_services_share_is_told_once() -> None:
+    assert render_tables().count("`--log-level`") == 1
+    assert render_tables().count("`--listen`") == 4
+
+
+def test_what_stands_around_the_tables_is_kept_and_an_outdated_table_goes() -> None:
+    assert with_tables(f"before\n{BEGIN}| old |\n{END}after\n") == f"before\n{BEGIN}\n{render_tables()}{END}after\n"
+
+
+@pytest.mark.parametrize("readme", ["", BEGIN, END, END + BEGIN, BEGIN + END + BEGIN + END])
+def test_a_readme_without_the_marks_is_refused(readme: str) -> None:
+    with pytest.raises(ValueError, match="marks"):
+        with_tables(readme)
+
+
+def test_the_models_are_read_without_torch() -> None:
+    command = [sys.executable, "-c", CHECK_IMPORTS]
+    result = subprocess.run(
+        command, cwd=ROOT, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}"}, capture_output=True, text=True, check=True
+    )
+    assert result.stdout == "False False\n"
