@@ -41,16 +41,25 @@ class Violation:
 class ServiceError(Exception):
     """An error with a status. Its message and values may be shown to clients: no prompt text, no paths.
 
-    `values` become the metadata of `google.rpc.ErrorInfo`, `violations` a `google.rpc.BadRequest`.
+    `values` become the metadata of `google.rpc.ErrorInfo`, `violations` a `google.rpc.BadRequest`, `retry_delay_s` a
+    `google.rpc.RetryInfo`.
     """
 
     code = ErrorCode.INTERNAL
     reason = "INTERNAL"
 
-    def __init__(self, message: str, *, violations: Sequence[Violation] = (), **values: object) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        violations: Sequence[Violation] = (),
+        retry_delay_s: float | None = None,
+        **values: object,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.violations = tuple(violations)
+        self.retry_delay_s = retry_delay_s
         self.values = {name: str(value) for name, value in values.items()}
 
 
@@ -108,6 +117,13 @@ class DuplicateRequestError(ServiceError):
 
     code = ErrorCode.ALREADY_EXISTS
     reason = "DUPLICATE_REQUEST"
+
+
+class QueueFullError(ServiceError):
+    """Too many requests wait; it carries the delay after which a retry may find room."""
+
+    code = ErrorCode.RESOURCE_EXHAUSTED
+    reason = "QUEUE_FULL"
 
 
 class NotReadyError(ServiceError):

@@ -88,7 +88,7 @@ def make_channel(address: str, *, internal: bool = False) -> grpc.aio.Channel:
 
 
 def to_status(error: ServiceError) -> status_pb2.Status:
-    """The status of an error, with ErrorInfo and, for refused fields, BadRequest."""
+    """The status of an error, with ErrorInfo and, where they say something, BadRequest and RetryInfo."""
     status = status_pb2.Status(code=error.code.value, message=error.message)
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=error.values)
     status.details.append(_pack(info))
@@ -99,6 +99,10 @@ def to_status(error: ServiceError) -> status_pb2.Status:
                 field=violation.field, reason=violation.reason, description=violation.description
             )
         status.details.append(_pack(bad_request))
+    if error.retry_delay_s is not None:
+        retry_info = error_details_pb2.RetryInfo()
+        retry_info.retry_delay.FromMilliseconds(round(error.retry_delay_s * 1000))
+        status.details.append(_pack(retry_info))
     return status
 
 

@@ -46,6 +46,13 @@ class SchedulerSettings(ServiceSettings):
         default=False, description="Let decodes join prefill steps, and prompts fill what they leave of the budget."
     )
 
+    max_waiting_requests: int = Field(
+        default=1024, ge=1, description="Most requests that wait for their first step; more are refused at once."
+    )
+    max_waiting_tokens: int = Field(
+        default=2_000_000, ge=1, description="Most prompt tokens that wait for their first step, likewise."
+    )
+
     @model_validator(mode="after")
     def _check_mixed_steps(self) -> SchedulerSettings:
         if self.enable_mixed_steps and not self.enable_chunked_prefill:
@@ -69,6 +76,8 @@ class SchedulerSettings(ServiceSettings):
             max_steps_in_flight=self.max_steps_in_flight,
             enable_chunked_prefill=self.enable_chunked_prefill,
             enable_mixed_steps=self.enable_mixed_steps,
+            max_waiting_requests=self.max_waiting_requests,
+            max_waiting_tokens=self.max_waiting_tokens,
         )
 
     @property

@@ -231,6 +231,7 @@ class Engine:
         check_sampling(submission.params, limits)
         check_prompt(prompt, limits)
         check_fit(len(prompt), submission.params.max_tokens, limits)
+        self._scheduler.waiting.check_room(len(prompt), now)
         seq = Sequence(
             submission.request_id, client, submission.handle, submission.params, bytearray(submission.prompt), now
         )

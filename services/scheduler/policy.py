@@ -15,6 +15,8 @@ class SchedulerPolicy:
     max_steps_in_flight: int = 2
     enable_chunked_prefill: bool = True
     enable_mixed_steps: bool = False
+    max_waiting_requests: int = 1024
+    max_waiting_tokens: int = 2_000_000
 
 
 @dataclass(slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 
 from services.scheduler.batch import EnteringSequence, PrefillChunk
@@ -10,6 +9,7 @@ from services.scheduler.policy import SchedulerCounters, SchedulerPolicy
 from services.scheduler.running_batch import RunningBatch
 from services.scheduler.sequence import TOKEN_BYTES, Sequence, SequenceType
 from services.scheduler.stops import watched_tokens
+from services.scheduler.waiting_queue import WaitingQueue
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class PrefillPlanner:
         eos_token_ids: frozenset[int],
         counters: SchedulerCounters,
     ) -> None:
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue(policy.max_waiting_requests, policy.max_waiting_tokens)
         self.begun: list[Sequence] = []
         self._policy = policy
         self._running = running
@@ -49,15 +49,16 @@ class PrefillPlanner:
         self._eos_token_ids = eos_token_ids
         self._counters = counters
 
-    def plan(self, budget: int, *, may_admit: bool) -> Prefill:
+    def plan(self, budget: int, now: float, *, may_admit: bool) -> Prefill:
         """Take the next chunks of prompts that have begun, then admit waiting sequences, within `budget` tokens."""
         prefill = Prefill(max(budget, 0), [], [])
         for seq in list(self.begun):
             if prefill.budget:
                 self._send_chunk(seq, prefill)
         # A slot that a step in flight still names is a place that is taken.
-        while may_admit and self.waiting and self._slots.num_free_slots and self._try_admit(self.waiting[0], prefill):
-            self.waiting.popleft()
+        while may_admit and self.waiting and self._slots.num_free_slots:
+            if not self._try_admit(prefill, now):
+                break
         return prefill
 
     def _send_chunk(self, seq: Sequence, prefill: Prefill) -> None:
@@ -68,13 +69,15 @@ class PrefillPlanner:
             self._slots.is_prefilling[seq.slot] = False
         prefill.chunks.append(PrefillChunk(seq.slot, token_bytes, seq.num_unsent_tokens))
 
-    def _try_admit(self, seq: Sequence, prefill: Prefill) -> bool:
-        """Let a waiting sequence enter with as many tokens as may be; when it returns False, nothing has changed."""
+    def _try_admit(self, prefill: Prefill, now: float) -> bool:
+        """Let the next sequence enter with as many tokens as may be; when it returns False, nothing has changed."""
+        seq = self.waiting.first
         prefix = self._blocks.find_prefix(seq)
         num_new_tokens = seq.num_stored_tokens - prefix.num_tokens
         num_tokens = self._num_tokens_to_send(num_new_tokens, prefill.budget)
         if not num_tokens or not self._blocks.try_allocate(seq, prefix):
             return False
+        self.waiting.pop_first(now)
         seq.num_unsent_tokens = num_new_tokens
         token_bytes = self._take_tokens(seq, num_tokens, prefill)
         slot = self._running.enter(seq, watched_tokens(seq.params, self._eos_token_ids))

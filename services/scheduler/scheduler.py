@@ -27,6 +27,7 @@ from services.scheduler.running_batch import RunningBatch
 from services.scheduler.sequence import Finish, FinishReason, Sequence, SequenceStatus, SequenceType
 from services.scheduler.slot_table import IntColumn
 from services.scheduler.stops import find_finish
+from services.scheduler.waiting_queue import WaitingQueue
 from shared.errors import NumericError
 
 _NO_SLOTS = np.empty(0, np.int32)
@@ -57,7 +58,7 @@ class Scheduler:
         self._last_prefill_latency = 0.0
 
     @property
-    def waiting(self) -> deque[Sequence]:
+    def waiting(self) -> WaitingQueue:
         """Sequences that wait for their first step, or to be prefilled again, the next one first."""
         return self._prefill.waiting
 
@@ -145,6 +146,7 @@ class Scheduler:
         """Assert that slots, blocks and queues agree."""
         assert all(seq.status is SequenceStatus.WAITING for seq in self.waiting), "a waiting sequence's status"
         assert all(not seq.block_table and seq.slot is None for seq in self.waiting), "a waiting sequence holds blocks"
+        self.waiting.check_integrity()
         retiring = [seq for record in self.in_flight for seq in record.retiring]
         assert self._num_parked == sum(seq.status is SequenceStatus.WAITING for seq in retiring), "parked"
         assert self._prefill.begun == [seq for seq in self._running.sequences() if seq.num_unsent_tokens], (
@@ -173,14 +175,14 @@ class Scheduler:
 
     def _plan_prefill(self, budget: int, now: float) -> Prefill:
         # A parked sequence goes to the front when its steps return: nobody overtakes it.
-        return self._prefill.plan(budget, may_admit=not self._num_parked and self._gate_is_open(now))
+        return self._prefill.plan(budget, now, may_admit=not self._num_parked and self._gate_is_open(now))
 
     def _gate_is_open(self, now: float) -> bool:
         """The delay gate: with a factor, a prefill waits a while so that more prompts share it."""
         if not self._policy.delay_factor or not self.num_running or not self.waiting:
             return True
         # Preempted sequences go back to the front by arrival, so the first is the oldest.
-        waited = now - self.waiting[0].arrive_time
+        waited = now - self.waiting.first.arrive_time
         return waited > self._policy.delay_factor * self._last_prefill_latency
 
     def _take_decode_rows(self, sitting_out: list[int]) -> IntColumn:
@@ -244,7 +246,7 @@ class Scheduler:
 
     def _requeue(self, seq: Sequence) -> None:
         self._num_parked -= 1
-        self.waiting.appendleft(seq)
+        self.waiting.push_front(seq)
 
     def _start(self, slots: IntColumn, outputs: OutputsByClient, now: float) -> None:
         """Note the first tokens among rows that have got theirs."""

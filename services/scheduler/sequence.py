@@ -94,6 +94,11 @@ class Sequence:
         self.num_prompt_tokens = self.num_stored_tokens
 
     @property
+    def was_admitted(self) -> bool:
+        """Whether it was ever scheduled."""
+        return self.num_first_cached_tokens is not None
+
+    @property
     def num_stored_tokens(self) -> int:
         """Tokens in `token_bytes`: all known ones unless it is running."""
         return len(self.token_bytes) // TOKEN_BYTES

@@ -253,4 +253,4 @@ class InputBatch:
 
 def _require(condition: bool, message: str, **values: object) -> None:
     if not condition:
-        raise StepMismatchError(message, violations=(), **values)
+        raise StepMismatchError(message, violations=(), retry_delay_s=None, **values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -37,8 +38,9 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _import(argv: Sequence[str]) -> int:
-    # The importer needs torch, which this process must not load.
-    return subprocess.run([sys.executable, "-m", "services.worker.importer", *argv], check=False).returncode
+    # The importer needs torch, which this process must not load. Its libraries' progress bars end in no newline.
+    command = [sys.executable, "-m", "services.worker.importer", *argv]
+    return subprocess.run(command, env={"TQDM_DISABLE": "1", **os.environ}, check=False).returncode
 
 
 COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {

@@ -250,6 +250,26 @@ async def test_messages_that_make_the_template_fail_are_refused(small_cell: Cell
         await client.generate(chat_request(("user", "something else"), max_tokens=2))
 
 
+async def test_a_full_queue_refuses_at_once_and_says_when_to_come_again(tiny_model: Path) -> None:
+    flags = ["--scheduler.max-num-seqs=1", "--scheduler.max-waiting-requests=1"]
+    with start_cell(tiny_model, *flags) as cell:
+        async with connect(cell) as client:
+            long = token_request([5] * 10, max_tokens=400, ignore_eos=True)
+            running = asyncio.create_task(client.generate(long))
+            await client.wait_until(lambda state: state.num_running)
+            waiting = asyncio.create_task(client.generate(token_request([6], max_tokens=2, ignore_eos=True)))
+            await client.wait_until(lambda state: state.num_waiting)
+            error = await refusal(client, token_request([7], max_tokens=2))
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            status = status_from_rpc_error(error)
+            assert reason_of(status) == "QUEUE_FULL"
+            retry_info = error_details_pb2.RetryInfo()
+            assert any(detail.Unpack(retry_info) for detail in status.details)
+            assert retry_info.retry_delay.ToMilliseconds() > 0
+            assert len((await running).token_ids) == 400
+            assert len((await waiting).token_ids) == 2
+
+
 def test_a_template_that_fails_for_a_plain_message_refuses_the_start(tmp_path: Path) -> None:
     model_dir = write_tiny_llama(tmp_path)
     (model_dir / CHAT_TEMPLATE).write_text("{{ messages.nothing.nowhere }}", encoding="utf-8")

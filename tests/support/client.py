@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,10 +66,18 @@ class Client:
 
     async def wait_until_idle(self) -> scheduler_pb2.GetStateResponse:
         """Wait until no request holds blocks or waits; fails after a minute."""
+        return await self.wait_until(
+            lambda state: not (state.num_used_blocks or state.num_waiting or state.num_running)
+        )
+
+    async def wait_until(
+        self, condition: Callable[[scheduler_pb2.GetStateResponse], object]
+    ) -> scheduler_pb2.GetStateResponse:
+        """Wait until the scheduler's state is as wanted, and return it; fails after a minute."""
         async with asyncio.timeout(60):
             while True:
                 state = await self.state()
-                if not (state.num_used_blocks or state.num_waiting or state.num_running):
+                if condition(state):
                     return state
                 await asyncio.sleep(0.01)
 

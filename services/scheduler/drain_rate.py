@@ -1,0 +1,43 @@
+"""How fast the waiting queue empties, so that a refused client is told when to come again."""
+
+from __future__ import annotations
+
+import math
+
+# What is measured fades with this time constant.
+WINDOW_S = 30.0
+MIN_DELAY_S = 0.1
+MAX_DELAY_S = 60.0
+
+
+class DrainRate:
+    """Requests that left the waiting queue per second, recent ones weighing most.
+
+    The number of departures fades exponentially; divided by the time constant (by the time since the first
+    departure while that is shorter) it is the rate.
+    """
+
+    def __init__(self) -> None:
+        self._faded_departures = 0.0
+        self._updated_at = 0.0
+        self._first_at: float | None = None
+
+    def note(self, num_departures: int, now: float) -> None:
+        """Take in that so many requests left the queue at `now`, in seconds of a monotonic clock."""
+        if self._first_at is None:
+            self._first_at = now
+        self._faded_departures = self._faded(now) + num_departures
+        self._updated_at = now
+
+    def delay_s(self, num_places: int, now: float) -> float:
+        """In how many seconds so many places will have become free; the longest delay while nothing is known."""
+        if self._first_at is None:
+            return MAX_DELAY_S
+        measured_s = min(WINDOW_S, max(now - self._first_at, MIN_DELAY_S))
+        rate = self._faded(now) / measured_s
+        if rate * MAX_DELAY_S <= num_places:
+            return MAX_DELAY_S
+        return max(MIN_DELAY_S, num_places / rate)
+
+    def _faded(self, now: float) -> float:
+        return self._faded_departures * math.exp((self._updated_at - now) / WINDOW_S)
