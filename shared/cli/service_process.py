@@ -19,10 +19,8 @@ _PR_SET_PDEATHSIG = 1
 _MAX_LINE_BYTES = 1 << 20
 _OUTPUT_GRACE_S = 1.0
 
-# A thread of the worker that waits for work must not take a core from the other services; and gRPC's core tells on
-# stderr of every connection that ends.
-# A thread of the worker that waits for work must not take a core from the other services.
-_DEFAULT_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+# gRPC's core would tell on stderr of every connection that ends.
+_DEFAULT_ENVIRONMENT = {"GRPC_VERBOSITY": "ERROR"}
 
 
 @dataclass(frozen=True, slots=True)
