@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Tensor
 
 from services.worker.kv_cache import KvCache
-
-if TYPE_CHECKING:
-    from services.worker.ops import Ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +49,12 @@ class AttentionPlan:
         self.metadata = metadata
 
 
+class AttentionPlanner(Protocol):
+    """The part of a backend that plans a step's attention; see `Ops.plan_attention`."""
+
+    def plan_attention(self, metadata: AttentionMetadata, kv_cache: KvCache) -> AttentionPlan: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
     """The surroundings of one forward pass."""
@@ -61,7 +64,7 @@ class ForwardContext:
     plan: AttentionPlan
 
     @classmethod
-    def for_step(cls, ops: Ops, attention: AttentionMetadata, kv_cache: KvCache) -> ForwardContext:
+    def for_step(cls, ops: AttentionPlanner, attention: AttentionMetadata, kv_cache: KvCache) -> ForwardContext:
         """The context of one step, with the plan that `ops` makes for it."""
         return cls(attention, kv_cache, ops.plan_attention(attention, kv_cache))
 
