@@ -54,6 +54,13 @@ class SchedulerSettings(ServiceSettings):
     )
 
     @model_validator(mode="after")
+    def _check_budget(self) -> SchedulerSettings:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            # A decode step has a token for each sequence that runs.
+            raise ValueError("--max-num-batched-tokens must be at least --max-num-seqs")
+        return self
+
+    @model_validator(mode="after")
     def _check_mixed_steps(self) -> SchedulerSettings:
         if self.enable_mixed_steps and not self.enable_chunked_prefill:
             raise ValueError("--enable-mixed-steps needs --enable-chunked-prefill")

@@ -102,8 +102,9 @@ async def test_block_sizes_with_a_prefix_cache(
     "flags",
     [
         ["--scheduler.max-steps-in-flight=1"],
-        ["--scheduler.max-num-batched-tokens=40"],
+        ["--scheduler.max-num-seqs=40", "--scheduler.max-num-batched-tokens=40"],
         [
+            "--scheduler.max-num-seqs=40",
             "--scheduler.max-num-batched-tokens=40",
             "--scheduler.enable-mixed-steps",
             "--scheduler.max-steps-in-flight=3",

@@ -26,6 +26,14 @@ def test_a_bad_setting_is_named(flag: str, value: str, capsys: pytest.CaptureFix
     assert flag in capsys.readouterr().err
 
 
+def test_a_token_budget_below_a_full_decode_step_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--max-num-seqs", "32", "--max-num-batched-tokens"]
+    assert load_settings(SchedulerSettings, [*flags, "32"]).policy.max_num_batched_tokens == 32
+    with pytest.raises(SystemExit):
+        load_settings(SchedulerSettings, [*flags, "31"])
+    assert "--max-num-batched-tokens" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("block_size", [1, 16, 48])
 def test_block_sizes_that_kernels_can_use(block_size: int) -> None:
     settings = load_settings(SchedulerSettings, ["--kv-cache-block-size", str(block_size)])
