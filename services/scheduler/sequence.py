@@ -9,9 +9,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
 from services.scheduler.prefix_cache import PrefixChain
 from shared.limits import TOKEN_DTYPE, SamplingParams
 
@@ -107,8 +104,3 @@ class Sequence:
     def max_num_tokens(self) -> int:
         """Prompt and completion tokens together end here."""
         return self.num_prompt_tokens + self.params.max_tokens
-
-    @property
-    def stored_token_ids(self) -> npt.NDArray[np.int32]:
-        """[num_stored_tokens] int32, a copy."""
-        return np.frombuffer(bytes(self.token_bytes), TOKEN_DTYPE)

@@ -19,7 +19,6 @@ from services.scheduler.engine import Engine
 from services.scheduler.events import (
     Action,
     ClientGone,
-    ClientMessage,
     CloseClient,
     Deliver,
     DropWorker,
@@ -126,10 +125,6 @@ class CellServer:
         self.idle_check.on_event(now)
         if isinstance(event, WorkerAttached | WorkerLost):
             self._on_worker_changed()
-
-    def on_client_message(self, message: ClientMessage) -> None:
-        """Hand a replica's message to the engine."""
-        self.on_event(message)
 
     def _perform(self, action: Action) -> None:
         match action:

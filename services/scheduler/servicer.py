@@ -45,7 +45,7 @@ class ExchangeServicer(exchange_pb2_grpc.ExchangeServiceServicer):
     async def _read(self, requests: AsyncIterator[exchange_pb2.ExchangeRequest], client: ClientLink) -> None:
         try:
             async for message in requests:
-                self._cell.on_client_message(decode_request(client.number, message))
+                self._cell.on_event(decode_request(client.number, message))
         except ServiceError as error:
             client.close(error)
         else:

@@ -67,8 +67,6 @@ def main() -> int:
     settings = load_settings(TokenizerSettings)
     configure_logging(service="tokenizer", level=settings.log_level, log_format=settings.log_format)
     log_settings(settings)
-    if settings.insecure_bind is not None:
-        logger.warning("serving without encryption", extra={"address": settings.insecure_bind})
     try:
         model = load_model(settings)
     except ModelDirectoryError as error:
