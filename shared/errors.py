@@ -154,6 +154,20 @@ class AbortedByCallError(ServiceError):
     reason = "ABORTED_BY_CALL"
 
 
+class DeadlinePassedError(ServiceError):
+    """The caller's deadline passed before the request ended."""
+
+    code = ErrorCode.DEADLINE_EXCEEDED
+    reason = "DEADLINE_PASSED"
+
+
+class ClientTooSlowError(ServiceError):
+    """The client took nothing of its answer for too long."""
+
+    code = ErrorCode.RESOURCE_EXHAUSTED
+    reason = "CLIENT_TOO_SLOW"
+
+
 class StepMismatchError(ServiceError):
     """A step does not fit the batch that the worker holds."""
 

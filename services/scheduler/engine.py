@@ -26,6 +26,7 @@ from services.scheduler.events import (
     SendStep,
     StepReturned,
     Submission,
+    TimePassed,
     WorkerAttached,
     WorkerFacts,
     WorkerLost,
@@ -110,6 +111,8 @@ class Engine:
                 return self._on_worker_attached(facts)
             case WorkerLost(epoch):
                 return self._on_worker_lost(epoch)
+            case TimePassed():
+                return self._send_ahead(now)
 
     def state(self) -> CellState:
         """The state now."""
@@ -233,7 +236,13 @@ class Engine:
         check_fit(len(prompt), submission.params.max_tokens, limits)
         self._scheduler.waiting.check_room(len(prompt), now)
         seq = Sequence(
-            submission.request_id, client, submission.handle, submission.params, bytearray(submission.prompt), now
+            submission.request_id,
+            client,
+            submission.handle,
+            submission.params,
+            bytearray(submission.prompt),
+            len(prompt),
+            now,
         )
         self._requests[client, submission.handle] = seq
         self._request_id_to_seq[seq.id] = seq

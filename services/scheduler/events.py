@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from services.scheduler.batch import Outputs, Step, StepResult
+from services.scheduler.sequence import Priority
 from shared.errors import ServiceError
 from shared.limits import SamplingParams
 
@@ -23,12 +24,23 @@ class WorkerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A request with every parameter resolved; `prompt` is little-endian int32."""
+    """A request with every parameter resolved; `prompt` and `output` are little-endian int32.
+
+    `attempt` counts the submissions of a request from 1, on whatever stream: a higher one supersedes a lower one in
+    flight. `output` are the completion tokens that the client has from earlier ones. `age_s` is how long ago the
+    request arrived, `time_left_s` how long its caller waits; None is for ever.
+    """
 
     handle: int
     request_id: str
     prompt: bytes
     params: SamplingParams
+    priority: Priority = Priority.NORMAL
+    cache_salt: bytes = b""
+    attempt: int = 1
+    output: bytes = b""
+    age_s: float = 0.0
+    time_left_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +52,7 @@ class WorkerAttached:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """The link to the worker broke; its steps in flight are lost."""
+    """The link to the worker broke: the epoch has ended and its steps in flight are void."""
 
     epoch: int
 
@@ -78,7 +90,12 @@ class AbortRequest:
     request_id: str
 
 
-Event = WorkerAttached | WorkerLost | StepReturned | ClientMessage | ClientGone | AbortRequest
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    """Nothing but time: a moment that `Engine.next_wakeup` named has come."""
+
+
+Event = WorkerAttached | WorkerLost | StepReturned | ClientMessage | ClientGone | AbortRequest | TimePassed
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +123,7 @@ class CloseClient:
 
 @dataclass(frozen=True, slots=True)
 class DropWorker:
-    """End the link to the worker: what it answered makes no sense."""
+    """End the link to the worker, which answered nonsense or not in time; to the engine the epoch has ended."""
 
     epoch: int
     reason: str

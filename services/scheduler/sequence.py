@@ -32,6 +32,14 @@ class SequenceType(enum.Enum):
     DECODE = "decode"
 
 
+class Priority(enum.IntEnum):
+    """How urgent a request is: the lower number goes first."""
+
+    HIGH = 1
+    NORMAL = 2
+    LOW = 3
+
+
 class FinishReason(enum.Enum):
     """Why a sequence finished. An abort or a failure is no finish."""
 
@@ -69,8 +77,17 @@ class Sequence:
     handle: int
     params: SamplingParams
     token_bytes: bytearray
+    num_prompt_tokens: int
     arrive_time: float
-    num_prompt_tokens: int = field(init=False)
+    priority: Priority = Priority.NORMAL
+    cache_salt: bytes = b""
+    attempt: int = 1
+    deadline: float | None = None
+    """When its caller gives up, on the engine's clock."""
+    queued_at: float = 0.0
+    """When it entered the waiting queue the last time."""
+    waited_s: float = 0.0
+    """How long it stood in the waiting queue before that."""
     status: SequenceStatus = SequenceStatus.WAITING
     type: SequenceType = SequenceType.PREFILL
     slot: int | None = None
@@ -87,13 +104,10 @@ class Sequence:
     leave_time: float | None = None
     finish: Finish | None = None
 
-    def __post_init__(self) -> None:
-        self.num_prompt_tokens = self.num_stored_tokens
-
     @property
     def was_admitted(self) -> bool:
-        """Whether it was ever scheduled."""
-        return self.num_first_cached_tokens is not None
+        """Whether it was ever scheduled, by this scheduler or by the one before it."""
+        return self.num_first_cached_tokens is not None or self.attempt > 1
 
     @property
     def num_stored_tokens(self) -> int:

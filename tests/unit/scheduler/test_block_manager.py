@@ -14,7 +14,7 @@ from tests.unit.scheduler.test_prefix_cache import COLLIDING_A, COLLIDING_B
 
 
 def make_seq(tokens: list[int]) -> Sequence:
-    return Sequence("id", 1, 1, SamplingParams(max_tokens=1), bytearray(token_bytes(tokens)), 0.0)
+    return Sequence("id", 1, 1, SamplingParams(max_tokens=1), bytearray(token_bytes(tokens)), len(tokens), 0.0)
 
 
 def allocate(manager: BlockManager, seq: Sequence) -> bool:
