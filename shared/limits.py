@@ -24,6 +24,7 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_STOP_TOKEN_SEQUENCES = 8
 MAX_STOP_TOKEN_SEQUENCE_LENGTH = 32
 MAX_TEMPERATURE = 2.0
+MAX_CACHE_SALT_BYTES = 64
 DEFAULT_MAX_TOKENS = 4096
 
 # What cells speak: token ids are little-endian int32, wherever they are.

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from lockstep.v1 import common_pb2
 from shared.errors import InvalidRequestError, Violation
 from shared.limits import (
+    MAX_CACHE_SALT_BYTES,
     MAX_STOP_TOKEN_IDS,
     MAX_STOP_TOKEN_SEQUENCE_LENGTH,
     MAX_STOP_TOKEN_SEQUENCES,
@@ -26,9 +27,14 @@ from shared.limits import (
     check_prompt,
     check_prompt_length,
     check_sampling,
+    check_token_ids,
     default_max_tokens,
 )
 
+# A caller that waits longer has no deadline: whoever sets none may send the longest time there is.
+MAX_TIME_LEFT_S = 365 * 86400.0
+
+_PRIORITIES = frozenset(common_pb2.Priority.values()) - {common_pb2.PRIORITY_UNSPECIFIED}
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -86,6 +92,53 @@ def read_sampling(
     except InvalidRequestError as error:
         violations.extend(error.violations)
     return params
+
+
+def read_priority(priority: common_pb2.Priority, violations: list[Violation]) -> common_pb2.Priority:
+    """How urgent a request is, NORMAL when it does not say; what is wrong with it joins `violations`."""
+    if priority == common_pb2.PRIORITY_UNSPECIFIED:
+        return common_pb2.PRIORITY_NORMAL
+    if priority not in _PRIORITIES:
+        violations.append(Violation("priority", "OUT_OF_RANGE", "must be PRIORITY_HIGH, _NORMAL or _LOW"))
+    return priority
+
+
+def read_cache_salt(cache_salt: str, violations: list[Violation]) -> bytes:
+    """The salt of a request's prefixes, empty for none; what is wrong with it joins `violations`."""
+    salt = cache_salt.encode()
+    if len(salt) > MAX_CACHE_SALT_BYTES:
+        violations.append(Violation("cache_salt", "OUT_OF_RANGE", f"at most {MAX_CACHE_SALT_BYTES} bytes"))
+    return salt
+
+
+def read_output_token_ids(
+    token_ids: Sequence[int], sampling: common_pb2.SamplingParams, limits: ModelLimits, violations: list[Violation]
+) -> npt.NDArray[np.uint32]:
+    """The completion so far of an earlier call, [num_tokens]; what is wrong with it joins `violations`.
+
+    It needs what the earlier call drew and resolved: another seed or limit would make another answer of it.
+    """
+    if not token_ids:
+        return np.empty(0, np.uint32)
+    missing = [field for field in ("max_tokens", "seed") if not sampling.HasField(field)]
+    violations += (
+        Violation(f"sampling.{field}", "OUT_OF_RANGE", "must be given with output_token_ids") for field in missing
+    )
+    if "max_tokens" not in missing and len(token_ids) >= sampling.max_tokens:
+        violations.append(Violation("output_token_ids", "OUT_OF_RANGE", "must be fewer than sampling.max_tokens"))
+    if violations:
+        return np.empty(0, np.uint32)
+    output = np.array(token_ids, np.uint32)
+    try:
+        check_token_ids(output, limits.logits_width, field="output_token_ids")
+    except InvalidRequestError as error:
+        violations.extend(error.violations)
+    return output
+
+
+def read_time_left(time_remaining_s: float | None) -> float | None:
+    """How long a caller waits, in seconds, by what its call says; None is for ever."""
+    return None if time_remaining_s is None or time_remaining_s > MAX_TIME_LEFT_S else time_remaining_s
 
 
 def resolve_max_tokens(

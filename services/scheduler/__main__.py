@@ -10,29 +10,38 @@ import uuid
 from services.scheduler.config import SchedulerSettings
 from services.scheduler.metrics import make_registry
 from services.scheduler.server import CellServer
-from services.scheduler.servicer import EXCHANGE_SERVICE, SCHEDULER_SERVICE, ExchangeServicer, SchedulerServicer
+from services.scheduler.servicer import (
+    ADMIN_SERVICE,
+    EXCHANGE_SERVICE,
+    SCHEDULER_SERVICE,
+    ExchangeServicer,
+    SchedulerAdminServicer,
+    SchedulerServicer,
+)
 from shared.config import load_settings, log_settings
 from shared.health import Health
-from shared.lifecycle import freeze_garbage, run_service
+from shared.lifecycle import collect_garbage_between_steps, freeze_garbage, run_service
 from shared.logging import configure_logging
 from shared.metrics import serve_metrics
-from shared.rpc import make_server
+from shared.rpc import Servicer, make_server
 
 logger = logging.getLogger(__name__)
 
 
 async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> int:
     """Serve until `stop` is set or the cell fails; returns the process's exit code."""
-    health = Health((SCHEDULER_SERVICE, EXCHANGE_SERVICE))
+    served = (SCHEDULER_SERVICE, ADMIN_SERVICE, EXCHANGE_SERVICE)
+    health = Health(served)
     cell = CellServer(settings, uuid.uuid4().hex, health)
-    names = (SCHEDULER_SERVICE, EXCHANGE_SERVICE) if settings.reflection else ()
+    servicers: list[Servicer] = [
+        ExchangeServicer(cell),
+        SchedulerServicer(cell, settings.max_unread_s),
+        SchedulerAdminServicer(cell),
+        health,
+    ]
+    names = served if settings.reflection else ()
     try:
-        server = make_server(
-            settings.bind_address,
-            [ExchangeServicer(cell), SchedulerServicer(cell), health],
-            internal=True,
-            service_names=names,
-        )
+        server = make_server(settings.bind_address, servicers, internal=True, service_names=names)
         metrics_server = await _serve_metrics(settings, cell)
     except RuntimeError as error:
         logger.error("cannot serve", extra={"error": str(error)})
@@ -40,18 +49,19 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> int:
     await server.start()
     logger.info("serving", extra={"address": settings.bind_address})
     freeze_garbage()
-    link = asyncio.create_task(cell.run_worker_link())
-    ends = [asyncio.create_task(stop.wait()), asyncio.create_task(cell.failed.wait()), link]
+    tasks = [cell.run_worker_link(), collect_garbage_between_steps(cell.is_idle), stop.wait(), cell.failed.wait()]
+    ends = [asyncio.create_task(task) for task in tasks]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    # Everything that waits ends by cancellation; a link that ended by itself has an exception, which is a bug.
+    # Everything that waits ends by cancellation; what ended by itself with an exception did so by a bug.
     for task in ends:
         task.cancel()
     results = await asyncio.gather(*ends, return_exceptions=True)
     await server.stop(grace=0)
     if metrics_server is not None:
         metrics_server.close()
-    if isinstance(results[-1], Exception):
-        raise results[-1]
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
     return 1 if cell.failed.is_set() else 0
 
 

@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.scheduler.sequence import Finish, Sequence
+from services.scheduler.sequence import TOKEN_BYTES, Finish, Sequence
 from services.scheduler.slot_table import IntColumn
 from shared.errors import ServiceError
 from shared.limits import SamplingParams
+
+_NO_HANDLES = np.empty(0, np.uint32)
+_NO_ROWS = np.empty(0, np.int32)
 
 
 class StepKind(enum.Enum):
@@ -29,6 +32,11 @@ class PrefillChunk:
     token_bytes: bytes
     num_later_tokens: int
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return len(self.token_bytes) // TOKEN_BYTES
+
 
 @dataclass(frozen=True, slots=True)
 class EnteringSequence:
@@ -42,35 +50,25 @@ class EnteringSequence:
 
 
 @dataclass(frozen=True, slots=True)
-class AppendedBlocks:
-    """The blocks that decode rows open with a step: parallel lists of slots and blocks.
-
-    `sitting_out` are slots that get no row in this step, because their block is only coming.
-    """
-
-    slots: list[int]
-    block_ids: list[int]
-    sitting_out: list[int]
-
-
-@dataclass(frozen=True, slots=True)
 class ScheduledBatch:
     """One step's plan, as changes to the batch that the worker holds.
 
-    `row_slots` [num_rows] are the rows that get a token, in result order: `decode_slots`, then the chunks and the
-    sequences that enter whose prompt is complete with this step; `partial_slots` are those whose is not. The worker
-    derives the decodes (every sequence it holds that is complete, in the order of entry), so they travel only when
-    `skips_rows` is set, because some sit the step out.
+    `num_tokens` is what is computed. `row_slots` [num_rows] are the rows that get a token, in result order:
+    `decode_slots`, then the chunks and the sequences that enter whose prompt is complete with this step;
+    `partial_slots` are those whose is not. The worker derives the decodes (every sequence it holds that is complete,
+    in the order of entry), so they travel only when `skips_rows` is set, because some sit the step out.
+    `append_slots` and `append_block_ids` are parallel; a slot may stand there more than once.
     """
 
     kind: StepKind
+    num_tokens: int
     row_slots: IntColumn
     decode_slots: IntColumn
     partial_slots: list[int]
     leave_slots: list[int]
     chunks: list[PrefillChunk]
     enters: list[EnteringSequence]
-    append_slots: list[int]
+    append_slots: IntColumn
     append_block_ids: list[int]
     skips_rows: bool
 
@@ -93,7 +91,8 @@ class StepRecord:
     """
 
     step_id: int
-    is_prefill: bool
+    kind: StepKind
+    num_tokens: int
     row_slots: IntColumn
     sent_at: float
     retiring: list[Sequence] = field(default_factory=list)
@@ -144,7 +143,7 @@ class Outputs:
     @classmethod
     def only_ends(cls, ends: list[RequestEnd]) -> Outputs:
         """Outputs that no step brought."""
-        return cls(np.empty(0, np.uint32), np.empty(0, np.int32), np.empty(0, np.int32), ends=ends)
+        return cls(_NO_HANDLES, _NO_ROWS, _NO_ROWS, ends=ends)
 
 
 class OutputsByClient:
@@ -161,6 +160,10 @@ class OutputsByClient:
         token_ids: IntColumn,
     ) -> None:
         """Add the rows that got a token; once."""
+        if clients.size and (clients == clients[0]).all():
+            outputs = self._of(int(clients[0]))
+            outputs.handles, outputs.first_indexes, outputs.token_ids = handles, first_indexes, token_ids
+            return
         for client in np.unique(clients):
             rows = clients == client
             outputs = self._of(int(client))

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from services.scheduler.engine import CacheSettings
-from services.scheduler.policy import SchedulerPolicy
+from services.scheduler.admission import AdmissionPolicy
+from services.scheduler.policy import CacheSettings, SchedulerPolicy
+from services.scheduler.retraction import RetractionPolicy
+from services.scheduler.waiting_queue import QueuePolicy
 from shared.config import Address, LocalAddress, ServiceSettings
 
 
@@ -46,11 +48,41 @@ class SchedulerSettings(ServiceSettings):
         default=False, description="Let decodes join prefill steps, and prompts fill what they leave of the budget."
     )
 
+    queue_policy: QueuePolicy = Field(
+        default=QueuePolicy.FCFS,
+        description="Who goes first: fcfs (arrival), priority (the request's, which may preempt lower ones) or "
+        "longest_prefix (the most cached tokens).",
+    )
+    max_queue_age_s: float = Field(
+        default=10.0,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="Whoever has waited longer goes first by any policy, in the order of arrival. Seconds.",
+    )
+    admission_policy: AdmissionPolicy = Field(
+        default=AdmissionPolicy.PLAIN,
+        description="When a prompt is let in: plain (its blocks are free) or look_ahead (and the expected growth of "
+        "all that run fits).",
+    )
+    retraction_policy: RetractionPolicy = Field(
+        default=RetractionPolicy.LAST_IN,
+        description="Who gives way when blocks run out: last_in, or fewest_output_tokens.",
+    )
+    enable_sharing_in_step: bool = Field(
+        default=True,
+        description="Let a prompt share blocks that the same step computes; else it waits for the next step.",
+    )
     max_waiting_requests: int = Field(
         default=1024, ge=1, description="Most requests that wait for their first step; more are refused at once."
     )
     max_waiting_tokens: int = Field(
         default=2_000_000, ge=1, description="Most prompt tokens that wait for their first step, likewise."
+    )
+    max_unread_s: float = Field(
+        default=30.0,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="A client that takes nothing of its answer for so many seconds loses it.",
     )
 
     @model_validator(mode="after")
@@ -83,6 +115,11 @@ class SchedulerSettings(ServiceSettings):
             max_steps_in_flight=self.max_steps_in_flight,
             enable_chunked_prefill=self.enable_chunked_prefill,
             enable_mixed_steps=self.enable_mixed_steps,
+            queue_policy=self.queue_policy,
+            max_age_s=self.max_queue_age_s,
+            admission_policy=self.admission_policy,
+            retraction_policy=self.retraction_policy,
+            share_in_step=self.enable_sharing_in_step,
             max_waiting_requests=self.max_waiting_requests,
             max_waiting_tokens=self.max_waiting_tokens,
         )

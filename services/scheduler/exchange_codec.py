@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import numpy as np
+from google.protobuf import duration_pb2
 
 from lockstep.internal.v1 import exchange_pb2
 from lockstep.v1 import common_pb2
 from services.scheduler.batch import Outputs, RequestEnd
 from services.scheduler.events import ClientMessage, Submission
-from services.scheduler.sequence import FinishReason
+from services.scheduler.sequence import FinishReason, Priority
 from shared.errors import InvalidRequestError
-from shared.limits import TOKEN_DTYPE, SamplingParams
+from shared.limits import MAX_CACHE_SALT_BYTES, TOKEN_DTYPE, SamplingParams
 from shared.rpc import to_status
 
 _HANDLE_DTYPE = np.dtype("<u4")
+_ONE = np.ones(1, TOKEN_DTYPE).tobytes()
 
 FINISH_REASONS = {
     FinishReason.EOS: common_pb2.FINISH_REASON_EOS,
@@ -23,22 +25,28 @@ FINISH_REASONS = {
     FinishReason.MAX_TOKENS: common_pb2.FINISH_REASON_MAX_TOKENS,
 }
 
+PRIORITIES: dict[int, Priority] = {
+    common_pb2.PRIORITY_HIGH: Priority.HIGH,
+    common_pb2.PRIORITY_NORMAL: Priority.NORMAL,
+    common_pb2.PRIORITY_LOW: Priority.LOW,
+}
+
 
 def decode_request(client: int, message: exchange_pb2.ExchangeRequest) -> ClientMessage:
     """Parse what a replica sent.
 
     Raises:
-        InvalidRequestError: a column is no multiple of its item's size.
+        InvalidRequestError: a column is no multiple of its item's size, or a cache salt is too long.
     """
     try:
         return ClientMessage(
             client,
             [_decode_submit(submit) for submit in message.submits],
             [(stop_at.handle, stop_at.num_tokens) for stop_at in message.stop_ats],
-            np.frombuffer(message.abort_handles, _HANDLE_DTYPE).tolist(),
+            np.frombuffer(_column("abort_handles", message.abort_handles), _HANDLE_DTYPE).tolist(),
         )
     except ValueError as error:
-        raise InvalidRequestError("a column is no multiple of 4 bytes") from error
+        raise InvalidRequestError(f"{error} is of a length that it cannot have") from error
 
 
 def encode_outputs(outputs: Outputs) -> exchange_pb2.Outputs:
@@ -46,7 +54,7 @@ def encode_outputs(outputs: Outputs) -> exchange_pb2.Outputs:
     return exchange_pb2.Outputs(
         handles=outputs.handles.astype(_HANDLE_DTYPE, copy=False).tobytes(),
         first_indexes=outputs.first_indexes.astype(TOKEN_DTYPE, copy=False).tobytes(),
-        counts=np.ones(len(outputs.handles), TOKEN_DTYPE).tobytes(),
+        counts=_ONE * len(outputs.handles),
         token_ids=outputs.token_ids.astype(TOKEN_DTYPE, copy=False).tobytes(),
         starts=[
             exchange_pb2.RequestStart(handle=start.handle, num_cached_tokens=start.num_cached_tokens)
@@ -57,8 +65,8 @@ def encode_outputs(outputs: Outputs) -> exchange_pb2.Outputs:
 
 
 def _decode_submit(submit: exchange_pb2.Submit) -> Submission:
-    if len(submit.prompt_token_ids) % TOKEN_DTYPE.itemsize:
-        raise ValueError("prompt_token_ids")
+    if len(submit.cache_salt) > MAX_CACHE_SALT_BYTES:
+        raise ValueError("cache_salt")
     params = SamplingParams(
         max_tokens=submit.max_tokens,
         temperature=submit.temperature,
@@ -66,14 +74,43 @@ def _decode_submit(submit: exchange_pb2.Submit) -> Submission:
         top_p=submit.top_p,
         seed=submit.seed,
         ignore_eos=submit.ignore_eos,
-        stop_token_ids=_token_ids(submit.stop_token_ids),
-        stop_token_sequences=tuple(_token_ids(sequence) for sequence in submit.stop_token_sequences),
+        stop_token_ids=_token_ids("stop_token_ids", submit.stop_token_ids),
+        stop_token_sequences=tuple(
+            _token_ids("stop_token_sequences", sequence) for sequence in submit.stop_token_sequences
+        ),
     )
-    return Submission(submit.handle, submit.request_id, submit.prompt_token_ids, params)
+    return Submission(
+        submit.handle,
+        submit.request_id,
+        _column("prompt_token_ids", submit.prompt_token_ids),
+        params,
+        # A class that only a newer replica knows is as good as none, and so is a field of an older one.
+        priority=PRIORITIES.get(submit.priority, Priority.NORMAL),
+        cache_salt=submit.cache_salt,
+        attempt=max(1, submit.attempt),
+        output=_column("output_token_ids", submit.output_token_ids),
+        age_s=max(0.0, _seconds(submit.age)),
+        time_left_s=_seconds(submit.time_left) if submit.HasField("time_left") else None,
+    )
 
 
-def _token_ids(column: bytes) -> tuple[int, ...]:
-    return tuple(np.frombuffer(column, TOKEN_DTYPE).tolist())
+def _token_ids(name: str, column: bytes) -> tuple[int, ...]:
+    return tuple(np.frombuffer(_column(name, column), TOKEN_DTYPE).tolist())
+
+
+def _column(name: str, column: bytes) -> bytes:
+    """The column, which must hold whole items of 4 bytes.
+
+    Raises:
+        ValueError: it does not; this is its name.
+    """
+    if len(column) % TOKEN_DTYPE.itemsize:
+        raise ValueError(name)
+    return column
+
+
+def _seconds(duration: duration_pb2.Duration) -> float:
+    return duration.seconds + 1e-9 * duration.nanos
 
 
 def _encode_end(end: RequestEnd) -> exchange_pb2.RequestEnd:

@@ -93,4 +93,10 @@ def _step_metrics(state: CellState) -> Iterator[Metric]:
     steps = CounterMetricFamily("lockstep_steps", "Steps sent to the worker, by kind.", labels=["kind"])
     steps.add_metric(["prefill"], state.counters.num_prefill_steps)
     steps.add_metric(["decode"], state.counters.num_decode_steps)
+    steps.add_metric(["mixed"], state.counters.num_mixed_steps)
     yield steps
+    yield CounterMetricFamily(
+        "lockstep_lost_epochs",
+        "Times the attached worker was lost or given up; its requests were queued again.",
+        state.counters.num_lost_epochs,
+    )

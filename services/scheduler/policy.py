@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.scheduler.admission import AdmissionPolicy
+from services.scheduler.retraction import RetractionPolicy
+from services.scheduler.waiting_queue import QueuePolicy
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerPolicy:
@@ -17,6 +21,19 @@ class SchedulerPolicy:
     enable_mixed_steps: bool = False
     max_waiting_requests: int = 1024
     max_waiting_tokens: int = 2_000_000
+    queue_policy: QueuePolicy = QueuePolicy.FCFS
+    max_age_s: float = 10.0
+    admission_policy: AdmissionPolicy = AdmissionPolicy.PLAIN
+    retraction_policy: RetractionPolicy = RetractionPolicy.LAST_IN
+    share_in_step: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSettings:
+    """How KV blocks are used."""
+
+    block_size: int = 16
+    enable_prefix_caching: bool = True
 
 
 @dataclass(slots=True)
@@ -25,7 +42,9 @@ class SchedulerCounters:
 
     num_prefill_steps: int = 0
     num_decode_steps: int = 0
+    num_mixed_steps: int = 0
     num_preemptions: int = 0
     num_prefix_queried_tokens: int = 0
     num_prefix_hit_tokens: int = 0
     num_finished: int = 0
+    num_lost_epochs: int = 0

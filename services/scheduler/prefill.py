@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from services.scheduler.admission import AdmissionPolicy, NewTokenRatio
 from services.scheduler.batch import EnteringSequence, PrefillChunk
+from services.scheduler.block_manager import CachedPrefix
 from services.scheduler.policy import SchedulerCounters, SchedulerPolicy
 from services.scheduler.running_batch import RunningBatch
 from services.scheduler.sequence import TOKEN_BYTES, Sequence, SequenceType
@@ -16,9 +18,11 @@ from services.scheduler.waiting_queue import WaitingQueue
 class Prefill:
     """What a step computes of prompts: next chunks first, then sequences that enter. `budget` is what is left."""
 
-    budget: int
-    chunks: list[PrefillChunk]
-    enters: list[EnteringSequence]
+    budget: int = 0
+    chunks: list[PrefillChunk] = field(default_factory=list)
+    enters: list[EnteringSequence] = field(default_factory=list)
+    computed_blocks: set[int] = field(default_factory=set)
+    """Full blocks that the step computes; noted only where later sequences may not share them in the same step."""
 
     @property
     def is_empty(self) -> bool:
@@ -27,22 +31,25 @@ class Prefill:
 
 
 class PrefillPlanner:
-    """Owns the waiting queue and the prompts that have begun.
+    """Takes next chunks of prompts that have begun, and admits waiting sequences.
 
-    Invariant: `begun` are the running sequences whose prompt is not sent completely, in the order of their entry.
-    Their next chunks precede every waiting sequence.
+    A block that a step computes is found by sequences that enter with the same step: a layer writes all keys and
+    values before it attends. With `share_in_step` off such a sequence waits for the next step instead. Either way
+    a common prefix is computed once.
     """
 
     def __init__(
         self,
         policy: SchedulerPolicy,
+        waiting: WaitingQueue,
         running: RunningBatch,
+        new_token_ratio: NewTokenRatio,
         eos_token_ids: frozenset[int],
         counters: SchedulerCounters,
     ) -> None:
-        self.waiting = WaitingQueue(policy.max_waiting_requests, policy.max_waiting_tokens)
-        self.begun: list[Sequence] = []
+        self._new_token_ratio = new_token_ratio
         self._policy = policy
+        self._waiting = waiting
         self._running = running
         self._blocks = running.blocks
         self._slots = running.slots
@@ -51,38 +58,43 @@ class PrefillPlanner:
 
     def plan(self, budget: int, now: float, *, may_admit: bool) -> Prefill:
         """Take the next chunks of prompts that have begun, then admit waiting sequences, within `budget` tokens."""
-        prefill = Prefill(max(budget, 0), [], [])
-        for seq in list(self.begun):
+        prefill = Prefill(max(budget, 0))
+        for seq in list(self._running.begun):
             if prefill.budget:
                 self._send_chunk(seq, prefill)
         # A slot that a step in flight still names is a place that is taken.
-        while may_admit and self.waiting and self._slots.num_free_slots:
+        while may_admit and self._waiting and self._slots.num_free_slots:
             if not self._try_admit(prefill, now):
                 break
         return prefill
+
+    def next_waiting(self, now: float) -> tuple[Sequence, int]:
+        """The next waiting sequence, and how many free blocks it would take; there is one."""
+        seq = self._waiting.next(now, self._blocks.num_cached_tokens)
+        return seq, self._blocks.num_blocks_to_take(seq, self._blocks.find_prefix(seq))
 
     def _send_chunk(self, seq: Sequence, prefill: Prefill) -> None:
         token_bytes = self._take_tokens(seq, min(seq.num_unsent_tokens, prefill.budget), prefill)
         assert seq.slot is not None
         if not seq.num_unsent_tokens:
-            self.begun.remove(seq)
+            self._running.begun.remove(seq)
             self._slots.is_prefilling[seq.slot] = False
         prefill.chunks.append(PrefillChunk(seq.slot, token_bytes, seq.num_unsent_tokens))
 
     def _try_admit(self, prefill: Prefill, now: float) -> bool:
         """Let the next sequence enter with as many tokens as may be; when it returns False, nothing has changed."""
-        seq = self.waiting.first
+        seq = self._waiting.next(now, self._blocks.num_cached_tokens)
         prefix = self._blocks.find_prefix(seq)
         num_new_tokens = seq.num_stored_tokens - prefix.num_tokens
         num_tokens = self._num_tokens_to_send(num_new_tokens, prefill.budget)
-        if not num_tokens or not self._blocks.try_allocate(seq, prefix):
+        if not num_tokens or not prefill.computed_blocks.isdisjoint(prefix.block_ids):
             return False
-        self.waiting.pop_first(now)
+        if not self._growth_fits(seq, prefix) or not self._blocks.try_allocate(seq, prefix):
+            return False
+        self._waiting.take(seq, now)
         seq.num_unsent_tokens = num_new_tokens
         token_bytes = self._take_tokens(seq, num_tokens, prefill)
         slot = self._running.enter(seq, watched_tokens(seq.params, self._eos_token_ids))
-        if seq.num_unsent_tokens:
-            self.begun.append(seq)
         if seq.num_first_cached_tokens is None:
             seq.num_first_cached_tokens = prefix.num_tokens
         self._counters.num_prefix_queried_tokens += seq.num_stored_tokens
@@ -98,6 +110,17 @@ class PrefillPlanner:
         )
         return True
 
+    def _growth_fits(self, seq: Sequence, prefix: CachedPrefix) -> bool:
+        """Whether the admission policy expects that all that run, and `seq`, can go on without a retraction."""
+        if self._policy.admission_policy is AdmissionPolicy.PLAIN or not self._running.order.size:
+            return True
+        num_tokens, max_num_tokens = self._running.progress()
+        return self._new_token_ratio.fits(
+            num_free_tokens=self._blocks.num_free_blocks * self._blocks.block_size,
+            num_needed_tokens=self._blocks.num_blocks_to_take(seq, prefix) * self._blocks.block_size,
+            num_remaining_tokens=max_num_tokens - num_tokens + seq.max_num_tokens - seq.num_stored_tokens,
+        )
+
     def _num_tokens_to_send(self, num_new_tokens: int, budget: int) -> int:
         """How many of a waiting sequence's new tokens go with this step; 0 when it waits for another one."""
         if num_new_tokens <= budget:
@@ -109,8 +132,12 @@ class PrefillPlanner:
     def _take_tokens(self, seq: Sequence, num_tokens: int, prefill: Prefill) -> bytes:
         """The next unsent tokens, which now count as sent; full blocks can be found from here on."""
         start = seq.num_stored_tokens - seq.num_unsent_tokens
+        end = start + num_tokens
         seq.num_unsent_tokens -= num_tokens
         prefill.budget -= num_tokens
-        self._blocks.publish(seq, start + num_tokens)
+        self._blocks.publish(seq, end)
+        if not self._policy.share_in_step:
+            block_size = self._blocks.block_size
+            prefill.computed_blocks.update(seq.block_table[start // block_size : end // block_size])
         seq.type = SequenceType.PREFILL if seq.num_unsent_tokens else SequenceType.DECODE
-        return bytes(seq.token_bytes[start * TOKEN_BYTES : (start + num_tokens) * TOKEN_BYTES])
+        return bytes(seq.token_bytes[start * TOKEN_BYTES : end * TOKEN_BYTES])

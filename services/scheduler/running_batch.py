@@ -6,7 +6,7 @@ from collections import deque
 
 import numpy as np
 
-from services.scheduler.batch import ScheduledBatch, StepKind, StepRecord
+from services.scheduler.batch import ScheduledBatch, StepRecord
 from services.scheduler.block_manager import BlockManager
 from services.scheduler.sequence import Sequence, SequenceStatus
 from services.scheduler.slot_table import IntColumn, SlotTable
@@ -16,44 +16,66 @@ class RunningBatch:
     """The sequences that run, and those that only wait for their last step in flight to return.
 
     Invariant: `order` names the sequences that run, in the order of their entry, which is the worker's batch order:
-    what leaves it leaves the worker with the next step. A sequence that left it gives its slot and its blocks back
-    when no step in flight names it any more; until then it is retiring.
+    what leaves it leaves the worker with the next step; `begun` are those of them whose prompt is not sent
+    completely. A sequence that left gives its slot and its blocks back when no step in flight names it any more;
+    until then it is retiring.
     """
 
     def __init__(self, num_slots: int, blocks: BlockManager) -> None:
         self.blocks = blocks
-        self.slots = SlotTable(num_slots, blocks.block_size)
-        self.order: IntColumn = np.empty(0, np.int32)
+        self.slots = SlotTable(num_slots)
+        self._order: IntColumn = np.empty(0, np.int32)
+        self._has_gaps = False
+        self.begun: list[Sequence] = []
         self.in_flight: deque[StepRecord] = deque()
         self._num_slots = num_slots
         self._leave_slots: list[int] = []
         self._last_step_id = 0
+        self.last_returned_step_id = 0
+
+    @property
+    def order(self) -> IntColumn:
+        """The slots of the running sequences, in batch order: [num_running]."""
+        # Many may leave with one step; the gaps are closed once.
+        if self._has_gaps:
+            self._order = self._order[self.slots.runs[self._order]]
+            self._has_gaps = False
+        return self._order
 
     @property
     def decode_rows(self) -> IntColumn:
         """The running sequences whose tokens are all computed or on their way to be, in batch order."""
-        return self.order[~self.slots.is_prefilling[self.order]]
+        return self.order[~self.slots.is_prefilling[self.order]] if self.begun else self.order
 
     def sequences(self) -> list[Sequence]:
         """The running sequences, in batch order."""
         return [self.slots.sequence_at(int(slot)) for slot in self.order]
 
-    def last(self) -> Sequence:
-        """The running sequence that entered last; there is one."""
-        return self.slots.sequence_at(int(self.order[-1]))
+    def progress(self) -> tuple[int, int]:
+        """Completion tokens that the running sequences have, and the most that they may have."""
+        num_prompt_tokens = self.slots.num_prompt_tokens[self.order]
+        num_tokens = self.slots.num_tokens[self.order] - num_prompt_tokens
+        max_num_tokens = self.slots.max_num_tokens[self.order] - num_prompt_tokens
+        return int(num_tokens.sum()), int(max_num_tokens.sum())
 
     def enter(self, seq: Sequence, watched_tokens: list[int]) -> int:
         """Give an admitted sequence a slot, behind all others; returns the slot."""
+        order = self.order
         slot = self.slots.take(seq, watched_tokens)
-        self.order = np.append(self.order, np.int32(slot))
+        self._order = np.append(order, np.int32(slot))
+        if seq.num_unsent_tokens:
+            self.begun.append(seq)
         seq.status = SequenceStatus.RUNNING
         return slot
 
     def drop(self, seq: Sequence) -> None:
         """Take a sequence out; what it holds comes back now, or when its last step in flight returns."""
         assert seq.slot is not None
-        self.order = self.order[self.order != seq.slot]
+        self.slots.runs[seq.slot] = False
+        self._has_gaps = True
         self._leave_slots.append(seq.slot)
+        if seq.num_unsent_tokens:
+            self.begun.remove(seq)
         record = self._last_record_of(seq)
         if record is None:
             self.give_back(seq)
@@ -77,18 +99,21 @@ class RunningBatch:
     def send(self, batch: ScheduledBatch, now: float) -> int:
         """Note that a step is in flight; returns its id."""
         self._last_step_id += 1
-        computed_slots = np.array([*batch.row_slots, *batch.partial_slots], np.int32)
-        self.slots.last_step_id[computed_slots] = self._last_step_id
-        self.slots.num_in_flight[batch.row_slots] += 1
-        is_prefill = batch.kind is not StepKind.DECODE
-        self.in_flight.append(StepRecord(self._last_step_id, is_prefill, batch.row_slots, now))
-        self._drop_complete(batch.row_slots)
+        self.slots.last_step_id[batch.row_slots] = self._last_step_id
+        if batch.partial_slots:
+            self.slots.last_step_id[batch.partial_slots] = self._last_step_id
+        num_planned = self.slots.num_planned[batch.row_slots] + 1
+        self.slots.num_planned[batch.row_slots] = num_planned
+        self.in_flight.append(StepRecord(self._last_step_id, batch.kind, batch.num_tokens, batch.row_slots, now))
+        # The step brings these to their last token: they get no further row.
+        for slot in batch.row_slots[num_planned >= self.slots.max_num_tokens[batch.row_slots]].tolist():
+            self.drop(self.slots.sequence_at(slot))
         return self._last_step_id
 
     def pop_record(self) -> StepRecord:
         """The oldest step in flight, which has returned."""
         record = self.in_flight.popleft()
-        self.slots.num_in_flight[record.row_slots] -= 1
+        self.last_returned_step_id = record.step_id
         return record
 
     def take_leave_slots(self) -> list[int]:
@@ -96,14 +121,34 @@ class RunningBatch:
         leave_slots, self._leave_slots = self._leave_slots, []
         return leave_slots
 
+    def void(self) -> list[Sequence]:
+        """Take back the sequences that have not ended, with the tokens they have: the steps in flight are lost.
+
+        The batch and its blocks must not be used any more.
+        """
+        unfinished = [
+            seq
+            for seq in [*self.sequences(), *self.retiring()]
+            if seq.status in (SequenceStatus.WAITING, SequenceStatus.RUNNING)
+        ]
+        for seq in unfinished:
+            self.slots.flush(seq)
+            seq.leave_worker()
+        return unfinished
+
+    def retiring(self) -> list[Sequence]:
+        """Sequences whose slots and blocks come when the steps in flight return."""
+        return [seq for record in self.in_flight for seq in record.retiring]
+
     def num_coming_blocks(self) -> int:
         """Blocks that become free when the steps in flight return."""
-        return sum(self.blocks.num_exclusive_blocks(seq) for record in self.in_flight for seq in record.retiring)
+        return sum(self.blocks.num_exclusive_blocks(seq) for seq in self.retiring())
 
     def check_integrity(self) -> None:
         """Assert that slots, records and blocks agree."""
         running = self.sequences()
-        retiring = [seq for record in self.in_flight for seq in record.retiring]
+        retiring = self.retiring()
+        assert self.begun == [seq for seq in running if seq.num_unsent_tokens], "begun prompts"
         assert all(seq.status is SequenceStatus.RUNNING and not seq.is_retiring for seq in running), "running"
         assert all(seq.is_retiring for seq in retiring), "retiring"
         assert self._num_slots - self.slots.num_free_slots == len(running) + len(retiring), "slots"
@@ -111,16 +156,11 @@ class RunningBatch:
             assert self.slots.num_blocks[seq.slot] == len(seq.block_table), "the block column"
             assert self.slots.is_prefilling[seq.slot] == bool(seq.num_unsent_tokens), "the prefilling column"
             num_rows = sum(seq.slot in record.row_slots for record in self.in_flight)
-            assert self.slots.num_in_flight[seq.slot] == num_rows, "placeholders"
+            num_placeholders = self.slots.num_planned[seq.slot] - self.slots.num_tokens[seq.slot]
+            assert num_placeholders == num_rows or not self.slots.live[seq.slot], "placeholders"
         self.blocks.check_integrity([*running, *retiring])
 
     def _last_record_of(self, seq: Sequence) -> StepRecord | None:
         """The newest step in flight that names the sequence."""
         last_step_id = self.slots.last_step_id[seq.slot]
         return next((record for record in reversed(self.in_flight) if record.step_id == last_step_id), None)
-
-    def _drop_complete(self, slots: IntColumn) -> None:
-        """Take the rows out that the step just sent brings to their last token: they get no further row."""
-        num_tokens = self.slots.num_tokens[slots] + self.slots.num_in_flight[slots]
-        for slot in slots[num_tokens >= self.slots.max_num_tokens[slots]]:
-            self.drop(self.slots.sequence_at(int(slot)))

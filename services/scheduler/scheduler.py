@@ -6,31 +6,30 @@ nano-vLLM's.
 
 from __future__ import annotations
 
-from collections import deque
-
 import numpy as np
 
+from services.scheduler.admission import NewTokenRatio
 from services.scheduler.batch import (
-    AppendedBlocks,
-    Outputs,
     OutputsByClient,
     RequestEnd,
     RequestStart,
     ScheduledBatch,
     StepKind,
     StepRecord,
+    StepResult,
 )
 from services.scheduler.block_manager import BlockManager
-from services.scheduler.policy import SchedulerCounters, SchedulerPolicy
+from services.scheduler.decode import DecodePlanner, Decodes
+from services.scheduler.policy import CacheSettings, SchedulerCounters, SchedulerPolicy
+from services.scheduler.preemption import Preemption
 from services.scheduler.prefill import Prefill, PrefillPlanner
 from services.scheduler.running_batch import RunningBatch
-from services.scheduler.sequence import Finish, FinishReason, Sequence, SequenceStatus, SequenceType
+from services.scheduler.sequence import Finish, FinishReason, Sequence, SequenceStatus
 from services.scheduler.slot_table import IntColumn
+from services.scheduler.step_deadline import StepDeadline
 from services.scheduler.stops import find_finish
-from services.scheduler.waiting_queue import WaitingQueue
+from services.scheduler.waiting_queue import QueuePolicy, WaitingQueue
 from shared.errors import NumericError
-
-_NO_SLOTS = np.empty(0, np.int32)
 
 
 class Scheduler:
@@ -39,28 +38,44 @@ class Scheduler:
     Steps are sent ahead of their predecessors' results: a sequence then has a placeholder for each token that is on
     its way, and the worker feeds each step from the tokens it sampled itself.
 
+    A worker is held for an epoch. When the epoch ends, everything but the sequences and their tokens is void.
+
     Invariant: a running sequence has a slot and the blocks of all tokens that were computed or are in flight, of its
     whole prompt from its first chunk on; a waiting one has neither, unless it is parked: it was preempted, and a
     step in flight still names it.
     """
 
-    def __init__(
-        self, policy: SchedulerPolicy, blocks: BlockManager, eos_token_ids: frozenset[int], counters: SchedulerCounters
-    ) -> None:
-        self.blocks = blocks
+    def __init__(self, policy: SchedulerPolicy, cache: CacheSettings, counters: SchedulerCounters) -> None:
         self.counters = counters
+        self.waiting = WaitingQueue(
+            policy.queue_policy, policy.max_age_s, policy.max_waiting_requests, policy.max_waiting_tokens
+        )
         self._policy = policy
-        self._eos_token_ids = eos_token_ids
-        self._running = RunningBatch(policy.max_num_seqs, blocks)
+        self._cache = cache
+        self._new_token_ratio = NewTokenRatio()
+        self.begin_epoch(0, frozenset())
+
+    def begin_epoch(self, num_blocks: int, eos_token_ids: frozenset[int]) -> None:
+        """Start anew with an empty pool of so many blocks and no step sent; nothing runs."""
+        self.blocks = BlockManager(
+            num_blocks, self._cache.block_size, enable_prefix_caching=self._cache.enable_prefix_caching
+        )
+        self._running = RunningBatch(self._policy.max_num_seqs, self.blocks)
         self._slots = self._running.slots
-        self._prefill = PrefillPlanner(policy, self._running, eos_token_ids, counters)
-        self._num_parked = 0
+        self._preemption = Preemption(self._policy, self.waiting, self._running, self._new_token_ratio, self.counters)
+        self._prefill = PrefillPlanner(
+            self._policy, self.waiting, self._running, self._new_token_ratio, eos_token_ids, self.counters
+        )
+        self._decode = DecodePlanner(self._running, self._preemption)
+        self._step_deadline = StepDeadline(self._running.in_flight)
+        self._eos_token_ids = eos_token_ids
         self._last_prefill_latency = 0.0
 
-    @property
-    def waiting(self) -> WaitingQueue:
-        """Sequences that wait for their first step, or to be prefilled again, the next one first."""
-        return self._prefill.waiting
+    def end_epoch(self, now: float) -> None:
+        """The worker is lost: void its steps, and queue the sequences that ran with the tokens they have."""
+        for seq in self._running.void():
+            self.waiting.add(seq, now)
+        self.begin_epoch(0, frozenset())
 
     @property
     def num_running(self) -> int:
@@ -68,13 +83,19 @@ class Scheduler:
         return len(self._running.order)
 
     @property
-    def in_flight(self) -> deque[StepRecord]:
-        """Steps that have been sent and have not returned, oldest first."""
-        return self._running.in_flight
+    def oldest_in_flight(self) -> StepRecord | None:
+        """The step whose result comes next; None when none is in flight."""
+        return self._running.in_flight[0] if self._running.in_flight else None
 
-    def add(self, seq: Sequence) -> None:
-        """Put a new sequence at the end of the waiting queue."""
-        self.waiting.append(seq)
+    @property
+    def last_returned_step_id(self) -> int:
+        """The last step of the epoch that has returned; 0 when none has."""
+        return self._running.last_returned_step_id
+
+    @property
+    def step_deadline(self) -> float | None:
+        """When the worker counts as hung, unless a result comes; None when no step is in flight."""
+        return self._step_deadline.time
 
     def schedule(self, now: float) -> tuple[int, ScheduledBatch] | None:
         """Plan the next step: a prefill when the gate is open and one fits, else a decode of all that run.
@@ -85,56 +106,73 @@ class Scheduler:
             The step's id and its plan; its record is in flight from then on. None when there is nothing to do, or
             as many steps are in flight as may be.
         """
-        if len(self.in_flight) >= self._policy.max_steps_in_flight:
+        if len(self._running.in_flight) >= self._policy.max_steps_in_flight:
             return None
+        self._make_way(now)
         if self._policy.enable_mixed_steps:
-            batch = self._schedule_mixed(now)
+            decodes = self._decode.plan(now)
+            prefill = self._plan_prefill(self._policy.max_num_batched_tokens - len(decodes.rows), now)
         else:
-            batch = self._schedule_prefill(now) or self._schedule_decode()
-        if batch is None:
+            prefill = self._plan_prefill(self._policy.max_num_batched_tokens, now)
+            decodes = self._decode.plan(now) if prefill.is_empty else Decodes()
+        if not decodes.rows.size and prefill.is_empty:
             return None
-        if batch.kind is StepKind.DECODE:
-            self.counters.num_decode_steps += 1
-        else:
-            self.counters.num_prefill_steps += 1
+        batch = _batch(self._running.take_leave_slots(), decodes, prefill)
+        self._count(batch)
         return self._running.send(batch, now), batch
 
-    def postprocess(self, token_ids: IntColumn, not_finite_rows: IntColumn, now: float) -> dict[int, Outputs]:
+    def postprocess(self, result: StepResult, now: float) -> OutputsByClient:
         """Take in the tokens of the oldest step in flight, and end what stops with them.
 
         Args:
-            token_ids: One a row of the record, in its order.
-            not_finite_rows: Row numbers whose requests fail with NumericError.
+            result: That of the oldest step in flight: a token a row of the record, in its order. Rows that are not
+                finite fail with NumericError.
             now: The time.
 
         Returns:
             What each client that is concerned is told.
         """
+        self._step_deadline.on_result(now)
         record = self._running.pop_record()
         outputs = OutputsByClient()
         is_usable = self._slots.live[record.row_slots]
-        for row in np.unique(not_finite_rows[is_usable[not_finite_rows]]):
-            is_usable[row] = False
-            self._fail_not_finite(self._slots.sequence_at(int(record.row_slots[row])), outputs, now)
-        slots, token_ids = record.row_slots[is_usable], token_ids[is_usable]
-        first_indexes = self._slots.num_tokens[slots] - self._slots.num_prompt_tokens[slots]
+        if result.not_finite_rows.size:
+            self._fail_not_finite(record, result.not_finite_rows, is_usable, outputs, now)
+        slots, token_ids = record.row_slots, result.token_ids
+        if not is_usable.all():
+            slots, token_ids = slots[is_usable], token_ids[is_usable]
+        positions = self._slots.num_tokens[slots]
+        first_indexes = positions - self._slots.num_prompt_tokens[slots]
         outputs.add_rows(self._slots.client[slots], self._slots.handle[slots], first_indexes, token_ids)
-        self._slots.append(slots, token_ids)
-        if record.is_prefill:
+        self._slots.append(slots, positions, token_ids)
+        if record.kind is not StepKind.DECODE:
             self._last_prefill_latency = now - record.sent_at
-            self._start(slots, outputs, now)
-        self._end_stopped(slots, token_ids, outputs, now)
-        self._end_retiring(record)
-        return outputs.by_client
+            self._start(slots[first_indexes == 0], outputs, now)
+        for row in self._slots.find_stops(slots, positions, token_ids).tolist():
+            self._end_if_stopped(self._slots.sequence_at(int(slots[row])), outputs, now)
+        self._preemption.take_back(record, now)
+        return outputs
+
+    def find_finish(self, seq: Sequence) -> Finish | None:
+        """Why a waiting sequence, which has completion tokens already, has ended; None when it goes on."""
+        return find_finish(seq, self._eos_token_ids)
 
     def stop_at(self, seq: Sequence, num_completion_tokens: int, now: float) -> RequestEnd:
         """End a sequence at a stop string that was found in its text; tokens behind it do not count."""
         if seq.slot is not None:
             self._running.store(seq)
         num_known = seq.num_stored_tokens - seq.num_prompt_tokens
-        return self._finish(
+        return self.finish(
             seq, Finish(FinishReason.STOP_STRING), now, num_completion_tokens=min(num_completion_tokens, num_known)
         )
+
+    def finish(self, seq: Sequence, finish: Finish, now: float, num_completion_tokens: int | None = None) -> RequestEnd:
+        """End a sequence whose tokens are stored, with all its completion tokens unless said."""
+        if num_completion_tokens is None:
+            num_completion_tokens = seq.num_stored_tokens - seq.num_prompt_tokens
+        seq.finish = finish
+        self._leave(seq, now, SequenceStatus.FINISHED)
+        return RequestEnd(seq.handle, num_completion_tokens, finish)
 
     def abort(self, seq: Sequence, now: float) -> None:
         """Forget a sequence; its blocks are free once its steps in flight have returned."""
@@ -147,189 +185,110 @@ class Scheduler:
         assert all(seq.status is SequenceStatus.WAITING for seq in self.waiting), "a waiting sequence's status"
         assert all(not seq.block_table and seq.slot is None for seq in self.waiting), "a waiting sequence holds blocks"
         self.waiting.check_integrity()
-        retiring = [seq for record in self.in_flight for seq in record.retiring]
-        assert self._num_parked == sum(seq.status is SequenceStatus.WAITING for seq in retiring), "parked"
-        assert self._prefill.begun == [seq for seq in self._running.sequences() if seq.num_unsent_tokens], (
-            "begun prompts"
-        )
+        self._preemption.check_integrity()
         self._running.check_integrity()
 
-    def _schedule_prefill(self, now: float) -> ScheduledBatch | None:
-        prefill = self._plan_prefill(self._policy.max_num_batched_tokens, now)
-        return None if prefill.is_empty else _batch(self._running, _NO_SLOTS, prefill)
-
-    def _schedule_decode(self) -> ScheduledBatch | None:
-        appended = self._open_blocks()
-        rows = self._take_decode_rows(appended.sitting_out)
-        if not rows.size:
-            return None
-        return _batch(self._running, rows, Prefill(0, [], []), appended)
-
-    def _schedule_mixed(self, now: float) -> ScheduledBatch | None:
-        appended = self._open_blocks()
-        rows = self._take_decode_rows(appended.sitting_out)
-        prefill = self._plan_prefill(self._policy.max_num_batched_tokens - len(rows), now)
-        if not rows.size and prefill.is_empty:
-            return None
-        return _batch(self._running, rows, prefill, appended)
+    def _make_way(self, now: float) -> None:
+        """Let lower classes give way to the next waiting sequence, where the queue goes by priority."""
+        if self._policy.queue_policy is QueuePolicy.PRIORITY and self.waiting and self._may_admit(now):
+            seq, num_blocks = self._prefill.next_waiting(now)
+            self._preemption.make_way(seq, num_blocks, now)
 
     def _plan_prefill(self, budget: int, now: float) -> Prefill:
-        # A parked sequence goes to the front when its steps return: nobody overtakes it.
-        return self._prefill.plan(budget, now, may_admit=not self._num_parked and self._gate_is_open(now))
+        return self._prefill.plan(budget, now, may_admit=self._may_admit(now))
+
+    def _may_admit(self, now: float) -> bool:
+        # A parked sequence goes to the queue when its steps return: nobody overtakes it.
+        return not self._preemption.num_parked and self._gate_is_open(now)
 
     def _gate_is_open(self, now: float) -> bool:
         """The delay gate: with a factor, a prefill waits a while so that more prompts share it."""
         if not self._policy.delay_factor or not self.num_running or not self.waiting:
             return True
-        # Preempted sequences go back to the front by arrival, so the first is the oldest.
-        waited = now - self.waiting.first.arrive_time
+        waited = now - self.waiting.oldest_arrive_time()
         return waited > self._policy.delay_factor * self._last_prefill_latency
 
-    def _take_decode_rows(self, sitting_out: list[int]) -> IntColumn:
-        """The rows that compute their newest token, which is stored where its run is full."""
-        rows = self._running.decode_rows
-        if sitting_out:
-            rows = rows[~np.isin(rows, sitting_out)]
-        for slot in rows[self._slots.has_full_run(rows)]:
-            # With this step, all known tokens are computed or on their way to be.
-            seq = self._slots.sequence_at(int(slot))
-            self._slots.flush(seq)
-            self.blocks.publish(seq, seq.num_stored_tokens)
-        return rows
-
-    def _open_blocks(self) -> AppendedBlocks:
-        """Give each decode row the block of the token it computes next; preempt from the end where none is free."""
-        appended = AppendedBlocks([], [], [])
-        rows = self._running.decode_rows
-        num_computed = self._slots.num_tokens[rows] + self._slots.num_in_flight[rows]
-        for slot in rows[num_computed > self._slots.num_blocks[rows] * self.blocks.block_size]:
-            seq = self._slots.sequences[slot]
-            if seq is None or seq.is_retiring:
-                # Preempted for a row before it, like all behind it.
-                break
-            block = self._block_or_preempt(seq, num_sitting_out=len(appended.sitting_out))
-            if block is not None:
-                self._slots.num_blocks[slot] += 1
-                appended.slots.append(int(slot))
-                appended.block_ids.append(block)
-            elif seq.status is SequenceStatus.RUNNING:
-                appended.sitting_out.append(int(slot))
-        return appended
-
-    def _block_or_preempt(self, seq: Sequence, *, num_sitting_out: int) -> int | None:
-        """A block more for `seq`, preempting the last running sequences while none is free or coming.
-
-        Returns:
-            None when its block is coming, behind those of `num_sitting_out` others, or `seq` was itself preempted.
-        """
-        while (block := self.blocks.try_append(seq)) is None:
-            if self._running.num_coming_blocks() > num_sitting_out:
-                return None
-            last = self._running.last()
-            self._preempt(last)
-            if last is seq:
-                return None
-        return block
-
-    def _preempt(self, seq: Sequence) -> None:
-        """Take a sequence's blocks; it computes its tokens again, as far as they are not cached.
-
-        With a step in flight it is parked: its blocks come, and it goes to the queue, when the last one returns.
-        """
-        self._running.store(seq)
-        seq.status, seq.type = SequenceStatus.WAITING, SequenceType.PREFILL
-        self.counters.num_preemptions += 1
-        self._num_parked += 1
-        self._drop(seq)
-        if not seq.is_retiring:
-            self._requeue(seq)
-
-    def _requeue(self, seq: Sequence) -> None:
-        self._num_parked -= 1
-        self.waiting.push_front(seq)
+    def _count(self, batch: ScheduledBatch) -> None:
+        match batch.kind:
+            case StepKind.PREFILL:
+                self.counters.num_prefill_steps += 1
+            case StepKind.MIXED:
+                self.counters.num_mixed_steps += 1
+            case StepKind.DECODE:
+                self.counters.num_decode_steps += 1
+        if batch.kind is not StepKind.PREFILL:
+            self._new_token_ratio.on_decode_step()
 
     def _start(self, slots: IntColumn, outputs: OutputsByClient, now: float) -> None:
-        """Note the first tokens among rows that have got theirs."""
-        num_completion_tokens = self._slots.num_tokens[slots] - self._slots.num_prompt_tokens[slots]
-        for slot in slots[num_completion_tokens == 1]:
-            seq = self._slots.sequence_at(int(slot))
+        """Note that these rows have got their first token."""
+        for slot in slots.tolist():
+            seq = self._slots.sequence_at(slot)
             seq.first_token_time = now
             assert seq.num_first_cached_tokens is not None
             outputs.add_start(seq.client, RequestStart(seq.handle, seq.num_first_cached_tokens))
 
-    def _end_stopped(self, slots: IntColumn, token_ids: IntColumn, outputs: OutputsByClient, now: float) -> None:
-        """End the rows that stop with their newest token."""
-        for row in self._slots.find_stops(slots, token_ids):
-            seq = self._slots.sequence_at(int(slots[row]))
-            self._running.store(seq)
-            finish = find_finish(seq, self._eos_token_ids)
-            if finish is not None:
-                outputs.add_end(seq.client, self._finish(seq, finish, now))
+    def _end_if_stopped(self, seq: Sequence, outputs: OutputsByClient, now: float) -> None:
+        """End a sequence if it stops with its newest token."""
+        self._running.store(seq)
+        finish = find_finish(seq, self._eos_token_ids)
+        if finish is not None:
+            outputs.add_end(seq.client, self.finish(seq, finish, now))
 
-    def _fail_not_finite(self, seq: Sequence, outputs: OutputsByClient, now: float) -> None:
-        self._slots.flush(seq)
-        self.blocks.hide_computed(seq)
-        self._leave(seq, now, SequenceStatus.EXIT_ENGINE)
-        error = NumericError("the model's logits were not finite")
-        outputs.add_end(seq.client, RequestEnd(seq.handle, error=error))
-
-    def _finish(
-        self, seq: Sequence, finish: Finish, now: float, num_completion_tokens: int | None = None
-    ) -> RequestEnd:
-        if num_completion_tokens is None:
-            num_completion_tokens = seq.num_stored_tokens - seq.num_prompt_tokens
-        seq.finish = finish
-        self._leave(seq, now, SequenceStatus.FINISHED)
-        return RequestEnd(seq.handle, num_completion_tokens, finish)
+    def _fail_not_finite(
+        self,
+        record: StepRecord,
+        rows: IntColumn,
+        is_usable: np.ndarray[tuple[int], np.dtype[np.bool_]],
+        outputs: OutputsByClient,
+        now: float,
+    ) -> None:
+        """End the requests of these rows, as far as they live; their KV is found by nobody, their tokens count not."""
+        for row in np.unique(rows[is_usable[rows]]):
+            is_usable[row] = False
+            seq = self._slots.sequence_at(int(record.row_slots[row]))
+            self._slots.flush(seq)
+            self.blocks.hide_computed(seq)
+            self._leave(seq, now, SequenceStatus.EXIT_ENGINE)
+            error = NumericError("the model's logits were not finite")
+            outputs.add_end(seq.client, RequestEnd(seq.handle, error=error))
 
     def _leave(self, seq: Sequence, now: float, status: SequenceStatus) -> None:
         """End a sequence whose tokens are stored, wherever it is."""
-        is_parked = seq.status is SequenceStatus.WAITING and seq.is_retiring
-        seq.status = status
-        seq.leave_time = now
         self.counters.num_finished += 1
+        seq.leave_time = now
         if seq.slot is None:
-            self.waiting.remove(seq)
-            return
-        self._slots.live[seq.slot] = False
-        if is_parked:
-            self._num_parked -= 1
-        if not seq.is_retiring:
-            self._drop(seq)
-
-    def _drop(self, seq: Sequence) -> None:
-        if seq.num_unsent_tokens:
-            self._prefill.begun.remove(seq)
-        self._running.drop(seq)
-
-    def _end_retiring(self, record: StepRecord) -> None:
-        """Take back what the record held; parked sequences go to the front of the queue, several by arrival."""
-        parked: list[Sequence] = []
-        for seq in record.retiring:
-            if seq.status is SequenceStatus.WAITING:
-                self._running.store(seq)
-                parked.append(seq)
-            self._running.give_back(seq)
-        for seq in sorted(parked, key=lambda seq: seq.arrive_time, reverse=True):
-            self._requeue(seq)
+            self.waiting.remove(seq, now)
+        elif seq.status is SequenceStatus.WAITING:
+            self._preemption.forget_parked(seq)
+        elif not seq.is_retiring:
+            self._running.drop(seq)
+        seq.status = status
+        if seq.slot is not None:
+            self._slots.live[seq.slot] = False
 
 
-def _batch(
-    running: RunningBatch, decode_slots: IntColumn, prefill: Prefill, appended: AppendedBlocks | None = None
-) -> ScheduledBatch:
+def _batch(leave_slots: list[int], decodes: Decodes, prefill: Prefill) -> ScheduledBatch:
     """Put a step together. Its rows are the decodes, then the prompts that are complete with it."""
-    sent = [*prefill.chunks, *(entering.chunk for entering in prefill.enters)]
-    complete = np.array([chunk.slot for chunk in sent if not chunk.num_later_tokens], np.int32)
-    kind = StepKind.DECODE if not sent else StepKind.MIXED if decode_slots.size else StepKind.PREFILL
+    row_slots, kind, num_tokens = decodes.rows, StepKind.DECODE, len(decodes.rows)
+    partial_slots: list[int] = []
+    if not prefill.is_empty:
+        sent = [*prefill.chunks, *(entering.chunk for entering in prefill.enters)]
+        complete = np.array([chunk.slot for chunk in sent if not chunk.num_later_tokens], np.int32)
+        partial_slots = [chunk.slot for chunk in sent if chunk.num_later_tokens]
+        row_slots = np.concatenate([decodes.rows, complete])
+        kind = StepKind.MIXED if decodes.rows.size else StepKind.PREFILL
+        num_tokens += sum(chunk.num_tokens for chunk in sent)
     return ScheduledBatch(
         kind,
-        row_slots=np.concatenate([decode_slots, complete]) if sent else decode_slots,
-        decode_slots=decode_slots,
-        partial_slots=[chunk.slot for chunk in sent if chunk.num_later_tokens],
-        leave_slots=running.take_leave_slots(),
+        num_tokens=num_tokens,
+        row_slots=row_slots,
+        decode_slots=decodes.rows,
+        partial_slots=partial_slots,
+        leave_slots=leave_slots,
         chunks=prefill.chunks,
         enters=prefill.enters,
-        append_slots=appended.slots if appended else [],
-        append_block_ids=appended.block_ids if appended else [],
-        skips_rows=bool(appended and appended.sitting_out),
+        append_slots=decodes.append_slots,
+        append_block_ids=decodes.append_block_ids,
+        # A step without a decode names none.
+        skips_rows=decodes.skips_rows and kind is not StepKind.PREFILL,
     )

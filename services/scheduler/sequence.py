@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from services.scheduler.prefix_cache import PrefixChain
+from services.scheduler.prefix_cache import PrefixChain, PrefixMemo
 from shared.limits import TOKEN_DTYPE, SamplingParams
 
 TOKEN_BYTES = TOKEN_DTYPE.itemsize
@@ -97,12 +97,24 @@ class Sequence:
     num_cached_blocks: int = 0
     """The first blocks of its table, which it shares and did not compute."""
     chain: PrefixChain = field(default_factory=PrefixChain)
+    prefix_memo: PrefixMemo | None = None
+    """While it waits: what the last look into the prefix cache found."""
     num_unsent_tokens: int = 0
     """While it is prefilled in chunks: the tokens that no step has computed or is on its way to."""
     num_first_cached_tokens: int | None = None
     first_token_time: float | None = None
     leave_time: float | None = None
     finish: Finish | None = None
+
+    def leave_worker(self) -> None:
+        """Become a waiting sequence that holds nothing; all its tokens must be stored."""
+        self.status, self.type = SequenceStatus.WAITING, SequenceType.PREFILL
+        self.slot = None
+        self.is_retiring = False
+        self.block_table = []
+        self.num_cached_blocks = 0
+        self.chain = PrefixChain()
+        self.num_unsent_tokens = 0
 
     @property
     def was_admitted(self) -> bool:

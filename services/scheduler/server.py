@@ -25,8 +25,7 @@ from services.scheduler.events import (
     Event,
     Exit,
     SendStep,
-    WorkerAttached,
-    WorkerLost,
+    TimePassed,
 )
 from services.scheduler.exchange_codec import encode_outputs
 from services.scheduler.idle_check import IdleCheck
@@ -93,6 +92,7 @@ class CellServer:
         self._loop = asyncio.get_running_loop()
         self.idle_check = IdleCheck(self.engine, self._loop)
         self._health_updates: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
         attach_request = worker_pb2.AttachRequest(
             scheduler_instance_id=instance_id,
             block_size=settings.kv_cache_block_size,
@@ -104,6 +104,11 @@ class CellServer:
     async def run_worker_link(self) -> None:
         """Keep the worker attached until cancelled."""
         await self._worker.run()
+
+    def is_idle(self) -> bool:
+        """Whether nothing runs and nothing waits."""
+        state = self.engine.state()
+        return not state.num_running and not state.num_waiting
 
     def connect(self) -> ClientLink:
         """Take in a replica; it is told about the cell as soon as there is a worker."""
@@ -120,11 +125,32 @@ class CellServer:
     def on_event(self, event: Event) -> None:
         """Hand an event to the engine and do what it says."""
         now = self._loop.time()
+        was_ready, was_known = self.engine.is_ready, self.engine.model is not None
         for action in self.engine.on_event(event, now):
             self._perform(action)
+        self._arm_timer()
         self.idle_check.on_event(now)
-        if isinstance(event, WorkerAttached | WorkerLost):
-            self._on_worker_changed()
+        if self.engine.is_ready != was_ready:
+            self._report_health()
+        if not was_known:
+            for client in self._clients.values():
+                self._send_cell_info(client)
+
+    def _arm_timer(self) -> None:
+        """See that the engine is told when the time comes that it waits for.
+
+        That time moves with every step: a timer that is early is left to run out and armed anew.
+        """
+        wakeup = self.engine.next_wakeup()
+        if wakeup is None or (self._timer is not None and self._timer.when() <= wakeup):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(wakeup, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self.on_event(TimePassed())
 
     def _perform(self, action: Action) -> None:
         match action:
@@ -140,34 +166,28 @@ class CellServer:
                 if client in self._clients:
                     self._clients[client].close(error)
             case DropWorker(epoch, reason):
-                logger.error("the worker's answer makes no sense", extra={"reason": reason})
+                logger.error("the worker is given up", extra={"reason": reason})
                 self._worker.drop(epoch)
-                self._on_worker_changed()
             case Exit(reason):
                 logger.error("cannot serve this worker", extra={"reason": reason})
                 self.failed.set()
 
-    def _on_worker_changed(self) -> None:
-        is_ready = self.engine.worker is not None
-        update = self._loop.create_task(self._health.set_serving(is_ready))
+    def _report_health(self) -> None:
+        update = self._loop.create_task(self._health.set_serving(self.engine.is_ready))
         self._health_updates.add(update)
         update.add_done_callback(self._health_updates.discard)
-        for client in self._clients.values():
-            if is_ready:
-                self._send_cell_info(client)
-            else:
-                client.close(NotReadyError("the worker was lost"))
 
     def _send_cell_info(self, client: ClientLink) -> None:
-        worker, limits = self.engine.worker, self.engine.model_limits
-        if worker is None or limits is None:
+        """Tell a replica about the cell; nothing until a worker has been attached for the first time."""
+        model, limits = self.engine.model, self.engine.model_limits
+        if model is None or limits is None:
             return
         cell_info = exchange_pb2.CellInfo(
             scheduler_instance_id=self.instance_id,
-            model_digest=worker.model_digest,
+            model_digest=model.model_digest,
             context_length=limits.context_length,
             logits_width=limits.logits_width,
-            eos_token_ids=worker.eos_token_ids,
+            eos_token_ids=model.eos_token_ids,
             num_pool_tokens=limits.num_pool_tokens,
         )
         client.send(exchange_pb2.ExchangeResponse(cell_info=cell_info), self._loop.time())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 
 import grpc
@@ -12,9 +13,14 @@ from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler.exchange_codec import decode_request
 from services.scheduler.server import CellServer, ClientLink
 from shared.errors import ServiceError
+from shared.request_fields import read_time_left
+from shared.response_writer import ResponseWriter
+
+logger = logging.getLogger(__name__)
 
 EXCHANGE_SERVICE = "lockstep.internal.v1.ExchangeService"
 SCHEDULER_SERVICE = "lockstep.v1.SchedulerService"
+ADMIN_SERVICE = "lockstep.v1.SchedulerAdminService"
 
 
 class ExchangeServicer(exchange_pb2_grpc.ExchangeServiceServicer):
@@ -55,8 +61,10 @@ class ExchangeServicer(exchange_pb2_grpc.ExchangeServiceServicer):
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     """Serves direct clients, and shows the cell to people and programs; the contracts are those of scheduler.proto."""
 
-    def __init__(self, cell: CellServer) -> None:
+    def __init__(self, cell: CellServer, max_unread_s: float) -> None:
+        """Serve `cell`; a client that takes nothing of its answer for `max_unread_s` loses it."""
         self._cell = cell
+        self._max_unread_s = max_unread_s
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Serve on `server`."""
@@ -66,7 +74,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.SchedulerServiceGenerateRequest, context: grpc.aio.ServicerContext
     ) -> None:
         """Continue a prompt of token ids; the responses are written to `context`."""
-        await self._cell.door.generate(request, context.write)
+        writer = ResponseWriter(context, self._max_unread_s)
+        time_left_s = read_time_left(context.time_remaining())
+        await self._cell.door.generate(request, writer.write, time_left_s=time_left_s)
 
     async def Abort(
         self, request: scheduler_pb2.AbortRequest, context: grpc.aio.ServicerContext
@@ -91,10 +101,37 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             num_used_blocks=state.num_used_blocks,
             num_cached_blocks=state.num_cached_blocks,
             num_free_blocks=state.num_free_blocks,
-            num_prefill_steps=counters.num_prefill_steps,
+            num_prefill_steps=counters.num_prefill_steps + counters.num_mixed_steps,
             num_decode_steps=counters.num_decode_steps,
             num_preemptions=counters.num_preemptions,
             num_prefix_queried_tokens=counters.num_prefix_queried_tokens,
             num_prefix_hit_tokens=counters.num_prefix_hit_tokens,
             num_finished=counters.num_finished,
+            num_lost_epochs=counters.num_lost_epochs,
+            rank_steps=[
+                scheduler_pb2.RankSteps(
+                    num_prefill_steps=counters.num_prefill_steps,
+                    num_decode_steps=counters.num_decode_steps,
+                    num_mixed_steps=counters.num_mixed_steps,
+                )
+            ],
         )
+
+
+class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServiceServicer):
+    """Serves operators; the contract is that of scheduler.proto."""
+
+    def __init__(self, cell: CellServer) -> None:
+        self._cell = cell
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serve on `server`."""
+        scheduler_pb2_grpc.add_SchedulerAdminServiceServicer_to_server(self, server)
+
+    async def FlushPrefixCache(
+        self, request: scheduler_pb2.FlushPrefixCacheRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.FlushPrefixCacheResponse:
+        """Forget every cached prefix."""
+        num_blocks = self._cell.engine.flush_prefix_cache()
+        logger.info("the prefix cache was flushed", extra={"num_blocks": num_blocks})
+        return scheduler_pb2.FlushPrefixCacheResponse(num_blocks=num_blocks)

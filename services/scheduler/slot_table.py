@@ -9,13 +9,16 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from services.scheduler.sequence import Sequence
+from services.scheduler.sequence import TOKEN_BYTES, Sequence
 from shared.limits import TOKEN_DTYPE
 
 IntColumn = npt.NDArray[np.int32]
 
-# Stored tokens grow by runs, so that block 1 costs no more Python per step than block 16.
-MIN_RUN_TOKENS = 16
+# Tokens are stored in runs of so many, so that a row is visited for it once in so many steps.
+RUN_TOKENS = 64
+
+# A row whose run is full waits a few steps for its turn, and gets the tokens of its steps in flight meanwhile.
+_RUN_COLUMNS = 2 * RUN_TOKENS
 
 _NO_TOKEN = -1
 
@@ -24,11 +27,11 @@ class SlotTable:
     """Slots and their columns.
 
     Invariant: a slot is free or belongs to one sequence; `live` is true while that sequence may get tokens. The
-    sequence's tokens are the stored ones, followed by those of its run, followed by `num_in_flight` placeholders.
+    sequence's tokens are the stored ones, followed by those of its run: `num_tokens` together. `num_planned` counts
+    the placeholders too, tokens that steps in flight will bring to it.
     """
 
-    def __init__(self, num_slots: int, block_size: int) -> None:
-        self.run_tokens = max(block_size, MIN_RUN_TOKENS)
+    def __init__(self, num_slots: int) -> None:
         self.sequences: list[Sequence | None] = [None] * num_slots
         self.live = np.zeros(num_slots, bool)
         self.num_tokens = np.zeros(num_slots, np.int32)
@@ -37,18 +40,20 @@ class SlotTable:
         self.num_blocks = np.zeros(num_slots, np.int32)
         self.client = np.zeros(num_slots, np.int32)
         self.handle = np.zeros(num_slots, np.uint32)
+        self.priority = np.zeros(num_slots, np.int32)
         # Whether tokens of the prompt are still to be sent.
         self.is_prefilling = np.zeros(num_slots, bool)
-        # Placeholders: tokens that steps in flight will bring.
-        self.num_in_flight = np.zeros(num_slots, np.int32)
+        self.num_planned = np.zeros(num_slots, np.int32)
         self.last_step_id = np.zeros(num_slots, np.int64)
-        # Tokens that are not stored yet; the token at position p stands in column p % width. A row that sits steps
-        # out while its run is full still gets the tokens of its steps in flight: hence twice a run.
-        self._run = np.zeros((num_slots, 2 * self.run_tokens), np.int32)
+        # Whether it is in the batch order.
+        self.runs = np.zeros(num_slots, bool)
+        # Tokens that are not stored yet; the token at position p stands in column p % _RUN_COLUMNS.
+        self._run = np.zeros((num_slots, _RUN_COLUMNS), TOKEN_DTYPE)
+        self._run_bytes = self._run.data.cast("B")
         # The number of tokens at which a row's run is full.
         self._run_end = np.zeros(num_slots, np.int32)
-        # Tokens after which a row may have to stop, filled up with -1.
-        self._watched = np.full((num_slots, 4), _NO_TOKEN, np.int32)
+        # Tokens after which a row may have to stop, filled up with -1: [most of them, num_slots].
+        self._watched = np.full((1, num_slots), _NO_TOKEN, np.int32)
         self._free = list(range(num_slots - 1, -1, -1))
 
     @property
@@ -66,16 +71,16 @@ class SlotTable:
         slot = self._free.pop()
         self.sequences[slot] = seq
         seq.slot = slot
-        self.live[slot] = True
-        self.num_tokens[slot] = seq.num_stored_tokens
+        self.live[slot] = self.runs[slot] = True
+        self.num_tokens[slot] = self.num_planned[slot] = seq.num_stored_tokens
         self.num_prompt_tokens[slot] = seq.num_prompt_tokens
         self.max_num_tokens[slot] = seq.max_num_tokens
         self.num_blocks[slot] = len(seq.block_table)
         self.client[slot] = seq.client
         self.handle[slot] = seq.handle
+        self.priority[slot] = seq.priority
         self.is_prefilling[slot] = bool(seq.num_unsent_tokens)
-        self.num_in_flight[slot] = 0
-        self._set_run_end(seq)
+        self._run_end[slot] = (seq.num_stored_tokens // RUN_TOKENS + 1) * RUN_TOKENS
         self._watch(slot, watched_tokens)
         return slot
 
@@ -93,35 +98,43 @@ class SlotTable:
         assert seq is not None
         return seq
 
-    def append(self, slots: IntColumn, token_ids: IntColumn) -> None:
-        """Give each row one more token."""
-        positions = self.num_tokens[slots]
-        self._run[slots, positions % self._run.shape[1]] = token_ids
+    def append(self, slots: IntColumn, positions: IntColumn, token_ids: IntColumn) -> None:
+        """Give each row one more token, at its position, which is the number of tokens it has."""
+        self._run[slots, positions % _RUN_COLUMNS] = token_ids
         self.num_tokens[slots] = positions + 1
 
-    def has_full_run(self, slots: IntColumn) -> npt.NDArray[np.bool_]:
-        """Which rows are to be flushed with their next step."""
-        return np.greater_equal(self.num_tokens[slots], self._run_end[slots])
+    def flush_full_runs(self, slots: IntColumn) -> None:
+        """Store the tokens of rows whose run is full: a quarter of all at most, since many fill theirs together."""
+        due = slots[self.num_tokens[slots] >= self._run_end[slots]]
+        for slot in due[: len(slots) // 4 + 1].tolist():
+            self.flush(self.sequence_at(slot))
 
     def flush(self, seq: Sequence) -> None:
         """Store the tokens that are not stored yet in the sequence."""
-        assert seq.slot is not None
-        columns = np.arange(seq.num_stored_tokens, self.num_tokens[seq.slot]) % self._run.shape[1]
-        seq.token_bytes += self._run[seq.slot, columns].astype(TOKEN_DTYPE, copy=False).tobytes()
-        self._set_run_end(seq)
+        slot = seq.slot
+        assert slot is not None
+        start, end = seq.num_stored_tokens, int(self.num_tokens[slot])
+        if start == end:
+            return
+        row = slot * _RUN_COLUMNS
+        first, last = row + start % _RUN_COLUMNS, row + end % _RUN_COLUMNS
+        if first < last:
+            seq.token_bytes += self._run_bytes[first * TOKEN_BYTES : last * TOKEN_BYTES]
+        else:
+            seq.token_bytes += self._run_bytes[first * TOKEN_BYTES : (row + _RUN_COLUMNS) * TOKEN_BYTES]
+            seq.token_bytes += self._run_bytes[row * TOKEN_BYTES : last * TOKEN_BYTES]
+        self._run_end[slot] = (end // RUN_TOKENS + 1) * RUN_TOKENS
 
-    def find_stops(self, slots: IntColumn, token_ids: IntColumn) -> npt.NDArray[np.intp]:
-        """Row numbers that may have to stop after their newest token: a watched token, or the length."""
-        watched = (self._watched[slots] == token_ids[:, None]).any(axis=1)
-        return np.flatnonzero(watched | (self.num_tokens[slots] >= self.max_num_tokens[slots]))
-
-    def _set_run_end(self, seq: Sequence) -> None:
-        self._run_end[seq.slot] = (seq.num_stored_tokens // self.run_tokens + 1) * self.run_tokens
+    def find_stops(self, slots: IntColumn, positions: IntColumn, token_ids: IntColumn) -> npt.NDArray[np.intp]:
+        """Row numbers that may have to stop after the token at this position: a watched token, or the length."""
+        may_stop = positions + 1 >= self.max_num_tokens[slots]
+        for watched in self._watched:
+            may_stop |= watched[slots] == token_ids
+        return may_stop.nonzero()[0]
 
     def _watch(self, slot: int, tokens: list[int]) -> None:
-        width = self._watched.shape[1]
-        if len(tokens) > width:
-            padding = np.full((len(self._watched), len(tokens) - width), _NO_TOKEN, np.int32)
-            self._watched = np.hstack([self._watched, padding])
-        self._watched[slot] = _NO_TOKEN
-        self._watched[slot, : len(tokens)] = tokens
+        if len(tokens) > len(self._watched):
+            padding = np.full((len(tokens) - len(self._watched), len(self.live)), _NO_TOKEN, np.int32)
+            self._watched = np.vstack([self._watched, padding])
+        self._watched[:, slot] = _NO_TOKEN
+        self._watched[: len(tokens), slot] = tokens

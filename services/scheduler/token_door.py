@@ -15,11 +15,15 @@ from collections.abc import Awaitable, Callable
 from lockstep.v1 import scheduler_pb2
 from services.scheduler.batch import Outputs
 from services.scheduler.events import AbortRequest, ClientMessage, Event, Submission
+from services.scheduler.exchange_codec import PRIORITIES
 from services.scheduler.token_stream import Response, TokenStream
-from shared.errors import NotReadyError, Violation
+from shared.errors import NotReadyError, ServiceError, Violation
 from shared.limits import TOKEN_DTYPE, ModelLimits
 from shared.request_fields import (
     raise_violations,
+    read_cache_salt,
+    read_output_token_ids,
+    read_priority,
     read_prompt_token_ids,
     read_request_id,
     read_sampling,
@@ -60,8 +64,10 @@ class TokenDoor:
         self,
         request: scheduler_pb2.SchedulerServiceGenerateRequest,
         write: Callable[[Response], Awaitable[None]],
+        *,
+        time_left_s: float | None = None,
     ) -> None:
-        """Serve one call; when it is cancelled, so is its request.
+        """Serve one call, whose client waits `time_left_s`, or for ever; when it is cancelled, so is its request.
 
         Raises:
             ServiceError: the request is refused, or its answer ended with an error.
@@ -69,14 +75,21 @@ class TokenDoor:
         arrived_s = self._loop.time()
         limits = self._model_limits()
         if limits is None:
-            raise NotReadyError("no worker is attached")
-        submission = resolve_request(next(self._handles), request, limits)
+            raise NotReadyError("no worker has been attached yet")
+        submission = resolve_request(next(self._handles), request, limits, time_left_s=time_left_s)
         stream = self._submit(submission)
+        outcome = "INTERNAL"
         try:
-            await _answer(submission, stream, write)
+            outcome = await _answer(submission, stream, write)
+        except ServiceError as error:
+            outcome = error.reason
+            raise
+        except asyncio.CancelledError:
+            outcome = "CANCELLED"
+            raise
         finally:
             self._forget(submission.handle)
-            self._log_end(submission.request_id, stream, arrived_s)
+            self._log_end(submission.request_id, stream, outcome, arrived_s)
 
     def abort(self, request: scheduler_pb2.AbortRequest) -> None:
         """End a request, whichever client's; nothing happens when none has the id.
@@ -103,7 +116,11 @@ class TokenDoor:
             self._loop.call_soon(self._wake_some)
 
     def _submit(self, submission: Submission) -> TokenStream:
-        stream = TokenStream(len(submission.prompt) // TOKEN_DTYPE.itemsize)
+        if submission.attempt > 1:
+            # The call that had the request, if it still lives, must not wait for tokens that go elsewhere.
+            self._on_event(AbortRequest(submission.request_id))
+        num_prompt_tokens = len(submission.prompt) // TOKEN_DTYPE.itemsize
+        stream = TokenStream(num_prompt_tokens, len(submission.output) // TOKEN_DTYPE.itemsize)
         self._streams[submission.handle] = stream
         self._on_event(ClientMessage(DOOR_CLIENT, [submission]))
         return stream
@@ -125,22 +142,29 @@ class TokenDoor:
         if self._to_wake:
             self._loop.call_soon(self._wake_some)
 
-    def _log_end(self, request_id: str, stream: TokenStream, arrived_s: float) -> None:
+    def _log_end(self, request_id: str, stream: TokenStream, outcome: str, arrived_s: float) -> None:
         facts = {
             "request_id": request_id,
             "num_prompt_tokens": stream.usage.num_prompt_tokens,
             "num_cached_tokens": stream.usage.num_cached_tokens,
             "num_completion_tokens": stream.num_tokens,
-            "outcome": stream.outcome,
+            "outcome": outcome,
             "total_ms": round(1e3 * (self._loop.time() - arrived_s), 3),
         }
         logger.info("request ended", extra=facts)
 
 
 def resolve_request(
-    handle: int, request: scheduler_pb2.SchedulerServiceGenerateRequest, limits: ModelLimits
+    handle: int,
+    request: scheduler_pb2.SchedulerServiceGenerateRequest,
+    limits: ModelLimits,
+    *,
+    time_left_s: float | None = None,
 ) -> Submission:
     """Check every field, and resolve what the request left open.
+
+    One that brings the output of an earlier call is a second attempt, however many there were: what is still in
+    flight of them is aborted before it is submitted.
 
     Raises:
         InvalidRequestError: naming the first bad fields.
@@ -150,12 +174,26 @@ def resolve_request(
     request_id = read_request_id(request.request_id if request.HasField("request_id") else None, violations)
     prompt = read_prompt_token_ids(request.prompt_token_ids, limits, violations, field="prompt_token_ids")
     sampling = read_sampling(request.sampling, limits, violations)
+    priority = read_priority(request.priority, violations)
+    cache_salt = read_cache_salt(request.cache_salt, violations)
+    output = read_output_token_ids(request.output_token_ids, request.sampling, limits, violations)
     raise_violations(violations)
     params = resolve_max_tokens(sampling, prompt.size, limits, has_max_tokens=request.sampling.HasField("max_tokens"))
-    return Submission(handle, request_id, prompt.astype(TOKEN_DTYPE).tobytes(), params)
+    return Submission(
+        handle,
+        request_id,
+        prompt.astype(TOKEN_DTYPE).tobytes(),
+        params,
+        priority=PRIORITIES[priority],
+        cache_salt=cache_salt,
+        attempt=2 if output.size else 1,
+        output=output.astype(TOKEN_DTYPE).tobytes(),
+        time_left_s=time_left_s,
+    )
 
 
-async def _answer(submission: Submission, stream: TokenStream, write: Callable[[Response], Awaitable[None]]) -> None:
+async def _answer(submission: Submission, stream: TokenStream, write: Callable[[Response], Awaitable[None]]) -> str:
+    """Write the whole answer; returns the finish reason's name."""
     if stream.end is not None and stream.end.error is not None:
         # The engine refused it at once: it was never accepted.
         raise stream.end.error
@@ -168,3 +206,6 @@ async def _answer(submission: Submission, stream: TokenStream, write: Callable[[
     await write(Response(accepted=accepted))
     async for response in stream.responses():
         await write(response)
+    assert stream.end is not None
+    assert stream.end.finish is not None
+    return stream.end.finish.reason.name

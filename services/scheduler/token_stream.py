@@ -15,12 +15,15 @@ Response = scheduler_pb2.SchedulerServiceGenerateResponse
 class TokenStream:
     """Takes tokens as they come; what has piled up leaves in one response, so a slow reader holds up nobody.
 
-    It ends exactly once, by a finish or by an error. Whoever brings news to a stream that has none wakes it later.
+    That is what the cell brings while one write is blocked, which may last `--max-unread-s`, and in no case more than
+    `max_tokens` tokens. It ends exactly once, by a finish or by an error. Whoever brings news to a stream that has
+    none wakes it later.
     """
 
-    def __init__(self, num_prompt_tokens: int) -> None:
+    def __init__(self, num_prompt_tokens: int, num_tokens: int) -> None:
+        """Begin a stream whose client has `num_tokens` completion tokens from earlier calls."""
         self.usage = common_pb2.Usage(num_prompt_tokens=num_prompt_tokens)
-        self.num_tokens = 0
+        self.num_tokens = num_tokens
         self.end: RequestEnd | None = None
         self._token_ids: list[int] = []
         self._is_awake = asyncio.Event()
@@ -29,16 +32,6 @@ class TokenStream:
     def has_news(self) -> bool:
         """Whether there is something that the client has not been sent."""
         return bool(self._token_ids) or self.end is not None
-
-    @property
-    def outcome(self) -> str:
-        """How the answer ended, in a word for the log."""
-        if self.end is None:
-            return "CANCELLED"
-        if self.end.error is not None:
-            return self.end.error.reason
-        assert self.end.finish is not None
-        return self.end.finish.reason.name
 
     def push(self, token_id: int) -> None:
         """Take the next token."""

@@ -16,6 +16,7 @@ from google.rpc import error_details_pb2
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
 from services.scheduler.batch import EnteringSequence, PrefillChunk, Step, StepKind, StepResult
 from services.scheduler.events import Event, StepReturned, WorkerAttached, WorkerFacts, WorkerLost
+from services.scheduler.slot_table import IntColumn
 from shared.errors import StaleEpochError
 from shared.limits import TOKEN_DTYPE
 from shared.rpc import make_channel, reason_of, status_from_rpc_error
@@ -134,17 +135,19 @@ class WorkerClient:
 def encode_step(step: Step) -> worker_pb2.StepRequest:
     """The message of a step: changes only, columns as little-endian int32."""
     batch = step.batch
-    return worker_pb2.StepRequest(
-        epoch=step.epoch,
-        step_id=step.step_id,
-        kind=_STEP_KINDS[batch.kind],
-        leave_slots=_column(batch.leave_slots),
-        enters=[_encode_entering(entering) for entering in batch.enters],
-        chunks=[_encode_chunk(chunk) for chunk in batch.chunks],
-        append_slots=_column(batch.append_slots),
-        append_block_ids=_column(batch.append_block_ids),
-        decode_slots=batch.decode_slots.astype(TOKEN_DTYPE, copy=False).tobytes() if batch.skips_rows else None,
-    )
+    request = worker_pb2.StepRequest(epoch=step.epoch, step_id=step.step_id, kind=_STEP_KINDS[batch.kind])
+    if batch.leave_slots:
+        request.leave_slots = _column(batch.leave_slots)
+    if batch.append_block_ids:
+        request.append_slots = _column(batch.append_slots)
+        request.append_block_ids = _column(batch.append_block_ids)
+    if batch.skips_rows:
+        request.decode_slots = _column(batch.decode_slots)
+    if batch.enters:
+        request.enters.extend(_encode_entering(entering) for entering in batch.enters)
+    if batch.chunks:
+        request.chunks.extend(_encode_chunk(chunk) for chunk in batch.chunks)
+    return request
 
 
 def decode_result(message: worker_pb2.StepResult) -> StepResult:
@@ -180,8 +183,8 @@ def _encode_chunk(chunk: PrefillChunk) -> worker_pb2.PrefillChunk:
     )
 
 
-def _column(values: list[int]) -> bytes:
-    return np.array(values, TOKEN_DTYPE).tobytes()
+def _column(values: list[int] | IntColumn) -> bytes:
+    return np.asarray(values, TOKEN_DTYPE).tobytes()
 
 
 def _epoch_held(details: list[object]) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import sys
 
+from services.tokenizer.cell_requests import CellRequests
 from services.tokenizer.config import TokenizerSettings
 from services.tokenizer.live_requests import LiveRequests
 from services.tokenizer.model import ServedModel, load_model
@@ -35,9 +36,10 @@ async def serve(settings: TokenizerSettings, model: ServedModel, stop: asyncio.E
     async def on_link_change(is_linked: bool) -> None:
         await health.set_serving(is_linked and not stop.is_set())
 
-    scheduler = SchedulerClient(settings.scheduler, model.digest, on_link_change)
+    requests = CellRequests(settings.scheduler_lost_s)
+    scheduler = SchedulerClient(settings.scheduler, model.digest, requests, on_link_change)
     live = LiveRequests()
-    servicers: list[Servicer] = [TokenizerServicer(model, scheduler, live), health]
+    servicers: list[Servicer] = [TokenizerServicer(model, scheduler, live, settings.max_unread_s), health]
     names = (TOKENIZER_SERVICE,) if settings.reflection else ()
     try:
         server = make_server(settings.bind_address, servicers, service_names=names)

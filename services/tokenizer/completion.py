@@ -22,7 +22,6 @@ class Completion:
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._late_ids: list[int] = []
-        self.num_received = 0
         self.num_tokens = 0
 
     @property
@@ -34,7 +33,6 @@ class Completion:
 
     def push(self, token_ids: Sequence[int]) -> None:
         """Take the next tokens. Those behind a stop string are dropped."""
-        self.num_received += len(token_ids)
         if self._matcher is None:
             self._accept(token_ids)
             self._texts.append(self._detokenizer.push(token_ids))
@@ -45,7 +43,6 @@ class Completion:
     def push_silent(self, token_ids: Sequence[int]) -> None:
         """Take the next tokens, and leave the text of the last one out: it only ends the answer."""
         self.push(token_ids[:-1])
-        self.num_received += 1
         if self._matcher is None:
             self._accept(token_ids[-1:])
         else:

@@ -23,6 +23,18 @@ class TokenizerSettings(ServiceSettings):
         default=None, min_length=1, description="The name that requests may give; the directory's own if not set."
     )
     scheduler: Address = Field(default="127.0.0.1:50052", description="Address of the cell's scheduler.")
+    scheduler_lost_s: float = Field(
+        default=60.0,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="Requests in flight wait so many seconds for a scheduler that was lost.",
+    )
+    max_unread_s: float = Field(
+        default=30.0,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="A client that takes nothing of its answer for so many seconds loses it.",
+    )
     num_encode_threads: int = Field(default=2, ge=1, le=64, description="Threads that encode, decode and render.")
 
     @property

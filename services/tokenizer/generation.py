@@ -1,7 +1,8 @@
 """One request's answer on its way from the cell to the client.
 
 Tokens become text, and stop strings are looked for, when the tokens arrive: a client that reads slowly neither holds
-up other requests nor lets its own run on. What has piled up leaves in one response.
+up other requests nor lets its own run on. What has piled up leaves in one response. It is what the cell brings while
+one write is blocked, which may last `--max-unread-s`, and in no case more than the text of `max_tokens` tokens.
 """
 
 from __future__ import annotations
@@ -59,21 +60,18 @@ class Generation:
         """Completion tokens that are part of the answer so far."""
         return self._completion.num_tokens
 
-    @property
-    def num_received(self) -> int:
-        """Tokens received, the index that the next one must have."""
-        return self._completion.num_received
-
     def begin(self, num_cached_tokens: int) -> None:
         """Take what the first tokens come with: how much of the prompt was cached."""
         self.usage.num_cached_tokens = num_cached_tokens
 
     def receive(self, token_ids: Sequence[int], end: exchange_pb2.RequestEnd | None) -> int | None:
-        """Take the next tokens and, with or behind the last of them, the end. Not to be called once it is over.
+        """Take the next tokens and, with or behind the last of them, the end. Nothing changes once it is over.
 
         Returns:
             When a stop string ended the answer before the cell did: the number of completion tokens up to it.
         """
+        if self.is_over:
+            return None
         if token_ids and end is not None and end.finish_reason in _SILENT_ENDS:
             self._completion.push_silent(token_ids)
         else:

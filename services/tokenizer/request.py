@@ -12,12 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.v1 import tokenizer_pb2
+from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.chat_template import Message
+from services.tokenizer.request_ledger import ResolvedRequest
 from shared.errors import ModelNotFoundError, RequestTooLargeError, Violation
 from shared.limits import TOKEN_DTYPE, ModelLimits, SamplingParams, check_prompt
 from shared.request_fields import (
     raise_violations,
+    read_cache_salt,
+    read_priority,
     read_prompt_token_ids,
     read_request_id,
     read_sampling,
@@ -54,16 +57,8 @@ class CheckedRequest:
     sampling: SamplingParams
     has_max_tokens: bool
     stop_strings: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ResolvedRequest:
-    """A request with a prompt of ids and every parameter resolved; it fits the cell."""
-
-    request_id: str
-    prompt_token_ids: TokenIds
-    sampling: SamplingParams
-    stop_strings: tuple[str, ...]
+    priority: common_pb2.Priority
+    cache_salt: bytes
 
 
 def check_request(request: tokenizer_pb2.GenerateRequest, *, model_name: str, limits: ModelLimits) -> CheckedRequest:
@@ -84,6 +79,8 @@ def check_request(request: tokenizer_pb2.GenerateRequest, *, model_name: str, li
         read_sampling(request.sampling, limits, violations),
         request.sampling.HasField("max_tokens"),
         _check_stop_strings(request.stop, violations),
+        read_priority(request.priority, violations),
+        read_cache_salt(request.cache_salt, violations),
     )
     raise_violations(violations)
     return checked
@@ -105,7 +102,8 @@ def resolve_request(request: CheckedRequest, prompt_token_ids: TokenIds, limits:
     sampling = resolve_max_tokens(
         request.sampling, prompt_token_ids.size, limits, has_max_tokens=request.has_max_tokens
     )
-    return ResolvedRequest(request.request_id, prompt_token_ids.astype(TOKEN_DTYPE), sampling, request.stop_strings)
+    prompt = prompt_token_ids.astype(TOKEN_DTYPE).tobytes()
+    return ResolvedRequest(request.request_id, prompt, sampling, request.priority, request.cache_salt)
 
 
 def check_text(text: str) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import grpc
 
 from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc
-from services.tokenizer.exchange_link import Cell, ExchangeError, ExchangeLink
+from services.tokenizer.cell_requests import CellRequests
+from services.tokenizer.exchange_link import ExchangeLink
+from services.tokenizer.request_ledger import ExchangeError
 from shared.errors import NotReadyError, SchedulerLostError
 from shared.limits import ModelLimits
 from shared.rpc import make_channel
@@ -20,36 +23,49 @@ FIRST_RETRY_S = 0.1
 LONGEST_RETRY_S = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """The cell at the other end."""
+
+    scheduler_instance_id: str
+    eos_token_ids: tuple[int, ...]
+    limits: ModelLimits
+
+
 class SchedulerClient:
-    """Holds the link to the cell while there is one.
+    """Links the service to its cell, whose `requests` wait while there is no link.
 
     Invariant: there is a link exactly while the scheduler's stream lives and has told its cell, and the cell serves
     our model.
     """
 
-    def __init__(self, address: str, model_digest: str, on_change: Callable[[bool], Awaitable[None]]) -> None:
+    def __init__(
+        self, address: str, model_digest: str, requests: CellRequests, on_change: Callable[[bool], Awaitable[None]]
+    ) -> None:
         """Prepare to link; `run` does it.
 
         Args:
             address: The scheduler's.
             model_digest: A cell with another one is refused.
+            requests: What the link carries.
             on_change: Told whether there is a link, whenever that has changed.
         """
+        self.requests = requests
         self._address = address
         self._model_digest = model_digest
         self._on_change = on_change
-        self._current: tuple[ExchangeLink, Cell] | None = None
+        self._cell: Cell | None = None
         self._retry_s = FIRST_RETRY_S
 
-    def link(self) -> tuple[ExchangeLink, Cell]:
-        """The link and the cell at its other end.
+    def cell(self) -> Cell:
+        """The cell that the service is linked to.
 
         Raises:
-            NotReadyError: there is none.
+            NotReadyError: there is no link.
         """
-        if self._current is None:
-            raise NotReadyError("the service is not linked to its cell yet")
-        return self._current
+        if self._cell is None:
+            raise NotReadyError("the service is not linked to its cell")
+        return self._cell
 
     async def run(self) -> None:
         """Keep linked until cancelled."""
@@ -64,7 +80,7 @@ class SchedulerClient:
 
     async def _run_stream(self, stub: exchange_pb2_grpc.ExchangeServiceStub) -> str:
         """Open a stream and serve it to its end; returns why it ended."""
-        link = ExchangeLink()
+        link = self.requests.make_link()
         # Before the scheduler listens this waits for it, as the channel's own back-off has it.
         call = stub.Exchange(link.messages(), wait_for_ready=True)
         try:
@@ -77,26 +93,29 @@ class SchedulerClient:
             return str(error)
         finally:
             call.cancel()
-            was_linked = self._current is not None
-            self._current = None
-            link.close(SchedulerLostError("the link to the scheduler was lost"))
+            was_linked = self._cell is not None
+            self._cell = None
+            self.requests.lose_stream(link)
             if was_linked:
                 await self._on_change(False)
         return "the scheduler ended the stream"
 
     async def _on_response(self, link: ExchangeLink, response: exchange_pb2.ExchangeResponse) -> None:
-        if self._current is not None and response.HasField("outputs"):
-            link.on_outputs(response.outputs)
-        elif self._current is None and response.HasField("cell_info"):
-            self._current = link, self._accept_cell(response.cell_info)
+        if self._cell is not None and response.HasField("outputs"):
+            self.requests.on_outputs(response.outputs)
+        elif self._cell is None and response.HasField("cell_info"):
+            self._cell = self._accept_cell(response.cell_info)
+            num_requests = self.requests.open_stream(link)
             self._retry_s = FIRST_RETRY_S
-            logger.info("linked to the scheduler", extra={"instance_id": response.cell_info.scheduler_instance_id})
+            facts = {"instance_id": self._cell.scheduler_instance_id, "num_resubmitted": num_requests}
+            logger.info("linked to the scheduler", extra=facts)
             await self._on_change(True)
         else:
             raise ExchangeError("cell_info comes first, and once")
 
     def _accept_cell(self, info: exchange_pb2.CellInfo) -> Cell:
         if info.model_digest != self._model_digest:
+            self.requests.fail_all(SchedulerLostError("the cell serves another model by now"))
             raise ExchangeError(
                 f"the cell serves another model: its digest is {info.model_digest}, ours {self._model_digest}"
             )

@@ -6,13 +6,14 @@ import grpc
 import numpy as np
 
 from lockstep.v1 import tokenizer_pb2, tokenizer_pb2_grpc
-from services.tokenizer.exchange_link import Cell
 from services.tokenizer.generate import GenerateCall
 from services.tokenizer.live_requests import LiveRequests
 from services.tokenizer.model import ServedModel
 from services.tokenizer.request import check_chat, check_text
-from services.tokenizer.scheduler_client import SchedulerClient
+from services.tokenizer.scheduler_client import Cell, SchedulerClient
 from shared.limits import check_token_ids
+from shared.request_fields import read_time_left
+from shared.response_writer import ResponseWriter
 
 TOKENIZER_SERVICE = "lockstep.v1.TokenizerService"
 
@@ -23,10 +24,12 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     Every method needs the link to the cell, and is refused once the service is stopping.
     """
 
-    def __init__(self, model: ServedModel, scheduler: SchedulerClient, live: LiveRequests) -> None:
+    def __init__(self, model: ServedModel, scheduler: SchedulerClient, live: LiveRequests, max_unread_s: float) -> None:
+        """Serve with these parts; a client that takes nothing of its answer for `max_unread_s` loses it."""
         self._model = model
         self._scheduler = scheduler
         self._live = live
+        self._max_unread_s = max_unread_s
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Serve on `server`."""
@@ -34,7 +37,10 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
 
     async def Generate(self, request: tokenizer_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         """Continue a prompt; the responses are written to `context`."""
-        await GenerateCall(self._model, self._scheduler, self._live, context).serve(request)
+        writer = ResponseWriter(context, self._max_unread_s)
+        time_left_s = read_time_left(context.time_remaining())
+        call = GenerateCall(self._model, self._scheduler, self._live, writer, time_left_s=time_left_s)
+        await call.serve(request)
 
     async def Tokenize(
         self, request: tokenizer_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
@@ -79,5 +85,4 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
 
     def _cell(self) -> Cell:
         self._live.check_open()
-        _, cell = self._scheduler.link()
-        return cell
+        return self._scheduler.cell()

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import grpc
 
 from lockstep.v1 import tokenizer_pb2
-from shared.cli.client import Answer, add_client_flags, run_client, sampling_from, stream_answer
+from shared.cli.client import Answer, add_client_flags, request_from, run_client, stream_answer
 from shared.rpc import make_channel
 
 
@@ -22,29 +22,31 @@ def main(argv: Sequence[str]) -> int:
     )
     add_client_flags(parser)
     args = parser.parse_args(argv)
-    template = tokenizer_pb2.GenerateRequest(sampling=sampling_from(args), stop=args.stop)
-    return run_client(lambda: _converse(args.target, template))
+    return run_client(lambda: _converse(args.target, request_from(args), args.timeout))
 
 
-def _converse(target: str, template: tokenizer_pb2.GenerateRequest) -> None:
-    """Answer turn by turn; `template` is the request without its messages."""
-    request = tokenizer_pb2.GenerateRequest()
-    request.CopyFrom(template)
+def _converse(target: str, request: tokenizer_pb2.GenerateRequest, timeout_s: float | None) -> None:
+    """Answer turn by turn; `request` has no messages yet."""
     # Between answers the event loop stands still, so that reading a line needs no thread.
     with asyncio.Runner() as runner:
         channel = runner.run(_open(target))
         for turn in _read_turns():
             request.chat.messages.add(role=tokenizer_pb2.ROLE_USER, content=turn)
-            answer = _answer(runner, channel, request)
+            answer = _answer(runner, channel, request, timeout_s)
             request.chat.messages.add(role=tokenizer_pb2.ROLE_ASSISTANT, content=answer)
         runner.run(channel.close())
 
 
-def _answer(runner: asyncio.Runner, channel: grpc.aio.Channel, request: tokenizer_pb2.GenerateRequest) -> str:
+def _answer(
+    runner: asyncio.Runner,
+    channel: grpc.aio.Channel,
+    request: tokenizer_pb2.GenerateRequest,
+    timeout_s: float | None,
+) -> str:
     """Stream one answer and return it; a person's Ctrl-C cuts it short."""
     answer = Answer()
     try:
-        runner.run(stream_answer(channel, request, answer))
+        runner.run(stream_answer(channel, request, answer, timeout_s=timeout_s))
     except KeyboardInterrupt:
         if not sys.stdin.isatty():
             raise

@@ -27,7 +27,7 @@ class Answer:
 
 
 def add_client_flags(parser: argparse.ArgumentParser) -> None:
-    """Add `--target`, the sampling parameters and `--stop`. What is left out is the server's default."""
+    """Add what a request may say beside its prompt, and where it goes. What is left out is the server's default."""
     parser.add_argument("--target", default=DEFAULT_TARGET, metavar="ADDRESS", help="server (default: %(default)s)")
     parser.add_argument("--max-tokens", type=_unsigned(32), metavar="N", help="most tokens of the answer")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy, at most 2")
@@ -35,16 +35,23 @@ def add_client_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=_unsigned(32), metavar="K", help="keep this many of the likeliest tokens")
     parser.add_argument("--seed", type=_unsigned(64), metavar="N", help="makes sampling repeatable")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the answer; may repeat")
+    parser.add_argument("--priority", choices=("high", "normal", "low"), help="how urgent it is")
+    parser.add_argument("--cache-salt", default="", metavar="TEXT", help="share cached prefixes with equal salts only")
+    parser.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="give up after so long")
 
 
-def sampling_from(args: argparse.Namespace) -> common_pb2.SamplingParams:
-    """The sampling parameters among the flags of `add_client_flags`."""
-    return common_pb2.SamplingParams(
+def request_from(args: argparse.Namespace) -> tokenizer_pb2.GenerateRequest:
+    """The request, but for its prompt, that the flags of `add_client_flags` describe."""
+    sampling = common_pb2.SamplingParams(
         max_tokens=args.max_tokens,
         temperature=args.temperature,
         top_p=args.top_p,
         top_k=args.top_k,
         seed=args.seed,
+    )
+    priority = None if args.priority is None else f"PRIORITY_{args.priority.upper()}"
+    return tokenizer_pb2.GenerateRequest(
+        sampling=sampling, stop=args.stop, priority=priority, cache_salt=args.cache_salt
     )
 
 
@@ -67,8 +74,14 @@ def describe_failure(error: grpc.aio.AioRpcError) -> str:
     return f"{' '.join(name for name in names if name)}: {status.message}"
 
 
-async def stream_answer(channel: grpc.aio.Channel, request: tokenizer_pb2.GenerateRequest, answer: Answer) -> None:
-    """Ask for a completion and write it to stdout and into `answer` as it comes.
+async def stream_answer(
+    channel: grpc.aio.Channel,
+    request: tokenizer_pb2.GenerateRequest,
+    answer: Answer,
+    *,
+    timeout_s: float | None = None,
+) -> None:
+    """Ask for a completion and write it to stdout and into `answer` as it comes, for `timeout_s` or to its end.
 
     Cancelling the task that waits for this cancels the call.
 
@@ -76,7 +89,7 @@ async def stream_answer(channel: grpc.aio.Channel, request: tokenizer_pb2.Genera
         grpc.aio.AioRpcError: the call failed.
     """
     try:
-        async for response in tokenizer_pb2_grpc.TokenizerServiceStub(channel).Generate(request):
+        async for response in tokenizer_pb2_grpc.TokenizerServiceStub(channel).Generate(request, timeout=timeout_s):
             answer.text += response.text
             answer.finish = response.finish
             sys.stdout.write(response.text)
@@ -122,3 +135,10 @@ def _unsigned(bits: int) -> Callable[[str], int]:
 
     parse.__name__ = "number"
     return parse
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no time to wait")
+    return value

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Sequence
 
 from lockstep.v1 import tokenizer_pb2
-from shared.cli.client import Answer, add_client_flags, run_client, sampling_from, stream_answer
+from shared.cli.client import Answer, add_client_flags, request_from, run_client, stream_answer
 from shared.rpc import make_channel
 
 
@@ -17,10 +17,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("prompt", metavar="PROMPT", help="the text to continue")
     add_client_flags(parser)
     args = parser.parse_args(argv)
-    request = tokenizer_pb2.GenerateRequest(text=args.prompt, sampling=sampling_from(args), stop=args.stop)
-    return run_client(lambda: asyncio.run(_generate(args.target, request)))
+    request = request_from(args)
+    request.text = args.prompt
+    return run_client(lambda: asyncio.run(_generate(args.target, request, args.timeout)))
 
 
-async def _generate(target: str, request: tokenizer_pb2.GenerateRequest) -> None:
+async def _generate(target: str, request: tokenizer_pb2.GenerateRequest, timeout_s: float | None) -> None:
     async with make_channel(target) as channel:
-        await stream_answer(channel, request, Answer())
+        await stream_answer(channel, request, Answer(), timeout_s=timeout_s)

@@ -25,10 +25,25 @@ class Row:
     met: bool | None = None
 
 
-def compare(metric: str, value: float, unit: str, *, reference: float, at_least: float | None = None) -> Row:
-    """A figure beside its reference; with `at_least` the ratio has a target."""
+def compare(
+    metric: str,
+    value: float,
+    unit: str,
+    *,
+    reference: float,
+    at_least: float | None = None,
+    at_most: float | None = None,
+) -> Row:
+    """A figure beside its reference; with `at_least` or `at_most` the ratio has a target."""
     ratio = value / reference
+    if at_most is not None:
+        return Row(metric, value, unit, reference, ratio, at_most, ratio <= at_most)
     return Row(metric, value, unit, reference, ratio, at_least, None if at_least is None else ratio >= at_least)
+
+
+def limit(metric: str, value: float, unit: str, *, at_most: float) -> Row:
+    """A figure that stands alone and has a bound."""
+    return Row(metric, value, unit, target=at_most, met=value <= at_most)
 
 
 def print_table(rows: Sequence[Row]) -> None:

@@ -101,6 +101,8 @@ CASES = [
     Case("long stop sequence", stop_sequence(*range(33)), field="sampling.stop_token_sequences[0]"),
     Case("nine stop sequences", stop_sequence(1, count=9), field="sampling.stop_token_sequences"),
     Case("bad id in a stop sequence", stop_sequence(1, VOCABULARY), detail="TOKEN_ID_OUT_OF_RANGE"),
+    Case("unknown priority", with_field(priority=4), field="priority"),
+    Case("cache salt above 64 bytes", with_field(cache_salt="é" * 33), field="cache_salt"),
     Case("B42 another model", with_field(model="../../etc/passwd"), "MODEL_NOT_FOUND", code=grpc.StatusCode.NOT_FOUND),
     Case("no messages", chat_of(), field="chat.messages"),
     Case("too many messages", chat_of(*[USER] * 1_025), field="chat.messages"),

@@ -59,6 +59,7 @@ def test_generate_streams_what_the_service_answers(real_cell: Cell) -> None:
 def test_generate_sends_every_flag(real_cell: Cell) -> None:
     prompt = "One, two, three,"
     flags = ["--temperature=0.7", "--top-p=0.9", "--top-k=40", "--seed=7", "--max-tokens=24", "--stop=, ", "--stop=z"]
+    flags += ["--priority=high", "--cache-salt=mine", "--timeout=600"]
     sampling = common_pb2.SamplingParams(temperature=0.7, top_p=0.9, top_k=40, seed=7, max_tokens=24)
     request = tokenizer_pb2.GenerateRequest(text=prompt, sampling=sampling, stop=[", ", "z"])
 
@@ -87,6 +88,13 @@ def test_a_refused_request_is_told_with_status_and_reason(real_cell: Cell) -> No
 
     assert result.returncode == 1
     assert result.stderr.startswith("error: INVALID_ARGUMENT INVALID_REQUEST: sampling.temperature")
+
+
+def test_an_answer_that_takes_too_long_is_given_up(real_cell: Cell) -> None:
+    result = run_client("generate", f"--target={real_cell.address}", LONG, "--timeout=0.5", "Once upon a time")
+
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: DEADLINE_EXCEEDED")
 
 
 def test_a_server_that_is_not_there_is_told() -> None:

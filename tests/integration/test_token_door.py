@@ -36,6 +36,12 @@ def with_stop_sequences(*sequences: list[int]) -> Request:
     return request
 
 
+def with_output(token_ids: list[int], **sampling: Any) -> Request:
+    request = prompt_request([5], **sampling)
+    request.output_token_ids.extend(token_ids)
+    return request
+
+
 CASES = [
     Case("no prompt", Request()),
     Case("B01 no token ids", prompt_request([])),
@@ -61,6 +67,12 @@ CASES = [
     Case("long stop sequence", with_stop_sequences([1] * 33)),
     Case("nine stop sequences", with_stop_sequences(*[[1]] * 9)),
     Case("bad id in a stop sequence", with_stop_sequences([1, 2**32 - 1])),
+    Case("unknown priority", Request(prompt_token_ids=[5], priority=4)),  # type: ignore[arg-type]
+    Case("cache salt above 64 bytes", Request(prompt_token_ids=[5], cache_salt="é" * 33)),
+    Case("output without a seed", with_output([5], max_tokens=9)),
+    Case("output without max_tokens", with_output([5], seed=1)),
+    Case("output of max_tokens", with_output([5] * 9, max_tokens=9, seed=1)),
+    Case("bad id in an output", with_output([5, VOCABULARY], max_tokens=9, seed=1)),
     Case("request id with a space", prompt_request([5], request_id="a b")),
     Case("empty request id", prompt_request([5], request_id="")),
     Case("long request id", prompt_request([5], request_id="x" * 65)),

@@ -6,11 +6,24 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+
+import grpc
 
 from lockstep.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 from shared.rpc import make_channel
-from tests.support.cell import Cell
+
+
+class CellAddresses(Protocol):
+    """A cell that can be reached."""
+
+    @property
+    def address(self) -> str:
+        """Where its tokenizer service answers."""
+
+    @property
+    def scheduler_address(self) -> str:
+        """Where its scheduler service answers."""
 
 
 @dataclass
@@ -32,9 +45,10 @@ class Completion:
 class Client:
     """Speaks to one cell."""
 
-    def __init__(self, tokenizer: Any, scheduler: Any) -> None:
-        self.tokenizer = tokenizer
-        self.scheduler = scheduler
+    def __init__(self, tokenizer: grpc.aio.Channel, scheduler: grpc.aio.Channel) -> None:
+        self.tokenizer: Any = tokenizer_pb2_grpc.TokenizerServiceStub(tokenizer)
+        self.scheduler: Any = scheduler_pb2_grpc.SchedulerServiceStub(scheduler)
+        self.admin: Any = scheduler_pb2_grpc.SchedulerAdminServiceStub(scheduler)
 
     async def generate(self, request: tokenizer_pb2.GenerateRequest, *, deadline_s: float | None = None) -> Completion:
         """Send one request and collect its answer.
@@ -83,12 +97,10 @@ class Client:
 
 
 @asynccontextmanager
-async def connect(cell: Cell) -> AsyncIterator[Client]:
+async def connect(cell: CellAddresses) -> AsyncIterator[Client]:
     """A client of a running cell."""
     async with make_channel(cell.address) as tokenizer, make_channel(cell.scheduler_address) as scheduler:
-        yield Client(
-            tokenizer_pb2_grpc.TokenizerServiceStub(tokenizer), scheduler_pb2_grpc.SchedulerServiceStub(scheduler)
-        )
+        yield Client(tokenizer, scheduler)
 
 
 def text_request(text: str, **sampling: Any) -> tokenizer_pb2.GenerateRequest:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from services.scheduler.batch import RequestEnd, Step, StepResult
-from services.scheduler.engine import CacheSettings, Engine
+from services.scheduler.engine import Engine
 from services.scheduler.events import (
     Action,
     ClientMessage,
@@ -19,7 +19,9 @@ from services.scheduler.events import (
     WorkerAttached,
     WorkerFacts,
 )
-from services.scheduler.policy import SchedulerPolicy
+from services.scheduler.policy import CacheSettings, SchedulerPolicy
+from services.scheduler.sequence import Priority
+from services.worker.input_batch import BatchLimits
 from shared.limits import TOKEN_DTYPE, SamplingParams
 from tests.support.cell_model import VOCABULARY, WorkerModel
 
@@ -57,19 +59,33 @@ class EngineDriver:
         policy: SchedulerPolicy | None = None,
         depth: int = 1,
         enable_prefix_caching: bool = True,
+        attach: bool = True,
     ) -> None:
         self.now = 0.0
         policy = replace(policy or SchedulerPolicy(), max_steps_in_flight=depth)
         self.engine = Engine(policy, CacheSettings(block_size, enable_prefix_caching))
-        self.worker = WorkerModel(block_size)
+        self.limits = BatchLimits(
+            policy.max_num_seqs,
+            policy.max_num_batched_tokens,
+            block_size,
+            num_blocks,
+            context_length,
+            VOCABULARY,
+        )
+        self.worker = WorkerModel(self.limits)
         self.sent: list[Step] = []
         self.delivered: list[Deliver] = []
         self.told: dict[tuple[int, int], Told] = {}
         self.actions: list[Action] = []
-        self.on_event(WorkerAttached(worker_facts(num_blocks=num_blocks, context_length=context_length)))
+        if attach:
+            self.on_event(WorkerAttached(worker_facts(num_blocks=num_blocks, context_length=context_length)))
 
     def on_event(self, event: Event) -> list[Action]:
         """Hand over an event, take in the actions, and check that everything agrees."""
+        if isinstance(event, WorkerAttached):
+            # It holds no sequences, and what was on its way to it is lost.
+            self.worker = WorkerModel(self.limits)
+            self.sent.clear()
         actions = self.engine.on_event(event, self.now)
         for action in actions:
             if isinstance(action, SendStep):
@@ -82,11 +98,31 @@ class EngineDriver:
         return actions
 
     def submit(
-        self, handle: int, prompt: list[int], *, client: int = 1, request_id: str | None = None, **params: object
+        self,
+        handle: int,
+        prompt: list[int],
+        *,
+        client: int = 1,
+        request_id: str | None = None,
+        priority: Priority = Priority.NORMAL,
+        cache_salt: bytes = b"",
+        **params: object,
     ) -> list[Action]:
         """Submit one request; `params` as in SamplingParams, at most 8 tokens unless said."""
         sampling = SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **params})  # type: ignore[arg-type]
-        submission = Submission(handle, request_id or f"{client}-{handle}", token_bytes(prompt), sampling)
+        submission = Submission(
+            handle,
+            request_id or f"{client}-{handle}",
+            token_bytes(prompt),
+            sampling,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        return self.on_event(ClientMessage(client, [submission]))
+
+    def resume(self, client: int, submission: Submission, output: list[int]) -> list[Action]:
+        """Submit a later attempt, whose client has `output` already."""
+        self.told[client, submission.handle] = Told(list(output), num_cached_tokens=0 if output else None)
         return self.on_event(ClientMessage(client, [submission]))
 
     def step(self) -> StepResult:

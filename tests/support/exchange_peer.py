@@ -108,8 +108,8 @@ class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer):
         """Send outputs as they are."""
         self._outbox.put_nowait(exchange_pb2.ExchangeResponse(outputs=outputs))
 
-    def lose_worker(self) -> None:
-        """End the stream as a scheduler does that has lost its worker."""
+    def end_stream(self) -> None:
+        """End the stream as a scheduler does that goes away."""
         self._outbox.put_nowait(None)
 
     async def Exchange(
@@ -121,7 +121,7 @@ class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer):
         try:
             while (message := await self._outbox.get()) is not None:
                 yield message
-            raise NotReadyError("the worker was lost")
+            raise NotReadyError("the scheduler goes away")
         finally:
             reader.cancel()
             self.stream_ended.set()

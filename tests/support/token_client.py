@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+import pytest
 
 from lockstep.v1 import common_pb2, scheduler_pb2
+from shared.rpc import reason_of, status_from_rpc_error
 from tests.support.client import greedy
 
+PROMPT = [1, 2, 3]
 Request = scheduler_pb2.SchedulerServiceGenerateRequest
 Response = scheduler_pb2.SchedulerServiceGenerateResponse
 
@@ -63,3 +66,25 @@ async def read_to_end(call: Any, responses: list[Any]) -> None:
 def prompt_request(prompt_token_ids: list[int], *, request_id: str | None = None, **sampling: Any) -> Request:
     """A request for a prompt of token ids, greedy unless said otherwise."""
     return Request(request_id=request_id, prompt_token_ids=prompt_token_ids, sampling=greedy(**sampling))
+
+
+def seeded(prompt: list[int], **changes: Any) -> Request:
+    """A request whose tokens `expected_completion` knows."""
+    return prompt_request(prompt, **{"seed": 0, "ignore_eos": True, **changes})
+
+
+def endless(request_id: str | None = None) -> Request:
+    """A request that runs for as long as a test needs it."""
+    return seeded(PROMPT, request_id=request_id, max_tokens=500)
+
+
+async def error_of(call: Any, responses: list[Response] | None = None) -> grpc.aio.AioRpcError:
+    """The error that a call must end with, behind any responses."""
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await read_to_end(call, [] if responses is None else responses)
+    return error.value
+
+
+def reason(error: grpc.aio.AioRpcError) -> str | None:
+    """The stable reason of a call's error."""
+    return reason_of(status_from_rpc_error(error))

@@ -68,7 +68,7 @@ class Service:
 
 @asynccontextmanager
 async def run_tokenizer_service(
-    model_dir: Path, socket_dir: Path, *, model_digest_of_cell: str | None = None
+    model_dir: Path, socket_dir: Path, *, model_digest_of_cell: str | None = None, **settings: Any
 ) -> AsyncIterator[Service]:
     """Run the service and its peer, which has not told its cell yet; at the end the service must stop cleanly.
 
@@ -76,6 +76,7 @@ async def run_tokenizer_service(
         model_dir: The model.
         socket_dir: For the sockets.
         model_digest_of_cell: What the peer's cell serves; None for the same model.
+        settings: More of the service's settings.
     """
     cell_info = exchange_pb2.CellInfo(
         scheduler_instance_id="instance",
@@ -89,9 +90,9 @@ async def run_tokenizer_service(
     scheduler, address = f"unix:{socket_dir}/scheduler.sock", f"unix:{socket_dir}/tokenizer.sock"
     peer_server = make_server(scheduler, [peer], internal=True)
     await peer_server.start()
-    settings = TokenizerSettings(listen=address, scheduler=scheduler, model_dir=model_dir)
+    service_settings = TokenizerSettings(listen=address, scheduler=scheduler, model_dir=model_dir, **settings)
     stop = asyncio.Event()
-    task = asyncio.create_task(serve(settings, load_model(settings), stop))
+    task = asyncio.create_task(serve(service_settings, load_model(service_settings), stop))
     async with make_channel(address) as channel:
         stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
         try:

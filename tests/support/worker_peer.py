@@ -8,16 +8,10 @@ import grpc
 import numpy as np
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
-from services.scheduler.batch import EnteringSequence, PrefillChunk, ScheduledBatch, Step, StepKind
+from services.worker.input_batch import BatchLimits
 from shared.errors import StaleEpochError
-from shared.limits import TOKEN_DTYPE, SamplingParams
+from shared.limits import TOKEN_DTYPE
 from tests.support.cell_model import VOCABULARY, WorkerModel
-
-_KINDS = {
-    worker_pb2.STEP_KIND_PREFILL: StepKind.PREFILL,
-    worker_pb2.STEP_KIND_DECODE: StepKind.DECODE,
-    worker_pb2.STEP_KIND_MIXED: StepKind.MIXED,
-}
 
 
 def column(data: bytes) -> list[int]:
@@ -27,15 +21,15 @@ def column(data: bytes) -> list[int]:
 
 
 class WorkerPeer(worker_pb2_grpc.WorkerServiceServicer):
-    """Answers steps until `lose_link` is set; keeps every request it got."""
+    """Answers steps, but loses the link with its `lose_link_at`th one; keeps every request it got."""
 
     def __init__(self, *, num_blocks: int = 64, context_length: int = 512) -> None:
         self.num_blocks = num_blocks
         self.context_length = context_length
         self.lowest_epoch = 1
-        self.lose_link = False
+        self.lose_link_at: int | None = None
         self.requests: list[worker_pb2.StepRequest] = []
-        self._model = WorkerModel(16)
+        self._model: WorkerModel | None = None
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Serve on `server`."""
@@ -47,7 +41,16 @@ class WorkerPeer(worker_pb2_grpc.WorkerServiceServicer):
         if request.epoch < self.lowest_epoch:
             raise StaleEpochError("the epoch is not above the worker's own", epoch=self.lowest_epoch - 1)
         self.lowest_epoch = request.epoch + 1
-        self._model = WorkerModel(request.block_size)
+        self._model = WorkerModel(
+            BatchLimits(
+                request.max_num_seqs,
+                request.max_num_batched_tokens,
+                request.block_size,
+                self.num_blocks,
+                self.context_length,
+                VOCABULARY,
+            )
+        )
         return worker_pb2.AttachResponse(
             model_digest="digest",
             context_length=self.context_length,
@@ -62,40 +65,7 @@ class WorkerPeer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> AsyncIterator[worker_pb2.StepResult]:
         async for request in request_iterator:
             self.requests.append(request)
-            if self.lose_link:
+            if len(self.requests) == self.lose_link_at:
                 return
-            result = self._model.run(_decode_step(request))
-            yield worker_pb2.StepResult(
-                epoch=request.epoch, step_id=request.step_id, token_ids=result.token_ids.astype(TOKEN_DTYPE).tobytes()
-            )
-
-
-def _decode_step(request: worker_pb2.StepRequest) -> Step:
-    enters = [
-        EnteringSequence(
-            _decode_chunk(enter.chunk),
-            enter.num_cached_tokens,
-            enter.num_prompt_tokens,
-            column(enter.block_ids),
-            SamplingParams(max_tokens=1, temperature=enter.temperature, seed=enter.seed),
-        )
-        for enter in request.enters
-    ]
-    # The worker derives its rows; it does not read them.
-    batch = ScheduledBatch(
-        _KINDS[request.kind],
-        row_slots=np.empty(0, np.int32),
-        decode_slots=np.frombuffer(request.decode_slots, TOKEN_DTYPE),
-        partial_slots=[],
-        leave_slots=column(request.leave_slots),
-        chunks=[_decode_chunk(chunk) for chunk in request.chunks],
-        enters=enters,
-        append_slots=column(request.append_slots),
-        append_block_ids=column(request.append_block_ids),
-        skips_rows=request.HasField("decode_slots"),
-    )
-    return Step(request.epoch, request.step_id, batch)
-
-
-def _decode_chunk(chunk: worker_pb2.PrefillChunk) -> PrefillChunk:
-    return PrefillChunk(chunk.slot, chunk.token_ids, chunk.num_later_tokens)
+            assert self._model is not None
+            yield self._model.answer(request)

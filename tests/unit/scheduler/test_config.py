@@ -15,6 +15,7 @@ from shared.config import load_settings
         ("--kv-cache-block-size", "24"),
         ("--max-num-seqs", "0"),
         ("--scheduler-delay-factor", "nan"),
+        ("--max-unread-s", "0"),
         ("--worker", "nowhere"),
         ("--listen", "0.0.0.0:1"),
     ],

@@ -106,7 +106,7 @@ def test_a_large_pool_is_checked_after_a_longer_time() -> None:
 
 def test_a_failure_is_counted_each_time_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
     idleness = Idleness()
-    idleness.prefixes._content_refs[1] = 1
+    idleness.prefixes._refs.append(1)
     for _ in range(3):
         idleness.on_event()
         idleness.clock.advance(MIN_IDLE_S)
@@ -120,8 +120,8 @@ def test_books_that_cannot_even_be_compared_are_a_failure_too(caplog: pytest.Log
     idleness = Idleness()
     idleness.driver.submit(1, list(range(1, 40)))
     idleness.driver.run()
-    idleness.prefixes._content_keys.clear()
+    idleness.prefixes._hashes.clear()
     idleness.on_event()
     idleness.clock.advance(MIN_IDLE_S)
     assert idleness.check.num_failures == 1
-    assert "KeyError" in vars(caplog.records[0])["problem"]
+    assert "IndexError" in vars(caplog.records[0])["problem"]

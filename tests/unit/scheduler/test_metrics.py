@@ -9,10 +9,10 @@ from pathlib import Path
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.scheduler.engine import CacheSettings, Engine
+from services.scheduler.engine import Engine
 from services.scheduler.idle_check import IdleCheck
 from services.scheduler.metrics import make_registry
-from services.scheduler.policy import SchedulerPolicy
+from services.scheduler.policy import CacheSettings, SchedulerPolicy
 from shared.metrics import serve_metrics
 from tests.support.engine_driver import EngineDriver
 
@@ -63,6 +63,8 @@ async def test_values_are_those_of_the_state(tmp_path: Path) -> None:
         "lockstep_prefix_cache_hits_total": state.counters.num_prefix_hit_tokens,
         "lockstep_steps_total prefill": state.counters.num_prefill_steps,
         "lockstep_steps_total decode": state.counters.num_decode_steps,
+        "lockstep_steps_total mixed": state.counters.num_mixed_steps,
+        "lockstep_lost_epochs_total": state.counters.num_lost_epochs,
         "lockstep_integrity_checks_total": 0,
         "lockstep_integrity_failures_total": 0,
     }

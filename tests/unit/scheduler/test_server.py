@@ -74,26 +74,20 @@ async def test_a_replica_learns_about_the_cell_first_and_then_gets_one_message_a
         assert (state.num_prefill_steps, state.num_decode_steps) == (1, 8)
 
 
-async def test_health_follows_the_worker(tmp_path: Path) -> None:
+async def test_a_lost_worker_is_a_pause_and_health_follows_it(tmp_path: Path) -> None:
     async with running_cell(tmp_path) as cell:
         call = cell.exchange()
         await call.read()
         assert await check_health(cell.channel, timeout_s=5)
-        cell.worker.lose_link = True
+        cell.worker.lose_link_at = 4
         await call.write(submit(1, [1, 2, 3], 9))
-        response = await call.read()
-        assert reason_of(response.outputs.ends[0].error) == "NOT_READY"
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await call.read()
-        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-        # The worker is attached again under a higher epoch, and a new stream works.
-        cell.worker.lose_link = False
-        call = cell.exchange()
-        await call.read()
-        await call.write(submit(1, [1, 2, 3], 2))
-        tokens, _, _ = await read_outputs(call, 1)
-        assert tokens[1] == expected_completion([1, 2, 3], 0, 2)
+        tokens, ends, _ = await read_outputs(call, 1)
+        assert tokens[1] == expected_completion([1, 2, 3], 0, 9)
+        assert ends[0].finish_reason == common_pb2.FINISH_REASON_MAX_TOKENS
+        # The worker was attached again under a higher epoch.
         assert cell.worker.requests[-1].epoch > 1
+        assert cell.server.engine.state().counters.num_lost_epochs == 1
+        assert await check_health(cell.channel, timeout_s=5)
 
 
 async def test_an_epoch_above_the_workers_own_is_offered(tmp_path: Path) -> None:
@@ -101,8 +95,8 @@ async def test_an_epoch_above_the_workers_own_is_offered(tmp_path: Path) -> None
     worker.lowest_epoch = 41
     async with running_cell(tmp_path, worker) as cell:
         await cell.exchange().read()
-        assert cell.server.engine.worker is not None
-        assert cell.server.engine.worker.epoch == 41
+        assert cell.server.engine.model is not None
+        assert cell.server.engine.model.epoch == 41
 
 
 async def test_a_refused_request_ends_with_its_status_and_others_go_on(tmp_path: Path) -> None:

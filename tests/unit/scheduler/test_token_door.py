@@ -3,71 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 
-from lockstep.internal.v1 import exchange_pb2, worker_pb2
-from lockstep.v1 import common_pb2, scheduler_pb2
+from lockstep.internal.v1 import exchange_pb2
+from lockstep.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler.batch import Outputs, RequestEnd
 from services.scheduler.token_door import RESPONSES_PER_TURN, TokenDoor
 from shared.errors import NotReadyError
 from shared.limits import ModelLimits
-from shared.rpc import reason_of, status_from_rpc_error
+from shared.rpc import reason_of
 from tests.support.cell_model import expected_completion
 from tests.support.engine_driver import EOS, token_bytes
+from tests.support.gated_worker import GatedWorker
+from tests.support.narrow_channel import WINDOW_BYTES, open_narrow_channel
 from tests.support.scheduler_shell import running_cell
-from tests.support.token_client import Request, Response, generate_tokens, prompt_request, read_to_end
-from tests.support.worker_peer import WorkerPeer, column
-
-PROMPT = [1, 2, 3]
-
-
-class GatedWorker(WorkerPeer):
-    """Is attached and answers steps only while its gate is open."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = asyncio.Event()
-
-    async def Attach(
-        self, request: worker_pb2.AttachRequest, context: grpc.aio.ServicerContext
-    ) -> worker_pb2.AttachResponse:
-        await self.gate.wait()
-        return await super().Attach(request, context)
-
-    async def Execute(
-        self, request_iterator: AsyncIterator[worker_pb2.StepRequest], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[worker_pb2.StepResult]:
-        async for result in super().Execute(request_iterator, context):
-            await self.gate.wait()
-            yield result
-
-
-def seeded(prompt: list[int], **changes: Any) -> Request:
-    """A request whose tokens `expected_completion` knows."""
-    return prompt_request(prompt, **{"seed": 0, "ignore_eos": True, **changes})
-
-
-def endless(request_id: str | None = None) -> Request:
-    """A request that runs for as long as a test needs it."""
-    return seeded(PROMPT, request_id=request_id, max_tokens=500)
-
-
-async def error_of(call: Any, responses: list[Response] | None = None) -> grpc.aio.AioRpcError:
-    """The error that a call ends with, behind any responses."""
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await read_to_end(call, [] if responses is None else responses)
-    return error.value
-
-
-def reason(error: grpc.aio.AioRpcError) -> str | None:
-    return reason_of(status_from_rpc_error(error))
+from tests.support.token_client import (
+    PROMPT,
+    Request,
+    Response,
+    endless,
+    error_of,
+    generate_tokens,
+    prompt_request,
+    reason,
+    seeded,
+)
+from tests.support.worker_peer import column
 
 
 async def test_a_direct_call_gets_what_was_resolved_then_its_tokens_then_its_finish(tmp_path: Path) -> None:
@@ -209,6 +175,37 @@ async def test_few_responses_leave_in_each_turn_and_what_waits_grows_together() 
     assert all(isinstance(end, NotReadyError) for end in await asyncio.gather(*calls, return_exceptions=True))
 
 
+async def test_a_client_that_stops_reading_loses_its_answer_and_its_neighbour_does_not(tmp_path: Path) -> None:
+    async with (
+        running_cell(tmp_path, max_unread_s=0.2) as cell,
+        open_narrow_channel(f"unix:{tmp_path}/scheduler") as channel,
+    ):
+        await cell.wait_until_ready()
+        call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Generate(endless("unread"))
+        neighbour = await generate_tokens(cell.scheduler, seeded([9], max_tokens=400))
+        assert neighbour.token_ids == expected_completion([9], 0, 400)
+        await cell.wait_until_free()
+        responses: list[Response] = []
+        # Once it reads on, it learns how its answer ended.
+        error = await error_of(call, responses)
+        assert (error.code(), reason(error)) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "CLIENT_TOO_SLOW")
+        tokens = [token_id for response in responses for token_id in response.token_ids]
+        assert tokens == expected_completion(PROMPT, 0, len(tokens))
+
+
+async def test_what_piles_up_behind_a_blocked_write_leaves_in_one_response(tmp_path: Path) -> None:
+    async with running_cell(tmp_path) as cell, open_narrow_channel(f"unix:{tmp_path}/scheduler") as channel:
+        await cell.wait_until_ready()
+        call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Generate(endless())
+        await cell.wait_until(lambda state: state.num_finished)
+        responses = [response async for response in call]
+    tokens = [token_id for response in responses for token_id in response.token_ids]
+    assert tokens == expected_completion(PROMPT, 0, 500)
+    # All that did not fit the window came with the finish.
+    assert len(responses[-1].token_ids) > 500 - WINDOW_BYTES
+    assert responses[-1].HasField("finish")
+
+
 async def test_without_a_worker_a_call_is_refused(tmp_path: Path) -> None:
     worker = GatedWorker()
     async with running_cell(tmp_path, worker) as cell:
@@ -217,14 +214,13 @@ async def test_without_a_worker_a_call_is_refused(tmp_path: Path) -> None:
         worker.gate.set()
 
 
-async def test_a_lost_worker_ends_a_call(tmp_path: Path) -> None:
+async def test_a_lost_worker_is_a_pause_in_a_call(tmp_path: Path) -> None:
     async with running_cell(tmp_path) as cell:
         await cell.wait_until_ready()
-        cell.worker.lose_link = True
-        call = cell.scheduler.Generate(endless())
-        assert (await call.read()).HasField("accepted")
-        error = await error_of(call)
-        assert (error.code(), reason(error)) == (grpc.StatusCode.UNAVAILABLE, "NOT_READY")
+        cell.worker.lose_link_at = 4
+        completion = await generate_tokens(cell.scheduler, seeded(PROMPT, max_tokens=9))
+        assert completion.token_ids == expected_completion(PROMPT, 0, 9)
+        assert cell.worker.requests[-1].epoch > 1
 
 
 async def test_a_request_id_in_flight_is_refused_before_it_is_accepted(tmp_path: Path) -> None:

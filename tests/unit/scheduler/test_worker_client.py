@@ -18,7 +18,7 @@ def test_a_pure_decode_step_of_32_rows_is_a_few_bytes() -> None:
     while driver.sent:
         step = driver.sent[0]
         batch = step.batch
-        if batch.kind is StepKind.DECODE and len(batch.row_slots) == 32 and not batch.append_slots:
+        if batch.kind is StepKind.DECODE and len(batch.row_slots) == 32 and not batch.append_slots.size:
             sizes.append(encode_step(step).ByteSize())
         driver.step()
     assert len(sizes) > 20

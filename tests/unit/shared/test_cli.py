@@ -8,8 +8,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from lockstep.v1 import common_pb2
-from shared.cli.client import add_client_flags, describe_failure, run_client, sampling_from
+from lockstep.v1 import common_pb2, tokenizer_pb2
+from shared.cli.client import add_client_flags, describe_failure, request_from, run_client
 from shared.cli.main import COMMANDS, run
 from shared.cli.serve import ServeSettings, plan_services, split_service_flags
 from shared.config import load_settings
@@ -17,10 +17,10 @@ from shared.errors import NotReadyError
 from shared.rpc import STATUS_DETAILS_KEY, to_status
 
 
-def parse_sampling(*args: str) -> common_pb2.SamplingParams:
+def parse_request(*args: str) -> tokenizer_pb2.GenerateRequest:
     parser = argparse.ArgumentParser()
     add_client_flags(parser)
-    return sampling_from(parser.parse_args(args))
+    return request_from(parser.parse_args(args))
 
 
 def make_rpc_error(code: grpc.StatusCode, message: str, trailing: grpc.aio.Metadata) -> grpc.aio.AioRpcError:
@@ -95,18 +95,26 @@ def test_the_prompt_is_not_among_the_settings_that_are_logged() -> None:
 
 
 def test_absent_sampling_flags_stay_absent_and_zeros_are_sent() -> None:
-    assert parse_sampling() == common_pb2.SamplingParams()
-    sampling = parse_sampling("--temperature=0", "--top-k=0", "--seed=0")
+    assert parse_request().sampling == common_pb2.SamplingParams()
+    sampling = parse_request("--temperature=0", "--top-k=0", "--seed=0").sampling
     assert sampling.HasField("temperature")
     assert sampling.HasField("top_k")
     assert sampling.HasField("seed")
     assert not sampling.HasField("max_tokens")
 
 
-@pytest.mark.parametrize("flag", ["--max-tokens=-1", "--top-k=4294967296", "--seed=18446744073709551616", "--seed=x"])
+def test_priority_and_cache_salt_are_sent_when_they_are_given() -> None:
+    assert parse_request() == tokenizer_pb2.GenerateRequest(sampling=common_pb2.SamplingParams())
+    request = parse_request("--priority=low", "--cache-salt=mine")
+    assert (request.priority, request.cache_salt) == (common_pb2.PRIORITY_LOW, "mine")
+
+
+@pytest.mark.parametrize(
+    "flag", ["--max-tokens=-1", "--top-k=4294967296", "--seed=18446744073709551616", "--seed=x", "--timeout=0"]
+)
 def test_a_number_that_no_message_can_carry_is_named(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse_sampling(flag)
+        parse_request(flag)
 
     assert flag.partition("=")[0] in capsys.readouterr().err
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 import pytest
 
-from lockstep.v1 import common_pb2
+from lockstep.v1 import common_pb2, scheduler_pb2
 from shared.errors import (
     ContextExceededError,
     InvalidRequestError,
@@ -18,10 +19,15 @@ from shared.errors import (
 )
 from shared.limits import DEFAULT_MAX_TOKENS, ModelLimits, SamplingParams
 from shared.request_fields import (
+    MAX_TIME_LEFT_S,
     raise_violations,
+    read_cache_salt,
+    read_output_token_ids,
+    read_priority,
     read_prompt_token_ids,
     read_request_id,
     read_sampling,
+    read_time_left,
     resolve_max_tokens,
 )
 
@@ -101,3 +107,70 @@ def test_what_can_never_fit_is_refused(
     params = SamplingParams(max_tokens=max_tokens or 1)
     with pytest.raises(error):
         resolve_max_tokens(params, num_prompt_tokens, LIMITS, has_max_tokens=max_tokens is not None)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (common_pb2.PRIORITY_UNSPECIFIED, common_pb2.PRIORITY_NORMAL),
+        (common_pb2.PRIORITY_HIGH, common_pb2.PRIORITY_HIGH),
+        (common_pb2.PRIORITY_NORMAL, common_pb2.PRIORITY_NORMAL),
+        (common_pb2.PRIORITY_LOW, common_pb2.PRIORITY_LOW),
+    ],
+)
+def test_a_request_is_of_normal_urgency_unless_it_says(given: common_pb2.Priority, meant: common_pb2.Priority) -> None:
+    violations: list[Violation] = []
+    assert read_priority(given, violations) == meant
+    assert violations == []
+
+
+@pytest.mark.parametrize("number", [-1, 4, 2**31 - 1])
+def test_a_priority_that_nobody_knows_is_named(number: int) -> None:
+    # Enums are open on the wire: any number may come.
+    request = scheduler_pb2.SchedulerServiceGenerateRequest(priority=number)  # type: ignore[arg-type]
+    violations: list[Violation] = []
+    read_priority(request.priority, violations)
+    assert [(violation.field, violation.reason) for violation in violations] == [("priority", "OUT_OF_RANGE")]
+
+
+def test_a_cache_salt_is_measured_in_bytes() -> None:
+    violations: list[Violation] = []
+    assert read_cache_salt("", violations) == b""
+    assert read_cache_salt("é" * 32, violations) == "é".encode() * 32
+    assert violations == []
+    read_cache_salt("é" * 32 + "x", violations)
+    assert [(violation.field, violation.reason) for violation in violations] == [("cache_salt", "OUT_OF_RANGE")]
+
+
+def read_output(token_ids: list[int], **sampling: Any) -> tuple[list[int], list[tuple[str, str]]]:
+    """What is read of an output so far, and the violations."""
+    violations: list[Violation] = []
+    output = read_output_token_ids(token_ids, common_pb2.SamplingParams(**sampling), LIMITS, violations)
+    return output.tolist(), [(violation.field, violation.reason) for violation in violations]
+
+
+def test_an_output_so_far_comes_with_the_limit_and_the_seed_of_the_call_it_is_from() -> None:
+    assert read_output([4, 5], max_tokens=3, seed=0) == ([4, 5], [])
+    assert read_output([]) == ([], [])
+    _, violations = read_output([4], max_tokens=3)
+    assert violations == [("sampling.seed", "OUT_OF_RANGE")]
+    _, violations = read_output([4], seed=0)
+    assert violations == [("sampling.max_tokens", "OUT_OF_RANGE")]
+
+
+def test_an_output_so_far_is_short_of_the_limit() -> None:
+    _, violations = read_output([4] * 3, max_tokens=3, seed=0)
+    assert violations == [("output_token_ids", "OUT_OF_RANGE")]
+
+
+@pytest.mark.parametrize("token_id", [50, 2**31, 2**32 - 1])
+def test_an_output_so_far_has_the_models_ids(token_id: int) -> None:
+    _, violations = read_output([4, token_id], max_tokens=9, seed=0)
+    assert violations == [("output_token_ids[1]", "TOKEN_ID_OUT_OF_RANGE")]
+
+
+def test_a_caller_that_waits_for_ever_has_no_deadline() -> None:
+    assert read_time_left(None) is None
+    assert read_time_left(9e9) is None
+    assert read_time_left(MAX_TIME_LEFT_S) == MAX_TIME_LEFT_S
+    assert read_time_left(0.0) == 0.0

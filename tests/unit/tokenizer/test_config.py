@@ -36,6 +36,9 @@ def test_flags_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     ("flag", "name"),
     [
         ("--num-encode-threads=0", "--num-encode-threads"),
+        ("--scheduler-lost-s=-1", "--scheduler-lost-s"),
+        ("--scheduler-lost-s=inf", "--scheduler-lost-s"),
+        ("--max-unread-s=0", "--max-unread-s"),
         ("--model-name=", "--model-name"),
         ("--scheduler=nowhere", "--scheduler"),
         ("--listen=0.0.0.0:1", "--listen"),

@@ -256,7 +256,16 @@ def test_what_cannot_fit_is_refused(
         resolve(num_prompt_tokens, max_tokens, limits)
 
 
-def test_a_resolved_prompt_is_int32() -> None:
-    resolved = resolve_request(check(make_request(request_id="r", stop=["s"])), np.array([1, 49], np.uint32), LIMITS)
-    assert resolved.prompt_token_ids.dtype == np.dtype("<i4")
-    assert (resolved.request_id, resolved.stop_strings) == ("r", ("s",))
+def test_a_resolved_request_has_its_prompt_as_int32() -> None:
+    request = make_request(request_id="r", priority=common_pb2.PRIORITY_LOW, cache_salt="é")
+    resolved = resolve_request(check(request), np.array([1, 49], np.uint32), LIMITS)
+    assert (resolved.request_id, resolved.num_prompt_tokens) == ("r", 2)
+    assert resolved.prompt == np.array([1, 49], "<i4").tobytes()
+    assert (resolved.priority, resolved.cache_salt) == (common_pb2.PRIORITY_LOW, "é".encode())
+
+
+def test_priority_and_cache_salt_are_checked() -> None:
+    request = make_request(priority=9, cache_salt="x" * 65)
+    assert refused_fields(request) == {"priority": "OUT_OF_RANGE", "cache_salt": "OUT_OF_RANGE"}
+    checked = check(make_request())
+    assert (checked.priority, checked.cache_salt) == (common_pb2.PRIORITY_NORMAL, b"")

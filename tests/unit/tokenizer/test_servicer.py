@@ -11,15 +11,18 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2
 from tokenizers import Tokenizer
 
-from lockstep.v1 import common_pb2, tokenizer_pb2
-from shared.errors import DuplicateRequestError, NumericError
+from lockstep.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
+from shared.errors import DeadlinePassedError, DuplicateRequestError, NumericError
 from shared.model_dir import model_digest
 from shared.rpc import reason_of, status_from_rpc_error
 from tests.support.exchange_peer import Row, make_end, make_error_end, make_outputs, read_column
+from tests.support.narrow_channel import WINDOW_BYTES, open_narrow_channel
 from tests.support.tiny_tokenizer import CHATML, IM_END_ID, IM_START_ID, VOCABULARY_SIZE, write_tiny_tokenizer
 from tests.support.tokenizer_service import NUM_POOL_TOKENS, Service, read_answer, run_tokenizer_service
 
 HELLO = tokenizer_pb2.GenerateRequest(text="The fox")
+# Tokens that do not fit a narrow window.
+LARGE = [70] * (WINDOW_BYTES + 50)
 EOS, MAX_TOKENS = common_pb2.FINISH_REASON_EOS, common_pb2.FINISH_REASON_MAX_TOKENS
 
 
@@ -167,15 +170,51 @@ async def test_an_id_in_flight_is_refused(service: Service) -> None:
     first.cancel()
 
 
-async def test_a_broken_link_ends_its_requests_and_is_made_again(service: Service) -> None:
-    call, _ = await service.begin(HELLO)
-    service.peer.lose_worker()
-    assert await refusal(call) == (grpc.StatusCode.UNAVAILABLE, "SCHEDULER_LOST", {})
+async def test_a_lost_scheduler_is_a_pause_and_the_next_one_goes_on(service: Service, tokenizer: Tokenizer) -> None:
+    request = tokenizer_pb2.GenerateRequest(text="x", stop=[" lazy d"], priority="PRIORITY_LOW", cache_salt="salt")
+    call, first = await service.begin(request)
+    ids = tokenizer.encode("the lazy dog sleeps").ids
+    service.peer.send(Row(first.handle, 0, ids[:3], num_cached_tokens=1))
+    received = await call.read()
+    service.peer.end_stream()
     await service.until_health_is(health_pb2.HealthCheckResponse.NOT_SERVING)
+    # Nobody can take a new one.
     assert await refusal(service.stub.Generate(HELLO)) == (grpc.StatusCode.UNAVAILABLE, "NOT_READY", {})
     await service.link()
-    again, _ = await service.begin(HELLO)
-    again.cancel()
+    second = await service.peer.submits.get()
+    assert (second.attempt, read_column(second.output_token_ids)) == (2, ids[:3])
+    for changed in ("attempt", "output_token_ids", "age"):
+        first.ClearField(changed)
+        second.ClearField(changed)
+    assert second == first
+    assert (first.priority, first.cache_salt) == (common_pb2.PRIORITY_LOW, b"salt")
+    service.peer.send(Row(second.handle, 3, ids[3:]))
+    text, token_ids, finish = await read_answer(call)
+    assert (received.text + text, finish.stop_string) == ("the", " lazy d")
+    all_ids = [*received.token_ids, *token_ids]
+    assert all_ids == ids[: len(all_ids)]
+    # The stop counts the tokens of both attempts.
+    assert (await service.peer.stop_ats.get()).num_tokens == finish.usage.num_completion_tokens == len(all_ids)
+    assert finish.usage.num_cached_tokens == 1
+
+
+async def test_a_scheduler_that_stays_away_ends_its_requests(model_dir: Path, tmp_path: Path) -> None:
+    async with run_tokenizer_service(model_dir, tmp_path, scheduler_lost_s=0.05) as service:
+        await service.link()
+        call, _ = await service.begin(HELLO)
+        service.peer.end_stream()
+        assert await refusal(call) == (grpc.StatusCode.UNAVAILABLE, "SCHEDULER_LOST", {})
+        await service.link()
+        again, _ = await service.begin(HELLO)
+        again.cancel()
+
+
+async def test_a_next_scheduler_with_another_model_ends_the_requests(service: Service) -> None:
+    call, _ = await service.begin(HELLO)
+    service.peer.cell_info.model_digest = "other"
+    service.peer.end_stream()
+    service.peer.attach()
+    assert await refusal(call) == (grpc.StatusCode.UNAVAILABLE, "SCHEDULER_LOST", {})
 
 
 async def test_outputs_that_make_no_sense_break_the_link(service: Service) -> None:
@@ -183,7 +222,71 @@ async def test_outputs_that_make_no_sense_break_the_link(service: Service) -> No
     outputs = make_outputs(Row(submit.handle, 0, [70]))
     outputs.counts = b""
     service.peer.send_outputs(outputs)
-    assert await refusal(call) == (grpc.StatusCode.UNAVAILABLE, "SCHEDULER_LOST", {})
+    await service.until_health_is(health_pb2.HealthCheckResponse.NOT_SERVING)
+    await service.link()
+    again = await service.peer.submits.get()
+    service.peer.send(Row(again.handle, 0, [70]), ends=[make_end(again.handle, MAX_TOKENS, 1)])
+    _, token_ids, _ = await read_answer(call)
+    assert token_ids == [70]
+
+
+async def test_a_client_that_stops_reading_loses_its_answer_and_its_neighbour_does_not(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    async with (
+        run_tokenizer_service(model_dir, tmp_path, max_unread_s=0.2) as service,
+        open_narrow_channel(f"unix:{tmp_path}/tokenizer.sock") as channel,
+    ):
+        await service.link()
+        call = tokenizer_pb2_grpc.TokenizerServiceStub(channel).Generate(HELLO)
+        submit = await service.peer.submits.get()
+        neighbour, other = await service.begin(HELLO)
+        service.peer.send(Row(submit.handle, 0, LARGE), Row(other.handle, 0, [70]))
+        assert await service.peer.aborts.get() == submit.handle
+        service.peer.send(Row(other.handle, 1, [71]), ends=[make_end(other.handle, MAX_TOKENS, 2)])
+        _, token_ids, _ = await read_answer(neighbour)
+        assert token_ids == [70, 71]
+        # Once it reads on, it learns how its answer ended.
+        assert await refusal(call) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "CLIENT_TOO_SLOW", {})
+
+
+async def test_what_piles_up_behind_a_blocked_write_leaves_in_one_response(service: Service, tmp_path: Path) -> None:
+    async def answer_a_neighbour() -> None:
+        """All that was sent before has arrived then."""
+        neighbour, other = await service.begin(HELLO)
+        service.peer.send(Row(other.handle, 0, [70]), ends=[make_end(other.handle, MAX_TOKENS, 1)])
+        await read_answer(neighbour)
+
+    async with open_narrow_channel(f"unix:{tmp_path}/tokenizer.sock") as channel:
+        call = tokenizer_pb2_grpc.TokenizerServiceStub(channel).Generate(HELLO)
+        submit = await service.peer.submits.get()
+        service.peer.send(Row(submit.handle, 0, LARGE))
+        await answer_a_neighbour()
+        for index in range(40):
+            service.peer.send(Row(submit.handle, len(LARGE) + index, [71]))
+        service.peer.send(ends=[make_end(submit.handle, MAX_TOKENS, len(LARGE) + 40)])
+        await answer_a_neighbour()
+        responses = [response async for response in call]
+    assert [len(response.token_ids) for response in responses] == [0, len(LARGE), 40]
+    assert responses[-1].HasField("finish")
+
+
+async def test_the_callers_deadline_travels_to_the_cell(service: Service) -> None:
+    call = service.stub.Generate(HELLO, timeout=50)
+    submit = await service.peer.submits.get()
+    # What travels is rounded up a little.
+    assert 40 < submit.time_left.ToSeconds() < 60
+    call.cancel()
+    call, submit = await service.begin(HELLO)
+    assert not submit.HasField("time_left")
+    assert submit.age.ToSeconds() < 40
+    call.cancel()
+
+
+async def test_a_deadline_that_the_cell_saw_pass_reaches_the_client(service: Service) -> None:
+    call, submit = await service.begin(HELLO)
+    service.peer.send(ends=[make_error_end(submit.handle, DeadlinePassedError("passed"))])
+    assert await refusal(call) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_PASSED", {})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,53 @@
+"""When callers give up: the earliest deadline first."""
+
+from __future__ import annotations
+
+import heapq
+
+Key = tuple[int, int]
+
+
+class Deadlines:
+    """The deadlines of requests, by client and handle.
+
+    Invariant: `_deadlines` is the truth; the heap has an entry for each of them, and at most as many again, and a
+    few, that are out of date.
+    """
+
+    def __init__(self) -> None:
+        self._deadlines: dict[Key, float] = {}
+        self._heap: list[tuple[float, Key]] = []
+
+    def __len__(self) -> int:
+        return len(self._deadlines)
+
+    @property
+    def first(self) -> float | None:
+        """The earliest one; None when there is none."""
+        while self._heap and self._is_stale(self._heap[0]):
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def add(self, key: Key, deadline: float) -> None:
+        """Note a request's deadline; it has none yet."""
+        self._deadlines[key] = deadline
+        heapq.heappush(self._heap, (deadline, key))
+
+    def discard(self, key: Key) -> None:
+        """Forget a request's deadline, if it had one."""
+        if self._deadlines.pop(key, None) is not None and len(self._heap) > 2 * len(self._deadlines) + 64:
+            self._heap = [(deadline, key) for key, deadline in self._deadlines.items()]
+            heapq.heapify(self._heap)
+
+    def pop_passed(self, now: float) -> list[Key]:
+        """Take out the requests whose deadline has passed, the earliest first."""
+        passed = []
+        while (first := self.first) is not None and first <= now:
+            _, key = heapq.heappop(self._heap)
+            del self._deadlines[key]
+            passed.append(key)
+        return passed
+
+    def _is_stale(self, entry: tuple[float, Key]) -> bool:
+        deadline, key = entry
+        return self._deadlines.get(key) != deadline

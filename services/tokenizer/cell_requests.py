@@ -1,0 +1,151 @@
+"""The replica's requests in its cell. They outlive the stream that carries them: on the next one they go on."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from lockstep.internal.v1 import exchange_pb2
+from services.tokenizer.exchange_codec import encode_submit, read_rows
+from services.tokenizer.exchange_link import ExchangeLink
+from services.tokenizer.request_ledger import RequestLedger, ResolvedRequest
+from shared.errors import NotReadyError, ServiceError
+
+# Resubmissions spread over this time, in their order: a scheduler that has only just started meets every replica's.
+LONGEST_JITTER_S = 0.5
+
+_random = secrets.SystemRandom()
+
+
+class Receiver(Protocol):
+    """Where one request's tokens go. It is called no more once it has ended."""
+
+    def begin(self, num_cached_tokens: int) -> None:
+        """Take the number of prompt tokens that were cached; once, before the first tokens."""
+
+    def receive(self, token_ids: Sequence[int], end: exchange_pb2.RequestEnd | None) -> int | None:
+        """Take tokens and an end; returns the number of tokens at which a stop found in text ended the request."""
+
+    def fail(self, error: ServiceError) -> None:
+        """Take the error that ended the request."""
+
+
+class CellRequests:
+    """The shell around the ledger: streams come and go, and each request's tokens reach its receiver.
+
+    Invariant: a request has its receiver here exactly while it is in the ledger. A link is here while its stream is
+    the present one.
+    """
+
+    def __init__(self, lost_after_s: float) -> None:
+        """Begin in the running event loop, without a stream; requests wait `lost_after_s` for the next one."""
+        self._ledger = RequestLedger(lost_after_s, time.monotonic())
+        self._receivers: dict[int, Receiver] = {}
+        self._link: ExchangeLink | None = None
+        self._stream = 0
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def submit(
+        self, request: ResolvedRequest, receiver: Receiver, *, arrived_s: float, deadline_s: float | None
+    ) -> int:
+        """Send a request up; returns the handle to abort it by.
+
+        Args:
+            request: What to send.
+            receiver: Gets its answer.
+            arrived_s: When it arrived, in seconds of `time.monotonic`.
+            deadline_s: When its caller gives up, likewise; None is never.
+
+        Raises:
+            NotReadyError: there is no stream.
+        """
+        if self._link is None:
+            raise NotReadyError("the service is not linked to its cell")
+        handle = self._ledger.add(request, arrived_s=arrived_s, deadline_s=deadline_s)
+        self._receivers[handle] = receiver
+        self._link.submit(handle)
+        return handle
+
+    def abort(self, handle: int) -> None:
+        """Have a request forgotten; nothing happens when it has ended."""
+        self._receivers.pop(handle, None)
+        if self._ledger.remove(handle) and self._link is not None:
+            self._link.abort(handle)
+
+    def make_link(self) -> ExchangeLink:
+        """What goes up a new stream, which is not the present one yet."""
+        return ExchangeLink(self._make_submit)
+
+    def open_stream(self, link: ExchangeLink) -> int:
+        """The stream of `link` is the present one: what lives goes on there. Returns the number of requests."""
+        self._link = link
+        self._stream, handles = self._ledger.open_stream()
+        self._arm_timer()
+        delays = sorted(_random.uniform(0.0, LONGEST_JITTER_S) for _ in handles)
+        for handle, delay in zip(handles, delays, strict=True):
+            self._loop.call_later(delay, link.submit, handle)
+        return len(handles)
+
+    def lose_stream(self, link: ExchangeLink) -> None:
+        """A stream has ended; if it is the present one, its requests wait for the next."""
+        link.close()
+        if link is self._link:
+            self._link = None
+            self._ledger.lose_stream(self._stream, time.monotonic())
+            self._expire()
+
+    def fail_all(self, error: ServiceError) -> None:
+        """End all requests with an error."""
+        for handle in self._ledger.remove_all():
+            self._receivers.pop(handle).fail(error)
+
+    def on_outputs(self, outputs: exchange_pb2.Outputs) -> None:
+        """Hand out what one step on the present stream brought: beginnings, tokens and ends.
+
+        Raises:
+            ExchangeError: the columns do not fit each other, or tokens are missing.
+        """
+        for start in outputs.starts:
+            if self._ledger.begin(self._stream, start.handle):
+                self._receivers[start.handle].begin(start.num_cached_tokens)
+        ends = {end.handle: end for end in outputs.ends}
+        receive, stream = self._ledger.receive, self._stream
+        for handle, first_index, token_ids in read_rows(outputs):
+            new_ids = receive(stream, handle, first_index, token_ids)
+            if new_ids:
+                self._deliver(handle, new_ids, ends.pop(handle, None) if ends else None)
+        for handle, end in ends.items():
+            self._deliver(handle, (), end)
+
+    def _deliver(self, handle: int, token_ids: Sequence[int], end: exchange_pb2.RequestEnd | None) -> None:
+        if end is not None and not self._ledger.end(self._stream, handle):
+            return
+        stop_at = self._receivers[handle].receive(token_ids, end)
+        if stop_at is not None:
+            self._ledger.remove(handle)
+            assert self._link is not None
+            self._link.stop_at(handle, stop_at)
+        if end is not None or stop_at is not None:
+            del self._receivers[handle]
+
+    def _make_submit(self, handle: int) -> exchange_pb2.Submit | None:
+        attempt = self._ledger.next_attempt(handle, time.monotonic())
+        return None if attempt is None else encode_submit(attempt)
+
+    def _expire(self) -> None:
+        for handle, error in self._ledger.expire(time.monotonic()):
+            self._receivers.pop(handle).fail(error)
+        self._arm_timer()
+
+    def _arm_timer(self) -> None:
+        """Come back when requests that wait for a stream expire."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        wakeup = self._ledger.next_wakeup() if self._link is None else None
+        if wakeup is not None:
+            self._timer = self._loop.call_later(wakeup - time.monotonic(), self._expire)

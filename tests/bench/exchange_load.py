@@ -1,0 +1,109 @@
+"""A tokenizer replica's stand-in: submits batches of requests over one Exchange stream and checks every token."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import grpc
+import numpy as np
+
+from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc
+from lockstep.v1 import common_pb2
+from shared.limits import TOKEN_DTYPE
+from tests.bench.tokens import VOCABULARY, IntArray, expected_tokens
+
+CONNECT_TIMEOUT_S = 30.0
+
+_HANDLE_DTYPE = np.dtype("<u4")
+
+
+class Replica:
+    """One stream, with one batch of requests on it at a time; their prompts share no prefix.
+
+    Each request's seed is its handle, which names it to the stand-in worker. Whatever differs from what the worker
+    owes the request, in value, order or number, raises RuntimeError.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        stub = exchange_pb2_grpc.ExchangeServiceStub(channel)
+        self._call = stub.Exchange(wait_for_ready=True)
+        self._random = np.random.default_rng(1)
+        self._first_handle = 1
+        self._max_tokens = 0
+        self._num_running = 0
+        # The number of tokens that each request of the batch has.
+        self._num_tokens: IntArray = np.empty(0, np.int64)
+
+    async def connect(self) -> None:
+        """Wait until the scheduler has a worker.
+
+        Raises:
+            TimeoutError: it got none in 30 s.
+        """
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            response = await self._call.read()
+        if response is grpc.aio.EOF or not response.HasField("cell_info"):
+            raise RuntimeError(f"not the first message of an Exchange: {response}")
+
+    async def submit(self, prompt_lengths: IntArray, *, max_tokens: int) -> None:
+        """Submit a request for each prompt length, to generate exactly `max_tokens`; the last batch has ended."""
+        self._first_handle += len(self._num_tokens)
+        self._max_tokens = max_tokens
+        self._num_running = len(prompt_lengths)
+        self._num_tokens = np.zeros(len(prompt_lengths), np.int64)
+        submits = [
+            exchange_pb2.Submit(
+                handle=handle,
+                request_id=f"request-{handle}",
+                prompt_token_ids=self._random.integers(VOCABULARY, size=length).astype(TOKEN_DTYPE).tobytes(),
+                max_tokens=max_tokens,
+                top_p=1.0,
+                seed=handle,
+                ignore_eos=True,
+                attempt=1,
+            )
+            for handle, length in enumerate(prompt_lengths, self._first_handle)
+        ]
+        await self._call.write(exchange_pb2.ExchangeRequest(submits=submits))
+
+    async def read_until(self, num_tokens: int) -> float:
+        """Read until each request has so many tokens; returns when that was, in seconds of `time.monotonic`."""
+        while self._num_tokens.min() < num_tokens:
+            await self._read()
+        return time.monotonic()
+
+    async def read_to_end(self) -> None:
+        """Read until every request has ended."""
+        while self._num_running:
+            await self._read()
+
+    async def _read(self) -> None:
+        response = await self._call.read()
+        if response is grpc.aio.EOF:
+            raise RuntimeError(f"the scheduler ended the stream: {await self._call.details()}")
+        outputs = response.outputs
+        if outputs.handles:
+            self._take_tokens(outputs)
+        for end in outputs.ends:
+            self._take_end(end)
+
+    def _take_tokens(self, outputs: exchange_pb2.Outputs) -> None:
+        requests = np.frombuffer(outputs.handles, _HANDLE_DTYPE).astype(np.int64) - self._first_handle
+        counts = np.frombuffer(outputs.counts, TOKEN_DTYPE)
+        first_indexes = np.frombuffer(outputs.first_indexes, TOKEN_DTYPE)
+        if not np.array_equal(first_indexes, self._num_tokens[requests]):
+            raise RuntimeError("a token is missing, or came twice")
+        # Rows may bring several tokens; most bring one.
+        offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        seeds = np.repeat(requests, counts) + self._first_handle
+        expected = expected_tokens(seeds, np.repeat(first_indexes, counts) + offsets)
+        if not np.array_equal(np.frombuffer(outputs.token_ids, TOKEN_DTYPE), expected):
+            raise RuntimeError("a token is not the one that the worker drew")
+        self._num_tokens[requests] += counts
+
+    def _take_end(self, end: exchange_pb2.RequestEnd) -> None:
+        has_all = self._num_tokens[end.handle - self._first_handle] == end.num_completion_tokens == self._max_tokens
+        if end.finish_reason != common_pb2.FINISH_REASON_MAX_TOKENS or not has_all:
+            raise RuntimeError(f"a request did not end by its length: {end}")
+        self._num_running -= 1

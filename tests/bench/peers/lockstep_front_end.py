@@ -1,0 +1,85 @@
+"""Our tokenizer service as a contestant: from the bytes of a step's outputs to each request's text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from lockstep.internal.v1 import exchange_pb2
+from services.tokenizer.cell_requests import CellRequests
+from services.tokenizer.completion import Completion
+from services.tokenizer.detokenizer import make_detokenizer_factory
+from services.tokenizer.encoder import load_tokenizer
+from services.tokenizer.generation import Generation
+from services.tokenizer.request_ledger import ResolvedRequest
+from shared.lifecycle import freeze_garbage
+from shared.limits import TOKEN_DTYPE, SamplingParams
+from tests.bench.peers.contestant import Stopwatch
+from tests.bench.peers.front_end_load import Detokenize
+from tests.bench.peers.protocol import serve
+
+LOST_AFTER_S = 3600.0
+
+
+class LockstepFrontEnd:
+    """A replica's requests on one stream, each with the generation that its client would read."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self.stopwatch = Stopwatch()
+        self._make_detokenizer = make_detokenizer_factory(load_tokenizer(model_dir))
+        self._completions: list[Completion] = []
+        self._handles = np.empty(0, np.uint32)
+        self._num_told = 0
+        # It lives as long as the requests, which hold on to it; nothing of what is measured waits on it.
+        self._loop = asyncio.Runner()
+
+    def settle(self) -> None:
+        """See `FrontEnd`."""
+        freeze_garbage()
+
+    def begin(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+        """See `FrontEnd`."""
+        self._requests = self._loop.run(self._submit(prompts, max_tokens))
+
+    def hand_over(self, token_ids: Sequence[int]) -> list[str]:
+        """See `FrontEnd`."""
+        count = len(token_ids)
+        outputs = exchange_pb2.Outputs(
+            handles=self._handles.tobytes(),
+            first_indexes=np.full(count, self._num_told, TOKEN_DTYPE).tobytes(),
+            counts=np.ones(count, TOKEN_DTYPE).tobytes(),
+            token_ids=np.array(token_ids, TOKEN_DTYPE).tobytes(),
+        )
+        self._num_told += 1
+        data = exchange_pb2.ExchangeResponse(outputs=outputs).SerializeToString()
+        with self.stopwatch.running():
+            self._requests.on_outputs(exchange_pb2.ExchangeResponse.FromString(data).outputs)
+        return [completion.take()[0] for completion in self._completions]
+
+    async def _submit(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> CellRequests:
+        """Send the requests up a stream, as far as its messages."""
+        requests = CellRequests(LOST_AFTER_S)
+        link = requests.make_link()
+        requests.open_stream(link)
+        handles = []
+        for number, prompt in enumerate(prompts):
+            request = ResolvedRequest(
+                f"{number:032x}", np.array(prompt, TOKEN_DTYPE).tobytes(), SamplingParams(max_tokens)
+            )
+            self._completions.append(Completion(self._make_detokenizer(), ()))
+            generation = Generation(self._completions[-1], num_prompt_tokens=len(prompt), arrived_s=0.0)
+            handles.append(requests.submit(request, generation, arrived_s=0.0, deadline_s=None))
+        self._handles = np.array(handles, np.uint32)
+        num_sent = 0
+        messages = link.messages()
+        while num_sent < len(prompts):
+            num_sent += len((await anext(messages)).submits)
+        return requests
+
+
+if __name__ == "__main__":
+    serve({"detokenize": partial(Detokenize, LockstepFrontEnd)})

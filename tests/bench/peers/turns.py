@@ -1,0 +1,68 @@
+"""Contestants that take turns: each repeat of one is followed by one of the next, and none computes meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from tests.bench.peers.protocol import Process, start_process
+from tests.bench.peers.vllm_environment import vllm_python
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One repeat: its figures, and the machine's speed meanwhile."""
+
+    figures: Mapping[str, float]
+    calibration_us: float
+
+
+class Turns:
+    """Measures scenarios in the contestants' processes.
+
+    Figures are medians over the repeats. Those in µs are scaled by what the calibration took just before and after,
+    to the fastest that it ever ran: they are what the machine needs when nothing else runs on it.
+    """
+
+    def __init__(self, modules: Mapping[str, str], num_repeats: int) -> None:
+        """Prepare; `modules` names each contestant's module under `tests.bench.peers`."""
+        self._modules = modules
+        self._num_repeats = num_repeats
+        self._best_calibration_us = float("inf")
+
+    @contextlib.contextmanager
+    def start(self, *contestants: str) -> Iterator[list[Process]]:
+        """A fresh process each; vLLM's runs in its own environment."""
+        with contextlib.ExitStack() as stack:
+            yield [stack.enter_context(self._start_one(name)) for name in contestants]
+
+    def measure(self, *processes: Process) -> list[dict[str, float]]:
+        """The medians of each process's scenario, which it has built up."""
+        samples: list[list[Sample]] = [[] for _ in processes]
+        for _ in range(self._num_repeats):
+            for process, its_samples in zip(processes, samples, strict=True):
+                its_samples.append(Sample(*process.run()))
+        measured = [sample.calibration_us for its_samples in samples for sample in its_samples]
+        self._best_calibration_us = min(self._best_calibration_us, *measured)
+        return [self._medians(its_samples) for its_samples in samples]
+
+    def measure_one(self, process: Process, scenario: str, **arguments: object) -> dict[str, float]:
+        """Build a scenario up in one process; its medians."""
+        process.start(scenario, **arguments)
+        return self.measure(process)[0]
+
+    def _start_one(self, name: str) -> contextlib.AbstractContextManager[Process]:
+        python = str(vllm_python()) if name.startswith("vllm") else sys.executable
+        return start_process(name, python, f"tests.bench.peers.{self._modules[name]}")
+
+    def _medians(self, samples: Sequence[Sample]) -> dict[str, float]:
+        return {
+            name: statistics.median(self._scaled(sample, name) for sample in samples) for name in samples[0].figures
+        }
+
+    def _scaled(self, sample: Sample, name: str) -> float:
+        is_time = name.endswith("_us")
+        return sample.figures[name] * (self._best_calibration_us / sample.calibration_us if is_time else 1.0)

@@ -1,0 +1,307 @@
+"""What our scheduler costs beside vLLM V1's and nano-vLLM's: processor time, memory, and how it grows.
+
+    python -m tests.bench.scheduler --quick
+    python -m tests.bench.scheduler --json scheduler.json
+    python -m tests.bench.scheduler --only decode admission
+
+Each scheduler runs in a process of its own, vLLM's in a virtual environment that the first run makes (minutes, 2 GB
+under .cache/). The processes take turns, repeat by repeat, and no two of them ever compute at once. A figure is the
+median over the repeats of processor time; each repeat is scaled by how fast the same piece of Python and numpy ran
+just before and after it in the same process, so that it says what the machine would need when it is quiet.
+
+Ours is the whole path: results parsed from bytes, `Engine.on_event` at its default depth of two steps, steps and the
+outputs for one tokenizer replica built and serialised. The peers exchange no message at all. Every token that anybody
+is told is checked, outside of what is measured. Prefix caching is on everywhere; blocks have 16 tokens.
+
+    decode     a step of 512 and of 2048 sequences, 1k prompts; with churn; with blocks of one token; bytes a step
+    admission  one prompt from its submission to its first token, never seen before (cold) and again (cached)
+    memory     what a sequence with an 8k prompt holds; full garbage collections inside of a step
+    curves     our own cost by sequences, cached blocks and waiting requests; last and first for each item
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.scheduler.waiting_queue import QueuePolicy
+from tests.bench.peers.protocol import Process
+from tests.bench.peers.turns import Turns
+from tests.bench.report import Row, compare, limit, print_table, write_json
+
+BLOCK_SIZE = 16
+DECODE_PROMPT_TOKENS = 1024
+MEAN_OUTPUT_TOKENS = 200
+# How many times cheaper a decode step must be, by sequences.
+DECODE_TARGETS = {512: {"vllm": 60.0, "nano": 4.0}, 2048: {"vllm": 80.0, "nano": 7.0}}
+CHURN_TARGET = 2.0
+BLOCK_SIZE_1_STEP_TARGET = 2.0
+BLOCK_SIZE_1_ADMISSION_TARGET = 2.0
+STEP_BYTES_TARGET = 1024
+RESULT_BYTES_TARGET = 2560
+# How many times cheaper an admission must be, by prompt tokens, and how many prompts make up a repeat.
+ADMISSION_TARGETS = {8192: 5.0, 131_072: 6.0}
+NUM_PROMPTS = {8192: 4, 131_072: 1}
+HIT_TARGET = 1.2
+MEMORY_TARGET = 0.4
+MEMORY_PROMPT_TOKENS = 8192
+# The service's default bound.
+DEFAULT_WAITING = 1024
+
+MODULES = {"ours": "lockstep", "nano": "nano_vllm", "vllm": "vllm_scheduler"}
+NAMES = {"nano": "nano-vLLM", "vllm": "vLLM V1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long a run is."""
+
+    num_repeats: int
+    num_decode_steps: int
+    num_memory_seqs: int
+    num_collection_steps: int
+    max_num_seqs: int
+    max_cached_blocks: int
+    max_waiting: int
+
+
+FULL = Effort(9, 64, 64, 5000, 4096, 1_048_576, 100_000)
+QUICK = Effort(3, 32, 64, 500, 1024, 32_768, 1_000)
+
+
+class Bench(Turns):
+    """A run of a certain length."""
+
+    def __init__(self, effort: Effort) -> None:
+        super().__init__(MODULES, effort.num_repeats)
+        self.effort = effort
+
+
+def main() -> None:
+    """Run the sections asked for, print the table, write the JSON."""
+    args = _parse_args()
+    bench = Bench(QUICK if args.quick else FULL)
+    rows: list[Row] = []
+    for name in args.only:
+        print(f"{name} …", file=sys.stderr)
+        rows += SECTIONS[name](bench)
+    print(f"{len(os.sched_getaffinity(0))} cores, {bench.effort.num_repeats} repeats")
+    print_table(rows)
+    if args.json:
+        write_json(rows, args.json)
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer repeats and smaller curves")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="the sections to run")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    return parser.parse_args()
+
+
+def _decode(bench: Bench) -> Iterator[Row]:
+    with bench.start("ours", "nano", "vllm") as (ours, nano, vllm):
+        for num_seqs, targets in DECODE_TARGETS.items():
+            for process in (ours, nano, vllm):
+                process.start("decode", **_decode_arguments(bench, num_seqs))
+            step_us, *peers_us = (figures["step_us"] for figures in bench.measure(ours, nano, vllm))
+            yield Row(f"decode step, {num_seqs} sequences", step_us, "us")
+            for process, peer_us in zip((nano, vllm), peers_us, strict=True):
+                name, target = f"  the same, {NAMES[process.name]}", targets[process.name]
+                yield compare(name, peer_us, "us", reference=step_us, at_least=target)
+        yield from _async_rows(bench, ours, vllm)
+        yield from _own_decode_rows(bench, ours)
+        yield from _message_rows(ours)
+
+
+def _async_rows(bench: Bench, ours: Process, vllm: Process) -> Iterator[Row]:
+    """vLLM's default scheduler, which plans a step ahead as ours does."""
+    ours.start("decode", **_decode_arguments(bench, 512))
+    vllm.start("decode_async", **_decode_arguments(bench, 512))
+    own, its = bench.measure(ours, vllm)
+    yield compare("decode step, 512, vLLM V1 async", its["step_us"], "us", reference=own["step_us"])
+
+
+def _own_decode_rows(bench: Bench, ours: Process) -> Iterator[Row]:
+    """Churn and blocks of one token, beside our own plain steps, in turns."""
+    with bench.start("ours", "ours") as (churn, single):
+        ours.start("decode", **_decode_arguments(bench, 512))
+        single.start("decode", **_decode_arguments(bench, 512, block_size=1))
+        churn.start(
+            "churn",
+            num_seqs=512,
+            block_size=BLOCK_SIZE,
+            num_prompt_tokens=DECODE_PROMPT_TOKENS,
+            mean_output_tokens=MEAN_OUTPUT_TOKENS,
+            num_steps=4 * bench.effort.num_decode_steps,
+        )
+        plain_figures, churn_figures, single_figures = bench.measure(ours, churn, single)
+    step_us = plain_figures["step_us"]
+    yield compare("  a step with churn", churn_figures["step_us"], "us", reference=step_us, at_most=CHURN_TARGET)
+    yield compare("  512 tokens with churn", churn_figures["tokens_512_us"], "us", reference=step_us)
+    yield compare(
+        "decode step, 512, block size 1",
+        single_figures["step_us"],
+        "us",
+        reference=step_us,
+        at_most=BLOCK_SIZE_1_STEP_TARGET,
+    )
+
+
+def _message_rows(ours: Process) -> Iterator[Row]:
+    ours.start("messages", num_seqs=512, num_prompt_tokens=DECODE_PROMPT_TOKENS)
+    figures, _ = ours.run()
+    yield limit("decode step, 512: bytes down, most", figures["step_bytes"], "bytes", at_most=STEP_BYTES_TARGET)
+    yield limit("decode step, 512: bytes up, most", figures["result_bytes"], "bytes", at_most=RESULT_BYTES_TARGET)
+
+
+def _admission(bench: Bench) -> Iterator[Row]:
+    for num_tokens, target in ADMISSION_TARGETS.items():
+        # nano-vLLM takes cached blocks out of its free list in O(pool): minutes at 128k.
+        names = ("ours", "vllm", "nano") if num_tokens == min(ADMISSION_TARGETS) else ("ours", "vllm")
+        with bench.start(*names) as processes:
+            for process in processes:
+                process.start("admission", **_admission_arguments(bench, num_tokens))
+            own, *peers = bench.measure(*processes)
+        for kind in ("cold", "cached"):
+            yield Row(f"admission, {num_tokens // 1024}k, {kind}", own[f"{kind}_us"], "us")
+            for name, figures in zip(names[1:], peers, strict=True):
+                yield compare(
+                    f"  the same, {NAMES[name]}",
+                    figures[f"{kind}_us"],
+                    "us",
+                    reference=own[f"{kind}_us"],
+                    at_least=target if name == "vllm" else None,
+                )
+        yield compare("  cached beside cold", own["cached_us"], "us", reference=own["cold_us"], at_most=HIT_TARGET)
+    yield from _single_admission_rows(bench)
+
+
+def _single_admission_rows(bench: Bench) -> Iterator[Row]:
+    """128k with blocks of one token, beside vLLM with blocks of 16."""
+    num_tokens = max(ADMISSION_TARGETS)
+    with bench.start("ours", "vllm") as (ours, vllm):
+        ours.start("admission", **_admission_arguments(bench, num_tokens, block_size=1))
+        vllm.start("admission", **_admission_arguments(bench, num_tokens))
+        own, its = bench.measure(ours, vllm)
+    for kind in ("cold", "cached"):
+        yield compare(
+            f"admission, 128k, {kind}, block size 1, beside vLLM V1's at 16",
+            own[f"{kind}_us"],
+            "us",
+            reference=its[f"{kind}_us"],
+            at_most=BLOCK_SIZE_1_ADMISSION_TARGET,
+        )
+
+
+def _memory(bench: Bench) -> Iterator[Row]:
+    for trace, name in ((True, "memory, Python's allocations"), (False, "memory, resident")):
+        kib = []
+        with bench.start("ours", "vllm") as processes:
+            for process in processes:
+                process.start(
+                    "memory",
+                    num_seqs=bench.effort.num_memory_seqs,
+                    num_prompt_tokens=MEMORY_PROMPT_TOKENS,
+                    block_size=BLOCK_SIZE,
+                    trace=trace,
+                )
+                figures, _ = process.run()
+                kib.append(figures["bytes_per_seq"] / 1024)
+        own, its = kib
+        metric = f"{name} of an 8k sequence, beside vLLM V1's"
+        yield compare(metric, own, "KiB", reference=its, at_most=MEMORY_TARGET if trace else None)
+    for num_waiting in sorted({DEFAULT_WAITING, bench.effort.max_waiting // 2}):
+        yield _collections_row(bench, num_waiting)
+
+
+def _collections_row(bench: Bench, num_waiting: int) -> Row:
+    with bench.start("ours") as (ours,):
+        ours.start(
+            "collections",
+            num_seqs=512,
+            num_waiting=num_waiting,
+            num_prompt_tokens=128,
+            num_steps=bench.effort.num_collection_steps,
+        )
+        figures, _ = ours.run()
+    metric = f"full collections inside of a step, {num_waiting} waiting"
+    return limit(metric, figures["num_full_in_steps"], "times", at_most=0)
+
+
+def _curves(bench: Bench) -> Iterator[Row]:
+    with bench.start("ours") as (ours,):
+        counts = _powers(64, bench.effort.max_num_seqs, 2)
+        figures = {count: _sequence_figures(bench, ours, count) for count in counts}
+        yield from _curve("decode step, a sequence, {} sequences", figures, "sequence_us")
+        counts = _powers(1024, bench.effort.max_cached_blocks, 32)
+        figures = {count: bench.measure_one(ours, "cached_pool", num_cached_blocks=count) for count in counts}
+        for kind in ("cold", "cached"):
+            yield from _curve(f"admission of 1k, {kind}, {{}} cached blocks", figures, f"{kind}_us")
+        for policy in QueuePolicy:
+            yield from _waiting_rows(bench, ours, policy)
+
+
+def _waiting_rows(bench: Bench, ours: Process, policy: QueuePolicy) -> Iterator[Row]:
+    counts = _powers(10, bench.effort.max_waiting, 10)
+    figures = {
+        count: bench.measure_one(ours, "waiting", num_waiting=count, queue_policy=policy.value) for count in counts
+    }
+    for name in ("step", "abort", "submit", "turn"):
+        yield from _curve(f"{name}, {{}} waiting, {policy.value}", figures, f"{name}_us")
+
+
+def _sequence_figures(bench: Bench, ours: Process, num_seqs: int) -> dict[str, float]:
+    arguments = _decode_arguments(bench, num_seqs, num_prompt_tokens=128)
+    return {"sequence_us": bench.measure_one(ours, "decode", **arguments)["step_us"] / num_seqs}
+
+
+def _curve(metric: str, count_to_figures: Mapping[int, Mapping[str, float]], name: str) -> Iterator[Row]:
+    """A row for each count; the last one is held beside the first."""
+    first, *others, last = [(metric.format(count), figures[name]) for count, figures in count_to_figures.items()]
+    for label, value in (first, *others):
+        yield Row(label, value, "us")
+    yield compare(*last, "us", reference=first[1])
+
+
+def _powers(first: int, last: int, factor: int) -> list[int]:
+    counts = [first]
+    while counts[-1] * factor <= last:
+        counts.append(counts[-1] * factor)
+    return counts
+
+
+def _decode_arguments(
+    bench: Bench, num_seqs: int, *, block_size: int = BLOCK_SIZE, num_prompt_tokens: int = DECODE_PROMPT_TOKENS
+) -> dict[str, object]:
+    return {
+        "num_seqs": num_seqs,
+        "block_size": block_size,
+        "num_prompt_tokens": num_prompt_tokens,
+        "num_steps": bench.effort.num_decode_steps,
+        "num_repeats": bench.effort.num_repeats,
+    }
+
+
+def _admission_arguments(bench: Bench, num_tokens: int, *, block_size: int = BLOCK_SIZE) -> dict[str, object]:
+    return {
+        "num_prompt_tokens": num_tokens,
+        "block_size": block_size,
+        "num_prompts": NUM_PROMPTS[num_tokens],
+        "num_repeats": bench.effort.num_repeats,
+    }
+
+
+SECTIONS: dict[str, Callable[[Bench], Iterator[Row]]] = {
+    "decode": _decode,
+    "admission": _admission,
+    "memory": _memory,
+    "curves": _curves,
+}
+
+if __name__ == "__main__":
+    main()

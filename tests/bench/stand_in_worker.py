@@ -1,0 +1,191 @@
+"""A worker that computes nothing, for benchmarks of the scheduler: WorkerService with a virtual device.
+
+A step starts on the device when it has arrived and the step before it has ended, and ends a fixed time later; its
+result leaves when it is due, so what runs ahead of the device waits as it would for a real one. The batch is kept
+only so far that each row gets the token its sequence is owed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
+from shared.limits import TOKEN_DTYPE
+from tests.bench.tokens import VOCABULARY, IntArray, expected_tokens
+
+CONTEXT_LENGTH = 131_072
+# How late a timer may wake an idle virtual core; the rest of a wait is spent busily.
+TIMER_SLACK_S = 300e-6
+
+SlotColumn = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStep:
+    """One step as the device saw it; seconds of `time.monotonic`.
+
+    `idle_s` is how long the device waited for it, `late_s` how long after its end the result left.
+    """
+
+    kind: int
+    num_rows: int
+    arrived_at: float
+    started_at: float
+    idle_s: float
+    late_s: float
+
+
+class StandInWorker(worker_pb2_grpc.WorkerServiceServicer):
+    """Takes any claim and any steps. Serves one scheduler, on the main thread's loop: its timer is the process's.
+
+    Attributes:
+        steps: The steps whose results have left, in order.
+    """
+
+    def __init__(self, step_s: float, num_blocks: int) -> None:
+        self.steps: list[DeviceStep] = []
+        self._step_s = step_s
+        self._num_blocks = num_blocks
+        self._batch = StandInBatch(0)
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serve on `server`."""
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server)
+
+    async def Attach(
+        self, request: worker_pb2.AttachRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.AttachResponse:
+        """See worker.proto."""
+        self._batch = StandInBatch(request.max_num_seqs)
+        return worker_pb2.AttachResponse(
+            model_digest="stand-in",
+            context_length=CONTEXT_LENGTH,
+            logits_width=VOCABULARY,
+            num_blocks=self._num_blocks,
+            ops_backend="stand-in",
+        )
+
+    async def Execute(
+        self, request_iterator: AsyncIterator[worker_pb2.StepRequest], context: grpc.aio.ServicerContext
+    ) -> None:
+        """See worker.proto."""
+        arrivals: asyncio.Queue[tuple[float, worker_pb2.StepRequest] | None] = asyncio.Queue()
+        reader = asyncio.create_task(_read(request_iterator, arrivals))
+        timer = _Timer()
+        ended_at = 0.0
+        try:
+            while (arrival := await arrivals.get()) is not None:
+                arrived_at, request = arrival
+                started_at = max(arrived_at, ended_at)
+                idle_s, ended_at = started_at - ended_at, started_at + self._step_s
+                result = self._compute(request)
+                await timer.wait_until(ended_at)
+                late_s = time.monotonic() - ended_at
+                await context.write(result)
+                num_rows = len(result.token_ids) // TOKEN_DTYPE.itemsize
+                self.steps.append(DeviceStep(request.kind, num_rows, arrived_at, started_at, idle_s, late_s))
+        finally:
+            reader.cancel()
+            timer.close()
+
+    def _compute(self, request: worker_pb2.StepRequest) -> worker_pb2.StepResult:
+        return worker_pb2.StepResult(
+            epoch=request.epoch,
+            step_id=request.step_id,
+            token_ids=self._batch.run(request).astype(TOKEN_DTYPE).tobytes(),
+            device_time_us=round(self._step_s * 1e6),
+        )
+
+
+class StandInBatch:
+    """What is left of a worker's batch: who is in it, and the next token of each.
+
+    Columns are indexed by slot.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._order: SlotColumn = np.empty(0, np.int32)
+        self._has_later_tokens = np.zeros(num_slots, bool)
+        self._seed = np.zeros(num_slots, np.int64)
+        self._position = np.zeros(num_slots, np.int64)
+
+    def run(self, request: worker_pb2.StepRequest) -> IntArray:
+        """Apply a step in the protocol's order; returns the tokens of its rows."""
+        leaving = _column(request.leave_slots)
+        if leaving.size:
+            self._order = self._order[~np.isin(self._order, leaving)]
+        rows = self._take_decodes(request)
+        chunks = [*request.chunks, *(enter.chunk for enter in request.enters)]
+        if chunks:
+            self._enter(request.enters)
+            slots = np.array([chunk.slot for chunk in chunks], np.int32)
+            self._has_later_tokens[slots] = [chunk.num_later_tokens > 0 for chunk in chunks]
+            rows = np.concatenate([rows, slots[~self._has_later_tokens[slots]]])
+        tokens = expected_tokens(self._seed[rows], self._position[rows])
+        self._position[rows] += 1
+        return tokens
+
+    def _take_decodes(self, request: worker_pb2.StepRequest) -> SlotColumn:
+        if request.kind == worker_pb2.STEP_KIND_PREFILL:
+            return np.empty(0, np.int32)
+        if request.HasField("decode_slots"):
+            return _column(request.decode_slots)
+        return self._order[~self._has_later_tokens[self._order]]
+
+    def _enter(self, enters: Any) -> None:
+        for enter in enters:
+            slot, chunk = enter.chunk.slot, enter.chunk
+            num_tokens = enter.num_cached_tokens + len(_column(chunk.token_ids)) + chunk.num_later_tokens
+            self._seed[slot] = enter.seed
+            self._position[slot] = num_tokens - enter.num_prompt_tokens
+        self._order = np.append(self._order, np.array([enter.chunk.slot for enter in enters], np.int32))
+
+
+class _Timer:
+    """Wakes one waiter to within microseconds; a loop's own timers count milliseconds.
+
+    It is the process's interval timer and its signal, SIGALRM, until closed.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._is_due = asyncio.Event()
+        self._loop.add_signal_handler(signal.SIGALRM, self._is_due.set)
+
+    async def wait_until(self, when: float) -> None:
+        """Return at `when`, in seconds of `time.monotonic`; at once when it has passed."""
+        wait_s = when - TIMER_SLACK_S - time.monotonic()
+        if wait_s > 0:
+            self._is_due.clear()
+            signal.setitimer(signal.ITIMER_REAL, wait_s)
+            await self._is_due.wait()
+        while time.monotonic() < when:
+            pass
+
+    def close(self) -> None:
+        """Give the timer back."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        self._loop.remove_signal_handler(signal.SIGALRM)
+
+
+async def _read(
+    requests: AsyncIterator[worker_pb2.StepRequest],
+    arrivals: asyncio.Queue[tuple[float, worker_pb2.StepRequest] | None],
+) -> None:
+    """Note when each step arrives; None behind the last."""
+    async for request in requests:
+        arrivals.put_nowait((time.monotonic(), request))
+    arrivals.put_nowait(None)
+
+
+def _column(data: bytes) -> SlotColumn:
+    return np.frombuffer(data, TOKEN_DTYPE)

@@ -1,0 +1,144 @@
+"""A scheduler that dies is a pause: every stream goes on with the tokens that it would have had."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from lockstep.v1 import common_pb2, tokenizer_pb2
+from shared.rpc import reason_of, status_from_rpc_error
+from tests.support.client import Client, Completion, connect, token_request
+from tests.support.split_cell import SplitCell, run_split_cell
+from tests.support.token_client import Request, generate_tokens, prompt_request, read_to_end
+
+# Each row computed alone: what a request gets depends on nothing but itself.
+REFERENCE = "--worker.ops-backend=reference"
+
+
+@pytest.fixture(scope="module")
+def cell(tiny_model: Path) -> Iterator[SplitCell]:
+    """A cell whose scheduler tests kill. They leave it with another one."""
+    with run_split_cell(tiny_model, REFERENCE) as cell:
+        yield cell
+
+
+@asynccontextmanager
+async def connect_to(cell: SplitCell) -> AsyncIterator[Client]:
+    """A client of a cell that serves."""
+    await cell.wait_until_serving("tokenizer")
+    async with connect(cell) as client:
+        yield client
+
+
+async def replace_scheduler(cell: SplitCell) -> None:
+    """Kill the scheduler, and start another one in its place; return when it serves."""
+    cell.kill("scheduler")
+    cell.start("scheduler")
+    await cell.wait_until_serving("scheduler")
+
+
+def make_requests(count: int) -> list[tokenizer_pb2.GenerateRequest]:
+    """Requests long enough to be in the middle of their answer when the test wants it."""
+    return [
+        token_request(
+            [3 + number, 9, 40 + number],
+            max_tokens=400 - 10 * number,
+            ignore_eos=True,
+            temperature=1.0 if number % 2 else 0.0,
+            seed=number,
+        )
+        for number in range(count)
+    ]
+
+
+async def begin(client: Client, request: tokenizer_pb2.GenerateRequest) -> Any:
+    """A call whose answer has begun: its first two responses have been read, and are returned with it."""
+    call = client.tokenizer.Generate(request)
+    return call, [await call.read(), await call.read()]
+
+
+async def read_on(call: Any, responses: list[tokenizer_pb2.GenerateResponse]) -> Completion:
+    """The whole answer of a call that has begun."""
+    completion = Completion(responses[0].accepted)
+    while (response := await call.read()) is not grpc.aio.EOF:
+        responses.append(response)
+    for response in responses:
+        completion.text += response.text
+        completion.token_ids += response.token_ids
+    completion.finish = responses[-1].finish
+    return completion
+
+
+async def test_streams_go_on_when_the_scheduler_is_killed_and_started_again(cell: SplitCell) -> None:
+    requests = make_requests(6)
+    async with connect_to(cell) as client:
+        undisturbed = await client.generate_all(requests)
+        begun = [await begin(client, request) for request in requests]
+        for _ in range(2):
+            await replace_scheduler(cell)
+            await client.wait_until(lambda state: state.num_running)
+        completions = [await read_on(call, responses) for call, responses in begun]
+        after = await client.wait_until_idle()
+    for completion, expected in zip(completions, undisturbed, strict=True):
+        assert (completion.token_ids, completion.text) == (expected.token_ids, expected.text)
+        assert completion.reason == expected.reason == "MAX_TOKENS"
+        assert completion.finish is not None
+        assert completion.finish.usage.num_completion_tokens == len(completion.token_ids)
+    # The last scheduler knew only what it was told again.
+    assert after.num_finished == len(requests)
+
+
+async def test_a_stop_string_is_found_across_the_death_of_a_scheduler(cell: SplitCell) -> None:
+    async with connect_to(cell) as client:
+        request = make_requests(1)[0]
+        whole = await client.generate(request)
+        request.stop.append(whole.text[-20:-4])
+        undisturbed = await client.generate(request)
+        call, responses = await begin(client, request)
+        await replace_scheduler(cell)
+        completion = await read_on(call, responses)
+        after = await client.wait_until_idle()
+    assert (completion.token_ids, completion.text) == (undisturbed.token_ids, undisturbed.text)
+    assert completion.finish is not None
+    assert completion.finish.stop_string == request.stop[0]
+    assert after.num_free_blocks == after.num_blocks
+
+
+async def test_a_scheduler_that_stays_away_ends_the_streams(tiny_model: Path) -> None:
+    with run_split_cell(tiny_model, "--tokenizer.scheduler-lost-s=0.5") as cell:
+        async with connect_to(cell) as client:
+            call, responses = await begin(client, make_requests(1)[0])
+            cell.kill("scheduler")
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await read_on(call, responses)
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert reason_of(status_from_rpc_error(error.value)) == "SCHEDULER_LOST"
+
+
+async def test_a_direct_client_goes_on_by_itself_with_what_it_has(cell: SplitCell) -> None:
+    request = prompt_request([3, 9, 40], max_tokens=400, ignore_eos=True, temperature=1.0, seed=5)
+    async with connect_to(cell) as client:
+        undisturbed = await generate_tokens(client.scheduler, request)
+        call = client.scheduler.Generate(request)
+        responses = [await call.read(), await call.read()]
+        cell.kill("scheduler")
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await read_to_end(call, responses)
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        tokens = [token_id for response in responses for token_id in response.token_ids]
+        cell.start("scheduler")
+        await cell.wait_until_serving("scheduler")
+        rest = Request()
+        rest.CopyFrom(request)
+        rest.output_token_ids.extend(tokens)
+        completion = await generate_tokens(client.scheduler, rest)
+    assert 0 < len(tokens) < 400
+    assert tokens + completion.token_ids == undisturbed.token_ids
+    assert completion.finish is not None
+    assert completion.finish.reason == common_pb2.FINISH_REASON_MAX_TOKENS
+    assert completion.finish.usage.num_completion_tokens == 400

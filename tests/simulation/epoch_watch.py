@@ -1,0 +1,180 @@
+"""What an engine may send to one worker, and what it must do with the answers.
+
+Steps name slots; which request a slot serves is told by the seed of the sequence that entered it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+
+from services.scheduler.batch import ScheduledBatch, Step
+from services.scheduler.waiting_queue import QueuePolicy, max_steps_to_admission
+from tests.simulation.worker import Answer
+from tests.simulation.workload import MAX_REQUEST_TOKENS, CellSettings, RequestPlan, number_of
+
+Key = tuple[int, int]
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One submission that an engine has taken in; it is live until it has ended or is to be forgotten."""
+
+    plan: RequestPlan
+    key: Key
+    attempt: int
+    num_tokens: int
+    arrived_at: float
+    taken_in_at: float
+    deadline: float | None
+    is_live: bool = True
+    has_started: bool = False
+    num_cached_tokens: int | None = None
+    """Of its first admission."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entered:
+    """A sequence in the worker's batch, the `number`th of its epoch; `after_step` had returned when it was sent."""
+
+    entry: Entry
+    number: int
+    after_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class SentStep:
+    """A step in flight, with the sequences of its rows."""
+
+    step_id: int
+    sent_at: float
+    rows: list[Entered]
+
+
+class EpochWatch:
+    """Follows the steps of one epoch and raises AssertionError when one is not as it must be."""
+
+    def __init__(self, number: int, settings: CellSettings, live: dict[int, Entry]) -> None:
+        """Begin with an empty batch; `live` are the requests by their numbers, and changes."""
+        self.number = number
+        self.in_flight: deque[SentStep] = deque()
+        self._settings = settings
+        self._live = live
+        self._batch: dict[int, Entered] = {}
+        self._num_steps = 0
+        self._num_entered = 0
+        # The step that told it, by the sequence that computes what is not finite.
+        self._told_not_finite: dict[int, int] = {}
+        self._block_to_salt: dict[int, bytes] = {}
+        # Of the requests that have aged: who was ever ahead, and the steps that were sent since.
+        self._ahead_of: dict[Entry, set[Entry]] = {}
+        self._num_steps_waited: Counter[Entry] = Counter()
+
+    def is_due(self, answer: Answer) -> bool:
+        """Whether this is an answer to the oldest step in flight."""
+        return bool(self.in_flight) and answer.step_id == self.in_flight[0].step_id
+
+    def is_repeat(self, answer: Answer) -> bool:
+        """Whether the step has been answered before."""
+        return answer.step_id <= self._num_steps - len(self.in_flight)
+
+    def check_step(self, step: Step, now: float) -> None:
+        """Check a step that is sent."""
+        policy, batch = self._settings.policy, step.batch
+        self._num_steps += 1
+        assert (step.epoch, step.step_id) == (self.number, self._num_steps), "a step out of order"
+        assert len(self.in_flight) < policy.max_steps_in_flight, "more steps in flight than may be"
+        for slot in batch.leave_slots:
+            del self._batch[slot]
+        self._enter(batch, now)
+        assert len(self._batch) <= policy.max_num_seqs, "more sequences than may be"
+        chunks = [*batch.chunks, *(enter.chunk for enter in batch.enters)]
+        num_tokens = len(batch.decode_slots) + sum(chunk.num_tokens for chunk in chunks)
+        assert 0 < num_tokens <= policy.max_num_batched_tokens, "more tokens than a step may have"
+        assert policy.enable_mixed_steps or not len(batch.decode_slots) or not chunks, "prompts and decodes in a step"
+        is_whole = all(not chunk.num_later_tokens for chunk in chunks)
+        assert policy.enable_chunked_prefill or is_whole, "a part of a prompt"
+        for slot in [*batch.decode_slots.tolist(), *(chunk.slot for chunk in chunks)]:
+            entry = self._batch[slot].entry
+            assert entry.is_live, "a step computes for a request that is over"
+            assert entry.deadline is None or now < entry.deadline, "a step computes for a request that is late"
+        for slot, block in zip(batch.append_slots, batch.append_block_ids, strict=True):
+            self._block_to_salt[block] = self._batch[slot].entry.plan.cache_salt
+        rows = [self._batch[slot] for slot in batch.row_slots.tolist()]
+        self._check_rows(rows)
+        self._check_waiting(now)
+        self.in_flight.append(SentStep(step.step_id, now, rows))
+
+    def take_answer(self, answer: Answer, not_finite_rows: list[int]) -> list[Entered]:
+        """The oldest step has returned; returns the sequences of its rows."""
+        step = self.in_flight.popleft()
+        for row, spoiler in zip(not_finite_rows, answer.spoilers, strict=True):
+            reader = step.rows[row]
+            told_by = self._told_not_finite.get(spoiler)
+            is_spread = spoiler != reader.number and told_by is not None and told_by <= reader.after_step
+            assert not is_spread, "KV that is known to be bad is shared"
+            self._told_not_finite.setdefault(reader.number, step.step_id)
+        return step.rows
+
+    def _enter(self, batch: ScheduledBatch, now: float) -> None:
+        for enter in batch.enters:
+            entry = self._live[number_of(enter.params.seed)]
+            held = {entered.entry for entered in self._batch.values()}
+            assert entry not in held, "a request enters twice"
+            self._check_order(entry, held, now)
+            if entry.num_cached_tokens is None:
+                entry.num_cached_tokens = enter.num_cached_tokens
+            num_shared = enter.num_cached_tokens // self._settings.cache.block_size
+            salt = entry.plan.cache_salt
+            is_own = all(self._block_to_salt.get(block) == salt for block in enter.block_ids[:num_shared])
+            assert is_own, "a prefix is shared that was not computed under this salt in this epoch"
+            self._block_to_salt.update(dict.fromkeys(enter.block_ids, salt))
+            self._batch[enter.chunk.slot] = Entered(entry, self._num_entered, self._num_steps - 1 - len(self.in_flight))
+            self._num_entered += 1
+
+    def _check_rows(self, rows: list[Entered]) -> None:
+        """Check that no request is on its way to more tokens than it may have."""
+        coming = Counter(entered.entry for sent in self.in_flight for entered in sent.rows)
+        for entered in rows:
+            entry = entered.entry
+            num_tokens = entry.num_tokens + coming[entry] + 1
+            assert num_tokens <= entry.plan.params.max_tokens, "a row behind the last token"
+
+    def _check_order(self, entry: Entry, held: set[Entry], now: float) -> None:
+        """Check that nobody who waits should have entered before `entry`."""
+        policy = self._settings.policy
+        # One whose last rows are in flight has left the batch.
+        busy = held.union(entered.entry for sent in self.in_flight for entered in sent.rows)
+        for other in self._live.values():
+            if other in busy:
+                continue
+            assert not self._has_aged(other, now) or other.arrived_at >= entry.arrived_at, "a request starves"
+            if now - entry.taken_in_at > policy.max_age_s:
+                continue
+            match policy.queue_policy:
+                case QueuePolicy.FCFS:
+                    assert other.arrived_at >= entry.arrived_at, "an older request is overtaken"
+                case QueuePolicy.PRIORITY:
+                    is_behind = (other.plan.priority, other.arrived_at) >= (entry.plan.priority, entry.arrived_at)
+                    assert is_behind, "an older or more urgent request is overtaken"
+                case QueuePolicy.LONGEST_PREFIX:
+                    pass
+
+    def _check_waiting(self, now: float) -> None:
+        """Check the bound on the steps for which a request that has aged still waits."""
+        policy = self._settings.policy
+        if policy.delay_factor:
+            # The bound is for an open gate.
+            return
+        for entry in self._live.values():
+            if not self._has_aged(entry, now):
+                continue
+            ahead = self._ahead_of.setdefault(entry, {entered.entry for entered in self._batch.values()})
+            ahead.update(other for other in self._live.values() if other.arrived_at < entry.arrived_at)
+            self._num_steps_waited[entry] += 1
+            bound = max_steps_to_admission(len(ahead), MAX_REQUEST_TOKENS, policy.max_num_batched_tokens)
+            assert self._num_steps_waited[entry] <= bound, "a request waits longer than it may"
+
+    def _has_aged(self, entry: Entry, now: float) -> bool:
+        """Whether a request has certainly aged: one that never entered has waited since it was taken in."""
+        return entry.num_cached_tokens is None and now - entry.taken_in_at > self._settings.policy.max_age_s

@@ -1,0 +1,91 @@
+"""Streams between processes: in order and whole as long as nothing goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Generic, TypeVar
+
+from tests.simulation.clock import Clock
+from tests.simulation.faults import Fault, FaultMix
+
+Message = TypeVar("Message")
+
+_DELAY_S = (0.0002, 0.002)
+_LONG_DELAY_S = (0.0, 0.2)
+_LATENESS_S = (0.0, 2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """Which faults a direction has; None where its stream does not have that one."""
+
+    lost: Fault | None = None
+    repeated: Fault | None = None
+    reordered: Fault | None = None
+    late: Fault | None = None
+
+
+class Pipe(Generic[Message]):
+    """One direction of a stream.
+
+    A message that is lost takes the stream with it, a little later: no transport goes on without one. What is under
+    way when the stream is cut never arrives, or arrives late, when its stream counts for nothing any more.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        rng: Random,
+        mix: FaultMix,
+        trouble: Trouble,
+        *,
+        deliver: Callable[[Message], None],
+        on_loss: Callable[[], None],
+    ) -> None:
+        self._clock = clock
+        self._rng = rng
+        self._mix = mix
+        self._trouble = trouble
+        self._deliver = deliver
+        self._on_loss = on_loss
+        self._is_cut = False
+        self._detour_s = 0.0
+        self._last_arrival = 0.0
+
+    def send(self, message: Message) -> None:
+        """Send a message, behind those before it."""
+        if self._is_cut:
+            return
+        if self._strikes(self._trouble.lost):
+            self._clock.after(self._rng.uniform(*_LONG_DELAY_S), self._on_loss)
+            return
+        arrival = max(self._last_arrival, self._clock.now + self._detour_s + self._rng.uniform(*_DELAY_S))
+        if self._strikes(self._trouble.reordered):
+            self._plan_arrival(arrival + self._rng.uniform(*_LONG_DELAY_S), message)
+            return
+        self._last_arrival = arrival
+        self._plan_arrival(arrival, message)
+        if self._strikes(self._trouble.repeated):
+            self._plan_arrival(arrival + self._rng.choice([0.0, self._rng.uniform(*_LONG_DELAY_S)]), message)
+
+    def delay(self, detour_s: float) -> None:
+        """From now on messages take so much longer."""
+        self._detour_s = detour_s
+
+    def cut(self) -> None:
+        """The stream is over."""
+        self._is_cut = True
+
+    def _plan_arrival(self, when: float, message: Message) -> None:
+        self._clock.at(when, lambda: self._arrive(message))
+
+    def _arrive(self, message: Message) -> None:
+        if not self._is_cut:
+            self._deliver(message)
+        elif self._strikes(self._trouble.late):
+            self._clock.after(self._rng.uniform(*_LATENESS_S), lambda: self._deliver(message))
+
+    def _strikes(self, fault: Fault | None) -> bool:
+        return fault is not None and self._mix.strikes(fault, self._rng)

@@ -1,0 +1,262 @@
+"""The simulated tokenizer replica: the real ledger, and around it what the shell does, sans sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+
+from google.rpc import error_details_pb2
+
+from lockstep.internal.v1 import exchange_pb2
+from services.scheduler.exchange_codec import FINISH_REASONS
+from services.scheduler.sequence import Finish, FinishReason
+from services.tokenizer.exchange_codec import encode_handles, encode_submit, read_rows
+from services.tokenizer.request_ledger import ExchangeError, RequestLedger, ResolvedRequest
+from tests.simulation.clock import Clock
+from tests.simulation.exchange import ExchangeStream
+from tests.simulation.workload import RequestPlan
+from tests.support.engine_driver import token_bytes
+
+# Without a stream for so long, requests fail: longer than a worker's first step may take.
+_LOST_AFTER_S = 5000.0
+_RECONNECT_S = (0.05, 0.5)
+_RESUBMIT_S = 0.5
+_FINISH_REASONS = {number: reason for reason, number in FINISH_REASONS.items()}
+_SILENT_ENDS = (FinishReason.EOS, FinishReason.STOP_TOKEN)
+
+
+@dataclass(slots=True)
+class Told:
+    """What one client was told; at the end exactly one of `finish` and `error`, the error's reason."""
+
+    plan: RequestPlan
+    tokens: list[int] = field(default_factory=list)
+    num_cached_tokens: int | None = None
+    num_completion_tokens: int = 0
+    finish: Finish | None = None
+    error: str | None = None
+    is_cancelled: bool = False
+    deadline: float | None = None
+    over_at: float | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more may come."""
+        return self.finish is not None or self.error is not None or self.is_cancelled
+
+
+class Replica:
+    """One tokenizer process with its clients and its stream.
+
+    Invariant: a request is in `_told` as long as it is in the ledger.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        rng: Random,
+        *,
+        connect: Callable[[Replica], ExchangeStream | None],
+        on_over: Callable[[Told], None],
+    ) -> None:
+        """Begin without a stream.
+
+        Args:
+            clock: The time.
+            rng: The seed's.
+            connect: Opens a stream to the scheduler; None when there is none.
+            on_over: Told when a request is over for its client.
+        """
+        self.is_alive = True
+        self._clock = clock
+        self._rng = rng
+        self._connect = connect
+        self._on_over = on_over
+        self._ledger = RequestLedger(_LOST_AFTER_S, clock.now)
+        self._told: dict[int, Told] = {}
+        self._was_submitted: set[int] = set()
+        # New requests go up once the cell has told about itself; some replicas resubmit before.
+        self._resubmits_at_once = rng.random() < 0.5
+        self._stream: ExchangeStream | None = None
+        self._is_open = False
+        self._knows_cell = False
+        self._timer: float | None = None
+        self.connect()
+
+    def connect(self) -> None:
+        """Open a stream, now or as soon as there is a scheduler."""
+        if not self.is_alive:
+            return
+        self._stream = self._connect(self)
+        if self._stream is None:
+            self._clock.after(self._rng.uniform(*_RECONNECT_S), self.connect)
+        elif self._resubmits_at_once:
+            self._open_stream(self._stream)
+
+    def serve(self, plan: RequestPlan) -> Told:
+        """Take in a client's request."""
+        request = ResolvedRequest(
+            plan.request_id, token_bytes(plan.prompt), plan.params, plan.priority, plan.cache_salt
+        )
+        deadline_s = None if plan.patience_s is None else self._clock.now + plan.patience_s
+        told = Told(plan, deadline=deadline_s)
+        handle = self._ledger.add(request, arrived_s=self._clock.now, deadline_s=deadline_s)
+        self._told[handle] = told
+        if self._knows_cell:
+            self._submit(handle)
+        if plan.cancel_after_s is not None:
+            self._clock.after(plan.cancel_after_s, lambda: self._cancel(handle))
+        self._arm_timer()
+        return told
+
+    def on_response(self, stream: ExchangeStream, payload: bytes) -> None:
+        """A message of a scheduler's arrives, perhaps on a stream that counts no more."""
+        if not self.is_alive:
+            return
+        response = exchange_pb2.ExchangeResponse.FromString(payload)
+        if not response.HasField("outputs"):
+            if stream is self._stream:
+                self._on_cell_info(stream)
+            return
+        try:
+            self._on_outputs(stream, response.outputs)
+        except ExchangeError:
+            stream.break_()
+            self.on_stream_lost(stream)
+
+    def on_stream_lost(self, stream: ExchangeStream) -> None:
+        """The stream has ended; another one is opened."""
+        if stream is not self._stream or not self.is_alive:
+            return
+        self._stream = None
+        self._is_open = self._knows_cell = False
+        self._ledger.lose_stream(stream.ledger_number, self._clock.now)
+        self._expire()
+        self._clock.after(self._rng.uniform(*_RECONNECT_S), self.connect)
+
+    def die(self) -> None:
+        """The process is gone: its clients see it, the scheduler notices."""
+        self.is_alive = False
+        for handle in self._ledger.remove_all():
+            self._end(handle, error="REPLICA_GONE")
+        if self._stream is not None:
+            self._stream.break_()
+
+    def _open_stream(self, stream: ExchangeStream) -> None:
+        """What lives goes on on this stream, spread over a while, in order."""
+        self._is_open = True
+        stream.ledger_number, handles = self._ledger.open_stream()
+        delays = sorted(self._rng.uniform(0.0, _RESUBMIT_S) for _ in handles)
+        for handle, delay in zip(handles, delays, strict=True):
+            if handle in self._was_submitted:
+                self._clock.after(delay, partial(self._submit, handle))
+
+    def _on_cell_info(self, stream: ExchangeStream) -> None:
+        if not self._is_open:
+            self._open_stream(stream)
+        self._knows_cell = True
+        for handle in self._told:
+            if handle not in self._was_submitted:
+                self._submit(handle)
+        self._arm_timer()
+
+    def _submit(self, handle: int) -> None:
+        """Send a request up, unless it has ended or was sent up on this stream before."""
+        attempt = self._ledger.next_attempt(handle, self._clock.now)
+        if attempt is not None and self._stream is not None:
+            self._was_submitted.add(handle)
+            self._stream.send_request(exchange_pb2.ExchangeRequest(submits=[encode_submit(attempt)]))
+
+    def _cancel(self, handle: int) -> None:
+        """The client is gone."""
+        if not self.is_alive or handle not in self._told:
+            return
+        if self._ledger.remove(handle):
+            self._send(exchange_pb2.ExchangeRequest(abort_handles=encode_handles([handle])))
+        told = self._told.pop(handle)
+        told.is_cancelled, told.over_at = True, self._clock.now
+        self._on_over(told)
+
+    def _on_outputs(self, stream: ExchangeStream, outputs: exchange_pb2.Outputs) -> None:
+        number = stream.ledger_number
+        for start in outputs.starts:
+            if self._ledger.begin(number, start.handle):
+                self._told[start.handle].num_cached_tokens = start.num_cached_tokens
+        ends = {end.handle: end for end in outputs.ends}
+        for handle, first_index, token_ids in read_rows(outputs):
+            news = self._ledger.receive(number, handle, first_index, token_ids)
+            if news:
+                self._deliver(stream, handle, news, ends.pop(handle, None))
+        for handle, end in ends.items():
+            self._deliver(stream, handle, (), end)
+
+    def _deliver(
+        self, stream: ExchangeStream, handle: int, token_ids: Sequence[int], end: exchange_pb2.RequestEnd | None
+    ) -> None:
+        if end is not None and not self._ledger.end(stream.ledger_number, handle):
+            return
+        told = self._told[handle]
+        finish = _finish_of(end)
+        for token_id in token_ids:
+            told.tokens.append(token_id)
+            is_silent = finish is not None and finish.reason in _SILENT_ENDS
+            if token_id == told.plan.text_stop_token and not is_silent:
+                self._stop_at(handle, told, is_over=end is not None)
+                return
+        if end is not None and end.HasField("error"):
+            self._end(handle, error=_reason_of(end))
+        elif end is not None:
+            told.num_completion_tokens = end.num_completion_tokens
+            self._end(handle, finish=finish)
+
+    def _stop_at(self, handle: int, told: Told, *, is_over: bool) -> None:
+        """A stop string is found: the client has its end, and the cell is told unless it has ended the request too."""
+        if not is_over and self._ledger.remove(handle):
+            stop_at = exchange_pb2.StopAt(handle=handle, num_tokens=len(told.tokens))
+            self._send(exchange_pb2.ExchangeRequest(stop_ats=[stop_at]))
+        told.num_completion_tokens = len(told.tokens)
+        self._end(handle, finish=Finish(FinishReason.STOP_STRING))
+
+    def _send(self, message: exchange_pb2.ExchangeRequest) -> None:
+        if self._stream is not None:
+            self._stream.send_request(message)
+
+    def _end(self, handle: int, *, finish: Finish | None = None, error: str | None = None) -> None:
+        told = self._told.pop(handle)
+        assert not told.is_over, "a request ends twice"
+        told.finish, told.error, told.over_at = finish, error, self._clock.now
+        self._on_over(told)
+
+    def _expire(self) -> None:
+        for handle, error in self._ledger.expire(self._clock.now):
+            self._end(handle, error=error.reason)
+        self._arm_timer()
+
+    def _arm_timer(self) -> None:
+        wakeup = self._ledger.next_wakeup()
+        if wakeup is not None and (self._timer is None or wakeup < self._timer):
+            self._timer = wakeup
+            self._clock.at(wakeup, lambda: self._on_timer(wakeup))
+
+    def _on_timer(self, wakeup: float) -> None:
+        if self._timer == wakeup and self.is_alive:
+            self._timer = None
+            self._expire()
+
+
+def _finish_of(end: exchange_pb2.RequestEnd | None) -> Finish | None:
+    if end is None or end.HasField("error"):
+        return None
+    stop_token_id = end.stop_token_id if end.HasField("stop_token_id") else None
+    return Finish(_FINISH_REASONS[end.finish_reason], stop_token_id)
+
+
+def _reason_of(end: exchange_pb2.RequestEnd) -> str:
+    """The error's stable reason."""
+    info = error_details_pb2.ErrorInfo()
+    for detail in end.error.details:
+        if detail.Unpack(info):
+            return str(info.reason)
+    raise AssertionError("an error without a reason")

@@ -1,0 +1,222 @@
+"""A whole cell under one seed: a scheduler, a worker, replicas and their clients, and whatever goes wrong."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from random import Random
+
+from tests.simulation.clock import Clock
+from tests.simulation.exchange import Ends, ExchangeStream
+from tests.simulation.faults import Fault, FaultMix
+from tests.simulation.replica import Replica, Told
+from tests.simulation.scheduler import SchedulerProcess
+from tests.simulation.watch import EngineWatch
+from tests.simulation.worker import SimulatedWorker
+from tests.simulation.workload import CellSettings, RequestPlan, Workload
+
+MIN_REQUESTS = 30
+MIN_EVENTS = 1000
+# A run that is not over by then goes round in circles.
+_MAX_EVENTS = 60_000
+_RESTART_S = (0.1, 3.0)
+# What may end a request with which error.
+_CAUSES = {
+    "NUMERIC_ERROR": Fault.NOT_FINITE,
+    "DEADLINE_PASSED": Fault.DEADLINE,
+    "ABORTED_BY_CALL": Fault.ABORT_CALL,
+    "QUEUE_FULL": Fault.QUEUE_FULL,
+    "REPLICA_GONE": Fault.REPLICA_GONE,
+}
+_ZOMBIE_S = (0.0, 3.0)
+# From its deadline to the moment at which a client is told: a stream that was lost and opened again lies between.
+_GRACE_S = 3.0
+
+
+class SimulationError(AssertionError):
+    """What a seed has shown, and how to see it again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What happened in one run that ended well."""
+
+    seed: int
+    num_events: int
+    num_requests: int
+    num_steps: int
+    num_attaches: int
+    num_schedulers: int
+    num_preemptions: int
+    ends: Counter[str]
+    """How requests ended: by finish reason or error."""
+    faults: Counter[Fault]
+
+
+def simulate(seed: int, kinds: Collection[Fault] | None = None) -> Report:
+    """Run one seed.
+
+    Args:
+        seed: Everything random comes from it.
+        kinds: The kinds of faults; a random subset of all when absent.
+
+    Raises:
+        SimulationError: something was not as it must be.
+    """
+    simulation = Simulation(seed, kinds)
+    try:
+        return simulation.run()
+    except Exception as error:
+        names = "" if kinds is None else " FAULTS=" + (",".join(sorted(fault.value for fault in kinds)) or "none")
+        raise SimulationError(
+            f"seed {seed}, event {simulation.clock.num_events}: {type(error).__name__}: {error}\n"
+            f"again: make simulate SEEDS=1 FIRST_SEED={seed}{names}"
+        ) from error
+
+
+class Simulation:
+    """One run."""
+
+    def __init__(self, seed: int, kinds: Collection[Fault] | None = None) -> None:
+        self.clock = Clock()
+        self.seed = seed
+        self._rng = Random(seed)
+        self._mix = FaultMix.draw(self._rng, kinds)
+        self._kinds = frozenset(self._mix.rates)
+        self._settings = CellSettings.draw(self._rng, self._mix)
+        self._workload = Workload(self._rng, self._mix)
+        self._plans: list[RequestPlan] = []
+        self._told: list[Told] = []
+        self._num_live = 0
+        self._is_paused = False
+        self._worker = SimulatedWorker(self.clock, self._rng, self._mix, self._settings.batch_limits)
+        self._num_schedulers = 0
+        self._num_steps = 0
+        self._num_preemptions = 0
+        self._num_streams = 0
+        self._scheduler: SchedulerProcess | None = None
+        self._start_scheduler()
+        self._replicas = [self._make_replica() for _ in range(self._rng.randint(1, 3))]
+        self.clock.after(0.0, self._arrive)
+
+    def run(self) -> Report:
+        """Let everything happen and check that it ended well."""
+        while self.clock.run_next():
+            assert self.clock.num_events < _MAX_EVENTS, "it does not come to rest"
+        assert self._scheduler is not None
+        self._scheduler.check_end()
+        for told in self._told:
+            self._check_told(told)
+        return Report(
+            self.seed,
+            self.clock.num_events,
+            len(self._plans),
+            self._num_steps + self._scheduler.num_steps,
+            self._worker.num_attaches,
+            self._num_schedulers,
+            self._num_preemptions + self._scheduler.engine.state().counters.num_preemptions,
+            Counter(_describe_end(told) for told in self._told),
+            self._mix.counts,
+        )
+
+    def _arrive(self) -> None:
+        """A request arrives, and with it trouble that comes now and then. The last one ends all trouble."""
+        if self._num_live >= self._settings.max_live_requests:
+            self._is_paused = True
+            return
+        if len(self._plans) >= MIN_REQUESTS and self.clock.num_events >= MIN_EVENTS:
+            self._mix.rates.clear()
+            return
+        plan = self._workload.draw()
+        self._plans.append(plan)
+        self._num_live += 1
+        self._told.append(self._rng.choice(self._replicas).serve(plan))
+        if plan.abort_call_after_s is not None:
+            self.clock.after(plan.abort_call_after_s, lambda: self._abort_request(plan))
+        self._disturb()
+        self.clock.after(self._rng.expovariate(1.0 / self._settings.mean_gap_s), self._arrive)
+
+    def _disturb(self) -> None:
+        if self._strikes(Fault.SCHEDULER_RESTART):
+            self._end_scheduler()
+        if self._strikes(Fault.REPLICA_GONE):
+            number = self._rng.randrange(len(self._replicas))
+            self._replicas[number].die()
+            self._replicas[number] = self._make_replica()
+        if self._strikes(Fault.CACHE_FLUSH) and self._scheduler is not None:
+            self._scheduler.flush_prefix_cache()
+
+    def _abort_request(self, plan: RequestPlan) -> None:
+        if self._scheduler is not None:
+            self._scheduler.abort_request(plan.request_id)
+
+    def _start_scheduler(self) -> None:
+        self._num_schedulers += 1
+        watch = EngineWatch(self._settings, self._plans)
+        self._scheduler = SchedulerProcess(self.clock, self._rng, self._mix, self._settings, self._worker, watch)
+
+    def _end_scheduler(self) -> None:
+        """The scheduler dies; or its replicas lose it, and it does not know."""
+        old, self._scheduler = self._scheduler, None
+        if old is None:
+            return
+        self._num_steps += old.num_steps
+        self._num_preemptions += old.engine.state().counters.num_preemptions
+        if self._strikes(Fault.SCHEDULER_ZOMBIE):
+            old.become_zombie()
+            self.clock.after(self._rng.uniform(*_ZOMBIE_S) + _RESTART_S[1], old.kill)
+        else:
+            old.kill()
+        self.clock.after(self._rng.uniform(*_RESTART_S), self._start_scheduler)
+
+    def _make_replica(self) -> Replica:
+        return Replica(self.clock, self._rng, connect=self._connect, on_over=self._on_over)
+
+    def _connect(self, replica: Replica) -> ExchangeStream | None:
+        """Open a stream from a replica to the scheduler, when there is one."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            return None
+        self._num_streams += 1
+        ends = Ends(
+            on_request=lambda payload: scheduler.on_request(stream, payload),
+            on_response=lambda payload: replica.on_response(stream, payload),
+            on_scheduler_notice=lambda: scheduler.disconnect(stream),
+            on_replica_notice=lambda: replica.on_stream_lost(stream),
+        )
+        stream = ExchangeStream(self._num_streams, self.clock, self._rng, self._mix, ends)
+        scheduler.connect(stream)
+        return stream
+
+    def _on_over(self, _: Told) -> None:
+        self._num_live -= 1
+        if self._is_paused:
+            self._is_paused = False
+            self.clock.after(self._rng.expovariate(1.0 / self._settings.mean_gap_s), self._arrive)
+
+    def _strikes(self, fault: Fault) -> bool:
+        return self._mix.strikes(fault, self._rng)
+
+    def _check_told(self, told: Told) -> None:
+        """Check what a client was told against an undisturbed run."""
+        plan, expected = told.plan, told.plan.by_text
+        assert told.over_at is not None, f"{plan.request_id} was never answered"
+        assert told.tokens == expected.tokens[: len(told.tokens)], f"{plan.request_id} got other tokens"
+        is_late = told.deadline is not None and told.over_at > told.deadline + _GRACE_S
+        assert not is_late, f"{plan.request_id} outlived its deadline"
+        assert (told.num_cached_tokens is not None) == bool(told.tokens), "a beginning without tokens, or none with"
+        if told.finish is not None:
+            answer = (told.tokens, told.finish, told.num_completion_tokens)
+            assert answer == (expected.tokens, expected.finish, len(expected.tokens)), f"{plan.request_id} ended early"
+        elif told.error is not None:
+            fault = _CAUSES[told.error]
+            assert fault in self._kinds, f"{plan.request_id} got {told.error} without a cause"
+            assert fault is not Fault.DEADLINE or plan.patience_s is not None, "a deadline that nobody gave"
+            assert fault is not Fault.ABORT_CALL or plan.abort_call_after_s is not None, "nobody called for its end"
+
+
+def _describe_end(told: Told) -> str:
+    if told.finish is not None:
+        return told.finish.reason.value
+    return told.error or "cancelled"

@@ -1,0 +1,23 @@
+"""Each planted bug is seen within a few seeds of its own mix of faults."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation.planted_bugs import PLANTED_BUGS, PlantedBug
+from tests.simulation.simulation import SimulationError, simulate
+
+MAX_SEEDS = 50
+
+
+@pytest.mark.parametrize("bug", PLANTED_BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_seen(bug: PlantedBug, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(MAX_SEEDS):
+        # Planted anew: what it remembers is one run's.
+        with monkeypatch.context() as patch:
+            bug.plant(patch)
+            try:
+                simulate(seed, bug.kinds)
+            except SimulationError:
+                return
+    pytest.fail(f"{bug.name} survives {MAX_SEEDS} seeds: {bug.breaks}")

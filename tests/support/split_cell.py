@@ -1,0 +1,70 @@
+"""A cell whose services are the test's own processes, so that each can be killed and started again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from shared.cli.serve import ROLES, ServeSettings, plan_services, split_service_flags
+from shared.cli.service_process import ServiceCommand
+from shared.health import wait_until_serving
+from shared.rpc import make_channel
+from tests.support.cell import ROOT
+
+
+class SplitCell:
+    """The processes of one cell, by role; `run_split_cell` makes one and ends it. They log on the stderr of the test.
+
+    Attributes:
+        address: Where its tokenizer service answers.
+        scheduler_address: Where its scheduler service answers.
+    """
+
+    def __init__(self, commands: Sequence[ServiceCommand]) -> None:
+        self._commands = {command.role: command for command in commands}
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.address = self._commands["tokenizer"].address
+        self.scheduler_address = self._commands["scheduler"].address
+
+    def start(self, role: str) -> None:
+        """Start a service that is not running."""
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
+        environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "protos")]), "GRPC_VERBOSITY": "ERROR"}
+        command = [sys.executable, "-m", f"services.{role}", *self._commands[role].flags]
+        self._processes[role] = subprocess.Popen(command, cwd=ROOT, env=environment)
+
+    async def wait_until_serving(self, role: str) -> None:
+        """Wait until a service says that it serves."""
+        async with make_channel(self._commands[role].address, internal=True) as channel:
+            await wait_until_serving(channel)
+
+    def kill(self, role: str) -> None:
+        """End a service as `kill -9` does."""
+        process = self._processes.pop(role)
+        process.kill()
+        process.wait()
+
+    def kill_all(self) -> None:
+        """End what runs."""
+        for role in list(self._processes):
+            self.kill(role)
+
+
+@contextmanager
+def run_split_cell(model_dir: Path, *flags: str) -> Iterator[SplitCell]:
+    """Start a cell, which will serve after a while; `flags` are those of `lockstep serve` for its services."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-test-") as temp_dir:
+        settings = ServeSettings(model_dir=model_dir, listen=f"unix:{temp_dir}/tokenizer.sock")
+        _, service_flags = split_service_flags(flags)
+        cell = SplitCell(plan_services(settings, service_flags, Path(temp_dir)))
+        try:
+            for role in ROLES:
+                cell.start(role)
+            yield cell
+        finally:
+            cell.kill_all()

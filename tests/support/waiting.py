@@ -1,0 +1,75 @@
+"""Waiting queues and sequences that wait in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from services.scheduler.sequence import Priority, Sequence
+from services.scheduler.waiting_queue import QueuePolicy, WaitingQueue
+from shared.limits import SamplingParams
+from tests.support.engine_driver import token_bytes
+
+MAX_AGE_S = 10.0
+
+
+def make_queue(policy: QueuePolicy = QueuePolicy.FCFS, *, max_requests: int = 10**6) -> WaitingQueue:
+    """An empty queue in which requests age after `MAX_AGE_S`."""
+    return WaitingQueue(policy, MAX_AGE_S, max_requests, max_tokens=10**9)
+
+
+def make_seq(
+    arrive_time: float = 0.0, *, priority: Priority = Priority.NORMAL, num_prompt_tokens: int = 1, attempt: int = 1
+) -> Sequence:
+    """A sequence that was never admitted here."""
+    return Sequence(
+        id="",
+        client=1,
+        handle=1,
+        params=SamplingParams(max_tokens=1),
+        token_bytes=bytearray(token_bytes([1] * num_prompt_tokens)),
+        num_prompt_tokens=num_prompt_tokens,
+        arrive_time=arrive_time,
+        priority=priority,
+        attempt=attempt,
+    )
+
+
+def add_all(queue: WaitingQueue, *seqs: Sequence) -> None:
+    """Add each of them when it arrives."""
+    for seq in seqs:
+        queue.add(seq, seq.arrive_time)
+
+
+def nothing_cached(_: Sequence) -> int:
+    """A prefix cache with nothing in it."""
+    return 0
+
+
+class AskedFor:
+    """A prefix cache with nothing in it that notes for which sequences it was asked."""
+
+    def __init__(self) -> None:
+        self.seqs: list[Sequence] = []
+
+    def __call__(self, seq: Sequence) -> int:
+        """No token of it is cached."""
+        self.seqs.append(seq)
+        return 0
+
+
+def take_next(
+    queue: WaitingQueue, now: float, num_cached_tokens: Callable[[Sequence], int] = nothing_cached
+) -> Sequence:
+    """Admit the next one."""
+    seq = queue.next(now, num_cached_tokens)
+    queue.take(seq, now)
+    seq.num_first_cached_tokens = 0
+    queue.check_integrity()
+    return seq
+
+
+def drain(
+    queue: WaitingQueue, now: float, num_cached_tokens: Callable[[Sequence], int] = nothing_cached
+) -> list[Sequence]:
+    """Admit all that wait, at once."""
+    return [take_next(queue, now, num_cached_tokens) for _ in range(len(queue))]

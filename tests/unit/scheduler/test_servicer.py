@@ -1,0 +1,94 @@
+"""What operators and people ask of a scheduler, over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from lockstep.internal.v1 import worker_pb2
+from lockstep.v1 import scheduler_pb2
+from tests.support.cell_model import expected_completion
+from tests.support.gated_worker import GatedWorker
+from tests.support.scheduler_shell import Cell, running_cell
+from tests.support.token_client import Response, generate_tokens, read_to_end, seeded
+
+PROMPT = [5] * 40
+
+
+async def flush(cell: Cell) -> int:
+    """Flush the prefix cache; returns the number of blocks it says."""
+    response = await cell.admin.FlushPrefixCache(scheduler_pb2.FlushPrefixCacheRequest())
+    num_blocks: int = response.num_blocks
+    return num_blocks
+
+
+async def num_cached_tokens(cell: Cell) -> int:
+    """The cached tokens of the prompt, as a request for it is told."""
+    completion = await generate_tokens(cell.scheduler, seeded(PROMPT, max_tokens=2))
+    assert completion.finish is not None
+    return completion.finish.usage.num_cached_tokens
+
+
+async def test_a_flushed_cache_is_empty(tmp_path: Path) -> None:
+    async with running_cell(tmp_path) as cell:
+        await cell.wait_until_ready()
+        assert [await num_cached_tokens(cell) for _ in range(2)] == [0, 32]
+        assert await flush(cell) == 2
+        assert (await cell.state()).num_cached_blocks == 0
+        assert await num_cached_tokens(cell) == 0
+
+
+async def test_an_empty_cache_can_be_flushed(tmp_path: Path) -> None:
+    async with running_cell(tmp_path) as cell:
+        assert await flush(cell) == 0
+        await cell.wait_until_ready()
+        assert await flush(cell) == 0
+
+
+async def test_a_request_in_flight_survives_a_flush_and_nobody_finds_its_blocks(tmp_path: Path) -> None:
+    worker = GatedWorker()
+    worker.gate.set()
+    async with running_cell(tmp_path, worker) as cell:
+        await cell.wait_until_ready()
+        worker.gate.clear()
+        call = cell.scheduler.Generate(seeded(PROMPT, max_tokens=20))
+        await call.read()
+        await flush(cell)
+        worker.gate.set()
+        responses: list[Response] = []
+        await read_to_end(call, responses)
+        tokens = [token_id for response in responses for token_id in response.token_ids]
+        assert tokens == expected_completion(PROMPT, 0, 20)
+        assert await num_cached_tokens(cell) == 0
+
+
+async def test_steps_are_told_by_rank_and_kind(tmp_path: Path) -> None:
+    worker = GatedWorker()
+    worker.gate.set()
+    async with running_cell(tmp_path, worker, enable_mixed_steps=True) as cell:
+        await cell.wait_until_ready()
+        worker.gate.clear()
+        first = cell.scheduler.Generate(seeded([1], max_tokens=400))
+        await first.read()
+        second = asyncio.create_task(generate_tokens(cell.scheduler, seeded([2], max_tokens=2)))
+        await cell.wait_until(lambda state: state.num_waiting + state.num_running == 2)
+        worker.gate.set()
+        await second
+        first.cancel()
+        await cell.wait_until_free()
+        state = await cell.state()
+    [rank] = state.rank_steps
+    kinds = [worker_pb2.StepKind.Name(request.kind) for request in cell.worker.requests]
+    assert rank.num_prefill_steps == kinds.count("STEP_KIND_PREFILL") == 1
+    assert rank.num_mixed_steps == kinds.count("STEP_KIND_MIXED") == 1
+    assert rank.num_decode_steps == kinds.count("STEP_KIND_DECODE") > 0
+    assert (state.num_prefill_steps, state.num_decode_steps) == (2, rank.num_decode_steps)
+
+
+async def test_epochs_that_were_lost_are_counted(tmp_path: Path) -> None:
+    async with running_cell(tmp_path) as cell:
+        await cell.wait_until_ready()
+        assert (await cell.state()).num_lost_epochs == 0
+        cell.worker.lose_link_at = 2
+        await generate_tokens(cell.scheduler, seeded([1], max_tokens=9))
+        assert (await cell.state()).num_lost_epochs == 1

@@ -1,0 +1,312 @@
+"""Requests in the cell, and what becomes of them when streams come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from lockstep.internal.v1 import exchange_pb2
+from lockstep.v1 import common_pb2
+from services.tokenizer.cell_requests import CellRequests
+from services.tokenizer.exchange_link import ExchangeLink
+from services.tokenizer.request_ledger import ExchangeError, ResolvedRequest
+from shared.errors import DeadlinePassedError, NotReadyError, SchedulerLostError, ServiceError
+from shared.limits import SamplingParams
+from tests.support.exchange_peer import Row, column, make_end, make_outputs, read_column
+
+EOS, MAX_TOKENS = common_pb2.FINISH_REASON_EOS, common_pb2.FINISH_REASON_MAX_TOKENS
+
+
+class Sink:
+    """Receives tokens; its request is stopped at `stop_at` tokens."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.stop_at = stop_at
+        self.token_ids: list[int] = []
+        self.num_cached_tokens: list[int] = []
+        self.ends: list[exchange_pb2.RequestEnd] = []
+        self.error: ServiceError | None = None
+        self.failed = asyncio.Event()
+
+    def begin(self, num_cached_tokens: int) -> None:
+        self.num_cached_tokens.append(num_cached_tokens)
+
+    def receive(self, token_ids: Sequence[int], end: exchange_pb2.RequestEnd | None) -> int | None:
+        self.token_ids += token_ids
+        if end is not None:
+            self.ends.append(end)
+            return None
+        return self.stop_at if self.stop_at is not None and len(self.token_ids) >= self.stop_at else None
+
+    def fail(self, error: ServiceError) -> None:
+        self.error = error
+        self.failed.set()
+
+
+class Requests(CellRequests):
+    """Requests with a link, which are submitted in the moment they come."""
+
+    def __init__(self, lost_after_s: float = 60.0) -> None:
+        super().__init__(lost_after_s)
+        self.link = self.open_link()
+
+    def open_link(self) -> ExchangeLink:
+        """Open another stream."""
+        self.link = self.make_link()
+        self.open_stream(self.link)
+        return self.link
+
+    async def begin_request(self, sink: Sink, request_id: str = "r", deadline_s: float | None = None) -> int:
+        """A request that was sent up."""
+        handle = self.add(sink, request_id, deadline_s)
+        assert [submit.handle for submit in (await self.next_message()).submits] == [handle]
+        return handle
+
+    def add(self, sink: Sink, request_id: str = "r", deadline_s: float | None = None) -> int:
+        """A request that is not sent up yet."""
+        request = ResolvedRequest(request_id, column([1, 2, 3]), SamplingParams(max_tokens=4))
+        return self.submit(request, sink, arrived_s=time.monotonic(), deadline_s=deadline_s)
+
+    async def next_message(self) -> exchange_pb2.ExchangeRequest:
+        """What goes up next."""
+        return await anext(self.link.messages())
+
+    async def next_submit(self) -> exchange_pb2.Submit:
+        """The only submit of what goes up next."""
+        [submit] = (await self.next_message()).submits
+        return submit
+
+
+async def test_a_submit_carries_everything_about_its_request() -> None:
+    requests = Requests()
+    sampling = SamplingParams(
+        max_tokens=7,
+        temperature=0.5,
+        top_k=3,
+        top_p=0.25,
+        seed=2**64 - 1,
+        ignore_eos=True,
+        stop_token_ids=(4, 5),
+        stop_token_sequences=((1, 2), (3,)),
+    )
+    request = ResolvedRequest("id", column([9, 8]), sampling, common_pb2.PRIORITY_HIGH, b"salt")
+    arrived_s = time.monotonic() - 5.0
+    handle = requests.submit(request, Sink(), arrived_s=arrived_s, deadline_s=arrived_s + 25.0)
+    submit = await requests.next_submit()
+    age_s, time_left_s = submit.age.ToNanoseconds() / 1e9, submit.time_left.ToNanoseconds() / 1e9
+    assert age_s >= 5.0
+    assert age_s + time_left_s == pytest.approx(25.0, abs=1e-5)
+    submit.ClearField("age")
+    submit.ClearField("time_left")
+    assert submit == exchange_pb2.Submit(
+        handle=handle,
+        request_id="id",
+        prompt_token_ids=column([9, 8]),
+        max_tokens=7,
+        temperature=0.5,
+        top_k=3,
+        top_p=0.25,
+        seed=2**64 - 1,
+        ignore_eos=True,
+        stop_token_ids=column([4, 5]),
+        stop_token_sequences=[column([1, 2]), column([3])],
+        priority=common_pb2.PRIORITY_HIGH,
+        cache_salt=b"salt",
+        attempt=1,
+    )
+
+
+async def test_without_a_deadline_no_time_is_told() -> None:
+    requests = Requests()
+    requests.add(Sink())
+    assert not (await requests.next_submit()).HasField("time_left")
+
+
+async def test_rows_and_ends_reach_their_receivers() -> None:
+    requests = Requests()
+    first, second = Sink(), Sink()
+    handles = [await requests.begin_request(sink) for sink in (first, second)]
+    end = make_end(handles[0], MAX_TOKENS, 3)
+    requests.on_outputs(
+        make_outputs(
+            Row(handles[1], 0, [7], num_cached_tokens=2), Row(handles[0], 0, [1, 2, 3], num_cached_tokens=3), ends=[end]
+        )
+    )
+    assert (first.token_ids, first.num_cached_tokens, first.ends) == ([1, 2, 3], [3], [end])
+    assert (second.token_ids, second.num_cached_tokens, second.ends) == ([7], [2], [])
+
+
+async def test_an_end_may_come_without_tokens() -> None:
+    requests = Requests()
+    sink = Sink()
+    end = make_end(await requests.begin_request(sink), MAX_TOKENS, 0)
+    requests.on_outputs(make_outputs(ends=[end]))
+    assert sink.ends == [end]
+
+
+async def test_a_stop_found_in_text_and_an_abort_are_told() -> None:
+    requests = Requests()
+    stopped, aborted = [await requests.begin_request(sink) for sink in (Sink(stop_at=2), Sink())]
+    requests.on_outputs(make_outputs(Row(stopped, 0, [1, 1])))
+    requests.abort(aborted)
+    message = await requests.next_message()
+    assert list(message.stop_ats) == [exchange_pb2.StopAt(handle=stopped, num_tokens=2)]
+    assert read_column(message.abort_handles) == [aborted]
+
+
+async def test_a_request_aborted_before_it_was_sent_is_not_sent() -> None:
+    requests = Requests()
+    requests.abort(requests.add(Sink(), "gone"))
+    requests.add(Sink(), "stays")
+    message = await requests.next_message()
+    assert [submit.request_id for submit in message.submits] == ["stays"]
+    assert message.abort_handles == b""
+
+
+async def test_what_comes_for_requests_that_are_over_is_dropped() -> None:
+    requests = Requests()
+    ended, stopped, aborted = Sink(), Sink(stop_at=1), Sink()
+    handles = [await requests.begin_request(sink) for sink in (ended, stopped, aborted)]
+    requests.on_outputs(make_outputs(ends=[make_end(handles[0], EOS, 0)]))
+    requests.on_outputs(make_outputs(Row(handles[1], 0, [5])))
+    requests.abort(handles[2])
+    ends = [make_end(handle, EOS, 9) for handle in handles]
+    requests.on_outputs(make_outputs(*(Row(handle, 4, [6]) for handle in (*handles, 999)), ends=ends))
+    assert (ended.token_ids, stopped.token_ids, aborted.token_ids) == ([], [5], [])
+    assert (len(ended.ends), stopped.ends, aborted.ends) == (1, [], [])
+
+
+async def test_aborting_a_request_that_ended_sends_nothing() -> None:
+    requests = Requests()
+    handle = await requests.begin_request(Sink())
+    requests.on_outputs(make_outputs(ends=[make_end(handle, EOS, 0)]))
+    requests.abort(handle)
+    requests.add(Sink(), "next")
+    assert (await requests.next_message()).abort_handles == b""
+
+
+async def test_a_lost_stream_pauses_a_request_and_the_next_one_goes_on_behind_its_tokens() -> None:
+    requests = Requests()
+    sink = Sink()
+    handle = await requests.begin_request(sink)
+    requests.on_outputs(make_outputs(Row(handle, 0, [5, 6], num_cached_tokens=2)))
+    requests.lose_stream(requests.link)
+    assert (sink.ends, sink.error) == ([], None)
+    requests.open_link()
+    submit = await requests.next_submit()
+    assert (submit.handle, submit.attempt, read_column(submit.output_token_ids)) == (handle, 2, [5, 6])
+    requests.on_outputs(make_outputs(Row(handle, 2, [7]), ends=[make_end(handle, MAX_TOKENS, 3)]))
+    assert (sink.token_ids, sink.num_cached_tokens, len(sink.ends)) == ([5, 6, 7], [2], 1)
+
+
+async def test_resubmissions_go_up_in_their_order() -> None:
+    requests = Requests()
+    waiting, running = [await requests.begin_request(Sink()) for _ in range(2)]
+    requests.on_outputs(make_outputs(Row(running, 0, [5])))
+    requests.lose_stream(requests.link)
+    requests.open_link()
+    submits: list[exchange_pb2.Submit] = []
+    while len(submits) < 2:
+        submits += (await requests.next_message()).submits
+    assert [submit.handle for submit in submits] == [running, waiting]
+
+
+async def test_a_request_that_is_over_while_it_waits_is_not_submitted_again() -> None:
+    requests = Requests()
+    gone, stays = [await requests.begin_request(Sink()) for _ in range(2)]
+    requests.lose_stream(requests.link)
+    requests.abort(gone)
+    requests.open_link()
+    submit = await requests.next_submit()
+    assert submit.handle == stays
+
+
+async def test_a_resubmission_meant_for_a_stream_that_was_lost_leaves_on_the_next_one_alone() -> None:
+    requests = Requests()
+    handle = await requests.begin_request(Sink())
+    requests.lose_stream(requests.link)
+    lost = requests.open_link()
+    requests.lose_stream(lost)
+    requests.open_link()
+    assert (await requests.next_submit()).handle == handle
+    assert [message async for message in lost.messages()] == []
+
+
+async def test_without_a_stream_nothing_is_taken() -> None:
+    requests = Requests()
+    requests.lose_stream(requests.link)
+    with pytest.raises(NotReadyError):
+        requests.add(Sink())
+
+
+async def test_a_scheduler_that_stays_away_ends_what_waits_for_it() -> None:
+    requests = Requests(lost_after_s=0.05)
+    sink = Sink()
+    await requests.begin_request(sink)
+    requests.lose_stream(requests.link)
+    assert sink.error is None
+    await sink.failed.wait()
+    assert isinstance(sink.error, SchedulerLostError)
+
+
+async def test_with_no_time_to_wait_requests_end_with_their_stream() -> None:
+    requests = Requests(lost_after_s=0.0)
+    sink = Sink()
+    await requests.begin_request(sink)
+    requests.lose_stream(requests.link)
+    assert isinstance(sink.error, SchedulerLostError)
+
+
+async def test_a_deadline_ends_a_request_that_waits_for_a_scheduler() -> None:
+    requests = Requests()
+    sink = Sink()
+    await requests.begin_request(sink, deadline_s=time.monotonic() + 0.05)
+    requests.lose_stream(requests.link)
+    await sink.failed.wait()
+    assert isinstance(sink.error, DeadlinePassedError)
+
+
+async def test_when_all_fail_each_is_told_once() -> None:
+    requests = Requests()
+    sink = Sink()
+    handle = await requests.begin_request(sink)
+    requests.lose_stream(requests.link)
+    error = SchedulerLostError("another model")
+    requests.fail_all(error)
+    assert sink.error is error
+    requests.abort(handle)
+    requests.open_link()
+    requests.add(Sink(), "next")
+    assert (await requests.next_submit()).request_id == "next"
+
+
+def outputs(**columns: Sequence[int]) -> exchange_pb2.Outputs:
+    """Outputs of one row, but for the columns given."""
+    row: dict[str, Sequence[int]] = {"handles": [1], "first_indexes": [0], "counts": [1], "token_ids": [5]}
+    message = exchange_pb2.Outputs()
+    for name, values in (row | columns).items():
+        setattr(message, name, column(values))
+    return message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        outputs(handles=[1, 2]),
+        outputs(counts=[2]),
+        outputs(counts=[-1], token_ids=[]),
+        outputs(handles=[1, 1], first_indexes=[0, 0], counts=[-1, 2]),
+        outputs(first_indexes=[]),
+        outputs(first_indexes=[1]),
+        exchange_pb2.Outputs(handles=b"123"),
+    ],
+    ids=["rows", "tokens", "negative", "negative-sum", "indexes", "gap", "bytes"],
+)
+async def test_outputs_that_make_no_sense_are_refused(message: exchange_pb2.Outputs) -> None:
+    requests = Requests()
+    assert await requests.begin_request(Sink()) == 1
+    with pytest.raises(ExchangeError):
+        requests.on_outputs(message)
