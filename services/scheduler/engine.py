@@ -308,16 +308,18 @@ class Engine:
         limits = self.model_limits
         if limits is None:
             return None
-        tokens = np.frombuffer(bytes(seq.token_bytes), TOKEN_DTYPE)
-        prompt, output = np.split(tokens, [seq.num_prompt_tokens])
+        tokens = np.frombuffer(seq.token_bytes, TOKEN_DTYPE)
+        prompt, output = tokens[: seq.num_prompt_tokens], tokens[seq.num_prompt_tokens :]
         check_sampling(seq.params, limits)
         check_prompt(prompt, limits)
         check_fit(len(prompt), seq.params.max_tokens, limits)
+        if not output.size:
+            return None
         check_token_ids(output, limits.logits_width, field="output")
         if len(output) > seq.params.max_tokens:
             violation = Violation("output", "OUT_OF_RANGE", f"at most {seq.params.max_tokens} tokens")
             raise InvalidRequestError.from_violations([violation])
-        return self._scheduler.find_finish(seq) if output.size else None
+        return self._scheduler.find_finish(seq)
 
     def _abort(self, client: int, handles: Iterable[int], now: float) -> None:
         for handle in handles:
@@ -343,12 +345,14 @@ class Engine:
 
 
 def _make_sequence(client: int, submission: Submission, now: float) -> Sequence:
+    tokens = bytearray(submission.prompt)
+    tokens += submission.output
     return Sequence(
         submission.request_id,
         client,
         submission.handle,
         submission.params,
-        bytearray(submission.prompt + submission.output),
+        tokens,
         len(submission.prompt) // TOKEN_DTYPE.itemsize,
         now - submission.age_s,
         priority=submission.priority,

@@ -140,4 +140,4 @@ class PrefillPlanner:
             block_size = self._blocks.block_size
             prefill.computed_blocks.update(seq.block_table[start // block_size : end // block_size])
         seq.type = SequenceType.PREFILL if seq.num_unsent_tokens else SequenceType.DECODE
-        return bytes(seq.token_bytes[start * TOKEN_BYTES : end * TOKEN_BYTES])
+        return bytes(memoryview(seq.token_bytes)[start * TOKEN_BYTES : end * TOKEN_BYTES])

@@ -113,24 +113,30 @@ class CellRequests:
             if self._ledger.begin(self._stream, start.handle):
                 self._receivers[start.handle].begin(start.num_cached_tokens)
         ends = {end.handle: end for end in outputs.ends}
-        receive, stream = self._ledger.receive, self._stream
+        receive, stream, receivers = self._ledger.receive, self._stream, self._receivers
         for handle, first_index, token_ids in read_rows(outputs):
             new_ids = receive(stream, handle, first_index, token_ids)
-            if new_ids:
-                self._deliver(handle, new_ids, ends.pop(handle, None) if ends else None)
+            if not new_ids:
+                continue
+            if ends and handle in ends:
+                self._end(handle, new_ids, ends.pop(handle))
+                continue
+            stop_at = receivers[handle].receive(new_ids, None)
+            if stop_at is not None:
+                self._stop(handle, stop_at)
         for handle, end in ends.items():
-            self._deliver(handle, (), end)
+            self._end(handle, (), end)
 
-    def _deliver(self, handle: int, token_ids: Sequence[int], end: exchange_pb2.RequestEnd | None) -> None:
-        if end is not None and not self._ledger.end(self._stream, handle):
-            return
-        stop_at = self._receivers[handle].receive(token_ids, end)
-        if stop_at is not None:
-            self._ledger.remove(handle)
-            assert self._link is not None
-            self._link.stop_at(handle, stop_at)
-        if end is not None or stop_at is not None:
-            del self._receivers[handle]
+    def _end(self, handle: int, token_ids: Sequence[int], end: exchange_pb2.RequestEnd) -> None:
+        if self._ledger.end(self._stream, handle):
+            self._receivers.pop(handle).receive(token_ids, end)
+
+    def _stop(self, handle: int, stop_at: int) -> None:
+        """A stop found in text ended a request: the cell is to be told."""
+        self._ledger.remove(handle)
+        del self._receivers[handle]
+        assert self._link is not None
+        self._link.stop_at(handle, stop_at)
 
     def _make_submit(self, handle: int) -> exchange_pb2.Submit | None:
         attempt = self._ledger.next_attempt(handle, time.monotonic())

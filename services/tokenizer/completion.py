@@ -18,6 +18,7 @@ class Completion:
     def __init__(self, detokenizer: Detokenizer, stop_strings: Sequence[str]) -> None:
         """Begin an answer with a new detokenizer; `stop_strings` may be empty."""
         self._detokenizer = detokenizer
+        self.has_stop_strings = bool(stop_strings)
         self._matcher = StopMatcher(stop_strings) if stop_strings else None
         self._texts: list[str] = []
         self._token_ids: list[int] = []
@@ -34,7 +35,9 @@ class Completion:
     def push(self, token_ids: Sequence[int]) -> None:
         """Take the next tokens. Those behind a stop string are dropped."""
         if self._matcher is None:
-            self._accept(token_ids)
+            # Most requests, and each of their tokens: no call more than is needed.
+            self._token_ids += token_ids
+            self.num_tokens += len(token_ids)
             self._texts.append(self._detokenizer.push(token_ids))
             return
         for token_id in token_ids:

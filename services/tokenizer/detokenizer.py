@@ -8,6 +8,7 @@ and never appear. A byte-level vocabulary is a table of bytes, and bytes have an
 from __future__ import annotations
 
 import codecs
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -36,8 +37,9 @@ class Detokenizer(Protocol):
 def make_detokenizer_factory(tokenizer: Tokenizer) -> Callable[[], Detokenizer]:
     """Prepare what all completions share; the factory then makes one detokenizer for each."""
     if isinstance(tokenizer.decoder, decoders.ByteLevel):
-        table = byte_table(tokenizer)
-        return lambda: ByteLevelDetokenizer(table)
+        byte_of = byte_table(tokenizer)
+        text_of = text_table(byte_of)
+        return lambda: ByteLevelDetokenizer(byte_of, text_of)
     special = special_token_ids(tokenizer)
     return lambda: WindowDetokenizer(tokenizer, special)
 
@@ -65,18 +67,37 @@ def byte_table(tokenizer: Tokenizer) -> dict[int, bytes]:
     return table
 
 
+def text_table(byte_of: dict[int, bytes]) -> dict[int, str]:
+    """The text of every token that is whole characters by itself; nearly all are."""
+    table = {}
+    for token_id, data in byte_of.items():
+        with contextlib.suppress(UnicodeDecodeError):
+            table[token_id] = data.decode()
+    return table
+
+
 class ByteLevelDetokenizer:
-    """For byte-level vocabularies: looks bytes up and decodes them, at a constant cost per token.
+    """For byte-level vocabularies: looks texts up, or bytes and decodes them, at a constant cost per token.
 
     Invariant: what is pending is the beginning of one character, at most 3 bytes.
     """
 
-    def __init__(self, table: dict[int, bytes]) -> None:
-        self._bytes_of = table.get
+    def __init__(self, byte_of: dict[int, bytes], text_of: dict[int, str]) -> None:
+        """Begin with the tables of `byte_table` and `text_table`."""
+        self._bytes_of = byte_of.get
+        self._text_of = text_of
         self._pending = b""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """See `Detokenizer.push`."""
+        if not self._pending:
+            text_of = self._text_of
+            try:
+                # One at a time is the rule.
+                return text_of[token_ids[0]] if len(token_ids) == 1 else "".join([text_of[i] for i in token_ids])
+            except KeyError:
+                # One of them is a part of a character, or has no text.
+                pass
         bytes_of = self._bytes_of
         data = self._pending + b"".join([bytes_of(token_id, b"") for token_id in token_ids])
         text, num_decoded = codecs.utf_8_decode(data, "replace", False)

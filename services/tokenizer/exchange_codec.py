@@ -59,6 +59,10 @@ def read_rows(outputs: exchange_pb2.Outputs) -> list[tuple[int, int, list[int]]]
         token_ids = np.frombuffer(outputs.token_ids, TOKEN_DTYPE).tolist()
     except ValueError as error:
         raise ExchangeError("a column is no multiple of 4 bytes") from error
+    if len(handles) == len(first_indexes) == len(counts) == len(token_ids) and (counts == 1).all():
+        # A step without drafts.
+        columns = zip(handles, first_indexes, token_ids, strict=True)
+        return [(handle, first_index, [token_id]) for handle, first_index, token_id in columns]
     ends = counts.cumsum(dtype=np.int64)
     num_tokens = int(ends[-1]) if len(ends) else 0
     if not len(handles) == len(first_indexes) == len(counts) or num_tokens != len(token_ids) or (counts < 0).any():

@@ -40,15 +40,12 @@ class Generation:
         self.usage = common_pb2.Usage(num_prompt_tokens=num_prompt_tokens)
         self.arrived_s = arrived_s
         self.ttft_s: float | None = None
+        # Whether nothing will be received any more.
+        self.is_over = False
         self._finish: tokenizer_pb2.Finish | None = None
         self._completion = completion
         self._error: ServiceError | None = None
         self._news = asyncio.Event()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing will be received any more."""
-        return self._finish is not None or self._error is not None
 
     @property
     def finish_reason(self) -> common_pb2.FinishReason:
@@ -72,21 +69,22 @@ class Generation:
         """
         if self.is_over:
             return None
-        if token_ids and end is not None and end.finish_reason in _SILENT_ENDS:
-            self._completion.push_silent(token_ids)
-        else:
-            self._completion.push(token_ids)
-        if end is not None:
-            self._end(end)
-        elif self._completion.stop_string is not None:
-            self._finish_by_stop_string(self._completion.stop_string)
         self._news.set()
-        return self.usage.num_completion_tokens if end is None and self.is_over else None
+        if end is not None:
+            self._receive_last(token_ids, end)
+            return None
+        completion = self._completion
+        completion.push(token_ids)
+        if not completion.has_stop_strings or completion.stop_string is None:
+            return None
+        self._finish_by_stop_string(completion.stop_string)
+        return self.usage.num_completion_tokens
 
     def fail(self, error: ServiceError) -> None:
         """End with an error; what was received before still goes out. Nothing changes when it is over."""
         if not self.is_over:
             self._error = error
+            self.is_over = True
             self._news.set()
 
     async def responses(self) -> AsyncIterator[tokenizer_pb2.GenerateResponse]:
@@ -124,7 +122,12 @@ class Generation:
         if num_gaps > 0:
             finish.mean_tpot.CopyFrom(_duration((total_s - ttft_s) / num_gaps))
 
-    def _end(self, end: exchange_pb2.RequestEnd) -> None:
+    def _receive_last(self, token_ids: Sequence[int], end: exchange_pb2.RequestEnd) -> None:
+        if token_ids and end.finish_reason in _SILENT_ENDS:
+            self._completion.push_silent(token_ids)
+        else:
+            self._completion.push(token_ids)
+        self.is_over = True
         if end.HasField("error"):
             self._error = StatusError(end.error)
             return
@@ -137,6 +140,7 @@ class Generation:
         self._finish = tokenizer_pb2.Finish(reason=end.finish_reason, stop_token_id=stop_token_id, usage=self.usage)
 
     def _finish_by_stop_string(self, stop_string: str) -> None:
+        self.is_over = True
         self.usage.num_completion_tokens = self._completion.num_tokens
         self._finish = tokenizer_pb2.Finish(
             reason=common_pb2.FINISH_REASON_STOP_STRING, stop_string=stop_string, usage=self.usage

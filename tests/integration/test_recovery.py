@@ -1,4 +1,4 @@
-"""A scheduler that dies is a pause: every stream goes on with the tokens that it would have had."""
+"""A worker or a scheduler that dies is a pause: every stream goes on with the tokens that it would have had."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ async def begin(client: Client, request: tokenizer_pb2.GenerateRequest) -> Any:
 
 
 async def read_on(call: Any, responses: list[tokenizer_pb2.GenerateResponse]) -> Completion:
-    """The whole answer of a call that has begun."""
-    completion = Completion(responses[0].accepted)
+    """The whole answer of a call, of which these responses have been read."""
     while (response := await call.read()) is not grpc.aio.EOF:
         responses.append(response)
+    completion = Completion(responses[0].accepted)
     for response in responses:
         completion.text += response.text
         completion.token_ids += response.token_ids
@@ -91,6 +91,28 @@ async def test_streams_go_on_when_the_scheduler_is_killed_and_started_again(cell
         assert completion.finish.usage.num_completion_tokens == len(completion.token_ids)
     # The last scheduler knew only what it was told again.
     assert after.num_finished == len(requests)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_streams_go_on_when_the_worker_is_killed_and_started_again(tiny_model: Path, depth: int) -> None:
+    requests = make_requests(6)
+    with run_split_cell(tiny_model, REFERENCE, f"--scheduler.max-steps-in-flight={depth}") as cell:
+        async with connect_to(cell) as client:
+            undisturbed = await client.generate_all(requests)
+            begun = [await begin(client, request) for request in requests[:4]]
+            for _ in range(2):
+                cell.kill("worker")
+                await client.wait_until(lambda state: not state.ready)
+                # Nobody is refused meanwhile.
+                begun.append((client.tokenizer.Generate(requests[len(begun)]), []))
+                cell.start("worker")
+                await client.wait_until(lambda state: state.num_running)
+            completions = [await read_on(call, responses) for call, responses in begun]
+            after = await client.wait_until_idle()
+    for completion, expected in zip(completions, undisturbed, strict=True):
+        assert (completion.token_ids, completion.text) == (expected.token_ids, expected.text)
+        assert completion.reason == expected.reason
+    assert (after.num_lost_epochs, after.num_finished) == (2, 2 * len(requests))
 
 
 async def test_a_stop_string_is_found_across_the_death_of_a_scheduler(cell: SplitCell) -> None:

@@ -19,13 +19,18 @@ from tests.simulation.network import Pipe
 from tests.support.cell_model import VOCABULARY, WorkerModel
 
 _STEP_S = 0.004
-_BYTE_S = 0.000005
+_TOKEN_S = 0.00002
 _SLOWNESS = 30.0
 _HANGS_S = (12.0, 40.0, 700.0, math.inf)
 # An `Attach` that finds a launched step unanswered for so long has the worker restarted.
 _STUCK_AFTER_S = 10.0
 _RESTART_S = (0.5, 3.0)
 _NOTICE_S = (0.0, 2.0)
+
+
+def duration_of_step_s(num_prompt_tokens: int) -> float:
+    """How long the device takes for a step with so many tokens of prompts: some 50 of them cost what a decode does."""
+    return _STEP_S + _TOKEN_S * num_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +177,8 @@ class SimulatedWorker:
 
     def _duration_s(self, request: worker_pb2.StepRequest) -> float:
         """How long the device takes; for ever when it hangs."""
-        num_bytes = sum(len(chunk.token_ids) for chunk in request.chunks)
-        num_bytes += sum(len(enter.chunk.token_ids) for enter in request.enters)
-        duration_s = _STEP_S + _BYTE_S * num_bytes
+        chunks = [*request.chunks, *(enter.chunk for enter in request.enters)]
+        duration_s = duration_of_step_s(sum(len(chunk.token_ids) for chunk in chunks) // TOKEN_DTYPE.itemsize)
         if self._strikes(Fault.WORKER_SLOW):
             duration_s *= _SLOWNESS
         if self._strikes(Fault.WORKER_HANG):

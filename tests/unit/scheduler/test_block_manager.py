@@ -178,10 +178,12 @@ def test_the_tokens_of_block_size_one_are_cached_one_by_one() -> None:
     assert manager.num_cached_tokens(make_seq([1, 2, 3, 4])) == 3
 
 
-# The colliding pair beside ordinary blocks, and as salts, so that the machine mixes prefixes whose hashes are equal.
+# The colliding pair as first blocks and as salts, so that the machine mixes prefixes whose hashes are equal; and so few
+# others that prompts meet.
 COLLIDING = (COLLIDING_A, COLLIDING_B)
-BLOCKS = [*COLLIDING, *([token] * 16 for token in (1, 2, 3))]
-SALTS = [b"", b"tenant", *map(token_bytes, COLLIDING)]
+FIRST_BLOCKS = [[1] * 16] * 3 + [*COLLIDING]
+LATER_BLOCKS = [[1] * 16] * 2 + [[2] * 16]
+SALTS = [b""] * 6 + [b"tenant", *map(token_bytes, COLLIDING)]
 
 Key = tuple[bytes, bytes]
 """A salt, and the tokens of a block with all before them."""
@@ -201,7 +203,8 @@ def hash_of(key: Key) -> int:
 
 def collides(seq: Sequence) -> bool:
     """Whether another salt or first block has the same hash."""
-    return seq.cache_salt in SALTS[2:] or any(seq.token_bytes.startswith(token_bytes(block)) for block in COLLIDING)
+    colliding = [token_bytes(block) for block in COLLIDING]
+    return seq.cache_salt in colliding or seq.token_bytes[:64] in colliding
 
 
 class Model:
@@ -266,6 +269,9 @@ class Model:
         return num_flushed
 
 
+NUM_BLOCKS = 8
+
+
 class BlockManagerMachine(RuleBasedStateMachine):
     """Random lives of sequences on a small pool."""
 
@@ -274,22 +280,31 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.manager = BlockManager(num_blocks=6, block_size=16)
-        self.model = Model(6)
+        self.manager = BlockManager(NUM_BLOCKS, block_size=16)
+        self.model = Model(NUM_BLOCKS)
+        self.waiting_sequences: list[Sequence] = []
         self.sequences: list[Sequence] = []
         # Those that were running at the last flush: they publish nothing.
         self.before_flush: list[Sequence] = []
 
     @rule(
         target=waiting,
-        blocks=st.lists(st.sampled_from(BLOCKS), max_size=4),
-        tail=st.integers(1, 16),
+        first=st.sampled_from(FIRST_BLOCKS),
+        later=st.lists(st.sampled_from(LATER_BLOCKS), max_size=2),
+        tail=st.sampled_from([[], [5]]),
         salt=st.sampled_from(SALTS),
     )
-    def arrive(self, blocks: list[list[int]], tail: int, salt: bytes) -> Sequence:
-        return make_seq([token for block in blocks for token in block] + [5] * tail, salt)
+    def arrive(self, first: list[int], later: list[list[int]], tail: list[int], salt: bytes) -> Sequence:
+        seq = make_seq([*first, *(token for block in later for token in block), *tail], salt)
+        self.waiting_sequences.append(seq)
+        self.look(seq)
+        return seq
 
-    @rule(seq=waiting)
+    @rule()
+    def look_at_all(self) -> None:
+        for seq in self.waiting_sequences:
+            self.look(seq)
+
     def look(self, seq: Sequence) -> None:
         found = self.manager.find_prefix(seq)
         fresh = self.manager.find_prefix(replace(seq, prefix_memo=None))
@@ -302,8 +317,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
         # A parent whose hash collided is interned anew, and its children are not found under it.
         assert found.block_ids == (expected[: len(found.block_ids)] if collides(seq) else expected)
 
-    @rule(target=live, seq=consumes(waiting))
-    def admit(self, seq: Sequence) -> Sequence:
+    @rule(target=live, seq=consumes(waiting), num_computed_blocks=st.sampled_from([3, 1, 0, 0]))
+    def admit(self, seq: Sequence, num_computed_blocks: int) -> Sequence:
+        if seq in self.waiting_sequences:
+            self.waiting_sequences.remove(seq)
         self.look(seq)
         prefix = self.manager.find_prefix(seq)
         before = (self.manager.num_free_blocks, self.manager.num_cached_blocks)
@@ -314,12 +331,13 @@ class BlockManagerMachine(RuleBasedStateMachine):
             self.model.share(seq.block_table[: seq.num_cached_blocks])
             self.model.take(seq.block_table[seq.num_cached_blocks :])
             self.sequences.append(seq)
+            self.publish(seq, num_computed_blocks)
         else:
             assert num_to_take > before[0]
             assert (seq.block_table, (self.manager.num_free_blocks, self.manager.num_cached_blocks)) == ([], before)
         return seq
 
-    @rule(seq=live, num_blocks=st.integers(0, 4))
+    @rule(seq=live, num_blocks=st.integers(1, 4))
     def publish(self, seq: Sequence, num_blocks: int) -> None:
         num_tokens = min(16 * num_blocks + 5, seq.num_stored_tokens)
         if not seq.block_table:
@@ -342,18 +360,14 @@ class BlockManagerMachine(RuleBasedStateMachine):
             seq.block_table += blocks
             seq.token_bytes += token_bytes([token])
 
-    @rule(seq=consumes(live))
-    def free(self, seq: Sequence) -> None:
-        self._free(seq)
-
-    @rule(target=waiting, seq=consumes(live), looks_before=st.booleans())
-    def preempt(self, seq: Sequence, looks_before: bool) -> Sequence:
-        if looks_before:
-            # As if it had waited with fewer tokens.
-            short = replace(seq, token_bytes=seq.token_bytes[:68], prefix_memo=None)
-            self.manager.find_prefix(short)
-            seq.prefix_memo = short.prefix_memo
-        self._free(seq)
+    @rule(target=waiting, seq=consumes(live))
+    def preempt(self, seq: Sequence) -> Sequence:
+        # As if it had waited with fewer tokens.
+        short = replace(seq, token_bytes=seq.token_bytes[:68], prefix_memo=None)
+        self.manager.find_prefix(short)
+        seq.prefix_memo = short.prefix_memo
+        self.free(seq)
+        self.waiting_sequences.append(seq)
         return seq
 
     @rule(seq=live)
@@ -363,34 +377,41 @@ class BlockManagerMachine(RuleBasedStateMachine):
             for block in seq.block_table[seq.num_cached_blocks : seq.chain.num_blocks]:
                 self.model.hide(block)
 
+    @rule(num_blocks=st.integers(1, NUM_BLOCKS))
+    def reuse_blocks(self, num_blocks: int) -> None:
+        blocks = self.manager.try_take(min(num_blocks, self.manager.num_free_blocks))
+        assert blocks is not None
+        self.model.take(blocks)
+        passing = make_seq([])
+        passing.block_table = blocks
+        self.model.free(blocks)
+        self.manager.free(passing)
+
     @rule()
     def flush(self) -> None:
         assert self.manager.flush() == self.model.flush()
         self.before_flush = list(self.sequences)
 
     @precondition(lambda self: not self.sequences)
-    @rule(parent=st.sampled_from(BLOCKS), child=st.sampled_from(BLOCKS), salt=st.sampled_from(SALTS))
+    @rule(parent=st.sampled_from(FIRST_BLOCKS), child=st.sampled_from(LATER_BLOCKS), salt=st.sampled_from(SALTS))
     def evict_a_parent_and_compute_it_again(self, parent: list[int], child: list[int], salt: bytes) -> None:
-        self._evict_everything()
+        self.reuse_blocks(NUM_BLOCKS)
         family, twin = make_seq([*parent, *child, 5], salt), make_seq([*parent, 5], salt)
-        assert allocate(self.manager, family)
-        assert allocate(self.manager, twin)
-        # Neither found the other's parent block; the twin's is the newer one and goes away.
-        self.manager.publish(family, 33)
-        self.manager.publish(twin, 17)
-        self.manager.free(twin)
-        self._take_everything()
+        # Neither finds the other's parent block; the twin's is the newer one and goes away.
+        self.admit(family, 0)
+        self.admit(twin, 0)
+        self.publish(family, 2)
+        self.publish(twin, 1)
+        self.free(twin)
+        self.reuse_blocks(NUM_BLOCKS)
         again = make_seq([*parent, 5], salt)
-        assert allocate(self.manager, again)
+        self.admit(again, 1)
         assert again.num_cached_blocks == 0
-        self.manager.publish(again, 17)
         heir = make_seq([*parent, *child, 6], salt)
-        assert allocate(self.manager, heir)
+        self.admit(heir, 0)
         assert heir.block_table[:2] == [again.block_table[0], family.block_table[1]]
-        self.manager.check_integrity([family, again, heir])
         for seq in (family, again, heir):
-            self.manager.free(seq)
-        self._evict_everything()
+            self.free(seq)
 
     @invariant()
     def everything_agrees(self) -> None:
@@ -398,7 +419,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert self.manager.num_cached_blocks == len(self.model.cached)
         assert self.manager.num_free_blocks == len(self.model.cached) + self.model.num_blank
 
-    def _free(self, seq: Sequence) -> None:
+    @rule(seq=consumes(live))
+    def free(self, seq: Sequence) -> None:
         if not seq.block_table:
             return
         self.sequences.remove(seq)
@@ -408,16 +430,6 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert self.manager.num_exclusive_blocks(seq) == len(set(seq.block_table) - held)
         self.model.free([block for block in seq.block_table if block not in held])
         self.manager.free(seq)
-
-    def _take_everything(self) -> None:
-        """Use every free block once for something that nobody asks for again."""
-        filler = make_seq([7] * (16 * self.manager.num_free_blocks))
-        assert allocate(self.manager, filler)
-        self.manager.free(filler)
-
-    def _evict_everything(self) -> None:
-        self._take_everything()
-        self.model = Model(6)
 
 
 BlockManagerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)

@@ -4,14 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.tokenizer.completion import Completion
-from services.tokenizer.detokenizer import ByteLevelDetokenizer
+from services.tokenizer.detokenizer import ByteLevelDetokenizer, text_table
 
 # One token a character, and one that is half of "é".
 TABLE = {ord(letter): letter.encode() for letter in "abcdSTOPx"} | {1: b"\xc3", 2: b"\xa9"}
 
 
 def make_completion(*stop_strings: str) -> Completion:
-    return Completion(ByteLevelDetokenizer(TABLE), stop_strings)
+    return Completion(ByteLevelDetokenizer(TABLE, text_table(TABLE)), stop_strings)
 
 
 def ids(text: str) -> list[int]:

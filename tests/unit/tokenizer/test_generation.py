@@ -7,7 +7,7 @@ import pytest
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.completion import Completion
-from services.tokenizer.detokenizer import ByteLevelDetokenizer
+from services.tokenizer.detokenizer import ByteLevelDetokenizer, text_table
 from services.tokenizer.generation import Generation
 from shared.errors import NumericError, SchedulerLostError
 from shared.rpc import StatusError, reason_of
@@ -17,7 +17,7 @@ TABLE = {ord(letter): letter.encode() for letter in "abcdefSTOP"}
 
 
 def make_generation(*stop_strings: str, arrived_s: float | None = None) -> Generation:
-    completion = Completion(ByteLevelDetokenizer(TABLE), stop_strings)
+    completion = Completion(ByteLevelDetokenizer(TABLE, text_table(TABLE)), stop_strings)
     arrived_s = time.monotonic() if arrived_s is None else arrived_s
     return Generation(completion, num_prompt_tokens=5, arrived_s=arrived_s)
 

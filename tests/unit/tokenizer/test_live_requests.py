@@ -35,7 +35,7 @@ async def test_draining_waits_for_the_last_request() -> None:
 
 async def test_what_is_left_after_the_grace_is_told_so() -> None:
     live = LiveRequests()
-    generation = Generation(Completion(ByteLevelDetokenizer({}), ()), num_prompt_tokens=1, arrived_s=0)
+    generation = Generation(Completion(ByteLevelDetokenizer({}, {}), ()), num_prompt_tokens=1, arrived_s=0)
     with live.admit("encoding"), live.admit("streaming"):
         live.begin("streaming", generation)
         await live.drain(0)

@@ -1,0 +1,59 @@
+"""Admission that looks ahead against the plain rule, on one load that the pool cannot hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from services.scheduler.admission import AdmissionPolicy
+from services.scheduler.events import ClientMessage, Submission
+from services.scheduler.policy import SchedulerPolicy
+from shared.limits import SamplingParams
+from tests.simulation.worker import duration_of_step_s
+from tests.support.cell_model import VOCABULARY
+from tests.support.engine_driver import EngineDriver, token_bytes
+
+NUM_REQUESTS = 250
+MAX_TOKENS = 100
+# Of 1000 tokens 10 stop a request: about a third of all come to MAX_TOKENS.
+STOP_TOKEN_IDS = tuple(range(100, 110))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a policy made of the load."""
+
+    num_preemptions: int
+    tokens_per_s: float
+
+
+def serve_all(seed: int, admission_policy: AdmissionPolicy) -> Outcome:
+    """Serve requests that all wait from the start; the pool holds some 30 of the 64 that there is a place for."""
+    rng = Random(seed)
+    # Nobody ages: the order is that of arrival throughout.
+    policy = SchedulerPolicy(
+        max_num_seqs=64, max_num_batched_tokens=2048, admission_policy=admission_policy, max_age_s=1e9
+    )
+    driver = EngineDriver(num_blocks=200, policy=policy, depth=2)
+    driver.on_event(ClientMessage(1, [draw_submission(rng, handle) for handle in range(NUM_REQUESTS)]))
+    duration_s = 0.0
+    while driver.sent:
+        chunks = [enter.chunk for enter in driver.sent[0].batch.enters]
+        duration_s += duration_of_step_s(sum(chunk.num_tokens for chunk in chunks))
+        driver.step()
+    num_tokens = sum(len(told.tokens) for told in driver.told.values())
+    return Outcome(driver.engine.state().counters.num_preemptions, num_tokens / duration_s)
+
+
+def draw_submission(rng: Random, handle: int) -> Submission:
+    """A request whose length nobody can know."""
+    prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(16, 96))]
+    params = SamplingParams(max_tokens=MAX_TOKENS, seed=rng.getrandbits(64), stop_token_ids=STOP_TOKEN_IDS)
+    return Submission(handle, f"r{handle}", token_bytes(prompt), params)
+
+
+def test_looking_ahead_preempts_less_at_equal_throughput() -> None:
+    plain = serve_all(1, AdmissionPolicy.PLAIN)
+    ahead = serve_all(1, AdmissionPolicy.LOOK_AHEAD)
+    assert ahead.num_preemptions < plain.num_preemptions / 20
+    assert ahead.tokens_per_s > 0.97 * plain.tokens_per_s
