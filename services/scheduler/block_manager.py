@@ -17,7 +17,10 @@ from services.scheduler.sequence import TOKEN_BYTES, Sequence
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """Blocks whose KV a sequence can share, in order, and the chain up to the last of them; not to be changed."""
+    """Blocks whose KV a sequence can share, in order, as a list and an array, and the chain up to the last of them.
+
+    Nothing of it is to be changed, except that the chain advances with its sequence.
+    """
 
     block_ids: list[int]
     block_array: BlockIds
@@ -104,14 +107,6 @@ class BlockManager:
         """Take blocks for tables that the caller extends; None, and nothing has changed, when too few are free."""
         return self._take(num_blocks) if num_blocks <= self.num_free_blocks else None
 
-    def try_append(self, seq: Sequence) -> int | None:
-        """Extend `seq.block_table` by one block and return it; None, and nothing has changed, when none is free."""
-        blocks = self.try_take(1)
-        if blocks is None:
-            return None
-        seq.block_table += blocks
-        return blocks[0]
-
     def num_exclusive_blocks(self, seq: Sequence) -> int:
         """Blocks that become free when `seq` gives its blocks back; O(its blocks)."""
         return int(np.count_nonzero(self._ref_counts[as_block_ids(seq.block_table)] == 1))
@@ -121,10 +116,9 @@ class BlockManager:
 
         Call it once the step that computes them has been sent; the tokens are stored in the sequence.
         """
-        start, end = seq.chain.num_blocks, num_computed_tokens // self.block_size
-        if end > start and self._caches_prefixes:
-            tokens = seq.token_bytes[start * self._block_bytes : end * self._block_bytes]
-            self._prefixes.publish(seq.chain, seq.block_table, tokens)
+        num_blocks = num_computed_tokens // self.block_size
+        if num_blocks > seq.chain.num_blocks and self._caches_prefixes:
+            self._prefixes.publish(seq.chain, seq.block_table, tokens=seq.token_bytes, num_blocks=num_blocks)
 
     def free(self, seq: Sequence) -> None:
         """Take all blocks from a sequence; those that nobody else holds become free, contents kept."""
@@ -169,7 +163,7 @@ class BlockManager:
     def _look(self, seq: Sequence) -> PrefixMemo:
         max_blocks = (seq.num_stored_tokens - 1) // self.block_size if self._caches_prefixes else 0
         tokens = memoryview(seq.token_bytes)[: max_blocks * self._block_bytes]
-        seq.prefix_memo = self._prefixes.find(seq.prefix_memo, seq.cache_salt, tokens)
+        seq.prefix_memo = self._prefixes.find(seq.prefix_memo, seq.cache_salt, tokens=tokens)
         return seq.prefix_memo
 
     def _share(self, blocks: BlockIds) -> None:
@@ -179,8 +173,8 @@ class BlockManager:
     def _take(self, num_blocks: int) -> list[int]:
         blank, cached = self._free.take(num_blocks)
         self._ref_counts[as_block_ids(blank)] = 1
-        if not cached.size:
-            return blank
-        self._ref_counts[cached] = 1
-        self._prefixes.forget(cached)
-        return blank + cached.tolist()
+        if cached.size:
+            self._ref_counts[cached] = 1
+            self._prefixes.forget(cached)
+            blank += cached.tolist()
+        return blank

@@ -47,7 +47,8 @@ class FreeBlocks:
     def cached(self) -> BlockIds:
         """The cached blocks, the next one to be taken first."""
         entries = self._queue[self._head : self._tail]
-        return entries[self._position[entries] == np.arange(self._head, self._tail)]
+        cached: BlockIds = entries[self._position[entries] == np.arange(self._head, self._tail)]
+        return cached
 
     @property
     def blank(self) -> list[int]:

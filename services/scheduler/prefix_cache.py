@@ -86,7 +86,7 @@ class PrefixCache:
         self._left_at = np.zeros(num_blocks, np.int64)
         self._clear()
 
-    def find(self, memo: PrefixMemo | None, salt: bytes, tokens: memoryview) -> PrefixMemo:
+    def find(self, memo: PrefixMemo | None, salt: bytes, *, tokens: memoryview) -> PrefixMemo:
         """Find the longest cached prefix of full blocks.
 
         Args:
@@ -105,26 +105,27 @@ class PrefixCache:
             memo.block_array = np.concatenate([memo.block_array, as_block_ids(more)])
         return memo
 
-    def publish(self, chain: PrefixChain, block_table: list[int], tokens: bytearray) -> None:
-        """Enter full blocks that hold no content yet, as the next of `chain`, which advances.
+    def publish(self, chain: PrefixChain, block_table: list[int], *, tokens: bytearray, num_blocks: int) -> None:
+        """Advance a chain to `num_blocks` blocks, none of which holds a content yet; they can be found from here on.
 
         The newest block of a content is the one that is found. On a chain of a past era nothing happens, since its
         parents are forgotten.
 
         Args:
             chain: Is changed.
-            block_table: All blocks of the sequence.
-            tokens: What the next blocks hold, back to back, at least one block of them.
+            block_table: The sequence's blocks.
+            tokens: What they hold, at least `num_blocks` blocks of it.
+            num_blocks: More than the chain has.
         """
         if chain.era is not self._era:
             return
-        if len(self._unused) * self._block_bytes <= len(tokens):
-            self._add_rows(len(tokens) // self._block_bytes + 1)
+        if len(self._unused) <= num_blocks - chain.num_blocks:
+            self._add_rows(num_blocks - chain.num_blocks + 1)
         index, unused, contents, finders = self._index, self._unused, self._block_contents, self._finders
         parents, content_tokens, hashes, refs = self._parents, self._tokens, self._hashes, self._refs
-        digest, num_blocks = chain.digest, chain.num_blocks
-        parent = chain.content if num_blocks else self._intern_root(chain.salt)
-        for (block_tokens,) in self._split(tokens):
+        digest, number = chain.digest, chain.num_blocks
+        parent = chain.content if number else self._intern_root(chain.salt)
+        for (block_tokens,) in self._split(tokens[number * self._block_bytes : num_blocks * self._block_bytes]):
             block_hash = xxh64_intdigest(digest + block_tokens)
             content = index.get(block_hash)
             if content is None or parents[content] != parent or content_tokens[content] != block_tokens:
@@ -139,8 +140,8 @@ class PrefixCache:
             else:
                 self._lose_finder(content)
                 refs[content] += 1
-            block = block_table[num_blocks]
-            num_blocks += 1
+            block = block_table[number]
+            number += 1
             finders[content] = block
             contents[block] = parent = content
             digest = block_hash.to_bytes(_HASH_BYTES, "little")

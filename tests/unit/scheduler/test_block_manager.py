@@ -337,6 +337,13 @@ class BlockManagerMachine(RuleBasedStateMachine):
             assert (seq.block_table, (self.manager.num_free_blocks, self.manager.num_cached_blocks)) == ([], before)
         return seq
 
+    @rule(seq=waiting)
+    def serve_a_twin(self, seq: Sequence) -> None:
+        twin = replace(seq, prefix_memo=None, token_bytes=bytearray(seq.token_bytes))
+        self.admit(twin, 3)
+        self.free(twin)
+        self.look_at_all()
+
     @rule(seq=live, num_blocks=st.integers(1, 4))
     def publish(self, seq: Sequence, num_blocks: int) -> None:
         num_tokens = min(16 * num_blocks + 5, seq.num_stored_tokens)

@@ -29,7 +29,7 @@ def concat(blocks: tuple[list[int], ...]) -> bytes:
 
 def find(cache: PrefixCache, *blocks: list[int], salt: bytes = b"", memo: PrefixMemo | None = None) -> PrefixMemo:
     """Look for a chain of full blocks."""
-    return cache.find(memo, salt, memoryview(concat(blocks)))
+    return cache.find(memo, salt, tokens=memoryview(concat(blocks)))
 
 
 def match(cache: PrefixCache, *blocks: list[int], salt: bytes = b"") -> list[int]:
@@ -41,7 +41,7 @@ def publish(cache: PrefixCache, *blocks: tuple[int, list[int]], salt: bytes = b"
     """Publish a chain of (block, tokens) from the root, as if nothing of it had been found."""
     chain = find(cache, salt=salt).chain
     table, tokens = [block for block, _ in blocks], concat(tuple(tokens for _, tokens in blocks))
-    cache.publish(chain, table, bytearray(tokens))
+    cache.publish(chain, table, tokens=bytearray(tokens), num_blocks=len(blocks))
     cache.check_integrity([], [])
     return chain
 
@@ -129,7 +129,7 @@ def test_a_salt_that_nothing_names_is_forgotten_and_begins_anew() -> None:
     forget(cache, 0)
     # Its row is used again; a chain that began before must not begin under it.
     publish(cache, (1, block_of(1)), salt=b"b")
-    cache.publish(memo.chain, [2], bytearray(token_bytes(block_of(9))))
+    cache.publish(memo.chain, [2], tokens=bytearray(token_bytes(block_of(9))), num_blocks=1)
     cache.check_integrity([], [])
     assert match(cache, block_of(9), salt=b"a") == [2]
     assert match(cache, block_of(9), salt=b"b") == []
@@ -179,7 +179,8 @@ def test_nothing_from_before_a_flush_is_found_nor_what_is_computed_after_it() ->
     chain = publish(cache, (0, block_of(1)), (1, block_of(2)))
     assert sorted(cache.flush().tolist()) == [0, 1]
     assert cache.num_held(chain) == 0
-    cache.publish(chain, [0, 1, 2], bytearray(token_bytes(block_of(3))))
+    tokens = bytearray(concat((block_of(1), block_of(2), block_of(3))))
+    cache.publish(chain, [0, 1, 2], tokens=tokens, num_blocks=3)
     publish(cache, (4, block_of(1)), (5, block_of(2)))
     cache.check_integrity([4, 5], [0, 1, 2])
     assert match(cache, block_of(1), block_of(2), block_of(3)) == [4, 5]
