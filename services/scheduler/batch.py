@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.scheduler.sequence import TOKEN_BYTES, Finish, Sequence
-from services.scheduler.slot_table import IntColumn
+from services.scheduler.slot_table import IntColumn, Slots
 from shared.errors import ServiceError
 from shared.limits import SamplingParams
 
@@ -62,13 +62,13 @@ class ScheduledBatch:
 
     kind: StepKind
     num_tokens: int
-    row_slots: IntColumn
-    decode_slots: IntColumn
+    row_slots: Slots
+    decode_slots: Slots
     partial_slots: list[int]
     leave_slots: list[int]
     chunks: list[PrefillChunk]
     enters: list[EnteringSequence]
-    append_slots: IntColumn
+    append_slots: Slots
     append_block_ids: list[int]
     skips_rows: bool
 
@@ -93,7 +93,8 @@ class StepRecord:
     step_id: int
     kind: StepKind
     num_tokens: int
-    row_slots: IntColumn
+    row_slots: Slots
+    partial_slots: list[int]
     sent_at: float
     retiring: list[Sequence] = field(default_factory=list)
 

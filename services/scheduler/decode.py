@@ -9,12 +9,12 @@ import numpy as np
 from services.scheduler.preemption import Preemption
 from services.scheduler.running_batch import RunningBatch
 from services.scheduler.sequence import Sequence, SequenceStatus
-from services.scheduler.slot_table import IntColumn
+from services.scheduler.slot_table import IntColumn, Slots
 
 # Blocks smaller than this are taken in runs, so that a row is visited once in so many tokens at any block size.
 MIN_TOKENS_PER_VISIT = 16
 
-_NO_SLOTS = np.empty(0, np.int32)
+_NO_SLOTS = np.empty(0, np.intp)
 
 
 @dataclass(slots=True)
@@ -24,8 +24,8 @@ class Decodes:
     `append_slots` and `append_block_ids` are parallel; `skips_rows` tells that some rows sit the step out.
     """
 
-    rows: IntColumn = field(default_factory=lambda: _NO_SLOTS)
-    append_slots: IntColumn = field(default_factory=lambda: _NO_SLOTS)
+    rows: Slots = field(default_factory=lambda: _NO_SLOTS)
+    append_slots: Slots = field(default_factory=lambda: _NO_SLOTS)
     append_block_ids: list[int] = field(default_factory=list)
     skips_rows: bool = False
 
@@ -50,7 +50,7 @@ class DecodePlanner:
         decodes = self._open_blocks(rows, short) if self._blocks_per_visit == 1 else self._open_runs(rows, short)
         return decodes or self._plan_short_of_blocks(short, now)
 
-    def _open_blocks(self, rows: IntColumn, short: IntColumn) -> Decodes | None:
+    def _open_blocks(self, rows: Slots, short: Slots) -> Decodes | None:
         """Give each of the short rows a block; None, and nothing has changed, when too few are free."""
         blocks = self._blocks.try_take(len(short))
         if blocks is None:
@@ -61,7 +61,7 @@ class DecodePlanner:
         self._slots.num_blocks[short] += 1
         return Decodes(rows, short, blocks)
 
-    def _open_runs(self, rows: IntColumn, short: IntColumn) -> Decodes | None:
+    def _open_runs(self, rows: Slots, short: Slots) -> Decodes | None:
         """Give each of the short rows a run of small blocks, as `_open_blocks` does one."""
         counts = self._num_blocks_in_run(short)
         blocks = self._blocks.try_take(int(counts.sum()))
@@ -75,13 +75,13 @@ class DecodePlanner:
         self._slots.num_blocks[short] += counts
         return Decodes(rows, np.repeat(short, counts), blocks)
 
-    def _num_blocks_in_run(self, short: IntColumn) -> IntColumn:
+    def _num_blocks_in_run(self, short: Slots) -> IntColumn:
         """How many blocks each of these rows takes at once: no more than its last token needs."""
         num_last = -(-self._slots.max_num_tokens[short] // self._blocks.block_size)
         counts: IntColumn = np.clip(num_last - self._slots.num_blocks[short], 1, self._blocks_per_visit)
         return counts.astype(np.int32, copy=False)
 
-    def _plan_short_of_blocks(self, short: IntColumn, now: float) -> Decodes:
+    def _plan_short_of_blocks(self, short: Slots, now: float) -> Decodes:
         """The same row by row, each with one block, as long as there are any."""
         opened: list[tuple[int, int]] = []
         sitting_out: list[int] = []
@@ -104,7 +104,7 @@ class DecodePlanner:
         sitting_out = [slot for slot in sitting_out if slot in running]
         return Decodes(
             rows[~np.isin(rows, sitting_out)],
-            np.array([slot for slot, _ in opened], np.int32),
+            np.array([slot for slot, _ in opened], np.intp),
             [block for _, block in opened],
             skips_rows=bool(sitting_out),
         )

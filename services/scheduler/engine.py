@@ -231,8 +231,8 @@ class Engine:
         num_rows = len(record.row_slots)
         if len(result.token_ids) != num_rows:
             return f"{len(result.token_ids)} tokens for {num_rows} rows"
-        # As unsigned numbers, negative ones are out of range too.
-        if not (result.token_ids.view(np.uint32) < self._facts.logits_width).all():
+        # As unsigned numbers, negative ones are too large as well.
+        if num_rows and result.token_ids.view(np.uint32).max() >= self._facts.logits_width:
             return "a token id is out of range"
         rows = result.not_finite_rows
         if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:

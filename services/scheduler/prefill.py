@@ -87,7 +87,7 @@ class PrefillPlanner:
         prefix = self._blocks.find_prefix(seq)
         num_new_tokens = seq.num_stored_tokens - prefix.num_tokens
         num_tokens = self._num_tokens_to_send(num_new_tokens, prefill.budget)
-        if not num_tokens or not prefill.computed_blocks.isdisjoint(prefix.block_ids):
+        if not num_tokens or (prefill.computed_blocks and not prefill.computed_blocks.isdisjoint(prefix.block_ids)):
             return False
         if not self._growth_fits(seq, prefix) or not self._blocks.try_allocate(seq, prefix):
             return False

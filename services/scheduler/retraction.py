@@ -6,7 +6,7 @@ import enum
 
 import numpy as np
 
-from services.scheduler.slot_table import IntColumn
+from services.scheduler.slot_table import IntColumn, Slots
 
 
 class RetractionPolicy(enum.Enum):
@@ -20,7 +20,7 @@ class RetractionPolicy(enum.Enum):
     FEWEST_OUTPUT_TOKENS = "fewest_output_tokens"
 
 
-def pick_victim(policy: RetractionPolicy, order: IntColumn, num_completion_tokens: IntColumn) -> int:
+def pick_victim(policy: RetractionPolicy, order: Slots, num_completion_tokens: IntColumn) -> int:
     """The one running sequence to preempt next; ask again when its blocks are not enough.
 
     Args:

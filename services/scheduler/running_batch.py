@@ -9,7 +9,7 @@ import numpy as np
 from services.scheduler.batch import ScheduledBatch, StepRecord
 from services.scheduler.block_manager import BlockManager
 from services.scheduler.sequence import Sequence, SequenceStatus
-from services.scheduler.slot_table import IntColumn, SlotTable
+from services.scheduler.slot_table import Slots, SlotTable
 
 
 class RunningBatch:
@@ -24,7 +24,7 @@ class RunningBatch:
     def __init__(self, num_slots: int, blocks: BlockManager) -> None:
         self.blocks = blocks
         self.slots = SlotTable(num_slots)
-        self._order: IntColumn = np.empty(0, np.int32)
+        self._order: Slots = np.empty(0, np.intp)
         self._has_gaps = False
         self.begun: list[Sequence] = []
         self.in_flight: deque[StepRecord] = deque()
@@ -34,7 +34,7 @@ class RunningBatch:
         self.last_returned_step_id = 0
 
     @property
-    def order(self) -> IntColumn:
+    def order(self) -> Slots:
         """The slots of the running sequences, in batch order: [num_running]."""
         # Many may leave with one step; the gaps are closed once.
         if self._has_gaps:
@@ -43,7 +43,7 @@ class RunningBatch:
         return self._order
 
     @property
-    def decode_rows(self) -> IntColumn:
+    def decode_rows(self) -> Slots:
         """The running sequences whose tokens are all computed or on their way to be, in batch order."""
         return self.order[~self.slots.is_prefilling[self.order]] if self.begun else self.order
 
@@ -62,7 +62,7 @@ class RunningBatch:
         """Give an admitted sequence a slot, behind all others; returns the slot."""
         order = self.order
         slot = self.slots.take(seq, watched_tokens)
-        self._order = np.append(order, np.int32(slot))
+        self._order = np.append(order, np.intp(slot))
         if seq.num_unsent_tokens:
             self.begun.append(seq)
         seq.status = SequenceStatus.RUNNING
@@ -99,12 +99,11 @@ class RunningBatch:
     def send(self, batch: ScheduledBatch, now: float) -> int:
         """Note that a step is in flight; returns its id."""
         self._last_step_id += 1
-        self.slots.last_step_id[batch.row_slots] = self._last_step_id
-        if batch.partial_slots:
-            self.slots.last_step_id[batch.partial_slots] = self._last_step_id
         num_planned = self.slots.num_planned[batch.row_slots] + 1
         self.slots.num_planned[batch.row_slots] = num_planned
-        self.in_flight.append(StepRecord(self._last_step_id, batch.kind, batch.num_tokens, batch.row_slots, now))
+        self.in_flight.append(
+            StepRecord(self._last_step_id, batch.kind, batch.num_tokens, batch.row_slots, batch.partial_slots, now)
+        )
         # The step brings these to their last token: they get no further row.
         for slot in batch.row_slots[num_planned >= self.slots.max_num_tokens[batch.row_slots]].tolist():
             self.drop(self.slots.sequence_at(slot))
@@ -162,5 +161,7 @@ class RunningBatch:
 
     def _last_record_of(self, seq: Sequence) -> StepRecord | None:
         """The newest step in flight that names the sequence."""
-        last_step_id = self.slots.last_step_id[seq.slot]
-        return next((record for record in reversed(self.in_flight) if record.step_id == last_step_id), None)
+        for record in reversed(self.in_flight):
+            if seq.slot in record.partial_slots or (record.row_slots == seq.slot).any():
+                return record
+        return None

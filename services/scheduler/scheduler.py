@@ -25,7 +25,7 @@ from services.scheduler.preemption import Preemption
 from services.scheduler.prefill import Prefill, PrefillPlanner
 from services.scheduler.running_batch import RunningBatch
 from services.scheduler.sequence import Finish, FinishReason, Sequence, SequenceStatus
-from services.scheduler.slot_table import IntColumn
+from services.scheduler.slot_table import IntColumn, Slots
 from services.scheduler.step_deadline import StepDeadline
 from services.scheduler.stops import find_finish
 from services.scheduler.waiting_queue import QueuePolicy, WaitingQueue
@@ -148,8 +148,12 @@ class Scheduler:
         if record.kind is not StepKind.DECODE:
             self._last_prefill_latency = now - record.sent_at
             self._start(slots[first_indexes == 0], outputs, now)
-        for row in self._slots.find_stops(slots, positions, token_ids).tolist():
+        for row in self._slots.find_watched(slots, token_ids).tolist():
             self._end_if_stopped(self._slots.sequence_at(int(slots[row])), outputs, now)
+        for seq in record.retiring:
+            # It got no row after this step's because this one brings its last token.
+            if seq.status is SequenceStatus.RUNNING:
+                self._end_if_stopped(seq, outputs, now)
         self._preemption.take_back(record, now)
         return outputs
 
@@ -219,7 +223,7 @@ class Scheduler:
         if batch.kind is not StepKind.PREFILL:
             self._new_token_ratio.on_decode_step()
 
-    def _start(self, slots: IntColumn, outputs: OutputsByClient, now: float) -> None:
+    def _start(self, slots: Slots, outputs: OutputsByClient, now: float) -> None:
         """Note that these rows have got their first token."""
         for slot in slots.tolist():
             seq = self._slots.sequence_at(slot)
@@ -273,7 +277,7 @@ def _batch(leave_slots: list[int], decodes: Decodes, prefill: Prefill) -> Schedu
     partial_slots: list[int] = []
     if not prefill.is_empty:
         sent = [*prefill.chunks, *(entering.chunk for entering in prefill.enters)]
-        complete = np.array([chunk.slot for chunk in sent if not chunk.num_later_tokens], np.int32)
+        complete = np.array([chunk.slot for chunk in sent if not chunk.num_later_tokens], np.intp)
         partial_slots = [chunk.slot for chunk in sent if chunk.num_later_tokens]
         row_slots = np.concatenate([decodes.rows, complete])
         kind = StepKind.MIXED if decodes.rows.size else StepKind.PREFILL

@@ -13,6 +13,8 @@ from services.scheduler.sequence import TOKEN_BYTES, Sequence
 from shared.limits import TOKEN_DTYPE
 
 IntColumn = npt.NDArray[np.int32]
+# Slots index columns all the time: numpy would make indexes of any other type anew each time.
+Slots = npt.NDArray[np.intp]
 
 # Tokens are stored in runs of so many, so that a row is visited for it once in so many steps.
 RUN_TOKENS = 64
@@ -44,7 +46,6 @@ class SlotTable:
         # Whether tokens of the prompt are still to be sent.
         self.is_prefilling = np.zeros(num_slots, bool)
         self.num_planned = np.zeros(num_slots, np.int32)
-        self.last_step_id = np.zeros(num_slots, np.int64)
         # Whether it is in the batch order.
         self.runs = np.zeros(num_slots, bool)
         # Tokens that are not stored yet; the token at position p stands in column p % _RUN_COLUMNS.
@@ -66,7 +67,7 @@ class SlotTable:
 
         Args:
             seq: Has its blocks.
-            watched_tokens: Tokens that `find_stops` is to report.
+            watched_tokens: Tokens that `find_watched` is to report.
         """
         slot = self._free.pop()
         self.sequences[slot] = seq
@@ -98,12 +99,12 @@ class SlotTable:
         assert seq is not None
         return seq
 
-    def append(self, slots: IntColumn, positions: IntColumn, token_ids: IntColumn) -> None:
+    def append(self, slots: Slots, positions: IntColumn, token_ids: IntColumn) -> None:
         """Give each row one more token, at its position, which is the number of tokens it has."""
-        self._run[slots, positions % _RUN_COLUMNS] = token_ids
+        self._run[slots, positions & (_RUN_COLUMNS - 1)] = token_ids
         self.num_tokens[slots] = positions + 1
 
-    def flush_full_runs(self, slots: IntColumn) -> None:
+    def flush_full_runs(self, slots: Slots) -> None:
         """Store the tokens of rows whose run is full: a quarter of all at most, since many fill theirs together."""
         due = slots[self.num_tokens[slots] >= self._run_end[slots]]
         for slot in due[: len(slots) // 4 + 1].tolist():
@@ -125,12 +126,12 @@ class SlotTable:
             seq.token_bytes += self._run_bytes[row * TOKEN_BYTES : last * TOKEN_BYTES]
         self._run_end[slot] = (end // RUN_TOKENS + 1) * RUN_TOKENS
 
-    def find_stops(self, slots: IntColumn, positions: IntColumn, token_ids: IntColumn) -> npt.NDArray[np.intp]:
-        """Row numbers that may have to stop after the token at this position: a watched token, or the length."""
-        may_stop = positions + 1 >= self.max_num_tokens[slots]
-        for watched in self._watched:
-            may_stop |= watched[slots] == token_ids
-        return may_stop.nonzero()[0]
+    def find_watched(self, slots: Slots, token_ids: IntColumn) -> npt.NDArray[np.intp]:
+        """Row numbers whose newest token is a watched one: they may have to stop."""
+        is_watched = self._watched[0, slots] == token_ids
+        for watched in self._watched[1:]:
+            is_watched |= watched[slots] == token_ids
+        return is_watched.nonzero()[0]
 
     def _watch(self, slot: int, tokens: list[int]) -> None:
         if len(tokens) > len(self._watched):

@@ -16,7 +16,7 @@ from google.rpc import error_details_pb2
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
 from services.scheduler.batch import EnteringSequence, PrefillChunk, Step, StepKind, StepResult
 from services.scheduler.events import Event, StepReturned, WorkerAttached, WorkerFacts, WorkerLost
-from services.scheduler.slot_table import IntColumn
+from services.scheduler.slot_table import Slots
 from shared.errors import StaleEpochError
 from shared.limits import TOKEN_DTYPE
 from shared.rpc import make_channel, reason_of, status_from_rpc_error
@@ -183,7 +183,7 @@ def _encode_chunk(chunk: PrefillChunk) -> worker_pb2.PrefillChunk:
     )
 
 
-def _column(values: list[int] | IntColumn) -> bytes:
+def _column(values: list[int] | Slots) -> bytes:
     return np.asarray(values, TOKEN_DTYPE).tobytes()
 
 
