@@ -132,9 +132,12 @@ class BlockManager:
         seq.block_table = []
         seq.chain = PrefixChain()
 
-    def hide_computed(self, seq: Sequence) -> None:
-        """Take what the sequence itself computed out of the index: its KV cannot be trusted."""
-        for block in seq.block_table[seq.num_cached_blocks : self._prefixes.num_held(seq.chain)]:
+    def hide(self, seq: Sequence) -> None:
+        """Take all full blocks of a sequence out of the index: their KV cannot be trusted.
+
+        Shared ones too: who computed them may have ended before anybody noticed.
+        """
+        for block in seq.block_table[: self._prefixes.num_held(seq.chain)]:
             self._prefixes.hide(block)
 
     def flush(self) -> int:

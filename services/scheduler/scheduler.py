@@ -251,7 +251,7 @@ class Scheduler:
             is_usable[row] = False
             seq = self._slots.sequence_at(int(record.row_slots[row]))
             self._slots.flush(seq)
-            self.blocks.hide_computed(seq)
+            self.blocks.hide(seq)
             self._leave(seq, now, SequenceStatus.EXIT_ENGINE)
             error = NumericError("the model's logits were not finite")
             outputs.add_end(seq.client, RequestEnd(seq.handle, error=error))

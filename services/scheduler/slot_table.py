@@ -128,7 +128,7 @@ class SlotTable:
 
     def find_watched(self, slots: Slots, token_ids: IntColumn) -> npt.NDArray[np.intp]:
         """Row numbers whose newest token is a watched one: they may have to stop."""
-        is_watched = self._watched[0, slots] == token_ids
+        is_watched: npt.NDArray[np.bool_] = self._watched[0, slots] == token_ids
         for watched in self._watched[1:]:
             is_watched |= watched[slots] == token_ids
         return is_watched.nonzero()[0]

@@ -244,7 +244,7 @@ def _salts_are_ignored(patch: Patch) -> None:
 @_planted(Fault.NOT_FINITE)
 def _bad_kv_stays_cached(patch: Patch) -> None:
     """What a request computed whose logits were not finite can still be found."""
-    patch.setattr(BlockManager, "hide_computed", lambda *_: None)
+    patch.setattr(BlockManager, "hide", lambda *_: None)
 
 
 @_planted(Fault.NOT_FINITE)

@@ -158,7 +158,7 @@ def test_after_a_flush_nothing_is_found_and_the_running_ones_go_on_alone() -> No
     manager.publish(running, 48)
     assert manager.num_cached_tokens(make_seq(tokens_of(1, 2, 3))) == 0
     manager.check_integrity([running])
-    manager.hide_computed(running)
+    manager.hide(running)
     manager.free(running)
     assert (manager.num_cached_blocks, manager.num_free_blocks) == (0, 8)
     # Admitted again, it publishes again.
@@ -195,10 +195,10 @@ def key_of(seq: Sequence, number: int) -> Key:
 
 def hash_of(key: Key) -> int:
     salt, tokens = key
-    digest = xxh64_intdigest(salt).to_bytes(8, "little") if salt else b""
+    block_hash = xxh64_intdigest(salt) if salt else 0
     for start in range(0, len(tokens), 64):
-        digest = xxh64_intdigest(digest + tokens[start : start + 64]).to_bytes(8, "little")
-    return int.from_bytes(digest, "little")
+        block_hash = xxh64_intdigest(tokens[start : start + 64], block_hash)
+    return block_hash
 
 
 def collides(seq: Sequence) -> bool:
@@ -378,10 +378,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
         return seq
 
     @rule(seq=live)
-    def hide_computed(self, seq: Sequence) -> None:
-        self.manager.hide_computed(seq)
+    def hide(self, seq: Sequence) -> None:
+        self.manager.hide(seq)
         if seq not in self.before_flush:
-            for block in seq.block_table[seq.num_cached_blocks : seq.chain.num_blocks]:
+            for block in seq.block_table[: seq.chain.num_blocks]:
                 self.model.hide(block)
 
     @rule(num_blocks=st.integers(1, NUM_BLOCKS))

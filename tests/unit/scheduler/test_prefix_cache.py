@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xxhash import xxh64_digest, xxh64_intdigest
+from xxhash import xxh64_intdigest
 
 from services.scheduler.free_blocks import as_block_ids
 from services.scheduler.prefix_cache import PrefixCache, PrefixChain, PrefixMemo
@@ -51,20 +51,20 @@ def forget(cache: PrefixCache, *blocks: int) -> None:
     cache.check_integrity([], [])
 
 
-def test_the_hash_chains_the_previous_hash_as_little_endian_bytes() -> None:
+def test_the_hash_of_a_block_is_the_seed_of_the_next_ones() -> None:
     cache = make_cache()
     publish(cache, (0, block_of(1)), (1, block_of(100)))
-    first = xxh64_digest(token_bytes(block_of(1)))[::-1]
-    second = xxh64_digest(first + token_bytes(block_of(100)))[::-1]
-    assert find(cache, block_of(1)).chain.digest == first
-    assert find(cache, block_of(1), block_of(100)).chain.digest == second
+    first = xxh64_intdigest(token_bytes(block_of(1)))
+    second = xxh64_intdigest(token_bytes(block_of(100)), first)
+    assert find(cache, block_of(1)).chain.hash == first
+    assert find(cache, block_of(1), block_of(100)).chain.hash == second
+    assert find(cache, block_of(1), block_of(7)).chain.hash == first
 
 
-def test_the_hash_of_the_salt_stands_before_the_first_block() -> None:
+def test_the_hash_of_the_salt_is_the_seed_of_the_first_blocks() -> None:
     cache = make_cache()
     chain = publish(cache, (0, block_of(1)), salt=b"tenant")
-    root = xxh64_digest(b"tenant")[::-1]
-    assert chain.digest == xxh64_digest(root + token_bytes(block_of(1)))[::-1]
+    assert chain.hash == xxh64_intdigest(token_bytes(block_of(1)), xxh64_intdigest(b"tenant"))
 
 
 def test_the_first_miss_makes_all_later_blocks_misses() -> None:

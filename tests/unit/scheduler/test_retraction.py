@@ -7,7 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.scheduler.retraction import RetractionPolicy, pick_victim
-from services.scheduler.slot_table import IntColumn
+from services.scheduler.slot_table import IntColumn, Slots
+
+
+def order_of(*slots: int) -> Slots:
+    return np.array(slots, np.intp)
 
 
 def column(*values: int) -> IntColumn:
@@ -15,24 +19,24 @@ def column(*values: int) -> IntColumn:
 
 
 def test_the_last_to_enter_goes_whatever_it_has_generated() -> None:
-    assert pick_victim(RetractionPolicy.LAST_IN, column(2, 0, 1), column(5, 90, 7)) == 2
+    assert pick_victim(RetractionPolicy.LAST_IN, order_of(2, 0, 1), column(5, 90, 7)) == 2
 
 
 def test_the_one_that_has_generated_least_goes() -> None:
     # By slot: slot 0, which entered second, has generated 3 tokens; slot 3 is free.
-    order, num_completion_tokens = column(2, 0, 1), column(3, 9, 5, 0)
+    order, num_completion_tokens = order_of(2, 0, 1), column(3, 9, 5, 0)
     assert pick_victim(RetractionPolicy.FEWEST_OUTPUT_TOKENS, order, num_completion_tokens) == 1
 
 
 def test_of_equals_the_last_to_enter_goes() -> None:
-    assert pick_victim(RetractionPolicy.FEWEST_OUTPUT_TOKENS, column(3, 1, 2, 0), column(4, 2, 2, 4)) == 2
+    assert pick_victim(RetractionPolicy.FEWEST_OUTPUT_TOKENS, order_of(3, 1, 2, 0), column(4, 2, 2, 4)) == 2
 
 
 @given(st.permutations(range(8)), st.integers(1, 8), st.lists(st.integers(0, 4), min_size=8, max_size=8))
 def test_victims_one_after_the_other_are_those_with_the_least_output(
     slots: list[int], num_running: int, num_completion_tokens: list[int]
 ) -> None:
-    order = column(*slots[:num_running])
+    order = order_of(*slots[:num_running])
     entered = {slot: position for position, slot in enumerate(order.tolist())}
     victims = []
     while order.size:
