@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
@@ -48,10 +50,10 @@ class SchedulerSettings(ServiceSettings):
         default=False, description="Let decodes join prefill steps, and prompts fill what they leave of the budget."
     )
 
-    queue_policy: QueuePolicy = Field(
-        default=QueuePolicy.FCFS,
-        description="Who goes first: fcfs (arrival), priority (the request's, which may preempt lower ones) or "
-        "longest_prefix (the most cached tokens).",
+    queue_policy: Literal["fcfs", "priority", "longest_prefix"] = Field(
+        default="fcfs",
+        description="Who goes first: by arrival, by the request's priority (a higher one may preempt a lower one), or "
+        "by the most cached tokens.",
     )
     max_queue_age_s: float = Field(
         default=10.0,
@@ -59,14 +61,13 @@ class SchedulerSettings(ServiceSettings):
         allow_inf_nan=False,
         description="Whoever has waited longer goes first by any policy, in the order of arrival. Seconds.",
     )
-    admission_policy: AdmissionPolicy = Field(
-        default=AdmissionPolicy.PLAIN,
-        description="When a prompt is let in: plain (its blocks are free) or look_ahead (and the expected growth of "
-        "all that run fits).",
+    admission_policy: Literal["plain", "look_ahead"] = Field(
+        default="plain",
+        description="When a prompt is let in: when its blocks are free, or when what all that run are expected to need "
+        "is free as well.",
     )
-    retraction_policy: RetractionPolicy = Field(
-        default=RetractionPolicy.LAST_IN,
-        description="Who gives way when blocks run out: last_in, or fewest_output_tokens.",
+    retraction_policy: Literal["last_in", "fewest_output_tokens"] = Field(
+        default="last_in", description="Who gives way when blocks run out."
     )
     enable_sharing_in_step: bool = Field(
         default=True,
@@ -115,10 +116,10 @@ class SchedulerSettings(ServiceSettings):
             max_steps_in_flight=self.max_steps_in_flight,
             enable_chunked_prefill=self.enable_chunked_prefill,
             enable_mixed_steps=self.enable_mixed_steps,
-            queue_policy=self.queue_policy,
+            queue_policy=QueuePolicy(self.queue_policy),
             max_age_s=self.max_queue_age_s,
-            admission_policy=self.admission_policy,
-            retraction_policy=self.retraction_policy,
+            admission_policy=AdmissionPolicy(self.admission_policy),
+            retraction_policy=RetractionPolicy(self.retraction_policy),
             share_in_step=self.enable_sharing_in_step,
             max_waiting_requests=self.max_waiting_requests,
             max_waiting_tokens=self.max_waiting_tokens,

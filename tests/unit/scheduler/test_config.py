@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from services.scheduler.admission import AdmissionPolicy
 from services.scheduler.config import SchedulerSettings
+from services.scheduler.retraction import RetractionPolicy
+from services.scheduler.waiting_queue import QueuePolicy
 from shared.config import load_settings
 
 
@@ -39,3 +42,13 @@ def test_a_token_budget_below_a_full_decode_step_is_refused(capsys: pytest.Captu
 def test_block_sizes_that_kernels_can_use(block_size: int) -> None:
     settings = load_settings(SchedulerSettings, ["--kv-cache-block-size", str(block_size)])
     assert settings.cache.block_size == block_size
+
+
+def test_policies_are_named_by_their_values() -> None:
+    settings = SchedulerSettings(
+        queue_policy="priority", admission_policy="look_ahead", retraction_policy="fewest_output_tokens"
+    )
+    policy = settings.policy
+    assert policy.queue_policy is QueuePolicy.PRIORITY
+    assert policy.admission_policy is AdmissionPolicy.LOOK_AHEAD
+    assert policy.retraction_policy is RetractionPolicy.FEWEST_OUTPUT_TOKENS
