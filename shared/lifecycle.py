@@ -29,15 +29,23 @@ def freeze_garbage() -> None:
     gc.freeze()
 
 
-async def collect_garbage_between_steps(is_idle: Callable[[], bool]) -> None:
-    """Make full collections here, in turns of their own, and nowhere else, until cancelled.
+def hold_full_collections() -> None:
+    """Have full collections only when asked for; young objects are collected as always.
 
     A full collection visits every object that lives: with hundreds of long sequences a pause of many steps, if it
-    began inside one. It waits for an idle moment, but no longer than ten minutes, since what lives long and refers
-    to itself is freed by nothing else. Young objects are collected as always.
+    began inside one.
     """
     young, middle, _ = gc.get_threshold()
     gc.set_threshold(young, middle, _NEVER)
+
+
+async def collect_garbage_between_steps(is_idle: Callable[[], bool]) -> None:
+    """Make full collections here, in turns of their own, and nowhere else, until cancelled.
+
+    They wait for an idle moment, but no longer than ten minutes, since what lives long and refers to itself is freed
+    by nothing else.
+    """
+    hold_full_collections()
     minutes = 0
     while True:
         await asyncio.sleep(60.0)

@@ -14,7 +14,7 @@ from services.scheduler.exchange_codec import decode_request, encode_outputs
 from services.scheduler.policy import CacheSettings, SchedulerPolicy
 from services.scheduler.waiting_queue import QueuePolicy
 from services.scheduler.worker_client import decode_result, encode_step
-from shared.lifecycle import freeze_garbage
+from shared.lifecycle import freeze_garbage, hold_full_collections
 from shared.limits import TOKEN_DTYPE
 from tests.bench.peers.contestant import MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, Request, Sizes, StepTokens, Stopwatch
 from tests.bench.stand_in_worker import StandInBatch
@@ -50,6 +50,7 @@ class LockstepScheduler:
     def settle(self) -> None:
         """See `Contestant`."""
         freeze_garbage()
+        hold_full_collections()
 
     def submit(self, requests: Sequence[Request]) -> None:
         """See `Contestant`."""
