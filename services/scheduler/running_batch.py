@@ -26,6 +26,7 @@ class RunningBatch:
         self.slots = SlotTable(num_slots)
         self._order: Slots = np.empty(0, np.intp)
         self._has_gaps = False
+        self._entered: list[int] = []
         self.begun: list[Sequence] = []
         self.in_flight: deque[StepRecord] = deque()
         self._num_slots = num_slots
@@ -36,10 +37,8 @@ class RunningBatch:
     @property
     def order(self) -> Slots:
         """The slots of the running sequences, in batch order: [num_running]."""
-        # Many may leave with one step; the gaps are closed once.
-        if self._has_gaps:
-            self._order = self._order[self.slots.runs[self._order]]
-            self._has_gaps = False
+        if self._entered or self._has_gaps:
+            self._settle_order()
         return self._order
 
     @property
@@ -60,9 +59,11 @@ class RunningBatch:
 
     def enter(self, seq: Sequence, watched_tokens: list[int]) -> int:
         """Give an admitted sequence a slot, behind all others; returns the slot."""
-        order = self.order
+        if self._has_gaps:
+            # The slot that is taken may be one that was left: it must have left the order before.
+            self._settle_order()
         slot = self.slots.take(seq, watched_tokens)
-        self._order = np.append(order, np.intp(slot))
+        self._entered.append(slot)
         if seq.num_unsent_tokens:
             self.begun.append(seq)
         seq.status = SequenceStatus.RUNNING
@@ -158,6 +159,13 @@ class RunningBatch:
             num_placeholders = self.slots.num_planned[seq.slot] - self.slots.num_tokens[seq.slot]
             assert num_placeholders == num_rows or not self.slots.live[seq.slot], "placeholders"
         self.blocks.check_integrity([*running, *retiring])
+
+    def _settle_order(self) -> None:
+        """Take in who entered and out who left; many may do so with one step."""
+        order = np.concatenate([self._order, np.array(self._entered, np.intp)])
+        self._order = order[self.slots.runs[order]]
+        self._entered = []
+        self._has_gaps = False
 
     def _last_record_of(self, seq: Sequence) -> StepRecord | None:
         """The newest step in flight that names the sequence."""
