@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,3 +32,11 @@ def real_cell(real_model: Path) -> Iterator[Cell]:
     """A cell that serves the real model with the defaults. Tests leave it as they found it."""
     with start_cell(real_model) as cell:
         yield cell
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _take_interrupts() -> Iterator[None]:
+    """Let Ctrl-C reach what tests start: a run in the background of a shell ignores it, and children inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
