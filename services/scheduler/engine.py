@@ -103,8 +103,8 @@ class Engine:
 
     def next_wakeup(self) -> float | None:
         """When a `TimePassed` is due, unless an event comes before: a request's deadline, or the worker's."""
-        times = [time for time in (self._deadlines.first, self._scheduler.step_deadline) if time is not None]
-        return min(times, default=None)
+        request, worker = self._deadlines.first, self._scheduler.step_deadline
+        return worker if request is None or (worker is not None and worker < request) else request
 
     def on_event(self, event: Event, now: float) -> list[Action]:
         """Take in what happened at `now` (seconds of a monotonic clock) and return what is to be done, in order."""
@@ -123,8 +123,7 @@ class Engine:
             case WorkerLost(epoch):
                 self._end_epoch(epoch, now)
             case TimePassed():
-                pass
-        actions += self._check_worker(now)
+                actions += self._check_worker(now)
         return actions + self._send_ahead(now)
 
     def flush_prefix_cache(self) -> int:
@@ -156,6 +155,9 @@ class Engine:
 
     def _expire(self, now: float) -> list[Action]:
         """End the requests whose callers have given up."""
+        first = self._deadlines.first
+        if first is None or first > now:
+            return []
         outputs = OutputsByClient()
         for client, handle in self._deadlines.pop_passed(now):
             self._abort(client, [handle], now)

@@ -151,6 +151,8 @@ class RunningBatch:
         assert self.begun == [seq for seq in running if seq.num_unsent_tokens], "begun prompts"
         assert all(seq.status is SequenceStatus.RUNNING and not seq.is_retiring for seq in running), "running"
         assert all(seq.is_retiring for seq in retiring), "retiring"
+        num_ended = sum(seq.status in (SequenceStatus.FINISHED, SequenceStatus.EXIT_ENGINE) for seq in retiring)
+        assert self.slots.num_ended == num_ended, "ended"
         assert self._num_slots - self.slots.num_free_slots == len(running) + len(retiring), "slots"
         for seq in [*running, *retiring]:
             assert self.slots.num_blocks[seq.slot] == len(seq.block_table), "the block column"

@@ -31,6 +31,9 @@ from services.scheduler.stops import find_finish
 from services.scheduler.waiting_queue import QueuePolicy, WaitingQueue
 from shared.errors import NumericError
 
+# Nothing is ever added to it.
+_NO_PREFILL = Prefill()
+
 
 class Scheduler:
     """The waiting and running sequences of one worker.
@@ -135,11 +138,10 @@ class Scheduler:
         self._step_deadline.on_result(now)
         record = self._running.pop_record()
         outputs = OutputsByClient()
-        is_usable = self._slots.live[record.row_slots]
-        if result.not_finite_rows.size:
-            self._fail_not_finite(record, result.not_finite_rows, is_usable, outputs, now)
         slots, token_ids = record.row_slots, result.token_ids
-        if not is_usable.all():
+        if self._slots.num_ended or result.not_finite_rows.size:
+            is_usable = self._slots.live[slots]
+            self._fail_not_finite(record, result.not_finite_rows, is_usable, outputs, now)
             slots, token_ids = slots[is_usable], token_ids[is_usable]
         positions = self._slots.num_tokens[slots]
         first_indexes = positions - self._slots.num_prompt_tokens[slots]
@@ -199,6 +201,8 @@ class Scheduler:
             self._preemption.make_way(seq, num_blocks, now)
 
     def _plan_prefill(self, budget: int, now: float) -> Prefill:
+        if not self.waiting and not self._running.begun:
+            return _NO_PREFILL
         return self._prefill.plan(budget, now, may_admit=self._may_admit(now))
 
     def _may_admit(self, now: float) -> bool:
@@ -268,7 +272,7 @@ class Scheduler:
             self._running.drop(seq)
         seq.status = status
         if seq.slot is not None:
-            self._slots.live[seq.slot] = False
+            self._slots.end(seq.slot)
 
 
 def _batch(leave_slots: list[int], decodes: Decodes, prefill: Prefill) -> ScheduledBatch:

@@ -36,6 +36,8 @@ class SlotTable:
     def __init__(self, num_slots: int) -> None:
         self.sequences: list[Sequence | None] = [None] * num_slots
         self.live = np.zeros(num_slots, bool)
+        # Slots that are taken and not live.
+        self.num_ended = 0
         self.num_tokens = np.zeros(num_slots, np.int32)
         self.num_prompt_tokens = np.zeros(num_slots, np.int32)
         self.max_num_tokens = np.zeros(num_slots, np.int32)
@@ -85,9 +87,16 @@ class SlotTable:
         self._watch(slot, watched_tokens)
         return slot
 
+    def end(self, slot: int) -> None:
+        """Its sequence has ended, and gets no token from steps in flight any more."""
+        self.live[slot] = False
+        self.num_ended += 1
+
     def release(self, seq: Sequence) -> None:
         """Make a sequence's slot free; its tokens must be flushed."""
         assert seq.slot is not None
+        if not self.live[seq.slot]:
+            self.num_ended -= 1
         self.live[seq.slot] = False
         self.sequences[seq.slot] = None
         self._free.append(seq.slot)
@@ -128,7 +137,7 @@ class SlotTable:
 
     def find_watched(self, slots: Slots, token_ids: IntColumn) -> npt.NDArray[np.intp]:
         """Row numbers whose newest token is a watched one: they may have to stop."""
-        is_watched: npt.NDArray[np.bool_] = self._watched[0, slots] == token_ids
+        is_watched: npt.NDArray[np.bool_] = self._watched[0][slots] == token_ids
         for watched in self._watched[1:]:
             is_watched |= watched[slots] == token_ids
         return is_watched.nonzero()[0]
