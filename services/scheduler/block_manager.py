@@ -98,7 +98,6 @@ class BlockManager:
             self._share(prefix.block_array)
         num_new_blocks = self.num_blocks_for(seq.num_stored_tokens) - len(prefix.block_ids)
         seq.block_table = prefix.block_ids + self._take(num_new_blocks)
-        seq.num_cached_blocks = len(prefix.block_ids)
         seq.chain = prefix.chain
         seq.prefix_memo = None
         return True

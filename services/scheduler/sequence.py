@@ -94,8 +94,6 @@ class Sequence:
     is_retiring: bool = False
     """Whether it gets no further row, and its last step in flight gives back what it holds."""
     block_table: list[int] = field(default_factory=list)
-    num_cached_blocks: int = 0
-    """The first blocks of its table, which it shares and did not compute."""
     chain: PrefixChain = field(default_factory=PrefixChain)
     prefix_memo: PrefixMemo | None = None
     """While it waits: what the last look into the prefix cache found."""
@@ -112,7 +110,6 @@ class Sequence:
         self.slot = None
         self.is_retiring = False
         self.block_table = []
-        self.num_cached_blocks = 0
         self.chain = PrefixChain()
         self.num_unsent_tokens = 0
 

@@ -85,8 +85,10 @@ def test_blank_blocks_are_reused_before_cached_ones_and_a_tail_before_its_head()
     # The blank block went first, then the tail of the prefix.
     again = make_seq(tokens_of(1, 2, 3))
     manager.free(other)
-    assert allocate(manager, again)
-    assert again.num_cached_blocks == 2
+    prefix = manager.find_prefix(again)
+    assert len(prefix.block_ids) == 2
+    assert manager.try_allocate(again, prefix)
+    assert again.block_table[:2] == prefix.block_ids
 
 
 def test_one_token_of_a_fully_cached_prompt_is_computed() -> None:
@@ -95,8 +97,10 @@ def test_one_token_of_a_fully_cached_prompt_is_computed() -> None:
     assert allocate(manager, first)
     manager.publish(first, 32)
     second = make_seq(tokens_of(1, 2, tail=0))
-    assert allocate(manager, second)
-    assert second.num_cached_blocks == 1
+    prefix = manager.find_prefix(second)
+    assert prefix.block_ids == first.block_table[:1]
+    assert manager.try_allocate(second, prefix)
+    assert second.block_table[:1] == first.block_table[:1] != second.block_table[1:]
 
 
 def test_without_prefix_caching_nothing_is_shared() -> None:
@@ -327,9 +331,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
         num_to_take = self.manager.num_blocks_to_take(seq, prefix)
         if self.manager.try_allocate(seq, prefix):
             assert self.manager.num_free_blocks == before[0] - num_to_take
-            assert seq.num_cached_blocks == len(prefix.block_ids)
-            self.model.share(seq.block_table[: seq.num_cached_blocks])
-            self.model.take(seq.block_table[seq.num_cached_blocks :])
+            num_shared = len(prefix.block_ids)
+            assert seq.block_table[:num_shared] == prefix.block_ids
+            self.model.share(seq.block_table[:num_shared])
+            self.model.take(seq.block_table[num_shared:])
             self.sequences.append(seq)
             self.publish(seq, num_computed_blocks)
         else:
@@ -412,8 +417,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.free(twin)
         self.reuse_blocks(NUM_BLOCKS)
         again = make_seq([*parent, 5], salt)
+        assert self.manager.find_prefix(again).block_ids == []
         self.admit(again, 1)
-        assert again.num_cached_blocks == 0
         heir = make_seq([*parent, *child, 6], salt)
         self.admit(heir, 0)
         assert heir.block_table[:2] == [again.block_table[0], family.block_table[1]]
