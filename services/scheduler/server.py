@@ -92,7 +92,8 @@ class CellServer:
         self._loop = asyncio.get_running_loop()
         self.idle_check = IdleCheck(self.engine, self._loop)
         self._health_updates: set[asyncio.Task[None]] = set()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._timer_at = 0.0
         attach_request = worker_pb2.AttachRequest(
             scheduler_instance_id=instance_id,
             block_size=settings.kv_cache_block_size,
@@ -142,11 +143,12 @@ class CellServer:
         That time moves with every step: a timer that is early is left to run out and armed anew.
         """
         wakeup = self.engine.next_wakeup()
-        if wakeup is None or (self._timer is not None and self._timer.when() <= wakeup):
+        if wakeup is None or (self._timer is not None and self._timer_at <= wakeup):
             return
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_at(wakeup, self._on_timer)
+        # The time is kept beside the handle: for one that is due at once uvloop's does not know it.
+        self._timer, self._timer_at = self._loop.call_at(wakeup, self._on_timer), wakeup
 
     def _on_timer(self) -> None:
         self._timer = None

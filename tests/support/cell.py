@@ -110,6 +110,9 @@ def start_cell(model_dir: Path, *flags: str) -> Iterator[Cell]:
             if launcher.poll() is None and (exit_code := cell.stop()) != 0:
                 raise RuntimeError(f"lockstep serve stopped with {exit_code}:\n{cell.log()}")
         finally:
+            if launcher.poll() is not None:
+                # It ended by itself: pytest shows why when a test failed.
+                sys.stderr.write(log_path.read_text(encoding="utf-8"))
             # Its services die with it.
             launcher.kill()
             launcher.communicate()

@@ -10,6 +10,7 @@ import pytest
 
 from lockstep.internal.v1 import exchange_pb2
 from lockstep.v1 import common_pb2
+from services.scheduler.exchange_codec import decode_request
 from services.scheduler.server import MAX_UNREAD_S, ClientLink
 from shared.errors import NotReadyError
 from shared.rpc import reason_of, status_from_rpc_error
@@ -138,6 +139,22 @@ async def test_a_torn_column_ends_only_its_stream(tmp_path: Path, field: str) ->
             await call.read()
         assert reason_of(status_from_rpc_error(error.value)) == "INVALID_REQUEST"
         assert (await cell.state()).ready
+
+
+async def test_a_deadline_closer_than_the_loops_clock_can_tell_disturbs_nobody(tmp_path: Path) -> None:
+    async with running_cell(tmp_path) as cell:
+        call = cell.exchange()
+        await call.read()
+        hurried = cell.server.connect()
+        # Several events in one turn of the loop, whose clock stands still meanwhile.
+        for handle in range(1, 5):
+            message = submit(handle, [4, 5], 400)
+            message.submits[0].time_left.FromMicroseconds(200)
+            cell.server.on_event(decode_request(hurried.number, message))
+        await call.write(submit(1, [1, 2, 3], 9))
+        tokens, _, _ = await read_outputs(call, 1)
+        assert tokens == {1: expected_completion([1, 2, 3], 0, 9)}
+        await cell.wait_until_free()
 
 
 async def test_a_replica_that_does_not_read_loses_its_stream() -> None:
