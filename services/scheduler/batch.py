@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from array import array
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,7 +46,7 @@ class EnteringSequence:
     chunk: PrefillChunk
     num_cached_tokens: int
     num_prompt_tokens: int
-    block_ids: list[int]
+    block_ids: array[int]
     params: SamplingParams
 
 

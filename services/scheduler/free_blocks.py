@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 import numpy.typing as npt
 
@@ -13,11 +11,6 @@ NO_BLOCKS: BlockIds = np.empty(0, np.int32)
 
 _NOWHERE = -1
 _MIN_WINDOW = 64
-
-
-def as_block_ids(blocks: list[int]) -> BlockIds:
-    """The blocks as an array, a new one."""
-    return np.fromiter(blocks, np.int32, len(blocks))
 
 
 class FreeBlocks:
@@ -34,14 +27,15 @@ class FreeBlocks:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_cached = 0
-        # Popped from its end, the lowest number first.
-        self._blank = list(range(num_blocks - 1, -1, -1))
+        # A stack: taken from its end, the lowest number first.
+        self._blank = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        self._num_blank = num_blocks
         self._queue = np.zeros(2 * num_blocks, np.int32)
         self._head = self._tail = 0
         self._position = np.full(num_blocks, _NOWHERE, np.int32)
 
     def __len__(self) -> int:
-        return len(self._blank) + self.num_cached
+        return self._num_blank + self.num_cached
 
     @property
     def cached(self) -> BlockIds:
@@ -51,13 +45,14 @@ class FreeBlocks:
         return cached
 
     @property
-    def blank(self) -> list[int]:
+    def blank(self) -> BlockIds:
         """The blank blocks, the next one to be taken last; not to be changed."""
-        return self._blank
+        return self._blank[: self._num_blank]
 
-    def add_blank(self, blocks: Iterable[int]) -> None:
+    def add_blank(self, blocks: BlockIds) -> None:
         """Add blocks without content, the next one to be taken last."""
-        self._blank.extend(blocks)
+        self._blank[self._num_blank : self._num_blank + len(blocks)] = blocks
+        self._num_blank += len(blocks)
 
     def add_cached(self, blocks: BlockIds) -> None:
         """Add blocks with a content, the least valuable one first."""
@@ -74,22 +69,23 @@ class FreeBlocks:
         self._position[blocks] = _NOWHERE
         self.num_cached -= len(blocks)
 
-    def take(self, num_blocks: int) -> tuple[list[int], BlockIds]:
+    def take(self, num_blocks: int) -> tuple[BlockIds, BlockIds]:
         """Take the next blocks, of which there are enough.
 
         Returns:
             The blank ones, and those that hold a content.
         """
-        num_blank = min(num_blocks, len(self._blank))
-        blank = self._blank[len(self._blank) - num_blank :]
-        del self._blank[len(self._blank) - num_blank :]
-        blank.reverse()
-        return blank, self._take_cached(num_blocks - num_blank) if num_blocks > num_blank else NO_BLOCKS
+        num_left = max(self._num_blank - num_blocks, 0)
+        num_cached = num_blocks - (self._num_blank - num_left)
+        blank = self._blank[num_left : self._num_blank][::-1].copy()
+        self._num_blank = num_left
+        return blank, self._take_cached(num_cached) if num_cached else NO_BLOCKS
 
     def blank_all(self) -> None:
         """Make all cached blocks blank."""
-        self.add_blank(self.cached[::-1].tolist())
-        self.revive(self.cached)
+        cached = self.cached
+        self.add_blank(cached[::-1])
+        self.revive(cached)
         self._head = self._tail = 0
 
     def _take_cached(self, num_blocks: int) -> BlockIds:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 from services.scheduler.admission import AdmissionPolicy, NewTokenRatio
 from services.scheduler.batch import EnteringSequence, PrefillChunk
-from services.scheduler.block_manager import CachedPrefix
+from services.scheduler.free_blocks import BlockIds
 from services.scheduler.policy import SchedulerCounters, SchedulerPolicy
+from services.scheduler.prefix_cache import CachedPrefix
 from services.scheduler.running_batch import RunningBatch
 from services.scheduler.sequence import TOKEN_BYTES, Sequence, SequenceType
 from services.scheduler.stops import watched_tokens
@@ -28,6 +29,10 @@ class Prefill:
     def is_empty(self) -> bool:
         """Whether no token of a prompt is computed."""
         return not self.chunks and not self.enters
+
+    def computes_any(self, blocks: BlockIds) -> bool:
+        """Whether one of these blocks is among the noted ones."""
+        return bool(self.computed_blocks) and not self.computed_blocks.isdisjoint(blocks.tolist())
 
 
 class PrefillPlanner:
@@ -87,7 +92,9 @@ class PrefillPlanner:
         prefix = self._blocks.find_prefix(seq)
         num_new_tokens = seq.num_stored_tokens - prefix.num_tokens
         num_tokens = self._num_tokens_to_send(num_new_tokens, prefill.budget)
-        if not num_tokens or (prefill.computed_blocks and not prefill.computed_blocks.isdisjoint(prefix.block_ids)):
+        if not num_tokens or (
+            prefill.computed_blocks and not prefill.computed_blocks.isdisjoint(prefix.block_ids.tolist())
+        ):
             return False
         if not self._growth_fits(seq, prefix) or not self._blocks.try_allocate(seq, prefix):
             return False
@@ -104,7 +111,7 @@ class PrefillPlanner:
                 PrefillChunk(slot, token_bytes, seq.num_unsent_tokens),
                 prefix.num_tokens,
                 seq.num_prompt_tokens,
-                list(seq.block_table),
+                seq.block_table[:],
                 seq.params,
             )
         )

@@ -1,288 +1,333 @@
-"""Which KV block holds which prefix: an index by chained hashes whose every hit is proven.
+"""Which KV block holds which prefix: a tree whose paths are the token sequences that were computed.
 
-The hash finds a candidate. It is a hit only if the candidate's tokens are equal and its recorded parent is the
-content matched just before: by induction the whole prefix is equal. A collision of the 64-bit hash, which an
-attacker makes in under a second, then costs a miss and never a wrong block; comparing only the block's own
-tokens, as nano-vLLM does, can be poisoned.
+It is a radix tree, as in SGLang's RadixAttention (Zheng et al., arXiv:2312.07104, section 3), over whole blocks: a
+node is a run of blocks, not one, so what a prompt costs here hardly depends on its length or on the block size. Tokens
+are compared, never hashed to stand for each other: there is no collision that could lead to a wrong block, and
+children are looked up in dicts whose hash is keyed by the process, so nobody can make look-ups slow either.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
-from struct import Struct
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
-from xxhash import xxh64_intdigest
 
-from services.scheduler.free_blocks import NO_BLOCKS, BlockIds, as_block_ids
+from services.scheduler.free_blocks import NO_BLOCKS, BlockIds
 
 _NO_BLOCK = -1
-_NO_CONTENT = -1
-_MIN_NEW_ROWS = 256
+_NO_NODE = -1
+_TOKEN_DTYPE = np.int32
 
 
-class Era:
-    """The time between two flushes of one cache; what belongs to another era is void."""
+@dataclass(slots=True, eq=False)
+class PrefixNode:
+    """A run of contents, each the tokens of one block behind all those on the way here.
 
-
-@dataclass(slots=True)
-class PrefixChain:
-    """How far a sequence's blocks are matched or published, from the first block on.
-
-    Invariant: while its era lasts, `num_blocks` blocks hold contents, and `content` is that of the last of them.
-    `hash` is that of the last block, the seed of the next one's.
+    Invariant: `blocks[i]` is the block that holds content `start + i` of the path, or none; `num_present` of them are.
+    The last one is present, or the node has children. Tokens and blocks behind `num_blocks` mean nothing. The root of
+    a salt holds no content.
     """
 
-    era: Era | None = None
-    salt: bytes = b""
-    hash: int = 0
+    id: int
+    parent: PrefixNode | None
+    key: bytes
+    """The tokens of its first block, by which its parent knows it; of a root the salt."""
+    start: int
+    children: dict[bytes, PrefixNode] = field(default_factory=dict)
+    tokens: bytes = b""
+    blocks: BlockIds = field(default_factory=lambda: NO_BLOCKS)
     num_blocks: int = 0
-    content: int = _NO_CONTENT
-
-    def copy(self) -> PrefixChain:
-        """An equal chain that advances by itself."""
-        return PrefixChain(self.era, self.salt, self.hash, self.num_blocks, self.content)
+    num_present: int = 0
+    num_cuts: int = 0
+    """Counts what makes cursors at its end void: that it became shorter, or went."""
 
 
 @dataclass(slots=True)
-class PrefixMemo:
-    """What the last look for a waiting sequence's prefix found: the next one only sees to what changed since.
+class PrefixCursor:
+    """How far a sequence's blocks are found or published, from the first one on: `num_blocks`.
 
-    The lists and arrays are replaced, never changed.
+    Invariant: unless `node` was cut since, the sequence's first `depth` blocks lead to its end.
     """
 
-    chain: PrefixChain
-    num_departures: int
-    block_ids: list[int]
-    block_array: BlockIds
+    era: object = None
+    salt: bytes = b""
+    node: PrefixNode | None = None
+    num_cuts: int = 0
+    depth: int = 0
+    num_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """Blocks whose KV a sequence can share, in order, and the cursor behind the last of them.
+
+    It is what the cache holds as long as the cache's version is the one noted here. Nothing of it is to be changed.
+    """
+
+    version: object
+    block_ids: BlockIds
+    cursor: PrefixCursor
+    num_tokens: int
 
 
 class PrefixCache:
     """Finds blocks by the prefix they were computed under.
 
-    A content is a pair of parent content and tokens; a root, the parent of first blocks, is a salt. Contents are
-    interned: equal pairs are one content as long as a block holds it or a child names it, so a parent that was
-    evicted and computed again is the old content, and its children are found again. A content is a row of columns,
-    which are lists: nothing reads and writes single elements faster, and the loops below do little else.
+    A content stays while a block holds it or a longer one stays: a head that was reused and is computed again leads to
+    the tails that are still there. The newest block of a content is the one that holds it; an older one then holds
+    nothing.
 
-    Invariant: an index entry names a content of that hash. A content's finder is the newest block that holds it,
-    unless that block left the index. A content's references are the blocks that hold it and the contents that name
-    it as parent; a row without any is unused. Where hashes collide the newest content has the entry, and the others
-    have no finder. A block that left the index remembers when, counted in departures.
-
-    A block's hash is `xxh64(tokens as little-endian int32, seed = the previous block's hash)`; the first block's seed
-    is the hash of the salt, and 0 when there is none. DESIGN puts the previous hash in front of the tokens instead,
-    which costs twice as much; what is found is proven either way.
+    Invariant: `_node_ids` and `_depths` say for each block which node has it, and as which content of the path.
     """
 
-    def __init__(self, num_blocks: int, block_bytes: int) -> None:
-        self._num_blocks = num_blocks
-        self._block_bytes = block_bytes
-        self._split = Struct(f"{block_bytes}s").iter_unpack
-        self._num_departures = 0
-        self._left_at = np.zeros(num_blocks, np.int64)
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self._block_size = block_size
+        self._block_bytes = block_size * np.dtype(_TOKEN_DTYPE).itemsize
+        self._node_ids = np.full(num_blocks, _NO_NODE, np.int32)
+        self._depths = np.zeros(num_blocks, np.int32)
         self._clear()
 
-    def find(self, memo: PrefixMemo | None, salt: bytes, *, tokens: memoryview) -> PrefixMemo:
+    def find(self, salt: bytes, tokens: bytearray, *, max_blocks: int) -> CachedPrefix:
         """Find the longest cached prefix of full blocks.
 
         Args:
-            memo: What the last look found for the first of these tokens and this salt; it is changed. A void one
-                does no harm, one of another cache neither.
             salt: Under which the blocks were computed.
-            tokens: All that may be found, a multiple of the block size.
+            tokens: Little-endian int32, at least `max_blocks` blocks of it.
+            max_blocks: The most that may be found.
         """
-        if memo is None or memo.chain.era is not self._era:
-            memo = PrefixMemo(self._begin(salt), self._num_departures, [], NO_BLOCKS)
-        elif memo.num_departures != self._num_departures:
-            self._drop_departed(memo)
-        more = self._extend(memo.chain, tokens[memo.chain.num_blocks * self._block_bytes :])
-        if more:
-            memo.block_ids = memo.block_ids + more
-            memo.block_array = np.concatenate([memo.block_array, as_block_ids(more)])
-        return memo
+        node = self._roots.get(salt)
+        cursor = PrefixCursor(self._era, salt, node)
+        found: list[BlockIds] = []
+        while node is not None:
+            cursor.node, cursor.num_cuts, cursor.depth = node, node.num_cuts, cursor.num_blocks
+            start = cursor.depth * self._block_bytes
+            # The key of what would be behind the end is shorter than any.
+            node = node.children.get(
+                bytes(tokens[start : min(start + self._block_bytes, max_blocks * self._block_bytes)])
+            )
+            if node is None:
+                break
+            num_found = self._num_common(node, tokens, cursor.depth, max_blocks)
+            if node.num_present < node.num_blocks:
+                num_found = _num_before_hole(node.blocks[:num_found])
+            if num_found:
+                found.append(node.blocks[:num_found])
+                cursor.num_blocks += num_found
+            if num_found < node.num_blocks:
+                break
+        blocks = found[0].copy() if len(found) == 1 else np.concatenate(found) if found else NO_BLOCKS
+        return CachedPrefix(self.version, blocks, cursor, cursor.num_blocks * self._block_size)
 
-    def publish(self, chain: PrefixChain, block_table: list[int], *, tokens: bytearray, num_blocks: int) -> None:
-        """Advance a chain to `num_blocks` blocks, none of which holds a content yet; they can be found from here on.
+    def publish(self, cursor: PrefixCursor, block_table: BlockIds, *, tokens: bytearray, num_blocks: int) -> BlockIds:
+        """Advance a cursor to `num_blocks` blocks, none of which holds a content yet; they can be found from here on.
 
-        The newest block of a content is the one that is found. On a chain of a past era nothing happens, since its
-        parents are forgotten.
+        On a cursor of a past era nothing happens, since what is before it was forgotten.
 
         Args:
-            chain: Is changed.
-            block_table: The sequence's blocks.
-            tokens: What they hold, at least `num_blocks` blocks of it.
-            num_blocks: More than the chain has.
-        """
-        if chain.era is not self._era:
-            return
-        if len(self._unused) <= num_blocks - chain.num_blocks:
-            self._add_rows(num_blocks - chain.num_blocks + 1)
-        index, unused, contents, finders = self._index, self._unused, self._block_contents, self._finders
-        parents, content_tokens, hashes, refs = self._parents, self._tokens, self._hashes, self._refs
-        block_hash, number = chain.hash, chain.num_blocks
-        parent = chain.content if number else self._intern_root(chain.salt)
-        for (block_tokens,) in self._split(tokens[number * self._block_bytes : num_blocks * self._block_bytes]):
-            block_hash = xxh64_intdigest(block_tokens, block_hash)
-            content = index.get(block_hash)
-            if content is None or parents[content] != parent or content_tokens[content] != block_tokens:
-                if content is not None:
-                    self._lose_finder(content)
-                index[block_hash] = content = unused.pop()
-                parents[content] = parent
-                content_tokens[content] = block_tokens
-                hashes[content] = block_hash
-                refs[content] = 1
-                refs[parent] += 1
-            else:
-                self._lose_finder(content)
-                refs[content] += 1
-            block = block_table[number]
-            number += 1
-            finders[content] = block
-            contents[block] = parent = content
-        chain.num_blocks, chain.content, chain.hash = num_blocks, parent, block_hash
-
-    def num_held(self, chain: PrefixChain) -> int:
-        """How many of a sequence's blocks hold a content, the first ones; found by their hashes or not."""
-        return chain.num_blocks if chain.era is self._era else 0
-
-    def hide(self, block: int) -> None:
-        """Take a block that holds a content out of the index: nobody finds it any more. It keeps the content."""
-        content = self._block_contents[block]
-        if self._finders[content] == block:
-            self._lose_finder(content)
-
-    def forget(self, blocks: BlockIds) -> None:
-        """Take the contents of blocks away, because the blocks are reused."""
-        index, unused, contents, finders = self._index, self._unused, self._block_contents, self._finders
-        parents, hashes, refs = self._parents, self._hashes, self._refs
-        for block in blocks.tolist():
-            content = contents[block]
-            contents[block] = _NO_CONTENT
-            if finders[content] == block:
-                finders[content] = _NO_BLOCK
-            refs[content] -= 1
-            # Nothing names the content any more; it goes, and then perhaps its parents.
-            while not refs[content]:
-                unused.append(content)
-                parent = parents[content]
-                if parent == _NO_CONTENT:
-                    del self._roots[self._tokens[content]]
-                    break
-                owner = index.pop(hashes[content], content)
-                if owner != content:
-                    # A newer content of that hash; contents seldom collide, so one look-up does for the others.
-                    index[hashes[content]] = owner
-                refs[parent] -= 1
-                content = parent
-        self._num_departures += 1
-        self._left_at[blocks] = self._num_departures
-
-    def flush(self) -> BlockIds:
-        """Forget all contents; nothing of chains that have begun can be found again.
+            cursor: Is changed.
+            block_table: The sequence's blocks, as int32.
+            tokens: What they hold, little-endian int32, at least `num_blocks` blocks of it.
+            num_blocks: More than the cursor has.
 
         Returns:
-            The blocks that could be found.
+            Blocks that held contents for which there are newer ones now: they hold none any more.
         """
-        findable = as_block_ids([block for block in self._finders if block != _NO_BLOCK])
+        if cursor.era is not self._era:
+            return NO_BLOCKS
+        self.version = object()
+        node, depth = self._resume(cursor)
+        displaced: list[BlockIds] = []
+        while depth < num_blocks:
+            child = self._child(node, tokens, depth)
+            if child is None:
+                child = self._add_leaf(node, tokens, num_blocks)
+                num_common = child.num_blocks
+            else:
+                num_common = self._num_common(child, tokens, depth, num_blocks)
+                if num_common < child.num_blocks and depth + num_common < num_blocks:
+                    child = self._split(child, num_common)
+            # What was found or published before is not this sequence's to publish again.
+            first = max(cursor.num_blocks - depth, 0)
+            if first < num_common:
+                displaced += self._hold(child, first, block_table[depth + first : depth + num_common])
+            if num_common < child.num_blocks:
+                break
+            node, depth = child, depth + num_common
+        cursor.node, cursor.num_cuts, cursor.depth, cursor.num_blocks = node, node.num_cuts, depth, num_blocks
+        return np.concatenate(displaced) if displaced else NO_BLOCKS
+
+    def holds(self, blocks: BlockIds) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Which of these blocks hold a content."""
+        holds: np.ndarray[tuple[int], np.dtype[np.bool_]] = self._node_ids[blocks] != _NO_NODE
+        return holds
+
+    def forget(self, blocks: BlockIds) -> None:
+        """Take the contents of blocks away: they are reused, or what they hold cannot be trusted."""
+        node_ids = self._node_ids[blocks]
+        self._node_ids[blocks] = _NO_NODE
+        self.version = object()
+        bounds = [0, *(np.flatnonzero(node_ids[1:] != node_ids[:-1]) + 1).tolist(), len(blocks)]
+        for start, end in pairwise(bounds):
+            node = self._nodes[node_ids[start]]
+            node.blocks[self._depths[blocks[start:end]] - node.start] = _NO_BLOCK
+            node.num_present -= end - start
+            self._prune(node)
+
+    def flush(self) -> BlockIds:
+        """Forget all contents; nothing of what has begun can be found later.
+
+        Returns:
+            The blocks that held one.
+        """
+        blocks = np.flatnonzero(self._node_ids != _NO_NODE).astype(np.int32)
+        self._node_ids[blocks] = _NO_NODE
         self._clear()
-        return findable
-
-    def check_integrity(self, cached: Iterable[int], blank: Iterable[int]) -> None:
-        """Assert the class's invariant, and that of the free blocks only the cached ones hold a content.
-
-        Takes O(blocks + contents).
-        """
-        contents, parents, index = self._block_contents, self._parents, self._index
-        assert all(contents[block] != _NO_CONTENT for block in cached), "a cached block without content"
-        assert all(contents[block] == _NO_CONTENT for block in blank), "a blank block with content"
-        used = [content for content, num_refs in enumerate(self._refs) if num_refs]
-        named = Counter([*contents, *(parents[content] for content in used)])
-        assert self._refs == [named[content] for content in range(len(parents))], "content references"
-        assert sorted([*used, *self._unused]) == list(range(len(parents))), "a content that nothing names"
-        roots = {self._tokens[content]: content for content in used if parents[content] == _NO_CONTENT}
-        assert roots == self._roots, "roots"
-        assert all(named[content] and self._hashes[content] == key for key, content in index.items()), "the index"
-        for content, block in enumerate(self._finders):
-            assert block == _NO_BLOCK or contents[block] == content, "a finder that holds another content"
-            assert block == _NO_BLOCK or index.get(self._hashes[content]) == content, "a finder that is not found"
-
-    def _clear(self) -> None:
-        self._era = Era()
-        self._index: dict[int, int] = {}
-        self._roots: dict[bytes, int] = {}
-        self._block_contents = [_NO_CONTENT] * self._num_blocks
-        self._parents: list[int] = []
-        self._tokens: list[bytes] = []
-        self._hashes: list[int] = []
-        self._finders: list[int] = []
-        self._refs: list[int] = []
-        self._unused: list[int] = []
-
-    def _begin(self, salt: bytes) -> PrefixChain:
-        return PrefixChain(self._era, salt, xxh64_intdigest(salt) if salt else 0)
-
-    def _extend(self, chain: PrefixChain, tokens: memoryview) -> list[int]:
-        """Find the next blocks of a chain, which advances, among those that would hold these tokens."""
-        index, parents, content_tokens, finders = self._index, self._parents, self._tokens, self._finders
-        # A root goes when nothing names it: each look begins with today's.
-        parent = chain.content if chain.num_blocks else self._roots.get(chain.salt, _NO_CONTENT)
-        last_hash = chain.hash
-        blocks: list[int] = []
-        for (block_tokens,) in self._split(tokens):
-            block_hash = xxh64_intdigest(block_tokens, last_hash)
-            content = index.get(block_hash)
-            if content is None or parents[content] != parent or content_tokens[content] != block_tokens:
-                break
-            block = finders[content]
-            if block == _NO_BLOCK:
-                break
-            blocks.append(block)
-            parent, last_hash = content, block_hash
-        if blocks:
-            chain.num_blocks += len(blocks)
-            chain.content, chain.hash = parent, last_hash
         return blocks
 
-    def _drop_departed(self, memo: PrefixMemo) -> None:
-        """Cut a memo before the first of its blocks that left the index since."""
-        has_left = self._left_at[memo.block_array] > memo.num_departures
-        memo.num_departures = self._num_departures
-        if not has_left.any():
-            return
-        num_blocks = int(has_left.argmax())
-        memo.block_ids, memo.block_array = memo.block_ids[:num_blocks], memo.block_array[:num_blocks]
-        memo.chain = self._begin(memo.chain.salt)
-        if num_blocks:
-            content = self._block_contents[memo.block_ids[-1]]
-            memo.chain.num_blocks, memo.chain.content = num_blocks, content
-            memo.chain.hash = self._hashes[content]
+    def check_integrity(self, cached: Iterable[int], blank: Iterable[int]) -> None:
+        """Assert the class's invariants, and that of the free blocks only the cached ones hold a content.
 
-    def _intern_root(self, salt: bytes) -> int:
-        root = self._roots.get(salt)
+        Takes O(blocks + nodes).
+        """
+        assert self.holds(np.fromiter(cached, np.int32)).all(), "a cached block without content"
+        assert not self.holds(np.fromiter(blank, np.int32)).any(), "a blank block with content"
+        nodes = list(self._roots.values())
+        assert all(root.key == salt for salt, root in self._roots.items()), "roots"
+        num_present = 0
+        for node in nodes:
+            nodes += node.children.values()
+            num_present += self._check_node(node)
+        assert num_present == np.count_nonzero(self._node_ids != _NO_NODE), "a block whose node is gone"
+        assert sorted([*(node.id for node in nodes), *self._unused_ids]) == list(range(len(self._nodes))), "node ids"
+
+    def _check_node(self, node: PrefixNode) -> int:
+        """Assert a node's invariant; returns how many blocks it has."""
+        blocks = node.blocks[: node.num_blocks]
+        present = blocks[blocks != _NO_BLOCK]
+        assert self._nodes[node.id] is node, "node ids"
+        assert node.num_present == len(present), "blocks of a node"
+        assert node.children or (node.num_blocks and blocks[-1] != _NO_BLOCK), "a node that nothing needs"
+        assert node.parent is None or node.tokens.startswith(node.key), "a node's key"
+        assert len(node.tokens) == len(node.blocks) * self._block_bytes, "a node's tokens"
+        assert (self._node_ids[present] == node.id).all(), "a block's node"
+        assert np.array_equal(self._depths[present], node.start + np.flatnonzero(blocks != _NO_BLOCK)), "depths"
+        for key, child in node.children.items():
+            assert child.key == key, "a child's key"
+            assert child.parent is node, "a child's parent"
+            assert child.start == node.start + node.num_blocks, "where a child begins"
+        return len(present)
+
+    def _clear(self) -> None:
+        # The time until the next flush; what belongs to another one is void.
+        self._era = object()
+        # A new one with each change.
+        self.version = object()
+        self._roots: dict[bytes, PrefixNode] = {}
+        self._nodes: list[PrefixNode] = []
+        self._unused_ids: list[int] = []
+
+    def _resume(self, cursor: PrefixCursor) -> tuple[PrefixNode, int]:
+        """The node at whose end a cursor stands, and its depth; the root when the node is not what it was."""
+        if cursor.node is not None and cursor.node.num_cuts == cursor.num_cuts:
+            return cursor.node, cursor.depth
+        root = self._roots.get(cursor.salt)
         if root is None:
-            root = self._roots[salt] = self._unused.pop()
-            self._parents[root], self._tokens[root] = _NO_CONTENT, salt
-        return root
+            root = self._roots[cursor.salt] = self._new_node(None, cursor.salt, 0)
+        return root, 0
 
-    def _add_rows(self, num_rows: int) -> None:
-        start = len(self._parents)
-        num_rows = max(num_rows, _MIN_NEW_ROWS)
-        self._parents += [_NO_CONTENT] * num_rows
-        self._tokens += [b""] * num_rows
-        self._hashes += [0] * num_rows
-        self._finders += [_NO_BLOCK] * num_rows
-        self._refs += [0] * num_rows
-        # Popped from the end, the lowest number first.
-        self._unused[:0] = range(start + num_rows - 1, start - 1, -1)
+    def _num_common(self, node: PrefixNode, tokens: bytearray, depth: int, max_blocks: int) -> int:
+        """How many of a node's blocks have the same tokens as a sequence behind its first `depth` blocks."""
+        start = depth * self._block_bytes
+        num_blocks = min(node.num_blocks, max_blocks - depth)
+        if num_blocks == len(node.blocks) and tokens.startswith(node.tokens, start):
+            return num_blocks
+        num_tokens = num_blocks * self._block_size
+        differs = np.frombuffer(node.tokens, _TOKEN_DTYPE, num_tokens) != np.frombuffer(
+            tokens, _TOKEN_DTYPE, num_tokens, start
+        )
+        first = int(differs.argmax())
+        return first // self._block_size if differs[first] else num_blocks
 
-    def _lose_finder(self, content: int) -> None:
-        """The block that is found for a content, if there is one, leaves the index."""
-        block = self._finders[content]
-        if block != _NO_BLOCK:
-            self._finders[content] = _NO_BLOCK
-            self._num_departures += 1
-            self._left_at[block] = self._num_departures
+    def _hold(self, node: PrefixNode, first: int, blocks: BlockIds) -> list[BlockIds]:
+        """Let a node have these blocks from its content `first` on; returns those that had been there."""
+        place = node.blocks[first : first + len(blocks)]
+        before = place[place != _NO_BLOCK]
+        self._node_ids[before] = _NO_NODE
+        node.num_present += len(blocks) - len(before)
+        place[:] = blocks
+        self._node_ids[blocks] = node.id
+        self._depths[blocks] = np.arange(node.start + first, node.start + first + len(blocks))
+        return [before] if before.size else []
+
+    def _split(self, node: PrefixNode, num_blocks: int) -> PrefixNode:
+        """Put a new node with the first `num_blocks` contents of a node before the rest of it; returns the new one.
+
+        What is behind keeps its identity: a cursor at the end of `node` stays where it is.
+        """
+        assert node.parent is not None
+        head = self._add_node(node.parent, node.key, node.start)
+        num_bytes = num_blocks * self._block_bytes
+        head.tokens, node.tokens = node.tokens[:num_bytes], node.tokens[num_bytes:]
+        head.blocks, node.blocks = node.blocks[:num_blocks].copy(), node.blocks[num_blocks:].copy()
+        present = head.blocks[head.blocks != _NO_BLOCK]
+        self._node_ids[present] = head.id
+        head.num_blocks, head.num_present = num_blocks, len(present)
+        node.num_blocks -= num_blocks
+        node.num_present -= len(present)
+        node.start += num_blocks
+        node.parent, node.key = head, node.tokens[: self._block_bytes]
+        head.children[node.key] = node
+        return head
+
+    def _prune(self, node: PrefixNode | None) -> None:
+        """Drop what nothing needs any more from the end of a node, and then perhaps of its parents."""
+        while node is not None and not node.children and not node.num_present:
+            node.num_cuts += 1
+            self._unused_ids.append(node.id)
+            if node.parent is None:
+                del self._roots[node.key]
+            else:
+                del node.parent.children[node.key]
+            node = node.parent
+        if node is not None and not node.children and node.blocks[node.num_blocks - 1] == _NO_BLOCK:
+            node.num_blocks = int(np.flatnonzero(node.blocks[: node.num_blocks] != _NO_BLOCK)[-1]) + 1
+            node.num_cuts += 1
+            if 2 * node.num_blocks <= len(node.blocks):
+                # Not each time: a long run goes block by block.
+                node.blocks = node.blocks[: node.num_blocks].copy()
+                node.tokens = node.tokens[: node.num_blocks * self._block_bytes]
+
+    def _child(self, node: PrefixNode, tokens: bytearray, depth: int) -> PrefixNode | None:
+        """The child that begins with the block behind a sequence's first `depth` ones."""
+        start = depth * self._block_bytes
+        return node.children.get(bytes(tokens[start : start + self._block_bytes]))
+
+    def _add_leaf(self, parent: PrefixNode, tokens: bytearray, num_blocks: int) -> PrefixNode:
+        """A new child with the contents behind its parent up to a sequence's first `num_blocks`; none is held yet."""
+        depth = parent.start + parent.num_blocks
+        node_tokens = bytes(memoryview(tokens)[depth * self._block_bytes : num_blocks * self._block_bytes])
+        node = self._add_node(parent, node_tokens[: self._block_bytes], depth)
+        node.tokens = node_tokens
+        node.num_blocks = num_blocks - depth
+        node.blocks = np.full(node.num_blocks, _NO_BLOCK, np.int32)
+        return node
+
+    def _add_node(self, parent: PrefixNode, key: bytes, start: int) -> PrefixNode:
+        node = parent.children[key] = self._new_node(parent, key, start)
+        return node
+
+    def _new_node(self, parent: PrefixNode | None, key: bytes, start: int) -> PrefixNode:
+        if not self._unused_ids:
+            node = PrefixNode(len(self._nodes), parent, key, start)
+            self._nodes.append(node)
+            return node
+        node = PrefixNode(self._unused_ids.pop(), parent, key, start)
+        self._nodes[node.id] = node
+        return node
+
+
+def _num_before_hole(blocks: BlockIds) -> int:
+    is_hole = blocks == _NO_BLOCK
+    return int(is_hole.argmax()) if is_hole.any() else len(blocks)

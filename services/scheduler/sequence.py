@@ -7,9 +7,10 @@ sequence's slot, so that a step costs Python only for the rows where something h
 from __future__ import annotations
 
 import enum
+from array import array
 from dataclasses import dataclass, field
 
-from services.scheduler.prefix_cache import PrefixChain, PrefixMemo
+from services.scheduler.prefix_cache import CachedPrefix, PrefixCursor
 from shared.limits import TOKEN_DTYPE, SamplingParams
 
 TOKEN_BYTES = TOKEN_DTYPE.itemsize
@@ -93,9 +94,10 @@ class Sequence:
     slot: int | None = None
     is_retiring: bool = False
     """Whether it gets no further row, and its last step in flight gives back what it holds."""
-    block_table: list[int] = field(default_factory=list)
-    chain: PrefixChain = field(default_factory=PrefixChain)
-    prefix_memo: PrefixMemo | None = None
+    block_table: array[int] = field(default_factory=lambda: array("i"))
+    """Block ids, as int32."""
+    prefix_cursor: PrefixCursor = field(default_factory=PrefixCursor)
+    cached_prefix: CachedPrefix | None = None
     """While it waits: what the last look into the prefix cache found."""
     num_unsent_tokens: int = 0
     """While it is prefilled in chunks: the tokens that no step has computed or is on its way to."""
@@ -109,8 +111,8 @@ class Sequence:
         self.status, self.type = SequenceStatus.WAITING, SequenceType.PREFILL
         self.slot = None
         self.is_retiring = False
-        self.block_table = []
-        self.chain = PrefixChain()
+        self.block_table = array("i")
+        self.prefix_cursor = PrefixCursor()
         self.num_unsent_tokens = 0
 
     @property

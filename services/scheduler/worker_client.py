@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from array import array
 from collections.abc import Callable
 
 import grpc
@@ -183,7 +184,7 @@ def _encode_chunk(chunk: PrefillChunk) -> worker_pb2.PrefillChunk:
     )
 
 
-def _column(values: list[int] | Slots) -> bytes:
+def _column(values: list[int] | array[int] | Slots) -> bytes:
     return np.asarray(values, TOKEN_DTYPE).tobytes()
 
 

@@ -5,17 +5,19 @@ One that survives its seeds means that a schedule of faults is missing, or that 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
-from services.scheduler.block_manager import BlockManager, CachedPrefix
+from services.scheduler.block_manager import BlockManager
 from services.scheduler.engine import Engine
 from services.scheduler.events import Action, ClientGone, Event, Submission, TimePassed
 from services.scheduler.preemption import Preemption
 from services.scheduler.prefill import Prefill, PrefillPlanner
+from services.scheduler.prefix_cache import CachedPrefix
 from services.scheduler.running_batch import RunningBatch
 from services.scheduler.scheduler import Scheduler
 from services.scheduler.sequence import TOKEN_BYTES, Sequence, SequenceStatus
@@ -168,7 +170,7 @@ def _blocks_of_cancelled_requests_leak(patch: Patch) -> None:
 
     def leak(self: BlockManager, seq: Sequence) -> None:
         if seq.status is SequenceStatus.EXIT_ENGINE:
-            seq.block_table = []
+            seq.block_table = array("i")
         else:
             free(self, seq)
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
-from xxhash import xxh64_intdigest
 
 from services.scheduler.block_manager import BlockManager
 from services.scheduler.sequence import Sequence
 from shared.limits import SamplingParams
 from tests.support.engine_driver import token_bytes
-from tests.unit.scheduler.test_prefix_cache import COLLIDING_A, COLLIDING_B
 
 
 def make_seq(tokens: list[int], salt: bytes = b"") -> Sequence:
@@ -34,7 +33,7 @@ def test_failed_allocate_changes_nothing() -> None:
     manager = BlockManager(num_blocks=1, block_size=4)
     seq = make_seq(list(range(9)))
     assert not allocate(manager, seq)
-    assert (seq.block_table, manager.num_free_blocks) == ([], 1)
+    assert (len(seq.block_table), manager.num_free_blocks) == (0, 1)
 
 
 def test_blocks_are_taken_all_or_none() -> None:
@@ -45,7 +44,7 @@ def test_blocks_are_taken_all_or_none() -> None:
     assert manager.num_free_blocks == 3
     blocks = manager.try_take(3)
     assert blocks == [1, 2, 3]
-    seq.block_table += blocks
+    seq.block_table.extend(blocks)
     manager.check_integrity([seq])
     assert manager.num_exclusive_blocks(seq) == 4
 
@@ -88,7 +87,7 @@ def test_blank_blocks_are_reused_before_cached_ones_and_a_tail_before_its_head()
     prefix = manager.find_prefix(again)
     assert len(prefix.block_ids) == 2
     assert manager.try_allocate(again, prefix)
-    assert again.block_table[:2] == prefix.block_ids
+    assert again.block_table[:2].tolist() == prefix.block_ids.tolist()
 
 
 def test_one_token_of_a_fully_cached_prompt_is_computed() -> None:
@@ -98,9 +97,25 @@ def test_one_token_of_a_fully_cached_prompt_is_computed() -> None:
     manager.publish(first, 32)
     second = make_seq(tokens_of(1, 2, tail=0))
     prefix = manager.find_prefix(second)
-    assert prefix.block_ids == first.block_table[:1]
+    assert prefix.block_ids.tolist() == first.block_table[:1].tolist()
     assert manager.try_allocate(second, prefix)
     assert second.block_table[:1] == first.block_table[:1] != second.block_table[1:]
+
+
+def test_a_block_for_which_there_is_a_newer_one_is_blank_when_it_is_free() -> None:
+    manager = BlockManager(num_blocks=8, block_size=16)
+    first, twin = make_seq(tokens_of(1, 2)), make_seq(tokens_of(1, 2))
+    for seq in (first, twin):
+        assert allocate(manager, seq)
+    manager.publish(first, 33)
+    manager.free(first)
+    assert manager.num_cached_blocks == 2
+    manager.publish(twin, 33)
+    assert (manager.num_cached_blocks, manager.num_free_blocks) == (0, 5)
+    manager.check_integrity([twin])
+    manager.free(twin)
+    assert (manager.num_cached_blocks, manager.num_free_blocks) == (2, 8)
+    manager.check_integrity([])
 
 
 def test_without_prefix_caching_nothing_is_shared() -> None:
@@ -125,20 +140,11 @@ def test_to_look_again_finds_what_was_published_and_not_what_was_taken() -> None
     manager.free(first)
     # Three blank blocks and the tail of the prefix.
     assert manager.try_take(4) is not None
-    assert manager.find_prefix(waiting).block_ids == manager.find_prefix(make_seq(tokens_of(1))).block_ids == [0]
+    assert manager.find_prefix(waiting).block_ids.tolist() == [0]
+    assert manager.find_prefix(make_seq(tokens_of(1))).block_ids.tolist() == [0]
 
 
-def test_the_chain_of_a_prefix_advances_by_itself() -> None:
-    manager = BlockManager(num_blocks=8, block_size=16)
-    first, waiting = make_seq(tokens_of(1, 2, 3)), make_seq(tokens_of(1, 8, 9))
-    assert allocate(manager, first)
-    manager.publish(first, 16)
-    prefix = manager.find_prefix(waiting)
-    prefix.chain.num_blocks = 99
-    assert manager.find_prefix(waiting).chain.num_blocks == 1
-
-
-def test_a_memo_of_the_pool_of_an_earlier_epoch_is_void() -> None:
+def test_what_was_found_in_the_pool_of_an_earlier_epoch_is_void() -> None:
     seq = make_seq(tokens_of(1, 2))
     for published in (tokens_of(1, 2), tokens_of(5)):
         manager = BlockManager(num_blocks=8, block_size=16)
@@ -182,12 +188,10 @@ def test_the_tokens_of_block_size_one_are_cached_one_by_one() -> None:
     assert manager.num_cached_tokens(make_seq([1, 2, 3, 4])) == 3
 
 
-# The colliding pair as first blocks and as salts, so that the machine mixes prefixes whose hashes are equal; and so few
-# others that prompts meet.
-COLLIDING = (COLLIDING_A, COLLIDING_B)
-FIRST_BLOCKS = [[1] * 16] * 3 + [*COLLIDING]
+# So few that prompts meet.
+FIRST_BLOCKS = [[1] * 16] * 3 + [[1] * 15 + [2]]
 LATER_BLOCKS = [[1] * 16] * 2 + [[2] * 16]
-SALTS = [b""] * 6 + [b"tenant", *map(token_bytes, COLLIDING)]
+SALTS = [b""] * 6 + [b"tenant"]
 
 Key = tuple[bytes, bytes]
 """A salt, and the tokens of a block with all before them."""
@@ -197,37 +201,21 @@ def key_of(seq: Sequence, number: int) -> Key:
     return seq.cache_salt, bytes(seq.token_bytes[: (number + 1) * 64])
 
 
-def hash_of(key: Key) -> int:
-    salt, tokens = key
-    block_hash = xxh64_intdigest(salt) if salt else 0
-    for start in range(0, len(tokens), 64):
-        block_hash = xxh64_intdigest(tokens[start : start + 64], block_hash)
-    return block_hash
-
-
-def collides(seq: Sequence) -> bool:
-    """Whether another salt or first block has the same hash."""
-    colliding = [token_bytes(block) for block in COLLIDING]
-    return seq.cache_salt in colliding or seq.token_bytes[:64] in colliding
-
-
 class Model:
-    """What is cached, by whole prefixes instead of chains."""
+    """What is cached, by whole prefixes instead of paths."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blank = num_blocks
         # Free blocks with a content, the next one to be taken first.
         self.cached: list[int] = []
-        # What each block with a content was computed under.
+        # What each block with a content was computed under, and the newest block for each.
         self.written: dict[int, Key] = {}
-        # The block that is found for a prefix, and the prefix that is found by a hash: the newest ones that have it.
-        self.finders: dict[Key, int] = {}
-        self.by_hash: dict[int, Key] = {}
+        self.holders: dict[Key, int] = {}
 
     def find(self, seq: Sequence) -> list[int]:
         blocks: list[int] = []
         for number in range((seq.num_stored_tokens - 1) // 16):
-            block = self.finders.get(key_of(seq, number))
+            block = self.holders.get(key_of(seq, number))
             if block is None:
                 break
             blocks.append(block)
@@ -243,21 +231,22 @@ class Model:
         assert blocks[len(blocks) - num_evicted :] == evicted, "not the least recently freed ones"
         for block in evicted:
             self.hide(block)
-            del self.written[block]
         assert not any(block in self.written for block in blocks), "a block that is in use"
 
     def publish(self, key: Key, block: int) -> None:
-        displaced = self.by_hash.get(hash_of(key), key)
-        if displaced != key:
-            self.finders.pop(displaced, None)
-        self.by_hash[hash_of(key)] = key
-        self.finders[key] = block
+        older = self.holders.get(key)
+        if older is not None:
+            self.hide(older)
+            if older in self.cached:
+                self.cached.remove(older)
+                self.num_blank += 1
+        self.holders[key] = block
         self.written[block] = key
 
     def hide(self, block: int) -> None:
-        key = self.written.get(block)
-        if key is not None and self.finders.get(key) == block:
-            del self.finders[key]
+        key = self.written.pop(block, None)
+        if key is not None:
+            del self.holders[key]
 
     def free(self, blocks: list[int]) -> None:
         for block in reversed(blocks):
@@ -267,9 +256,9 @@ class Model:
                 self.num_blank += 1
 
     def flush(self) -> int:
-        num_flushed = len({*self.cached, *self.finders.values()})
+        num_flushed = len(self.written)
         self.num_blank += len(self.cached)
-        self.cached, self.written, self.finders, self.by_hash = [], {}, {}, {}
+        self.cached, self.written, self.holders = [], {}, {}
         return num_flushed
 
 
@@ -311,15 +300,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     def look(self, seq: Sequence) -> None:
         found = self.manager.find_prefix(seq)
-        fresh = self.manager.find_prefix(replace(seq, prefix_memo=None))
-        assert (found.block_ids, found.chain) == (fresh.block_ids, fresh.chain), "a memo that is not up to date"
-        assert found.block_ids == found.block_array.tolist()
+        fresh = self.manager.find_prefix(replace(seq, cached_prefix=None))
+        assert found.block_ids.tolist() == fresh.block_ids.tolist(), "a prefix that is not up to date"
         assert found.num_tokens == self.manager.num_cached_tokens(seq) == 16 * len(found.block_ids)
-        for number, block in enumerate(found.block_ids):
-            assert self.model.written[block] == key_of(seq, number), "a hit that was computed under another prefix"
-        expected = self.model.find(seq)
-        # A parent whose hash collided is interned anew, and its children are not found under it.
-        assert found.block_ids == (expected[: len(found.block_ids)] if collides(seq) else expected)
+        assert found.block_ids.tolist() == self.model.find(seq)
 
     @rule(target=live, seq=consumes(waiting), num_computed_blocks=st.sampled_from([3, 1, 0, 0]))
     def admit(self, seq: Sequence, num_computed_blocks: int) -> Sequence:
@@ -332,19 +316,21 @@ class BlockManagerMachine(RuleBasedStateMachine):
         if self.manager.try_allocate(seq, prefix):
             assert self.manager.num_free_blocks == before[0] - num_to_take
             num_shared = len(prefix.block_ids)
-            assert seq.block_table[:num_shared] == prefix.block_ids
-            self.model.share(seq.block_table[:num_shared])
-            self.model.take(seq.block_table[num_shared:])
+            table = seq.block_table.tolist()
+            assert table[:num_shared] == prefix.block_ids.tolist()
+            self.model.share(table[:num_shared])
+            self.model.take(table[num_shared:])
             self.sequences.append(seq)
             self.publish(seq, num_computed_blocks)
         else:
             assert num_to_take > before[0]
-            assert (seq.block_table, (self.manager.num_free_blocks, self.manager.num_cached_blocks)) == ([], before)
+            assert not seq.block_table
+            assert (self.manager.num_free_blocks, self.manager.num_cached_blocks) == before
         return seq
 
     @rule(seq=waiting)
     def serve_a_twin(self, seq: Sequence) -> None:
-        twin = replace(seq, prefix_memo=None, token_bytes=bytearray(seq.token_bytes))
+        twin = replace(seq, cached_prefix=None, token_bytes=bytearray(seq.token_bytes))
         self.admit(twin, 3)
         self.free(twin)
         self.look_at_all()
@@ -354,7 +340,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         num_tokens = min(16 * num_blocks + 5, seq.num_stored_tokens)
         if not seq.block_table:
             return
-        num_published = seq.chain.num_blocks
+        num_published = seq.prefix_cursor.num_blocks
         self.manager.publish(seq, num_tokens)
         if seq not in self.before_flush:
             for number in range(num_published, num_tokens // 16):
@@ -369,15 +355,11 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert (blocks is None) == (not self.model.num_blank and not self.model.cached)
         if blocks is not None:
             self.model.take(blocks)
-            seq.block_table += blocks
+            seq.block_table.extend(blocks)
             seq.token_bytes += token_bytes([token])
 
     @rule(target=waiting, seq=consumes(live))
     def preempt(self, seq: Sequence) -> Sequence:
-        # As if it had waited with fewer tokens.
-        short = replace(seq, token_bytes=seq.token_bytes[:68], prefix_memo=None)
-        self.manager.find_prefix(short)
-        seq.prefix_memo = short.prefix_memo
         self.free(seq)
         self.waiting_sequences.append(seq)
         return seq
@@ -385,9 +367,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule(seq=live)
     def hide(self, seq: Sequence) -> None:
         self.manager.hide(seq)
-        if seq not in self.before_flush:
-            for block in seq.block_table[: seq.chain.num_blocks]:
-                self.model.hide(block)
+        for block in seq.block_table:
+            self.model.hide(block)
 
     @rule(num_blocks=st.integers(1, NUM_BLOCKS))
     def reuse_blocks(self, num_blocks: int) -> None:
@@ -395,7 +376,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert blocks is not None
         self.model.take(blocks)
         passing = make_seq([])
-        passing.block_table = blocks
+        passing.block_table = array("i", blocks)
         self.model.free(blocks)
         self.manager.free(passing)
 
@@ -417,11 +398,11 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.free(twin)
         self.reuse_blocks(NUM_BLOCKS)
         again = make_seq([*parent, 5], salt)
-        assert self.manager.find_prefix(again).block_ids == []
+        assert not self.manager.find_prefix(again).block_ids.size
         self.admit(again, 1)
         heir = make_seq([*parent, *child, 6], salt)
         self.admit(heir, 0)
-        assert heir.block_table[:2] == [again.block_table[0], family.block_table[1]]
+        assert heir.block_table[:2].tolist() == [again.block_table[0], family.block_table[1]]
         for seq in (family, again, heir):
             self.free(seq)
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.free_blocks import FreeBlocks, as_block_ids
+from services.scheduler.free_blocks import BlockIds, FreeBlocks
+
+
+def as_block_ids(blocks: list[int]) -> BlockIds:
+    return np.array(blocks, np.int32)
 
 
 def take(free: FreeBlocks, num_blocks: int) -> tuple[list[int], list[int]]:
     blank, cached = free.take(num_blocks)
-    return blank, cached.tolist()
+    return blank.tolist(), cached.tolist()
 
 
 def test_a_new_pool_is_taken_in_order() -> None:
@@ -23,7 +28,7 @@ def test_blank_blocks_go_first_then_cached_ones_as_they_came() -> None:
     free = FreeBlocks(4)
     free.take(4)
     free.add_cached(as_block_ids([3, 1]))
-    free.add_blank([2, 0])
+    free.add_blank(as_block_ids([2, 0]))
     assert (len(free), free.num_cached) == (4, 2)
     assert take(free, 3) == ([0, 2], [3])
     assert take(free, 1) == ([], [1])
@@ -44,7 +49,7 @@ def test_blocks_made_blank_are_cached_no_more() -> None:
     free.take(2)
     free.add_cached(as_block_ids([1, 0]))
     free.blank_all()
-    assert (free.num_cached, sorted(free.blank)) == (0, [0, 1, 2])
+    assert (free.num_cached, sorted(free.blank.tolist())) == (0, [0, 1, 2])
     assert len(take(free, 3)[0]) == 3
 
 

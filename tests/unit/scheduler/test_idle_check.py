@@ -106,21 +106,21 @@ def test_a_large_pool_is_checked_after_a_longer_time() -> None:
 
 def test_a_failure_is_counted_each_time_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
     idleness = Idleness()
-    idleness.prefixes._unused.append(0)
+    idleness.prefixes._unused_ids.append(0)
     for _ in range(3):
         idleness.on_event()
         idleness.clock.advance(MIN_IDLE_S)
     assert (idleness.check.num_checks, idleness.check.num_failures) == (3, 3)
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
-    assert "a content that nothing names" in vars(record)["problem"]
+    assert "node ids" in vars(record)["problem"]
 
 
 def test_books_that_cannot_even_be_compared_are_a_failure_too(caplog: pytest.LogCaptureFixture) -> None:
     idleness = Idleness()
     idleness.driver.submit(1, list(range(1, 40)))
     idleness.driver.run()
-    idleness.prefixes._hashes.clear()
+    idleness.prefixes._nodes.clear()
     idleness.on_event()
     idleness.clock.advance(MIN_IDLE_S)
     assert idleness.check.num_failures == 1

@@ -1,214 +1,237 @@
-"""Hits are proven: neither a collision of hashes nor an evicted parent leads to a wrong block."""
+"""Whatever is published, split, displaced and forgotten: a prefix is found under exactly its own tokens and salt."""
 
 from __future__ import annotations
 
-from xxhash import xxh64_intdigest
+import numpy as np
 
-from services.scheduler.free_blocks import as_block_ids
-from services.scheduler.prefix_cache import PrefixCache, PrefixChain, PrefixMemo
+from services.scheduler.free_blocks import BlockIds
+from services.scheduler.prefix_cache import CachedPrefix, PrefixCache, PrefixCursor
 from tests.support.engine_driver import token_bytes
 
 BLOCK_SIZE = 16
 
-# Two blocks of valid token ids whose xxh64 is equal (RELIABILITY 1F); an attacker makes such a pair in 0.2 s.
-COLLIDING_A = [151814, 50499, *range(1002, 1008), 9183, 117423, *range(1010, 1016)]
-COLLIDING_B = [96829, 44660, *range(1002, 1008), 0, 0, *range(1010, 1016)]
+
+def make_cache(num_blocks: int = 32) -> PrefixCache:
+    return PrefixCache(num_blocks, BLOCK_SIZE)
 
 
-def make_cache(num_blocks: int = 8) -> PrefixCache:
-    return PrefixCache(num_blocks, BLOCK_SIZE * 4)
+def block_ids(*blocks: int) -> BlockIds:
+    return np.array(blocks, np.int32)
 
 
-def block_of(start: int) -> list[int]:
-    return list(range(start, start + BLOCK_SIZE))
+def tokens_of(contents: str) -> bytearray:
+    """The tokens of a chain: a block for each character."""
+    return bytearray(token_bytes([ord(content) * 1000 + index for content in contents for index in range(BLOCK_SIZE)]))
 
 
-def concat(blocks: tuple[list[int], ...]) -> bytes:
-    return token_bytes([token for block in blocks for token in block])
+def find(cache: PrefixCache, contents: str, salt: bytes = b"") -> CachedPrefix:
+    return cache.find(salt, tokens_of(contents), max_blocks=len(contents))
 
 
-def find(cache: PrefixCache, *blocks: list[int], salt: bytes = b"", memo: PrefixMemo | None = None) -> PrefixMemo:
-    """Look for a chain of full blocks."""
-    return cache.find(memo, salt, tokens=memoryview(concat(blocks)))
+def match(cache: PrefixCache, contents: str, salt: bytes = b"") -> list[int]:
+    """The blocks found for a chain."""
+    prefix = find(cache, contents, salt)
+    assert prefix.num_tokens == BLOCK_SIZE * prefix.cursor.num_blocks == BLOCK_SIZE * len(prefix.block_ids)
+    return list(prefix.block_ids.tolist())
 
 
-def match(cache: PrefixCache, *blocks: list[int], salt: bytes = b"") -> list[int]:
-    """The blocks found for a chain of full blocks."""
-    return find(cache, *blocks, salt=salt).block_ids
-
-
-def publish(cache: PrefixCache, *blocks: tuple[int, list[int]], salt: bytes = b"") -> PrefixChain:
-    """Publish a chain of (block, tokens) from the root, as if nothing of it had been found."""
-    chain = find(cache, salt=salt).chain
-    table, tokens = [block for block, _ in blocks], concat(tuple(tokens for _, tokens in blocks))
-    cache.publish(chain, table, tokens=bytearray(tokens), num_blocks=len(blocks))
-    cache.check_integrity([], [])
-    return chain
+def publish(
+    cache: PrefixCache, contents: str, *blocks: int, cursor: PrefixCursor | None = None, salt: bytes = b""
+) -> list[int]:
+    """Publish a chain behind a cursor, from the root without one; returns the blocks that lost their contents."""
+    cursor = find(cache, "", salt).cursor if cursor is None else cursor
+    displaced = cache.publish(cursor, block_ids(*blocks), tokens=tokens_of(contents), num_blocks=len(contents))
+    assert cursor.num_blocks == len(contents)
+    check(cache)
+    return list(displaced.tolist())
 
 
 def forget(cache: PrefixCache, *blocks: int) -> None:
-    cache.forget(as_block_ids([*blocks]))
+    cache.forget(block_ids(*blocks))
+    check(cache)
+
+
+def check(cache: PrefixCache) -> None:
     cache.check_integrity([], [])
-
-
-def test_the_hash_of_a_block_is_the_seed_of_the_next_ones() -> None:
-    cache = make_cache()
-    publish(cache, (0, block_of(1)), (1, block_of(100)))
-    first = xxh64_intdigest(token_bytes(block_of(1)))
-    second = xxh64_intdigest(token_bytes(block_of(100)), first)
-    assert find(cache, block_of(1)).chain.hash == first
-    assert find(cache, block_of(1), block_of(100)).chain.hash == second
-    assert find(cache, block_of(1), block_of(7)).chain.hash == first
-
-
-def test_the_hash_of_the_salt_is_the_seed_of_the_first_blocks() -> None:
-    cache = make_cache()
-    chain = publish(cache, (0, block_of(1)), salt=b"tenant")
-    assert chain.hash == xxh64_intdigest(token_bytes(block_of(1)), xxh64_intdigest(b"tenant"))
 
 
 def test_the_first_miss_makes_all_later_blocks_misses() -> None:
     cache = make_cache()
-    publish(cache, (0, block_of(1)), (1, block_of(2)), (2, block_of(3)))
-    assert match(cache, block_of(1), block_of(2), block_of(3)) == [0, 1, 2]
-    assert match(cache, block_of(1), block_of(9), block_of(3)) == [0]
-    assert match(cache, block_of(2)) == []
+    publish(cache, "abc", 0, 1, 2)
+    assert match(cache, "abc") == [0, 1, 2]
+    assert match(cache, "abcd") == [0, 1, 2]
+    assert match(cache, "ab") == [0, 1]
+    assert match(cache, "axc") == [0]
+    assert match(cache, "bc") == []
+    assert match(cache, "") == []
 
 
-def test_a_collision_costs_a_miss_and_never_a_wrong_block() -> None:
-    assert xxh64_intdigest(token_bytes(COLLIDING_A)) == xxh64_intdigest(token_bytes(COLLIDING_B))
+def test_a_block_that_differs_in_its_last_token_is_a_miss() -> None:
     cache = make_cache()
-    publish(cache, (0, COLLIDING_A))
-    assert match(cache, COLLIDING_B) == []
-    publish(cache, (1, COLLIDING_B))
-    assert match(cache, COLLIDING_B) == [1]
-    assert match(cache, COLLIDING_A) == []
+    publish(cache, "ab", 0, 1)
+    for position in (0, 15, 16, 31):
+        tokens = tokens_of("ab")
+        tokens[4 * position] ^= 1
+        assert cache.find(b"", tokens, max_blocks=2).block_ids.tolist() == [0][: position // 16]
 
 
-def test_a_child_is_not_found_under_a_parent_whose_hash_collides() -> None:
-    # The poisoning of RELIABILITY 1F: equal own tokens, equal hashes, another parent.
+def test_chains_that_part_share_what_is_before() -> None:
     cache = make_cache()
-    publish(cache, (0, COLLIDING_A), (1, block_of(1)))
-    publish(cache, (2, COLLIDING_B))
-    assert match(cache, COLLIDING_B, block_of(1)) == [2]
+    publish(cache, "abcd", 0, 1, 2, 3)
+    cursor = find(cache, "abxy").cursor
+    assert publish(cache, "abxy", 0, 1, 4, 5, cursor=cursor) == []
+    assert match(cache, "abcd") == [0, 1, 2, 3]
+    assert match(cache, "abxy") == [0, 1, 4, 5]
+    cursor = find(cache, "az").cursor
+    publish(cache, "az", 0, 6, cursor=cursor)
+    assert [match(cache, contents) for contents in ("abcd", "abxy", "az")] == [[0, 1, 2, 3], [0, 1, 4, 5], [0, 6]]
 
 
-def test_whatever_collided_leaves_the_books_in_order() -> None:
-    for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0), (1, 0, 2)):
-        cache = make_cache()
-        publish(cache, (0, COLLIDING_A))
-        publish(cache, (1, COLLIDING_B))
-        publish(cache, (2, COLLIDING_A))
-        for block in order:
-            forget(cache, block)
-        publish(cache, (3, COLLIDING_B))
-        assert match(cache, COLLIDING_B) == [3]
+def test_a_chain_grows_behind_what_was_found_and_what_was_published() -> None:
+    cache = make_cache()
+    publish(cache, "ab", 0, 1)
+    cursor = find(cache, "abcd").cursor
+    publish(cache, "abc", 0, 1, 2, cursor=cursor)
+    publish(cache, "abcd", 0, 1, 2, 3, cursor=cursor)
+    assert match(cache, "abcde") == [0, 1, 2, 3]
+
+
+def test_a_cursor_survives_that_others_part_before_it() -> None:
+    cache = make_cache()
+    cursor = find(cache, "").cursor
+    publish(cache, "abcd", 0, 1, 2, 3, cursor=cursor)
+    publish(cache, "axcd", 4, 5, 6, 7)
+    publish(cache, "abxd", 8, 9, 10, 11)
+    publish(cache, "abcdef", 0, 1, 2, 3, 12, 13, cursor=cursor)
+    # The newest block of a content is found.
+    assert match(cache, "abcdef") == [8, 9, 2, 3, 12, 13]
+    assert match(cache, "axcd") == [8, 5, 6, 7]
 
 
 def test_different_salts_share_nothing() -> None:
     cache = make_cache()
-    publish(cache, (0, block_of(1)))
-    publish(cache, (1, block_of(1)), salt=b"a")
-    publish(cache, (2, block_of(1)), salt=b"b")
-    assert [match(cache, block_of(1), salt=salt) for salt in (b"", b"a", b"b", b"c")] == [[0], [1], [2], []]
+    publish(cache, "a", 0)
+    publish(cache, "a", 1, salt=b"a")
+    publish(cache, "a", 2, salt=b"b")
+    assert [match(cache, "a", salt) for salt in (b"", b"a", b"b", b"c")] == [[0], [1], [2], []]
 
 
-def test_salts_whose_hashes_collide_share_nothing() -> None:
+def test_a_salt_that_nothing_needs_is_forgotten_and_begins_anew() -> None:
     cache = make_cache()
-    salt, twin = token_bytes(COLLIDING_A), token_bytes(COLLIDING_B)
-    publish(cache, (0, block_of(1)), (1, block_of(2)), salt=salt)
-    assert match(cache, block_of(1), block_of(2), salt=twin) == []
-    publish(cache, (2, block_of(1)), salt=twin)
-    assert match(cache, block_of(1), block_of(2), salt=twin) == [2]
-
-
-def test_a_salt_that_nothing_names_is_forgotten_and_begins_anew() -> None:
-    cache = make_cache()
-    publish(cache, (0, block_of(1)), salt=b"a")
-    memo = find(cache, block_of(9), salt=b"a")
+    publish(cache, "a", 0, salt=b"s")
+    cursor = find(cache, "z", b"s").cursor
     forget(cache, 0)
-    # Its row is used again; a chain that began before must not begin under it.
-    publish(cache, (1, block_of(1)), salt=b"b")
-    cache.publish(memo.chain, [2], tokens=bytearray(token_bytes(block_of(9))), num_blocks=1)
-    cache.check_integrity([], [])
-    assert match(cache, block_of(9), salt=b"a") == [2]
-    assert match(cache, block_of(9), salt=b"b") == []
+    publish(cache, "a", 1, salt=b"t")
+    publish(cache, "z", 2, cursor=cursor)
+    assert (match(cache, "z", b"s"), match(cache, "z", b"t"), match(cache, "a", b"t")) == ([2], [], [1])
 
 
-def test_a_parent_computed_again_finds_its_children_again() -> None:
+def test_a_head_computed_again_leads_to_the_tails_that_are_still_there() -> None:
     cache = make_cache()
-    publish(cache, (0, block_of(1)), (1, block_of(2)))
-    forget(cache, 0)
-    assert match(cache, block_of(1), block_of(2)) == []
-    publish(cache, (5, block_of(1)))
-    assert match(cache, block_of(1), block_of(2)) == [5, 1]
+    publish(cache, "abcd", 0, 1, 2, 3)
+    forget(cache, 0, 2)
+    assert match(cache, "abcd") == []
+    publish(cache, "a", 5)
+    assert match(cache, "abcd") == [5, 1]
+    publish(cache, "abc", 6, 7, 8)
+    assert match(cache, "abcd") == [6, 7, 8, 3]
 
 
-def test_a_content_that_nobody_names_is_dropped_with_its_parents() -> None:
+def test_what_nothing_needs_is_dropped() -> None:
     cache = make_cache()
-    publish(cache, (0, block_of(1)), (1, block_of(2)), (2, block_of(3)))
-    for block in (0, 1, 2):
-        forget(cache, block)
-    publish(cache, (3, block_of(1)))
-    assert match(cache, block_of(1), block_of(2)) == [3]
+    publish(cache, "abc", 0, 1, 2)
+    publish(cache, "abx", 3, 4, 5)
+    forget(cache, 4, 3)
+    forget(cache, 2)
+    publish(cache, "ab", 6, 7)
+    assert (match(cache, "abc"), match(cache, "abx")) == ([6, 7], [6, 7, 5])
+    forget(cache, 5, 7, 6)
+    assert match(cache, "abx") == []
+    assert cache.flush().size == 0
 
 
-def test_the_newest_block_of_a_content_wins_and_an_older_one_leaves_its_entry_alone() -> None:
+def test_the_newest_block_of_a_content_wins_and_the_older_one_holds_nothing_any_more() -> None:
     cache = make_cache()
-    publish(cache, (0, block_of(1)))
-    publish(cache, (1, block_of(1)))
-    assert match(cache, block_of(1)) == [1]
-    forget(cache, 0)
-    assert match(cache, block_of(1)) == [1]
-    forget(cache, 1)
-    assert match(cache, block_of(1)) == []
+    publish(cache, "ab", 0, 1)
+    assert publish(cache, "ab", 2, 3) == [0, 1]
+    assert match(cache, "ab") == [2, 3]
+    assert cache.holds(block_ids(0, 1, 2, 3)).tolist() == [False, False, True, True]
+    forget(cache, 2, 3)
+    assert match(cache, "ab") == []
 
 
-def test_a_hidden_block_is_not_found_but_keeps_its_content() -> None:
+def test_a_chain_within_another_takes_its_place_there() -> None:
     cache = make_cache()
-    publish(cache, (0, block_of(1)), (1, block_of(2)))
-    cache.hide(0)
-    cache.check_integrity([0, 1], [])
-    assert match(cache, block_of(1)) == []
-    publish(cache, (2, block_of(1)))
-    assert match(cache, block_of(1), block_of(2)) == [2, 1]
+    publish(cache, "abcd", 0, 1, 2, 3)
+    cursor = find(cache, "ab").cursor
+    assert publish(cache, "abc", 0, 1, 4, cursor=cursor) == [2]
+    assert match(cache, "abcd") == [0, 1, 4, 3]
+    publish(cache, "abcx", 0, 1, 4, 5, cursor=cursor)
+    assert (match(cache, "abcd"), match(cache, "abcx")) == ([0, 1, 4, 3], [0, 1, 4, 5])
+
+
+def test_a_long_chain_goes_block_by_block_from_its_end_and_comes_again() -> None:
+    cache = make_cache()
+    contents = "abcdefghij"
+    publish(cache, contents, *range(10))
+    for num_left in range(9, 0, -1):
+        forget(cache, num_left)
+        assert match(cache, contents) == [*range(num_left)]
+    publish(cache, contents, 0, *range(11, 20), cursor=find(cache, contents).cursor)
+    assert match(cache, contents) == [0, *range(11, 20)]
+
+
+def test_a_cursor_whose_blocks_were_displaced_and_reused_goes_on_behind_a_gap() -> None:
+    cache = make_cache()
+    cursor = find(cache, "").cursor
+    publish(cache, "ab", 0, 1, cursor=cursor)
+    # Somebody else computed the same, and was reused.
+    publish(cache, "ab", 2, 3)
+    forget(cache, 3, 2)
+    publish(cache, "abcd", 0, 1, 4, 5, cursor=cursor)
+    # What it published before is not published again: it may have been taken out for a reason.
+    assert match(cache, "abcd") == []
+    publish(cache, "ab", 6, 7)
+    assert match(cache, "abcd") == [6, 7, 4, 5]
+
+
+def test_what_was_found_does_not_change_with_the_cache() -> None:
+    cache = make_cache()
+    publish(cache, "abc", 0, 1, 2)
+    prefix = find(cache, "abc")
+    assert prefix.version is cache.version
+    publish(cache, "ab", 3, 4)
+    forget(cache, 2)
+    assert prefix.block_ids.tolist() == [0, 1, 2]
+    assert prefix.version is not cache.version
 
 
 def test_nothing_from_before_a_flush_is_found_nor_what_is_computed_after_it() -> None:
     cache = make_cache()
-    chain = publish(cache, (0, block_of(1)), (1, block_of(2)))
+    cursor = find(cache, "").cursor
+    publish(cache, "ab", 0, 1, cursor=cursor)
     assert sorted(cache.flush().tolist()) == [0, 1]
-    assert cache.num_held(chain) == 0
-    tokens = bytearray(concat((block_of(1), block_of(2), block_of(3))))
-    cache.publish(chain, [0, 1, 2], tokens=tokens, num_blocks=3)
-    publish(cache, (4, block_of(1)), (5, block_of(2)))
+    assert not cache.holds(block_ids(0, 1)).any()
+    displaced = cache.publish(cursor, block_ids(0, 1, 2), tokens=tokens_of("abc"), num_blocks=3)
+    assert displaced.size == 0
+    publish(cache, "ab", 4, 5)
     cache.check_integrity([4, 5], [0, 1, 2])
-    assert match(cache, block_of(1), block_of(2), block_of(3)) == [4, 5]
+    assert match(cache, "abc") == [4, 5]
 
 
-def test_a_memo_grows_with_what_is_published_and_shrinks_with_what_leaves() -> None:
-    cache = make_cache()
-    blocks = (block_of(1), block_of(2), block_of(3))
-    memo = find(cache, *blocks)
-    publish(cache, (0, block_of(1)), (1, block_of(2)), (2, block_of(3)))
-    memo = find(cache, *blocks, memo=memo)
-    assert memo.block_ids == memo.block_array.tolist() == [0, 1, 2]
-    forget(cache, 1)
-    memo = find(cache, *blocks, memo=memo)
-    assert memo.block_ids == memo.block_array.tolist() == [0]
-    assert memo.chain == find(cache, *blocks).chain
-    # The block that was reused has a content again, another one.
-    publish(cache, (1, block_of(7)))
-    assert find(cache, *blocks, memo=memo).block_ids == [0]
-    publish(cache, (3, block_of(1)), (4, block_of(2)))
-    assert find(cache, *blocks, memo=memo).block_ids == [3, 4, 2]
-
-
-def test_a_memo_of_another_cache_or_from_before_a_flush_is_void() -> None:
+def test_a_cursor_of_another_cache_publishes_nothing() -> None:
     cache, other = make_cache(), make_cache()
-    for each in (cache, other):
-        publish(each, (0, block_of(1)))
-    assert find(other, block_of(1), block_of(2), memo=find(cache, block_of(1))).chain == find(other, block_of(1)).chain
-    memo = find(cache, block_of(1))
-    cache.flush()
-    assert find(cache, block_of(1), memo=memo).block_ids == []
+    cursor = find(cache, "").cursor
+    publish(cache, "a", 0, cursor=cursor)
+    assert other.publish(cursor, block_ids(0, 1), tokens=tokens_of("ab"), num_blocks=2).size == 0
+    assert match(other, "ab") == []
+
+
+def test_block_size_one_tells_tokens_apart() -> None:
+    cache = PrefixCache(64, 1)
+    tokens = bytearray(token_bytes([*range(40)]))
+    cache.publish(
+        cache.find(b"", tokens, max_blocks=0).cursor, np.arange(40, dtype=np.int32), tokens=tokens, num_blocks=40
+    )
+    other = bytearray(token_bytes([*range(23), 7, *range(24, 40)]))
+    assert cache.find(b"", other, max_blocks=40).block_ids.tolist() == [*range(23)]
