@@ -14,6 +14,9 @@ from services.scheduler.free_blocks import BlockIds, FreeBlocks
 from services.scheduler.prefix_cache import CachedPrefix, PrefixCache, PrefixCursor
 from services.scheduler.sequence import Sequence
 
+# A few cached blocks more or less in a large pool make no difference, and many go for the price of one.
+_EVICTION_BATCH = 512
+
 
 class BlockManager:
     """Hands out fixed-size KV blocks and shares full ones between equal prefixes.
@@ -161,12 +164,18 @@ class BlockManager:
         self._prefixes.check_integrity(cached, blank)
 
     def _take(self, num_blocks: int) -> BlockIds:
-        blank, cached = self._free.take(num_blocks)
-        if cached.size:
-            self._prefixes.forget(cached)
-            blank = np.concatenate([blank, cached])
-        self._ref_counts[blank] = 1
-        return blank
+        blocks = self._free.take_blank(min(num_blocks, self._free.num_blank))
+        if len(blocks) < num_blocks:
+            blocks = np.concatenate([blocks, self._evict(num_blocks - len(blocks))])
+        self._ref_counts[blocks] = 1
+        return blocks
+
+    def _evict(self, num_blocks: int) -> BlockIds:
+        """Take cached blocks from their prefixes; of a large pool some more, which become blank, for the next time."""
+        evicted = self._free.take_cached(max(num_blocks, min(self._free.num_cached // 64, _EVICTION_BATCH)))
+        self._prefixes.forget(evicted)
+        self._free.add_blank(evicted[num_blocks:][::-1])
+        return evicted[:num_blocks]
 
 
 def _as_array(block_table: array[int]) -> BlockIds:

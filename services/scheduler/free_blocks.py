@@ -14,7 +14,7 @@ _MIN_WINDOW = 64
 
 
 class FreeBlocks:
-    """Blank blocks, which are taken first, and cached ones, of which the least recently freed is taken first.
+    """Blank blocks, and cached ones, of which the least recently freed is taken first.
 
     Cached blocks stand in a queue that nothing is taken out of except at its head: a block that is revived leaves its
     entry behind, and its recorded position tells that the entry is void. Void entries go when the head meets them, or
@@ -29,13 +29,13 @@ class FreeBlocks:
         self.num_cached = 0
         # A stack: taken from its end, the lowest number first.
         self._blank = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
-        self._num_blank = num_blocks
+        self.num_blank = num_blocks
         self._queue = np.zeros(2 * num_blocks, np.int32)
         self._head = self._tail = 0
         self._position = np.full(num_blocks, _NOWHERE, np.int32)
 
     def __len__(self) -> int:
-        return self._num_blank + self.num_cached
+        return self.num_blank + self.num_cached
 
     @property
     def cached(self) -> BlockIds:
@@ -47,12 +47,12 @@ class FreeBlocks:
     @property
     def blank(self) -> BlockIds:
         """The blank blocks, the next one to be taken last; not to be changed."""
-        return self._blank[: self._num_blank]
+        return self._blank[: self.num_blank]
 
     def add_blank(self, blocks: BlockIds) -> None:
         """Add blocks without content, the next one to be taken last."""
-        self._blank[self._num_blank : self._num_blank + len(blocks)] = blocks
-        self._num_blank += len(blocks)
+        self._blank[self.num_blank : self.num_blank + len(blocks)] = blocks
+        self.num_blank += len(blocks)
 
     def add_cached(self, blocks: BlockIds) -> None:
         """Add blocks with a content, the least valuable one first."""
@@ -69,26 +69,15 @@ class FreeBlocks:
         self._position[blocks] = _NOWHERE
         self.num_cached -= len(blocks)
 
-    def take(self, num_blocks: int) -> tuple[BlockIds, BlockIds]:
-        """Take the next blocks, of which there are enough.
+    def take_blank(self, num_blocks: int) -> BlockIds:
+        """Take the next blank blocks, of which there are enough."""
+        num_left = self.num_blank - num_blocks
+        blocks = self._blank[num_left : self.num_blank][::-1].copy()
+        self.num_blank = num_left
+        return blocks
 
-        Returns:
-            The blank ones, and those that hold a content.
-        """
-        num_left = max(self._num_blank - num_blocks, 0)
-        num_cached = num_blocks - (self._num_blank - num_left)
-        blank = self._blank[num_left : self._num_blank][::-1].copy()
-        self._num_blank = num_left
-        return blank, self._take_cached(num_cached) if num_cached else NO_BLOCKS
-
-    def blank_all(self) -> None:
-        """Make all cached blocks blank."""
-        cached = self.cached
-        self.add_blank(cached[::-1])
-        self.revive(cached)
-        self._head = self._tail = 0
-
-    def _take_cached(self, num_blocks: int) -> BlockIds:
+    def take_cached(self, num_blocks: int) -> BlockIds:
+        """Take the next cached blocks, of which there are enough."""
         taken = []
         while num_blocks:
             # Twice what is missing, so that void entries are rarely met in vain and each is met about once.
@@ -101,6 +90,13 @@ class FreeBlocks:
         blocks = np.concatenate(taken)
         self.revive(blocks)
         return blocks
+
+    def blank_all(self) -> None:
+        """Make all cached blocks blank."""
+        cached = self.cached
+        self.add_blank(cached[::-1])
+        self.revive(cached)
+        self._head = self._tail = 0
 
     def _pack(self) -> None:
         """Drop the void entries, so that the queue begins at the start of its memory."""

@@ -138,18 +138,19 @@ class PrefixCache:
             return NO_BLOCKS
         self.version = object()
         node, depth = self._resume(cursor)
+        # What was found or published before is not this sequence's to publish again.
+        num_before = cursor.num_blocks
         displaced: list[BlockIds] = []
         while depth < num_blocks:
             child = self._child(node, tokens, depth)
             if child is None:
-                child = self._add_leaf(node, tokens, num_blocks)
-                num_common = child.num_blocks
-            else:
-                num_common = self._num_common(child, tokens, depth, num_blocks)
-                if num_common < child.num_blocks and depth + num_common < num_blocks:
-                    child = self._split(child, num_common)
-            # What was found or published before is not this sequence's to publish again.
-            first = max(cursor.num_blocks - depth, 0)
+                node = self._add_leaf(node, tokens, block_table[:num_blocks], num_before)
+                depth = num_blocks
+                break
+            num_common = self._num_common(child, tokens, depth, num_blocks)
+            if num_common < child.num_blocks and depth + num_common < num_blocks:
+                child = self._split(child, num_common)
+            first = max(num_before - depth, 0)
             if first < num_common:
                 displaced += self._hold(child, first, block_table[depth + first : depth + num_common])
             if num_common < child.num_blocks:
@@ -171,9 +172,11 @@ class PrefixCache:
         bounds = [0, *(np.flatnonzero(node_ids[1:] != node_ids[:-1]) + 1).tolist(), len(blocks)]
         for start, end in pairwise(bounds):
             node = self._nodes[node_ids[start]]
-            node.blocks[self._depths[blocks[start:end]] - node.start] = _NO_BLOCK
             node.num_present -= end - start
-            self._prune(node)
+            if node.num_present or node.children:
+                node.blocks[self._depths[blocks[start:end]] - node.start] = _NO_BLOCK
+            if not node.children:
+                self._prune(node)
 
     def flush(self) -> BlockIds:
         """Forget all contents; nothing of what has begun can be found later.
@@ -257,9 +260,14 @@ class PrefixCache:
         self._node_ids[before] = _NO_NODE
         node.num_present += len(blocks) - len(before)
         place[:] = blocks
-        self._node_ids[blocks] = node.id
-        self._depths[blocks] = np.arange(node.start + first, node.start + first + len(blocks))
+        self._note_place(blocks, node, first)
         return [before] if before.size else []
+
+    def _note_place(self, blocks: BlockIds, node: PrefixNode, first: int) -> None:
+        """Note that these blocks have a node's contents from `first` on."""
+        start = node.start + first
+        self._node_ids[blocks] = node.id
+        self._depths[blocks] = np.arange(start, start + len(blocks), dtype=np.int32)
 
     def _split(self, node: PrefixNode, num_blocks: int) -> PrefixNode:
         """Put a new node with the first `num_blocks` contents of a node before the rest of it; returns the new one.
@@ -304,14 +312,18 @@ class PrefixCache:
         start = depth * self._block_bytes
         return node.children.get(bytes(tokens[start : start + self._block_bytes]))
 
-    def _add_leaf(self, parent: PrefixNode, tokens: bytearray, num_blocks: int) -> PrefixNode:
-        """A new child with the contents behind its parent up to a sequence's first `num_blocks`; none is held yet."""
+    def _add_leaf(self, parent: PrefixNode, tokens: bytearray, table: BlockIds, num_before: int) -> PrefixNode:
+        """A new child with a sequence's contents behind its parent; it has the blocks behind the first `num_before`."""
         depth = parent.start + parent.num_blocks
-        node_tokens = bytes(memoryview(tokens)[depth * self._block_bytes : num_blocks * self._block_bytes])
+        node_tokens = bytes(memoryview(tokens)[depth * self._block_bytes : len(table) * self._block_bytes])
         node = self._add_node(parent, node_tokens[: self._block_bytes], depth)
         node.tokens = node_tokens
-        node.num_blocks = num_blocks - depth
-        node.blocks = np.full(node.num_blocks, _NO_BLOCK, np.int32)
+        node.blocks = table[depth:].copy()
+        num_gap = max(num_before - depth, 0)
+        node.blocks[:num_gap] = _NO_BLOCK
+        node.num_blocks = len(node.blocks)
+        node.num_present = node.num_blocks - num_gap
+        self._note_place(node.blocks[num_gap:], node, num_gap)
         return node
 
     def _add_node(self, parent: PrefixNode, key: bytes, start: int) -> PrefixNode:

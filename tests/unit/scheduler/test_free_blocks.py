@@ -14,8 +14,10 @@ def as_block_ids(blocks: list[int]) -> BlockIds:
 
 
 def take(free: FreeBlocks, num_blocks: int) -> tuple[list[int], list[int]]:
-    blank, cached = free.take(num_blocks)
-    return blank.tolist(), cached.tolist()
+    num_blank = min(num_blocks, free.num_blank)
+    return list(free.take_blank(num_blank)), list(
+        free.take_cached(num_blocks - num_blank) if num_blocks > num_blank else []
+    )
 
 
 def test_a_new_pool_is_taken_in_order() -> None:
@@ -26,7 +28,7 @@ def test_a_new_pool_is_taken_in_order() -> None:
 
 def test_blank_blocks_go_first_then_cached_ones_as_they_came() -> None:
     free = FreeBlocks(4)
-    free.take(4)
+    free.take_blank(4)
     free.add_cached(as_block_ids([3, 1]))
     free.add_blank(as_block_ids([2, 0]))
     assert (len(free), free.num_cached) == (4, 2)
@@ -36,7 +38,7 @@ def test_blank_blocks_go_first_then_cached_ones_as_they_came() -> None:
 
 def test_a_revived_block_goes_to_the_end_when_it_is_freed_again() -> None:
     free = FreeBlocks(3)
-    free.take(3)
+    free.take_blank(3)
     free.add_cached(as_block_ids([0, 1, 2]))
     free.revive(as_block_ids([0, 2]))
     free.add_cached(as_block_ids([0]))
@@ -46,7 +48,7 @@ def test_a_revived_block_goes_to_the_end_when_it_is_freed_again() -> None:
 
 def test_blocks_made_blank_are_cached_no_more() -> None:
     free = FreeBlocks(3)
-    free.take(2)
+    free.take_blank(2)
     free.add_cached(as_block_ids([1, 0]))
     free.blank_all()
     assert (free.num_cached, sorted(free.blank.tolist())) == (0, [0, 1, 2])
@@ -56,7 +58,7 @@ def test_blocks_made_blank_are_cached_no_more() -> None:
 @given(st.lists(st.lists(st.integers(0, 99), unique=True, max_size=99), max_size=40))
 def test_the_order_survives_any_number_of_revivals(batches: list[list[int]]) -> None:
     free = FreeBlocks(100)
-    free.take(100)
+    free.take_blank(100)
     order = list(range(100))
     free.add_cached(as_block_ids(order))
     for batch in batches:
