@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.scheduler.sequence import TOKEN_BYTES, Finish, Sequence
-from services.scheduler.slot_table import IntColumn, Slots
+from services.scheduler.slot_table import IntColumn, RowConstants, Slots
 from shared.errors import ServiceError
 from shared.limits import SamplingParams
 
@@ -154,23 +154,17 @@ class OutputsByClient:
     def __init__(self) -> None:
         self.by_client: dict[int, Outputs] = {}
 
-    def add_rows(
-        self,
-        clients: IntColumn,
-        handles: np.ndarray[tuple[int], np.dtype[np.uint32]],
-        first_indexes: IntColumn,
-        token_ids: IntColumn,
-    ) -> None:
+    def add_rows(self, rows: RowConstants, first_indexes: IntColumn, token_ids: IntColumn) -> None:
         """Add the rows that got a token; once."""
-        if clients.size and (clients == clients[0]).all():
-            outputs = self._of(int(clients[0]))
-            outputs.handles, outputs.first_indexes, outputs.token_ids = handles, first_indexes, token_ids
+        if rows.only_client is not None:
+            outputs = self._of(rows.only_client)
+            outputs.handles, outputs.first_indexes, outputs.token_ids = rows.handles, first_indexes, token_ids
             return
-        for client in np.unique(clients):
-            rows = clients == client
+        for client in np.unique(rows.clients):
+            is_own = rows.clients == client
             outputs = self._of(int(client))
-            outputs.handles, outputs.first_indexes = handles[rows], first_indexes[rows]
-            outputs.token_ids = token_ids[rows]
+            outputs.handles, outputs.first_indexes = rows.handles[is_own], first_indexes[is_own]
+            outputs.token_ids = token_ids[is_own]
 
     def add_start(self, client: int, start: RequestStart) -> None:
         """Add a request that began."""

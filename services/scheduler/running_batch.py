@@ -106,7 +106,7 @@ class RunningBatch:
             StepRecord(self._last_step_id, batch.kind, batch.num_tokens, batch.row_slots, batch.partial_slots, now)
         )
         # The step brings these to their last token: they get no further row.
-        for slot in batch.row_slots[num_planned >= self.slots.max_num_tokens[batch.row_slots]].tolist():
+        for slot in batch.row_slots[num_planned >= self.slots.constants(batch.row_slots).max_num_tokens].tolist():
             self.drop(self.slots.sequence_at(slot))
         return self._last_step_id
 

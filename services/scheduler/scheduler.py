@@ -144,8 +144,9 @@ class Scheduler:
             self._fail_not_finite(record, result.not_finite_rows, is_usable, outputs, now)
             slots, token_ids = slots[is_usable], token_ids[is_usable]
         positions = self._slots.num_tokens[slots]
-        first_indexes = positions - self._slots.num_prompt_tokens[slots]
-        outputs.add_rows(self._slots.client[slots], self._slots.handle[slots], first_indexes, token_ids)
+        constants = self._slots.constants(slots)
+        first_indexes = positions - constants.num_prompt_tokens
+        outputs.add_rows(constants, first_indexes, token_ids)
         self._slots.append(slots, positions, token_ids)
         if record.kind is not StepKind.DECODE:
             self._last_prefill_latency = now - record.sent_at

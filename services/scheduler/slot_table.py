@@ -6,6 +6,8 @@ happens. CONTROL_PLANE has the measurements: visiting every sequence costs the p
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
@@ -23,6 +25,23 @@ RUN_TOKENS = 64
 _RUN_COLUMNS = 2 * RUN_TOKENS
 
 _NO_TOKEN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class RowConstants:
+    """What does not change while sequences hold their slots, for some rows: [num_rows] each.
+
+    `only_client` is the client of all of them; None when there are several, or no rows.
+    """
+
+    slots: Slots
+    clients: IntColumn
+    handles: np.ndarray[tuple[int], np.dtype[np.uint32]]
+    only_client: int | None
+    num_prompt_tokens: IntColumn
+    max_num_tokens: IntColumn
+    watched: IntColumn
+    """[most watched tokens of a row, num_rows], filled up with -1."""
 
 
 class SlotTable:
@@ -58,6 +77,7 @@ class SlotTable:
         # Tokens after which a row may have to stop, filled up with -1: [most of them, num_slots].
         self._watched = np.full((1, num_slots), _NO_TOKEN, np.int32)
         self._free = list(range(num_slots - 1, -1, -1))
+        self._constants = self._gather_constants(np.empty(0, np.intp))
 
     @property
     def num_free_slots(self) -> int:
@@ -135,12 +155,36 @@ class SlotTable:
             seq.token_bytes += self._run_bytes[row * TOKEN_BYTES : last * TOKEN_BYTES]
         self._run_end[slot] = (end // RUN_TOKENS + 1) * RUN_TOKENS
 
+    def constants(self, slots: Slots) -> RowConstants:
+        """What does not change of these rows, as long as steps name them.
+
+        Gathered once for an array that is asked for again and again, as that of the batch order is; it must not be
+        written.
+        """
+        if slots is not self._constants.slots:
+            self._constants = self._gather_constants(slots)
+        return self._constants
+
     def find_watched(self, slots: Slots, token_ids: IntColumn) -> npt.NDArray[np.intp]:
         """Row numbers whose newest token is a watched one: they may have to stop."""
-        is_watched: npt.NDArray[np.bool_] = self._watched[0][slots] == token_ids
-        for watched in self._watched[1:]:
-            is_watched |= watched[slots] == token_ids
+        watched = self.constants(slots).watched
+        is_watched: npt.NDArray[np.bool_] = watched[0] == token_ids
+        for more in watched[1:]:
+            is_watched |= more == token_ids
         return is_watched.nonzero()[0]
+
+    def _gather_constants(self, slots: Slots) -> RowConstants:
+        clients = self.client[slots]
+        is_one = clients.size and (clients == clients[0]).all()
+        return RowConstants(
+            slots,
+            clients,
+            self.handle[slots],
+            int(clients[0]) if is_one else None,
+            self.num_prompt_tokens[slots],
+            self.max_num_tokens[slots],
+            self._watched[:, slots],
+        )
 
     def _watch(self, slot: int, tokens: list[int]) -> None:
         if len(tokens) > len(self._watched):
