@@ -116,7 +116,8 @@ def check_token_ids(token_ids: npt.NDArray[np.integer], logits_width: int, *, fi
     Raises:
         InvalidRequestError: an id is negative or not below `logits_width`; the first one's index is given.
     """
-    if not token_ids.size or (token_ids.min() >= 0 and token_ids.max() < logits_width):
+    # As unsigned numbers, negative ones are too large as well.
+    if not token_ids.size or token_ids.view(f"u{token_ids.itemsize}").max() < logits_width:
         return
     index = int(((token_ids < 0) | (token_ids >= logits_width)).argmax())
     raise InvalidRequestError.from_violations([_out_of_vocabulary(f"{field}[{index}]", logits_width)])

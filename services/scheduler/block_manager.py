@@ -121,8 +121,10 @@ class BlockManager:
         """Take all blocks from a sequence; those that nobody else holds become free, contents kept."""
         # Tail first: the head of a prompt is the part a later prompt may share.
         blocks = _as_array(seq.block_table)[::-1]
-        self._ref_counts[blocks] -= 1
-        blocks = blocks[self._ref_counts[blocks] == 0]
+        counts = self._ref_counts[blocks] - 1
+        self._ref_counts[blocks] = counts
+        if counts.any():
+            blocks = blocks[counts == 0]
         holds = self._prefixes.holds(blocks)
         self._free.add_cached(blocks[holds])
         self._free.add_blank(blocks[~holds])
@@ -172,7 +174,7 @@ class BlockManager:
 
     def _evict(self, num_blocks: int) -> BlockIds:
         """Take cached blocks from their prefixes; of a large pool some more, which become blank, for the next time."""
-        evicted = self._free.take_cached(max(num_blocks, min(self._free.num_cached // 64, _EVICTION_BATCH)))
+        evicted = self._free.take_cached(max(num_blocks, min(self._free.num_cached // 32, _EVICTION_BATCH)))
         self._prefixes.forget(evicted)
         self._free.add_blank(evicted[num_blocks:][::-1])
         return evicted[:num_blocks]

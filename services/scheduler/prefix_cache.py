@@ -35,11 +35,11 @@ class PrefixNode:
     key: bytes
     """The tokens of its first block, by which its parent knows it; of a root the salt."""
     start: int
+    tokens: bytes
+    blocks: BlockIds
+    num_blocks: int
+    num_present: int
     children: dict[bytes, PrefixNode] = field(default_factory=dict)
-    tokens: bytes = b""
-    blocks: BlockIds = field(default_factory=lambda: NO_BLOCKS)
-    num_blocks: int = 0
-    num_present: int = 0
     num_cuts: int = 0
     """Counts what makes cursors at its end void: that it became shorter, or went."""
 
@@ -237,7 +237,9 @@ class PrefixCache:
             return cursor.node, cursor.depth
         root = self._roots.get(cursor.salt)
         if root is None:
-            root = self._roots[cursor.salt] = self._new_node(None, cursor.salt, 0)
+            root = self._roots[cursor.salt] = self._add_node(
+                None, cursor.salt, start=0, tokens=b"", blocks=NO_BLOCKS, num_present=0
+            )
         return root, 0
 
     def _num_common(self, node: PrefixNode, tokens: bytearray, depth: int, max_blocks: int) -> int:
@@ -275,13 +277,15 @@ class PrefixCache:
         What is behind keeps its identity: a cursor at the end of `node` stays where it is.
         """
         assert node.parent is not None
-        head = self._add_node(node.parent, node.key, node.start)
         num_bytes = num_blocks * self._block_bytes
-        head.tokens, node.tokens = node.tokens[:num_bytes], node.tokens[num_bytes:]
-        head.blocks, node.blocks = node.blocks[:num_blocks].copy(), node.blocks[num_blocks:].copy()
-        present = head.blocks[head.blocks != _NO_BLOCK]
+        blocks = node.blocks[:num_blocks].copy()
+        present = blocks[blocks != _NO_BLOCK]
+        head_tokens = node.tokens[:num_bytes]
+        head = self._add_node(
+            node.parent, node.key, start=node.start, tokens=head_tokens, blocks=blocks, num_present=len(present)
+        )
         self._node_ids[present] = head.id
-        head.num_blocks, head.num_present = num_blocks, len(present)
+        node.tokens, node.blocks = node.tokens[num_bytes:], node.blocks[num_blocks:].copy()
         node.num_blocks -= num_blocks
         node.num_present -= len(present)
         node.start += num_blocks
@@ -316,27 +320,27 @@ class PrefixCache:
         """A new child with a sequence's contents behind its parent; it has the blocks behind the first `num_before`."""
         depth = parent.start + parent.num_blocks
         node_tokens = bytes(memoryview(tokens)[depth * self._block_bytes : len(table) * self._block_bytes])
-        node = self._add_node(parent, node_tokens[: self._block_bytes], depth)
-        node.tokens = node_tokens
-        node.blocks = table[depth:].copy()
+        blocks = table[depth:].copy()
         num_gap = max(num_before - depth, 0)
-        node.blocks[:num_gap] = _NO_BLOCK
-        node.num_blocks = len(node.blocks)
-        node.num_present = node.num_blocks - num_gap
-        self._note_place(node.blocks[num_gap:], node, num_gap)
+        blocks[:num_gap] = _NO_BLOCK
+        key = node_tokens[: self._block_bytes]
+        node = self._add_node(
+            parent, key, start=depth, tokens=node_tokens, blocks=blocks, num_present=len(blocks) - num_gap
+        )
+        self._note_place(blocks[num_gap:], node, num_gap)
         return node
 
-    def _add_node(self, parent: PrefixNode, key: bytes, start: int) -> PrefixNode:
-        node = parent.children[key] = self._new_node(parent, key, start)
-        return node
-
-    def _new_node(self, parent: PrefixNode | None, key: bytes, start: int) -> PrefixNode:
-        if not self._unused_ids:
-            node = PrefixNode(len(self._nodes), parent, key, start)
+    def _add_node(
+        self, parent: PrefixNode | None, key: bytes, *, start: int, tokens: bytes, blocks: BlockIds, num_present: int
+    ) -> PrefixNode:
+        node_id = self._unused_ids.pop() if self._unused_ids else len(self._nodes)
+        node = PrefixNode(node_id, parent, key, start, tokens, blocks, len(blocks), num_present)
+        if parent is not None:
+            parent.children[key] = node
+        if node_id == len(self._nodes):
             self._nodes.append(node)
-            return node
-        node = PrefixNode(self._unused_ids.pop(), parent, key, start)
-        self._nodes[node.id] = node
+        else:
+            self._nodes[node_id] = node
         return node
 
 

@@ -191,4 +191,5 @@ class SlotTable:
             padding = np.full((len(tokens) - len(self._watched), len(self.live)), _NO_TOKEN, np.int32)
             self._watched = np.vstack([self._watched, padding])
         self._watched[:, slot] = _NO_TOKEN
-        self._watched[: len(tokens), slot] = tokens
+        if tokens:
+            self._watched[: len(tokens), slot] = tokens
