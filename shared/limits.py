@@ -5,6 +5,7 @@ Pure and transport-free. No value from a client reaches a worker unless it passe
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.errors import (
+    MAX_VIOLATIONS,
     ContextExceededError,
     InvalidRequestError,
     KvCapacityExceededError,
@@ -25,10 +27,29 @@ MAX_STOP_TOKEN_SEQUENCES = 8
 MAX_STOP_TOKEN_SEQUENCE_LENGTH = 32
 MAX_TEMPERATURE = 2.0
 MAX_CACHE_SALT_BYTES = 64
+MAX_CHOICES = 8
+MAX_LOGPROBS = 20
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_LENGTH = 32
+MAX_LOGIT_BIASES = 1024
+MAX_LOGIT_BIAS = 100.0
+MAX_PENALTY = 2.0
+MAX_REPETITION_PENALTY = 10.0
+MAX_GRAMMAR_BYTES = 1024 * 1024
+# Most tokens that are drafted for a sequence in one step.
+MAX_DRAFT_TOKENS = 8
 DEFAULT_MAX_TOKENS = 4096
 
 # What cells speak: token ids are little-endian int32, wherever they are.
 TOKEN_DTYPE = np.dtype("<i4")
+
+# Most runs of token ids, and most ids of each.
+_STOP_RUNS = (MAX_STOP_TOKEN_SEQUENCES, MAX_STOP_TOKEN_SEQUENCE_LENGTH)
+_BAD_RUNS = (MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH)
+_ABOVE_MAX_TOKENS = ("OUT_OF_RANGE", "must be at most max_tokens")
+
+# A violation's field, reason and description.
+_Fault = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +62,46 @@ class ModelLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """The rarer sampling options, every one resolved; a request that has none of them has no such object.
+
+    Units and ranges are those of `lockstep.v1.SamplingParams`. `grammar` is in the form of the library that masks
+    tokens, and empty for none.
+    """
+
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token id and what is added to its logit, ascending by id."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+    grammar: str = ""
+
+    @property
+    def needs_all_tokens(self) -> bool:
+        """Whether a worker must know every token of the sequence, cached ones included."""
+        return bool(
+            self.repetition_penalty != 1.0
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.bad_words
+            or self.grammar
+        )
+
+
+NO_OPTIONS = SamplingOptions()
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How a sequence's tokens are drawn and when it ends; every parameter resolved.
 
-    Units and ranges are those of `lockstep.v1.SamplingParams`.
+    Units and ranges are those of `lockstep.v1.SamplingParams`. Invariant: `options` is None when it would equal
+    `NO_OPTIONS`.
     """
 
     max_tokens: int
@@ -55,6 +112,7 @@ class SamplingParams:
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     stop_token_sequences: tuple[tuple[int, ...], ...] = ()
+    options: SamplingOptions | None = None
 
 
 def default_max_tokens(num_prompt_tokens: int, limits: ModelLimits) -> int:
@@ -69,12 +127,20 @@ def check_sampling(params: SamplingParams, limits: ModelLimits, *, prefix: str =
     Raises:
         InvalidRequestError: naming every bad field, each behind `prefix`.
     """
-    violations = [
-        Violation(prefix + field, reason, description)
-        for field, reason, description in _sampling_violations(params, limits.logits_width)
-    ]
-    if violations:
-        raise InvalidRequestError.from_violations(violations)
+    # No more than are told: a list of bad ids may be long.
+    faults = list(itertools.islice(_sampling_violations(params, limits.logits_width), MAX_VIOLATIONS))
+    if faults:
+        raise InvalidRequestError.from_violations([Violation(prefix + field, *rest) for field, *rest in faults])
+
+
+def check_min_tokens(params: SamplingParams, *, field: str = "sampling.min_tokens") -> None:
+    """Refuse a `min_tokens` above `max_tokens`, which may only have been resolved.
+
+    Raises:
+        InvalidRequestError: it is.
+    """
+    if params.options is not None and params.options.min_tokens > params.max_tokens:
+        raise InvalidRequestError.from_violations([Violation(field, *_ABOVE_MAX_TOKENS)])
 
 
 def check_prompt(token_ids: npt.NDArray[np.integer], limits: ModelLimits, *, field: str = "prompt") -> None:
@@ -120,7 +186,7 @@ def check_token_ids(token_ids: npt.NDArray[np.integer], logits_width: int, *, fi
     if not token_ids.size or token_ids.view(f"u{token_ids.itemsize}").max() < logits_width:
         return
     index = int(((token_ids < 0) | (token_ids >= logits_width)).argmax())
-    raise InvalidRequestError.from_violations([_out_of_vocabulary(f"{field}[{index}]", logits_width)])
+    raise InvalidRequestError.from_violations([Violation(*_out_of_vocabulary(f"{field}[{index}]", logits_width))])
 
 
 def check_fit(num_prompt_tokens: int, max_tokens: int, limits: ModelLimits) -> None:
@@ -147,54 +213,89 @@ def check_fit(num_prompt_tokens: int, max_tokens: int, limits: ModelLimits) -> N
         )
 
 
-def _sampling_violations(params: SamplingParams, logits_width: int) -> Iterator[tuple[str, str, str]]:
+def _sampling_violations(params: SamplingParams, logits_width: int) -> Iterator[_Fault]:
     if params.max_tokens < 1:
         yield "max_tokens", "OUT_OF_RANGE", "must be at least 1"
-    yield from _float_violations(
-        "temperature",
-        params.temperature,
-        0.0 <= params.temperature <= MAX_TEMPERATURE,
-        f"must be between 0 and {MAX_TEMPERATURE:g}",
-    )
-    yield from _float_violations("top_p", params.top_p, 0.0 < params.top_p <= 1.0, "must be above 0 and at most 1")
-    if not 0 <= params.top_k <= logits_width:
-        yield "top_k", "OUT_OF_RANGE", f"must be between 0 and {logits_width}"
+    yield from _between("temperature", params.temperature, 0.0, MAX_TEMPERATURE)
+    yield from _above_zero("top_p", params.top_p, 1.0)
+    yield from _between("top_k", params.top_k, 0, logits_width)
     if not 0 <= params.seed < 2**64:
         yield "seed", "OUT_OF_RANGE", "must be an unsigned 64-bit number"
     if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         yield "stop_token_ids", "OUT_OF_RANGE", f"at most {MAX_STOP_TOKEN_IDS}"
     else:
         yield from _id_violations("stop_token_ids", params.stop_token_ids, logits_width)
-    yield from _stop_sequence_violations(params.stop_token_sequences, logits_width)
+    yield from _run_violations("stop_token_sequences", params.stop_token_sequences, _STOP_RUNS, logits_width)
+    if params.options is not None:
+        yield from _option_violations(params.options, params.max_tokens, logits_width)
 
 
-def _stop_sequence_violations(
-    sequences: tuple[tuple[int, ...], ...], logits_width: int
-) -> Iterator[tuple[str, str, str]]:
-    if len(sequences) > MAX_STOP_TOKEN_SEQUENCES:
-        yield "stop_token_sequences", "OUT_OF_RANGE", f"at most {MAX_STOP_TOKEN_SEQUENCES}"
+def _option_violations(options: SamplingOptions, max_tokens: int, logits_width: int) -> Iterator[_Fault]:
+    yield from _between("min_p", options.min_p, 0.0, 1.0)
+    yield from _above_zero("repetition_penalty", options.repetition_penalty, MAX_REPETITION_PENALTY)
+    yield from _between("presence_penalty", options.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+    yield from _between("frequency_penalty", options.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+    yield from _bias_violations(options.logit_bias, logits_width)
+    yield from _run_violations("bad_words", options.bad_words, _BAD_RUNS, logits_width)
+    if not 0 <= options.min_tokens <= max_tokens:
+        yield "min_tokens", *_ABOVE_MAX_TOKENS
+    for field, count in (
+        ("num_logprobs", options.num_logprobs),
+        ("num_prompt_logprobs", options.num_prompt_logprobs),
+    ):
+        if count is not None:
+            yield from _between(field, count, 0, MAX_LOGPROBS)
+    # Every character has at least one byte.
+    if len(options.grammar) > MAX_GRAMMAR_BYTES or len(options.grammar.encode()) > MAX_GRAMMAR_BYTES:
+        yield "grammar", "OUT_OF_RANGE", f"at most {MAX_GRAMMAR_BYTES} bytes"
+
+
+def _bias_violations(biases: tuple[tuple[int, float], ...], logits_width: int) -> Iterator[_Fault]:
+    if len(biases) > MAX_LOGIT_BIASES:
+        yield "logit_bias", "OUT_OF_RANGE", f"at most {MAX_LOGIT_BIASES}"
         return
-    for number, ids in enumerate(sequences):
-        field = f"stop_token_sequences[{number}]"
-        if not 1 <= len(ids) <= MAX_STOP_TOKEN_SEQUENCE_LENGTH:
-            yield field, "OUT_OF_RANGE", f"must have 1 to {MAX_STOP_TOKEN_SEQUENCE_LENGTH} token ids"
+    for token_id, bias in biases:
+        field = f"logit_bias[{token_id}]"
+        if not 0 <= token_id < logits_width:
+            yield _out_of_vocabulary(field, logits_width)
+        yield from _between(field, bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+
+
+def _run_violations(
+    field: str, runs: tuple[tuple[int, ...], ...], most: tuple[int, int], logits_width: int
+) -> Iterator[_Fault]:
+    """What is wrong with runs of token ids, of which there are at `most` so many, each of so many ids."""
+    max_runs, max_length = most
+    if len(runs) > max_runs:
+        yield field, "OUT_OF_RANGE", f"at most {max_runs}"
+        return
+    for number, ids in enumerate(runs):
+        if not 1 <= len(ids) <= max_length:
+            yield f"{field}[{number}]", "OUT_OF_RANGE", f"must have 1 to {max_length} token ids"
         else:
-            yield from _id_violations(f"{field}.token_ids", ids, logits_width)
+            yield from _id_violations(f"{field}[{number}].token_ids", ids, logits_width)
 
 
-def _float_violations(field: str, value: float, in_range: bool, rule: str) -> Iterator[tuple[str, str, str]]:
+def _between(field: str, value: float, low: float, high: float) -> Iterator[_Fault]:
+    yield from _float_violations(field, value, low <= value <= high, f"must be between {low:.9g} and {high:.9g}")
+
+
+def _above_zero(field: str, value: float, high: float) -> Iterator[_Fault]:
+    yield from _float_violations(field, value, 0.0 < value <= high, f"must be above 0 and at most {high:.9g}")
+
+
+def _float_violations(field: str, value: float, in_range: bool, rule: str) -> Iterator[_Fault]:
     if not math.isfinite(value):
         yield field, "NOT_FINITE", "must be a finite number"
     elif not in_range:
         yield field, "OUT_OF_RANGE", rule
 
 
-def _id_violations(field: str, ids: tuple[int, ...], logits_width: int) -> Iterator[tuple[str, str, str]]:
+def _id_violations(field: str, ids: tuple[int, ...], logits_width: int) -> Iterator[_Fault]:
     for index, token_id in enumerate(ids):
         if not 0 <= token_id < logits_width:
-            violation = _out_of_vocabulary(f"{field}[{index}]", logits_width)
-            yield violation.field, violation.reason, violation.description
+            yield _out_of_vocabulary(f"{field}[{index}]", logits_width)
 
 
-def _out_of_vocabulary(field: str, logits_width: int) -> Violation:
-    return Violation(field, "TOKEN_ID_OUT_OF_RANGE", f"token ids are below {logits_width}")
+def _out_of_vocabulary(field: str, logits_width: int) -> _Fault:
+    return field, "TOKEN_ID_OUT_OF_RANGE", f"token ids are below {logits_width}"

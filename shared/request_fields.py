@@ -6,6 +6,7 @@ before anything in it.
 
 from __future__ import annotations
 
+import itertools
 import re
 import secrets
 from collections.abc import Sequence
@@ -14,16 +15,24 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.v1 import common_pb2
+from lockstep.v1 import common_pb2, scheduler_pb2
 from shared.errors import InvalidRequestError, Violation
 from shared.limits import (
+    DEFAULT_MAX_TOKENS,
+    MAX_BAD_WORD_LENGTH,
+    MAX_BAD_WORDS,
     MAX_CACHE_SALT_BYTES,
+    MAX_CHOICES,
+    MAX_LOGIT_BIASES,
     MAX_STOP_TOKEN_IDS,
     MAX_STOP_TOKEN_SEQUENCE_LENGTH,
     MAX_STOP_TOKEN_SEQUENCES,
+    NO_OPTIONS,
     ModelLimits,
+    SamplingOptions,
     SamplingParams,
     check_fit,
+    check_min_tokens,
     check_prompt,
     check_prompt_length,
     check_sampling,
@@ -67,31 +76,50 @@ def read_prompt_token_ids(
 
 
 def read_sampling(
-    sampling: common_pb2.SamplingParams, limits: ModelLimits, violations: list[Violation]
+    sampling: common_pb2.SamplingParams,
+    limits: ModelLimits,
+    violations: list[Violation],
+    *,
+    defaults: common_pb2.SamplingParams | None = None,
 ) -> SamplingParams:
     """Sampling parameters with defaults for what is absent; what is wrong with them joins `violations`.
 
-    An absent seed is drawn. An absent `max_tokens` is 1 until `resolve_max_tokens`.
+    An absent seed is drawn. An absent `max_tokens` is the most that it can become by `resolve_max_tokens`.
+
+    Args:
+        sampling: The request's.
+        limits: The served model's.
+        violations: Grows.
+        defaults: The model's own: they come before those named in common.proto.
     """
-    # One more than may be is enough to have a list refused.
-    sequences = sampling.stop_token_sequences[: MAX_STOP_TOKEN_SEQUENCES + 1]
+    given = _Given(sampling, defaults or common_pb2.SamplingParams())
+    # Of every list, one more than may be is enough to have it refused.
     params = SamplingParams(
-        max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else 1,
-        temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
+        max_tokens=given.whole("max_tokens", DEFAULT_MAX_TOKENS),
+        temperature=given.number("temperature", 1.0),
+        top_k=given.whole("top_k", 0),
+        top_p=given.number("top_p", 1.0),
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
         ignore_eos=sampling.ignore_eos,
         stop_token_ids=tuple(sampling.stop_token_ids[: MAX_STOP_TOKEN_IDS + 1]),
-        stop_token_sequences=tuple(
-            tuple(sequence.token_ids[: MAX_STOP_TOKEN_SEQUENCE_LENGTH + 1]) for sequence in sequences
+        stop_token_sequences=_read_runs(
+            sampling.stop_token_sequences, MAX_STOP_TOKEN_SEQUENCES, MAX_STOP_TOKEN_SEQUENCE_LENGTH
         ),
+        options=_read_options(sampling, given),
     )
     try:
         check_sampling(params, limits)
     except InvalidRequestError as error:
         violations.extend(error.violations)
     return params
+
+
+def read_num_choices(sampling: common_pb2.SamplingParams, violations: list[Violation]) -> int:
+    """How many choices a request wants, 1 when it does not say; what is wrong with that joins `violations`."""
+    n = sampling.n if sampling.HasField("n") else 1
+    if not 1 <= n <= MAX_CHOICES:
+        violations.append(Violation("sampling.n", "OUT_OF_RANGE", f"must be between 1 and {MAX_CHOICES}"))
+    return n
 
 
 def read_priority(priority: common_pb2.Priority, violations: list[Violation]) -> common_pb2.Priority:
@@ -111,29 +139,34 @@ def read_cache_salt(cache_salt: str, violations: list[Violation]) -> bytes:
     return salt
 
 
-def read_output_token_ids(
-    token_ids: Sequence[int], sampling: common_pb2.SamplingParams, limits: ModelLimits, violations: list[Violation]
-) -> npt.NDArray[np.uint32]:
-    """The completion so far of an earlier call, [num_tokens]; what is wrong with it joins `violations`.
+def read_choices_so_far(
+    choices: Sequence[scheduler_pb2.ChoiceSoFar],
+    sampling: common_pb2.SamplingParams,
+    limits: ModelLimits,
+    violations: list[Violation],
+) -> list[npt.NDArray[np.uint32]]:
+    """The tokens of each choice of an earlier call, [num_tokens] each; what is wrong with them joins `violations`.
 
-    It needs what the earlier call drew and resolved: another seed or limit would make another answer of it.
+    There is none, or one for each of `sampling.n`. They need what the earlier call drew and resolved: another seed or
+    limit would make another answer of them.
     """
-    if not token_ids:
-        return np.empty(0, np.uint32)
+    if not choices:
+        return []
     missing = [field for field in ("max_tokens", "seed") if not sampling.HasField(field)]
     violations += (
-        Violation(f"sampling.{field}", "OUT_OF_RANGE", "must be given with output_token_ids") for field in missing
+        Violation(f"sampling.{field}", "OUT_OF_RANGE", "must be given with choices_so_far") for field in missing
     )
-    if "max_tokens" not in missing and len(token_ids) >= sampling.max_tokens:
-        violations.append(Violation("output_token_ids", "OUT_OF_RANGE", "must be fewer than sampling.max_tokens"))
+    n = sampling.n if sampling.HasField("n") else 1
+    if len(choices) != n:
+        violations.append(Violation("choices_so_far", "OUT_OF_RANGE", "must be none, or one for each of sampling.n"))
+    elif all(choice.is_finished for choice in choices):
+        violations.append(Violation("choices_so_far", "OUT_OF_RANGE", "must hold one that is not finished"))
     if violations:
-        return np.empty(0, np.uint32)
-    output = np.array(token_ids, np.uint32)
-    try:
-        check_token_ids(output, limits.logits_width, field="output_token_ids")
-    except InvalidRequestError as error:
-        violations.extend(error.violations)
-    return output
+        return []
+    return [
+        _read_choice(choice, f"choices_so_far[{index}].token_ids", sampling.max_tokens, limits, violations)
+        for index, choice in enumerate(choices)
+    ]
 
 
 def read_time_left(time_remaining_s: float | None) -> float | None:
@@ -144,15 +177,18 @@ def read_time_left(time_remaining_s: float | None) -> float | None:
 def resolve_max_tokens(
     params: SamplingParams, num_prompt_tokens: int, limits: ModelLimits, *, has_max_tokens: bool
 ) -> SamplingParams:
-    """The parameters with `max_tokens`, the room that is left unless the request had one.
+    """The parameters with `max_tokens`, at most the room that is left unless the request had one.
 
     Raises:
+        InvalidRequestError: the room is less than `min_tokens`.
         ContextExceededError, KvCapacityExceededError: prompt and completion can never fit.
     """
     if not has_max_tokens:
         # A prompt without room in the pool is refused as if one token had been asked for.
-        params = replace(params, max_tokens=max(1, default_max_tokens(num_prompt_tokens, limits)))
+        room = max(1, default_max_tokens(num_prompt_tokens, limits))
+        params = replace(params, max_tokens=min(params.max_tokens, room))
     check_fit(num_prompt_tokens, params.max_tokens, limits)
+    check_min_tokens(params)
     return params
 
 
@@ -164,3 +200,58 @@ def raise_violations(violations: Sequence[Violation]) -> None:
     """
     if violations:
         raise InvalidRequestError.from_violations(violations)
+
+
+class _Given:
+    """Looks a field up in the request, then in the model's defaults."""
+
+    def __init__(self, sampling: common_pb2.SamplingParams, defaults: common_pb2.SamplingParams) -> None:
+        self._messages = (sampling, defaults)
+
+    def number(self, field: str, otherwise: float) -> float:
+        """The value of a field that is a float; `otherwise` when neither has it."""
+        for message in self._messages:
+            if message.HasField(field):
+                return float(getattr(message, field))
+        return otherwise
+
+    def whole(self, field: str, otherwise: int) -> int:
+        """The value of a field that is a whole number."""
+        return int(self.number(field, otherwise))
+
+
+def _read_options(sampling: common_pb2.SamplingParams, given: _Given) -> SamplingOptions | None:
+    """The rarer options; None when they are what they are without being asked for."""
+    options = SamplingOptions(
+        min_p=given.number("min_p", 0.0),
+        repetition_penalty=given.number("repetition_penalty", 1.0),
+        presence_penalty=given.number("presence_penalty", 0.0),
+        frequency_penalty=given.number("frequency_penalty", 0.0),
+        logit_bias=tuple(sorted(itertools.islice(sampling.logit_bias.items(), MAX_LOGIT_BIASES + 1))),
+        bad_words=_read_runs(sampling.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH),
+        min_tokens=sampling.min_tokens,
+        num_logprobs=sampling.num_logprobs if sampling.HasField("num_logprobs") else None,
+        num_prompt_logprobs=sampling.num_prompt_logprobs if sampling.HasField("num_prompt_logprobs") else None,
+    )
+    return None if options == NO_OPTIONS else options
+
+
+def _read_runs(
+    sequences: Sequence[common_pb2.TokenSequence], max_runs: int, max_length: int
+) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(sequence.token_ids[: max_length + 1]) for sequence in sequences[: max_runs + 1])
+
+
+def _read_choice(
+    choice: scheduler_pb2.ChoiceSoFar, field: str, max_tokens: int, limits: ModelLimits, violations: list[Violation]
+) -> npt.NDArray[np.uint32]:
+    num_tokens = len(choice.token_ids)
+    if num_tokens > max_tokens or (num_tokens == max_tokens and not choice.is_finished):
+        violations.append(Violation(field, "OUT_OF_RANGE", "must be fewer than sampling.max_tokens"))
+        return np.empty(0, np.uint32)
+    token_ids = np.array(choice.token_ids, np.uint32)
+    try:
+        check_token_ids(token_ids, limits.logits_width, field=field)
+    except InvalidRequestError as error:
+        violations.extend(error.violations)
+    return token_ids

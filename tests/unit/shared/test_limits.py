@@ -19,9 +19,13 @@ from shared.errors import (
 )
 from shared.limits import (
     DEFAULT_MAX_TOKENS,
+    MAX_GRAMMAR_BYTES,
+    NO_OPTIONS,
     ModelLimits,
+    SamplingOptions,
     SamplingParams,
     check_fit,
+    check_min_tokens,
     check_prompt,
     check_sampling,
     check_token_ids,
@@ -64,6 +68,137 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"stop_token_sequences": ((1,) * 33,)}, "stop_token_sequences[0]", "OUT_OF_RANGE"),
     ({"stop_token_sequences": ((1, 50),)}, "stop_token_sequences[0].token_ids[1]", "TOKEN_ID_OUT_OF_RANGE"),
 ]
+
+
+OPTION_EDGES: list[dict[str, Any]] = [
+    {"min_p": 0.0},
+    {"min_p": 1.0},
+    {"repetition_penalty": 1e-9},
+    {"repetition_penalty": 10.0},
+    {"presence_penalty": -2.0},
+    {"frequency_penalty": 2.0},
+    {"logit_bias": ((0, -100.0), (49, 100.0))},
+    {"logit_bias": ((7, 1.0),) * 1024},
+    {"bad_words": ((1,) * 32,) * 64},
+    {"min_tokens": 9},
+    {"num_logprobs": 0},
+    {"num_logprobs": 20},
+    {"num_prompt_logprobs": 0},
+    {"num_prompt_logprobs": 20},
+    {"grammar": "x" * MAX_GRAMMAR_BYTES},
+]
+BAD_OPTIONS: list[tuple[dict[str, Any], str, str]] = [
+    ({"min_p": float("nan")}, "min_p", "NOT_FINITE"),
+    ({"min_p": -0.1}, "min_p", "OUT_OF_RANGE"),
+    ({"min_p": 1.1}, "min_p", "OUT_OF_RANGE"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty", "OUT_OF_RANGE"),
+    ({"repetition_penalty": 10.1}, "repetition_penalty", "OUT_OF_RANGE"),
+    ({"repetition_penalty": float("inf")}, "repetition_penalty", "NOT_FINITE"),
+    ({"presence_penalty": -2.1}, "presence_penalty", "OUT_OF_RANGE"),
+    ({"presence_penalty": float("-inf")}, "presence_penalty", "NOT_FINITE"),
+    ({"frequency_penalty": 2.1}, "frequency_penalty", "OUT_OF_RANGE"),
+    ({"frequency_penalty": float("nan")}, "frequency_penalty", "NOT_FINITE"),
+    ({"logit_bias": ((50, 0.0),)}, "logit_bias[50]", "TOKEN_ID_OUT_OF_RANGE"),
+    ({"logit_bias": ((-1, 0.0),)}, "logit_bias[-1]", "TOKEN_ID_OUT_OF_RANGE"),
+    ({"logit_bias": ((3, 100.5),)}, "logit_bias[3]", "OUT_OF_RANGE"),
+    ({"logit_bias": ((3, float("nan")),)}, "logit_bias[3]", "NOT_FINITE"),
+    ({"logit_bias": ((3, float("-inf")),)}, "logit_bias[3]", "NOT_FINITE"),
+    ({"logit_bias": ((50, float("nan")),) * 1025}, "logit_bias", "OUT_OF_RANGE"),
+    ({"bad_words": ((50,),) * 65}, "bad_words", "OUT_OF_RANGE"),
+    ({"bad_words": ((1,), ())}, "bad_words[1]", "OUT_OF_RANGE"),
+    ({"bad_words": ((50,) * 33,)}, "bad_words[0]", "OUT_OF_RANGE"),
+    ({"bad_words": ((1, 2), (3, 50))}, "bad_words[1].token_ids[1]", "TOKEN_ID_OUT_OF_RANGE"),
+    ({"min_tokens": -1}, "min_tokens", "OUT_OF_RANGE"),
+    ({"min_tokens": 10}, "min_tokens", "OUT_OF_RANGE"),
+    ({"num_logprobs": -1}, "num_logprobs", "OUT_OF_RANGE"),
+    ({"num_logprobs": 21}, "num_logprobs", "OUT_OF_RANGE"),
+    ({"num_prompt_logprobs": 21}, "num_prompt_logprobs", "OUT_OF_RANGE"),
+    ({"grammar": "x" * (MAX_GRAMMAR_BYTES + 1)}, "grammar", "OUT_OF_RANGE"),
+    ({"grammar": "é" * (MAX_GRAMMAR_BYTES // 2 + 1)}, "grammar", "OUT_OF_RANGE"),
+]
+
+
+def with_options(**options: Any) -> SamplingParams:
+    """Parameters with rarer options; at most 9 tokens."""
+    return SamplingParams(max_tokens=9, options=SamplingOptions(**options))
+
+
+@pytest.mark.parametrize("options", OPTION_EDGES, ids=lambda options: next(iter(options)))
+def test_options_at_the_edges_are_accepted(options: dict[str, Any]) -> None:
+    check_sampling(with_options(**options), LIMITS)
+
+
+@pytest.mark.parametrize(("options", "field", "reason"), BAD_OPTIONS, ids=[row[1] for row in BAD_OPTIONS])
+def test_a_bad_option_is_refused_by_name(options: dict[str, Any], field: str, reason: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        check_sampling(with_options(**options), LIMITS)
+
+    assert [(v.field, v.reason) for v in caught.value.violations] == [(f"sampling.{field}", reason)]
+
+
+def test_of_many_bad_values_the_first_are_named() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        check_sampling(with_options(logit_bias=((99, 999.0),) * 1024), LIMITS)
+
+    assert len(caught.value.violations) == 16
+
+
+def test_min_tokens_are_held_to_what_max_tokens_became() -> None:
+    check_min_tokens(with_options(min_tokens=9))
+    check_min_tokens(SamplingParams(max_tokens=1))
+
+    with pytest.raises(InvalidRequestError) as caught:
+        check_min_tokens(with_options(min_tokens=10))
+
+    assert [v.field for v in caught.value.violations] == ["sampling.min_tokens"]
+
+
+@given(
+    st.builds(
+        SamplingOptions,
+        min_p=st.floats(),
+        repetition_penalty=st.floats(),
+        presence_penalty=st.floats(),
+        frequency_penalty=st.floats(),
+        logit_bias=st.lists(st.tuples(st.integers(-5, 60), st.floats()), max_size=4).map(tuple),
+        bad_words=st.lists(st.lists(st.integers(-5, 60), max_size=40).map(tuple), max_size=4).map(tuple),
+        min_tokens=st.integers(0, 12),
+        num_logprobs=st.none() | st.integers(0, 2**32 - 1),
+        num_prompt_logprobs=st.none() | st.integers(0, 2**32 - 1),
+    )
+)
+def test_what_passes_is_in_range(options: SamplingOptions) -> None:
+    try:
+        check_sampling(SamplingParams(max_tokens=9, options=options), LIMITS)
+    except InvalidRequestError:
+        return
+    ids = {token_id for token_id, _ in options.logit_bias} | {token_id for run in options.bad_words for token_id in run}
+    assert ids <= set(range(50))
+    assert all(-100 <= bias <= 100 for _, bias in options.logit_bias)
+    assert all(1 <= len(run) <= 32 for run in options.bad_words)
+    assert 0 <= options.min_p <= 1
+    assert 0 < options.repetition_penalty <= 10
+    assert -2 <= options.presence_penalty <= 2
+    assert -2 <= options.frequency_penalty <= 2
+    assert options.min_tokens <= 9
+    assert all(count is None or count <= 20 for count in (options.num_logprobs, options.num_prompt_logprobs))
+
+
+@pytest.mark.parametrize(
+    ("options", "needs_all"),
+    [
+        ({}, False),
+        ({"min_p": 0.5, "min_tokens": 3, "num_logprobs": 2, "num_prompt_logprobs": 1}, False),
+        ({"logit_bias": ((1, 2.0),)}, False),
+        ({"repetition_penalty": 1.1}, True),
+        ({"presence_penalty": -0.1}, True),
+        ({"frequency_penalty": 0.1}, True),
+        ({"bad_words": ((1,),)}, True),
+        ({"grammar": "x"}, True),
+    ],
+)
+def test_only_options_that_look_at_tokens_need_them(options: dict[str, Any], needs_all: bool) -> None:
+    assert dataclasses.replace(NO_OPTIONS, **options).needs_all_tokens == needs_all
 
 
 @pytest.mark.parametrize("changes", EDGES, ids=str)

@@ -17,12 +17,13 @@ from shared.errors import (
     ServiceError,
     Violation,
 )
-from shared.limits import DEFAULT_MAX_TOKENS, ModelLimits, SamplingParams
+from shared.limits import DEFAULT_MAX_TOKENS, ModelLimits, SamplingOptions, SamplingParams
 from shared.request_fields import (
     MAX_TIME_LEFT_S,
     raise_violations,
     read_cache_salt,
-    read_output_token_ids,
+    read_choices_so_far,
+    read_num_choices,
     read_priority,
     read_prompt_token_ids,
     read_request_id,
@@ -31,6 +32,7 @@ from shared.request_fields import (
     resolve_max_tokens,
 )
 
+Choice = scheduler_pb2.ChoiceSoFar
 LIMITS = ModelLimits(context_length=100, logits_width=50, num_pool_tokens=80)
 
 
@@ -74,9 +76,112 @@ def test_a_good_prompt_comes_back() -> None:
 def test_absent_sampling_gets_defaults_and_a_drawn_seed() -> None:
     violations: list[Violation] = []
     first, second = [read_sampling(common_pb2.SamplingParams(), LIMITS, violations) for _ in range(2)]
-    assert first == SamplingParams(max_tokens=1, seed=first.seed)
+    assert first == SamplingParams(max_tokens=DEFAULT_MAX_TOKENS, seed=first.seed)
     assert first.seed != second.seed
     assert violations == []
+
+
+def read(defaults: common_pb2.SamplingParams | None = None, **sampling: Any) -> SamplingParams:
+    """What is read of good sampling parameters."""
+    violations: list[Violation] = []
+    message = common_pb2.SamplingParams(**{"seed": 0, **sampling})
+    params = read_sampling(message, LIMITS, violations, defaults=defaults)
+    assert violations == []
+    return params
+
+
+def test_every_option_is_read() -> None:
+    params = read(
+        max_tokens=9,
+        min_p=0.25,
+        repetition_penalty=1.5,
+        presence_penalty=-1.0,
+        frequency_penalty=0.5,
+        logit_bias={7: 2.0, 3: -100.0},
+        bad_words=[{"token_ids": [1, 2]}, {"token_ids": [3]}],
+        min_tokens=4,
+        num_logprobs=5,
+        num_prompt_logprobs=0,
+    )
+    assert params.options == SamplingOptions(
+        min_p=0.25,
+        repetition_penalty=1.5,
+        presence_penalty=-1.0,
+        frequency_penalty=0.5,
+        logit_bias=((3, -100.0), (7, 2.0)),
+        bad_words=((1, 2), (3,)),
+        min_tokens=4,
+        num_logprobs=5,
+        num_prompt_logprobs=0,
+    )
+
+
+def test_options_that_change_nothing_are_none() -> None:
+    params = read(min_p=0, repetition_penalty=1, presence_penalty=0, frequency_penalty=0, logit_bias={}, min_tokens=0)
+    assert params.options is None
+
+
+@pytest.mark.parametrize("option", [{"num_logprobs": 0}, {"num_prompt_logprobs": 0}, {"logit_bias": {1: 0.0}}])
+def test_a_zero_that_asks_for_something_is_an_option(option: dict[str, Any]) -> None:
+    assert read(**option).options is not None
+
+
+def test_the_models_defaults_fill_in_what_is_absent() -> None:
+    defaults = common_pb2.SamplingParams(
+        temperature=0.5, top_k=7, top_p=0.75, max_tokens=20, min_p=0.25, repetition_penalty=1.5
+    )
+    filled = SamplingParams(20, 0.5, 7, 0.75, options=SamplingOptions(min_p=0.25, repetition_penalty=1.5))
+    assert read(defaults) == filled
+    given = read(defaults, temperature=1, top_k=0, top_p=1, max_tokens=9, min_p=0, repetition_penalty=1)
+    assert given == SamplingParams(max_tokens=9)
+
+
+def test_a_default_of_max_tokens_is_cut_to_the_room() -> None:
+    params = read(common_pb2.SamplingParams(max_tokens=2**32 - 1))
+    assert resolve_max_tokens(params, 30, LIMITS, has_max_tokens=False).max_tokens == 50
+    params = read(common_pb2.SamplingParams(max_tokens=20))
+    assert resolve_max_tokens(params, 30, LIMITS, has_max_tokens=False).max_tokens == 20
+
+
+def test_min_tokens_are_refused_when_the_room_is_less() -> None:
+    params = read(min_tokens=51)
+    assert resolve_max_tokens(params, 29, LIMITS, has_max_tokens=False).max_tokens == 51
+    with pytest.raises(InvalidRequestError) as caught:
+        resolve_max_tokens(params, 30, LIMITS, has_max_tokens=False)
+    assert [violation.field for violation in caught.value.violations] == ["sampling.min_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "field"),
+    [
+        ({"min_tokens": 3, "max_tokens": 2}, "min_tokens"),
+        ({"min_tokens": DEFAULT_MAX_TOKENS + 1}, "min_tokens"),
+        ({"logit_bias": dict.fromkeys(range(5000), 0.0)}, "logit_bias"),
+        ({"bad_words": [{"token_ids": [99]}] * 5000}, "bad_words"),
+        ({"bad_words": [{"token_ids": [99] * 5000}]}, "bad_words[0]"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"num_logprobs": 2**32 - 1}, "num_logprobs"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_bad_option_is_named(sampling: dict[str, Any], field: str) -> None:
+    violations: list[Violation] = []
+    read_sampling(common_pb2.SamplingParams(**sampling), LIMITS, violations)
+    assert [violation.field for violation in violations] == [f"sampling.{field}"]
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, 1), (1, 1), (8, 8)])
+def test_a_request_has_one_choice_unless_it_says(given: int | None, expected: int) -> None:
+    violations: list[Violation] = []
+    assert read_num_choices(common_pb2.SamplingParams(n=given), violations) == expected
+    assert violations == []
+
+
+@pytest.mark.parametrize("n", [0, 9, 2**32 - 1])
+def test_too_many_choices_and_none_are_named(n: int) -> None:
+    violations: list[Violation] = []
+    read_num_choices(common_pb2.SamplingParams(n=n), violations)
+    assert [(violation.field, violation.reason) for violation in violations] == [("sampling.n", "OUT_OF_RANGE")]
 
 
 def test_a_zero_that_was_given_is_no_absence() -> None:
@@ -90,11 +195,12 @@ def test_a_zero_that_was_given_is_no_absence() -> None:
 
 
 def test_absent_max_tokens_is_the_room_that_is_left() -> None:
-    params = SamplingParams(max_tokens=1)
+    params = SamplingParams(max_tokens=DEFAULT_MAX_TOKENS)
     wide = ModelLimits(context_length=100_000, logits_width=50, num_pool_tokens=100_000)
     resolved = [resolve_max_tokens(params, 30, limits, has_max_tokens=False) for limits in (LIMITS, wide)]
     assert [params.max_tokens for params in resolved] == [50, DEFAULT_MAX_TOKENS]
-    assert resolve_max_tokens(params, 30, LIMITS, has_max_tokens=True) == params
+    given = SamplingParams(max_tokens=7)
+    assert resolve_max_tokens(given, 30, LIMITS, has_max_tokens=True) == given
 
 
 @pytest.mark.parametrize(
@@ -104,7 +210,7 @@ def test_absent_max_tokens_is_the_room_that_is_left() -> None:
 def test_what_can_never_fit_is_refused(
     num_prompt_tokens: int, max_tokens: int | None, error: type[ServiceError]
 ) -> None:
-    params = SamplingParams(max_tokens=max_tokens or 1)
+    params = SamplingParams(max_tokens=max_tokens or DEFAULT_MAX_TOKENS)
     with pytest.raises(error):
         resolve_max_tokens(params, num_prompt_tokens, LIMITS, has_max_tokens=max_tokens is not None)
 
@@ -142,31 +248,44 @@ def test_a_cache_salt_is_measured_in_bytes() -> None:
     assert [(violation.field, violation.reason) for violation in violations] == [("cache_salt", "OUT_OF_RANGE")]
 
 
-def read_output(token_ids: list[int], **sampling: Any) -> tuple[list[int], list[tuple[str, str]]]:
-    """What is read of an output so far, and the violations."""
+def read_so_far(*choices: Choice, **sampling: Any) -> tuple[list[list[int]], list[tuple[str, str]]]:
+    """What is read of choices so far, and the violations."""
     violations: list[Violation] = []
-    output = read_output_token_ids(token_ids, common_pb2.SamplingParams(**sampling), LIMITS, violations)
-    return output.tolist(), [(violation.field, violation.reason) for violation in violations]
+    outputs = read_choices_so_far(choices, common_pb2.SamplingParams(**sampling), LIMITS, violations)
+    return [output.tolist() for output in outputs], [(violation.field, violation.reason) for violation in violations]
 
 
-def test_an_output_so_far_comes_with_the_limit_and_the_seed_of_the_call_it_is_from() -> None:
-    assert read_output([4, 5], max_tokens=3, seed=0) == ([4, 5], [])
-    assert read_output([]) == ([], [])
-    _, violations = read_output([4], max_tokens=3)
-    assert violations == [("sampling.seed", "OUT_OF_RANGE")]
-    _, violations = read_output([4], seed=0)
-    assert violations == [("sampling.max_tokens", "OUT_OF_RANGE")]
+def test_choices_so_far_come_with_the_limit_and_the_seed_of_the_call_they_are_from() -> None:
+    assert read_so_far(Choice(token_ids=[4, 5]), max_tokens=3, seed=0) == ([[4, 5]], [])
+    assert read_so_far() == ([], [])
+    assert read_so_far(Choice(token_ids=[4]), max_tokens=3) == ([], [("sampling.seed", "OUT_OF_RANGE")])
+    assert read_so_far(Choice(token_ids=[4]), seed=0) == ([], [("sampling.max_tokens", "OUT_OF_RANGE")])
 
 
-def test_an_output_so_far_is_short_of_the_limit() -> None:
-    _, violations = read_output([4] * 3, max_tokens=3, seed=0)
-    assert violations == [("output_token_ids", "OUT_OF_RANGE")]
+def test_there_is_none_or_one_for_each_choice() -> None:
+    some, finished = Choice(token_ids=[4]), Choice(token_ids=[5, 6, 7], is_finished=True)
+    assert read_so_far(some, finished, Choice(), max_tokens=3, seed=0, n=3) == ([[4], [5, 6, 7], []], [])
+    for choices, n in (([some], 2), ([some, some], 1), ([some] * 1000, 2)):
+        assert read_so_far(*choices, max_tokens=3, seed=0, n=n) == ([], [("choices_so_far", "OUT_OF_RANGE")])
+
+
+def test_one_choice_is_not_finished() -> None:
+    finished = Choice(token_ids=[4], is_finished=True)
+    _, violations = read_so_far(finished, finished, max_tokens=3, seed=0, n=2)
+    assert violations == [("choices_so_far", "OUT_OF_RANGE")]
+
+
+@pytest.mark.parametrize(("num_tokens", "is_finished"), [(3, False), (4, True)])
+def test_a_choice_so_far_is_short_of_the_limit(num_tokens: int, is_finished: bool) -> None:
+    choice = Choice(token_ids=[4] * num_tokens, is_finished=is_finished)
+    _, violations = read_so_far(Choice(), choice, max_tokens=3, seed=0, n=2)
+    assert violations == [("choices_so_far[1].token_ids", "OUT_OF_RANGE")]
 
 
 @pytest.mark.parametrize("token_id", [50, 2**31, 2**32 - 1])
-def test_an_output_so_far_has_the_models_ids(token_id: int) -> None:
-    _, violations = read_output([4, token_id], max_tokens=9, seed=0)
-    assert violations == [("output_token_ids[1]", "TOKEN_ID_OUT_OF_RANGE")]
+def test_a_choice_so_far_has_the_models_ids(token_id: int) -> None:
+    _, violations = read_so_far(Choice(token_ids=[4, token_id]), max_tokens=9, seed=0)
+    assert violations == [("choices_so_far[0].token_ids[1]", "TOKEN_ID_OUT_OF_RANGE")]
 
 
 def test_a_caller_that_waits_for_ever_has_no_deadline() -> None:

@@ -1,0 +1,60 @@
+"""The rarer sampling options between their form inside a cell's messages and the services' own.
+
+Whether values are in range is `shared.limits`' to say.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lockstep.internal.v1 import sampling_pb2
+from shared.limits import TOKEN_DTYPE, SamplingOptions
+
+_BIAS_DTYPE = np.dtype("<f4")
+
+
+def encode_options(options: SamplingOptions) -> sampling_pb2.SamplingOptions:
+    """The message that carries `options`; floats become float32."""
+    return sampling_pb2.SamplingOptions(
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        logit_bias_token_ids=np.array([token_id for token_id, _ in options.logit_bias], TOKEN_DTYPE).tobytes(),
+        logit_biases=np.array([bias for _, bias in options.logit_bias], _BIAS_DTYPE).tobytes(),
+        bad_words=[np.array(word, TOKEN_DTYPE).tobytes() for word in options.bad_words],
+        min_tokens=options.min_tokens,
+        num_logprobs=options.num_logprobs,
+        num_prompt_logprobs=options.num_prompt_logprobs,
+        grammar=options.grammar,
+    )
+
+
+def decode_options(message: sampling_pb2.SamplingOptions) -> SamplingOptions:
+    """Read options.
+
+    Raises:
+        ValueError: a column is not whole, or parallel ones differ in length.
+    """
+    token_ids = _column("logit_bias_token_ids", message.logit_bias_token_ids, TOKEN_DTYPE)
+    biases = _column("logit_biases", message.logit_biases, _BIAS_DTYPE)
+    if len(token_ids) != len(biases):
+        raise ValueError("logit_bias_token_ids and logit_biases differ in length")
+    return SamplingOptions(
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=tuple(zip(token_ids.tolist(), biases.tolist(), strict=True)),
+        bad_words=tuple(tuple(_column("bad_words", word, TOKEN_DTYPE).tolist()) for word in message.bad_words),
+        min_tokens=message.min_tokens,
+        num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
+        num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
+        grammar=message.grammar,
+    )
+
+
+def _column(name: str, data: bytes, dtype: np.dtype[np.generic]) -> np.ndarray[tuple[int], np.dtype[np.generic]]:
+    if len(data) % dtype.itemsize:
+        raise ValueError(f"{name} is not a whole number of {dtype.itemsize}-byte values")
+    return np.frombuffer(data, dtype)
