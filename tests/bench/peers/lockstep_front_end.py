@@ -11,8 +11,9 @@ import numpy as np
 
 from lockstep.internal.v1 import exchange_pb2
 from services.tokenizer.cell_requests import CellRequests
+from services.tokenizer.choice import Choice
 from services.tokenizer.completion import Completion
-from services.tokenizer.detokenizer import make_detokenizer_factory
+from services.tokenizer.detokenizer import make_token_texts
 from services.tokenizer.encoder import load_tokenizer
 from services.tokenizer.generation import Generation
 from services.tokenizer.request_ledger import ResolvedRequest
@@ -30,7 +31,7 @@ class LockstepFrontEnd:
 
     def __init__(self, model_dir: Path) -> None:
         self.stopwatch = Stopwatch()
-        self._make_detokenizer = make_detokenizer_factory(load_tokenizer(model_dir))
+        self._texts = make_token_texts(load_tokenizer(model_dir))
         self._completions: list[Completion] = []
         self._handles = np.empty(0, np.uint32)
         self._num_told = 0
@@ -70,9 +71,10 @@ class LockstepFrontEnd:
             request = ResolvedRequest(
                 f"{number:032x}", np.array(prompt, TOKEN_DTYPE).tobytes(), SamplingParams(max_tokens)
             )
-            self._completions.append(Completion(self._make_detokenizer(), ()))
-            generation = Generation(self._completions[-1], num_prompt_tokens=len(prompt), arrived_s=0.0)
-            handles.append(requests.submit(request, generation, arrived_s=0.0, deadline_s=None))
+            self._completions.append(Completion(self._texts.detokenizer(), ()))
+            generation = Generation(arrived_s=0.0)
+            generation.choices.append(Choice(generation, self._completions[-1], num_prompt_tokens=len(prompt)))
+            handles.append(requests.submit(request, generation.choices, arrived_s=0.0, deadline_s=None))
         self._handles = np.array(handles, np.uint32)
         num_sent = 0
         messages = link.messages()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from tests.bench.peers.protocol import Process, start_process
 from tests.bench.peers.vllm_environment import vllm_python
+from tests.bench.peers.xgrammar_environment import xgrammar_python
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Turns:
 
     @contextlib.contextmanager
     def start(self, *contestants: str) -> Iterator[list[Process]]:
-        """A fresh process each; vLLM's runs in its own environment."""
+        """A fresh process each; vLLM's and xgrammar's run in environments of their own."""
         with contextlib.ExitStack() as stack:
             yield [stack.enter_context(self._start_one(name)) for name in contestants]
 
@@ -55,7 +56,11 @@ class Turns:
         return self.measure(process)[0]
 
     def _start_one(self, name: str) -> contextlib.AbstractContextManager[Process]:
-        python = str(vllm_python()) if name.startswith("vllm") else sys.executable
+        python = sys.executable
+        if name.startswith("vllm"):
+            python = str(vllm_python())
+        elif name.startswith("xgrammar"):
+            python = xgrammar_python()
         return start_process(name, python, f"tests.bench.peers.{self._modules[name]}")
 
     def _medians(self, samples: Sequence[Sample]) -> dict[str, float]:

@@ -1,0 +1,33 @@
+"""The virtual environment that xgrammar's driver runs in: made once, beside ours, never part of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.bench.peers.protocol import ROOT
+
+XGRAMMAR_VERSION = "0.2.8"
+
+_DIRECTORY = ROOT / ".cache" / f"xgrammar-{XGRAMMAR_VERSION}"
+_REQUIREMENTS = (
+    "apache-tvm-ffi==0.1.15.post2",
+    "jsonschema==4.26.0",
+    "numpy==2.4.6",
+    "pydantic==2.14.3",
+    "transformers==5.23.0",
+)
+
+
+def xgrammar_python() -> str:
+    """The environment's interpreter; on the first call it is made, which takes minutes and a gigabyte."""
+    python, made = _DIRECTORY / "bin" / "python", _DIRECTORY / "made"
+    if not made.exists():
+        print("making an environment with xgrammar", file=sys.stderr)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", _DIRECTORY], check=True)
+        # torch by its exact version, so that no other requirement picks a build of it; xgrammar without what it
+        # requires, which is a gigabyte of triton that it does without on a processor.
+        for arguments in (("torch==2.13.0",), _REQUIREMENTS, ("--no-deps", f"xgrammar=={XGRAMMAR_VERSION}")):
+            subprocess.run([python, "-m", "pip", "install", "-qq", *arguments], check=True)
+        made.touch()
+    return str(python)

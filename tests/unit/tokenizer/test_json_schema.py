@@ -1,0 +1,51 @@
+"""Which schemas are refused although the grammar library would take them."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.tokenizer.conversation import JsonObject
+from services.tokenizer.json_schema import check_schema
+from shared.grammar import GrammarError
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        {"type": "string", "pattern": r"^[^\x00-\x1f\"]+$"},
+        {"type": "string", "pattern": r"^\[[\x00a]\\x01\n\t\f\u0041$"},
+        {"type": "object", "patternProperties": {r"^[\x01\x02]a": True}},
+        {"enum": ["a\nb\t\b\f\r", "é"]},
+        {"properties": {"pattern": {"type": "string"}, "minProperties": {"type": "integer"}}},
+        {"minProperties": 1},
+        {"minProperties": 3, "required": ["a", "b"]},
+    ],
+)
+def test_what_the_library_does_well_is_left_to_it(schema: JsonObject) -> None:
+    check_schema({"properties": {"a": schema}, "anyOf": [schema]})
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"x-guidance": {"lenient": True}}, "x-guidance"),
+        ({"minProperties": 2}, "minProperties"),
+        ({"minProperties": 4.0, "required": ["a", "b"]}, "minProperties"),
+        ({"const": "a\x00b"}, "control characters"),
+        ({"enum": [{"a": ["\x7f"]}]}, "control characters"),
+        ({"properties": {"a\x1f": {}}}, "control characters"),
+        ({"pattern": r"a\x01b"}, "control characters"),
+        ({"pattern": r"a\u001Fb"}, "control characters"),
+        ({"pattern": r"[a-z]\u{7f}"}, "control characters"),
+        ({"pattern": r"\[\\\cAb]"}, "control characters"),
+        ({"pattern": r"x[\x01]"}, "control characters"),
+        ({"pattern": "a\\vb"}, "control characters"),
+        ({"patternProperties": {r"^\x00": {}}}, "control characters"),
+    ],
+)
+def test_what_could_break_the_schema_is_refused_wherever_it_stands(schema: JsonObject, message: str) -> None:
+    nested: list[JsonObject] = [schema, {"properties": {"a": schema}}, {"$defs": {"a": {"anyOf": [schema, True]}}}]
+    for whole in nested:
+        with pytest.raises(GrammarError, match=message):
+            check_schema(whole)
