@@ -9,6 +9,7 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from shared.config import LocalAddress, ServiceSettings
+from shared.limits import MAX_DRAFT_TOKENS
 
 
 class WorkerSettings(ServiceSettings):
@@ -28,6 +29,14 @@ class WorkerSettings(ServiceSettings):
         default=None, ge=1, description="KV blocks, instead of what the memory holds."
     )
     num_threads: int | None = Field(default=None, ge=1, description="Threads that compute; all cores by default.")
+    draft_proposer: Literal["none", "ngram"] = Field(
+        default="none",
+        description="Who drafts tokens that the model then checks several at once: ngram looks up where a sequence's "
+        "last tokens stood before. Pays where answers repeat what they were given.",
+    )
+    num_draft_tokens: int = Field(
+        default=4, ge=1, le=MAX_DRAFT_TOKENS, description="Most tokens drafted for a sequence in a step."
+    )
     listen: LocalAddress = Field(
         default="127.0.0.1:50053", description="Address to serve on: unix:PATH, or HOST:PORT on loopback."
     )

@@ -21,7 +21,7 @@ class AttentionMetadata:
     """Which tokens a step computes, for which sequences, and which KV slots they use.
 
     Tensors are on the worker's device. The tuples are copies on the host, so that no op has to wait for the
-    device to learn a length. In a decode step every query length is 1.
+    device to learn a length. In a decode step a query length is 1, and more for a row with drafts.
     """
 
     is_prefill: bool

@@ -6,74 +6,67 @@ that does not fit leaves the batch undefined; its epoch ends with it.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from services.worker.block_tables import BlockTables
+from services.worker.drafts import NO_DRAFTS, Drafter, Drafts
+from services.worker.enter_checks import BatchLimits, check_enter, check_token_ids, require
 from services.worker.sampler import SamplingRows
+from services.worker.sampling_state import GrammarMatcher, SamplingState
 from services.worker.step import EnteringSequence, Int32Column, PrefillChunk, Step, StepKind
-from shared.errors import StepMismatchError
+from services.worker.step_input import ScoredChunk, StepInput
+from shared.limits import SamplingOptions
 
-_NO_SLOTS = np.empty(0, dtype=np.int32)
+__all__ = ["BatchLimits", "InputBatch", "StepInput"]
 
-
-@dataclass(frozen=True, slots=True)
-class BatchLimits:
-    """What every step has to stay below."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    block_size: int
-    num_blocks: int
-    context_length: int
-    logits_width: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepInput:
-    """What one step computes, in host arrays that belong to it alone.
-
-    Sequence i computes the tokens [cu_seqlens_q[i], cu_seqlens_q[i + 1]). A token is sampled for those that are
-    complete: the result's rows.
-    """
-
-    is_prefill: bool  # whether any tokens are a prompt's
-    row_slots: Int32Column  # [num_rows]
-    row_indexes: npt.NDArray[np.int64] | None  # [num_rows], which sequences they are; None: all, in order
-    token_ids: npt.NDArray[np.int64]  # [num_tokens]
-    positions: npt.NDArray[np.int64]  # [num_tokens], each token's place in its sequence
-    slot_mapping: npt.NDArray[np.int64]  # [num_tokens], block_id * block_size + offset
-    block_tables: Int32Column  # [num_seqs, most blocks of one], 0 behind a sequence's last block
-    context_lens: Int32Column  # [num_seqs], this step's tokens included
-    query_lens: Int32Column  # [num_seqs], this step's tokens
-    cu_seqlens_q: Int32Column  # [num_seqs + 1]
-    sampling: SamplingRows  # of the rows
+_NO_SLOTS: Int32Column = np.empty(0, dtype=np.int32)
 
 
 class InputBatch:
     """The sequences of one epoch by slot: lengths, last tokens, block tables, sampling parameters.
 
     Invariant: `num_tokens` of a slot counts the tokens known, the sampled ones included; after a step the KV of
-    all but the last is in the cache, and of all while `num_later` more tokens of the prompt are to come.
+    all but the last is in the cache, and of all while `num_later` more tokens of the prompt are to come. What rejected
+    drafts left behind there is overwritten before it is read.
     """
 
-    def __init__(self, limits: BatchLimits) -> None:
+    def __init__(
+        self,
+        limits: BatchLimits,
+        *,
+        make_matcher: Callable[[str], GrammarMatcher] | None = None,
+        drafter: Drafter | None = None,
+    ) -> None:
+        """Begin empty.
+
+        Args:
+            limits: The epoch's.
+            make_matcher: Follows a grammar; None: no sequence may have one.
+            drafter: Drafts tokens for decodes; None: none are drafted.
+        """
         num_slots = limits.max_num_seqs
         self._limits = limits
+        self._make_matcher = make_matcher
+        self._drafter = drafter
         # Slots in the order in which their sequences entered.
         self._order = _NO_SLOTS
         self._is_used = np.zeros(num_slots, dtype=np.bool_)
         self._num_tokens = np.zeros(num_slots, dtype=np.int32)
+        self._max_num_tokens = np.zeros(num_slots, dtype=np.int32)
         self._num_later = np.zeros(num_slots, dtype=np.int32)
         self._last_token = np.zeros(num_slots, dtype=np.int32)
         self._temperature = np.zeros(num_slots, dtype=np.float32)
         self._top_k = np.zeros(num_slots, dtype=np.int32)
         self._top_p = np.ones(num_slots, dtype=np.float32)
         self._seed = np.zeros(num_slots, dtype=np.uint64)
+        self._choice = np.zeros(num_slots, dtype=np.uint32)
+        # Of the few sequences that have options.
+        self._states: dict[int, SamplingState] = {}
+        self._num_prompt_tokens: dict[int, int] = {}
         self._tables = BlockTables(
             num_slots=num_slots,
             num_pool_blocks=limits.num_blocks,
@@ -96,21 +89,34 @@ class InputBatch:
         self._enter(step.enters)
         self._append_blocks(step.append_slots, step.append_block_ids)
         chunks = (*step.chunks, *(enter.chunk for enter in step.enters))
-        _require(bool(chunks) is (step.kind is not StepKind.DECODE), "the step's kind does not fit its prompts")
+        require(bool(chunks) is (step.kind is not StepKind.DECODE), "the step's kind does not fit its prompts")
         num_tokens = len(decode_slots) + sum(len(chunk.token_ids) for chunk in chunks)
-        _require(
-            0 < num_tokens <= self._limits.max_num_batched_tokens,
+        room = self._limits.max_num_batched_tokens - num_tokens
+        require(
+            num_tokens > 0 and room >= 0,
             "the number of tokens is out of range",
             limit=self._limits.max_num_batched_tokens,
         )
         for chunk in chunks:
             self._extend(chunk)
-        return self._make_input(decode_slots, chunks)
+        return self._make_input(self._decodes(decode_slots, room), chunks)
 
-    def record_sampled(self, slots: Int32Column, token_ids: Int32Column) -> None:
-        """Put one sampled token behind each row's sequence: the input of its next decode step."""
-        self._last_token[slots] = token_ids
-        self._num_tokens[slots] += 1
+    def record_sampled(self, slots: Int32Column, token_ids: Int32Column, counts: Int32Column | None = None) -> None:
+        """Put what was sampled behind the rows' sequences; the last of it is the input of their next decode step.
+
+        Args:
+            slots: [num_rows], of the step's rows.
+            token_ids: Tokens of all rows, one row behind the other.
+            counts: [num_rows], how many each has, at least 1; None: one each.
+        """
+        if self._drafter is not None:
+            self._drafter.record(slots, token_ids, counts)
+        if counts is None:
+            self._last_token[slots] = token_ids
+            self._num_tokens[slots] += 1
+        else:
+            self._last_token[slots] = token_ids[np.cumsum(counts) - 1]
+            self._num_tokens[slots] += counts
 
     def _leave(self, slots: Int32Column) -> None:
         if not len(slots):
@@ -119,26 +125,54 @@ class InputBatch:
         self._is_used[slots] = False
         self._tables.clear(slots)
         self._order = self._order[self._is_used[self._order]]
+        if self._drafter is not None:
+            self._drafter.leave(slots)
+        if self._states:
+            for slot in slots.tolist():
+                self._states.pop(slot, None)
+                self._num_prompt_tokens.pop(slot, None)
 
     def _enter(self, enters: Sequence[EnteringSequence]) -> None:
         if not enters:
             return
         for enter in enters:
-            self._check_enter(enter)
+            check_enter(enter, self._limits, needs_all_tokens=self._drafter is not None)
             slot = enter.chunk.slot
+            require(not self._is_used[slot], "a sequence enters a slot that is not free", slot=slot)
             self._is_used[slot] = True
             # Until `_extend` takes the chunk in, all its tokens are later ones.
             self._num_tokens[slot] = enter.num_cached_tokens
             self._num_later[slot] = len(enter.chunk.token_ids) + enter.chunk.num_later_tokens
+            # The token behind a full context is drawn, and nothing behind it.
+            self._max_num_tokens[slot] = min(enter.max_num_tokens, self._limits.context_length + 1)
             self._tables.set(slot, enter.block_ids)
             self._temperature[slot] = enter.temperature
             self._top_k[slot] = enter.top_k
             self._top_p[slot] = enter.top_p
             self._seed[slot] = enter.seed
+            self._choice[slot] = enter.choice
+            if enter.options is not None:
+                self._states[slot] = self._make_state(enter, enter.options)
+                self._num_prompt_tokens[slot] = enter.num_prompt_tokens
+            if self._drafter is not None:
+                self._drafter.enter(slot, enter.cached_token_ids, int(self._max_num_tokens[slot]))
         self._order = np.concatenate([self._order, np.array([enter.chunk.slot for enter in enters], dtype=np.int32)])
 
+    def _make_state(self, enter: EnteringSequence, options: SamplingOptions) -> SamplingState:
+        slot = enter.chunk.slot
+        require(not options.grammar or self._make_matcher is not None, "grammars are not known here", slot=slot)
+        state = SamplingState(
+            options,
+            stop_token_ids=enter.stop_token_ids,
+            num_prompt_tokens=enter.num_prompt_tokens,
+            logits_width=self._limits.logits_width,
+            matcher=self._make_matcher(options.grammar) if options.grammar and self._make_matcher else None,
+        )
+        state.extend(enter.cached_token_ids)
+        return state
+
     def _append_blocks(self, slots: Int32Column, block_ids: Int32Column) -> None:
-        _require(len(slots) == len(block_ids), "append_slots and append_block_ids differ in length")
+        require(len(slots) == len(block_ids), "append_slots and append_block_ids differ in length")
         if len(slots):
             self._check_used("append_slots", slots, may_repeat=True)
             self._tables.append(slots, block_ids)
@@ -146,111 +180,167 @@ class InputBatch:
     def _decode_slots(self, step: Step) -> Int32Column:
         """The sequences that are decoded; those that enter have no sampled token yet that they could start from."""
         if step.kind is StepKind.PREFILL:
-            _require(step.decode_slots is None, "decode_slots in a prefill step")
+            require(step.decode_slots is None, "decode_slots in a prefill step")
             return _NO_SLOTS
         slots: Int32Column = self._order[self._num_later[self._order] == 0]
         if step.decode_slots is not None:
             slots = step.decode_slots
             self._check_used("decode_slots", slots)
-            _require(not self._num_later[slots].any(), "a sequence is decoded before its prompt is complete")
-        _require(len(slots) > 0, "no sequence to decode")
+            require(not self._num_later[slots].any(), "a sequence is decoded before its prompt is complete")
+        require(len(slots) > 0, "no sequence to decode")
         return slots
 
     def _extend(self, chunk: PrefillChunk) -> None:
         """Take the next tokens of a prompt in."""
         slot, num_new = chunk.slot, len(chunk.token_ids)
         self._check_used("chunks", np.array([slot]))
-        _require(0 < num_new <= self._num_later[slot], "a chunk does not fit its prompt", slot=slot)
-        _require(num_new + chunk.num_later_tokens == self._num_later[slot], "a prompt changed its length", slot=slot)
-        _require(
-            bool(0 <= chunk.token_ids.min() <= chunk.token_ids.max() < self._limits.logits_width),
-            "a token id is out of range",
-            slot=slot,
-            limit=self._limits.logits_width,
-        )
+        require(0 < num_new <= self._num_later[slot], "a chunk does not fit its prompt", slot=slot)
+        require(num_new + chunk.num_later_tokens == self._num_later[slot], "a prompt changed its length", slot=slot)
+        check_token_ids(slot, chunk.token_ids, self._limits)
         self._num_tokens[slot] += num_new
         self._num_later[slot] = chunk.num_later_tokens
+        if slot in self._states:
+            self._states[slot].extend(chunk.token_ids)
+        if self._drafter is not None:
+            self._drafter.extend(slot, chunk.token_ids)
 
-    def _make_input(self, decode_slots: Int32Column, chunks: Sequence[PrefillChunk]) -> StepInput:
-        slots, token_ids = decode_slots, self._last_token[decode_slots]
-        query_lens = np.ones(len(decode_slots), dtype=np.int32)
+    def _decodes(self, slots: Int32Column, room: int) -> _Decodes:
+        """What of the sequences to be decoded is computed; `room` is how many tokens the step may have besides."""
+        if self._drafter is None or not len(slots):
+            return _Decodes(len(slots), None, slots, None)
+        num_slots, numbers = len(slots), None
+        is_full = self._num_tokens[slots] >= self._max_num_tokens[slots]
+        if is_full.any():
+            numbers = np.flatnonzero(~is_full)
+            slots = slots[numbers]
+        drafts = self._drafter.propose(slots, self._draft_room(slots), room)
+        return _Decodes(num_slots, numbers, slots, drafts if len(drafts.token_ids) else None)
+
+    def _draft_room(self, slots: Int32Column) -> Int32Column:
+        """How many tokens may be drafted for each of these sequences; one more is drawn behind them."""
+        num_places = self._tables.num_blocks(slots) * self._limits.block_size
+        # The last token that a sequence may have is drawn, never computed; so the context bounds drafts too.
+        most = np.minimum(self._max_num_tokens[slots] - 1, num_places)
+        return np.maximum(most - self._num_tokens[slots], 0)
+
+    def _make_input(self, decodes: _Decodes, chunks: Sequence[PrefillChunk]) -> StepInput:
+        slots, drafts = decodes.slots, decodes.drafts
+        query_lens = np.ones(len(slots), dtype=np.int32)
+        token_ids = self._last_token[slots]
+        context_lens = self._num_tokens[slots]
+        if drafts is not None:
+            query_lens += drafts.counts
+            context_lens += drafts.counts
+            token_ids = np.insert(token_ids, np.repeat(np.arange(1, len(slots) + 1), drafts.counts), drafts.token_ids)
         row_indexes: npt.NDArray[np.int64] | None = None
         if chunks:
-            slots = np.concatenate([slots, np.array([chunk.slot for chunk in chunks], dtype=np.int32)])
-            _require(len(np.unique(slots)) == len(slots), "a slot stands in the step twice")
+            chunk_slots = np.array([chunk.slot for chunk in chunks], dtype=np.int32)
+            slots = np.concatenate([slots, chunk_slots])
+            require(len(np.unique(slots)) == len(slots), "a slot stands in the step twice")
             token_ids = np.concatenate([token_ids, *(chunk.token_ids for chunk in chunks)])
             lengths = np.array([len(chunk.token_ids) for chunk in chunks], dtype=np.int32)
             query_lens = np.concatenate([query_lens, lengths])
+            context_lens = np.concatenate([context_lens, self._num_tokens[chunk_slots]])
             row_indexes = np.flatnonzero(self._num_later[slots] == 0)
         row_slots = slots if row_indexes is None else slots[row_indexes]
-        block_size = self._limits.block_size
-        context_lens = self._num_tokens[slots]
-        longest = int(context_lens.max())
-        _require(
-            longest <= self._limits.context_length,
-            "a sequence is longer than the context",
-            limit=self._limits.context_length,
-        )
-        num_blocks_needed = (context_lens + (block_size - 1)) // block_size
-        _require(
-            bool((num_blocks_needed <= self._tables.num_blocks(slots)).all()),
-            "a block table is too short for its sequence",
-        )
+        num_blocks_needed = self._check_lengths(slots, context_lens)
         cu_seqlens_q = np.zeros(len(slots) + 1, dtype=np.int32)
         np.cumsum(query_lens, out=cu_seqlens_q[1:])
         # A row's tokens are the last of its context, so both end at the same place.
         positions = np.arange(len(token_ids), dtype=np.int64) + np.repeat(context_lens - cu_seqlens_q[1:], query_lens)
+        block_size = self._limits.block_size
         block_ids = self._tables.ids_at(np.repeat(slots, query_lens), positions // block_size)
+        num_done = decodes.num_slots - len(decodes.slots)
         return StepInput(
             is_prefill=bool(chunks),
+            num_result_rows=len(row_slots) + num_done,
+            row_numbers=decodes.row_numbers(len(row_slots)),
             row_slots=row_slots,
             row_indexes=row_indexes,
             token_ids=token_ids.astype(np.int64),
             positions=positions,
             slot_mapping=block_ids * np.int64(block_size) + positions % block_size,
-            block_tables=self._tables.rows(slots, int(num_blocks_needed.max())),
+            block_tables=self._tables.rows(slots, int(num_blocks_needed.max(initial=0))),
             context_lens=context_lens,
             query_lens=query_lens,
             cu_seqlens_q=cu_seqlens_q,
-            sampling=SamplingRows(
-                temperature=self._temperature[row_slots],
-                top_k=self._top_k[row_slots],
-                top_p=self._top_p[row_slots],
-                seed=self._seed[row_slots],
-                position=self._num_tokens[row_slots].astype(np.int64),
-            ),
+            sampling=self._sampling_rows(row_slots, drafts),
+            scored_chunks=self._scored_chunks(chunks, cu_seqlens_q[len(decodes.slots) :]) if self._states else (),
         )
+
+    def _check_lengths(self, slots: Int32Column, context_lens: Int32Column) -> Int32Column:
+        """The blocks that each sequence needs for its context."""
+        require(
+            int(context_lens.max(initial=0)) <= self._limits.context_length,
+            "a sequence is longer than the context",
+            limit=self._limits.context_length,
+        )
+        num_blocks_needed: Int32Column = (context_lens + (self._limits.block_size - 1)) // self._limits.block_size
+        require(
+            bool((num_blocks_needed <= self._tables.num_blocks(slots)).all()),
+            "a block table is too short for its sequence",
+        )
+        return num_blocks_needed
+
+    def _sampling_rows(self, slots: Int32Column, drafts: Drafts | None) -> SamplingRows:
+        counts: Int32Column | None = None
+        if drafts is not None:
+            counts = np.zeros(len(slots), np.int32)
+            counts[: len(drafts.counts)] = drafts.counts
+        return SamplingRows(
+            temperature=self._temperature[slots],
+            top_k=self._top_k[slots],
+            top_p=self._top_p[slots],
+            seed=self._seed[slots],
+            choice=self._choice[slots],
+            position=self._num_tokens[slots].astype(np.int64),
+            states=self._states_of(slots) if self._states else {},
+            draft_token_ids=NO_DRAFTS if drafts is None else drafts.token_ids,
+            draft_counts=counts,
+        )
+
+    def _states_of(self, slots: Int32Column) -> dict[int, SamplingState]:
+        slot_to_row = np.full(self._limits.max_num_seqs, -1)
+        slot_to_row[slots] = np.arange(len(slots))
+        return {int(slot_to_row[slot]): state for slot, state in self._states.items() if slot_to_row[slot] >= 0}
+
+    def _scored_chunks(self, chunks: Sequence[PrefillChunk], starts: Int32Column) -> tuple[ScoredChunk, ...]:
+        """Those of `chunks` that begin in the prompt of a sequence which wants its log-probabilities."""
+        scored = []
+        for chunk, start in zip(chunks, starts.tolist(), strict=False):
+            state = self._states.get(chunk.slot)
+            if state is None or state.options.num_prompt_logprobs is None:
+                continue
+            position = int(self._num_tokens[chunk.slot]) - len(chunk.token_ids)
+            num_prompt_tokens = self._num_prompt_tokens[chunk.slot]
+            num_tokens = min(len(chunk.token_ids), num_prompt_tokens - position)
+            if num_tokens > 0:
+                scored.append(
+                    ScoredChunk(
+                        chunk.slot, start, num_tokens, position, num_prompt_tokens, state.options.num_prompt_logprobs
+                    )
+                )
+        return tuple(scored)
 
     def _check_used(self, column: str, slots: Int32Column, *, may_repeat: bool = False) -> None:
         in_range = not len(slots) or 0 <= slots.min() <= slots.max() < self._limits.max_num_seqs
-        _require(bool(in_range), "a slot is out of range", column=column, limit=self._limits.max_num_seqs)
-        _require(bool(self._is_used[slots].all()), "a slot holds no sequence", column=column)
-        _require(may_repeat or len(np.unique(slots)) == len(slots), "a slot stands there twice", column=column)
-
-    def _check_enter(self, enter: EnteringSequence) -> None:
-        limits = self._limits
-        slot = enter.chunk.slot
-        num_tokens = enter.num_cached_tokens + len(enter.chunk.token_ids) + enter.chunk.num_later_tokens
-        _require(0 <= slot < limits.max_num_seqs, "a slot is out of range", slot=slot, limit=limits.max_num_seqs)
-        _require(not self._is_used[slot], "a sequence enters a slot that is not free", slot=slot)
-        _require(len(enter.chunk.token_ids) > 0, "a sequence enters without a token to compute", slot=slot)
-        _require(num_tokens <= limits.context_length, "a sequence is longer than the context", slot=slot)
-        _require(
-            enter.num_cached_tokens >= 0 and enter.num_cached_tokens % limits.block_size == 0,
-            "cached tokens are not whole blocks",
-            slot=slot,
-        )
-        _require(0 < enter.num_prompt_tokens <= num_tokens, "num_prompt_tokens is out of range", slot=slot)
-        _require(num_tokens <= len(enter.block_ids) * limits.block_size, "a block table is too short", slot=slot)
-        is_sampling_good = (
-            math.isfinite(enter.temperature)
-            and enter.temperature >= 0.0
-            and 0.0 < enter.top_p <= 1.0
-            and 0 <= enter.top_k <= limits.logits_width
-        )
-        _require(is_sampling_good, "a sampling parameter is out of range", slot=slot)
+        require(bool(in_range), "a slot is out of range", column=column, limit=self._limits.max_num_seqs)
+        require(bool(self._is_used[slots].all()), "a slot holds no sequence", column=column)
+        require(may_repeat or len(np.unique(slots)) == len(slots), "a slot stands there twice", column=column)
 
 
-def _require(condition: bool, message: str, **values: object) -> None:
-    if not condition:
-        raise StepMismatchError(message, violations=(), retry_delay_s=None, **values)
+@dataclass(frozen=True, slots=True)
+class _Decodes:
+    """The sequences that a step decodes."""
+
+    num_slots: int  # with those that have all their tokens, of which nothing is computed
+    numbers: npt.NDArray[np.int64] | None  # which of them are computed; None: all
+    slots: Int32Column  # that are computed
+    drafts: Drafts | None  # behind the tokens of `slots`; None: no row has any
+
+    def row_numbers(self, num_rows: int) -> npt.NDArray[np.int64] | None:
+        """The places of a step's first `num_rows` computed rows, of which these are the first, among all rows."""
+        if self.numbers is None:
+            return None
+        num_others = num_rows - len(self.numbers)
+        return np.concatenate([self.numbers, np.arange(self.num_slots, self.num_slots + num_others)])

@@ -14,7 +14,9 @@ import torch
 
 from services.worker.models.registry import CausalLM, loader_for
 from services.worker.ops import Ops
+from services.worker.sampling_defaults import SamplingDefaults, sampling_defaults
 from services.worker.weights import ModelWeights, WeightFiles
+from shared.limits import ModelLimits
 from shared.model_dir import CONFIG, eos_token_ids, model_digest, read_json
 
 
@@ -26,6 +28,7 @@ class ModelFacts:
     logits_width: int
     eos_token_ids: tuple[int, ...]
     model_digest: str
+    sampling_defaults: SamplingDefaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,7 @@ class LoadedModel:
     facts: ModelFacts
     # SHA-256 over every tensor's name, dtype, shape and bytes, in hex.
     weights_digest: str
+    model_dir: Path
 
 
 def load_model(model_dir: Path, ops: Ops, dtype: torch.dtype, on_progress: Callable[[float], None]) -> LoadedModel:
@@ -49,7 +53,7 @@ def load_model(model_dir: Path, ops: Ops, dtype: torch.dtype, on_progress: Calla
 
     Raises:
         ModelDirectoryError: a file is missing or malformed, the architecture is unknown, or configuration and
-            weights do not fit each other.
+            weights do not fit each other, or the generation configuration holds what no request may ask for.
     """
     config = read_json(model_dir, CONFIG)
     load = loader_for(config)
@@ -58,5 +62,7 @@ def load_model(model_dir: Path, ops: Ops, dtype: torch.dtype, on_progress: Calla
     with WeightFiles(model_dir, on_progress) as files:
         model = load(config, ModelWeights(files, dtype), ops)
         weights_digest = files.digest()
-    facts = ModelFacts(model.context_length, model.logits_width, eos_ids, digest)
-    return LoadedModel(model, facts, weights_digest)
+    limits = ModelLimits(model.context_length, model.logits_width, num_pool_tokens=model.context_length)
+    defaults = sampling_defaults(model_dir, limits)
+    facts = ModelFacts(model.context_length, model.logits_width, eos_ids, digest, defaults)
+    return LoadedModel(model, facts, weights_digest, model_dir)

@@ -12,17 +12,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from services.worker.config import WorkerSettings
+from services.worker.drafts import Drafting, NgramProposer
 from services.worker.forward_context import AttentionMetadata, ForwardContext, forward_context
 from services.worker.input_batch import BatchLimits, InputBatch, StepInput
 from services.worker.kv_cache import KvCache, num_blocks_for
 from services.worker.loader import LoadedModel, ModelFacts, load_model
+from services.worker.matchers import GrammarMatchers
 from services.worker.ops import Ops, load_ops
+from services.worker.prompt_logprobs import PromptScorer
 from services.worker.sampler import SampledTokens, Sampler
-from services.worker.step import Step, StepOutput
+from services.worker.step import Int32Column, PromptLogprobs, Step, StepOutput
 from shared.errors import StaleEpochError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -44,17 +46,40 @@ class ModelRunner:
     Invariant: between steps the batch holds, for every row, the token that the row's next decode step computes.
     """
 
-    def __init__(self, loaded: LoadedModel, ops: Ops, kv_cache_size: KvCacheSize) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        ops: Ops,
+        kv_cache_size: KvCacheSize,
+        *,
+        drafting: Drafting | None = None,
+    ) -> None:
+        """Make a loaded model ready to run.
+
+        Args:
+            loaded: Loaded with `ops`.
+            ops: The backend.
+            kv_cache_size: Of every epoch's cache.
+            drafting: How tokens are drafted; None: none are.
+        """
         self._model = loaded.model
         self._ops = ops
         self._sampler = Sampler(ops)
+        self._drafting = drafting
+        self._matchers = GrammarMatchers(loaded.model_dir, loaded.facts.logits_width, loaded.facts.eos_token_ids)
         self._kv_cache_size = kv_cache_size
         self._kv_cache: KvCache | None = None
         self._batch: InputBatch | None = None
+        self._scorer = PromptScorer(self._model.compute_logits)
         self._last_step_id = 0
         self.facts: ModelFacts = loaded.facts
         self.ops_backend: str = ops.name
         self.numerics_fingerprint: str = numerics_fingerprint(loaded, ops)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Most tokens that are drafted for a sequence in a step."""
+        return 0 if self._drafting is None else self._drafting.num_draft_tokens
 
     def num_blocks(self, block_size: int) -> int:
         """KV blocks that the memory setting holds; 0 when not even one."""
@@ -75,16 +100,17 @@ class ModelRunner:
             # The old cache goes first: there may be no memory for two.
             self._kv_cache = cache = None
             self._kv_cache = KvCache(self._model.kv_cache_spec, num_blocks, block_size)
-        self._batch = InputBatch(
-            BatchLimits(
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                block_size=block_size,
-                num_blocks=num_blocks,
-                context_length=self.facts.context_length,
-                logits_width=self.facts.logits_width,
-            )
+        limits = BatchLimits(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            context_length=self.facts.context_length,
+            logits_width=self.facts.logits_width,
         )
+        drafter = None if self._drafting is None else self._drafting.make_drafter()
+        self._batch = InputBatch(limits, make_matcher=self._matchers.make, drafter=drafter)
+        self._scorer = PromptScorer(self._model.compute_logits)
         return self._last_step_id
 
     def run_step(self, step: Step) -> StepOutput:
@@ -107,15 +133,18 @@ class ModelRunner:
         step_input = batch.apply(step)
         self._last_step_id = step.step_id
         started_ns = time.perf_counter_ns()
-        context = self._prepare_model(step_input)
-        sampled = self._run_model(step_input, context)
-        batch.record_sampled(step_input.row_slots, _usable_tokens(sampled))
+        sampled, prompt_logprobs = self._run_model(step_input)
+        batch.record_sampled(step_input.row_slots, _usable_tokens(sampled), sampled.counts)
         return StepOutput(
             epoch=step.epoch,
             step_id=step.step_id,
             token_ids=sampled.token_ids,
-            not_finite_rows=sampled.not_finite_rows,
+            not_finite_rows=_result_rows(step_input, sampled.not_finite_rows),
             device_time_us=(time.perf_counter_ns() - started_ns) // 1000,
+            counts=_result_counts(step_input, sampled),
+            num_draft_tokens=len(step_input.sampling.draft_token_ids),
+            logprobs=sampled.logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def _prepare_model(self, step_input: StepInput) -> ForwardContext:
@@ -133,17 +162,24 @@ class ModelRunner:
         )
         return ForwardContext.for_step(self._ops, attention, self._kv_cache)
 
-    def _run_model(self, step_input: StepInput, context: ForwardContext) -> SampledTokens:
-        """Compute all tokens, and draw one for each row from the logits of its last one."""
-        with forward_context(context):
+    def _run_model(self, step_input: StepInput) -> tuple[SampledTokens, PromptLogprobs]:
+        """Compute all tokens, draw each row's from the logits behind its last one and its drafts, score prompts."""
+        if not len(step_input.token_ids):
+            # Every sequence to be decoded has all its tokens.
+            return _NO_TOKENS, ()
+        with forward_context(self._prepare_model(step_input)):
             hidden = self._model.forward(torch.from_numpy(step_input.token_ids), torch.from_numpy(step_input.positions))
+            prompt_logprobs: PromptLogprobs = ()
+            if step_input.scored_chunks:
+                prompt_logprobs = self._scorer.score(step_input.scored_chunks, step_input.token_ids, hidden)
             if not len(step_input.row_slots):
                 # Every prompt has later tokens.
-                return _NO_TOKENS
-            if step_input.row_indexes is not None:
-                hidden = hidden[torch.from_numpy(step_input.cu_seqlens_q[1:][step_input.row_indexes] - 1)]
+                return _NO_TOKENS, prompt_logprobs
+            logit_tokens = step_input.logit_tokens()
+            if logit_tokens is not None:
+                hidden = hidden[torch.from_numpy(logit_tokens)]
             logits = self._model.compute_logits(hidden)
-        return self._sampler.sample(logits, step_input.sampling)
+        return self._sampler.sample(logits, step_input.sampling), prompt_logprobs
 
 
 def build_model_runner(settings: WorkerSettings, on_progress: Callable[[float], None]) -> ModelRunner:
@@ -160,7 +196,13 @@ def build_model_runner(settings: WorkerSettings, on_progress: Callable[[float], 
     ops = load_ops(settings.ops_backend)
     loaded = load_model(settings.model_dir, ops, _DTYPES[settings.dtype], on_progress)
     size = KvCacheSize(int(settings.kv_cache_memory_gib * _GIB), settings.kv_cache_num_blocks)
-    return ModelRunner(loaded, ops, size)
+    return ModelRunner(loaded, ops, size, drafting=_make_drafting(settings))
+
+
+def _make_drafting(settings: WorkerSettings) -> Drafting | None:
+    if settings.draft_proposer == "none":
+        return None
+    return Drafting(NgramProposer(), settings.num_draft_tokens)
 
 
 def numerics_fingerprint(loaded: LoadedModel, ops: Ops) -> str:
@@ -171,10 +213,28 @@ def numerics_fingerprint(loaded: LoadedModel, ops: Ops) -> str:
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
 
-def _usable_tokens(sampled: SampledTokens) -> npt.NDArray[np.int32]:
+def _usable_tokens(sampled: SampledTokens) -> Int32Column:
     """The tokens as inputs of the next step: one that means nothing becomes token 0, which every model has."""
     if not len(sampled.not_finite_rows):
         return sampled.token_ids
+    # Such a row has one token.
+    places = sampled.not_finite_rows
+    if sampled.counts is not None:
+        places = (np.cumsum(sampled.counts, dtype=np.int32) - sampled.counts)[places]
     token_ids = sampled.token_ids.copy()
-    token_ids[sampled.not_finite_rows] = 0
+    token_ids[places] = 0
     return token_ids
+
+
+def _result_counts(step_input: StepInput, sampled: SampledTokens) -> Int32Column | None:
+    """The tokens of each of the result's rows; None: one each."""
+    if step_input.row_numbers is None:
+        return sampled.counts
+    counts = np.zeros(step_input.num_result_rows, np.int32)
+    counts[step_input.row_numbers] = 1 if sampled.counts is None else sampled.counts
+    return counts
+
+
+def _result_rows(step_input: StepInput, rows: Int32Column) -> Int32Column:
+    """The places of computed rows in the result."""
+    return rows if step_input.row_numbers is None else step_input.row_numbers[rows].astype(np.int32)

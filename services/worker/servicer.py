@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import grpc
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
+from lockstep.v1 import common_pb2
 from services.worker.claim import Claim, StepStream
 from services.worker.device_loop import DeviceLoop
 from services.worker.step import Step, StepOutput
@@ -83,6 +85,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             numerics_fingerprint=runner.numerics_fingerprint,
             ops_backend=runner.ops_backend,
             last_step_id=last_step_id,
+            num_draft_tokens=runner.num_draft_tokens,
+            needs_all_tokens=runner.num_draft_tokens > 0,
+            default_sampling=common_pb2.SamplingParams(**asdict(runner.facts.sampling_defaults)),
         )
 
     async def Execute(self, requests: AsyncIterator[worker_pb2.StepRequest], context: grpc.aio.ServicerContext) -> None:

@@ -6,12 +6,16 @@ Plain data. It crosses from the RPC thread to the main thread and back, so it is
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from shared.limits import SamplingOptions
+
 Int32Column = npt.NDArray[np.int32]
+
+_NO_TOKENS: Int32Column = np.empty(0, np.int32)
 
 
 class StepKind(enum.Enum):
@@ -46,6 +50,14 @@ class EnteringSequence:
     top_k: int
     top_p: float
     seed: int
+    # Prompt and most completion tokens together.
+    max_num_tokens: int
+    choice: int = 0
+    options: SamplingOptions | None = None
+    # Tokens that are not drawn before `options.min_tokens`.
+    stop_token_ids: Int32Column = field(default_factory=lambda: _NO_TOKENS)
+    # The tokens before the chunk's, when options or drafts need them.
+    cached_token_ids: Int32Column = field(default_factory=lambda: _NO_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +79,23 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log-probabilities at some positions, as columns; see `internal.v1.Logprobs`."""
+
+    indexes: Int32Column  # [num_positions]
+    ranks: Int32Column  # [num_positions]
+    counts: Int32Column  # [num_positions]
+    token_ids: Int32Column  # [sum of counts]
+    values: npt.NDArray[np.float32]  # [sum of counts]
+
+
+# By slot; their indexes are positions in the prompt.
+PromptLogprobs = tuple[tuple[int, Logprobs], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
-    """One token per row, in row order."""
+    """The rows' tokens, in row order."""
 
     epoch: int
     step_id: int
@@ -76,3 +103,9 @@ class StepOutput:
     # Rows (not slots) whose logits were not finite; their token means nothing.
     not_finite_rows: Int32Column
     device_time_us: int
+    # Tokens of each row, [num_rows]; None: one each.
+    counts: Int32Column | None = None
+    num_draft_tokens: int = 0
+    # Their indexes count in `token_ids`.
+    logprobs: Logprobs | None = None
+    prompt_logprobs: PromptLogprobs = ()

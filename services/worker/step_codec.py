@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from lockstep.internal.v1 import worker_pb2
-from services.worker.step import EnteringSequence, Int32Column, PrefillChunk, Step, StepKind, StepOutput
+from lockstep.internal.v1 import sampling_pb2, worker_pb2
+from services.worker.step import EnteringSequence, Int32Column, Logprobs, PrefillChunk, Step, StepKind, StepOutput
 from shared.errors import StepMismatchError
+from shared.limits import SamplingOptions
+from shared.sampling_codec import decode_options
 
 _WIRE_DTYPE = np.dtype("<i4")
+_WIRE_FLOAT = np.dtype("<f4")
 _KINDS = {
     worker_pb2.STEP_KIND_PREFILL: StepKind.PREFILL,
     worker_pb2.STEP_KIND_DECODE: StepKind.DECODE,
@@ -20,7 +23,8 @@ def parse_step(request: worker_pb2.StepRequest) -> Step:
     """Read a step without copying its columns. Whether it fits the batch is `InputBatch`'s to say.
 
     Raises:
-        StepMismatchError: the kind is unknown, or a column is not a whole number of int32.
+        StepMismatchError: the kind is unknown, a column is not a whole number of its values, or parallel ones of the
+            sampling options differ in length.
     """
     kind = _KINDS.get(request.kind)
     if kind is None:
@@ -43,9 +47,16 @@ def to_result(output: StepOutput) -> worker_pb2.StepResult:
     return worker_pb2.StepResult(
         epoch=output.epoch,
         step_id=output.step_id,
-        token_ids=output.token_ids.astype(_WIRE_DTYPE, copy=False).tobytes(),
-        not_finite_rows=output.not_finite_rows.astype(_WIRE_DTYPE, copy=False).tobytes(),
+        token_ids=_pack(output.token_ids),
+        not_finite_rows=_pack(output.not_finite_rows),
         device_time_us=output.device_time_us,
+        counts=None if output.counts is None else _pack(output.counts),
+        num_draft_tokens=output.num_draft_tokens,
+        logprobs=None if output.logprobs is None else _to_logprobs(output.logprobs),
+        prompt_logprobs=[
+            worker_pb2.ChunkLogprobs(slot=slot, logprobs=_to_logprobs(logprobs))
+            for slot, logprobs in output.prompt_logprobs
+        ],
     )
 
 
@@ -59,11 +70,37 @@ def _parse_enter(enter: worker_pb2.EnterSequence) -> EnteringSequence:
         top_k=enter.top_k,
         top_p=enter.top_p,
         seed=enter.seed,
+        choice=enter.choice,
+        options=_parse_options(enter.options) if enter.HasField("options") else None,
+        stop_token_ids=_column("enters.stop_token_ids", enter.stop_token_ids),
+        cached_token_ids=_column("enters.cached_token_ids", enter.cached_token_ids),
+        max_num_tokens=enter.max_num_tokens,
     )
+
+
+def _parse_options(options: sampling_pb2.SamplingOptions) -> SamplingOptions:
+    try:
+        return decode_options(options)
+    except ValueError as error:
+        raise StepMismatchError(f"enters.options: {error}") from error
 
 
 def _parse_chunk(column: str, chunk: worker_pb2.PrefillChunk) -> PrefillChunk:
     return PrefillChunk(chunk.slot, _column(f"{column}.token_ids", chunk.token_ids), chunk.num_later_tokens)
+
+
+def _to_logprobs(logprobs: Logprobs) -> sampling_pb2.Logprobs:
+    return sampling_pb2.Logprobs(
+        indexes=_pack(logprobs.indexes),
+        ranks=_pack(logprobs.ranks),
+        counts=_pack(logprobs.counts),
+        token_ids=_pack(logprobs.token_ids),
+        values=logprobs.values.astype(_WIRE_FLOAT, copy=False).tobytes(),
+    )
+
+
+def _pack(column: Int32Column) -> bytes:
+    return column.astype(_WIRE_DTYPE, copy=False).tobytes()
 
 
 def _column(name: str, data: bytes) -> Int32Column:

@@ -146,3 +146,27 @@ def check_exactness(model_dir: Path, block_size: int) -> None:
                 rows = paged.decode([decoded[index] for index in growing])
                 logits.update(zip(growing, rows, strict=True))
             assert torch.equal(torch.stack([logits[index] for index in range(len(decoded))]), last[batch])
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_reference_gives_a_token_the_same_bits_in_a_run_of_any_length(tiny_dir: Path, block_size: int) -> None:
+    draw = random.Random(block_size)
+    prompts = make_prompts((60, 25, 40))
+    expected = [exact_logits(tiny_dir, prompt) for prompt in prompts]
+    paged = load_paged(tiny_dir, "reference", block_size=block_size)
+    sequences = [paged.add(prompt[:10]) for prompt in prompts]
+    paged.prefill(sequences)
+    num_right = [10] * len(prompts)
+    while rows := [index for index, prompt in enumerate(prompts) if num_right[index] < len(prompt)]:
+        query_lens = []
+        for index in rows:
+            # A run: some right tokens, and wrong ones behind them that leave their keys and values in the cache.
+            sequence, right = sequences[index], prompts[index][num_right[index] :][: draw.randint(1, 5)]
+            wrong = [draw.randrange(512) for _ in range(draw.randint(0, 4))]
+            sequence.token_ids = [*prompts[index][: num_right[index]], *right, *wrong]
+            query_lens.append(len(right) + len(wrong))
+            num_right[index] += len(right)
+        logits = torch.split(paged.decode_runs([sequences[index] for index in rows], query_lens), query_lens)
+        for index, run in zip(rows, logits, strict=True):
+            first = len(sequences[index].token_ids) - len(run)
+            assert torch.equal(run[: num_right[index] - first], expected[index][first : num_right[index]])

@@ -96,6 +96,12 @@ class PagedModel:
             self._fill_table(sequence)
         return self._step(sequences, [1] * len(sequences), is_prefill=False)
 
+    def decode_runs(self, sequences: Sequence[PagedSequence], query_lens: Sequence[int]) -> Tensor:
+        """Compute the last `query_lens[i]` tokens of each sequence, as decodes with drafts; the logits of them all."""
+        for sequence in sequences:
+            self._fill_table(sequence)
+        return self._step(sequences, list(query_lens), is_prefill=False, all_logits=True)
+
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
         """Greedy completions, all sequences in one batch."""
         sequences = [self.add(prompt) for prompt in prompts]

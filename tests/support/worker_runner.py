@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from services.worker.drafts import Drafting
 from services.worker.forward_context import ForwardContext, forward_context
 from services.worker.kv_cache import KvCache
 from services.worker.loader import LoadedModel, load_model
@@ -24,9 +25,9 @@ def load_exact(model_dir: Path) -> LoadedModel:
     return load_model(model_dir, load_ops("reference"), torch.float32, lambda _: None)
 
 
-def make_runner(loaded: LoadedModel, *, num_blocks: int | None = 64) -> ModelRunner:
+def make_runner(loaded: LoadedModel, *, num_blocks: int | None = 64, drafting: Drafting | None = None) -> ModelRunner:
     """A runner of an exact model whose pool has `num_blocks`, or what 1 GiB holds."""
-    return ModelRunner(loaded, load_ops("reference"), KvCacheSize(GIB, num_blocks))
+    return ModelRunner(loaded, load_ops("reference"), KvCacheSize(GIB, num_blocks), drafting=drafting)
 
 
 def generate_alone(loaded: LoadedModel, prompt: Sequence[int], num_tokens: int) -> list[int]:

@@ -8,6 +8,8 @@ import numpy as np
 
 from lockstep.internal.v1 import worker_pb2
 from services.worker.step import EnteringSequence, Int32Column, PrefillChunk, Step, StepKind
+from shared.limits import SamplingOptions
+from shared.sampling_codec import encode_options
 
 EPOCH = 1
 WIRE_DTYPE = np.dtype("<i4")
@@ -38,6 +40,9 @@ def make_enter(
     num_later_tokens: int = 0,
     temperature: float = 0.0,
     seed: int = 0,
+    max_num_tokens: int = 1 << 20,
+    options: SamplingOptions | None = None,
+    cached_token_ids: Sequence[int] = (),
 ) -> EnteringSequence:
     """A sequence that enters; its uncached tokens are all prompt."""
     return EnteringSequence(
@@ -49,6 +54,9 @@ def make_enter(
         top_k=0,
         top_p=1.0,
         seed=seed,
+        max_num_tokens=max_num_tokens,
+        options=options,
+        cached_token_ids=column(cached_token_ids),
     )
 
 
@@ -106,6 +114,11 @@ def to_request(step: Step) -> worker_pb2.StepRequest:
                 top_k=enter.top_k,
                 top_p=enter.top_p,
                 seed=enter.seed,
+                max_num_tokens=enter.max_num_tokens,
+                choice=enter.choice,
+                options=None if enter.options is None else encode_options(enter.options),
+                stop_token_ids=pack(enter.stop_token_ids),
+                cached_token_ids=pack(enter.cached_token_ids),
             )
             for enter in step.enters
         ],

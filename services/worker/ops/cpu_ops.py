@@ -14,7 +14,7 @@ from torch import Tensor
 
 from services.worker.forward_context import AttentionMetadata, AttentionPlan
 from services.worker.kv_cache import KvCache
-from services.worker.ops.cpu_plan import CausalBucket, CpuPlan, GatherBucket, Rows
+from services.worker.ops.cpu_plan import FEW_QUERIES, CausalBucket, CpuPlan, GatherBucket, Rows
 from services.worker.ops.protocol import LinearKernel, RopeRows
 
 # Private to torch, so it may go; `F.linear` then takes its place.
@@ -117,7 +117,10 @@ class CpuOps:
             grouped = _take(query, bucket.query_rows).view(num_rows, num_kv_heads, -1, head_dim)
             output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bucket.mask)
             return output.reshape(num_rows, num_heads * head_dim)
-        padded = _take(query, bucket.query_rows).view(num_rows, num_queries, num_heads, head_dim).transpose(1, 2)
+        padded = _take(query, bucket.query_rows).view(num_rows, num_queries, num_heads, head_dim)
+        if bucket.mask is not None and num_queries < FEW_QUERIES:
+            return _grouped_attention(padded, keys, values, bucket.mask)
+        padded = padded.transpose(1, 2)
         output = F.scaled_dot_product_attention(padded, keys, values, attn_mask=bucket.mask, enable_gqa=True)
         return output.transpose(1, 2).reshape(-1, num_heads * head_dim)
 
@@ -169,6 +172,28 @@ def _causal_attention(query: Tensor, key: Tensor, value: Tensor, bucket: CausalB
 
     output = F.scaled_dot_product_attention(padded(query), padded(key), padded(value), is_causal=True, enable_gqa=True)
     return output.transpose(1, 2).reshape(bucket.num_rows * bucket.length, -1)
+
+
+def _grouped_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """The query heads of a key/value head as if they were its queries, as with one query each.
+
+    Args:
+        query: [num_rows, num_queries, H, D].
+        keys: [num_rows, K, length, D].
+        values: Likewise.
+        mask: [num_rows, 1, num_queries, length].
+
+    Returns:
+        [num_rows * num_queries, H * D].
+    """
+    num_rows, num_queries, num_heads, head_dim = query.shape
+    num_kv_heads = keys.shape[1]
+    group_size = num_heads // num_kv_heads
+    grouped = query.view(num_rows, num_queries, num_kv_heads, group_size, head_dim).permute(0, 2, 3, 1, 4)
+    grouped = grouped.reshape(num_rows, num_kv_heads, group_size * num_queries, head_dim)
+    output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask.repeat(1, 1, group_size, 1))
+    output = output.view(num_rows, num_kv_heads, group_size, num_queries, head_dim)
+    return output.permute(0, 3, 1, 2, 4).reshape(num_rows * num_queries, num_heads * head_dim)
 
 
 def _in_step_order(outputs: list[Tensor], plan: CpuPlan) -> Tensor:

@@ -25,6 +25,8 @@ _GATHER_COST = 7
 # A bucket may pad this much, or this share of its cost: below that, one more round of kernels costs more.
 _FREE_PADDING = 384 * (_GATHER_COST + 1)
 _FREE_PADDING_SHARE = 0.125
+# Pieces of fewer queries than this are decodes, or cost as little.
+FEW_QUERIES = 16
 # Bounds a bucket's gathered keys and values, so that attention finds them in the cores' own caches.
 _MAX_BUCKET_BYTES = 3 * 2**20
 # Bounds a mask: a longer prefill over a cached prefix is cut into pieces of this many queries.
@@ -124,7 +126,7 @@ def _split(metadata: AttentionMetadata) -> tuple[list[_Piece], list[_Piece]]:
 
 
 class _Group:
-    """Pieces that are padded to a common size. They come longest first."""
+    """Pieces that are padded to a common size. They come in the order of their sizes, the largest first."""
 
     def __init__(self, piece: _Piece) -> None:
         self.pieces = [piece]
@@ -135,24 +137,29 @@ class _Group:
     def try_add(self, piece: _Piece, max_tokens: int) -> bool:
         """Take `piece` in, if padding stays cheap and the group within `max_tokens` of context."""
         size = len(self.pieces) + 1
-        num_queries = max(self._num_queries, piece.num_queries)
+        length, num_queries = max(self._length, piece.context_len), max(self._num_queries, piece.num_queries)
         needed_cost = self._needed_cost + piece.cost
-        padding_cost = size * (_GATHER_COST + num_queries) * self._length - needed_cost
-        if padding_cost > max(_FREE_PADDING, _FREE_PADDING_SHARE * needed_cost) or size * self._length > max_tokens:
+        padding_cost = size * (_GATHER_COST + num_queries) * length - needed_cost
+        if padding_cost > max(_FREE_PADDING, _FREE_PADDING_SHARE * needed_cost) or size * length > max_tokens:
             return False
         self.pieces.append(piece)
-        self._num_queries, self._needed_cost = num_queries, needed_cost
+        self._length, self._num_queries, self._needed_cost = length, num_queries, needed_cost
         return True
 
 
 def _in_groups(pieces: list[_Piece], max_tokens: int) -> list[list[_Piece]]:
     """Pieces of like size together; one alone may be longer than `max_tokens`."""
     groups: list[_Group] = []
-    for piece in sorted(pieces, key=lambda piece: (piece.context_len, piece.num_queries), reverse=True):
+    for piece in sorted(pieces, key=_size, reverse=True):
         if not groups or not groups[-1].try_add(piece, max_tokens):
             groups.append(_Group(piece))
     # The step's own order within a group: rows that lie side by side are then read without a copy.
     return [sorted(group.pieces, key=lambda piece: piece.start) for group in groups]
+
+
+def _size(piece: _Piece) -> tuple[int, int, int]:
+    # Decodes with so many drafts come together: between others of their context's length each would be a group.
+    return min(piece.num_queries, FEW_QUERIES), piece.context_len, piece.num_queries
 
 
 def _padded_rows(group: list[_Piece]) -> _IntArray:

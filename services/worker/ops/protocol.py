@@ -161,20 +161,21 @@ class Ops(Protocol):
         """
 
     def decode_attention(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan) -> Tensor:
-        """Attention of one new token per sequence over its whole context in the cache, itself included.
+        """Attention of each sequence's new tokens over its whole context in the cache, up to themselves.
 
-        Scaled and grouped as in `prefill_attention`. Runs after `write_kv`.
+        Scaled and grouped as in `prefill_attention`. Runs after `write_kv`. Most sequences have one new token; drafts
+        are up to 8 more behind it.
 
         Args:
-            query: [B, H, D]; not written.
+            query: [T, H, D]; sequence i's rows are [cu_seqlens_q[i], cu_seqlens_q[i + 1]). Not written.
             key_cache: [num_blocks, block_size, K, D], read by `block_tables` up to `context_lens`.
             value_cache: Likewise.
             plan: This backend's, of the step.
 
         Returns:
-            [B, H * D], contiguous. Rows with a context of 0 (padding) hold anything.
+            [T, H * D], contiguous. Rows with a context of 0 (padding) hold anything.
 
-        Source: arXiv:2309.06180, section 4.1; AITER `unified_attention` with max_seqlen_q 1, `pa_fwd_asm`.
+        Source: arXiv:2309.06180, section 4.1; AITER `unified_attention`, and `pa_fwd_asm` where no row has drafts.
         """
 
     # -- Sampling -----------------------------------------------------------------------------------------

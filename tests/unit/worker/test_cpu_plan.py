@@ -70,6 +70,22 @@ def test_a_bucket_stays_within_its_bound() -> None:
     assert [bucket.num_rows for bucket in plan.gathered] == [4, 4, 2]
 
 
+def test_rows_with_drafts_come_together_and_do_not_cut_up_the_others() -> None:
+    query_lens = [1, 5] * 8
+    plan = make_plan(query_lens, [200 + index for index in range(16)], is_prefill=False)
+    # One row is padded to five queries, which costs less than what is allowed.
+    assert [(bucket.num_rows, bucket.num_queries, bucket.length) for bucket in plan.gathered] == [
+        (9, 5, 215),
+        (7, 1, 212),
+    ]
+
+
+def test_a_longer_row_in_a_group_is_read_in_full() -> None:
+    plan = make_plan([5, 4], [40, 60], is_prefill=False)
+    (bucket,) = plan.gathered
+    assert (bucket.num_rows, bucket.num_queries, bucket.length) == (2, 5, 60)
+
+
 def test_prompts_with_and_without_a_cached_prefix_share_a_step() -> None:
     plan = make_plan([30, 40, 30], [30, 72, 30], is_prefill=True)
     (causal,), (gathered,) = plan.causal, plan.gathered

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from services.worker.block_tables import BlockTables
 from services.worker.input_batch import BatchLimits, InputBatch, StepInput
 from services.worker.step import EnteringSequence, PrefillChunk, Step, StepKind
 from shared.errors import StepMismatchError
+from shared.limits import SamplingOptions
 from tests.support.worker_steps import column, decode_step, make_chunk, make_enter, mixed_step, prefill_step
 
 LIMITS = BatchLimits(
@@ -168,6 +170,11 @@ def with_chunk(**changes: Any) -> EnteringSequence:
     return dataclasses.replace(GOOD, chunk=dataclasses.replace(GOOD.chunk, **changes))
 
 
+def with_options(enter: EnteringSequence, **options: Any) -> EnteringSequence:
+    return dataclasses.replace(enter, options=SamplingOptions(**options))
+
+
+CACHED = make_enter(0, [5], [10, 11], num_cached_tokens=4)
 BAD_ENTERS = {
     "slot above the limit": with_chunk(slot=6),
     "slot far above the limit": with_chunk(slot=2**32 - 1),
@@ -193,6 +200,26 @@ BAD_ENTERS = {
     "top_p 0": dataclasses.replace(GOOD, top_p=0.0),
     "top_p NaN": dataclasses.replace(GOOD, top_p=float("nan")),
     "top_k above the logits width": dataclasses.replace(GOOD, top_k=101),
+    "max_num_tokens is not above the tokens": dataclasses.replace(GOOD, max_num_tokens=5),
+    "max_num_tokens 0": dataclasses.replace(GOOD, max_num_tokens=0),
+    "negative stop token": dataclasses.replace(GOOD, stop_token_ids=column([-1])),
+    "stop token at the logits width": dataclasses.replace(GOOD, stop_token_ids=column([2, 100])),
+    "cached tokens told that are not cached": dataclasses.replace(GOOD, cached_token_ids=column([1, 2, 3, 4])),
+    "fewer cached tokens told": dataclasses.replace(CACHED, cached_token_ids=column([1, 2, 3])),
+    "a cached token at the logits width": dataclasses.replace(CACHED, cached_token_ids=column([1, 2, 3, 100])),
+    "penalties, and no cached tokens told": with_options(CACHED, frequency_penalty=0.5),
+    "prompt scored, and cached": with_options(CACHED, num_prompt_logprobs=1),
+    "min_p above 1": with_options(GOOD, min_p=1.5),
+    "repetition penalty 0": with_options(GOOD, repetition_penalty=0.0),
+    "presence penalty NaN": with_options(GOOD, presence_penalty=float("nan")),
+    "frequency penalty out of range": with_options(GOOD, frequency_penalty=-3.0),
+    "bias of a token at the logits width": with_options(GOOD, logit_bias=((100, 1.0),)),
+    "infinite bias": with_options(GOOD, logit_bias=((1, float("inf")),)),
+    "bad word of no tokens": with_options(GOOD, bad_words=((),)),
+    "bad word with a negative token": with_options(GOOD, bad_words=((1, -1),)),
+    "min_tokens above the most": dataclasses.replace(with_options(GOOD, min_tokens=4), max_num_tokens=8),
+    "too many log-probabilities": with_options(GOOD, num_logprobs=21),
+    "a grammar where none is known": with_options(GOOD, grammar="start: /a/"),
 }
 
 
@@ -335,3 +362,63 @@ def test_a_table_that_a_slot_had_before_leaves_nothing_behind() -> None:
     tables.clear(column([1]))
     tables.set(1, column([5]))
     assert tables.rows(column([1]), 30).tolist() == [[5] + [0] * 29]
+
+
+def test_cached_tokens_are_told_only_where_they_are_needed() -> None:
+    told = dataclasses.replace(CACHED, cached_token_ids=column([1, 2, 3, 4]))
+    penalized = with_options(told, frequency_penalty=0.5)
+    counted = with_options(CACHED, min_tokens=2)
+    for enter in (CACHED, told, penalized, counted):
+        assert InputBatch(LIMITS).apply(prefill_step(enter)).positions.tolist() == [4]
+
+
+def test_options_stand_beside_the_rows_of_their_sequences_and_no_others() -> None:
+    batch = make_batch()
+    with_bias = with_options(make_enter(0, [1, 2], [10, 11], num_later_tokens=1), logit_bias=((5, 1.0),))
+    step_input = batch.apply(mixed_step(with_bias))
+    # Its prompt is not complete: it has no row.
+    assert step_input.sampling.states == {}
+    batch.record_sampled(step_input.row_slots, column([1, 2]))
+    step_input = batch.apply(mixed_step(with_options(make_enter(2, [3], [12]), min_p=0.5), chunks=[make_chunk(0, [4])]))
+    assert step_input.row_slots.tolist() == [3, 1, 0, 2]
+    states = step_input.sampling.states
+    assert {row: state.options.min_p for row, state in states.items()} == {2: 0.0, 3: 0.5}
+    batch.record_sampled(step_input.row_slots, column([1, 2, 3, 4]))
+    assert list(batch.apply(decode_step(rows=[2, 3])).sampling.states) == [0]
+    # Who enters the slot afterwards has none.
+    step_input = batch.apply(prefill_step(make_enter(0, [1], [10]), leave=[0]))
+    assert step_input.sampling.states == {}
+
+
+def test_a_state_knows_every_token_of_its_sequence_before_the_first_is_drawn() -> None:
+    seen: list[int] = []
+
+    class NotingMatcher:
+        def mask(self) -> npt.NDArray[np.bool_]:
+            return np.ones(100, np.bool_)
+
+        def advance(self, token_id: int) -> None:
+            seen.append(token_id)
+
+        def prepare(self) -> None:
+            pass
+
+    grammars: list[str] = []
+
+    def make_matcher(grammar: str) -> NotingMatcher:
+        grammars.append(grammar)
+        return NotingMatcher()
+
+    batch = InputBatch(LIMITS, make_matcher=make_matcher)
+    enter = make_enter(0, [5, 6], range(4), num_cached_tokens=4, num_later_tokens=2, cached_token_ids=[1, 2, 3, 4])
+    enter = dataclasses.replace(with_options(enter, grammar="start: /a/"), num_prompt_tokens=3)
+    batch.apply(prefill_step(enter))
+    batch.apply(prefill_step(chunks=[make_chunk(0, [7, 8])]))
+    # A matcher is told the completion, which begins behind the third token.
+    assert (seen, grammars) == ([4, 5, 6, 7, 8], ["start: /a/"])
+
+
+def test_each_choice_has_noise_of_its_own() -> None:
+    batch = InputBatch(LIMITS)
+    enters = [dataclasses.replace(make_enter(slot, [1], [slot]), choice=choice) for slot, choice in ((0, 3), (2, 0))]
+    assert batch.apply(prefill_step(*enters)).sampling.choice.tolist() == [3, 0]

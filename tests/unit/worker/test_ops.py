@@ -230,8 +230,8 @@ def test_prefill_attends_to_cached_and_new_tokens_and_to_nothing_else(ops: Ops, 
 
 
 @every_backend
-@given(batch=batches(max_new=1, max_cached=200))
-@settings(max_examples=40, deadline=None)
+@given(batch=batches(max_new=1, max_cached=200) | batches(max_new=9, max_cached=200))
+@settings(max_examples=60, deadline=None)
 def test_decode_attends_to_the_whole_context_and_to_nothing_else(ops: Ops, batch: Batch) -> None:
     check_attention(ops, batch, is_prefill=False)
 

@@ -27,6 +27,7 @@ def make_rows(
         top_k=np.full(num_rows, top_k, np.int32),
         top_p=np.full(num_rows, top_p, np.float32),
         seed=np.full(num_rows, 77, np.uint64),
+        choice=np.zeros(num_rows, np.uint32),
         position=np.arange(first_position, first_position + num_rows, dtype=np.int64),
     )
 
@@ -59,9 +60,12 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
 
 
 def test_a_draw_is_the_largest_of_scaled_logit_plus_noise() -> None:
-    logits = random_logits(1)
-    scores = logits[0].double().numpy() / np.float32(0.7) + gumbel(noise_words(77, 10, VOCABULARY))
-    assert sample(logits, make_rows(1, temperature=0.7)).token_ids.tolist() == [int(scores.argmax())]
+    logits = random_logits(1).expand(20, -1).contiguous()
+    rows = make_rows(20, temperature=0.7)
+    rows.choice[:] = np.arange(20) // 3
+    noise = [gumbel(noise_words(77, 10 + row, VOCABULARY, choice=row // 3)) for row in range(20)]
+    scores = logits.double().numpy() / np.float32(0.7) + np.stack(noise)
+    assert sample(logits, rows).token_ids.tolist() == scores.argmax(-1).tolist()
 
 
 def test_draws_have_the_softmaxs_distribution() -> None:
@@ -144,15 +148,19 @@ def test_a_row_draws_the_same_alone_and_in_any_batch(params: dict[str, float]) -
     assert together.tolist() == alone
 
 
-def test_seed_and_position_change_the_draw() -> None:
+def test_seed_choice_and_position_change_the_draw() -> None:
     logits = torch.zeros(64, 1000)
     by_position = sample(logits, make_rows(64)).token_ids
     rows = make_rows(64)
     rows.position[:] = 10
     rows.seed[:] = np.arange(64)
     by_seed = sample(logits, rows).token_ids
+    rows.seed[:] = 77
+    rows.choice[:] = np.arange(64)
+    by_choice = sample(logits, rows).token_ids
     assert len(set(by_position.tolist())) > 50
     assert len(set(by_seed.tolist())) > 50
+    assert len(set(by_choice.tolist())) > 50
 
 
 def test_greedy_and_drawn_rows_share_a_batch() -> None:

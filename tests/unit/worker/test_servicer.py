@@ -14,16 +14,19 @@ from google.rpc import error_details_pb2
 from torch import Tensor
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
+from lockstep.v1 import common_pb2
 from services.worker.device_loop import DeviceLoop
+from services.worker.drafts import Drafting, NgramProposer
 from services.worker.loader import LoadedModel
 from services.worker.model_runner import ModelRunner
 from services.worker.models.registry import CausalLM
+from services.worker.sampling_defaults import SamplingDefaults
 from services.worker.servicer import WorkerServicer
-from services.worker.step import Step
+from services.worker.step import Int32Column, Step
 from shared.rpc import make_channel, make_server, reason_of, status_from_rpc_error
 from tests.support.tiny_llama import write_tiny_llama
 from tests.support.worker_runner import WrappedModel, generate_alone, load_exact, make_runner
-from tests.support.worker_steps import decode_step, make_enter, pack, prefill_step, to_request, unpack
+from tests.support.worker_steps import column, decode_step, make_enter, pack, prefill_step, to_request, unpack
 
 PROMPTS = ([5, 9, 2, 44, 17], [3], [8, 1, 60, 33, 21, 4, 4, 90, 12])
 BLOCK_SIZE = 4
@@ -58,6 +61,17 @@ class Worker:
             await call.write(request(step, epoch))
         await call.done_writing()
         return [unpack(result.token_ids) async for result in call]
+
+
+class RightProposer:
+    """Knows what the model says to the first prompt."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._text = [*PROMPTS[0], *generate_alone(loaded, PROMPTS[0], 20)]
+
+    def propose(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
+        """See `DraftProposer.propose`."""
+        return column(self._text[len(token_ids) : len(token_ids) + max_tokens])
 
 
 def attach_request(epoch: int, scheduler: str = "one", **sizes: int) -> worker_pb2.AttachRequest:
@@ -143,6 +157,43 @@ async def test_attach_tells_what_the_worker_is(worker: Worker, loaded: LoadedMod
     assert tuple(response.eos_token_ids) == loaded.facts.eos_token_ids
     assert (response.num_blocks, response.ops_backend, response.last_step_id) == (64, "reference", 0)
     assert response.numerics_fingerprint == runner.numerics_fingerprint
+
+
+async def test_attach_tells_what_the_worker_drafts(loading_worker: Worker, loaded: LoadedModel) -> None:
+    loading_worker.servicer.set_runner(make_runner(loaded))
+    response = await loading_worker.attach(1)
+    assert (response.num_draft_tokens, response.needs_all_tokens) == (0, False)
+    loading_worker.servicer.set_runner(make_runner(loaded, drafting=Drafting(NgramProposer(), 6)))
+    response = await loading_worker.attach(2)
+    assert (response.num_draft_tokens, response.needs_all_tokens) == (6, True)
+
+
+async def test_attach_tells_what_requests_leave_to_the_model(loading_worker: Worker, loaded: LoadedModel) -> None:
+    loading_worker.servicer.set_runner(make_runner(loaded))
+    assert (await loading_worker.attach(1)).default_sampling == common_pb2.SamplingParams()
+    defaults = SamplingDefaults(max_tokens=9, temperature=0.0, top_k=0, top_p=0.5, repetition_penalty=1.5)
+    facts = replace(loaded.facts, sampling_defaults=defaults)
+    loading_worker.servicer.set_runner(make_runner(replace(loaded, facts=facts)))
+    # What is 0 is said.
+    assert (await loading_worker.attach(2)).default_sampling == common_pb2.SamplingParams(
+        max_tokens=9, temperature=0.0, top_k=0, top_p=0.5, repetition_penalty=1.5
+    )
+
+
+async def test_a_worker_that_drafts_gives_the_same_tokens_in_fewer_steps(
+    loading_worker: Worker, loaded: LoadedModel
+) -> None:
+    loading_worker.servicer.set_runner(make_runner(loaded, drafting=Drafting(RightProposer(loaded), 4)))
+    await loading_worker.attach(1)
+    call = loading_worker.stub.Execute()
+    for step in (prefill_of(PROMPTS[:1]), *(decode_step(step_id=step_id) for step_id in range(2, 5))):
+        await call.write(request(step))
+    await call.done_writing()
+    results = [result async for result in call]
+    assert [unpack(result.counts) if result.HasField("counts") else None for result in results] == [None, [3], [5], [5]]
+    assert [result.num_draft_tokens for result in results] == [0, 2, 4, 4]
+    tokens = [token_id for result in results for token_id in unpack(result.token_ids)]
+    assert tokens == generate_alone(loaded, PROMPTS[0], 14)
 
 
 async def test_a_worker_that_loads_is_not_ready(loading_worker: Worker) -> None:

@@ -1,0 +1,105 @@
+"""What a sequence has to be that enters a worker's batch: every number of it came over the wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.worker.step import EnteringSequence, Int32Column
+from shared.errors import InvalidRequestError, StepMismatchError
+from shared.limits import ModelLimits, SamplingParams, check_sampling
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """What every step has to stay below."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int
+    context_length: int
+    logits_width: int
+
+
+def require(condition: bool, message: str, **values: object) -> None:
+    """Refuse a step unless `condition` holds.
+
+    Raises:
+        StepMismatchError: it does not.
+    """
+    if not condition:
+        raise StepMismatchError(message, violations=(), retry_delay_s=None, **values)
+
+
+def check_enter(enter: EnteringSequence, limits: BatchLimits, *, needs_all_tokens: bool) -> None:
+    """Refuse a sequence that cannot be computed, whatever else the batch holds.
+
+    Args:
+        enter: The sequence.
+        limits: The epoch's.
+        needs_all_tokens: Whether its cached tokens must be told, whatever its options are.
+
+    Raises:
+        StepMismatchError: it cannot. Blocks and the chunk's tokens are not looked at.
+    """
+    slot = enter.chunk.slot
+    num_tokens = enter.num_cached_tokens + len(enter.chunk.token_ids) + enter.chunk.num_later_tokens
+    require(0 <= slot < limits.max_num_seqs, "a slot is out of range", slot=slot, limit=limits.max_num_seqs)
+    require(len(enter.chunk.token_ids) > 0, "a sequence enters without a token to compute", slot=slot)
+    require(num_tokens <= limits.context_length, "a sequence is longer than the context", slot=slot)
+    require(
+        enter.num_cached_tokens >= 0 and enter.num_cached_tokens % limits.block_size == 0,
+        "cached tokens are not whole blocks",
+        slot=slot,
+    )
+    require(0 < enter.num_prompt_tokens <= num_tokens, "num_prompt_tokens is out of range", slot=slot)
+    require(num_tokens < enter.max_num_tokens, "max_num_tokens leaves no token to draw", slot=slot)
+    require(num_tokens <= len(enter.block_ids) * limits.block_size, "a block table is too short", slot=slot)
+    _check_cached_tokens(enter, limits, needs_all_tokens=needs_all_tokens)
+    _check_sampling(enter, limits)
+
+
+def check_token_ids(slot: int, token_ids: Int32Column, limits: BatchLimits) -> None:
+    """Refuse tokens that the model does not know.
+
+    Raises:
+        StepMismatchError: it does not know one.
+    """
+    require(
+        not len(token_ids) or bool(0 <= token_ids.min() <= token_ids.max() < limits.logits_width),
+        "a token id is out of range",
+        slot=slot,
+        limit=limits.logits_width,
+    )
+
+
+def _check_cached_tokens(enter: EnteringSequence, limits: BatchLimits, *, needs_all_tokens: bool) -> None:
+    options, slot, num_told = enter.options, enter.chunk.slot, len(enter.cached_token_ids)
+    needs_all_tokens = needs_all_tokens or (options is not None and options.needs_all_tokens)
+    require(
+        num_told == enter.num_cached_tokens or (num_told == 0 and not needs_all_tokens),
+        "cached_token_ids are not the cached tokens",
+        slot=slot,
+    )
+    check_token_ids(slot, enter.cached_token_ids, limits)
+    require(
+        enter.num_cached_tokens == 0 or options is None or options.num_prompt_logprobs is None,
+        "a prompt is cached whose log-probabilities are asked for",
+        slot=slot,
+    )
+
+
+def _check_sampling(enter: EnteringSequence, limits: BatchLimits) -> None:
+    check_token_ids(enter.chunk.slot, enter.stop_token_ids, limits)
+    params = SamplingParams(
+        max_tokens=enter.max_num_tokens - enter.num_prompt_tokens,
+        temperature=enter.temperature,
+        top_k=enter.top_k,
+        top_p=enter.top_p,
+        options=enter.options,
+    )
+    model_limits = ModelLimits(limits.context_length, limits.logits_width, limits.num_blocks * limits.block_size)
+    try:
+        check_sampling(params, model_limits)
+    except InvalidRequestError as error:
+        raise StepMismatchError(error.message, slot=enter.chunk.slot) from error

@@ -1,0 +1,58 @@
+"""What one step computes, as the worker's batch makes it for the model. Plain numpy on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from services.worker.sampler import SamplingRows
+from services.worker.step import Int32Column
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredChunk:
+    """The prompt's tokens of a chunk whose log-probabilities are asked for."""
+
+    slot: int
+    first_token: int  # where they begin among the step's tokens
+    num_tokens: int  # at least 1; completion behind them is not counted
+    position: int  # of the first one
+    num_prompt_tokens: int
+    num_top: int  # likeliest tokens that each position comes with
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """What one step computes, in host arrays that belong to it alone.
+
+    Sequence i computes the tokens [cu_seqlens_q[i], cu_seqlens_q[i + 1]): in a decode its last token and drafts behind
+    it, else a part of its prompt. Tokens are sampled for those that are complete, the rows here. The result has a row
+    more for each sequence that was to be decoded and has all its tokens: of those nothing is computed.
+    """
+
+    is_prefill: bool  # whether any tokens are a prompt's
+    num_result_rows: int
+    row_numbers: npt.NDArray[np.int64] | None  # [num_rows], the rows' places in the result; None: they are all of it
+    row_slots: Int32Column  # [num_rows]
+    row_indexes: npt.NDArray[np.int64] | None  # [num_rows], which sequences they are; None: all, in order
+    token_ids: npt.NDArray[np.int64]  # [num_tokens], possibly none
+    positions: npt.NDArray[np.int64]  # [num_tokens], each token's place in its sequence
+    slot_mapping: npt.NDArray[np.int64]  # [num_tokens], block_id * block_size + offset
+    block_tables: Int32Column  # [num_seqs, most blocks of one], 0 behind a sequence's last block
+    context_lens: Int32Column  # [num_seqs], this step's tokens included
+    query_lens: Int32Column  # [num_seqs], this step's tokens
+    cu_seqlens_q: Int32Column  # [num_seqs + 1]
+    sampling: SamplingRows  # of the rows
+    scored_chunks: tuple[ScoredChunk, ...]
+
+    def logit_tokens(self) -> npt.NDArray[np.int64] | None:
+        """The tokens whose logits `sampling` needs, row after row; None: those of all tokens."""
+        if self.row_indexes is None:
+            return None
+        ends = self.cu_seqlens_q[1:][self.row_indexes].astype(np.int64)
+        if self.sampling.draft_counts is None:
+            return ends - 1
+        counts = self.sampling.draft_counts + np.int64(1)
+        return np.repeat(ends - np.cumsum(counts), counts) + np.arange(counts.sum())

@@ -1,0 +1,136 @@
+"""Steps and results there and back, as bytes: whole columns, and everything that came with them."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+
+from lockstep.internal.v1 import worker_pb2
+from services.worker.step import EnteringSequence, Logprobs, StepOutput
+from services.worker.step_codec import parse_step, to_result
+from shared.errors import StepMismatchError
+from shared.limits import SamplingOptions
+from tests.support.worker_steps import column, make_enter, prefill_step, to_request, unpack
+
+EVERY_OPTION = SamplingOptions(
+    min_p=0.25,
+    repetition_penalty=1.5,
+    presence_penalty=-0.5,
+    frequency_penalty=0.75,
+    logit_bias=((3, -2.5), (70, 100.0)),
+    bad_words=((4,), (5, 6, 7)),
+    min_tokens=3,
+    num_logprobs=0,
+    num_prompt_logprobs=20,
+    grammar="start: /ä+/",
+)
+EVERY_FIELD = replace(
+    make_enter(2, [1, 2], [7, 8], num_cached_tokens=4, num_later_tokens=3, temperature=0.5, seed=2**64 - 1),
+    choice=7,
+    options=EVERY_OPTION,
+    stop_token_ids=column([2, 9]),
+    cached_token_ids=column([30, 31, 32, 33]),
+    max_num_tokens=20,
+)
+
+
+def assert_equal(actual: object, expected: object) -> None:
+    if isinstance(expected, np.ndarray):
+        np.testing.assert_array_equal(actual, expected)
+    else:
+        assert actual == expected
+
+
+def there_and_back(enter: EnteringSequence) -> EnteringSequence:
+    message = to_request(prefill_step(enter)).SerializeToString()
+    return parse_step(worker_pb2.StepRequest.FromString(message)).enters[0]
+
+
+@pytest.mark.parametrize("enter", [EVERY_FIELD, make_enter(0, [1], [2])], ids=["every field", "none that is rare"])
+def test_a_sequence_that_enters_comes_as_it_was_sent(enter: EnteringSequence) -> None:
+    parsed = there_and_back(enter)
+    assert_equal(parsed.chunk.token_ids, enter.chunk.token_ids)
+    for field in fields(enter):
+        if field.name != "chunk":
+            assert_equal(getattr(parsed, field.name), getattr(enter, field.name))
+
+
+def test_options_that_change_nothing_are_those_of_no_options() -> None:
+    request = to_request(prefill_step(make_enter(0, [1], [2])))
+    request.enters[0].options.min_p = 0.0
+    assert parse_step(request).enters[0].options == SamplingOptions()
+
+
+@pytest.mark.parametrize("name", ["block_ids", "stop_token_ids", "cached_token_ids"])
+def test_a_column_that_is_not_whole_is_refused(name: str) -> None:
+    request = to_request(prefill_step(EVERY_FIELD))
+    setattr(request.enters[0], name, b"\0" * 7)
+    with pytest.raises(StepMismatchError):
+        parse_step(request)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("logit_bias_token_ids", b"\0" * 7),
+        ("logit_biases", b"\0" * 7),
+        ("logit_biases", b"\0" * 4),
+        ("logit_bias_token_ids", b""),
+        ("bad_words", [b"\0" * 4, b"\0" * 5]),
+    ],
+)
+def test_options_whose_columns_do_not_fit_are_refused(name: str, value: bytes | list[bytes]) -> None:
+    request = to_request(prefill_step(EVERY_FIELD))
+    options = request.enters[0].options
+    options.ClearField(name)
+    if isinstance(value, list):
+        options.bad_words.extend(value)
+    else:
+        setattr(options, name, value)
+    with pytest.raises(StepMismatchError):
+        parse_step(request)
+
+
+LOGPROBS = Logprobs(
+    indexes=column([0, 2]),
+    ranks=column([1, 40]),
+    counts=column([2, 1]),
+    token_ids=column([5, 6, 7]),
+    values=np.array([-0.5, -1.25, -9.0], np.float32),
+)
+OUTPUT = StepOutput(3, 4, column([5, 6, 7]), column([1]), 250)
+
+
+RARE = {"counts", "num_draft_tokens", "logprobs", "prompt_logprobs"}
+
+
+def test_a_plain_result_says_nothing_of_what_is_rare() -> None:
+    result = to_result(OUTPUT)
+    assert (result.epoch, result.step_id, result.device_time_us) == (3, 4, 250)
+    assert (unpack(result.token_ids), unpack(result.not_finite_rows)) == ([5, 6, 7], [1])
+    assert {field.name for field, _ in result.ListFields()}.isdisjoint(RARE)
+
+
+def test_a_result_carries_counts_and_log_probabilities() -> None:
+    result = to_result(
+        replace(
+            OUTPUT,
+            counts=column([0, 2, 1]),
+            num_draft_tokens=9,
+            logprobs=LOGPROBS,
+            prompt_logprobs=((6, LOGPROBS), (2, replace(LOGPROBS, ranks=column([3, 4])))),
+        )
+    )
+    assert (unpack(result.counts), result.num_draft_tokens) == ([0, 2, 1], 9)
+    assert [chunk.slot for chunk in result.prompt_logprobs] == [6, 2]
+    for message in (result.logprobs, result.prompt_logprobs[0].logprobs):
+        for name in ("indexes", "ranks", "counts", "token_ids"):
+            assert unpack(getattr(message, name)) == getattr(LOGPROBS, name).tolist()
+        assert np.frombuffer(message.values, "<f4").tolist() == [-0.5, -1.25, -9.0]
+    assert unpack(result.prompt_logprobs[1].logprobs.ranks) == [3, 4]
+
+
+def test_counts_that_are_all_one_may_be_said() -> None:
+    assert to_result(replace(OUTPUT, counts=column())).HasField("counts")
