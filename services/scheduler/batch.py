@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from services.scheduler.logprobs import Logprobs
+from services.scheduler.row_tokens import RowTokens
 from services.scheduler.sequence import TOKEN_BYTES, Finish, Sequence
 from services.scheduler.slot_table import IntColumn, RowConstants, Slots
 from shared.errors import ServiceError
@@ -48,6 +50,12 @@ class EnteringSequence:
     num_prompt_tokens: int
     block_ids: array[int]
     params: SamplingParams
+    choice: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that are not drawn before `min_tokens`."""
+    cached_token_bytes: bytes = b""
+    """The tokens before the chunk's, when the worker needs them."""
+    max_num_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +110,25 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """A step's tokens as the worker sent them; `not_finite_rows` are row numbers whose token means nothing."""
+    """A step's tokens as the worker sent them; `not_finite_rows` are row numbers whose token means nothing.
+
+    `counts` says how many of `token_ids` each row has; None is one each. `logprobs` count their positions in
+    `token_ids`; `prompt_logprobs` are by slot, their positions those of the prompt.
+    """
 
     epoch: int
     step_id: int
     token_ids: IntColumn
     not_finite_rows: IntColumn
+    counts: IntColumn | None = None
+    num_draft_tokens: int = 0
+    logprobs: Logprobs | None = None
+    prompt_logprobs: tuple[tuple[int, Logprobs], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RequestStart:
-    """A request got its first token; so much of its prompt came from the prefix cache."""
+    """A choice got its first token; so much of its prompt came from the prefix cache."""
 
     handle: int
     num_cached_tokens: int
@@ -120,7 +136,7 @@ class RequestStart:
 
 @dataclass(frozen=True, slots=True)
 class RequestEnd:
-    """The end of a request: exactly one of `finish` and `error` is set."""
+    """The end of a choice: exactly one of `finish` and `error` is set."""
 
     handle: int
     num_completion_tokens: int = 0
@@ -130,10 +146,11 @@ class RequestEnd:
 
 @dataclass(slots=True)
 class Outputs:
-    """What one client is told: a row a sequence that got tokens, and the requests that began and ended.
+    """What one client is told: a row a sequence that got tokens, and the choices that began and ended.
 
-    `handles` uint32, `first_indexes` int32 (of the row's first token among the completion tokens), `token_ids`
-    int32: [num_rows] each, one token a row.
+    `handles` uint32 and `first_indexes` int32 (of the row's first token among the completion tokens): [num_rows].
+    `token_ids` int32: the rows' tokens one behind the other, `counts` of each row; None is one each. `logprobs` count
+    their positions in `token_ids`; `prompt_logprobs` are by handle.
     """
 
     handles: np.ndarray[tuple[int], np.dtype[np.uint32]]
@@ -141,11 +158,22 @@ class Outputs:
     token_ids: IntColumn
     starts: list[RequestStart] = field(default_factory=list)
     ends: list[RequestEnd] = field(default_factory=list)
+    counts: IntColumn | None = None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
 
     @classmethod
     def only_ends(cls, ends: list[RequestEnd]) -> Outputs:
         """Outputs that no step brought."""
         return cls(_NO_HANDLES, _NO_ROWS, _NO_ROWS, ends=ends)
+
+    def set_rows(
+        self, handles: np.ndarray[tuple[int], np.dtype[np.uint32]], first_indexes: IntColumn, rows: RowTokens
+    ) -> None:
+        """Set the rows, each with at least one token."""
+        self.handles, self.first_indexes, self.token_ids = handles, first_indexes, rows.token_ids
+        self.counts = None if len(rows.token_ids) == len(handles) else rows.counts
+        self.logprobs = rows.logprobs
 
 
 class OutputsByClient:
@@ -154,24 +182,25 @@ class OutputsByClient:
     def __init__(self) -> None:
         self.by_client: dict[int, Outputs] = {}
 
-    def add_rows(self, rows: RowConstants, first_indexes: IntColumn, token_ids: IntColumn) -> None:
-        """Add the rows that got a token; once."""
-        if rows.only_client is not None:
-            outputs = self._of(rows.only_client)
-            outputs.handles, outputs.first_indexes, outputs.token_ids = rows.handles, first_indexes, token_ids
+    def add_rows(self, constants: RowConstants, first_indexes: IntColumn, rows: RowTokens) -> None:
+        """Add the rows that got tokens, each at least one; once."""
+        if constants.only_client is not None:
+            self._of(constants.only_client).set_rows(constants.handles, first_indexes, rows)
             return
-        for client in np.unique(rows.clients):
-            is_own = rows.clients == client
-            outputs = self._of(int(client))
-            outputs.handles, outputs.first_indexes = rows.handles[is_own], first_indexes[is_own]
-            outputs.token_ids = token_ids[is_own]
+        for client in np.unique(constants.clients):
+            is_own = constants.clients == client
+            self._of(int(client)).set_rows(constants.handles[is_own], first_indexes[is_own], rows.of_rows(is_own))
+
+    def add_prompt_logprobs(self, client: int, handle: int, logprobs: Logprobs) -> None:
+        """Add those of the next tokens of a request's prompt."""
+        self._of(client).prompt_logprobs.append((handle, logprobs))
 
     def add_start(self, client: int, start: RequestStart) -> None:
-        """Add a request that began."""
+        """Add a choice that began."""
         self._of(client).starts.append(start)
 
     def add_end(self, client: int, end: RequestEnd) -> None:
-        """Add a request that ended."""
+        """Add a choice that ended."""
         self._of(client).ends.append(end)
 
     def _of(self, client: int) -> Outputs:

@@ -74,10 +74,18 @@ class SchedulerSettings(ServiceSettings):
         description="Let a prompt share blocks that the same step computes; else it waits for the next step.",
     )
     max_waiting_requests: int = Field(
-        default=1024, ge=1, description="Most requests that wait for their first step; more are refused at once."
+        default=1024,
+        ge=1,
+        description="Most requests that wait for their first step, each choice counted; more are refused at once.",
     )
     max_waiting_tokens: int = Field(
         default=2_000_000, ge=1, description="Most prompt tokens that wait for their first step, likewise."
+    )
+    max_prompt_logprob_bytes: int = Field(
+        default=256 * 1024 * 1024,
+        ge=1,
+        description="Most bytes that the log-probabilities of prompts may come to, over all requests in flight; more "
+        "are refused at once.",
     )
     max_unread_s: float = Field(
         default=30.0,
@@ -123,6 +131,7 @@ class SchedulerSettings(ServiceSettings):
             share_in_step=self.enable_sharing_in_step,
             max_waiting_requests=self.max_waiting_requests,
             max_waiting_tokens=self.max_waiting_tokens,
+            max_prompt_logprob_bytes=self.max_prompt_logprob_bytes,
         )
 
     @property

@@ -31,24 +31,38 @@ class Decodes:
 
 
 class DecodePlanner:
-    """Gives each row the block of the token that it computes next; where none is free, somebody gives way."""
+    """Gives each row the blocks of the tokens that it computes next; where none is free, somebody gives way.
+
+    Where the worker drafts, nobody knows how many tokens a row has until its steps in flight have returned. A row goes
+    ahead once its blocks hold the most that it may come to, which no step exceeds: the worker drafts no further than
+    the blocks go. As long as blocks are free it gets room for its next drafts as well; for those nobody gives way.
+    """
 
     def __init__(self, running: RunningBatch, preemption: Preemption) -> None:
         self._running = running
         self._slots = running.slots
         self._blocks = running.blocks
         self._preemption = preemption
+        self._num_draft_tokens = running.slots.num_draft_tokens
         self._blocks_per_visit = max(1, MIN_TOKENS_PER_VISIT // running.blocks.block_size)
+        self._opens_single_blocks = self._blocks_per_visit == 1 and not self._num_draft_tokens
 
     def plan(self, now: float) -> Decodes:
         """Take the running sequences whose prompts are computed; a row whose block is only coming sits out."""
         rows = self._running.decode_rows
         self._slots.flush_full_runs(rows)
-        short = rows[self._slots.num_planned[rows] > self._slots.num_blocks[rows] * self._blocks.block_size]
+        num_tokens = self._num_tokens_to_hold(rows) if self._num_draft_tokens else self._slots.num_planned[rows]
+        short = rows[num_tokens > self._slots.num_blocks[rows] * self._blocks.block_size]
         if not short.size:
             return Decodes(rows)
-        decodes = self._open_blocks(rows, short) if self._blocks_per_visit == 1 else self._open_runs(rows, short)
-        return decodes or self._plan_short_of_blocks(short, now)
+        decodes = self._open_blocks(rows, short) if self._opens_single_blocks else self._open_runs(rows, short)
+        return decodes or self._plan_short_of_blocks(now)
+
+    def _num_tokens_to_hold(self, rows: Slots) -> IntColumn:
+        """How many tokens' blocks the rows are to have: of those they may come to, and of the drafts behind them."""
+        with_drafts = self._slots.max_num_planned(rows) + self._num_draft_tokens
+        num_tokens: IntColumn = np.minimum(with_drafts, self._slots.max_num_tokens[rows])
+        return num_tokens
 
     def _open_blocks(self, rows: Slots, short: Slots) -> Decodes | None:
         """Give each of the short rows a block; None, and nothing has changed, when too few are free."""
@@ -62,7 +76,7 @@ class DecodePlanner:
         return Decodes(rows, short, blocks)
 
     def _open_runs(self, rows: Slots, short: Slots) -> Decodes | None:
-        """Give each of the short rows a run of small blocks, as `_open_blocks` does one."""
+        """Give each of the short rows a run of blocks, as `_open_blocks` does one."""
         counts = self._num_blocks_in_run(short)
         blocks = self._blocks.try_take(int(counts.sum()))
         if blocks is None:
@@ -77,15 +91,22 @@ class DecodePlanner:
 
     def _num_blocks_in_run(self, short: Slots) -> IntColumn:
         """How many blocks each of these rows takes at once: no more than its last token needs."""
-        num_last = -(-self._slots.max_num_tokens[short] // self._blocks.block_size)
-        counts: IntColumn = np.clip(num_last - self._slots.num_blocks[short], 1, self._blocks_per_visit)
-        return counts.astype(np.int32, copy=False)
+        num_least = -(-self._num_tokens_to_hold(short) // self._blocks.block_size) - self._slots.num_blocks[short]
+        num_last = -(-self._slots.max_num_tokens[short] // self._blocks.block_size) - self._slots.num_blocks[short]
+        counts: IntColumn = np.maximum(num_least, np.minimum(num_last, self._blocks_per_visit))
+        return counts
 
-    def _plan_short_of_blocks(self, short: Slots, now: float) -> Decodes:
-        """The same row by row, each with one block, as long as there are any."""
+    def _plan_short_of_blocks(self, now: float) -> Decodes:
+        """The same row by row, each with one block and only where it cannot go ahead without, while there are any.
+
+        One is enough whatever the row's steps in flight bring: the last of them drafts as far as its blocks go, and
+        draws one token behind.
+        """
+        rows = self._running.decode_rows
+        room = self._slots.num_blocks[rows] * self._blocks.block_size
         opened: list[tuple[int, int]] = []
         sitting_out: list[int] = []
-        for slot in short.tolist():
+        for slot in rows[self._slots.max_num_planned(rows) > room].tolist():
             seq = self._slots.sequences[slot]
             if seq is None or seq.is_retiring:
                 # It gave way to a row before it.
@@ -113,11 +134,16 @@ class DecodePlanner:
         """A block for a row, preempting running sequences while none is free or coming.
 
         Returns:
-            None when its block is coming, behind those of `num_sitting_out` others, or `seq` itself gave way.
+            None when its block is coming, behind those of `num_sitting_out` others, or it may need none once its steps
+            in flight have returned, or `seq` itself gave way.
         """
         while (blocks := self._blocks.try_take(1)) is None:
-            if self._running.num_coming_blocks() > num_sitting_out:
+            if self._running.num_coming_blocks() > num_sitting_out or self._may_fit(seq):
                 return None
             if self._preemption.retract(now) is seq:
                 return None
         return blocks[0]
+
+    def _may_fit(self, seq: Sequence) -> bool:
+        """Whether its blocks hold its next token if its steps in flight bring it as few tokens as they can."""
+        return bool(self._slots.num_planned[seq.slot] <= len(seq.block_table) * self._blocks.block_size)

@@ -6,13 +6,9 @@ one seed. `server` wraps it and decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
 from services.scheduler.batch import Outputs, OutputsByClient, RequestEnd, Step, StepResult
-from services.scheduler.deadlines import Deadlines
 from services.scheduler.events import (
     AbortRequest,
     Action,
@@ -31,7 +27,9 @@ from services.scheduler.events import (
     WorkerFacts,
     WorkerLost,
 )
+from services.scheduler.intake import check_sequence, make_request
 from services.scheduler.policy import CacheSettings, SchedulerCounters, SchedulerPolicy
+from services.scheduler.requests import Request, RequestTable
 from services.scheduler.scheduler import Scheduler
 from services.scheduler.sequence import Finish, Sequence
 from shared.errors import (
@@ -40,10 +38,11 @@ from shared.errors import (
     DuplicateRequestError,
     InvalidRequestError,
     NotReadyError,
+    QueueFullError,
     ServiceError,
     Violation,
 )
-from shared.limits import TOKEN_DTYPE, ModelLimits, check_fit, check_prompt, check_sampling, check_token_ids
+from shared.limits import MAX_DRAFT_TOKENS, ModelLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +66,10 @@ class Engine:
     A worker is held for an epoch, which ends when the link breaks, when an answer makes no sense, or when none comes
     in time. Its requests then wait, with the tokens they have, for the next worker; their clients are told nothing.
 
-    Invariant: a request is known here from its submission until its end has been handed to its client, the client
-    has aborted it, or a later attempt of the same request has taken its place.
+    Each choice of a request is a sequence, and ends by itself; what ends the request ends all of them.
+
+    Invariant: a choice is known here from its submission until its end has been handed to its client, the client has
+    aborted its request, or a later attempt of the same request has taken its place.
     """
 
     def __init__(self, policy: SchedulerPolicy, cache: CacheSettings) -> None:
@@ -79,9 +80,7 @@ class Engine:
         # The last worker that was attached, and its epoch while it still is.
         self._facts: WorkerFacts | None = None
         self._epoch: int | None = None
-        self._requests: dict[tuple[int, int], Sequence] = {}
-        self._request_id_to_seq: dict[str, Sequence] = {}
-        self._deadlines = Deadlines()
+        self._requests = RequestTable()
 
     @property
     def is_ready(self) -> bool:
@@ -103,7 +102,7 @@ class Engine:
 
     def next_wakeup(self) -> float | None:
         """When a `TimePassed` is due, unless an event comes before: a request's deadline, or the worker's."""
-        request, worker = self._deadlines.first, self._scheduler.step_deadline
+        request, worker = self._requests.first_deadline, self._scheduler.step_deadline
         return worker if request is None or (worker is not None and worker < request) else request
 
     def on_event(self, event: Event, now: float) -> list[Action]:
@@ -115,7 +114,8 @@ class Engine:
             case ClientMessage():
                 actions += self._on_client_message(event, now)
             case ClientGone(client):
-                self._abort(client, [handle for owner, handle in self._requests if owner == client], now)
+                for request in self._requests.of_client(client):
+                    self._abort(request, now)
             case AbortRequest(request_id):
                 actions += self._on_abort_request(request_id, now)
             case WorkerAttached(facts):
@@ -147,21 +147,19 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Assert that everything the cell holds agrees."""
-        assert {seq.id: seq for seq in self._requests.values()} == self._request_id_to_seq, "request ids"
-        num_deadlines = sum(seq.deadline is not None for seq in self._requests.values())
-        assert len(self._deadlines) == num_deadlines, "deadlines"
+        self._requests.check_integrity()
+        assert self._requests.choices() == set(self._scheduler.unfinished()), "a choice is forgotten, or goes on"
         assert self.is_ready or not self._scheduler.num_running, "somebody runs without a worker"
         self._scheduler.check_integrity()
 
     def _expire(self, now: float) -> list[Action]:
         """End the requests whose callers have given up."""
-        first = self._deadlines.first
+        first = self._requests.first_deadline
         if first is None or first > now:
             return []
         outputs = OutputsByClient()
-        for client, handle in self._deadlines.pop_passed(now):
-            self._abort(client, [handle], now)
-            outputs.add_end(client, RequestEnd(handle, error=DeadlinePassedError("the request's deadline passed")))
+        for request in self._requests.passed(now):
+            self._fail(request, DeadlinePassedError("the request's deadline passed"), outputs, now)
         return _deliver(outputs)
 
     def _on_worker_attached(self, facts: WorkerFacts, now: float) -> list[Action]:
@@ -170,11 +168,15 @@ class Engine:
             return [Exit(f"max_num_batched_tokens is below the model's context of {facts.context_length}")]
         if self._facts is not None and self._facts.model_digest != facts.model_digest:
             return [DropWorker(facts.epoch, "it serves another model")]
+        if facts.num_draft_tokens > MAX_DRAFT_TOKENS:
+            return [DropWorker(facts.epoch, f"it drafts more than {MAX_DRAFT_TOKENS} tokens")]
+        if facts.num_draft_tokens > MAX_DRAFT_TOKENS:
+            return [DropWorker(facts.epoch, "it drafts more tokens than may be")]
         if self._epoch is not None:
             self._end_epoch(self._epoch, now)
         self._facts = facts
         self._epoch = facts.epoch
-        self._scheduler.begin_epoch(facts.num_blocks, frozenset(facts.eos_token_ids))
+        self._scheduler.begin_epoch(facts)
         return self._check_waiting(now)
 
     def _check_waiting(self, now: float) -> list[Action]:
@@ -184,12 +186,14 @@ class Engine:
             try:
                 finish = self._check_sequence(seq)
             except ServiceError as error:
-                self._abort(seq.client, [seq.handle], now)
-                outputs.add_end(seq.client, RequestEnd(seq.handle, error=error))
-                continue
-            if finish is not None:
-                self._pop(seq.client, seq.handle)
-                outputs.add_end(seq.client, self._scheduler.finish(seq, finish, now))
+                self._scheduler.abort(seq, now)
+                end = RequestEnd(seq.handle, error=error)
+            else:
+                if finish is None:
+                    continue
+                end = self._scheduler.finish(seq, finish, now)
+            self._requests.remove_choice(seq.client, seq.handle)
+            outputs.add_end(seq.client, end)
         return _deliver(outputs)
 
     def _end_epoch(self, epoch: int, now: float) -> None:
@@ -221,85 +225,80 @@ class Engine:
         outputs = self._scheduler.postprocess(result, now)
         for client, client_outputs in outputs.by_client.items():
             for end in client_outputs.ends:
-                self._pop(client, end.handle)
+                self._requests.remove_choice(client, end.handle)
         return _deliver(outputs)
 
     def _find_nonsense(self, result: StepResult) -> str | None:
         """Why a result cannot be an answer to the oldest step in flight; None when it can."""
         assert self._facts is not None
-        record = self._scheduler.oldest_in_flight
-        if record is None or result.step_id != record.step_id:
-            return f"result of step {result.step_id}, which is not the next"
-        num_rows = len(record.row_slots)
-        if len(result.token_ids) != num_rows:
-            return f"{len(result.token_ids)} tokens for {num_rows} rows"
-        # As unsigned numbers, negative ones are too large as well.
-        if num_rows and result.token_ids.view(np.uint32).max() >= self._facts.logits_width:
-            return "a token id is out of range"
-        rows = result.not_finite_rows
-        if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
-            return "a row number is out of range"
-        return None
+        return self._scheduler.find_nonsense(result, self._facts.logits_width)
 
     def _on_client_message(self, message: ClientMessage, now: float) -> list[Action]:
+        client = message.client
         ends: list[RequestEnd] = []
         for submission in message.submissions:
-            if (message.client, submission.handle) in self._requests:
-                return [CloseClient(message.client, InvalidRequestError("a handle was used twice"))]
+            if self._requests.is_taken(client, submission.handle, submission.n):
+                return [CloseClient(client, InvalidRequestError("a handle was used twice"))]
             try:
-                end = self._submit(message.client, submission, now)
+                ends += self._submit(client, submission, now)
             except ServiceError as error:
-                end = RequestEnd(submission.handle, error=error)
-            if end is not None:
-                ends.append(end)
+                ends += [RequestEnd(submission.handle + choice, error=error) for choice in submission.open_choices]
         for handle, num_tokens in message.stop_ats:
-            seq = self._pop(message.client, handle)
+            seq = self._requests.remove_choice(client, handle)
             if seq is not None:
                 ends.append(self._scheduler.stop_at(seq, num_tokens, now))
-        self._abort(message.client, message.aborts, now)
-        return [Deliver(message.client, Outputs.only_ends(ends))] if ends else []
+        for handle in message.aborts:
+            request = self._requests.by_handle(client, handle)
+            if request is not None:
+                self._abort(request, now)
+        return [Deliver(client, Outputs.only_ends(ends))] if ends else []
 
     def _on_abort_request(self, request_id: str, now: float) -> list[Action]:
-        seq = self._request_id_to_seq.get(request_id)
-        if seq is None:
+        request = self._requests.by_id(request_id)
+        if request is None:
             return []
-        self._abort(seq.client, [seq.handle], now)
-        end = RequestEnd(seq.handle, error=AbortedByCallError("another call aborted the request"))
-        return [Deliver(seq.client, Outputs.only_ends([end]))]
+        outputs = OutputsByClient()
+        self._fail(request, AbortedByCallError("another call aborted the request"), outputs, now)
+        return _deliver(outputs)
 
-    def _submit(self, client: int, submission: Submission, now: float) -> RequestEnd | None:
-        """Check a request and queue it; a later attempt takes the place of an earlier one.
+    def _submit(self, client: int, submission: Submission, now: float) -> list[RequestEnd]:
+        """Check a request and queue its choices; a later attempt takes the place of an earlier one.
 
         Returns:
-            Its end, when its output so far shows that it had ended; else None.
+            The ends of choices whose output so far shows that they had ended.
 
         Raises:
             ServiceError: it cannot be served; nothing has changed.
         """
         if self._facts is None and submission.attempt == 1:
             raise NotReadyError("no worker has been attached yet")
-        earlier = self._request_id_to_seq.get(submission.request_id)
+        earlier = self._requests.by_id(submission.request_id)
         if earlier is not None and earlier.attempt >= submission.attempt:
             raise DuplicateRequestError("a request with this id is in flight", request_id=submission.request_id)
         if submission.time_left_s is not None and submission.time_left_s <= 0:
             raise DeadlinePassedError("the request's deadline passed")
-        seq = _make_sequence(client, submission, now)
-        finish = self._check_sequence(seq)
-        if submission.attempt == 1:
-            self._scheduler.waiting.check_room(seq.num_prompt_tokens, now)
+        request = make_request(client, submission, now)
+        finishes = [(seq, self._check_sequence(seq)) for seq in request.choices]
+        self._check_room(request, now)
         if earlier is not None:
-            self._abort(earlier.client, [earlier.handle], now)
-        if finish is not None:
-            return RequestEnd(seq.handle, seq.num_stored_tokens - seq.num_prompt_tokens, finish)
-        self._requests[client, seq.handle] = seq
-        self._request_id_to_seq[seq.id] = seq
-        if seq.deadline is not None:
-            self._deadlines.add((client, seq.handle), seq.deadline)
-        self._scheduler.waiting.add(seq, now)
-        return None
+            self._abort(earlier, now)
+        request.choices = [seq for seq, finish in finishes if finish is None]
+        if request.choices:
+            self._queue(request, now)
+        return [
+            RequestEnd(seq.handle, seq.num_stored_tokens - seq.num_prompt_tokens, finish)
+            for seq, finish in finishes
+            if finish is not None
+        ]
+
+    def _queue(self, request: Request, now: float) -> None:
+        self._requests.add(request)
+        for number, seq in enumerate(request.choices):
+            seq.is_leader = not number
+            self._scheduler.waiting.add(seq, now)
 
     def _check_sequence(self, seq: Sequence) -> Finish | None:
-        """Check a waiting request against the model; without a model yet, nothing is checked.
+        """Check a waiting sequence against the model; without a model yet, nothing is checked.
 
         Returns:
             Why its output so far ends it; None when it goes on.
@@ -310,31 +309,43 @@ class Engine:
         limits = self.model_limits
         if limits is None:
             return None
-        tokens = np.frombuffer(seq.token_bytes, TOKEN_DTYPE)
-        prompt, output = tokens[: seq.num_prompt_tokens], tokens[seq.num_prompt_tokens :]
-        check_sampling(seq.params, limits)
-        check_prompt(prompt, limits)
-        check_fit(len(prompt), seq.params.max_tokens, limits)
-        if not output.size:
-            return None
-        check_token_ids(output, limits.logits_width, field="output")
-        if len(output) > seq.params.max_tokens:
-            violation = Violation("output", "OUT_OF_RANGE", f"at most {seq.params.max_tokens} tokens")
+        check_sequence(seq, limits)
+        return self._scheduler.find_finish(seq) if seq.num_stored_tokens > seq.num_prompt_tokens else None
+
+    def _check_room(self, request: Request, now: float) -> None:
+        """Refuse a request for which there is no room; one that was admitted before is held to no queue bound.
+
+        Raises:
+            QueueFullError: there is none now.
+            InvalidRequestError: the log-probabilities of its prompt come to more bytes than there may ever be.
+        """
+        num_bytes, max_bytes = request.num_prompt_logprob_bytes, self._policy.max_prompt_logprob_bytes
+        if num_bytes > max_bytes:
+            rule = f"come to {num_bytes} bytes for this prompt, at most {max_bytes} are possible"
+            violation = Violation("sampling.num_prompt_logprobs", "OUT_OF_RANGE", rule)
             raise InvalidRequestError.from_violations([violation])
-        return self._scheduler.find_finish(seq)
+        if request.attempt > 1 or not request.choices:
+            return
+        waiting = self._scheduler.waiting
+        waiting.check_room(request.choices[0].num_prompt_tokens, now, num_choices=len(request.choices))
+        if num_bytes and self._requests.num_prompt_logprob_bytes + num_bytes > max_bytes:
+            raise QueueFullError(
+                "too many log-probabilities of prompts are asked for",
+                retry_delay_s=waiting.retry_delay_s(1, now),
+                num_bytes=self._requests.num_prompt_logprob_bytes,
+            )
 
-    def _abort(self, client: int, handles: Iterable[int], now: float) -> None:
-        for handle in handles:
-            seq = self._pop(client, handle)
-            if seq is not None:
-                self._scheduler.abort(seq, now)
+    def _abort(self, request: Request, now: float) -> list[Sequence]:
+        """Forget a request; returns its choices, which had not ended."""
+        choices = self._requests.remove(request)
+        for seq in choices:
+            self._scheduler.abort(seq, now)
+        return choices
 
-    def _pop(self, client: int, handle: int) -> Sequence | None:
-        seq = self._requests.pop((client, handle), None)
-        if seq is not None:
-            del self._request_id_to_seq[seq.id]
-            self._deadlines.discard((client, handle))
-        return seq
+    def _fail(self, request: Request, error: ServiceError, outputs: OutputsByClient, now: float) -> None:
+        """End each choice of a request with an error."""
+        for seq in self._abort(request, now):
+            outputs.add_end(seq.client, RequestEnd(seq.handle, error=error))
 
     def _send_ahead(self, now: float) -> list[Action]:
         if self._epoch is None:
@@ -344,24 +355,6 @@ class Engine:
             step_id, batch = scheduled
             actions.append(SendStep(Step(self._epoch, step_id, batch)))
         return actions
-
-
-def _make_sequence(client: int, submission: Submission, now: float) -> Sequence:
-    tokens = bytearray(submission.prompt)
-    tokens += submission.output
-    return Sequence(
-        submission.request_id,
-        client,
-        submission.handle,
-        submission.params,
-        tokens,
-        len(submission.prompt) // TOKEN_DTYPE.itemsize,
-        now - submission.age_s,
-        priority=submission.priority,
-        cache_salt=submission.cache_salt,
-        attempt=submission.attempt,
-        deadline=None if submission.time_left_s is None else now + submission.time_left_s,
-    )
 
 
 def _deliver(outputs: OutputsByClient) -> list[Action]:

@@ -20,15 +20,30 @@ class WorkerFacts:
     logits_width: int
     eos_token_ids: tuple[int, ...]
     num_blocks: int
+    num_draft_tokens: int = 0
+    """Most tokens that it drafts for a sequence in a step."""
+    needs_all_tokens: bool = False
+    """Whether sequences must enter with all their tokens, cached ones included."""
+    default_sampling: bytes = b""
+    """What requests leave to the model: a serialized `lockstep.v1.SamplingParams`, which the domain does not read."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceSoFar:
+    """What a client has of one choice: `output` are its completion tokens, little-endian int32."""
+
+    output: bytes = b""
+    has_ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A request with every parameter resolved; `prompt` and `output` are little-endian int32.
+    """A request with every parameter resolved; `prompt` is little-endian int32.
 
-    `attempt` counts the submissions of a request from 1, on whatever stream: a higher one supersedes a lower one in
-    flight. `output` are the completion tokens that the client has from earlier ones. `age_s` is how long ago the
-    request arrived, `time_left_s` how long its caller waits; None is for ever.
+    Choice i of `n` answers under `handle` + i. `attempt` counts the submissions of a request from 1, on whatever
+    stream: a higher one supersedes a lower one in flight. `choices_so_far` is what the client has from earlier ones:
+    nothing, or an entry a choice. `age_s` is how long ago the request arrived, `time_left_s` how long its caller waits;
+    None is for ever.
     """
 
     handle: int
@@ -38,9 +53,17 @@ class Submission:
     priority: Priority = Priority.NORMAL
     cache_salt: bytes = b""
     attempt: int = 1
-    output: bytes = b""
+    n: int = 1
+    choices_so_far: tuple[ChoiceSoFar, ...] = ()
     age_s: float = 0.0
     time_left_s: float | None = None
+
+    @property
+    def open_choices(self) -> list[int]:
+        """The choices whose ends the client does not have."""
+        if not self.choices_so_far:
+            return list(range(self.n))
+        return [choice for choice, so_far in enumerate(self.choices_so_far) if not so_far.has_ended]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +94,9 @@ class ClientMessage:
     client: int
     submissions: list[Submission] = field(default_factory=list)
     stop_ats: list[tuple[int, int]] = field(default_factory=list)
-    """Handle, and completion tokens up to the stop."""
+    """A choice's handle, and its completion tokens up to the stop."""
     aborts: list[int] = field(default_factory=list)
-    """Handles."""
+    """Handles of requests, all whose choices end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import numpy as np
 from google.protobuf import duration_pb2
 
-from lockstep.internal.v1 import exchange_pb2
+from lockstep.internal.v1 import exchange_pb2, sampling_pb2
 from lockstep.v1 import common_pb2
 from services.scheduler.batch import Outputs, RequestEnd
-from services.scheduler.events import ClientMessage, Submission
+from services.scheduler.events import ChoiceSoFar, ClientMessage, Submission
+from services.scheduler.logprobs import IntColumn, Logprobs
 from services.scheduler.sequence import FinishReason, Priority
 from shared.errors import InvalidRequestError
-from shared.limits import MAX_CACHE_SALT_BYTES, TOKEN_DTYPE, SamplingParams
+from shared.limits import MAX_CACHE_SALT_BYTES, MAX_CHOICES, NO_OPTIONS, TOKEN_DTYPE, SamplingOptions, SamplingParams
 from shared.rpc import to_status
+from shared.sampling_codec import decode_options
 
 _HANDLE_DTYPE = np.dtype("<u4")
+_FLOAT_DTYPE = np.dtype("<f4")
+_MAX_HANDLE = 2**32 - 1
 _ONE = np.ones(1, TOKEN_DTYPE).tobytes()
 
 FINISH_REASONS = {
@@ -36,7 +40,8 @@ def decode_request(client: int, message: exchange_pb2.ExchangeRequest) -> Client
     """Parse what a replica sent.
 
     Raises:
-        InvalidRequestError: a column is no multiple of its item's size, or a cache salt is too long.
+        InvalidRequestError: a column is no multiple of its item's size, a cache salt is too long, or choices or
+            handles are more than there can be.
     """
     try:
         return ClientMessage(
@@ -46,15 +51,15 @@ def decode_request(client: int, message: exchange_pb2.ExchangeRequest) -> Client
             np.frombuffer(_column("abort_handles", message.abort_handles), _HANDLE_DTYPE).tolist(),
         )
     except ValueError as error:
-        raise InvalidRequestError(f"{error} is of a length that it cannot have") from error
+        raise InvalidRequestError(str(error)) from error
 
 
 def encode_outputs(outputs: Outputs) -> exchange_pb2.Outputs:
     """The message of one step's outputs to one replica."""
-    return exchange_pb2.Outputs(
+    message = exchange_pb2.Outputs(
         handles=outputs.handles.astype(_HANDLE_DTYPE, copy=False).tobytes(),
         first_indexes=outputs.first_indexes.astype(TOKEN_DTYPE, copy=False).tobytes(),
-        counts=_ONE * len(outputs.handles),
+        counts=_ONE * len(outputs.handles) if outputs.counts is None else _int_column(outputs.counts),
         token_ids=outputs.token_ids.astype(TOKEN_DTYPE, copy=False).tobytes(),
         starts=[
             exchange_pb2.RequestStart(handle=start.handle, num_cached_tokens=start.num_cached_tokens)
@@ -62,11 +67,22 @@ def encode_outputs(outputs: Outputs) -> exchange_pb2.Outputs:
         ],
         ends=[_encode_end(end) for end in outputs.ends],
     )
+    if outputs.logprobs is not None:
+        message.logprobs.CopyFrom(_encode_logprobs(outputs.logprobs))
+    for handle, logprobs in outputs.prompt_logprobs:
+        message.prompt_logprobs.add(handle=handle, logprobs=_encode_logprobs(logprobs))
+    return message
 
 
 def _decode_submit(submit: exchange_pb2.Submit) -> Submission:
     if len(submit.cache_salt) > MAX_CACHE_SALT_BYTES:
-        raise ValueError("cache_salt")
+        raise ValueError(f"cache_salt has more than {MAX_CACHE_SALT_BYTES} bytes")
+    # One of an older replica has no number of choices.
+    n = max(1, submit.n)
+    if n > MAX_CHOICES or submit.handle + n - 1 > _MAX_HANDLE:
+        raise ValueError("n is more than there can be")
+    if len(submit.choices_so_far) not in (0, n):
+        raise ValueError("choices_so_far is neither none nor one for each choice")
     params = SamplingParams(
         max_tokens=submit.max_tokens,
         temperature=submit.temperature,
@@ -78,6 +94,7 @@ def _decode_submit(submit: exchange_pb2.Submit) -> Submission:
         stop_token_sequences=tuple(
             _token_ids("stop_token_sequences", sequence) for sequence in submit.stop_token_sequences
         ),
+        options=_decode_options(submit) if submit.HasField("options") else None,
     )
     return Submission(
         submit.handle,
@@ -88,10 +105,19 @@ def _decode_submit(submit: exchange_pb2.Submit) -> Submission:
         priority=PRIORITIES.get(submit.priority, Priority.NORMAL),
         cache_salt=submit.cache_salt,
         attempt=max(1, submit.attempt),
-        output=_column("output_token_ids", submit.output_token_ids),
+        n=n,
+        choices_so_far=tuple(
+            ChoiceSoFar(_column("choices_so_far", choice.token_ids), choice.has_ended)
+            for choice in submit.choices_so_far
+        ),
         age_s=max(0.0, _seconds(submit.age)),
         time_left_s=_seconds(submit.time_left) if submit.HasField("time_left") else None,
     )
+
+
+def _decode_options(submit: exchange_pb2.Submit) -> SamplingOptions | None:
+    options = decode_options(submit.options)
+    return None if options == NO_OPTIONS else options
 
 
 def _token_ids(name: str, column: bytes) -> tuple[int, ...]:
@@ -102,15 +128,29 @@ def _column(name: str, column: bytes) -> bytes:
     """The column, which must hold whole items of 4 bytes.
 
     Raises:
-        ValueError: it does not; this is its name.
+        ValueError: it does not.
     """
     if len(column) % TOKEN_DTYPE.itemsize:
-        raise ValueError(name)
+        raise ValueError(f"{name} is of a length that it cannot have")
     return column
 
 
 def _seconds(duration: duration_pb2.Duration) -> float:
     return duration.seconds + 1e-9 * duration.nanos
+
+
+def _int_column(values: IntColumn) -> bytes:
+    return values.astype(TOKEN_DTYPE, copy=False).tobytes()
+
+
+def _encode_logprobs(logprobs: Logprobs) -> sampling_pb2.Logprobs:
+    return sampling_pb2.Logprobs(
+        indexes=_int_column(logprobs.indexes),
+        ranks=_int_column(logprobs.ranks),
+        counts=_int_column(logprobs.counts),
+        token_ids=_int_column(logprobs.token_ids),
+        values=logprobs.values.astype(_FLOAT_DTYPE, copy=False).tobytes(),
+    )
 
 
 def _encode_end(end: RequestEnd) -> exchange_pb2.RequestEnd:

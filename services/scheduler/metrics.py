@@ -36,6 +36,7 @@ class CellCollector(Collector):
         yield from _request_metrics(state)
         yield from _kv_cache_metrics(state)
         yield from _step_metrics(state)
+        yield from _draft_metrics(state)
         yield CounterMetricFamily(
             "lockstep_integrity_checks",
             "Checks of the scheduler's own books, made when idle.",
@@ -99,4 +100,15 @@ def _step_metrics(state: CellState) -> Iterator[Metric]:
         "lockstep_lost_epochs",
         "Times the attached worker was lost or given up; its requests were queued again.",
         state.counters.num_lost_epochs,
+    )
+
+
+def _draft_metrics(state: CellState) -> Iterator[Metric]:
+    yield CounterMetricFamily(
+        "lockstep_spec_decode_num_draft_tokens", "Tokens that the worker drafted.", state.counters.num_draft_tokens
+    )
+    yield CounterMetricFamily(
+        "lockstep_spec_decode_num_accepted_tokens",
+        "Of those, tokens that turned out to be the ones drawn.",
+        state.counters.num_accepted_tokens,
     )

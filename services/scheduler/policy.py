@@ -21,6 +21,7 @@ class SchedulerPolicy:
     enable_mixed_steps: bool = False
     max_waiting_requests: int = 1024
     max_waiting_tokens: int = 2_000_000
+    max_prompt_logprob_bytes: int = 256 * 1024 * 1024
     queue_policy: QueuePolicy = QueuePolicy.FCFS
     max_age_s: float = 10.0
     admission_policy: AdmissionPolicy = AdmissionPolicy.PLAIN
@@ -48,3 +49,6 @@ class SchedulerCounters:
     num_prefix_hit_tokens: int = 0
     num_finished: int = 0
     num_lost_epochs: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Of the draft tokens; those behind a stop, which count for nothing else, included."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from services.scheduler.admission import AdmissionPolicy, NewTokenRatio
 from services.scheduler.batch import EnteringSequence, PrefillChunk
+from services.scheduler.events import WorkerFacts
 from services.scheduler.free_blocks import BlockIds
 from services.scheduler.policy import SchedulerCounters, SchedulerPolicy
 from services.scheduler.prefix_cache import CachedPrefix
@@ -13,6 +14,7 @@ from services.scheduler.running_batch import RunningBatch
 from services.scheduler.sequence import TOKEN_BYTES, Sequence, SequenceType
 from services.scheduler.stops import watched_tokens
 from services.scheduler.waiting_queue import WaitingQueue
+from shared.limits import SamplingParams
 
 
 @dataclass(slots=True)
@@ -41,6 +43,10 @@ class PrefillPlanner:
     A block that a step computes is found by sequences that enter with the same step: a layer writes all keys and
     values before it attends. With `share_in_step` off such a sequence waits for the next step instead. Either way
     a common prefix is computed once.
+
+    Nobody is admitted while a part of a prompt is still to be sent, since that takes all of the budget. So the choices
+    of a request, which arrive together, need no order of their own: the first to enter computes the prompt, and those
+    behind it find its full blocks, whoever gives way, ends or fails meanwhile.
     """
 
     def __init__(
@@ -49,7 +55,7 @@ class PrefillPlanner:
         waiting: WaitingQueue,
         running: RunningBatch,
         new_token_ratio: NewTokenRatio,
-        eos_token_ids: frozenset[int],
+        facts: WorkerFacts,
         counters: SchedulerCounters,
     ) -> None:
         self._new_token_ratio = new_token_ratio
@@ -58,7 +64,8 @@ class PrefillPlanner:
         self._running = running
         self._blocks = running.blocks
         self._slots = running.slots
-        self._eos_token_ids = eos_token_ids
+        self._facts = facts
+        self._eos_token_ids = frozenset(facts.eos_token_ids)
         self._counters = counters
 
     def plan(self, budget: int, now: float, *, may_admit: bool) -> Prefill:
@@ -76,7 +83,7 @@ class PrefillPlanner:
     def next_waiting(self, now: float) -> tuple[Sequence, int]:
         """The next waiting sequence, and how many free blocks it would take; there is one."""
         seq = self._waiting.next(now, self._blocks.num_cached_tokens)
-        return seq, self._blocks.num_blocks_to_take(seq, self._blocks.find_prefix(seq))
+        return seq, self._blocks.num_blocks_to_take(seq, self._find_prefix(seq))
 
     def _send_chunk(self, seq: Sequence, prefill: Prefill) -> None:
         token_bytes = self._take_tokens(seq, min(seq.num_unsent_tokens, prefill.budget), prefill)
@@ -89,16 +96,17 @@ class PrefillPlanner:
     def _try_admit(self, prefill: Prefill, now: float) -> bool:
         """Let the next sequence enter with as many tokens as may be; when it returns False, nothing has changed."""
         seq = self._waiting.next(now, self._blocks.num_cached_tokens)
-        prefix = self._blocks.find_prefix(seq)
+        prefix = self._find_prefix(seq)
         num_new_tokens = seq.num_stored_tokens - prefix.num_tokens
         num_tokens = self._num_tokens_to_send(num_new_tokens, prefill.budget)
-        if not num_tokens or (
-            prefill.computed_blocks and not prefill.computed_blocks.isdisjoint(prefix.block_ids.tolist())
-        ):
+        if not num_tokens or prefill.computes_any(prefix.block_ids):
             return False
         if not self._growth_fits(seq, prefix) or not self._blocks.try_allocate(seq, prefix):
             return False
         self._waiting.take(seq, now)
+        if seq.has_prompt_logprobs and not seq.wants_prompt_logprobs:
+            # Its client has them, or gets them with choice 0.
+            seq.drop_prompt_logprobs()
         seq.num_unsent_tokens = num_new_tokens
         token_bytes = self._take_tokens(seq, num_tokens, prefill)
         slot = self._running.enter(seq, watched_tokens(seq.params, self._eos_token_ids))
@@ -106,16 +114,36 @@ class PrefillPlanner:
             seq.num_first_cached_tokens = prefix.num_tokens
         self._counters.num_prefix_queried_tokens += seq.num_stored_tokens
         self._counters.num_prefix_hit_tokens += prefix.num_tokens
-        prefill.enters.append(
-            EnteringSequence(
-                PrefillChunk(slot, token_bytes, seq.num_unsent_tokens),
-                prefix.num_tokens,
-                seq.num_prompt_tokens,
-                seq.block_table[:],
-                seq.params,
-            )
-        )
+        chunk = PrefillChunk(slot, token_bytes, seq.num_unsent_tokens)
+        prefill.enters.append(self._entering(seq, chunk, prefix.num_tokens))
         return True
+
+    def _find_prefix(self, seq: Sequence) -> CachedPrefix:
+        """What a waiting sequence shares; all of its prompt is computed where its log-probabilities are asked for."""
+        if seq.wants_prompt_logprobs:
+            # Of a single token nothing is cached; the chain begins where it must, for others to find what is computed.
+            seq = replace(seq, token_bytes=seq.token_bytes[:TOKEN_BYTES], cached_prefix=None)
+        return self._blocks.find_prefix(seq)
+
+    def _entering(self, seq: Sequence, chunk: PrefillChunk, num_cached_tokens: int) -> EnteringSequence:
+        """What the worker needs of a sequence that has just been admitted."""
+        options = seq.params.options
+        needs_all_tokens = self._facts.needs_all_tokens or (options is not None and options.needs_all_tokens)
+        return EnteringSequence(
+            chunk,
+            num_cached_tokens,
+            seq.num_prompt_tokens,
+            seq.block_table[:],
+            seq.params,
+            seq.choice,
+            stop_token_ids=self._stop_token_ids(seq.params) if options is not None and options.min_tokens else (),
+            cached_token_bytes=bytes(seq.token_bytes[: num_cached_tokens * TOKEN_BYTES]) if needs_all_tokens else b"",
+            max_num_tokens=seq.max_num_tokens,
+        )
+
+    def _stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        eos_token_ids = frozenset() if params.ignore_eos else self._eos_token_ids
+        return tuple(sorted(eos_token_ids.union(params.stop_token_ids)))
 
     def _growth_fits(self, seq: Sequence, prefix: CachedPrefix) -> bool:
         """Whether the admission policy expects that all that run, and `seq`, can go on without a retraction."""

@@ -9,7 +9,7 @@ import numpy as np
 from services.scheduler.batch import ScheduledBatch, StepRecord
 from services.scheduler.block_manager import BlockManager
 from services.scheduler.sequence import Sequence, SequenceStatus
-from services.scheduler.slot_table import Slots, SlotTable
+from services.scheduler.slot_table import IntColumn, Slots, SlotTable
 
 
 class RunningBatch:
@@ -21,9 +21,9 @@ class RunningBatch:
     until then it is retiring.
     """
 
-    def __init__(self, num_slots: int, blocks: BlockManager) -> None:
+    def __init__(self, num_slots: int, blocks: BlockManager, num_draft_tokens: int = 0) -> None:
         self.blocks = blocks
-        self.slots = SlotTable(num_slots)
+        self.slots = SlotTable(num_slots, num_draft_tokens)
         self._order: Slots = np.empty(0, np.intp)
         self._has_gaps = False
         self._entered: list[int] = []
@@ -93,7 +93,8 @@ class RunningBatch:
     def store(self, seq: Sequence) -> None:
         """Store a sequence's newest tokens, and publish the blocks of those that are computed or on their way to be."""
         self.slots.flush(seq)
-        # The newest token of a sequence that generates is computed by its next step.
+        # The newest token of a sequence that generates is computed by its next step. Nothing before it is written
+        # again: drafts that were not accepted, and rows that turn out to be wasted, write from there on.
         num_not_sent = seq.num_unsent_tokens or 1
         self.blocks.publish(seq, seq.num_stored_tokens - num_not_sent)
 
@@ -105,10 +106,19 @@ class RunningBatch:
         self.in_flight.append(
             StepRecord(self._last_step_id, batch.kind, batch.num_tokens, batch.row_slots, batch.partial_slots, now)
         )
-        # The step brings these to their last token: they get no further row.
-        for slot in batch.row_slots[num_planned >= self.slots.constants(batch.row_slots).max_num_tokens].tolist():
-            self.drop(self.slots.sequence_at(slot))
+        self.retire_complete(batch.row_slots, num_planned)
         return self._last_step_id
+
+    def retire_complete(self, slots: Slots, num_planned: IntColumn) -> None:
+        """Take out whom the steps in flight bring to the last token in any case: they get no further row.
+
+        Args:
+            slots: [num_rows], of sequences that run or did so.
+            num_planned: [num_rows], the least tokens that they come to.
+        """
+        for slot in slots[num_planned >= self.slots.constants(slots).max_num_tokens].tolist():
+            if self.slots.runs[slot]:
+                self.drop(self.slots.sequence_at(slot))
 
     def pop_record(self) -> StepRecord:
         """The oldest step in flight, which has returned."""

@@ -20,9 +20,12 @@ from services.scheduler.batch import (
 )
 from services.scheduler.block_manager import BlockManager
 from services.scheduler.decode import DecodePlanner, Decodes
+from services.scheduler.events import WorkerFacts
 from services.scheduler.policy import CacheSettings, SchedulerCounters, SchedulerPolicy
 from services.scheduler.preemption import Preemption
 from services.scheduler.prefill import Prefill, PrefillPlanner
+from services.scheduler.result_check import find_nonsense
+from services.scheduler.row_tokens import RowTokens
 from services.scheduler.running_batch import RunningBatch
 from services.scheduler.sequence import Finish, FinishReason, Sequence, SequenceStatus
 from services.scheduler.slot_table import IntColumn, Slots
@@ -33,6 +36,7 @@ from shared.errors import NumericError
 
 # Nothing is ever added to it.
 _NO_PREFILL = Prefill()
+_NO_WORKER = WorkerFacts(0, "", 0, 0, (), 0)
 
 
 class Scheduler:
@@ -56,29 +60,29 @@ class Scheduler:
         self._policy = policy
         self._cache = cache
         self._new_token_ratio = NewTokenRatio()
-        self.begin_epoch(0, frozenset())
+        self.begin_epoch(_NO_WORKER)
 
-    def begin_epoch(self, num_blocks: int, eos_token_ids: frozenset[int]) -> None:
-        """Start anew with an empty pool of so many blocks and no step sent; nothing runs."""
+    def begin_epoch(self, facts: WorkerFacts) -> None:
+        """Start anew with a worker's empty pool and no step sent; nothing runs."""
         self.blocks = BlockManager(
-            num_blocks, self._cache.block_size, enable_prefix_caching=self._cache.enable_prefix_caching
+            facts.num_blocks, self._cache.block_size, enable_prefix_caching=self._cache.enable_prefix_caching
         )
-        self._running = RunningBatch(self._policy.max_num_seqs, self.blocks)
+        self._running = RunningBatch(self._policy.max_num_seqs, self.blocks, facts.num_draft_tokens)
         self._slots = self._running.slots
         self._preemption = Preemption(self._policy, self.waiting, self._running, self._new_token_ratio, self.counters)
         self._prefill = PrefillPlanner(
-            self._policy, self.waiting, self._running, self._new_token_ratio, eos_token_ids, self.counters
+            self._policy, self.waiting, self._running, self._new_token_ratio, facts, self.counters
         )
         self._decode = DecodePlanner(self._running, self._preemption)
         self._step_deadline = StepDeadline(self._running.in_flight)
-        self._eos_token_ids = eos_token_ids
+        self._eos_token_ids = frozenset(facts.eos_token_ids)
         self._last_prefill_latency = 0.0
 
     def end_epoch(self, now: float) -> None:
         """The worker is lost: void its steps, and queue the sequences that ran with the tokens they have."""
         for seq in self._running.void():
             self.waiting.add(seq, now)
-        self.begin_epoch(0, frozenset())
+        self.begin_epoch(_NO_WORKER)
 
     @property
     def num_running(self) -> int:
@@ -128,8 +132,8 @@ class Scheduler:
         """Take in the tokens of the oldest step in flight, and end what stops with them.
 
         Args:
-            result: That of the oldest step in flight: a token a row of the record, in its order. Rows that are not
-                finite fail with NumericError.
+            result: That of the oldest step in flight: a token a row of the record, in its order, or several where the
+                worker drafts. Rows that are not finite fail with NumericError.
             now: The time.
 
         Returns:
@@ -138,27 +142,49 @@ class Scheduler:
         self._step_deadline.on_result(now)
         record = self._running.pop_record()
         outputs = OutputsByClient()
-        slots, token_ids = record.row_slots, result.token_ids
+        if result.prompt_logprobs:
+            self._tell_prompt_logprobs(result, outputs)
+        rows = self._rows(record, result)
         if self._slots.num_ended or result.not_finite_rows.size:
-            is_usable = self._slots.live[slots]
+            is_usable = self._slots.live[rows.slots]
             self._fail_not_finite(record, result.not_finite_rows, is_usable, outputs, now)
-            slots, token_ids = slots[is_usable], token_ids[is_usable]
+            rows = rows.of_rows(is_usable)
+        slots = rows.slots
         positions = self._slots.num_tokens[slots]
         constants = self._slots.constants(slots)
         first_indexes = positions - constants.num_prompt_tokens
-        outputs.add_rows(constants, first_indexes, token_ids)
-        self._slots.append(slots, positions, token_ids)
         if record.kind is not StepKind.DECODE:
             self._last_prefill_latency = now - record.sent_at
             self._start(slots[first_indexes == 0], outputs, now)
-        for row in self._slots.find_watched(slots, token_ids).tolist():
-            self._end_if_stopped(self._slots.sequence_at(int(slots[row])), outputs, now)
+        if result.num_draft_tokens:
+            self.counters.num_draft_tokens += result.num_draft_tokens
+            self.counters.num_accepted_tokens += _num_accepted(result)
+        if rows.counts is None:
+            self._take_tokens(rows, positions, outputs, now)
+        else:
+            rows = self._take_runs(rows, positions, outputs, now)
+        outputs.add_rows(constants, first_indexes, rows)
         for seq in record.retiring:
             # It got no row after this step's because this one brings its last token.
             if seq.status is SequenceStatus.RUNNING:
                 self._end_if_stopped(seq, outputs, now)
         self._preemption.take_back(record, now)
         return outputs
+
+    def find_nonsense(self, result: StepResult, logits_width: int) -> str | None:
+        """Why a result cannot be an answer to the oldest step in flight; None when it can."""
+        record = self.oldest_in_flight
+        if record is None or result.step_id != record.step_id:
+            return f"result of step {result.step_id}, which is not the next"
+        nonsense = find_nonsense(result, record, self._slots, logits_width)
+        if nonsense is None and (result.counts is not None or self._slots.num_draft_tokens):
+            nonsense = self._rows(record, result).find_bad_counts(self._slots, result.not_finite_rows)
+        return nonsense
+
+    def unfinished(self) -> list[Sequence]:
+        """The sequences that have not ended, wherever they are."""
+        held = [*self._running.sequences(), *self._running.retiring()]
+        return [*self.waiting, *(seq for seq in held if seq.leave_time is None)]
 
     def find_finish(self, seq: Sequence) -> Finish | None:
         """Why a waiting sequence, which has completion tokens already, has ended; None when it goes on."""
@@ -228,6 +254,41 @@ class Scheduler:
         if batch.kind is not StepKind.PREFILL:
             self._new_token_ratio.on_decode_step()
 
+    def _rows(self, record: StepRecord, result: StepResult) -> RowTokens:
+        """What a result brings to the rows of a step; where the worker drafts, there are counts."""
+        counts = result.counts
+        if counts is None and self._slots.num_draft_tokens:
+            counts = np.ones(len(record.row_slots), np.int32)
+        return RowTokens(record.row_slots, result.token_ids, counts, result.logprobs)
+
+    def _take_tokens(self, rows: RowTokens, positions: IntColumn, outputs: OutputsByClient, now: float) -> None:
+        """Take in a token a row, and end what stops with it."""
+        self._slots.append(rows.slots, positions, rows.token_ids)
+        for row in self._slots.find_watched(rows.slots, rows.token_ids).tolist():
+            self._end_if_stopped(self._slots.sequence_at(int(rows.slots[row])), outputs, now)
+
+    def _take_runs(self, rows: RowTokens, positions: IntColumn, outputs: OutputsByClient, now: float) -> RowTokens:
+        """Take in the rows' tokens, several of each, and end what stops within them.
+
+        Returns:
+            The rows without the tokens that stand behind a stop: those count for nothing.
+        """
+        slots, counts = rows.slots, rows.counts
+        assert counts is not None
+        row_numbers, token_positions = rows.places(positions)
+        token_slots = slots[row_numbers]
+        self._slots.append_runs(slots, counts, token_positions, rows.token_ids)
+        kept = counts.copy()
+        is_last = token_positions == self._slots.max_num_tokens[token_slots] - 1
+        for index in self._slots.find_watched(token_slots, rows.token_ids, is_last).tolist():
+            slot = int(token_slots[index])
+            num_tokens = int(token_positions[index]) + 1
+            # Who has stopped before, within the same run, lives no more.
+            if self._slots.live[slot] and self._ends_at(self._slots.sequence_at(slot), num_tokens, outputs, now):
+                kept[row_numbers[index]] = num_tokens - positions[row_numbers[index]]
+        self._running.retire_complete(slots, self._slots.num_planned[slots])
+        return rows.cut(kept)
+
     def _start(self, slots: Slots, outputs: OutputsByClient, now: float) -> None:
         """Note that these rows have got their first token."""
         for slot in slots.tolist():
@@ -236,12 +297,31 @@ class Scheduler:
             assert seq.num_first_cached_tokens is not None
             outputs.add_start(seq.client, RequestStart(seq.handle, seq.num_first_cached_tokens))
 
+    def _tell_prompt_logprobs(self, result: StepResult, outputs: OutputsByClient) -> None:
+        """Tell what is new of prompts: one that is computed again repeats nothing."""
+        for slot, logprobs in result.prompt_logprobs:
+            seq = self._slots.sequence_at(slot)
+            news = logprobs.behind(seq.last_prompt_logprob)
+            if news is not None and self._slots.live[slot]:
+                seq.last_prompt_logprob = int(news.indexes[-1])
+                outputs.add_prompt_logprobs(seq.client, seq.handle, news)
+
     def _end_if_stopped(self, seq: Sequence, outputs: OutputsByClient, now: float) -> None:
         """End a sequence if it stops with its newest token."""
         self._running.store(seq)
         finish = find_finish(seq, self._eos_token_ids)
         if finish is not None:
             outputs.add_end(seq.client, self.finish(seq, finish, now))
+
+    def _ends_at(self, seq: Sequence, num_tokens: int, outputs: OutputsByClient, now: float) -> bool:
+        """End a sequence if it stops with the last of its first `num_tokens`; it has none behind them then."""
+        assert seq.slot is not None
+        slot, num_known = seq.slot, self._slots.num_tokens[seq.slot]
+        self._slots.num_tokens[slot] = num_tokens
+        self._end_if_stopped(seq, outputs, now)
+        if seq.finish is None:
+            self._slots.num_tokens[slot] = num_known
+        return seq.finish is not None
 
     def _fail_not_finite(
         self,
@@ -251,12 +331,17 @@ class Scheduler:
         outputs: OutputsByClient,
         now: float,
     ) -> None:
-        """End the requests of these rows, as far as they live; their KV is found by nobody, their tokens count not."""
-        for row in np.unique(rows[is_usable[rows]]):
-            is_usable[row] = False
+        """End the requests of these rows, as far as they live; their KV is found by nobody, their tokens count not.
+
+        That of a request which has ended meanwhile, by its client's wish for instance, is as bad.
+        """
+        for row in np.unique(rows).tolist():
             seq = self._slots.sequence_at(int(record.row_slots[row]))
-            self._slots.flush(seq)
             self.blocks.hide(seq)
+            if not is_usable[row]:
+                continue
+            is_usable[row] = False
+            self._slots.flush(seq)
             self._leave(seq, now, SequenceStatus.EXIT_ENGINE)
             error = NumericError("the model's logits were not finite")
             outputs.add_end(seq.client, RequestEnd(seq.handle, error=error))
@@ -274,6 +359,12 @@ class Scheduler:
         seq.status = status
         if seq.slot is not None:
             self._slots.end(seq.slot)
+
+
+def _num_accepted(result: StepResult) -> int:
+    """Of a result's tokens, those that were drafted: all but the one that is drawn behind them in each row."""
+    num_rows = len(result.token_ids) if result.counts is None else int(np.count_nonzero(result.counts))
+    return len(result.token_ids) - num_rows
 
 
 def _batch(leave_slots: list[int], decodes: Decodes, prefill: Prefill) -> ScheduledBatch:

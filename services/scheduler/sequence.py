@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import enum
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from services.scheduler.prefix_cache import CachedPrefix, PrefixCursor
-from shared.limits import TOKEN_DTYPE, SamplingParams
+from shared.limits import NO_OPTIONS, TOKEN_DTYPE, SamplingParams
 
 TOKEN_BYTES = TOKEN_DTYPE.itemsize
 
@@ -66,7 +66,7 @@ class Finish:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A prompt and what was generated for it.
+    """A prompt and what was generated for it: one choice of a request.
 
     Invariant: it has a slot exactly while it is RUNNING or a step in flight still names it. `token_bytes` holds
     every token but those of the slot's current run, which `SlotTable.flush` appends. A WAITING sequence with a slot
@@ -83,8 +83,10 @@ class Sequence:
     priority: Priority = Priority.NORMAL
     cache_salt: bytes = b""
     attempt: int = 1
-    deadline: float | None = None
-    """When its caller gives up, on the engine's clock."""
+    choice: int = 0
+    """Which of its request's choices it is."""
+    is_leader: bool = True
+    """Whether its request's prompt counts for it where many wait: for one choice of each request it does."""
     queued_at: float = 0.0
     """When it entered the waiting queue the last time."""
     waited_s: float = 0.0
@@ -102,6 +104,8 @@ class Sequence:
     num_unsent_tokens: int = 0
     """While it is prefilled in chunks: the tokens that no step has computed or is on its way to."""
     num_first_cached_tokens: int | None = None
+    last_prompt_logprob: int = 0
+    """The last position of the prompt whose log-probabilities its client was told; those of the first are unknown."""
     first_token_time: float | None = None
     leave_time: float | None = None
     finish: Finish | None = None
@@ -115,10 +119,29 @@ class Sequence:
         self.prefix_cursor = PrefixCursor()
         self.num_unsent_tokens = 0
 
+    def drop_prompt_logprobs(self) -> None:
+        """Ask for the log-probabilities of its prompt no more."""
+        assert self.params.options is not None
+        options = replace(self.params.options, num_prompt_logprobs=None)
+        self.params = replace(self.params, options=None if options == NO_OPTIONS else options)
+
     @property
     def was_admitted(self) -> bool:
         """Whether it was ever scheduled, by this scheduler or by the one before it."""
         return self.num_first_cached_tokens is not None or self.attempt > 1
+
+    @property
+    def has_prompt_logprobs(self) -> bool:
+        """Whether the log-probabilities of its prompt are among its options."""
+        return self.params.options is not None and self.params.options.num_prompt_logprobs is not None
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether its next prefill is to bring the log-probabilities of its prompt; all its tokens must be stored.
+
+        Choice 0 brings them for all of its request, until it has a token of its own: they come before that.
+        """
+        return self.has_prompt_logprobs and not self.choice and self.num_stored_tokens == self.num_prompt_tokens
 
     @property
     def num_stored_tokens(self) -> int:

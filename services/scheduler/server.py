@@ -14,6 +14,8 @@ from collections.abc import AsyncIterator
 from google.protobuf.message import Message
 
 from lockstep.internal.v1 import exchange_pb2, worker_pb2
+from lockstep.v1 import common_pb2
+from services.scheduler.acceptance_log import AcceptanceLog
 from services.scheduler.config import SchedulerSettings
 from services.scheduler.engine import Engine
 from services.scheduler.events import (
@@ -84,13 +86,14 @@ class CellServer:
     def __init__(self, settings: SchedulerSettings, instance_id: str, health: Health) -> None:
         self.instance_id = instance_id
         self.engine = Engine(settings.policy, settings.cache)
-        self.door = TokenDoor(lambda: self.engine.model_limits, self.on_event)
+        self.door = TokenDoor(lambda: self.engine.model_limits, self.on_event, self._default_sampling)
         self.failed = asyncio.Event()
         self._health = health
         self._clients: dict[int, ClientLink] = {}
         self._client_numbers = itertools.count(1)
         self._loop = asyncio.get_running_loop()
         self.idle_check = IdleCheck(self.engine, self._loop)
+        self._acceptance_log = AcceptanceLog(self.engine.state().counters)
         self._health_updates: set[asyncio.Task[None]] = set()
         self._timer: asyncio.Handle | None = None
         self._timer_at = 0.0
@@ -131,6 +134,7 @@ class CellServer:
             self._perform(action)
         self._arm_timer()
         self.idle_check.on_event(now)
+        self._acceptance_log.on_event()
         if self.engine.is_ready != was_ready:
             self._report_health()
         if not was_known:
@@ -179,6 +183,11 @@ class CellServer:
         self._health_updates.add(update)
         update.add_done_callback(self._health_updates.discard)
 
+    def _default_sampling(self) -> common_pb2.SamplingParams:
+        """What requests leave to the model."""
+        model = self.engine.model
+        return common_pb2.SamplingParams.FromString(b"" if model is None else model.default_sampling)
+
     def _send_cell_info(self, client: ClientLink) -> None:
         """Tell a replica about the cell; nothing until a worker has been attached for the first time."""
         model, limits = self.engine.model, self.engine.model_limits
@@ -191,5 +200,6 @@ class CellServer:
             logits_width=limits.logits_width,
             eos_token_ids=model.eos_token_ids,
             num_pool_tokens=limits.num_pool_tokens,
+            default_sampling=self._default_sampling(),
         )
         client.send(exchange_pb2.ExchangeResponse(cell_info=cell_info), self._loop.time())

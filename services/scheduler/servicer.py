@@ -108,6 +108,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             num_prefix_hit_tokens=counters.num_prefix_hit_tokens,
             num_finished=counters.num_finished,
             num_lost_epochs=counters.num_lost_epochs,
+            num_draft_tokens=counters.num_draft_tokens,
+            num_accepted_draft_tokens=counters.num_accepted_tokens,
             rank_steps=[
                 scheduler_pb2.RankSteps(
                     num_prefill_steps=counters.num_prefill_steps,

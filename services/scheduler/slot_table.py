@@ -21,8 +21,10 @@ Slots = npt.NDArray[np.intp]
 # Tokens are stored in runs of so many, so that a row is visited for it once in so many steps.
 RUN_TOKENS = 64
 
-# A row whose run is full waits a few steps for its turn, and gets the tokens of its steps in flight meanwhile.
+# A row whose run is full waits a few steps for its turn, and gets the tokens of its steps in flight meanwhile: with
+# drafts several each. 18 steps of 9 tokens have a place: 10 at most until its turn comes, and 8 in flight.
 _RUN_COLUMNS = 2 * RUN_TOKENS
+_RUN_COLUMNS_WITH_DRAFTS = 4 * RUN_TOKENS
 
 _NO_TOKEN = -1
 
@@ -49,10 +51,12 @@ class SlotTable:
 
     Invariant: a slot is free or belongs to one sequence; `live` is true while that sequence may get tokens. The
     sequence's tokens are the stored ones, followed by those of its run: `num_tokens` together. `num_planned` counts
-    the placeholders too, tokens that steps in flight will bring to it.
+    the placeholders too, tokens that steps in flight will bring to it: one for each of its rows in flight. With drafts
+    a row may bring up to `num_draft_tokens` more: `num_planned` is the least, `max_num_planned` the most it comes to.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, num_draft_tokens: int = 0) -> None:
+        self.num_draft_tokens = num_draft_tokens
         self.sequences: list[Sequence | None] = [None] * num_slots
         self.live = np.zeros(num_slots, bool)
         # Slots that are taken and not live.
@@ -69,8 +73,9 @@ class SlotTable:
         self.num_planned = np.zeros(num_slots, np.int32)
         # Whether it is in the batch order.
         self.runs = np.zeros(num_slots, bool)
-        # Tokens that are not stored yet; the token at position p stands in column p % _RUN_COLUMNS.
-        self._run = np.zeros((num_slots, _RUN_COLUMNS), TOKEN_DTYPE)
+        # Tokens that are not stored yet; the token at position p stands in column p % _num_columns, a power of two.
+        self._num_columns = _RUN_COLUMNS_WITH_DRAFTS if num_draft_tokens else _RUN_COLUMNS
+        self._run = np.zeros((num_slots, self._num_columns), TOKEN_DTYPE)
         self._run_bytes = self._run.data.cast("B")
         # The number of tokens at which a row's run is full.
         self._run_end = np.zeros(num_slots, np.int32)
@@ -128,10 +133,32 @@ class SlotTable:
         assert seq is not None
         return seq
 
+    def max_num_planned(self, slots: Slots) -> IntColumn:
+        """The most tokens that sequences come to with their steps in flight: [num_rows]."""
+        num_planned = self.num_planned[slots]
+        num_placeholders = num_planned - self.num_tokens[slots]
+        most: IntColumn = np.minimum(num_planned + self.num_draft_tokens * num_placeholders, self.max_num_tokens[slots])
+        return most
+
     def append(self, slots: Slots, positions: IntColumn, token_ids: IntColumn) -> None:
         """Give each row one more token, at its position, which is the number of tokens it has."""
-        self._run[slots, positions & (_RUN_COLUMNS - 1)] = token_ids
+        self._run[slots, positions & (self._num_columns - 1)] = token_ids
         self.num_tokens[slots] = positions + 1
+
+    def append_runs(
+        self, slots: Slots, counts: IntColumn, positions: npt.NDArray[np.integer], token_ids: IntColumn
+    ) -> None:
+        """Give each row so many more tokens; what they exceed the row's placeholder by is no longer to come.
+
+        Args:
+            slots: [num_rows], each at most once.
+            counts: [num_rows], 0 to 1 + `num_draft_tokens`.
+            positions: [num_tokens], those of the tokens in their sequences.
+            token_ids: [num_tokens], the rows' tokens one behind the other.
+        """
+        self._run[np.repeat(slots, counts), positions & (self._num_columns - 1)] = token_ids
+        self.num_tokens[slots] += counts
+        self.num_planned[slots] += counts - 1
 
     def flush_full_runs(self, slots: Slots) -> None:
         """Store the tokens of rows whose run is full: a quarter of all at most, since many fill theirs together."""
@@ -146,12 +173,12 @@ class SlotTable:
         start, end = seq.num_stored_tokens, int(self.num_tokens[slot])
         if start == end:
             return
-        row = slot * _RUN_COLUMNS
-        first, last = row + start % _RUN_COLUMNS, row + end % _RUN_COLUMNS
+        row = slot * self._num_columns
+        first, last = row + start % self._num_columns, row + end % self._num_columns
         if first < last:
             seq.token_bytes += self._run_bytes[first * TOKEN_BYTES : last * TOKEN_BYTES]
         else:
-            seq.token_bytes += self._run_bytes[first * TOKEN_BYTES : (row + _RUN_COLUMNS) * TOKEN_BYTES]
+            seq.token_bytes += self._run_bytes[first * TOKEN_BYTES : (row + self._num_columns) * TOKEN_BYTES]
             seq.token_bytes += self._run_bytes[row * TOKEN_BYTES : last * TOKEN_BYTES]
         self._run_end[slot] = (end // RUN_TOKENS + 1) * RUN_TOKENS
 
@@ -165,12 +192,20 @@ class SlotTable:
             self._constants = self._gather_constants(slots)
         return self._constants
 
-    def find_watched(self, slots: Slots, token_ids: IntColumn) -> npt.NDArray[np.intp]:
-        """Row numbers whose newest token is a watched one: they may have to stop."""
-        watched = self.constants(slots).watched
+    def find_watched(
+        self, slots: Slots, token_ids: IntColumn, is_last: npt.NDArray[np.bool_] | None = None
+    ) -> npt.NDArray[np.intp]:
+        """Which of these tokens, each beside its sequence's slot, are watched ones: the sequence may stop with it.
+
+        `is_last` marks others to report.
+        """
+        # All others' newest tokens are asked for step by step, for the same rows.
+        watched = self.constants(slots).watched if is_last is None else self._watched[:, slots]
         is_watched: npt.NDArray[np.bool_] = watched[0] == token_ids
         for more in watched[1:]:
             is_watched |= more == token_ids
+        if is_last is not None:
+            is_watched |= is_last
         return is_watched.nonzero()[0]
 
     def _gather_constants(self, slots: Slots) -> RowConstants:

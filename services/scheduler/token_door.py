@@ -1,28 +1,30 @@
 """The door for clients that tokenize themselves: `SchedulerService.Generate` and `Abort`.
 
-To the engine all direct calls together are one client, whose handles are the calls: however many there are, a step
-is told to one client more.
+To the engine all direct calls together are one client, whose handles are the calls' choices: however many there are,
+a step is told to one client more.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 
-from lockstep.v1 import scheduler_pb2
+import numpy as np
+
+from lockstep.v1 import common_pb2, scheduler_pb2
 from services.scheduler.batch import Outputs
-from services.scheduler.events import AbortRequest, ClientMessage, Event, Submission
+from services.scheduler.events import AbortRequest, ChoiceSoFar, ClientMessage, Event, Submission
 from services.scheduler.exchange_codec import PRIORITIES
-from services.scheduler.token_stream import Response, TokenStream
+from services.scheduler.token_stream import ChoiceStream, Response, TokenStream
 from shared.errors import NotReadyError, ServiceError, Violation
-from shared.limits import TOKEN_DTYPE, ModelLimits
+from shared.limits import MAX_CHOICES, TOKEN_DTYPE, ModelLimits
 from shared.request_fields import (
     raise_violations,
     read_cache_salt,
-    read_output_token_ids,
+    read_choices_so_far,
+    read_num_choices,
     read_priority,
     read_prompt_token_ids,
     read_request_id,
@@ -38,25 +40,34 @@ DOOR_CLIENT = 0
 # A response costs about 50 µs. The results of steps are let in between so many, at most half a millisecond late.
 RESPONSES_PER_TURN = 8
 
+_MAX_FIRST_HANDLE = 2**32 - MAX_CHOICES
+
 
 class TokenDoor:
     """Brings direct calls to the engine and its outputs back to them.
 
-    Invariant: a call's stream is here from its submission until its end or its abort, as the engine's request is. A
-    stream that has news is in `_to_wake`, or awake and about to send them; while `_to_wake` holds any, a turn is due.
+    Invariant: a choice is here from its submission until its end or its abort, as the engine's is. A stream that has
+    news is in `_to_wake`, or awake and about to send them; while `_to_wake` holds any, a turn is due.
     """
 
-    def __init__(self, model_limits: Callable[[], ModelLimits | None], on_event: Callable[[Event], None]) -> None:
+    def __init__(
+        self,
+        model_limits: Callable[[], ModelLimits | None],
+        on_event: Callable[[Event], None],
+        default_sampling: Callable[[], common_pb2.SamplingParams] = common_pb2.SamplingParams,
+    ) -> None:
         """Open the door in the running event loop.
 
         Args:
             model_limits: Tells what requests are held to; None while no worker is attached.
             on_event: Hands an event to the engine; by its return, what the engine says has been done.
+            default_sampling: Tells what requests leave to the model.
         """
         self._model_limits = model_limits
+        self._default_sampling = default_sampling
         self._on_event = on_event
-        self._handles = itertools.count(1)
-        self._streams: dict[int, TokenStream] = {}
+        self._next_handle = 1
+        self._choices: dict[int, ChoiceStream] = {}
         self._to_wake: deque[TokenStream] = deque()
         self._loop = asyncio.get_running_loop()
 
@@ -76,7 +87,11 @@ class TokenDoor:
         limits = self._model_limits()
         if limits is None:
             raise NotReadyError("no worker has been attached yet")
-        submission = resolve_request(next(self._handles), request, limits, time_left_s=time_left_s)
+        submission = resolve_request(
+            self._next_handle, request, limits, defaults=self._default_sampling(), time_left_s=time_left_s
+        )
+        # Handles come from the start again when they run out: the calls that had those are over.
+        self._next_handle = (self._next_handle + submission.n) % _MAX_FIRST_HANDLE
         stream = self._submit(submission)
         outcome = "INTERNAL"
         try:
@@ -88,7 +103,7 @@ class TokenDoor:
             outcome = "CANCELLED"
             raise
         finally:
-            self._forget(submission.handle)
+            self._forget(submission)
             self._log_end(submission.request_id, stream, outcome, arrived_s)
 
     def abort(self, request: scheduler_pb2.AbortRequest) -> None:
@@ -107,11 +122,17 @@ class TokenDoor:
         """Hand out what the engine told the door; the calls send it in turns of their own."""
         is_turn_due = bool(self._to_wake)
         for start in outputs.starts:
-            self._streams[start.handle].usage.num_cached_tokens = start.num_cached_tokens
-        for handle, token_id in zip(outputs.handles.tolist(), outputs.token_ids.tolist(), strict=True):
-            self._with_news(self._streams[handle]).push(token_id)
+            self._choices[start.handle].usage.num_cached_tokens = start.num_cached_tokens
+        for handle, prompt_logprobs in outputs.prompt_logprobs:
+            self._with_news(self._choices[handle]).call.prompt_logprobs.append(prompt_logprobs)
+        handles = (outputs.handles if outputs.counts is None else np.repeat(outputs.handles, outputs.counts)).tolist()
+        for handle, token_id in zip(handles, outputs.token_ids.tolist(), strict=True):
+            self._with_news(self._choices[handle]).token_ids.append(token_id)
+        if outputs.logprobs is not None:
+            for position in outputs.logprobs.positions():
+                self._choices[handles[position.index]].logprobs.append(position)
         for end in outputs.ends:
-            self._with_news(self._streams.pop(end.handle)).end = end
+            self._with_news(self._choices.pop(end.handle)).end = end
         if self._to_wake and not is_turn_due:
             self._loop.call_soon(self._wake_some)
 
@@ -119,35 +140,44 @@ class TokenDoor:
         if submission.attempt > 1:
             # The call that had the request, if it still lives, must not wait for tokens that go elsewhere.
             self._on_event(AbortRequest(submission.request_id))
-        num_prompt_tokens = len(submission.prompt) // TOKEN_DTYPE.itemsize
-        stream = TokenStream(num_prompt_tokens, len(submission.output) // TOKEN_DTYPE.itemsize)
-        self._streams[submission.handle] = stream
+        num_tokens = [len(so_far.output) // TOKEN_DTYPE.itemsize for so_far in submission.choices_so_far]
+        stream = TokenStream(
+            len(submission.prompt) // TOKEN_DTYPE.itemsize, num_tokens or [0] * submission.n, submission.open_choices
+        )
+        self._choices.update((submission.handle + choice.choice, choice) for choice in stream.choices)
         self._on_event(ClientMessage(DOOR_CLIENT, [submission]))
         return stream
 
-    def _forget(self, handle: int) -> None:
-        """Abort a request that has not ended."""
-        if self._streams.pop(handle, None) is not None:
-            self._on_event(ClientMessage(DOOR_CLIENT, aborts=[handle]))
+    def _forget(self, submission: Submission) -> None:
+        """Abort a request of which a choice has not ended."""
+        handles = range(submission.handle, submission.handle + submission.n)
+        unfinished = [self._choices.pop(handle) for handle in handles if handle in self._choices]
+        if unfinished:
+            self._on_event(ClientMessage(DOOR_CLIENT, aborts=[submission.handle]))
 
-    def _with_news(self, stream: TokenStream) -> TokenStream:
-        """The stream, which is about to get news; one that has some is waiting to be woken, or awake."""
-        if not stream.has_news:
-            self._to_wake.append(stream)
-        return stream
+    def _with_news(self, choice: ChoiceStream) -> ChoiceStream:
+        """The choice, which is about to get news; a call that has some is waiting to be woken, or awake."""
+        if not choice.call.has_news:
+            choice.call.has_news = True
+            self._to_wake.append(choice.call)
+        return choice
 
     def _wake_some(self) -> None:
-        for _ in range(min(RESPONSES_PER_TURN, len(self._to_wake))):
-            self._to_wake.popleft().wake()
+        num_responses = 0
+        while self._to_wake and num_responses < RESPONSES_PER_TURN:
+            stream = self._to_wake.popleft()
+            stream.wake()
+            num_responses += len(stream.choices)
         if self._to_wake:
             self._loop.call_soon(self._wake_some)
 
     def _log_end(self, request_id: str, stream: TokenStream, outcome: str, arrived_s: float) -> None:
+        usage = stream.usage
         facts = {
             "request_id": request_id,
-            "num_prompt_tokens": stream.usage.num_prompt_tokens,
-            "num_cached_tokens": stream.usage.num_cached_tokens,
-            "num_completion_tokens": stream.num_tokens,
+            "num_prompt_tokens": usage.num_prompt_tokens,
+            "num_cached_tokens": usage.num_cached_tokens,
+            "num_completion_tokens": usage.num_completion_tokens,
             "outcome": outcome,
             "total_ms": round(1e3 * (self._loop.time() - arrived_s), 3),
         }
@@ -159,12 +189,20 @@ def resolve_request(
     request: scheduler_pb2.SchedulerServiceGenerateRequest,
     limits: ModelLimits,
     *,
+    defaults: common_pb2.SamplingParams | None = None,
     time_left_s: float | None = None,
 ) -> Submission:
     """Check every field, and resolve what the request left open.
 
-    One that brings the output of an earlier call is a second attempt, however many there were: what is still in
-    flight of them is aborted before it is submitted.
+    One that brings the choices so far of an earlier call is a second attempt, however many there were: what is still
+    in flight of them is aborted before it is submitted.
+
+    Args:
+        handle: That of its first choice.
+        request: What the client sent.
+        limits: The served model's.
+        defaults: The model's own sampling parameters, where it has any.
+        time_left_s: How long the client waits; None is for ever.
 
     Raises:
         InvalidRequestError: naming the first bad fields.
@@ -173,12 +211,17 @@ def resolve_request(
     violations: list[Violation] = []
     request_id = read_request_id(request.request_id if request.HasField("request_id") else None, violations)
     prompt = read_prompt_token_ids(request.prompt_token_ids, limits, violations, field="prompt_token_ids")
-    sampling = read_sampling(request.sampling, limits, violations)
+    sampling = read_sampling(request.sampling, limits, violations, defaults=defaults)
+    n = read_num_choices(request.sampling, violations)
     priority = read_priority(request.priority, violations)
     cache_salt = read_cache_salt(request.cache_salt, violations)
-    output = read_output_token_ids(request.output_token_ids, request.sampling, limits, violations)
+    outputs = read_choices_so_far(request.choices_so_far, request.sampling, limits, violations)
     raise_violations(violations)
     params = resolve_max_tokens(sampling, prompt.size, limits, has_max_tokens=request.sampling.HasField("max_tokens"))
+    choices_so_far = tuple(
+        ChoiceSoFar(output.astype(TOKEN_DTYPE).tobytes(), choice.is_finished)
+        for output, choice in zip(outputs, request.choices_so_far, strict=True)
+    )
     return Submission(
         handle,
         request_id,
@@ -186,17 +229,18 @@ def resolve_request(
         params,
         priority=PRIORITIES[priority],
         cache_salt=cache_salt,
-        attempt=2 if output.size else 1,
-        output=output.astype(TOKEN_DTYPE).tobytes(),
+        attempt=2 if any(so_far != ChoiceSoFar() for so_far in choices_so_far) else 1,
+        n=n,
+        choices_so_far=choices_so_far,
         time_left_s=time_left_s,
     )
 
 
 async def _answer(submission: Submission, stream: TokenStream, write: Callable[[Response], Awaitable[None]]) -> str:
-    """Write the whole answer; returns the finish reason's name."""
-    if stream.end is not None and stream.end.error is not None:
-        # The engine refused it at once: it was never accepted.
-        raise stream.end.error
+    """Write the whole answer; returns the names of the finish reasons."""
+    if stream.refusal is not None:
+        # It was never accepted.
+        raise stream.refusal
     accepted = Response.Accepted(
         request_id=submission.request_id,
         num_prompt_tokens=stream.usage.num_prompt_tokens,
@@ -206,6 +250,5 @@ async def _answer(submission: Submission, stream: TokenStream, write: Callable[[
     await write(Response(accepted=accepted))
     async for response in stream.responses():
         await write(response)
-    assert stream.end is not None
-    assert stream.end.finish is not None
-    return stream.end.finish.reason.name
+    ends = [choice.end for choice in stream.choices]
+    return ",".join(end.finish.reason.name for end in ends if end is not None and end.finish is not None)

@@ -42,8 +42,8 @@ def max_steps_to_admission(num_ahead: int, context_length: int, token_budget: in
 
     - While an aged request waits, only aged ones that arrived before it are admitted; whoever else is preempted
       comes back behind it. So every step that is sent works for A alone.
-    - A row is a token that is kept, or that overlap wasted; both count against max_tokens, so A gets fewer than
-      |A| * L rows, and at most as many steps have one.
+    - A row is a token that is kept, or more where the worker drafts, or one that overlap wasted; both count against
+      max_tokens, so A gets fewer than |A| * L rows, and at most as many steps have one.
     - A step without a row gives its whole budget to the prompt that began first, which takes at most c - 1 of them
       before its last chunk, and that one brings a row. Only a decode that needs its block ends such a prompt early
       (in mixed steps). Then either that step has a row, or each decode is preempted or sits out, and there is a
@@ -74,12 +74,13 @@ class WaitingQueue:
 
     Arrival is by `arrive_time`; of equals, those that were admitted before come first, then who was added first. A
     preempted or resubmitted sequence thereby keeps its place. Only newcomers are held to the bounds: who was
-    admitted once comes back in any case.
+    admitted once comes back in any case. Of a request with several choices each counts as one that waits, and its
+    prompt counts once, since they share it.
 
     The clock never goes back. While a sequence waits, its priority and its times stay as they are.
 
     Invariant: each waiting sequence stands in `_order`, and then in `_ages` too, or in `_aged`. `num_new` and
-    `num_new_tokens` count those that were never admitted, and their prompts.
+    `num_new_tokens` count those that were never admitted, and the prompts of leaders among them.
     """
 
     def __init__(self, policy: QueuePolicy, max_age_s: float, max_requests: int, max_tokens: int) -> None:
@@ -108,21 +109,25 @@ class WaitingQueue:
         """When the first of all that wait arrived; there is one."""
         return min(place[0][0] for place in self._fronts())
 
-    def check_room(self, num_prompt_tokens: int, now: float) -> None:
-        """Refuse a newcomer while too much waits. A prompt above the token bound is taken when nothing waits.
+    def check_room(self, num_prompt_tokens: int, now: float, *, num_choices: int = 1) -> None:
+        """Refuse a newcomer while too much waits. One above a bound by itself is taken when nothing waits.
 
         Raises:
             QueueFullError: with the time after which there is room, as far as the drain rate tells.
         """
-        is_full = self.num_new >= self._max_requests
-        is_large = self.num_new > 0 and self.num_new_tokens + num_prompt_tokens > self._max_tokens
-        if is_full or is_large:
+        num_missing = self.num_new + num_choices - self._max_requests
+        is_large = self.num_new_tokens + num_prompt_tokens > self._max_tokens
+        if self.num_new and (num_missing > 0 or is_large):
             raise QueueFullError(
                 "the waiting queue is full",
-                retry_delay_s=self._drain_rate.delay_s(1, now),
+                retry_delay_s=self.retry_delay_s(max(1, num_missing), now),
                 num_waiting=self.num_new,
                 num_waiting_tokens=self.num_new_tokens,
             )
+
+    def retry_delay_s(self, num_places: int, now: float) -> float:
+        """In how many seconds so many newcomers will have left the queue."""
+        return self._drain_rate.delay_s(num_places, now)
 
     def add(self, seq: Sequence, now: float) -> None:
         """Put a sequence in its place: a newcomer, or one that was resubmitted, preempted or recovered."""
@@ -135,7 +140,7 @@ class WaitingQueue:
         self._ages.push((self._ages_at(seq), self._num_added), seq)
         if is_new:
             self.num_new += 1
-            self.num_new_tokens += seq.num_prompt_tokens
+            self.num_new_tokens += _num_tokens_that_count(seq)
 
     def next(self, now: float, num_cached_tokens: NumCachedTokens) -> Sequence:
         """Who comes next; there is one. It stays so until it leaves, unless one comes that goes before it.
@@ -172,7 +177,7 @@ class WaitingQueue:
         new = [seq for seq in self if not seq.was_admitted]
         assert (self.num_new, self.num_new_tokens) == (
             len(new),
-            sum(seq.num_prompt_tokens for seq in new),
+            sum(_num_tokens_that_count(seq) for seq in new),
         ), "the waiting queue's counts"
         assert len(self._order) == len(self._ages) == len(self) - len(self._aged), "the waiting queue's places"
         assert all((seq in self._aged) != (seq in self._ages) for seq in self), "the waiting queue's places"
@@ -206,9 +211,13 @@ class WaitingQueue:
             self._ages.remove(seq)
         if is_new:
             self.num_new -= 1
-            self.num_new_tokens -= seq.num_prompt_tokens
+            self.num_new_tokens -= _num_tokens_that_count(seq)
         seq.waited_s += now - seq.queued_at
 
     def _ages_at(self, seq: Sequence) -> float:
         """After which time a waiting sequence has aged."""
         return seq.queued_at + (self._max_age_s - seq.waited_s)
+
+
+def _num_tokens_that_count(seq: Sequence) -> int:
+    return seq.num_prompt_tokens if seq.is_leader else 0

@@ -9,22 +9,28 @@ import asyncio
 import logging
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 
 import grpc
 import numpy as np
 from google.rpc import error_details_pb2
 
-from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
+from lockstep.internal.v1 import sampling_pb2, worker_pb2, worker_pb2_grpc
 from services.scheduler.batch import EnteringSequence, PrefillChunk, Step, StepKind, StepResult
 from services.scheduler.events import Event, StepReturned, WorkerAttached, WorkerFacts, WorkerLost
+from services.scheduler.logprobs import Logprobs
 from services.scheduler.slot_table import Slots
 from shared.errors import StaleEpochError
 from shared.limits import TOKEN_DTYPE
 from shared.rpc import make_channel, reason_of, status_from_rpc_error
+from shared.sampling_codec import encode_options
 
 logger = logging.getLogger(__name__)
 
 RETRY_DELAY_S = 0.5
+
+_FLOAT_DTYPE = np.dtype("<f4")
+_NO_ROWS = np.empty(0, TOKEN_DTYPE)
 
 _STEP_KINDS = {
     StepKind.PREFILL: worker_pb2.STEP_KIND_PREFILL,
@@ -103,6 +109,9 @@ class WorkerClient:
             response.logits_width,
             tuple(response.eos_token_ids),
             response.num_blocks,
+            response.num_draft_tokens,
+            response.needs_all_tokens,
+            response.default_sampling.SerializeToString(),
         )
 
     async def _serve_link(self, stub: worker_pb2_grpc.WorkerServiceStub, facts: WorkerFacts) -> None:
@@ -157,15 +166,34 @@ def decode_result(message: worker_pb2.StepResult) -> StepResult:
     Raises:
         ValueError: a column is no multiple of 4 bytes.
     """
-    return StepResult(
-        message.epoch,
-        message.step_id,
+    token_ids = np.frombuffer(message.token_ids, TOKEN_DTYPE)
+    rows = message.not_finite_rows
+    not_finite_rows = np.frombuffer(rows, TOKEN_DTYPE) if rows else _NO_ROWS
+    plain = StepResult(message.epoch, message.step_id, token_ids, not_finite_rows)
+    # What follows is rare, and 512 plain rows are to cost no more for it.
+    if not (message.num_draft_tokens or message.HasField("logprobs") or message.prompt_logprobs or message.counts):
+        return plain
+    return replace(
+        plain,
+        counts=np.frombuffer(message.counts, TOKEN_DTYPE) if message.HasField("counts") else None,
+        num_draft_tokens=message.num_draft_tokens,
+        logprobs=_decode_logprobs(message.logprobs) if message.HasField("logprobs") else None,
+        prompt_logprobs=tuple((chunk.slot, _decode_logprobs(chunk.logprobs)) for chunk in message.prompt_logprobs),
+    )
+
+
+def _decode_logprobs(message: sampling_pb2.Logprobs) -> Logprobs:
+    return Logprobs(
+        np.frombuffer(message.indexes, TOKEN_DTYPE),
+        np.frombuffer(message.ranks, TOKEN_DTYPE),
+        np.frombuffer(message.counts, TOKEN_DTYPE),
         np.frombuffer(message.token_ids, TOKEN_DTYPE),
-        np.frombuffer(message.not_finite_rows, TOKEN_DTYPE),
+        np.frombuffer(message.values, _FLOAT_DTYPE),
     )
 
 
 def _encode_entering(entering: EnteringSequence) -> worker_pb2.EnterSequence:
+    options = entering.params.options
     return worker_pb2.EnterSequence(
         chunk=_encode_chunk(entering.chunk),
         num_cached_tokens=entering.num_cached_tokens,
@@ -175,6 +203,11 @@ def _encode_entering(entering: EnteringSequence) -> worker_pb2.EnterSequence:
         top_k=entering.params.top_k,
         top_p=entering.params.top_p,
         seed=entering.params.seed,
+        choice=entering.choice,
+        options=None if options is None else encode_options(options),
+        stop_token_ids=_column(entering.stop_token_ids) if entering.stop_token_ids else b"",
+        cached_token_ids=entering.cached_token_bytes,
+        max_num_tokens=entering.max_num_tokens,
     )
 
 
@@ -184,7 +217,7 @@ def _encode_chunk(chunk: PrefillChunk) -> worker_pb2.PrefillChunk:
     )
 
 
-def _column(values: list[int] | array[int] | Slots) -> bytes:
+def _column(values: list[int] | tuple[int, ...] | array[int] | Slots) -> bytes:
     return np.asarray(values, TOKEN_DTYPE).tobytes()
 
 

@@ -8,20 +8,26 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass
 
-from services.scheduler.batch import ScheduledBatch, Step
+from services.scheduler.batch import PrefillChunk, ScheduledBatch, Step
 from services.scheduler.waiting_queue import QueuePolicy, max_steps_to_admission
 from tests.simulation.worker import Answer
-from tests.simulation.workload import MAX_REQUEST_TOKENS, CellSettings, RequestPlan, number_of
+from tests.simulation.workload import MAX_REQUEST_TOKENS, CellSettings, Expected, RequestPlan, number_of
 
 Key = tuple[int, int]
+"""A client and a handle."""
+
+Number = tuple[int, int]
+"""A request and one of its choices."""
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One submission that an engine has taken in; it is live until it has ended or is to be forgotten."""
+    """One choice of a submission that an engine has taken in; it is live until it has ended or is to be forgotten."""
 
     plan: RequestPlan
+    choice: int
     key: Key
+    request_key: Key
     attempt: int
     num_tokens: int
     arrived_at: float
@@ -31,36 +37,57 @@ class Entry:
     has_started: bool = False
     num_cached_tokens: int | None = None
     """Of its first admission."""
+    num_prompt_logprob_bytes: int = 0
+    """What its request is charged with for those of its prompt."""
+    num_prompt_positions: int = 1
+    """Positions of the prompt whose log-probabilities were told; the first has none."""
+
+    @property
+    def number(self) -> Number:
+        """What it goes by, whatever the attempt."""
+        return self.plan.number, self.choice
+
+    @property
+    def expected(self) -> Expected:
+        """What the cell comes to."""
+        return self.plan.by_cell[self.choice]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entered:
-    """A sequence in the worker's batch, the `number`th of its epoch; `after_step` had returned when it was sent."""
+    """A sequence in the worker's batch, the `number`th of its epoch; `after_step` had returned when it was sent.
+
+    `is_scored` tells that it brings the log-probabilities of its prompt.
+    """
 
     entry: Entry
     number: int
     after_step: int
+    is_scored: bool
 
 
 @dataclass(frozen=True, slots=True)
 class SentStep:
-    """A step in flight, with the sequences of its rows."""
+    """A step in flight, with the sequences of its rows, and up to where those of its chunks are computed with it."""
 
     step_id: int
     sent_at: float
     rows: list[Entered]
+    chunks: list[tuple[Entered, int]]
 
 
 class EpochWatch:
     """Follows the steps of one epoch and raises AssertionError when one is not as it must be."""
 
-    def __init__(self, number: int, settings: CellSettings, live: dict[int, Entry]) -> None:
-        """Begin with an empty batch; `live` are the requests by their numbers, and changes."""
+    def __init__(self, number: int, settings: CellSettings, live: dict[Number, Entry]) -> None:
+        """Begin with an empty batch; `live` are the choices by their numbers, and changes."""
         self.number = number
         self.in_flight: deque[SentStep] = deque()
         self._settings = settings
         self._live = live
         self._batch: dict[int, Entered] = {}
+        # By slot, where the prompt is not sent whole.
+        self._num_later: dict[int, int] = {}
         self._num_steps = 0
         self._num_entered = 0
         # The step that told it, by the sequence that computes what is not finite.
@@ -86,6 +113,7 @@ class EpochWatch:
         assert len(self.in_flight) < policy.max_steps_in_flight, "more steps in flight than may be"
         for slot in batch.leave_slots:
             del self._batch[slot]
+            self._num_later.pop(slot, None)
         self._enter(batch, now)
         assert len(self._batch) <= policy.max_num_seqs, "more sequences than may be"
         chunks = [*batch.chunks, *(enter.chunk for enter in batch.enters)]
@@ -103,10 +131,10 @@ class EpochWatch:
         rows = [self._batch[slot] for slot in batch.row_slots.tolist()]
         self._check_rows(rows)
         self._check_waiting(now)
-        self.in_flight.append(SentStep(step.step_id, now, rows))
+        self.in_flight.append(SentStep(step.step_id, now, rows, self._take_chunks(chunks)))
 
-    def take_answer(self, answer: Answer, not_finite_rows: list[int]) -> list[Entered]:
-        """The oldest step has returned; returns the sequences of its rows."""
+    def take_answer(self, answer: Answer, not_finite_rows: list[int]) -> SentStep:
+        """The oldest step has returned."""
         step = self.in_flight.popleft()
         for row, spoiler in zip(not_finite_rows, answer.spoilers, strict=True):
             reader = step.rows[row]
@@ -114,23 +142,38 @@ class EpochWatch:
             is_spread = spoiler != reader.number and told_by is not None and told_by <= reader.after_step
             assert not is_spread, "KV that is known to be bad is shared"
             self._told_not_finite.setdefault(reader.number, step.step_id)
-        return step.rows
+        return step
 
     def _enter(self, batch: ScheduledBatch, now: float) -> None:
         for enter in batch.enters:
-            entry = self._live[number_of(enter.params.seed)]
+            entry = self._live[number_of(enter.params.seed), enter.choice]
             held = {entered.entry for entered in self._batch.values()}
             assert entry not in held, "a request enters twice"
             self._check_order(entry, held, now)
             if entry.num_cached_tokens is None:
                 entry.num_cached_tokens = enter.num_cached_tokens
+            asks = enter.params.options is not None and enter.params.options.num_prompt_logprobs is not None
+            is_scored = entry.plan.options.num_prompt_logprobs is not None and not (entry.choice or entry.num_tokens)
+            assert asks == is_scored, "the log-probabilities of a prompt are asked for twice, or never"
             num_shared = enter.num_cached_tokens // self._settings.cache.block_size
             salt = entry.plan.cache_salt
             is_own = all(self._block_to_salt.get(block) == salt for block in enter.block_ids[:num_shared])
             assert is_own, "a prefix is shared that was not computed under this salt in this epoch"
             self._block_to_salt.update(dict.fromkeys(enter.block_ids, salt))
-            self._batch[enter.chunk.slot] = Entered(entry, self._num_entered, self._num_steps - 1 - len(self.in_flight))
+            after_step = self._num_steps - 1 - len(self.in_flight)
+            self._batch[enter.chunk.slot] = Entered(entry, self._num_entered, after_step, is_scored)
             self._num_entered += 1
+
+    def _take_chunks(self, chunks: list[PrefillChunk]) -> list[tuple[Entered, int]]:
+        """Note how far prompts are computed; who enters later finds the full blocks of those before it."""
+        taken = []
+        for chunk in chunks:
+            entered = self._batch[chunk.slot]
+            self._num_later[chunk.slot] = chunk.num_later_tokens
+            # What is behind the prompt was computed before the sequence gave way.
+            taken.append((entered, len(entered.entry.plan.prompt) - chunk.num_later_tokens))
+        assert sum(num_later > 0 for num_later in self._num_later.values()) <= 1, "a prompt is begun beside another"
+        return taken
 
     def _check_rows(self, rows: list[Entered]) -> None:
         """Check that no request is on its way to more tokens than it may have."""
@@ -170,7 +213,8 @@ class EpochWatch:
             if not self._has_aged(entry, now):
                 continue
             ahead = self._ahead_of.setdefault(entry, {entered.entry for entered in self._batch.values()})
-            ahead.update(other for other in self._live.values() if other.arrived_at < entry.arrived_at)
+            # Choices of a request arrive together.
+            ahead.update(other for other in self._live.values() if other.arrived_at <= entry.arrived_at)
             self._num_steps_waited[entry] += 1
             bound = max_steps_to_admission(len(ahead), MAX_REQUEST_TOKENS, policy.max_num_batched_tokens)
             assert self._num_steps_waited[entry] <= bound, "a request waits longer than it may"

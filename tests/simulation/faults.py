@@ -51,7 +51,7 @@ _LIKELIHOOD = {
     Fault.WORKER_HANG: 0.003,
     Fault.WORKER_SLOW: 0.02,
     # At each sequence and step.
-    Fault.NOT_FINITE: 0.002,
+    Fault.NOT_FINITE: 0.006,
     # At each step.
     Fault.LINK_BREAK: 0.004,
     Fault.STEP_LOST: 0.004,

@@ -31,7 +31,8 @@ class Pipe(Generic[Message]):
     """One direction of a stream.
 
     A message that is lost takes the stream with it, a little later: no transport goes on without one. What is under
-    way when the stream is cut never arrives, or arrives late, when its stream counts for nothing any more.
+    way when the stream is cut, or is sent by an end that has not noticed, never arrives, or arrives late, when its
+    stream counts for nothing any more.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Pipe(Generic[Message]):
     def send(self, message: Message) -> None:
         """Send a message, behind those before it."""
         if self._is_cut:
+            self._arrive(message)
             return
         if self._strikes(self._trouble.lost):
             self._clock.after(self._rng.uniform(*_LONG_DELAY_S), self._on_loss)

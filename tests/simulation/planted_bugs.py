@@ -1,59 +1,37 @@
-"""Bugs that the simulation must see: each takes one thing out of the real classes, or turns it wrong.
+"""Bugs of steps, blocks and drafts that the simulation must see.
 
-One that survives its seeds means that a schedule of faults is missing, or that what it took out is not needed.
+Each takes one thing out of the real classes, or turns it wrong. One that survives its seeds means that a schedule of
+faults is missing, or that what it took out is not needed.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from services.scheduler.block_manager import BlockManager
 from services.scheduler.engine import Engine
-from services.scheduler.events import Action, ClientGone, Event, Submission, TimePassed
 from services.scheduler.preemption import Preemption
 from services.scheduler.prefill import Prefill, PrefillPlanner
 from services.scheduler.prefix_cache import CachedPrefix
+from services.scheduler.row_tokens import RowTokens
 from services.scheduler.running_batch import RunningBatch
 from services.scheduler.scheduler import Scheduler
 from services.scheduler.sequence import TOKEN_BYTES, Sequence, SequenceStatus
-from services.scheduler.slot_table import SlotTable
+from services.scheduler.slot_table import IntColumn, Slots, SlotTable
 from services.scheduler.step_deadline import StepDeadline
 from services.scheduler.waiting_queue import WaitingQueue
-from services.tokenizer.request_ledger import RequestLedger
 from tests.simulation.faults import Fault
+from tests.simulation.planting import Patch, PlantedBug, planter
 from tests.simulation.worker import SimulatedWorker
 
-Patch = pytest.MonkeyPatch
-
-
-@dataclass(frozen=True, slots=True)
-class PlantedBug:
-    """A bug, what it breaks, and the kinds of faults under which it must show."""
-
-    name: str
-    breaks: str
-    kinds: tuple[Fault, ...]
-    plant: Callable[[Patch], None]
-
-
-PLANTED_BUGS: list[PlantedBug] = []
-
-Plant = Callable[[Patch], None]
-
-
-def _planted(*kinds: Fault) -> Callable[[Plant], Plant]:
-    """Enter a function that plants a bug; its docstring says what it breaks."""
-
-    def enter(plant: Plant) -> Plant:
-        PLANTED_BUGS.append(PlantedBug(plant.__name__.strip("_"), plant.__doc__ or "", kinds, plant))
-        return plant
-
-    return enter
+CELL_BUGS: list[PlantedBug] = []
+_planted = planter(CELL_BUGS)
 
 
 # Results and epochs.
@@ -338,99 +316,72 @@ def _nobody_ages(patch: Patch) -> None:
     patch.setattr(WaitingQueue, "next", lambda self, now, cached: self._order.first(now, cached))
 
 
-# Requests, their ends and their attempts.
+# Drafts.
 
 
-@_planted(Fault.TEXT_STOP)
-def _stop_positions_are_ignored(patch: Patch) -> None:
-    """A request that is stopped in its text counts the tokens that came after the stop."""
-    stop_at = Scheduler.stop_at
-    patch.setattr(Scheduler, "stop_at", lambda self, seq, _, now: stop_at(self, seq, 1 << 30, now))
+@_planted()
+def _tokens_behind_a_stop_count(patch: Patch) -> None:
+    """A row's tokens go to its client whole, though one of them stops it."""
+    patch.setattr(RowTokens, "cut", lambda self, _: self)
 
 
-@_planted(Fault.DEADLINE)
-def _deadlines_are_ignored(patch: Patch) -> None:
-    """A request whose caller has given up is computed on."""
-    patch.setattr(Engine, "_expire", lambda *_: [])
+@_planted()
+def _stops_within_a_run_are_overlooked(patch: Patch) -> None:
+    """Only the last token of a row may stop it."""
+    find_watched = SlotTable.find_watched
+
+    def find(self: SlotTable, slots: Slots, *args: Any) -> Any:
+        is_last_of_row = np.append(slots[1:] != slots[:-1], np.array([True]))
+        watched = find_watched(self, slots, *args)
+        return watched[is_last_of_row[watched]]
+
+    patch.setattr(SlotTable, "find_watched", find)
 
 
-@_planted(Fault.REPLICA_GONE)
-def _requests_outlive_their_replica(patch: Patch) -> None:
-    """The requests of a replica that is gone are computed on."""
-    on_event = Engine.on_event
-
-    def ignore(self: Engine, event: Event, now: float) -> list[Action]:
-        return on_event(self, TimePassed() if isinstance(event, ClientGone) else event, now)
-
-    patch.setattr(Engine, "on_event", ignore)
+@_planted()
+def _last_tokens_within_a_run_are_overlooked(patch: Patch) -> None:
+    """A request that comes to its last token sooner than it might have does not end with it."""
+    find_watched = SlotTable.find_watched
+    patch.setattr(SlotTable, "find_watched", lambda self, slots, token_ids, *_: find_watched(self, slots, token_ids))
 
 
-@_planted(Fault.STREAM_BREAK)
-def _later_attempts_are_duplicates(patch: Patch) -> None:
-    """A resubmitted request is refused while its earlier attempt is in flight."""
-    submit = Engine._submit
-    patch.setattr(
-        Engine,
-        "_submit",
-        lambda self, client, submission, now: submit(self, client, replace(submission, attempt=1), now),
-    )
+@_planted()
+def _rows_in_flight_have_no_room_for_drafts(patch: Patch) -> None:
+    """Each row in flight counts for one token where blocks are reserved."""
+    patch.setattr(SlotTable, "max_num_planned", lambda self, slots: self.num_planned[slots])
 
 
-@_planted(Fault.STREAM_BREAK)
-def _earlier_attempts_run_on(patch: Patch) -> None:
-    """Of a resubmitted request both attempts run."""
-    submit = Engine._submit
+@_planted()
+def _drafts_count_as_tokens_to_come(patch: Patch) -> None:
+    """A request gets no further row once its drafts, if all were right, would bring its last token."""
+    retire_complete = RunningBatch.retire_complete
 
-    def submit_beside(self: Engine, client: int, submission: Submission, now: float) -> Any:
-        self._request_id_to_seq.pop(submission.request_id, None)
-        return submit(self, client, submission, now)
+    def retire_early(self: RunningBatch, slots: Slots, num_planned: IntColumn) -> None:
+        retire_complete(self, slots, num_planned + self.slots.num_draft_tokens)
 
-    patch.setattr(Engine, "_submit", submit_beside)
-
-
-@_planted(Fault.STREAM_BREAK, Fault.SCHEDULER_RESTART)
-def _max_tokens_count_from_the_resubmission(patch: Patch) -> None:
-    """The output so far counts as prompt: a resumed request gets max_tokens more."""
-    submit = Engine._submit
-
-    def submit_as_prompt(self: Engine, client: int, submission: Submission, now: float) -> Any:
-        prompt = submission.prompt + submission.output
-        return submit(self, client, replace(submission, prompt=prompt, output=b""), now)
-
-    patch.setattr(Engine, "_submit", submit_as_prompt)
+    patch.setattr(RunningBatch, "retire_complete", retire_early)
 
 
-@_planted(Fault.STREAM_BREAK, Fault.DEADLINE)
-def _resubmission_extends_the_deadline(patch: Patch) -> None:
-    """A resumed request forgets when its caller gives up."""
-    next_attempt = RequestLedger.next_attempt
+@_planted()
+def _rejected_drafts_stay_planned(patch: Patch) -> None:
+    """A row counts as in flight for good when it brings more tokens than one."""
+    append_runs = SlotTable.append_runs
 
-    def forget(self: RequestLedger, *args: Any) -> Any:
-        attempt = next_attempt(self, *args)
-        return attempt if attempt is None or attempt.number == 1 else replace(attempt, time_left_s=None)
+    def append(self: SlotTable, slots: Slots, counts: IntColumn, *args: Any) -> None:
+        append_runs(self, slots, counts, *args)
+        self.num_planned[slots] += counts > 1
 
-    patch.setattr(RequestLedger, "next_attempt", forget)
-
-
-@_planted(Fault.MESSAGE_REPEATED, Fault.MESSAGE_REORDERED, Fault.MESSAGE_LOST)
-def _replicas_append_without_a_look_at_positions(patch: Patch) -> None:
-    """A replica takes tokens as they come: lost, repeated, out of order."""
-    receive = RequestLedger.receive
-
-    def append(self: RequestLedger, stream: int, handle: int, _: int, token_ids: Any) -> Any:
-        live = self._requests.get(handle)
-        return receive(self, stream, handle, 0 if live is None else len(live.output), token_ids)
-
-    patch.setattr(RequestLedger, "receive", append)
+    patch.setattr(SlotTable, "append_runs", append)
 
 
-@_planted(Fault.STREAM_BREAK, Fault.MESSAGE_LATE)
-def _replicas_listen_to_old_streams(patch: Patch) -> None:
-    """A replica takes an end from a stream that it has given up."""
-    end = RequestLedger.end
+@_planted()
+def _kv_of_rejected_drafts_is_published(patch: Patch) -> None:
+    """A sequence that ends or gives way publishes the cell of its newest token, which no step has computed."""
+    store = RunningBatch.store
 
-    def end_anyway(self: RequestLedger, stream: int, handle: int) -> bool:
-        live = self._requests.get(handle)
-        return end(self, stream if live is None or live.stream is None else live.stream, handle)
+    def publish_more(self: RunningBatch, seq: Sequence) -> None:
+        store(self, seq)
+        room = len(seq.block_table) * self.blocks.block_size
+        self.blocks.publish(seq, min(seq.num_stored_tokens - seq.num_unsent_tokens, room))
 
-    patch.setattr(RequestLedger, "end", end_anyway)
+    patch.setattr(RunningBatch, "store", publish_more)

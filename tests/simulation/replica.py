@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from random import Random
 
 from google.rpc import error_details_pb2
@@ -13,11 +14,12 @@ from lockstep.internal.v1 import exchange_pb2
 from services.scheduler.exchange_codec import FINISH_REASONS
 from services.scheduler.sequence import Finish, FinishReason
 from services.tokenizer.exchange_codec import encode_handles, encode_submit, read_rows
+from services.tokenizer.logprobs import Logprobs, read_prompt_logprobs, read_row_logprobs
 from services.tokenizer.request_ledger import ExchangeError, RequestLedger, ResolvedRequest
 from tests.simulation.clock import Clock
 from tests.simulation.exchange import ExchangeStream
 from tests.simulation.workload import RequestPlan
-from tests.support.engine_driver import token_bytes
+from tests.support.engine_driver import Scores, token_bytes
 
 # Without a stream for so long, requests fail: longer than a worker's first step may take.
 _LOST_AFTER_S = 5000.0
@@ -29,10 +31,18 @@ _SILENT_ENDS = (FinishReason.EOS, FinishReason.STOP_TOKEN)
 
 @dataclass(slots=True)
 class Told:
-    """What one client was told; at the end exactly one of `finish` and `error`, the error's reason."""
+    """What a client was told of one choice; at the end exactly one of `finish` and `error`, the error's reason.
+
+    `request` is the handle of its request, `scores` are the log-probabilities of the tokens, `prompt_scores` those of
+    the prompt.
+    """
 
     plan: RequestPlan
+    choice: int
+    request: int
     tokens: list[int] = field(default_factory=list)
+    scores: list[Scores] = field(default_factory=list)
+    prompt_scores: list[Scores] = field(default_factory=list)
     num_cached_tokens: int | None = None
     num_completion_tokens: int = 0
     finish: Finish | None = None
@@ -50,7 +60,7 @@ class Told:
 class Replica:
     """One tokenizer process with its clients and its stream.
 
-    Invariant: a request is in `_told` as long as it is in the ledger.
+    Invariant: a choice is in `_told` as long as it is in the ledger.
     """
 
     def __init__(
@@ -67,7 +77,7 @@ class Replica:
             clock: The time.
             rng: The seed's.
             connect: Opens a stream to the scheduler; None when there is none.
-            on_over: Told when a request is over for its client.
+            on_over: Told when a choice is over for its client.
         """
         self.is_alive = True
         self._clock = clock
@@ -95,21 +105,21 @@ class Replica:
         elif self._resubmits_at_once:
             self._open_stream(self._stream)
 
-    def serve(self, plan: RequestPlan) -> Told:
-        """Take in a client's request."""
+    def serve(self, plan: RequestPlan) -> list[Told]:
+        """Take in a client's request; returns what will be told of its choices."""
         request = ResolvedRequest(
-            plan.request_id, token_bytes(plan.prompt), plan.params, plan.priority, plan.cache_salt
+            plan.request_id, token_bytes(plan.prompt), plan.params, plan.priority, plan.cache_salt, plan.n
         )
         deadline_s = None if plan.patience_s is None else self._clock.now + plan.patience_s
-        told = Told(plan, deadline=deadline_s)
         handle = self._ledger.add(request, arrived_s=self._clock.now, deadline_s=deadline_s)
-        self._told[handle] = told
+        choices = [Told(plan, choice, handle, deadline=deadline_s) for choice in range(plan.n)]
+        self._told.update(enumerate(choices, handle))
         if self._knows_cell:
             self._submit(handle)
         if plan.cancel_after_s is not None:
             self._clock.after(plan.cancel_after_s, lambda: self._cancel(handle))
         self._arm_timer()
-        return told
+        return choices
 
     def on_response(self, stream: ExchangeStream, payload: bytes) -> None:
         """A message of a scheduler's arrives, perhaps on a stream that counts no more."""
@@ -157,9 +167,8 @@ class Replica:
         if not self._is_open:
             self._open_stream(stream)
         self._knows_cell = True
-        for handle in self._told:
-            if handle not in self._was_submitted:
-                self._submit(handle)
+        for handle in sorted({told.request for told in self._told.values()} - self._was_submitted):
+            self._submit(handle)
         self._arm_timer()
 
     def _submit(self, handle: int) -> None:
@@ -171,23 +180,31 @@ class Replica:
 
     def _cancel(self, handle: int) -> None:
         """The client is gone."""
-        if not self.is_alive or handle not in self._told:
-            return
+        choices = self._ledger.open_choices(handle) if self.is_alive else []
         if self._ledger.remove(handle):
             self._send(exchange_pb2.ExchangeRequest(abort_handles=encode_handles([handle])))
-        told = self._told.pop(handle)
-        told.is_cancelled, told.over_at = True, self._clock.now
-        self._on_over(told)
+        for choice in choices:
+            told = self._told.pop(choice)
+            told.is_cancelled, told.over_at = True, self._clock.now
+            self._on_over(told)
 
     def _on_outputs(self, stream: ExchangeStream, outputs: exchange_pb2.Outputs) -> None:
         number = stream.ledger_number
         for start in outputs.starts:
             if self._ledger.begin(number, start.handle):
                 self._told[start.handle].num_cached_tokens = start.num_cached_tokens
+        for message in outputs.prompt_logprobs:
+            logprobs = read_prompt_logprobs(message.logprobs)
+            num_new = self._ledger.receive_prompt(number, message.handle, int(logprobs.indexes[0]), len(logprobs))
+            if num_new:
+                self._told[message.handle].prompt_scores += _scores_of(logprobs.last(num_new))
+        handle_to_logprobs = read_row_logprobs(outputs) if outputs.HasField("logprobs") else {}
         ends = {end.handle: end for end in outputs.ends}
         for handle, first_index, token_ids in read_rows(outputs):
             news = self._ledger.receive(number, handle, first_index, token_ids)
             if news:
+                if handle in handle_to_logprobs:
+                    self._told[handle].scores += _scores_of(handle_to_logprobs[handle].last(len(news)))
                 self._deliver(stream, handle, news, ends.pop(handle, None))
         for handle, end in ends.items():
             self._deliver(stream, handle, (), end)
@@ -199,9 +216,9 @@ class Replica:
             return
         told = self._told[handle]
         finish = _finish_of(end)
-        for token_id in token_ids:
+        for num_behind, token_id in zip(reversed(range(len(token_ids))), token_ids, strict=True):
             told.tokens.append(token_id)
-            is_silent = finish is not None and finish.reason in _SILENT_ENDS
+            is_silent = not num_behind and finish is not None and finish.reason in _SILENT_ENDS
             if token_id == told.plan.text_stop_token and not is_silent:
                 self._stop_at(handle, told, is_over=end is not None)
                 return
@@ -212,8 +229,9 @@ class Replica:
             self._end(handle, finish=finish)
 
     def _stop_at(self, handle: int, told: Told, *, is_over: bool) -> None:
-        """A stop string is found: the client has its end, and the cell is told unless it has ended the request too."""
-        if not is_over and self._ledger.remove(handle):
+        """A stop string is found: the choice ends for its client, and the cell is told unless it has ended it too."""
+        del told.scores[len(told.tokens) :]
+        if not is_over and self._ledger.stop(handle):
             stop_at = exchange_pb2.StopAt(handle=handle, num_tokens=len(told.tokens))
             self._send(exchange_pb2.ExchangeRequest(stop_ats=[stop_at]))
         told.num_completion_tokens = len(told.tokens)
@@ -225,7 +243,7 @@ class Replica:
 
     def _end(self, handle: int, *, finish: Finish | None = None, error: str | None = None) -> None:
         told = self._told.pop(handle)
-        assert not told.is_over, "a request ends twice"
+        assert not told.is_over, "a choice ends twice"
         told.finish, told.error, told.over_at = finish, error, self._clock.now
         self._on_over(told)
 
@@ -260,3 +278,10 @@ def _reason_of(end: exchange_pb2.RequestEnd) -> str:
         if detail.Unpack(info):
             return str(info.reason)
     raise AssertionError("an error without a reason")
+
+
+def _scores_of(logprobs: Logprobs) -> list[Scores]:
+    """Log-probabilities position by position."""
+    entries = list(zip(logprobs.token_ids.tolist(), logprobs.values.tolist(), strict=True))
+    columns = zip(logprobs.indexes.tolist(), logprobs.ranks.tolist(), pairwise(logprobs.bounds.tolist()), strict=True)
+    return [(index, rank, tuple(entries[start:end])) for index, rank, (start, end) in columns]

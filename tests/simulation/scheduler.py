@@ -227,7 +227,16 @@ class WorkerLink:
             self._make_pipe(_RESULT_TROUBLE, self._on_answer),
             lambda: self._after_delay(lambda: self._on_lost(epoch)),
         )
-        facts = WorkerFacts(epoch, "digest", CONTEXT_LENGTH, VOCABULARY, EOS_TOKEN_IDS, self._settings.num_blocks)
+        facts = WorkerFacts(
+            epoch,
+            "digest",
+            CONTEXT_LENGTH,
+            VOCABULARY,
+            EOS_TOKEN_IDS,
+            self._settings.num_blocks,
+            num_draft_tokens=self._settings.num_draft_tokens,
+            needs_all_tokens=self._settings.num_draft_tokens > 0,
+        )
         self._after_delay(lambda: self._on_attached(stream, facts))
         return stream
 

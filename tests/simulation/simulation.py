@@ -15,6 +15,8 @@ from tests.simulation.scheduler import SchedulerProcess
 from tests.simulation.watch import EngineWatch
 from tests.simulation.worker import SimulatedWorker
 from tests.simulation.workload import CellSettings, RequestPlan, Workload
+from tests.support.cell_model import FallibleOracle
+from tests.support.engine_driver import expected_scores
 
 MIN_REQUESTS = 30
 MIN_EVENTS = 1000
@@ -49,8 +51,10 @@ class Report:
     num_attaches: int
     num_schedulers: int
     num_preemptions: int
+    num_accepted_tokens: int
+    """Of the drafts."""
     ends: Counter[str]
-    """How requests ended: by finish reason or error."""
+    """How choices ended: by finish reason or error."""
     faults: Counter[Fault]
 
 
@@ -85,15 +89,24 @@ class Simulation:
         self._mix = FaultMix.draw(self._rng, kinds)
         self._kinds = frozenset(self._mix.rates)
         self._settings = CellSettings.draw(self._rng, self._mix)
-        self._workload = Workload(self._rng, self._mix)
+        oracle = FallibleOracle(self._rng, share_right=self._settings.share_right)
+        self._workload = Workload(self._rng, self._mix, oracle)
         self._plans: list[RequestPlan] = []
         self._told: list[Told] = []
         self._num_live = 0
         self._is_paused = False
-        self._worker = SimulatedWorker(self.clock, self._rng, self._mix, self._settings.batch_limits)
+        self._worker = SimulatedWorker(
+            self.clock,
+            self._rng,
+            self._mix,
+            self._settings.batch_limits,
+            oracle=oracle,
+            num_draft_tokens=self._settings.num_draft_tokens,
+        )
         self._num_schedulers = 0
         self._num_steps = 0
         self._num_preemptions = 0
+        self._num_accepted_tokens = 0
         self._num_streams = 0
         self._scheduler: SchedulerProcess | None = None
         self._start_scheduler()
@@ -108,6 +121,7 @@ class Simulation:
         self._scheduler.check_end()
         for told in self._told:
             self._check_told(told)
+        counters = self._scheduler.engine.state().counters
         return Report(
             self.seed,
             self.clock.num_events,
@@ -115,7 +129,8 @@ class Simulation:
             self._num_steps + self._scheduler.num_steps,
             self._worker.num_attaches,
             self._num_schedulers,
-            self._num_preemptions + self._scheduler.engine.state().counters.num_preemptions,
+            self._num_preemptions + counters.num_preemptions,
+            self._num_accepted_tokens + counters.num_accepted_tokens,
             Counter(_describe_end(told) for told in self._told),
             self._mix.counts,
         )
@@ -130,8 +145,8 @@ class Simulation:
             return
         plan = self._workload.draw()
         self._plans.append(plan)
-        self._num_live += 1
-        self._told.append(self._rng.choice(self._replicas).serve(plan))
+        self._num_live += plan.n
+        self._told += self._rng.choice(self._replicas).serve(plan)
         if plan.abort_call_after_s is not None:
             self.clock.after(plan.abort_call_after_s, lambda: self._abort_request(plan))
         self._disturb()
@@ -163,6 +178,7 @@ class Simulation:
             return
         self._num_steps += old.num_steps
         self._num_preemptions += old.engine.state().counters.num_preemptions
+        self._num_accepted_tokens += old.engine.state().counters.num_accepted_tokens
         if self._strikes(Fault.SCHEDULER_ZOMBIE):
             old.become_zombie()
             self.clock.after(self._rng.uniform(*_ZOMBIE_S) + _RESTART_S[1], old.kill)
@@ -200,12 +216,13 @@ class Simulation:
 
     def _check_told(self, told: Told) -> None:
         """Check what a client was told against an undisturbed run."""
-        plan, expected = told.plan, told.plan.by_text
+        plan, expected = told.plan, told.plan.by_text[told.choice]
         assert told.over_at is not None, f"{plan.request_id} was never answered"
         assert told.tokens == expected.tokens[: len(told.tokens)], f"{plan.request_id} got other tokens"
         is_late = told.deadline is not None and told.over_at > told.deadline + _GRACE_S
         assert not is_late, f"{plan.request_id} outlived its deadline"
         assert not told.tokens or told.num_cached_tokens is not None, "tokens without a beginning"
+        _check_scores(told)
         if told.finish is not None:
             answer = (told.tokens, told.finish, told.num_completion_tokens)
             assert answer == (expected.tokens, expected.finish, len(expected.tokens)), f"{plan.request_id} ended early"
@@ -214,6 +231,22 @@ class Simulation:
             assert fault in self._kinds, f"{plan.request_id} got {told.error} without a cause"
             assert fault is not Fault.DEADLINE or plan.patience_s is not None, "a deadline that nobody gave"
             assert fault is not Fault.ABORT_CALL or plan.abort_call_after_s is not None, "nobody called for its end"
+
+
+def _check_scores(told: Told) -> None:
+    """Check that log-probabilities are those of the tokens and of the prompt, each once and in order."""
+    prompt, options = told.plan.prompt, told.plan.options
+    num_top, scores = options.num_logprobs, []
+    if num_top is not None:
+        scores = expected_scores(told.tokens, num_top, start=len(prompt))
+    # Those of one message count from its beginning.
+    assert [one[1:] for one in told.scores] == [one[1:] for one in scores], "log-probabilities of other tokens"
+    num_top, scores = options.num_prompt_logprobs, []
+    if num_top is not None and not told.choice:
+        scores = expected_scores(prompt[1:], num_top, start=1, offset=1)
+    num_told = len(told.prompt_scores)
+    assert told.prompt_scores == scores[:num_told], "log-probabilities of another prompt"
+    assert num_told == len(scores) or not told.tokens, "a completion begins before its prompt was told"
 
 
 def _describe_end(told: Told) -> str:

@@ -37,6 +37,12 @@ def test_every_kind_of_fault_happens() -> None:
     assert set(faults) == set(Fault) - {Fault.QUEUE_FULL}
 
 
+def test_some_cells_draft_and_some_do_not() -> None:
+    num_accepted_tokens = [simulate(seed, []).num_accepted_tokens for seed in range(8)]
+    assert min(num_accepted_tokens) == 0
+    assert max(num_accepted_tokens) > 100
+
+
 def test_a_seed_that_fails_says_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.scheduler.scheduler.Scheduler.finish", lambda *_: None)
     with pytest.raises(SimulationError, match="make simulate SEEDS=1 FIRST_SEED=3 FAULTS=cancel,deadline"):

@@ -27,9 +27,10 @@ from services.scheduler.events import (
 )
 from services.scheduler.sequence import Finish, FinishReason
 from shared.limits import TOKEN_DTYPE
-from tests.simulation.epoch_watch import Entry, EpochWatch, Key
+from tests.simulation.epoch_watch import Entry, EpochWatch, Key, Number
 from tests.simulation.worker import Answer
 from tests.simulation.workload import CellSettings, RequestPlan, number_of
+from tests.support.engine_driver import Scores, expected_scores, rows_of, scores_by_row, scores_of
 
 _STEP_DEADLINE_S = 10.0
 # The integrity check walks all blocks: a large pool has it less often than at every event.
@@ -40,11 +41,14 @@ _BLOCKS_PER_EVENT = 16
 class Said:
     """What clients are told because of one event.
 
-    Of each request at most one token (its index and id), one beginning (cached tokens) and one end (the finish with
-    the number of completion tokens, or the error's reason).
+    Of each choice at most one run of tokens (the index of the first, and their ids) with their log-probabilities, one
+    beginning (cached tokens) and one end (the finish with the number of completion tokens, or the error's reason); of
+    each request the log-probabilities of some positions of its prompt.
     """
 
-    tokens: dict[Key, tuple[int, int]] = field(default_factory=dict)
+    tokens: dict[Key, tuple[int, list[int]]] = field(default_factory=dict)
+    scores: dict[Key, list[Scores]] = field(default_factory=dict)
+    prompt_scores: dict[Key, list[Scores]] = field(default_factory=dict)
     starts: dict[Key, int | None] = field(default_factory=dict)
     ends: dict[Key, tuple[Finish | None, int] | str] = field(default_factory=dict)
     closed: set[int] = field(default_factory=set)
@@ -52,10 +56,14 @@ class Said:
 
     def take_in(self, client: int, outputs: Outputs) -> None:
         """Note what a client is told."""
-        rows = zip(outputs.handles.tolist(), outputs.first_indexes.tolist(), outputs.token_ids.tolist(), strict=True)
-        for handle, first_index, token_id in rows:
-            assert (client, handle) not in self.tokens, "two tokens at once"
-            self.tokens[client, handle] = (first_index, token_id)
+        for handle, first_index, token_ids in rows_of(outputs):
+            assert (client, handle) not in self.tokens, "two runs of tokens at once"
+            self.tokens[client, handle] = (first_index, token_ids)
+        for handle, scores in scores_by_row(outputs).items():
+            self.scores[client, handle] = scores
+        for handle, logprobs in outputs.prompt_logprobs:
+            assert (client, handle) not in self.prompt_scores, "two parts of a prompt"
+            self.prompt_scores[client, handle] = scores_of(logprobs)
         for start in outputs.starts:
             assert (client, start.handle) not in self.starts, "two beginnings"
             self.starts[client, start.handle] = start.num_cached_tokens
@@ -74,8 +82,8 @@ class EngineWatch:
         self._settings = settings
         self._plans = plans
         self._entries: dict[Key, Entry] = {}
-        # By the request's number: its submission that counts.
-        self._live: dict[int, Entry] = {}
+        # Of the submissions that count.
+        self._live: dict[Number, Entry] = {}
         self._epoch: EpochWatch | None = None
         self._had_worker = False
         self._answer: Answer | None = None
@@ -141,7 +149,8 @@ class EngineWatch:
 
     def _take_message(self, message: ClientMessage, must: Said, now: float) -> None:
         for submission in message.submissions:
-            if (message.client, submission.handle) in self._entries:
+            handles = range(submission.handle, submission.handle + submission.n)
+            if any((message.client, handle) in self._entries for handle in handles):
                 must.closed.add(message.client)
                 return
             self._submit(message.client, submission, must, now)
@@ -150,44 +159,56 @@ class EngineWatch:
             if entry is not None:
                 self._end(entry, must, (Finish(FinishReason.STOP_STRING), num_tokens))
         for handle in message.aborts:
-            entry = self._entries.get((message.client, handle))
-            if entry is not None:
-                self._forget(entry)
+            for entry in list(self._live.values()):
+                if entry.request_key == (message.client, handle):
+                    self._forget(entry)
 
     def _submit(self, client: int, submission: Submission, must: Said, now: float) -> None:
         plan = self._plans[number_of(submission.params.seed)]
         _check_times(submission, plan)
-        key = (client, submission.handle)
-        earlier = self._live.get(plan.number)
-        refusal = self._find_refusal(submission, earlier)
+        assert submission.n == plan.n, "a replica submits other choices"
+        earlier = [entry for entry in self._live.values() if entry.plan is plan]
+        refusal = self._find_refusal(submission, plan, earlier)
         if refusal is not None:
-            must.ends[key] = refusal
+            must.ends.update(((client, submission.handle + choice), refusal) for choice in submission.open_choices)
             return
-        if earlier is not None:
-            self._forget(earlier)
-        entry = Entry(
-            plan,
-            key,
-            submission.attempt,
-            len(submission.output) // TOKEN_DTYPE.itemsize,
-            now - submission.age_s,
-            now,
-            None if submission.time_left_s is None else now + submission.time_left_s,
-        )
-        assert entry.num_tokens < len(plan.by_cell.tokens), "a replica submits what has ended"
-        self._entries[key] = self._live[plan.number] = entry
+        for entry in earlier:
+            self._forget(entry)
+        is_charged = 0 in submission.open_choices and not _num_tokens_so_far(submission, 0)
+        for choice in submission.open_choices:
+            entry = Entry(
+                plan,
+                choice,
+                (client, submission.handle + choice),
+                (client, submission.handle),
+                submission.attempt,
+                _num_tokens_so_far(submission, choice),
+                now - submission.age_s,
+                now,
+                None if submission.time_left_s is None else now + submission.time_left_s,
+                num_prompt_logprob_bytes=plan.num_prompt_logprob_bytes if is_charged else 0,
+            )
+            assert entry.num_tokens < len(entry.expected.tokens), "a replica submits what has ended"
+            self._entries[entry.key] = self._live[entry.number] = entry
 
-    def _find_refusal(self, submission: Submission, earlier: Entry | None) -> str | None:
+    def _find_refusal(self, submission: Submission, plan: RequestPlan, earlier: list[Entry]) -> str | None:
         """Why a submission must be refused."""
         if not self._had_worker and submission.attempt == 1:
             return "NOT_READY"
-        if earlier is not None and earlier.attempt >= submission.attempt:
+        if earlier and earlier[0].attempt >= submission.attempt:
             return "DUPLICATE_REQUEST"
         if submission.time_left_s is not None and submission.time_left_s <= 0:
             return "DEADLINE_PASSED"
-        num_new = sum(entry.attempt == 1 and entry.num_cached_tokens is None for entry in self._live.values())
-        is_full = num_new >= self._settings.policy.max_waiting_requests
-        return "QUEUE_FULL" if is_full and submission.attempt == 1 else None
+        return "QUEUE_FULL" if submission.attempt == 1 and self._is_full(plan) else None
+
+    def _is_full(self, plan: RequestPlan) -> bool:
+        policy, live = self._settings.policy, self._live.values()
+        num_new = sum(entry.attempt == 1 and entry.num_cached_tokens is None for entry in live)
+        if num_new and num_new + plan.n > policy.max_waiting_requests:
+            return True
+        num_bytes = sum({entry.request_key: entry.num_prompt_logprob_bytes for entry in live}.values())
+        is_charged = plan.num_prompt_logprob_bytes > 0
+        return is_charged and num_bytes + plan.num_prompt_logprob_bytes > policy.max_prompt_logprob_bytes
 
     def _take_result(self, result: StepResult, must: Said) -> None:
         answer, epoch = self._answer, self._epoch
@@ -198,21 +219,41 @@ class EngineWatch:
             must.is_worker_dropped = True
             return
         not_finite_rows = result.not_finite_rows.tolist()
-        for row, entered in enumerate(epoch.take_answer(answer, not_finite_rows)):
+        step = epoch.take_answer(answer, not_finite_rows)
+        for entered, end in step.chunks:
+            if entered.is_scored and entered.entry.is_live:
+                self._take_prompt(entered.entry, end, must)
+        counts = [1] * len(step.rows) if result.counts is None else result.counts.tolist()
+        for row, (entered, count) in enumerate(zip(step.rows, counts, strict=True)):
             if not entered.entry.is_live:
                 continue
             if row in not_finite_rows:
                 self._end(entered.entry, must, "NUMERIC_ERROR")
             else:
-                self._take_token(entered.entry, must)
+                self._take_tokens(entered.entry, count, must)
 
-    def _take_token(self, entry: Entry, must: Said) -> None:
-        """A row brings the next token of the request's one and only answer."""
-        expected = entry.plan.by_cell
-        must.tokens[entry.key] = (entry.num_tokens, expected.tokens[entry.num_tokens])
-        if not entry.num_tokens:
+    def _take_prompt(self, entry: Entry, end: int, must: Said) -> None:
+        """A chunk brings the log-probabilities of the next positions of the prompt, as far as they were not told."""
+        num_top, start = entry.plan.options.num_prompt_logprobs, entry.num_prompt_positions
+        if num_top is None or end <= start:
+            return
+        must.prompt_scores[entry.key] = expected_scores(
+            entry.plan.prompt[start:end], num_top, start=start, offset=start
+        )
+        entry.num_prompt_positions = end
+
+    def _take_tokens(self, entry: Entry, count: int, must: Said) -> None:
+        """A row brings the next tokens of the choice's one and only answer; those behind its end do not count."""
+        assert count, "a row without a token for a request that has not ended"
+        expected, first, num_top = entry.expected, entry.num_tokens, entry.plan.options.num_logprobs
+        tokens = expected.tokens[first : first + count]
+        must.tokens[entry.key] = (first, tokens)
+        if num_top is not None:
+            start = len(entry.plan.prompt) + first
+            must.scores[entry.key] = expected_scores(tokens, num_top, start=start, offset=first)
+        if not first:
             must.starts[entry.key] = entry.num_cached_tokens
-        entry.num_tokens += 1
+        entry.num_tokens += len(tokens)
         if entry.num_tokens == len(expected.tokens):
             self._end(entry, must, (expected.finish, entry.num_tokens))
 
@@ -231,7 +272,7 @@ class EngineWatch:
 
     def _forget(self, entry: Entry) -> None:
         entry.is_live = False
-        del self._entries[entry.key], self._live[entry.plan.number]
+        del self._entries[entry.key], self._live[entry.number]
 
     def _check_rest(self, engine: Engine, now: float) -> None:
         if self._epoch is not None and self._live:
@@ -252,3 +293,10 @@ def _check_times(submission: Submission, plan: RequestPlan) -> None:
     assert submission.time_left_s is not None, "a deadline is forgotten"
     time_left_s = max(0.0, plan.patience_s - submission.age_s)
     assert abs(submission.time_left_s - time_left_s) < 1e-3, "a deadline is moved"
+
+
+def _num_tokens_so_far(submission: Submission, choice: int) -> int:
+    """How many completion tokens of a choice its client has."""
+    if not submission.choices_so_far:
+        return 0
+    return len(submission.choices_so_far[choice].output) // TOKEN_DTYPE.itemsize

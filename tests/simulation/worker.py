@@ -16,7 +16,7 @@ from shared.limits import TOKEN_DTYPE
 from tests.simulation.clock import Clock
 from tests.simulation.faults import Fault, FaultMix
 from tests.simulation.network import Pipe
-from tests.support.cell_model import VOCABULARY, WorkerModel
+from tests.support.cell_model import VOCABULARY, Oracle, WorkerModel
 
 _STEP_S = 0.004
 _TOKEN_S = 0.00002
@@ -79,19 +79,24 @@ class SimulatedWorker:
     Invariant: the cells of an epoch are written by its steps only, in the order of their numbers.
     """
 
-    def __init__(self, clock: Clock, rng: Random, mix: FaultMix, limits: BatchLimits) -> None:
+    def __init__(
+        self, clock: Clock, rng: Random, mix: FaultMix, limits: BatchLimits, *, oracle: Oracle, num_draft_tokens: int
+    ) -> None:
         self.num_attaches = 0
         self._epoch = 0
         self._clock = clock
         self._rng = rng
         self._mix = mix
         self._limits = limits
+        self._oracle = oracle
+        self._num_draft_tokens = num_draft_tokens
         self._is_up = True
         self._boot = 0
         self._stream: StepStream | None = None
         self._model: WorkerModel | None = None
         self._next_step_id = 1
-        self._fenced_at = 0.0
+        # When the epochs of earlier models ended.
+        self._ended_at: dict[WorkerModel, float] = {}
         # When the device begins and ends each step that it has not answered, in order.
         self._spans: deque[tuple[float, float]] = deque()
 
@@ -147,10 +152,16 @@ class SimulatedWorker:
     def _fence(self, epoch: int) -> None:
         """From now on nothing of an older epoch is launched."""
         self._break_stream()
+        if self._model is not None:
+            self._ended_at[self._model] = self._clock.now
         self._epoch = epoch
-        self._model = WorkerModel(self._limits, may_spoil=lambda: self._strikes(Fault.NOT_FINITE))
+        self._model = WorkerModel(
+            self._limits,
+            may_spoil=lambda: self._strikes(Fault.NOT_FINITE),
+            proposer=self._oracle,
+            num_draft_tokens=self._num_draft_tokens,
+        )
         self._next_step_id = 1
-        self._fenced_at = self._clock.now
         self._spans = deque(span for span in self._spans if span[0] < self._clock.now)
 
     def _break_stream(self) -> None:
@@ -187,7 +198,7 @@ class SimulatedWorker:
 
     def _answer(self, stream: StepStream, run: _Run) -> None:
         """The device has run a step, unless it was not launched when its epoch ended, or its process died."""
-        was_launched = run.model is self._model or run.start < self._fenced_at
+        was_launched = run.start < self._ended_at.get(run.model, math.inf)
         if run.boot != self._boot or not was_launched:
             return
         self._spans.popleft()
@@ -212,11 +223,14 @@ class SimulatedWorker:
 def _make_nonsense(result: worker_pb2.StepResult, rng: Random) -> None:
     """Turn a result into one that no worker sends."""
     tokens = np.frombuffer(result.token_ids, TOKEN_DTYPE).tolist()
-    match rng.randrange(3):
+    counts = np.frombuffer(result.counts, TOKEN_DTYPE).tolist() if result.HasField("counts") else [1] * len(tokens)
+    match rng.randrange(4):
         case 0:
             tokens.append(0)
         case 1 if tokens:
             tokens[rng.randrange(len(tokens))] = rng.choice([-1, VOCABULARY])
+        case 2:
+            result.counts = np.array([*counts, 1], TOKEN_DTYPE).tobytes()
         case _:
-            result.not_finite_rows = np.array([len(tokens)], TOKEN_DTYPE).tobytes()
+            result.not_finite_rows = np.array([len(counts)], TOKEN_DTYPE).tobytes()
     result.token_ids = np.array(tokens, TOKEN_DTYPE).tobytes()

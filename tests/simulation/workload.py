@@ -11,15 +11,17 @@ from services.scheduler.retraction import RetractionPolicy
 from services.scheduler.sequence import Finish, FinishReason, Priority
 from services.scheduler.waiting_queue import QueuePolicy
 from services.worker.input_batch import BatchLimits
-from shared.limits import SamplingParams
+from shared.limits import NO_OPTIONS, SamplingOptions, SamplingParams
 from tests.simulation.faults import Fault, FaultMix
-from tests.support.cell_model import VOCABULARY, expected_completion
+from tests.support.cell_model import VOCABULARY, Oracle, expected_completion
 
 CONTEXT_LENGTH = 192
 EOS_TOKEN_IDS = tuple(range(7, 22))
 
 _MAX_PROMPT_TOKENS = 96
 _MAX_COMPLETION_TOKENS = 56
+# Of so many requests one may be followed up.
+_NUM_RECENT = 8
 MAX_REQUEST_TOKENS = _MAX_PROMPT_TOKENS + _MAX_COMPLETION_TOKENS
 # A seed's low bits tell which request it is: that is how steps, which name only slots, are told apart.
 _NUMBER_BITS = 20
@@ -32,6 +34,9 @@ class CellSettings:
     policy: SchedulerPolicy
     cache: CacheSettings
     num_blocks: int
+    # Most tokens that the worker drafts for a row, and how many of its drafts are right.
+    num_draft_tokens: int
+    share_right: float
     # Arrivals pause while so many requests are under way.
     max_live_requests: int
     mean_gap_s: float
@@ -64,6 +69,8 @@ class CellSettings:
             enable_chunked_prefill=mixes or max_num_batched_tokens < CONTEXT_LENGTH or rng.random() < 0.5,
             enable_mixed_steps=mixes,
             max_waiting_requests=max_waiting_requests,
+            # A few prompts at once, or as many as like.
+            max_prompt_logprob_bytes=rng.choice([2**13, 2**28]) if Fault.QUEUE_FULL in mix.rates else 2**28,
             queue_policy=rng.choice(list(QueuePolicy)),
             max_age_s=rng.choice([0.5, 10.0]),
             admission_policy=rng.choice(list(AdmissionPolicy)),
@@ -76,6 +83,8 @@ class CellSettings:
             policy,
             CacheSettings(block_size, rng.random() < 0.8),
             num_pool_tokens // block_size,
+            num_draft_tokens=rng.randint(1, 8) if rng.random() < 0.5 else 0,
+            share_right=rng.choice([0.2, 0.7, 0.95]),
             # Of those that find the queue full, only some at a time.
             max_live_requests=min(rng.choice([6, 16, 24]), max_num_seqs + max_waiting_requests + 2),
             mean_gap_s=rng.choice([0.002, 0.03]),
@@ -94,8 +103,8 @@ class Expected:
 class RequestPlan:
     """One request: what its client asks for and will do, and what must come of it.
 
-    `by_cell` is what the cell comes to by itself, `by_text` what the client is told: the stop string, whose last
-    token is `text_stop_token`, may end it earlier.
+    Of each choice, `by_cell` is what the cell comes to by itself, `by_text` what the client is told: the stop string,
+    whose last token is `text_stop_token`, may end it earlier.
     """
 
     number: int
@@ -107,8 +116,24 @@ class RequestPlan:
     patience_s: float | None
     cancel_after_s: float | None
     abort_call_after_s: float | None
-    by_cell: Expected
-    by_text: Expected
+    by_cell: list[Expected]
+    by_text: list[Expected]
+
+    @property
+    def n(self) -> int:
+        """Its choices."""
+        return len(self.by_cell)
+
+    @property
+    def options(self) -> SamplingOptions:
+        """Its rarer options."""
+        return self.params.options or NO_OPTIONS
+
+    @property
+    def num_prompt_logprob_bytes(self) -> int:
+        """What the log-probabilities of its prompt are charged with."""
+        num_top = self.options.num_prompt_logprobs
+        return 0 if num_top is None else 12 * len(self.prompt) * (num_top + 1)
 
     @property
     def request_id(self) -> str:
@@ -122,12 +147,16 @@ def number_of(seed: int) -> int:
 
 
 class Workload:
-    """Draws one request after the other; prompts share prefixes."""
+    """Draws one request after the other; prompts share prefixes, and some go on where an answer ended."""
 
-    def __init__(self, rng: Random, mix: FaultMix) -> None:
+    def __init__(self, rng: Random, mix: FaultMix, oracle: Oracle) -> None:
+        """Draw from `rng`; `oracle` learns the answers."""
         self._rng = rng
         self._mix = mix
+        self._oracle = oracle
         self._num_drawn = 0
+        # Prompts with their answers, and their salts.
+        self._texts: list[tuple[list[int], bytes]] = []
         self._prefixes = [[rng.randrange(VOCABULARY) for _ in range(_MAX_PROMPT_TOKENS)] for _ in range(3)]
         self._shares_prompts = rng.random() < 0.7
         self._completion_scale = rng.choice([8, 30, _MAX_COMPLETION_TOKENS])
@@ -136,25 +165,39 @@ class Workload:
         """The next request."""
         rng, number = self._rng, self._num_drawn
         self._num_drawn += 1
-        prompt = self._draw_prompt()
+        prompt, cache_salt = self._draw_follow_up() or (self._draw_prompt(), rng.choice([b"", b"", b"salt"]))
         max_tokens = rng.randint(1, self._completion_scale)
         seed = rng.getrandbits(64 - _NUMBER_BITS) << _NUMBER_BITS | number
-        completion = expected_completion(prompt, seed, max_tokens)
-        params = self._draw_params(completion, seed)
-        text_stop_token = completion[rng.randrange(max_tokens)] if self._strikes(Fault.TEXT_STOP) else None
+        n = rng.choice([2, 3, 8]) if rng.random() < 0.2 else 1
+        completions = [expected_completion(prompt, seed, max_tokens, choice) for choice in range(n)]
+        for completion in completions:
+            # What stands behind a stop as well: runs of drafts go on there.
+            self._oracle.learn(prompt, completion)
+        params = self._draw_params(completions[0], seed)
+        text_stop_token = completions[0][rng.randrange(max_tokens)] if self._strikes(Fault.TEXT_STOP) else None
+        by_cell = [_expect(completion, params, None) for completion in completions]
+        self._texts.append((prompt + by_cell[0].tokens, cache_salt))
         return RequestPlan(
             number,
             prompt,
             params,
             priority=rng.choice(list(Priority)),
-            cache_salt=rng.choice([b"", b"", b"salt"]),
+            cache_salt=cache_salt,
             text_stop_token=text_stop_token,
             patience_s=rng.choice([0.02, 0.3, 3.0, 30.0]) if self._strikes(Fault.DEADLINE) else None,
             cancel_after_s=rng.choice([0.0, 0.05, 0.5, 5.0]) if self._strikes(Fault.CANCEL) else None,
             abort_call_after_s=rng.choice([0.0, 0.05, 0.5, 5.0]) if self._strikes(Fault.ABORT_CALL) else None,
-            by_cell=_expect(completion, params, None),
-            by_text=_expect(completion, params, text_stop_token),
+            by_cell=by_cell,
+            by_text=[_expect(completion, params, text_stop_token) for completion in completions],
         )
+
+    def _draw_follow_up(self) -> tuple[list[int], bytes] | None:
+        """A prompt that goes on behind an answer, and its salt; None when a new one is to be drawn."""
+        texts = [text for text in self._texts[-_NUM_RECENT:] if len(text[0]) < _MAX_PROMPT_TOKENS]
+        if not self._shares_prompts or not texts or self._rng.random() < 0.75:
+            return None
+        text, cache_salt = self._rng.choice(texts)
+        return [*text, self._rng.randrange(VOCABULARY)], cache_salt
 
     def _draw_prompt(self) -> list[int]:
         rng = self._rng
@@ -174,7 +217,17 @@ class Workload:
             ignore_eos=rng.random() < 0.5,
             stop_token_ids=stop_token_ids,
             stop_token_sequences=(stop_sequence,) if rng.random() < 0.15 else (),
+            options=self._draw_options(len(completion)),
         )
+
+    def _draw_options(self, max_tokens: int) -> SamplingOptions | None:
+        rng = self._rng
+        options = SamplingOptions(
+            min_tokens=rng.randint(1, max_tokens) if rng.random() < 0.15 else 0,
+            num_logprobs=rng.choice([0, 1, 3]) if rng.random() < 0.2 else None,
+            num_prompt_logprobs=rng.choice([0, 2]) if rng.random() < 0.2 else None,
+        )
+        return None if options == NO_OPTIONS else options
 
     def _strikes(self, fault: Fault) -> bool:
         return self._mix.strikes(fault, self._rng)
@@ -199,6 +252,8 @@ def _expect(completion: list[int], params: SamplingParams, text_stop_token: int 
 def _find_finish(tokens: list[int], params: SamplingParams) -> Finish | None:
     """Why the cell ends a completion after its newest token, written down once more from DESIGN section 3."""
     last = tokens[-1]
+    if params.options is not None and len(tokens) < params.options.min_tokens:
+        return None
     for sequence in params.stop_token_sequences:
         if tuple(tokens[-len(sequence) :]) == sequence:
             return Finish(FinishReason.STOP_SEQUENCE)

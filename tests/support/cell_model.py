@@ -8,6 +8,9 @@ off-by-one replay changes the output.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from random import Random
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +18,9 @@ import numpy.typing as npt
 from lockstep.internal.v1 import worker_pb2
 from services.scheduler.batch import Step, StepResult
 from services.scheduler.worker_client import decode_result, encode_step
+from services.worker.drafts import Drafter, DraftProposer, Drafts
 from services.worker.input_batch import BatchLimits, InputBatch, StepInput
-from services.worker.step import Int32Column, StepOutput
+from services.worker.step import Int32Column, Logprobs, StepOutput
 from services.worker.step_codec import parse_step, to_result
 
 VOCABULARY = 1000
@@ -42,8 +46,14 @@ def draw(attended: int, seed: int, position: int) -> int:
     return (mixed >> 33) % VOCABULARY
 
 
-def expected_completion(prompt: list[int], seed: int, num_tokens: int) -> list[int]:
+def noise_of(seed: int, choice: int) -> int:
+    """What a choice draws by instead of the seed; choice 0 draws by the seed itself."""
+    return (seed + choice * 0xA24BAED4963EE407) & _MASK
+
+
+def expected_completion(prompt: list[int], seed: int, num_tokens: int, choice: int = 0) -> list[int]:
     """What an undisturbed worker generates."""
+    seed = noise_of(seed, choice)
     state = attended = 0
     for token_id in prompt:
         state = chain(state, token_id)
@@ -57,6 +67,163 @@ def expected_completion(prompt: list[int], seed: int, num_tokens: int) -> list[i
     return completion
 
 
+def _draw_run(states: _States, seed: int, drafts: list[int]) -> list[int]:
+    """The tokens behind a row's cells, of which those of its drafts are the last: as far as the drafts are drawn."""
+    num_cells = len(states) - len(drafts)
+    run: list[int] = []
+    for draft in [*drafts, None]:
+        run.append(draw(int(states[:num_cells].sum()), seed, num_cells))
+        if run[-1] != draft:
+            break
+        num_cells += 1
+    return run
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """What is told of the token at one position: its rank, and entries of token and value, its own first."""
+
+    position: int
+    rank: int
+    entries: tuple[tuple[int, float], ...]
+
+
+def logprobs_of(token_id: int, position: int, num_top: int) -> TokenLogprobs:
+    """What is told of a token at an absolute position; another token's, or another position's, is something else."""
+    mixed = chain(position + 1, token_id)
+    entries = [(token_id, -(mixed % 4096) / 64)]
+    # Values of a float32, so that they come back as they are.
+    entries += [
+        ((mixed >> 7 * index) % VOCABULARY, -(mixed >> 5 * index & 0xFFF) / 128) for index in range(1, num_top + 1)
+    ]
+    return TokenLogprobs(position, 1 + mixed % VOCABULARY, tuple(entries))
+
+
+def _row_logprobs(inputs: StepInput, runs: list[list[int]], not_finite_rows: list[int]) -> Logprobs | None:
+    """Those of the tokens of finite rows that ask for them."""
+    told: list[TokenLogprobs] = []
+    indexes: list[int] = []
+    start = 0
+    for row, run in enumerate(runs):
+        state = inputs.sampling.states.get(row)
+        num_top = None if state is None or row in not_finite_rows else state.options.num_logprobs
+        if num_top is not None:
+            first = int(inputs.sampling.position[row])
+            told += [logprobs_of(token_id, position, num_top) for position, token_id in enumerate(run, first)]
+            indexes += range(start, start + len(run))
+        start += len(run)
+    return _to_columns(told, indexes) if told else None
+
+
+def _prompt_logprobs(inputs: StepInput) -> tuple[tuple[int, Logprobs], ...]:
+    """Those of the chunks' own tokens, the prompt's first one aside."""
+    by_slot = []
+    for chunk in inputs.scored_chunks:
+        tokens = inputs.token_ids[chunk.first_token : chunk.first_token + chunk.num_tokens].tolist()
+        told = [
+            logprobs_of(token_id, position, chunk.num_top)
+            for position, token_id in enumerate(tokens, chunk.position)
+            if position
+        ]
+        if told:
+            by_slot.append((chunk.slot, _to_columns(told, [one.position for one in told])))
+    return tuple(by_slot)
+
+
+def _to_columns(told: list[TokenLogprobs], indexes: list[int]) -> Logprobs:
+    entries = [entry for one in told for entry in one.entries]
+    return Logprobs(
+        np.array(indexes, np.int32),
+        np.array([one.rank for one in told], np.int32),
+        np.array([len(one.entries) for one in told], np.int32),
+        np.array([token_id for token_id, _ in entries], np.int32),
+        np.array([value for _, value in entries], np.float32),
+    )
+
+
+class Oracle:
+    """Drafts what will be drawn, as far as it was told.
+
+    Sequences are told apart by their newest token and its position. Where two share both the one told last counts, and
+    the drafts of the other are wrong.
+    """
+
+    def __init__(self) -> None:
+        self._next: dict[tuple[int, int], int] = {}
+
+    def learn(self, prompt: list[int], completion: list[int]) -> None:
+        """What a request's answer will be."""
+        tokens = [*prompt, *completion]
+        for position in range(len(prompt) - 1, len(tokens) - 1):
+            self._next[position, tokens[position]] = tokens[position + 1]
+
+    def propose(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
+        """See `DraftProposer.propose`."""
+        last, token_id = len(token_ids) - 1, int(token_ids[-1])
+        drafts: list[int] = []
+        while len(drafts) < max_tokens and (last + len(drafts), token_id) in self._next:
+            token_id = self._next[last + len(drafts), token_id]
+            drafts.append(token_id)
+        return np.array(drafts, np.int32)
+
+
+class FallibleOracle(Oracle):
+    """Drafts more or less of what it knows, and errs now and then; where it knows nothing it guesses."""
+
+    def __init__(self, rng: Random, *, share_right: float) -> None:
+        """Know nothing; of what it knows, such a share is right."""
+        super().__init__()
+        self._rng = rng
+        self._share_right = share_right
+
+    def propose(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
+        """See `DraftProposer.propose`."""
+        num_drafts = self._rng.randint(0, max_tokens)
+        drafts = np.array([self._rng.randrange(VOCABULARY) for _ in range(num_drafts)], np.int32)
+        known = super().propose(token_ids, num_drafts)
+        is_right = np.array([self._rng.random() < self._share_right for _ in range(len(known))], bool)
+        drafts[: len(known)][is_right] = known[is_right]
+        return drafts
+
+
+class EagerDrafter(Drafter):
+    """Drafts as much as may be, however its drafts fared before."""
+
+    def __init__(self, proposer: DraftProposer, num_draft_tokens: int) -> None:
+        super().__init__(proposer, num_draft_tokens)
+        self._known: dict[int, list[int]] = {}
+
+    def enter(self, slot: int, token_ids: Int32Column, max_num_tokens: int) -> None:
+        """See `Drafter`."""
+        self._known[slot] = token_ids.tolist()
+
+    def extend(self, slot: int, token_ids: Int32Column) -> None:
+        """See `Drafter`."""
+        self._known[slot] += token_ids.tolist()
+
+    def leave(self, slots: Int32Column) -> None:
+        """See `Drafter`."""
+        for slot in slots.tolist():
+            del self._known[slot]
+
+    def propose(self, slots: Int32Column, most: Int32Column, most_together: int) -> Drafts:
+        """See `Drafter`."""
+        token_ids: list[int] = []
+        counts: list[int] = []
+        for slot, max_tokens in zip(slots.tolist(), most.tolist(), strict=True):
+            num_left = min(max_tokens, self._num_draft_tokens, most_together - len(token_ids))
+            guess = self._proposer.propose(np.array(self._known[slot], np.int32), num_left).tolist() if num_left else []
+            token_ids += guess
+            counts.append(len(guess))
+        return Drafts(np.array(token_ids, np.int32), np.array(counts, np.int32))
+
+    def record(self, slots: Int32Column, token_ids: Int32Column, counts: Int32Column | None) -> None:
+        """See `Drafter`."""
+        tokens = iter(token_ids.tolist())
+        for slot, count in zip(slots.tolist(), [1] * len(slots) if counts is None else counts.tolist(), strict=True):
+            self._known[slot] += islice(tokens, count)
+
+
 class WorkerModel:
     """Holds a batch and KV cells for one epoch. A step that does not fit raises StepMismatchError.
 
@@ -64,20 +231,31 @@ class WorkerModel:
     that read them. Sequences go by the numbers in which they entered, from 0.
     """
 
-    def __init__(self, limits: BatchLimits, *, may_spoil: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        limits: BatchLimits,
+        *,
+        may_spoil: Callable[[], bool] = lambda: False,
+        proposer: DraftProposer | None = None,
+        num_draft_tokens: int = 0,
+    ) -> None:
         """Begin an epoch.
 
         Args:
             limits: What scheduler and worker agreed on.
             may_spoil: Asked for each sequence of each step whether its cells are spoilt from now on.
+            proposer: Drafts tokens, where any are drafted.
+            num_draft_tokens: Most that are drafted for a row.
         """
         self.num_computed_tokens = 0
-        # Of the last step: the slots of its rows, and for each that is not finite the sequence that spoilt it.
-        self.last_rows: list[int] = []
+        # Of the last step: the slots of its rows by their numbers, those aside whose sequence has all its tokens, and
+        # for each that is not finite the sequence that spoilt it.
+        self.last_rows: dict[int, int] = {}
         self.last_spoilers: list[int] = []
         self._block_size = limits.block_size
         self._may_spoil = may_spoil
-        self._batch = InputBatch(limits)
+        drafter = EagerDrafter(proposer, num_draft_tokens) if proposer and num_draft_tokens else None
+        self._batch = InputBatch(limits, drafter=drafter)
         self._cells = np.zeros((limits.num_blocks, limits.block_size), np.uint64)
         self._num_entered = 0
         self._slot_to_number: dict[int, int] = {}
@@ -97,17 +275,33 @@ class WorkerModel:
         chunk_slots = [chunk.slot for chunk in (*step.chunks, *(enter.chunk for enter in step.enters))]
         num_decodes = len(inputs.query_lens) - len(chunk_slots)
         slots = [*inputs.row_slots[:num_decodes].tolist(), *chunk_slots]
-        tokens, not_finite_rows = self._forward(inputs, slots)
-        self._batch.record_sampled(inputs.row_slots, tokens)
-        self.last_rows = inputs.row_slots.tolist()
+        runs, not_finite_rows = self._forward(inputs, slots)
+        tokens = np.array([token_id for run in runs for token_id in run], np.int32)
+        self._batch.record_sampled(inputs.row_slots, tokens, np.array([len(run) for run in runs], np.int32))
+        numbers = range(len(runs)) if inputs.row_numbers is None else inputs.row_numbers.tolist()
+        self.last_rows = dict(zip(numbers, inputs.row_slots.tolist(), strict=True))
         self.num_computed_tokens += len(inputs.token_ids)
-        return to_result(StepOutput(step.epoch, step.step_id, tokens, not_finite_rows, 0))
+        counts = np.zeros(inputs.num_result_rows, np.int32)
+        counts[list(numbers)] = [len(run) for run in runs]
+        return to_result(
+            StepOutput(
+                step.epoch,
+                step.step_id,
+                tokens,
+                np.array([numbers[row] for row in not_finite_rows], np.int32),
+                0,
+                counts=None if (counts == 1).all() else counts,
+                num_draft_tokens=len(inputs.sampling.draft_token_ids),
+                logprobs=_row_logprobs(inputs, runs, not_finite_rows),
+                prompt_logprobs=_prompt_logprobs(inputs),
+            )
+        )
 
-    def _forward(self, inputs: StepInput, slots: list[int]) -> tuple[Int32Column, Int32Column]:
-        """Compute the sequences in `slots` one behind the other; returns the rows' tokens, and bad rows' numbers."""
+    def _forward(self, inputs: StepInput, slots: list[int]) -> tuple[list[list[int]], list[int]]:
+        """Compute the sequences in `slots` one behind the other; returns the rows' tokens, and which rows are bad."""
         starts = inputs.cu_seqlens_q.tolist()
         lengths = inputs.context_lens.tolist()
-        seeds = inputs.sampling.seed.tolist()
+        seeds = list(map(noise_of, inputs.sampling.seed.tolist(), inputs.sampling.choice.tolist()))
         rows = range(len(seeds)) if inputs.row_indexes is None else inputs.row_indexes.tolist()
         new_tokens = inputs.token_ids.tolist()
         states = [
@@ -116,19 +310,22 @@ class WorkerModel:
             )
             for index, slot in enumerate(slots)
         ]
-        tokens: list[int] = []
+        runs: list[list[int]] = []
         not_finite_rows: list[int] = []
         self.last_spoilers = []
+        drafts = iter(inputs.sampling.draft_token_ids.tolist())
+        counts = inputs.sampling.draft_counts
         for row, index in enumerate(rows):
+            its_drafts = list(islice(drafts, 0 if counts is None else int(counts[row])))
             worst = int(states[index].max())
             if worst < _SPOILT:
-                tokens.append(draw(int(states[index].sum()), seeds[row], lengths[index]))
+                runs.append(_draw_run(states[index], seeds[row], its_drafts))
                 continue
             # It means nothing, but it is a token.
-            tokens.append(0)
+            runs.append([0])
             not_finite_rows.append(row)
             self.last_spoilers.append(int(states[index][states[index] >= _SPOILT][0]) - _SPOILT)
-        return np.array(tokens, np.int32), np.array(not_finite_rows, np.int32)
+        return runs, not_finite_rows
 
     def _compute(self, slot: int, block_table: Int32Column, length: int, new_tokens: list[int]) -> _States:
         """Write the cells of a sequence's newest tokens; returns the states of all its `length` cells, copied."""

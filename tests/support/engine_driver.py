@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import numpy as np
 
-from services.scheduler.batch import RequestEnd, Step, StepResult
+from services.scheduler.batch import Outputs, RequestEnd, Step, StepResult
 from services.scheduler.engine import Engine
 from services.scheduler.events import (
     Action,
@@ -19,11 +21,12 @@ from services.scheduler.events import (
     WorkerAttached,
     WorkerFacts,
 )
+from services.scheduler.logprobs import Logprobs
 from services.scheduler.policy import CacheSettings, SchedulerPolicy
 from services.scheduler.sequence import Priority
 from services.worker.input_batch import BatchLimits
 from shared.limits import TOKEN_DTYPE, SamplingParams
-from tests.support.cell_model import VOCABULARY, WorkerModel
+from tests.support.cell_model import VOCABULARY, Oracle, WorkerModel, expected_completion, logprobs_of
 
 EOS = 7
 
@@ -33,22 +36,85 @@ def token_bytes(token_ids: list[int]) -> bytes:
     return np.array(token_ids, TOKEN_DTYPE).tobytes()
 
 
-def worker_facts(*, num_blocks: int = 64, context_length: int = 512, epoch: int = 1) -> WorkerFacts:
-    """A worker's answer to an attach."""
-    return WorkerFacts(epoch, "digest", context_length, VOCABULARY, (EOS,), num_blocks)
+def worker_facts(
+    *, num_blocks: int = 64, context_length: int = 512, epoch: int = 1, num_draft_tokens: int = 0
+) -> WorkerFacts:
+    """A worker's answer to an attach; one that drafts does so from all tokens."""
+    return WorkerFacts(
+        epoch,
+        "digest",
+        context_length,
+        VOCABULARY,
+        (EOS,),
+        num_blocks,
+        num_draft_tokens=num_draft_tokens,
+        needs_all_tokens=num_draft_tokens > 0,
+    )
+
+
+def rows_of(outputs: Outputs) -> Iterator[tuple[int, int, list[int]]]:
+    """The rows one by one: handle, index of the first token, tokens; none is without."""
+    counts = [1] * len(outputs.handles) if outputs.counts is None else outputs.counts.tolist()
+    token_ids = iter(outputs.token_ids.tolist())
+    for handle, first_index, count in zip(
+        outputs.handles.tolist(), outputs.first_indexes.tolist(), counts, strict=True
+    ):
+        row = list(islice(token_ids, count))
+        assert len(row) == count > 0, "a row without its tokens"
+        yield handle, first_index, row
+    assert not list(token_ids), "tokens without a row"
+
+
+Scores = tuple[int, int, tuple[tuple[int, float], ...]]
+"""Of one position: its number, the rank of its token, and entries of token and value, its own first."""
+
+
+def scores_of(logprobs: Logprobs) -> list[Scores]:
+    """Log-probabilities position by position, under the numbers that `indexes` have."""
+    return [
+        (one.index, one.rank, tuple(zip(one.token_ids.tolist(), one.values.tolist(), strict=True)))
+        for one in logprobs.positions()
+    ]
+
+
+def scores_by_row(outputs: Outputs) -> dict[int, list[Scores]]:
+    """By handle those of each row's tokens, which count as in the completion."""
+    if outputs.logprobs is None:
+        return {}
+    tokens = [
+        (handle, first_index + offset)
+        for handle, first_index, token_ids in rows_of(outputs)
+        for offset in range(len(token_ids))
+    ]
+    by_row: dict[int, list[Scores]] = {}
+    for index, rank, entries in scores_of(outputs.logprobs):
+        handle, position = tokens[index]
+        by_row.setdefault(handle, []).append((position, rank, entries))
+    return by_row
+
+
+def expected_scores(tokens: list[int], num_top: int, *, start: int, offset: int = 0) -> list[Scores]:
+    """What must be told of tokens that stand from position `start` on; they are numbered from `offset` on."""
+    told = [logprobs_of(token_id, start + index, num_top) for index, token_id in enumerate(tokens)]
+    return [(offset + index, one.rank, one.entries) for index, one in enumerate(told)]
 
 
 @dataclass
 class Told:
-    """What one request was told."""
+    """What one choice was told; `scores` of its tokens, `prompt_scores` of its prompt."""
 
     tokens: list[int] = field(default_factory=list)
+    scores: list[Scores] = field(default_factory=list)
+    prompt_scores: list[Scores] = field(default_factory=list)
     num_cached_tokens: int | None = None
     end: RequestEnd | None = None
 
 
 class EngineDriver:
-    """An engine with a worker attached, whose steps run when `step` is called. Time is what the test says."""
+    """An engine with a worker attached, whose steps run when `step` is called. Time is what the test says.
+
+    A worker that drafts is never wrong about the first choice of what was submitted here, unless its oracle is.
+    """
 
     def __init__(
         self,
@@ -60,8 +126,12 @@ class EngineDriver:
         depth: int = 1,
         enable_prefix_caching: bool = True,
         attach: bool = True,
+        num_draft_tokens: int = 0,
+        oracle: Oracle | None = None,
     ) -> None:
         self.now = 0.0
+        self.oracle = oracle or Oracle()
+        self._num_draft_tokens = num_draft_tokens
         policy = replace(policy or SchedulerPolicy(), max_steps_in_flight=depth)
         self.engine = Engine(policy, CacheSettings(block_size, enable_prefix_caching))
         self.limits = BatchLimits(
@@ -72,19 +142,22 @@ class EngineDriver:
             context_length,
             VOCABULARY,
         )
-        self.worker = WorkerModel(self.limits)
+        self.worker = self._make_worker()
         self.sent: list[Step] = []
         self.delivered: list[Deliver] = []
         self.told: dict[tuple[int, int], Told] = {}
         self.actions: list[Action] = []
         if attach:
-            self.on_event(WorkerAttached(worker_facts(num_blocks=num_blocks, context_length=context_length)))
+            facts = worker_facts(
+                num_blocks=num_blocks, context_length=context_length, num_draft_tokens=num_draft_tokens
+            )
+            self.on_event(WorkerAttached(facts))
 
     def on_event(self, event: Event) -> list[Action]:
         """Hand over an event, take in the actions, and check that everything agrees."""
         if isinstance(event, WorkerAttached):
             # It holds no sequences, and what was on its way to it is lost.
-            self.worker = WorkerModel(self.limits)
+            self.worker = self._make_worker()
             self.sent.clear()
         actions = self.engine.on_event(event, self.now)
         for action in actions:
@@ -106,10 +179,13 @@ class EngineDriver:
         request_id: str | None = None,
         priority: Priority = Priority.NORMAL,
         cache_salt: bytes = b"",
+        n: int = 1,
         **params: object,
     ) -> list[Action]:
         """Submit one request; `params` as in SamplingParams, at most 8 tokens unless said."""
         sampling = SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **params})  # type: ignore[arg-type]
+        if self._num_draft_tokens:
+            self.oracle.learn(prompt, expected_completion(prompt, sampling.seed, sampling.max_tokens))
         submission = Submission(
             handle,
             request_id or f"{client}-{handle}",
@@ -117,6 +193,7 @@ class EngineDriver:
             sampling,
             priority=priority,
             cache_salt=cache_salt,
+            n=n,
         )
         return self.on_event(ClientMessage(client, [submission]))
 
@@ -129,7 +206,8 @@ class EngineDriver:
         """Run the oldest step in flight and hand its result back, a second later."""
         step = self.sent.pop(0)
         result = self.worker.run(step)
-        assert self.worker.last_rows == step.batch.row_slots.tolist(), "scheduler and worker derive other rows"
+        slots = dict(enumerate(step.batch.row_slots.tolist()))
+        assert self.worker.last_rows.items() <= slots.items(), "scheduler and worker derive other rows"
         self.now += 1.0
         self.on_event(StepReturned(result))
         return result
@@ -139,19 +217,26 @@ class EngineDriver:
         while self.sent:
             self.step()
 
+    def _make_worker(self) -> WorkerModel:
+        return WorkerModel(self.limits, proposer=self.oracle, num_draft_tokens=self._num_draft_tokens)
+
     def _take(self, action: Deliver) -> None:
         outputs = action.outputs
         for start in outputs.starts:
             told = self.told.setdefault((action.client, start.handle), Told())
             assert (told.num_cached_tokens, told.tokens) == (None, []), "it starts twice, or late"
             told.num_cached_tokens = start.num_cached_tokens
-        rows = zip(outputs.handles.tolist(), outputs.first_indexes.tolist(), outputs.token_ids.tolist(), strict=True)
-        for handle, first_index, token_id in rows:
+        for handle, logprobs in outputs.prompt_logprobs:
+            self.told.setdefault((action.client, handle), Told()).prompt_scores += scores_of(logprobs)
+        scores = scores_by_row(outputs)
+        for handle, first_index, token_ids in rows_of(outputs):
             told = self.told.setdefault((action.client, handle), Told())
             assert told.end is None, "a token behind the end"
             assert first_index == len(told.tokens), "a gap or a repeat"
             assert told.num_cached_tokens is not None, "a token before the start"
-            told.tokens.append(token_id)
+            told.tokens += token_ids
+            told.scores += scores.pop(handle, [])
+        assert not scores, "log-probabilities without a token"
         for end in outputs.ends:
             told = self.told.setdefault((action.client, end.handle), Told())
             assert told.end is None, "two ends"

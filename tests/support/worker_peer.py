@@ -8,6 +8,7 @@ import grpc
 import numpy as np
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
+from lockstep.v1 import common_pb2
 from services.worker.input_batch import BatchLimits
 from shared.errors import StaleEpochError
 from shared.limits import TOKEN_DTYPE
@@ -28,6 +29,8 @@ class WorkerPeer(worker_pb2_grpc.WorkerServiceServicer):
         self.context_length = context_length
         self.lowest_epoch = 1
         self.lose_link_at: int | None = None
+        # What requests leave to the model.
+        self.default_sampling = common_pb2.SamplingParams()
         self.requests: list[worker_pb2.StepRequest] = []
         self._model: WorkerModel | None = None
 
@@ -58,6 +61,7 @@ class WorkerPeer(worker_pb2_grpc.WorkerServiceServicer):
             eos_token_ids=[7],
             num_blocks=self.num_blocks,
             ops_backend="model",
+            default_sampling=self.default_sampling,
         )
 
     async def Execute(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -425,6 +426,20 @@ def test_a_row_that_is_not_finite_fails_alone_and_its_blocks_leave_the_cache() -
     driver.run()
     assert driver.engine.state().counters.num_prefix_hit_tokens == hits
     assert driver.told[1, 1].tokens == expected_completion(make_prompt(48), 0, 9)
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_bad_kv_leaves_the_cache_also_when_its_request_ended_before_anybody_knew(is_aborted: bool) -> None:
+    driver = EngineDriver()
+    driver.submit(1, make_prompt(48), max_tokens=9)
+    result = driver.worker.run(driver.sent.pop(0))
+    if is_aborted:
+        driver.on_event(ClientMessage(1, aborts=[1]))
+    driver.on_event(StepReturned(replace(result, not_finite_rows=np.array([0], np.int32))))
+    driver.submit(2, make_prompt(48), max_tokens=1)
+    driver.run()
+    assert driver.told[1, 2].num_cached_tokens == 0
+    assert ((1, 1) in driver.told) is not is_aborted
 
 
 def test_without_chunks_a_context_above_the_token_budget_is_refused_at_attach() -> None:

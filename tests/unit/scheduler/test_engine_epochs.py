@@ -8,6 +8,7 @@ import pytest
 from services.scheduler.batch import RequestEnd, StepResult
 from services.scheduler.engine import Engine
 from services.scheduler.events import (
+    ChoiceSoFar,
     ClientMessage,
     Deliver,
     DropWorker,
@@ -30,8 +31,16 @@ PROMPT = list(range(100, 120))
 
 def attempt(number: int, handle: int, output: list[int], *, request_id: str = "r", **changes: object) -> Submission:
     """An attempt of a request, with what its client has."""
-    fields = {"params": SamplingParams(max_tokens=12, ignore_eos=True), "output": token_bytes(output), **changes}
-    return Submission(handle, request_id, token_bytes(PROMPT), attempt=number, **fields)  # type: ignore[arg-type]
+    fields = {"params": SamplingParams(max_tokens=12, ignore_eos=True), **changes}
+    so_far = (ChoiceSoFar(token_bytes(output)),) if output else ()
+    return Submission(
+        handle,
+        request_id,
+        token_bytes(PROMPT),
+        attempt=number,
+        choices_so_far=so_far,
+        **fields,  # type: ignore[arg-type]
+    )
 
 
 def end_of(driver: EngineDriver, handle: int, client: int = 1) -> RequestEnd:

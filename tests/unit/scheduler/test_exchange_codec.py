@@ -5,15 +5,19 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 
-from lockstep.internal.v1 import exchange_pb2
+from lockstep.internal.v1 import exchange_pb2, sampling_pb2
 from lockstep.v1 import common_pb2
-from services.scheduler.events import Submission
-from services.scheduler.exchange_codec import decode_request
+from services.scheduler.batch import Outputs
+from services.scheduler.events import ChoiceSoFar, Submission
+from services.scheduler.exchange_codec import decode_request, encode_outputs
+from services.scheduler.logprobs import Logprobs
 from services.scheduler.sequence import Priority
 from shared.errors import InvalidRequestError
-from shared.limits import SamplingParams
+from shared.limits import SamplingOptions, SamplingParams
+from shared.sampling_codec import encode_options
 from tests.support.engine_driver import token_bytes
 
 
@@ -40,7 +44,7 @@ def test_a_submit_means_what_it_says() -> None:
         priority=common_pb2.PRIORITY_HIGH,
         cache_salt=b"salt",
         attempt=4,
-        output_token_ids=token_bytes([11, 12]),
+        choices_so_far=[exchange_pb2.ChoiceSoFar(token_ids=token_bytes([11, 12]))],
         age=timedelta(seconds=2.5),
         time_left=timedelta(seconds=0.25),
     )
@@ -53,7 +57,7 @@ def test_a_submit_means_what_it_says() -> None:
         Priority.HIGH,
         b"salt",
         attempt=4,
-        output=token_bytes([11, 12]),
+        choices_so_far=(ChoiceSoFar(token_bytes([11, 12])),),
         age_s=2.5,
         time_left_s=0.25,
     )
@@ -83,11 +87,39 @@ def test_nobody_is_younger_than_now() -> None:
     assert decode(age=timedelta(seconds=-5)).age_s == 0.0
 
 
+def test_choices_and_options_are_those_of_the_submit() -> None:
+    options = SamplingOptions(min_p=0.5, bad_words=((3, 4),), num_logprobs=0)
+    so_far = [exchange_pb2.ChoiceSoFar(has_ended=True), exchange_pb2.ChoiceSoFar(token_ids=token_bytes([9]))]
+    submission = decode(handle=3, n=2, choices_so_far=so_far, options=encode_options(options))
+    assert (submission.n, submission.params.options) == (2, options)
+    assert submission.choices_so_far == (ChoiceSoFar(has_ended=True), ChoiceSoFar(token_bytes([9])))
+    assert submission.open_choices == [1]
+
+
+def test_options_that_say_nothing_are_none() -> None:
+    assert decode(options=sampling_pb2.SamplingOptions()).params.options is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n": 9}, "n is more than there can be"),
+        ({"handle": 2**32 - 2, "n": 3}, "n is more than there can be"),
+        ({"n": 3, "choices_so_far": [exchange_pb2.ChoiceSoFar()] * 2}, "choices_so_far is neither"),
+        ({"options": sampling_pb2.SamplingOptions(bad_words=[b"1"])}, "bad_words"),
+        ({"options": sampling_pb2.SamplingOptions(logit_biases=b"1234")}, "logit_biases"),
+    ],
+)
+def test_what_no_replica_sends_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        decode(**fields)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         {"prompt_token_ids": b"12345"},
-        {"output_token_ids": b"123"},
+        {"choices_so_far": [exchange_pb2.ChoiceSoFar(token_ids=b"123")]},
         {"stop_token_ids": b"1"},
         {"stop_token_sequences": [b"1234", b"12"]},
         {"cache_salt": b"x" * 65},
@@ -110,3 +142,35 @@ def test_stops_and_aborts_come_with_their_handles() -> None:
     )
     decoded = decode_request(2, message)
     assert (decoded.client, decoded.stop_ats, decoded.aborts) == (2, [(4, 9)], [7, 8])
+
+
+def column(*values: int) -> Any:
+    return np.array(values, np.int32)
+
+
+def test_outputs_of_a_plain_step_have_a_token_a_row_and_nothing_else() -> None:
+    message = encode_outputs(Outputs(np.array([4, 5], np.uint32), column(0, 7), column(11, 12)))
+    assert (message.counts, message.HasField("logprobs"), len(message.prompt_logprobs)) == (
+        token_bytes([1, 1]),
+        False,
+        0,
+    )
+
+
+def test_outputs_have_the_counts_of_their_rows_and_log_probabilities() -> None:
+    logprobs = Logprobs(
+        column(1, 2), column(3, 1), column(1, 2), column(12, 13, 14), np.array([-1, -2, -4], np.float32)
+    )
+    outputs = Outputs(np.array([4, 5], np.uint32), column(0, 7), column(11, 12, 13), counts=column(1, 2))
+    outputs.logprobs, outputs.prompt_logprobs = logprobs, [(9, logprobs)]
+    message = encode_outputs(outputs)
+    encoded = sampling_pb2.Logprobs(
+        indexes=token_bytes([1, 2]),
+        ranks=token_bytes([3, 1]),
+        counts=token_bytes([1, 2]),
+        token_ids=token_bytes([12, 13, 14]),
+        values=np.array([-1, -2, -4], "<f4").tobytes(),
+    )
+    assert (message.counts, message.token_ids) == (token_bytes([1, 2]), token_bytes([11, 12, 13]))
+    assert message.logprobs == encoded
+    assert list(message.prompt_logprobs) == [exchange_pb2.PromptLogprobs(handle=9, logprobs=encoded)]

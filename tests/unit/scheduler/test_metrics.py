@@ -34,10 +34,10 @@ def values(families: Iterable[Metric]) -> dict[str, float]:
 
 
 async def test_values_are_those_of_the_state(tmp_path: Path) -> None:
-    driver = EngineDriver(num_blocks=8, policy=SchedulerPolicy(max_num_seqs=1))
+    driver = EngineDriver(num_blocks=8, policy=SchedulerPolicy(max_num_seqs=1), num_draft_tokens=1)
     driver.submit(1, list(range(1, 40)), max_tokens=4)
     driver.run()
-    driver.submit(2, list(range(1, 40)), max_tokens=4)
+    driver.submit(2, list(range(1, 40)), max_tokens=6)
     driver.submit(3, [1, 2])
     driver.step()
     driver.step()
@@ -48,6 +48,7 @@ async def test_values_are_those_of_the_state(tmp_path: Path) -> None:
     assert (state.num_waiting, state.num_running, state.num_used_blocks, state.counters.num_finished) == (1, 1, 3, 1)
     assert state.num_cached_blocks + state.num_used_blocks < state.num_blocks
     assert state.counters.num_prefix_hit_tokens == 32
+    assert state.counters.num_draft_tokens == state.counters.num_accepted_tokens > 0
     assert scraped == {
         "lockstep_worker_attached": 1,
         "lockstep_num_requests_waiting": state.num_waiting,
@@ -65,6 +66,8 @@ async def test_values_are_those_of_the_state(tmp_path: Path) -> None:
         "lockstep_steps_total decode": state.counters.num_decode_steps,
         "lockstep_steps_total mixed": state.counters.num_mixed_steps,
         "lockstep_lost_epochs_total": state.counters.num_lost_epochs,
+        "lockstep_spec_decode_num_draft_tokens_total": state.counters.num_draft_tokens,
+        "lockstep_spec_decode_num_accepted_tokens_total": state.counters.num_accepted_tokens,
         "lockstep_integrity_checks_total": 0,
         "lockstep_integrity_failures_total": 0,
     }

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from lockstep.v1 import common_pb2
-from services.scheduler.events import AbortRequest, ClientMessage, Event
+from services.scheduler.events import AbortRequest, ChoiceSoFar, ClientMessage, Event
 from services.scheduler.sequence import Priority
 from services.scheduler.token_door import TokenDoor, resolve_request
 from shared.errors import DeadlinePassedError, InvalidRequestError
@@ -35,7 +35,7 @@ LIMITS = ModelLimits(context_length=512, logits_width=1000, num_pool_tokens=512)
 def resumed(output: list[int], *, request_id: str | None = None, max_tokens: int = 9, seed: int = 0) -> Request:
     """A request that goes on behind the output of an earlier call."""
     request = seeded(PROMPT, request_id=request_id, max_tokens=max_tokens, seed=seed)
-    request.output_token_ids.extend(output)
+    request.choices_so_far.add(token_ids=output)
     return request
 
 
@@ -53,7 +53,7 @@ def test_a_submission_says_what_the_request_said() -> None:
     submission = resolve_request(7, request, LIMITS, time_left_s=3.5)
     assert (submission.handle, submission.prompt) == (7, token_bytes(PROMPT))
     assert (submission.priority, submission.cache_salt) == (Priority.HIGH, "é".encode())
-    assert (submission.attempt, submission.output, submission.time_left_s) == (1, b"", 3.5)
+    assert (submission.attempt, submission.choices_so_far, submission.time_left_s) == (1, (), 3.5)
 
 
 def test_a_request_that_says_nothing_is_normal_and_shares_its_prefix_with_all_such() -> None:
@@ -63,19 +63,21 @@ def test_a_request_that_says_nothing_is_normal_and_shares_its_prefix_with_all_su
 
 def test_an_output_so_far_makes_a_second_attempt() -> None:
     submission = resolve_request(7, resumed([4, 5]), LIMITS)
-    assert (submission.attempt, submission.output) == (2, token_bytes([4, 5]))
+    assert (submission.attempt, submission.choices_so_far) == (2, (ChoiceSoFar(token_bytes([4, 5])),))
 
 
 def test_bad_values_are_named_together() -> None:
-    request = resumed([1000], max_tokens=1)
+    request = seeded(PROMPT)
     request.priority = 9  # type: ignore[assignment]
     request.cache_salt = "x" * 65
+    request.sampling.n = 9
     assert violations(request) == {
         "priority": "OUT_OF_RANGE",
         "cache_salt": "OUT_OF_RANGE",
-        "output_token_ids": "OUT_OF_RANGE",
+        "sampling.n": "OUT_OF_RANGE",
     }
-    assert violations(resumed([1, 1000])) == {"output_token_ids[1]": "TOKEN_ID_OUT_OF_RANGE"}
+    assert violations(resumed([1000], max_tokens=1)) == {"choices_so_far[0].token_ids": "OUT_OF_RANGE"}
+    assert violations(resumed([1, 1000])) == {"choices_so_far[0].token_ids[1]": "TOKEN_ID_OUT_OF_RANGE"}
     request = resumed([1])
     request.sampling.ClearField("seed")
     assert violations(request) == {"sampling.seed": "OUT_OF_RANGE"}
@@ -213,4 +215,4 @@ async def test_only_a_call_that_goes_on_aborts_what_has_its_id() -> None:
 
 
 def test_output_ids_above_int32_do_not_become_others() -> None:
-    assert violations(resumed([2**32 - 1, 2**31])) == {"output_token_ids[0]": "TOKEN_ID_OUT_OF_RANGE"}
+    assert violations(resumed([2**32 - 1, 2**31])) == {"choices_so_far[0].token_ids[0]": "TOKEN_ID_OUT_OF_RANGE"}

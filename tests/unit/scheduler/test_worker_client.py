@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 
-from lockstep.internal.v1 import worker_pb2
+from lockstep.internal.v1 import sampling_pb2, worker_pb2
 from services.scheduler.batch import StepKind
 from services.scheduler.worker_client import decode_result, encode_step
-from tests.support.engine_driver import EngineDriver
+from shared.limits import SamplingOptions
+from shared.sampling_codec import decode_options
+from tests.support.engine_driver import EOS, EngineDriver
 
 
 def test_a_pure_decode_step_of_32_rows_is_a_few_bytes() -> None:
@@ -35,6 +40,72 @@ def test_a_block_that_opens_costs_eight_bytes_and_two_headers() -> None:
     assert message.ByteSize() == 6 + 2 * (2 + 4)
 
 
-def test_a_result_with_a_torn_column_is_no_result() -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"token_ids": b"123"},
+        {"counts": b"123"},
+        {"logprobs": sampling_pb2.Logprobs(values=b"123")},
+        {"prompt_logprobs": [worker_pb2.ChunkLogprobs(logprobs=sampling_pb2.Logprobs(indexes=b"12345"))]},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_a_result_with_a_torn_column_is_no_result(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="buffer size"):
-        decode_result(worker_pb2.StepResult(epoch=1, step_id=1, token_ids=b"\0\0\0"))
+        decode_result(worker_pb2.StepResult(epoch=1, step_id=1, **fields))
+
+
+def test_a_result_without_the_newer_fields_is_a_token_a_row() -> None:
+    result = decode_result(worker_pb2.StepResult(epoch=1, step_id=1))
+    assert (result.counts, result.num_draft_tokens, result.logprobs, result.prompt_logprobs) == (None, 0, None, ())
+
+
+def enter_of(driver: EngineDriver, handle: int, prompt: list[int], **fields: Any) -> worker_pb2.EnterSequence:
+    """What the worker is told of a request that enters alone, and runs to its end then."""
+    driver.submit(handle, prompt, **fields)
+    [enter] = encode_step(driver.sent[0]).enters
+    driver.run()
+    return enter
+
+
+def test_a_plain_sequence_enters_with_one_number_more_than_before_there_were_options() -> None:
+    enter = enter_of(EngineDriver(), 1, list(range(40)), max_tokens=5)
+    assert enter.max_num_tokens == 45
+    newer = ("choice", "options", "stop_token_ids", "cached_token_ids")
+    assert not {field.name for field, _ in enter.ListFields()}.intersection(newer)
+
+
+def test_a_sequence_enters_with_its_choice_and_options() -> None:
+    driver = EngineDriver()
+    options = SamplingOptions(min_p=0.25, logit_bias=((4, -1.5),))
+    driver.submit(1, list(range(40)), n=2, options=options)
+    enters = encode_step(driver.sent[0]).enters
+    assert [(enter.choice, decode_options(enter.options)) for enter in enters] == [(0, options), (1, options)]
+
+
+@pytest.mark.parametrize(("ignore_eos", "expected"), [(True, [3, 900]), (False, [3, EOS, 900])])
+def test_what_may_not_be_drawn_yet_is_told_where_tokens_are_asked_for(ignore_eos: bool, expected: list[int]) -> None:
+    fields = {"ignore_eos": ignore_eos, "stop_token_ids": (900, 3)}
+    enter = enter_of(EngineDriver(), 1, list(range(40)), options=SamplingOptions(min_tokens=2), **fields)
+    assert np.frombuffer(enter.stop_token_ids, np.int32).tolist() == expected
+    assert not enter_of(EngineDriver(), 1, list(range(40)), options=SamplingOptions(min_p=0.1), **fields).stop_token_ids
+
+
+@pytest.mark.parametrize(
+    ("options", "num_draft_tokens", "is_told"),
+    [
+        (None, 0, False),
+        (None, 2, True),
+        (SamplingOptions(min_p=0.1), 0, False),
+        (SamplingOptions(presence_penalty=0.1), 0, True),
+        (SamplingOptions(bad_words=((1, 2),)), 0, True),
+    ],
+)
+def test_cached_tokens_are_told_where_options_or_drafts_need_them(
+    options: SamplingOptions | None, num_draft_tokens: int, is_told: bool
+) -> None:
+    driver = EngineDriver(num_draft_tokens=num_draft_tokens)
+    enter_of(driver, 1, list(range(40)))
+    enter = enter_of(driver, 2, list(range(40)), options=options)
+    assert enter.num_cached_tokens == 32
+    assert np.frombuffer(enter.cached_token_ids, np.int32).tolist() == (list(range(32)) if is_told else [])

@@ -1,0 +1,260 @@
+"""Bugs of requests that the simulation must see: of their choices, ends, attempts and log-probabilities."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from services.scheduler import intake
+from services.scheduler.engine import Engine
+from services.scheduler.events import Action, ClientGone, ClientMessage, Event, Submission, TimePassed
+from services.scheduler.logprobs import Logprobs
+from services.scheduler.prefill import PrefillPlanner
+from services.scheduler.requests import Request, RequestTable
+from services.scheduler.scheduler import Scheduler
+from services.scheduler.sequence import Finish, Sequence
+from services.scheduler.stops import find_finish
+from services.scheduler.waiting_queue import WaitingQueue
+from services.tokenizer.request_ledger import RequestLedger
+from tests.simulation.faults import Fault
+from tests.simulation.planting import Patch, PlantedBug, planter
+
+REQUEST_BUGS: list[PlantedBug] = []
+_planted = planter(REQUEST_BUGS)
+
+
+# Choices.
+
+
+@_planted()
+def _choices_draw_alike(patch: Patch) -> None:
+    """Every choice of a request draws the noise of the first."""
+    entering = PrefillPlanner._entering
+    patch.setattr(PrefillPlanner, "_entering", lambda *args: replace(entering(*args), choice=0))
+
+
+@_planted(Fault.CANCEL)
+def _aborts_end_one_choice(patch: Patch) -> None:
+    """Of a request that is aborted, or whose time is up, only one choice ends."""
+    remove = RequestTable.remove
+    patch.setattr(RequestTable, "remove", lambda self, request: remove(self, request)[:1])
+
+
+@_planted(Fault.CANCEL)
+def _requests_go_with_their_first_choice(patch: Patch) -> None:
+    """A request whose first choice has ended cannot be aborted by its client any more."""
+    by_handle = RequestTable.by_handle
+
+    def find(self: RequestTable, client: int, handle: int) -> Request | None:
+        return by_handle(self, client, handle) if (client, handle) in self._choices else None
+
+    patch.setattr(RequestTable, "by_handle", find)
+
+
+@_planted(Fault.TEXT_STOP)
+def _a_stop_in_the_text_ends_the_request(patch: Patch) -> None:
+    """A stop string in the text of one choice ends the others too."""
+    on_client_message = Engine._on_client_message
+
+    def stop_all(self: Engine, message: ClientMessage, now: float) -> list[Action]:
+        requests = [self._requests.by_handle(message.client, handle) for handle, _ in message.stop_ats]
+        actions = on_client_message(self, message, now)
+        for request in requests:
+            if request is not None and request.choices:
+                self._abort(request, now)
+        return actions
+
+    patch.setattr(Engine, "_on_client_message", stop_all)
+
+
+@_planted(Fault.STREAM_BREAK)
+def _ended_choices_begin_again(patch: Patch) -> None:
+    """A resubmitted request goes on with choices that its client has to their ends."""
+    patch.setattr(Submission, "open_choices", property(lambda self: list(range(self.n))))
+
+
+@_planted(Fault.STREAM_BREAK)
+def _choices_go_on_behind_the_first_ones_output(patch: Patch) -> None:
+    """A resubmitted request takes the output of its first choice for that of all."""
+    make = intake.make_request
+
+    def make_alike(client: int, submission: Submission, now: float) -> Request:
+        alike = tuple(replace(one, output=submission.choices_so_far[0].output) for one in submission.choices_so_far)
+        return make(client, replace(submission, choices_so_far=alike), now)
+
+    patch.setattr("services.scheduler.engine.make_request", make_alike)
+
+
+@_planted(Fault.QUEUE_FULL)
+def _choices_take_one_place(patch: Patch) -> None:
+    """A request takes one place of the waiting queue, however many choices it has."""
+    check_room = WaitingQueue.check_room
+    patch.setattr(WaitingQueue, "check_room", lambda self, num_tokens, now, **_: check_room(self, num_tokens, now))
+
+
+# Log-probabilities.
+
+
+@_planted()
+def _log_probabilities_keep_their_numbers(patch: Patch) -> None:
+    """Where rows are left out, log-probabilities go on counting them."""
+    select = Logprobs.select
+
+    def keep_numbers(self: Logprobs, is_kept: Any) -> Logprobs | None:
+        selected = select(self, is_kept)
+        return None if selected is None else replace(selected, indexes=self.indexes[is_kept[self.indexes]])
+
+    patch.setattr(Logprobs, "select", keep_numbers)
+
+
+@_planted()
+def _log_probabilities_of_wasted_tokens_are_told(patch: Patch) -> None:
+    """The log-probabilities of rows that count no more go to a client."""
+    patch.setattr(Logprobs, "select", lambda self, _: self)
+
+
+@_planted(Fault.LINK_BREAK)
+def _prompts_are_told_again(patch: Patch) -> None:
+    """A prompt that is computed again is told from its beginning."""
+    patch.setattr(Logprobs, "behind", lambda self, _: self)
+
+
+@_planted()
+def _scored_prompts_come_from_the_cache(patch: Patch) -> None:
+    """A prompt whose log-probabilities are asked for shares what is cached, which has none."""
+    patch.setattr(PrefillPlanner, "_find_prefix", lambda self, seq: self._blocks.find_prefix(seq))
+
+
+@_planted()
+def _every_choice_scores_the_prompt(patch: Patch) -> None:
+    """Each choice brings the log-probabilities of the prompt."""
+    patch.setattr(
+        Sequence,
+        "wants_prompt_logprobs",
+        property(lambda self: self.has_prompt_logprobs and self.num_stored_tokens == self.num_prompt_tokens),
+    )
+
+
+@_planted(Fault.QUEUE_FULL)
+def _prompts_are_charged_for_good(patch: Patch) -> None:
+    """What the log-probabilities of a prompt were charged with never comes back."""
+    forget = RequestTable._forget
+
+    def keep(self: RequestTable, request: Request) -> None:
+        forget(self, request)
+        self.num_prompt_logprob_bytes += request.num_prompt_logprob_bytes
+
+    patch.setattr(RequestTable, "_forget", keep)
+
+
+# Requests, their ends and their attempts.
+
+
+@_planted(Fault.TEXT_STOP)
+def _stop_positions_are_ignored(patch: Patch) -> None:
+    """A request that is stopped in its text counts the tokens that came after the stop."""
+    stop_at = Scheduler.stop_at
+    patch.setattr(Scheduler, "stop_at", lambda self, seq, _, now: stop_at(self, seq, 1 << 30, now))
+
+
+@_planted()
+def _stops_count_before_min_tokens(patch: Patch) -> None:
+    """A request may end before it has its least number of tokens."""
+    patch.setattr("services.scheduler.scheduler.find_finish", _find_finish_without_options)
+
+
+def _find_finish_without_options(seq: Sequence, eos_token_ids: frozenset[int]) -> Finish | None:
+    return find_finish(replace(seq, params=replace(seq.params, options=None)), eos_token_ids)
+
+
+@_planted(Fault.DEADLINE)
+def _deadlines_are_ignored(patch: Patch) -> None:
+    """A request whose caller has given up is computed on."""
+    patch.setattr(Engine, "_expire", lambda *_: [])
+
+
+@_planted(Fault.REPLICA_GONE)
+def _requests_outlive_their_replica(patch: Patch) -> None:
+    """The requests of a replica that is gone are computed on."""
+    on_event = Engine.on_event
+
+    def ignore(self: Engine, event: Event, now: float) -> list[Action]:
+        return on_event(self, TimePassed() if isinstance(event, ClientGone) else event, now)
+
+    patch.setattr(Engine, "on_event", ignore)
+
+
+@_planted(Fault.STREAM_BREAK)
+def _later_attempts_are_duplicates(patch: Patch) -> None:
+    """A resubmitted request is refused while its earlier attempt is in flight."""
+    submit = Engine._submit
+    patch.setattr(
+        Engine,
+        "_submit",
+        lambda self, client, submission, now: submit(self, client, replace(submission, attempt=1), now),
+    )
+
+
+@_planted(Fault.STREAM_BREAK)
+def _earlier_attempts_run_on(patch: Patch) -> None:
+    """Of a resubmitted request both attempts run."""
+    submit = Engine._submit
+
+    def submit_beside(self: Engine, client: int, submission: Submission, now: float) -> Any:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(RequestTable, "by_id", lambda *_: None)
+            return submit(self, client, submission, now)
+
+    patch.setattr(Engine, "_submit", submit_beside)
+
+
+@_planted(Fault.STREAM_BREAK, Fault.SCHEDULER_RESTART)
+def _max_tokens_count_from_the_resubmission(patch: Patch) -> None:
+    """The output so far counts as prompt: a resumed request gets max_tokens more."""
+    submit = Engine._submit
+
+    def submit_as_prompt(self: Engine, client: int, submission: Submission, now: float) -> Any:
+        if submission.n > 1 or not submission.choices_so_far:
+            return submit(self, client, submission, now)
+        prompt = submission.prompt + submission.choices_so_far[0].output
+        return submit(self, client, replace(submission, prompt=prompt, choices_so_far=()), now)
+
+    patch.setattr(Engine, "_submit", submit_as_prompt)
+
+
+@_planted(Fault.STREAM_BREAK, Fault.DEADLINE)
+def _resubmission_extends_the_deadline(patch: Patch) -> None:
+    """A resumed request forgets when its caller gives up."""
+    next_attempt = RequestLedger.next_attempt
+
+    def forget(self: RequestLedger, *args: Any) -> Any:
+        attempt = next_attempt(self, *args)
+        return attempt if attempt is None or attempt.number == 1 else replace(attempt, time_left_s=None)
+
+    patch.setattr(RequestLedger, "next_attempt", forget)
+
+
+@_planted(Fault.MESSAGE_REPEATED, Fault.MESSAGE_REORDERED, Fault.MESSAGE_LOST)
+def _replicas_append_without_a_look_at_positions(patch: Patch) -> None:
+    """A replica takes tokens as they come: lost, repeated, out of order."""
+    receive = RequestLedger.receive
+
+    def append(self: RequestLedger, stream: int, handle: int, _: int, token_ids: Any) -> Any:
+        choice = self._choices.get(handle)
+        return receive(self, stream, handle, 0 if choice is None else len(choice.output), token_ids)
+
+    patch.setattr(RequestLedger, "receive", append)
+
+
+@_planted(Fault.STREAM_BREAK, Fault.MESSAGE_LATE)
+def _replicas_listen_to_old_streams(patch: Patch) -> None:
+    """A replica takes an end from a stream that it has given up."""
+    end = RequestLedger.end
+
+    def end_anyway(self: RequestLedger, stream: int, handle: int) -> bool:
+        choice = self._choices.get(handle)
+        return end(self, stream if choice is None else choice.request.stream or stream, handle)
+
+    patch.setattr(RequestLedger, "end", end_anyway)
