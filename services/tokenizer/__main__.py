@@ -54,6 +54,7 @@ async def serve(settings: TokenizerSettings, model: ServedModel, stop: asyncio.E
     await health.set_serving(False)
     await live.drain(_DRAIN_S)
     await server.stop(_CLOSE_S)
+    model.structured_outputs.close()
     for task in ends:
         task.cancel()
     # The link only ends by being cancelled; an exception of its own is a bug.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from lockstep.internal.v1 import exchange_pb2
 from services.tokenizer.exchange_codec import encode_submit, read_rows
 from services.tokenizer.exchange_link import ExchangeLink
+from services.tokenizer.logprobs import Logprobs, read_prompt_logprobs, read_row_logprobs
 from services.tokenizer.request_ledger import RequestLedger, ResolvedRequest
 from shared.errors import NotReadyError, ServiceError
 
@@ -21,22 +22,28 @@ _random = secrets.SystemRandom()
 
 
 class Receiver(Protocol):
-    """Where one request's tokens go. It is called no more once it has ended."""
+    """Where one choice's tokens go. It is called no more once it has ended."""
 
     def begin(self, num_cached_tokens: int) -> None:
         """Take the number of prompt tokens that were cached; once, before the first tokens."""
 
     def receive(self, token_ids: Sequence[int], end: exchange_pb2.RequestEnd | None) -> int | None:
-        """Take tokens and an end; returns the number of tokens at which a stop found in text ended the request."""
+        """Take tokens and an end; returns the number of tokens at which a stop found in text ended the choice."""
+
+    def receive_logprobs(self, logprobs: Logprobs) -> None:
+        """Take the log-probabilities of the tokens that are about to be received."""
+
+    def receive_prompt_logprobs(self, logprobs: Logprobs) -> None:
+        """Take those of the next tokens of the request's prompt."""
 
     def fail(self, error: ServiceError) -> None:
         """Take the error that ended the request."""
 
 
 class CellRequests:
-    """The shell around the ledger: streams come and go, and each request's tokens reach its receiver.
+    """The shell around the ledger: streams come and go, and each choice's tokens reach its receiver.
 
-    Invariant: a request has its receiver here exactly while it is in the ledger. A link is here while its stream is
+    Invariant: a choice has its receiver here exactly while it is in the ledger. A link is here while its stream is
     the present one.
     """
 
@@ -50,13 +57,18 @@ class CellRequests:
         self._timer: asyncio.TimerHandle | None = None
 
     def submit(
-        self, request: ResolvedRequest, receiver: Receiver, *, arrived_s: float, deadline_s: float | None
+        self,
+        request: ResolvedRequest,
+        receivers: Sequence[Receiver],
+        *,
+        arrived_s: float,
+        deadline_s: float | None,
     ) -> int:
-        """Send a request up; returns the handle to abort it by.
+        """Send a request up; returns the handle to abort it by, the first of its choices'.
 
         Args:
             request: What to send.
-            receiver: Gets its answer.
+            receivers: Get its choices' answers, one each.
             arrived_s: When it arrived, in seconds of `time.monotonic`.
             deadline_s: When its caller gives up, likewise; None is never.
 
@@ -66,13 +78,14 @@ class CellRequests:
         if self._link is None:
             raise NotReadyError("the service is not linked to its cell")
         handle = self._ledger.add(request, arrived_s=arrived_s, deadline_s=deadline_s)
-        self._receivers[handle] = receiver
+        self._receivers.update(enumerate(receivers, handle))
         self._link.submit(handle)
         return handle
 
     def abort(self, handle: int) -> None:
         """Have a request forgotten; nothing happens when it has ended."""
-        self._receivers.pop(handle, None)
+        for choice in self._ledger.open_choices(handle):
+            del self._receivers[choice]
         if self._ledger.remove(handle) and self._link is not None:
             self._link.abort(handle)
 
@@ -107,17 +120,22 @@ class CellRequests:
         """Hand out what one step on the present stream brought: beginnings, tokens and ends.
 
         Raises:
-            ExchangeError: the columns do not fit each other, or tokens are missing.
+            ExchangeError: columns do not fit each other, or tokens are missing.
         """
         for start in outputs.starts:
             if self._ledger.begin(self._stream, start.handle):
                 self._receivers[start.handle].begin(start.num_cached_tokens)
+        if outputs.prompt_logprobs:
+            self._receive_prompt_logprobs(outputs.prompt_logprobs)
+        handle_to_logprobs = read_row_logprobs(outputs) if outputs.HasField("logprobs") else {}
         ends = {end.handle: end for end in outputs.ends}
         receive, stream, receivers = self._ledger.receive, self._stream, self._receivers
         for handle, first_index, token_ids in read_rows(outputs):
             new_ids = receive(stream, handle, first_index, token_ids)
             if not new_ids:
                 continue
+            if handle_to_logprobs and handle in handle_to_logprobs:
+                receivers[handle].receive_logprobs(handle_to_logprobs[handle].last(len(new_ids)))
             if ends and handle in ends:
                 self._end(handle, new_ids, ends.pop(handle))
                 continue
@@ -131,9 +149,16 @@ class CellRequests:
         if self._ledger.end(self._stream, handle):
             self._receivers.pop(handle).receive(token_ids, end)
 
+    def _receive_prompt_logprobs(self, messages: Iterable[exchange_pb2.PromptLogprobs]) -> None:
+        for message in messages:
+            logprobs = read_prompt_logprobs(message.logprobs)
+            num_new = self._ledger.receive_prompt(self._stream, message.handle, int(logprobs.indexes[0]), len(logprobs))
+            if num_new:
+                self._receivers[message.handle].receive_prompt_logprobs(logprobs.last(num_new))
+
     def _stop(self, handle: int, stop_at: int) -> None:
-        """A stop found in text ended a request: the cell is to be told."""
-        self._ledger.remove(handle)
+        """A stop found in text ended a choice: the cell is to be told."""
+        self._ledger.stop(handle)
         del self._receivers[handle]
         assert self._link is not None
         self._link.stop_at(handle, stop_at)

@@ -1,20 +1,21 @@
-"""Renders conversations with the model's own chat template.
+"""Renders conversations with the model's own chat template, which comes from the model directory and nowhere else.
 
-The template comes from the model directory and nowhere else, and runs in the immutable sandbox that
-`transformers` sets up for templates, with the same filters and globals. No torch is imported on the way.
+No torch is imported on the way.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jinja2.exceptions import TemplateError
-from transformers.utils.chat_template_utils import render_jinja_template
 
+from services.tokenizer.conversation import Conversation, JsonObject, JsonValue, Message, Tool
+from services.tokenizer.template_rendering import render_template
+from services.tokenizer.template_trial import TemplateFeatures, try_template
 from shared.errors import InvalidRequestError, Violation
 from shared.model_dir import CHAT_TEMPLATE, ModelDirectoryError, read_json
 
@@ -22,43 +23,63 @@ logger = logging.getLogger(__name__)
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 
+_PLAIN = TemplateFeatures()
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One message of a conversation; `role` as templates know it."""
-
-    role: str
-    content: str
+Guard = Callable[[JsonValue], JsonValue]
 
 
 class ChatTemplate:
     """A template that is known to render a plain message, so a conversation that fails is itself to blame."""
 
-    def __init__(self, source: str, special_tokens: dict[str, Any]) -> None:
-        """Take a template and try it.
+    def __init__(
+        self,
+        source: str,
+        special_tokens: dict[str, str],
+        *,
+        tools_source: str | None = None,
+        features: TemplateFeatures = _PLAIN,
+    ) -> None:
+        """Take a template.
 
         Args:
             source: The template.
             special_tokens: The text of each that it may use by name, such as `bos_token`.
-
-        Raises:
-            ModelDirectoryError: it does not render a plain message.
+            tools_source: The template for conversations with tools; None if the first one is for all.
+            features: What the one with tools does with them.
         """
         self._source = source
+        self._tools_source = source if tools_source is None else tools_source
         self._special_tokens = special_tokens
-        try:
-            self._render([Message("user", "Hello")])
-        except Exception as error:
-            raise ModelDirectoryError(f"the chat template does not render a plain message: {error}") from error
+        self._features = features
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """Render a conversation with the assistant's turn opened. Runs the template: not for an event loop.
+    @property
+    def text(self) -> str:
+        """All that it may write."""
+        return self._source if self._tools_source is self._source else f"{self._source}\n{self._tools_source}"
+
+    def fields(self, conversation: Conversation, guard: Guard = lambda value: value) -> JsonObject:
+        """What the template is given of a conversation, as `apply_chat_template` takes it.
+
+        Args:
+            conversation: The conversation.
+            guard: Applied to everything that its author wrote.
+        """
+        tools: list[JsonValue] = [_tool_fields(tool, guard) for tool in conversation.offered_tools]
+        return {
+            **{name: guard(value) for name, value in conversation.variables.items()},
+            "messages": [self._message_fields(message, guard) for message in conversation.messages],
+            "tools": tools or None,
+        }
+
+    def render(self, fields: JsonObject) -> str:
+        """Render a conversation's fields with the assistant's turn opened. Not for an event loop.
 
         Raises:
-            InvalidRequestError: the template refuses the messages, or they make it fail.
+            InvalidRequestError: the template refuses the conversation, or that makes it fail.
         """
         try:
-            return self._render(messages)
+            source = self._source if fields["tools"] is None else self._tools_source
+            return render_template(source, self._special_tokens, fields)
         except Exception as error:  # noqa: BLE001 - a template can raise anything
             refused = type(error) is TemplateError
             # The error's text may hold a message's content, which is never logged.
@@ -68,45 +89,75 @@ class ChatTemplate:
                 [Violation("chat.messages", "TEMPLATE_FAILED", description)]
             ) from None
 
-    def _render(self, messages: Sequence[Message]) -> str:
-        conversation = [{"role": message.role, "content": message.content} for message in messages]
-        # Annotated as `str`, it returns the texts of all conversations and what it tracked in them.
-        rendered: Any = render_jinja_template(
-            conversations=[conversation],
-            chat_template=self._source,
-            add_generation_prompt=True,
-            **self._special_tokens,
-        )
-        return str(rendered[0][0])
+    def _message_fields(self, message: Message, guard: Guard) -> JsonObject:
+        fields: JsonObject = {"role": message.role, "content": guard(message.content)}
+        others: JsonObject = {
+            "reasoning_content": message.reasoning,
+            "name": message.name,
+            "tool_call_id": message.tool_call_id,
+        }
+        fields |= {name: guard(value) for name, value in others.items() if value}
+        if message.tool_calls:
+            if not message.content and self._features.empty_content_is_none:
+                fields["content"] = None
+            fields["tool_calls"] = [
+                {
+                    "type": "function",
+                    **({"id": guard(call.id)} if call.id else {}),
+                    "function": {"name": guard(call.name), "arguments": self._arguments(guard(call.arguments))},
+                }
+                for call in message.tool_calls
+            ]
+        return fields
+
+    def _arguments(self, arguments: JsonValue) -> JsonValue:
+        return json.dumps(arguments, ensure_ascii=False) if self._features.arguments_are_text else arguments
 
 
-def load_chat_template(model_dir: Path) -> ChatTemplate | None:
-    """The model's template; None when the directory has none.
+def load_chat_template(model_dir: Path, *, timeout_s: float) -> ChatTemplate | None:
+    """The model's template, tried in a process of its own; None when the directory has none.
 
     Raises:
-        ModelDirectoryError: a file is malformed, or the template does not render a plain message.
+        ModelDirectoryError: a file is malformed, or the template does not render a plain message in time.
     """
     config = read_json(model_dir, _TOKENIZER_CONFIG) if (model_dir / _TOKENIZER_CONFIG).exists() else {}
-    source = _template_source(model_dir, config)
-    return None if source is None else ChatTemplate(source, _special_tokens(config))
+    sources = _template_sources(model_dir, config)
+    source, tools_source = sources.get("default"), sources.get("tool_use")
+    if source is None:
+        return None
+    special_tokens = _special_tokens(config)
+    names = tuple(special_tokens.items())
+    tried = [
+        try_template(each, names, timeout_s=timeout_s, has_tools=name == "tool_use") for name, each in sources.items()
+    ]
+    logger.info("the chat template works", extra={"takes_tools": tried[-1].takes_tools})
+    return ChatTemplate(source, special_tokens, tools_source=tools_source, features=tried[-1])
 
 
-def _template_source(model_dir: Path, config: dict[str, Any]) -> str | None:
+def _tool_fields(tool: Tool, guard: Guard) -> JsonObject:
+    function: JsonObject = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    return {"type": "function", "function": guard(function)}
+
+
+def _template_sources(model_dir: Path, config: dict[str, Any]) -> dict[str, str]:
+    """The model's templates by name: `default`, and `tool_use` if there is another one for tools."""
     path = model_dir / CHAT_TEMPLATE
     if path.exists():
         try:
-            return path.read_text(encoding="utf-8")
+            return {"default": path.read_text(encoding="utf-8")}
         except (OSError, ValueError) as error:
             raise ModelDirectoryError(f"{path}: {error}") from error
     template = config.get("chat_template")
+    named: dict[str, Any] = {"default": template}
     if isinstance(template, list):
-        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
-    if template is not None and not isinstance(template, str):
+        named = {entry.get("name"): entry.get("template") for entry in template}
+    sources = {name: named[name] for name in ("default", "tool_use") if named.get(name) is not None}
+    if not all(isinstance(source, str) for source in sources.values()):
         raise ModelDirectoryError(f"{model_dir / _TOKENIZER_CONFIG}: chat_template is no text")
-    return template
+    return sources
 
 
-def _special_tokens(config: dict[str, Any]) -> dict[str, Any]:
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """The special tokens that the configuration names: each a text, or an object that holds it."""
     tokens = {}
     for name, value in config.items():

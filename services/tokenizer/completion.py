@@ -15,11 +15,26 @@ class Completion:
     still be completed. They belong to the answer only if it is.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stop_strings: Sequence[str]) -> None:
-        """Begin an answer with a new detokenizer; `stop_strings` may be empty."""
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stop_strings: Sequence[str],
+        *,
+        includes_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        """Begin an answer.
+
+        Args:
+            detokenizer: A new one.
+            stop_strings: May be empty.
+            includes_stop: Whether the stop string is part of the text.
+            min_tokens: A stop string that is completed within so many tokens is text like any other.
+        """
         self._detokenizer = detokenizer
         self.has_stop_strings = bool(stop_strings)
-        self._matcher = StopMatcher(stop_strings) if stop_strings else None
+        self._matcher = StopMatcher(stop_strings, includes_stop=includes_stop) if stop_strings else None
+        self._min_tokens = min_tokens
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._late_ids: list[int] = []
@@ -67,11 +82,17 @@ class Completion:
         self._texts, self._token_ids = [], []
         return text, token_ids
 
+    def put_back(self, token_ids: list[int]) -> None:
+        """Have tokens that were taken last be the first that the next call takes."""
+        self._token_ids = token_ids + self._token_ids
+
     def _watch(self, matcher: StopMatcher, text: str, token_ids: Sequence[int]) -> None:
         """Let the matcher see the next text, which `token_ids` brought."""
         if matcher.is_decided:
             return
         candidate = matcher.candidate
+        # Without a candidate nothing is late: the tokens before these are all counted.
+        matcher.is_watchful = self.num_tokens + len(token_ids) > self._min_tokens
         self._texts.append(matcher.push(text))
         self._late_ids += token_ids
         if matcher.candidate is None or matcher.candidate is not candidate:

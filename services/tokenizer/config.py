@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
@@ -36,6 +37,30 @@ class TokenizerSettings(ServiceSettings):
         description="A client that takes nothing of its answer for so many seconds loses it.",
     )
     num_encode_threads: int = Field(default=2, ge=1, le=64, description="Threads that encode, decode and render.")
+
+    template_timeout_s: float = Field(
+        default=10.0,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="A chat template that takes longer for a plain message at start is refused.",
+    )
+    reply_parser: Literal["auto", "none", "hermes", "llama3_json", "deepseek_v3", "harmony", "glm4"] = Field(
+        default="auto",
+        description="How replies to chats are read into tool calls and reasoning; auto goes by the chat template.",
+    )
+
+    grammar_timeout_s: float = Field(
+        default=10.0,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="A request whose structured output takes longer to compile is refused.",
+    )
+    grammar_memory_gib: float = Field(
+        default=1.0,
+        ge=0.5,
+        allow_inf_nan=False,
+        description="Memory of each of the two processes that compile structured outputs, in GiB.",
+    )
 
     @property
     def served_model_name(self) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from tokenizers import Tokenizer, decoders
@@ -22,7 +23,7 @@ _NUM_CONTEXT_IDS = 6
 
 
 class Detokenizer(Protocol):
-    """The text of one completion, special tokens left out.
+    """The text of one completion.
 
     The pieces of all `push` calls and of `flush`, joined, are the text of all ids, however they were cut.
     """
@@ -34,36 +35,39 @@ class Detokenizer(Protocol):
         """The end: return what was held back, a cut character as U+FFFD."""
 
 
-def make_detokenizer_factory(tokenizer: Tokenizer) -> Callable[[], Detokenizer]:
-    """Prepare what all completions share; the factory then makes one detokenizer for each."""
-    if isinstance(tokenizer.decoder, decoders.ByteLevel):
-        byte_of = byte_table(tokenizer)
-        text_of = text_table(byte_of)
-        return lambda: ByteLevelDetokenizer(byte_of, text_of)
-    special = special_token_ids(tokenizer)
-    return lambda: WindowDetokenizer(tokenizer, special)
+class TokenTexts(Protocol):
+    """What one vocabulary's tokens are as text."""
+
+    def detokenizer(self, *, skips_special_tokens: bool = True) -> Detokenizer:
+        """A new one; special tokens have no text where they are skipped."""
+
+    def text_of(self, token_id: int) -> str:
+        """A token's text by itself, a special one's too: bytes that are no UTF-8 as U+FFFD, nothing for no token."""
+
+
+def make_token_texts(tokenizer: Tokenizer) -> TokenTexts:
+    """Prepare what all completions share."""
+    return ByteLevelTexts(tokenizer) if isinstance(tokenizer.decoder, decoders.ByteLevel) else WindowTexts(tokenizer)
 
 
 def special_token_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """The tokens that have no text."""
+    """The special tokens."""
     return frozenset(token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
 
 
 def byte_table(tokenizer: Tokenizer) -> dict[int, bytes]:
-    """The bytes of every token of a byte-level vocabulary; special tokens are missing.
+    """The bytes of every token of a byte-level vocabulary.
 
     Source: GPT-2's `bytes_to_unicode`, which `tokenizers` follows: each character of a token stands for a byte;
     a token with any other character (an added one) is its own UTF-8.
     """
-    special = special_token_ids(tokenizer)
     byte_of = _byte_of_character()
     table = {}
     for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
-        if token_id not in special:
-            try:
-                table[token_id] = bytes([byte_of[character] for character in token])
-            except KeyError:
-                table[token_id] = token.encode()
+        try:
+            table[token_id] = bytes([byte_of[character] for character in token])
+        except KeyError:
+            table[token_id] = token.encode()
     return table
 
 
@@ -74,6 +78,54 @@ def text_table(byte_of: dict[int, bytes]) -> dict[int, str]:
         with contextlib.suppress(UnicodeDecodeError):
             table[token_id] = data.decode()
     return table
+
+
+class ByteLevelTexts:
+    """For byte-level vocabularies: tables."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        special = special_token_ids(tokenizer)
+        self._byte_of = byte_table(tokenizer)
+        self._text_of = text_table(self._byte_of)
+        self._plain_byte_of = {token_id: data for token_id, data in self._byte_of.items() if token_id not in special}
+        self._plain_text_of = {token_id: text for token_id, text in self._text_of.items() if token_id not in special}
+
+    def detokenizer(self, *, skips_special_tokens: bool = True) -> Detokenizer:
+        """See `TokenTexts.detokenizer`."""
+        if skips_special_tokens:
+            return ByteLevelDetokenizer(self._plain_byte_of, self._plain_text_of)
+        return ByteLevelDetokenizer(self._byte_of, self._text_of)
+
+    def text_of(self, token_id: int) -> str:
+        """See `TokenTexts.text_of`."""
+        return self._byte_of.get(token_id, b"").decode(errors="replace")
+
+
+class WindowTexts:
+    """For every other vocabulary: the library's decoder."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._special = special_token_ids(tokenizer)
+        vocabulary = tokenizer.get_vocab(with_added_tokens=False).items()
+        # At the beginning of a text decoders strip the space that a token begins with.
+        characters = [token_id for token, token_id in vocabulary if len(token) == 1 and token.isascii()]
+        self._context = sorted(characters)[:1]
+        self._context_text = tokenizer.decode(self._context)
+
+    def detokenizer(self, *, skips_special_tokens: bool = True) -> Detokenizer:
+        """See `TokenTexts.detokenizer`."""
+        if skips_special_tokens:
+            return WindowDetokenizer(self._tokenizer.decode, self._special)
+        return WindowDetokenizer(partial(self._tokenizer.decode, skip_special_tokens=False), frozenset())
+
+    def text_of(self, token_id: int) -> str:
+        """See `TokenTexts.text_of`."""
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None or token_id in self._special:
+            return token or ""
+        text: str = self._tokenizer.decode([*self._context, token_id])
+        return text[len(self._context_text) :]
 
 
 class ByteLevelDetokenizer:
@@ -120,16 +172,17 @@ class WindowDetokenizer:
     Source: vLLM's and TGI's two-offset window, here bounded.
     """
 
-    def __init__(self, tokenizer: Tokenizer, special: frozenset[int]) -> None:
-        self._decode: Callable[[Sequence[int]], str] = tokenizer.decode
-        self._special = special
+    def __init__(self, decode: Callable[[Sequence[int]], str], skipped: frozenset[int]) -> None:
+        """Begin with the library's decoder, for which tokens that are `skipped` have no text."""
+        self._decode = decode
+        self._skipped = skipped
         self._window: list[int] = []
         self._context_text = ""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """See `Detokenizer.push`."""
         # A context of special tokens would be none: decoders strip the space at the beginning of a text.
-        self._window += [token_id for token_id in token_ids if token_id not in self._special]
+        self._window += [token_id for token_id in token_ids if token_id not in self._skipped]
         text = self._decode(self._window)
         if text.endswith(_REPLACEMENT) and len(self._window) < _MAX_WINDOW:
             return ""

@@ -12,6 +12,7 @@ from lockstep.internal.v1 import exchange_pb2
 from lockstep.v1 import common_pb2
 from services.tokenizer.request_ledger import Attempt, ExchangeError
 from shared.limits import TOKEN_DTYPE
+from shared.sampling_codec import encode_options
 
 _HANDLE_DTYPE = np.dtype("<u4")
 
@@ -35,9 +36,14 @@ def encode_submit(attempt: Attempt) -> exchange_pb2.Submit:
         priority=cast(common_pb2.Priority, request.priority),
         cache_salt=request.cache_salt,
         attempt=attempt.number,
-        output_token_ids=attempt.output,
+        choices_so_far=[
+            exchange_pb2.ChoiceSoFar(token_ids=choice.output, has_ended=choice.has_ended)
+            for choice in attempt.choices_so_far
+        ],
         age=timedelta(seconds=attempt.age_s),
         time_left=None if attempt.time_left_s is None else timedelta(seconds=max(0.0, attempt.time_left_s)),
+        n=request.n,
+        options=None if sampling.options is None else encode_options(sampling.options),
     )
 
 

@@ -68,7 +68,7 @@ class ExchangeLink:
         while self._submits and num_bytes < _SUBMIT_BYTES_PER_MESSAGE:
             submit = self._make_submit(self._submits.popleft())
             if submit is not None:
-                num_bytes += len(submit.prompt_token_ids) + len(submit.output_token_ids)
+                num_bytes += submit.ByteSize()
                 message.submits.append(submit)
         if not self._submits:
             self._has_news.clear()

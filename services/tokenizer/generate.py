@@ -5,21 +5,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
+from services.tokenizer.choice import Choice, Extras
 from services.tokenizer.completion import Completion
 from services.tokenizer.generation import Generation
 from services.tokenizer.live_requests import LiveRequests
+from services.tokenizer.logprobs import LogprobQueue
 from services.tokenizer.model import ServedModel
-from services.tokenizer.request import check_request, resolve_request
-from services.tokenizer.request_ledger import ResolvedRequest
+from services.tokenizer.prepare import PreparedPrompt, RequestPreparer
+from services.tokenizer.request import CheckedRequest, check_request
 from services.tokenizer.scheduler_client import SchedulerClient
 from shared.errors import DeadlinePassedError, ServiceError
+from shared.limits import NO_OPTIONS
 from shared.response_writer import ResponseWriter
 from shared.rpc import StatusError, reason_of
 
 logger = logging.getLogger(__name__)
+
+# At most a mebibyte of text: a client's library takes messages of 4.
+_ECHO_CHARACTERS = 256 * 1024
 
 
 class GenerateCall:
@@ -37,6 +43,7 @@ class GenerateCall:
         """Take in a call, whose client waits `time_left_s` for its answer; None is for ever."""
         self._model = model
         self._scheduler = scheduler
+        self._preparer = RequestPreparer(model, lambda: scheduler.cell().limits)
         self._live = live
         self._writer = writer
         self._arrived_s = time.monotonic()
@@ -65,23 +72,78 @@ class GenerateCall:
         finally:
             logger.info("request ended", extra={**self._facts, "outcome": outcome, "total_ms": self._elapsed_ms()})
 
-    async def _serve(self, request: tokenizer_pb2.GenerateRequest) -> str:
-        """Returns the finish reason's name."""
+    async def _serve(self, message: tokenizer_pb2.GenerateRequest) -> str:
+        """Returns the names of the finish reasons."""
         self._live.check_open()
-        checked = check_request(request, model_name=self._model.name, limits=self._scheduler.cell().limits)
-        self._facts["request_id"] = checked.request_id
-        with self._live.admit(checked.request_id):
-            prompt_token_ids = await self._model.prompts.encode(checked.prompt)
-            # Encoding takes its time: the cell may be another one by now.
-            resolved = resolve_request(checked, prompt_token_ids, self._scheduler.cell().limits)
+        cell = self._scheduler.cell()
+        request = check_request(
+            message, model_name=self._model.name, limits=cell.limits, defaults=cell.default_sampling
+        )
+        self._facts["request_id"] = request.request_id
+        with self._live.admit(request.all_ids):
+            prompts = await self._preparer.prepare(request)
             self._check_deadline()
-            return await self._stream(resolved, checked.stop_strings)
+            return await self._stream(request, prompts)
 
     def _check_deadline(self) -> None:
         if self._deadline_s is not None and time.monotonic() >= self._deadline_s:
             raise DeadlinePassedError("the deadline passed before the request reached the cell")
 
-    async def _stream(self, request: ResolvedRequest, stop_strings: Sequence[str]) -> str:
+    async def _stream(self, request: CheckedRequest, prompts: Sequence[PreparedPrompt]) -> str:
+        generation = Generation(arrived_s=self._arrived_s)
+        self._live.begin(request.request_id, generation)
+        handles: list[int] = []
+        try:
+            for index, prompt in enumerate(prompts):
+                handles.append(self._submit(request, index, prompt, generation))
+            for index, prompt in enumerate(prompts):
+                await self._begin(index, prompt)
+            async for response in generation.responses():
+                await self._writer.write(response)
+        finally:
+            for handle in handles:
+                self._scheduler.requests.abort(handle)
+            self._note(generation)
+        reasons = sorted({common_pb2.FinishReason.Name(reason) for reason in generation.finish_reasons})
+        return ",".join(reason.removeprefix("FINISH_REASON_") for reason in reasons)
+
+    def _submit(self, request: CheckedRequest, index: int, prompt: PreparedPrompt, generation: Generation) -> int:
+        """Send a prompt to the cell; returns the handle to abort it by."""
+        choices = [self._make_choice(request, prompt, generation, (index, number)) for number in range(request.n)]
+        generation.choices += choices
+        return self._scheduler.requests.submit(
+            prompt.request, choices, arrived_s=self._arrived_s, deadline_s=self._deadline_s
+        )
+
+    def _make_choice(
+        self, request: CheckedRequest, prompt: PreparedPrompt, generation: Generation, place: tuple[int, int]
+    ) -> Choice:
+        form, options = request.form, prompt.request.sampling.options or NO_OPTIONS
+        parser = prompt.make_parser()
+        # A parser may have to see special tokens, and then leaves them out itself.
+        skips = form.skips_special_tokens and not (parser is not None and parser.needs_special_tokens)
+        completion = Completion(
+            self._model.texts.detokenizer(skips_special_tokens=skips),
+            form.stop_strings,
+            includes_stop=form.includes_stop,
+            min_tokens=options.min_tokens,
+        )
+        extras = Extras(
+            form.includes_stop,
+            parser,
+            self._logprob_queue(options.num_logprobs),
+            self._logprob_queue(options.num_prompt_logprobs),
+        )
+        return Choice(
+            generation, completion, place=place, num_prompt_tokens=prompt.request.num_prompt_tokens, extras=extras
+        )
+
+    def _logprob_queue(self, num_top: int | None) -> LogprobQueue | None:
+        return None if num_top is None else LogprobQueue(num_top, self._model.texts.text_of)
+
+    async def _begin(self, index: int, prompt: PreparedPrompt) -> None:
+        """Tell how a prompt was understood, and echo it."""
+        request = prompt.request
         accepted = tokenizer_pb2.Accepted(
             request_id=request.request_id,
             model=self._model.name,
@@ -89,29 +151,24 @@ class GenerateCall:
             max_tokens=request.sampling.max_tokens,
             seed=request.sampling.seed,
         )
-        generation = Generation(
-            Completion(self._model.make_detokenizer(), stop_strings),
-            num_prompt_tokens=accepted.num_prompt_tokens,
-            arrived_s=self._arrived_s,
-        )
-        requests = self._scheduler.requests
-        handle = requests.submit(request, generation, arrived_s=self._arrived_s, deadline_s=self._deadline_s)
-        self._live.begin(request.request_id, generation)
-        try:
-            await self._writer.write(tokenizer_pb2.GenerateResponse(accepted=accepted))
-            async for response in generation.responses():
-                await self._writer.write(response)
-        finally:
-            requests.abort(handle)
-            self._note(generation)
-        return common_pb2.FinishReason.Name(generation.finish_reason).removeprefix("FINISH_REASON_")
+        await self._writer.write(tokenizer_pb2.GenerateResponse(accepted=accepted, prompt=index))
+        for choice in range(request.n):
+            for text in echo_pieces(prompt.echo):
+                await self._writer.write(tokenizer_pb2.GenerateResponse(text=text, prompt=index, choice=choice))
 
     def _note(self, generation: Generation) -> None:
-        self._facts["num_prompt_tokens"] = generation.usage.num_prompt_tokens
-        self._facts["num_cached_tokens"] = generation.usage.num_cached_tokens
+        usage = generation.usage()
+        self._facts["num_prompt_tokens"] = usage.num_prompt_tokens
+        self._facts["num_cached_tokens"] = usage.num_cached_tokens
         self._facts["num_completion_tokens"] = generation.num_tokens
         if generation.ttft_s is not None:
             self._facts["ttft_ms"] = round(1e3 * generation.ttft_s, 3)
 
     def _elapsed_ms(self) -> float:
         return round(1e3 * (time.monotonic() - self._arrived_s), 3)
+
+
+def echo_pieces(text: str) -> Iterator[str]:
+    """A text in pieces that each fit a message; none for an empty one."""
+    for start in range(0, len(text), _ECHO_CHARACTERS):
+        yield text[start : start + _ECHO_CHARACTERS]

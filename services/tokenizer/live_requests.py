@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from services.tokenizer.generation import Generation
@@ -32,20 +32,22 @@ class LiveRequests:
             raise DrainingError("the service is stopping")
 
     @contextmanager
-    def admit(self, request_id: str) -> Iterator[None]:
-        """Hold `request_id` for the length of a `with` block.
+    def admit(self, request_ids: Sequence[str]) -> Iterator[None]:
+        """Hold ids, all or none of them, for the length of a `with` block. The first one is the request's.
 
         Raises:
-            DuplicateRequestError: a request with this id is in flight.
+            DuplicateRequestError: a request with one of these ids is in flight.
         """
-        if request_id in self._generations:
-            raise DuplicateRequestError("a request with this id is in flight", request_id=request_id)
-        self._generations[request_id] = None
+        for request_id in request_ids:
+            if request_id in self._generations:
+                raise DuplicateRequestError("a request with this id is in flight", request_id=request_id)
+        self._generations.update(dict.fromkeys(request_ids))
         self._is_empty.clear()
         try:
             yield
         finally:
-            del self._generations[request_id]
+            for request_id in request_ids:
+                del self._generations[request_id]
             if not self._generations:
                 self._is_empty.set()
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.tokenizer.chat_template import load_chat_template
 from services.tokenizer.config import TokenizerSettings
-from services.tokenizer.detokenizer import Detokenizer, make_detokenizer_factory
+from services.tokenizer.detokenizer import TokenTexts, make_token_texts
 from services.tokenizer.encoder import Encoder, load_tokenizer
+from services.tokenizer.grammar_child import TrialLimits
 from services.tokenizer.prompts import PromptEncoder
+from services.tokenizer.reply_parsers import ReplyParsers, load_reply_parsers
+from services.tokenizer.structured_output import StructuredOutputs
 from shared.model_dir import model_digest
 
 
@@ -20,7 +22,9 @@ class ServedModel:
     name: str
     digest: str
     prompts: PromptEncoder
-    make_detokenizer: Callable[[], Detokenizer]
+    texts: TokenTexts
+    reply_parsers: ReplyParsers
+    structured_outputs: StructuredOutputs
 
 
 def load_model(settings: TokenizerSettings) -> ServedModel:
@@ -31,9 +35,14 @@ def load_model(settings: TokenizerSettings) -> ServedModel:
     """
     tokenizer = load_tokenizer(settings.model_dir)
     encoder = Encoder(tokenizer, num_threads=settings.num_encode_threads)
+    template = load_chat_template(settings.model_dir, timeout_s=settings.template_timeout_s)
+    prompts = PromptEncoder(encoder, template)
+    grammar_limits = TrialLimits(settings.grammar_timeout_s, round(settings.grammar_memory_gib * 2**30))
     return ServedModel(
         settings.served_model_name,
         model_digest(settings.model_dir),
-        PromptEncoder(encoder, load_chat_template(settings.model_dir)),
-        make_detokenizer_factory(tokenizer),
+        prompts,
+        make_token_texts(tokenizer),
+        load_reply_parsers(settings.model_dir, prompts, name=settings.reply_parser),
+        StructuredOutputs(settings.model_dir, grammar_limits),
     )

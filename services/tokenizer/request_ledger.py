@@ -6,7 +6,6 @@ seconds of one monotonic clock.
 
 from __future__ import annotations
 
-import itertools
 from array import array
 from dataclasses import dataclass, field
 
@@ -24,7 +23,7 @@ class ExchangeError(Exception):
 class ResolvedRequest:
     """A request with a prompt of ids and every parameter resolved, the seed too; it fits the cell.
 
-    `prompt` is little-endian int32, `priority` a `lockstep.v1.Priority`.
+    `prompt` is little-endian int32, `priority` a `lockstep.v1.Priority`, `n` the number of choices.
     """
 
     request_id: str
@@ -32,6 +31,7 @@ class ResolvedRequest:
     sampling: SamplingParams
     priority: int = 0
     cache_salt: bytes = b""
+    n: int = 1
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -40,17 +40,25 @@ class ResolvedRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class ChoiceSoFar:
+    """What is known of one choice: its completion tokens, little-endian int32, and whether it has ended."""
+
+    output: bytes
+    has_ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Attempt:
     """One submission of a request; `number` counts them from 1, on whatever stream.
 
-    `output` are the completion tokens so far, little-endian int32. `age_s` is how long ago the request arrived,
-    `time_left_s` how long its caller still waits; None is for ever.
+    `choices_so_far` has nothing, or an entry a choice. `age_s` is how long ago the request arrived, `time_left_s` how
+    long its caller still waits; None is for ever.
     """
 
     handle: int
     request: ResolvedRequest
     number: int
-    output: bytes
+    choices_so_far: tuple[ChoiceSoFar, ...]
     age_s: float
     time_left_s: float | None
 
@@ -58,23 +66,39 @@ class Attempt:
 @dataclass(slots=True)
 class _LiveRequest:
     request: ResolvedRequest
+    handle: int
     arrived_s: float
     deadline_s: float | None
+    choices: list[_LiveChoice] = field(default_factory=list)
     num_attempts: int = 0
     stream: int | None = None
     """The present stream when it was submitted there."""
+    num_prompt_positions: int = 1
+    """Positions of the prompt whose log-probabilities are known. The first has none."""
+
+    @property
+    def has_news(self) -> bool:
+        """Whether anything is known of a choice."""
+        return any(choice.output or choice.has_ended for choice in self.choices)
+
+
+@dataclass(slots=True)
+class _LiveChoice:
+    request: _LiveRequest
     has_begun: bool = False
+    has_ended: bool = False
     output: array[int] = field(default_factory=lambda: array("i"))
 
 
 class RequestLedger:
     """Knows what each request has been told, and what to tell a fresh stream.
 
-    There is at most one present stream; what comes on an older one is dropped. A handle names a request on every
-    stream it is submitted on.
+    There is at most one present stream; what comes on an older one is dropped. A handle names a choice on every
+    stream that its request is submitted on. A request of n choices has n handles in a row, and goes by the first.
 
-    Invariant: a request is here from `add` until its one end: by `end`, `expire`, `remove` or `remove_all`. It is in
-    `_unsent` exactly while the scheduler at the end of the present stream has not been sent it.
+    Invariant: a choice is here from `add` until its one end: by `end`, `stop`, `expire`, `remove` or `remove_all`; a
+    request until the last of its choices has ended. It is in `_unsent` exactly while the scheduler at the end of the
+    present stream has not been sent it.
     """
 
     def __init__(self, lost_after_s: float, now: float) -> None:
@@ -87,7 +111,8 @@ class RequestLedger:
         self._lost_after_s = lost_after_s
         self._without_stream_since: float | None = now
         self._stream = 0
-        self._handles = itertools.count(1)
+        self._next_handle = 1
+        self._choices: dict[int, _LiveChoice] = {}
         self._requests: dict[int, _LiveRequest] = {}
         self._unsent: dict[int, _LiveRequest] = {}
 
@@ -95,10 +120,21 @@ class RequestLedger:
         return len(self._requests)
 
     def add(self, request: ResolvedRequest, *, arrived_s: float, deadline_s: float | None) -> int:
-        """Take in a request, and return the handle that names it from now on; `next_attempt` submits it."""
-        handle = next(self._handles)
-        self._requests[handle] = self._unsent[handle] = _LiveRequest(request, arrived_s, deadline_s)
+        """Take in a request, and return the handle of its first choice; `next_attempt` submits it."""
+        handle = self._next_handle
+        self._next_handle += request.n
+        live = _LiveRequest(request, handle, arrived_s, deadline_s)
+        live.choices = [_LiveChoice(live) for _ in range(request.n)]
+        self._requests[handle] = self._unsent[handle] = live
+        self._choices.update(enumerate(live.choices, handle))
         return handle
+
+    def open_choices(self, handle: int) -> list[int]:
+        """The handles of a request's choices that have not ended; none when it has ended."""
+        live = self._requests.get(handle)
+        if live is None:
+            return []
+        return [number for number, choice in enumerate(live.choices, handle) if not choice.has_ended]
 
     def open_stream(self) -> tuple[int, list[int]]:
         """A fresh stream is the present one.
@@ -109,7 +145,7 @@ class RequestLedger:
         self._detach()
         self._without_stream_since = None
         self._stream += 1
-        order = sorted(self._requests, key=lambda handle: _resubmission_order(self._requests[handle], handle))
+        order = sorted(self._requests, key=lambda handle: _resubmission_order(self._requests[handle]))
         return self._stream, order
 
     def lose_stream(self, stream: int, now: float) -> None:
@@ -133,78 +169,114 @@ class RequestLedger:
             handle,
             live.request,
             live.num_attempts,
-            np.array(live.output, TOKEN_DTYPE).tobytes(),
+            _choices_so_far(live),
             now - live.arrived_s,
             None if live.deadline_s is None else live.deadline_s - now,
         )
 
     def begin(self, stream: int, handle: int) -> bool:
-        """A request's first tokens are about to come; returns whether that is news."""
-        live = self._requests.get(handle)
-        if live is None or live.stream != stream or live.has_begun:
+        """A choice's first tokens are about to come; returns whether that is news."""
+        choice = self._choices.get(handle)
+        if choice is None or choice.request.stream != stream or choice.has_begun:
             return False
-        live.has_begun = True
+        choice.has_begun = True
         return True
 
     def receive(self, stream: int, handle: int, first_index: int, token_ids: list[int]) -> list[int]:
-        """Take completion tokens, the first of which has the index `first_index`.
+        """Take completion tokens of a choice, the first of which has the index `first_index`.
 
         Returns:
-            Those that are new; none when the request has ended, or `stream` is not the one it was last submitted on.
+            Those that are new; none when it has ended, or `stream` is not the one it was last submitted on.
 
         Raises:
             ExchangeError: tokens before them are missing.
         """
-        live = self._requests.get(handle)
-        if live is None or live.stream != stream:
+        choice = self._choices.get(handle)
+        if choice is None or choice.request.stream != stream:
             return []
-        num_known = len(live.output) - first_index
+        num_known = len(choice.output) - first_index
         if num_known < 0:
             raise ExchangeError("tokens are missing")
         if num_known:
             token_ids = token_ids[num_known:]
-        live.output.fromlist(token_ids)
+        choice.output.fromlist(token_ids)
         return token_ids
 
+    def receive_prompt(self, stream: int, handle: int, first_position: int, num_positions: int) -> int:
+        """Take what is known of a request's prompt at so many positions in a row.
+
+        Returns:
+            How many of them are new, the last ones; none when it has ended, or `stream` is not the one it was last
+            submitted on.
+
+        Raises:
+            ExchangeError: positions before them are missing.
+        """
+        choice = self._choices.get(handle)
+        if choice is None or choice.request.stream != stream:
+            return 0
+        live = choice.request
+        if first_position > live.num_prompt_positions:
+            raise ExchangeError("positions of the prompt are missing")
+        num_new = max(0, first_position + num_positions - live.num_prompt_positions)
+        live.num_prompt_positions += num_new
+        return num_new
+
     def end(self, stream: int, handle: int) -> bool:
-        """The scheduler ended a request; returns whether that was its end."""
-        live = self._requests.get(handle)
-        if live is None or live.stream != stream:
+        """The scheduler ended a choice; returns whether that was its end."""
+        choice = self._choices.get(handle)
+        if choice is None or choice.request.stream != stream:
             return False
-        del self._requests[handle]
+        self._end(handle)
         return True
 
+    def stop(self, handle: int) -> bool:
+        """End a choice from this side: its client has all it wants. Nothing happens when it has ended.
+
+        Returns:
+            As `remove`.
+        """
+        if handle not in self._choices:
+            return False
+        return self._end(handle).stream is not None
+
     def remove(self, handle: int) -> bool:
-        """End a request from this side: its client is gone, or has all it wants. Nothing happens when it has ended.
+        """End a request from this side: its client is gone. Nothing happens when it has ended.
 
         Returns:
             Whether the scheduler at the other end of the present stream has it, and is to be told.
         """
-        live = self._requests.pop(handle, None)
-        self._unsent.pop(handle, None)
+        live = self._requests.get(handle)
+        for number in self.open_choices(handle):
+            self._end(number)
         return live is not None and live.stream is not None
 
     def remove_all(self) -> list[int]:
-        """End all requests from this side; returns their handles."""
-        handles = list(self._requests)
+        """End all requests from this side; returns the handles of their choices that had not ended."""
+        handles = list(self._choices)
+        self._choices.clear()
         self._requests.clear()
         self._unsent.clear()
         return handles
 
     def expire(self, now: float) -> list[tuple[int, ServiceError]]:
-        """End requests that no scheduler has and whose time is up, and return their handles with the errors.
+        """End requests that no scheduler has and whose time is up.
 
         The scheduler keeps the deadlines of those that it has.
+
+        Returns:
+            The handles of their choices that had not ended, with the errors.
         """
         since = self._without_stream_since
         if since is not None and now - since >= self._lost_after_s:
             return [(handle, SchedulerLostError("the cell's scheduler was lost")) for handle in self.remove_all()]
-        passed = [
+        late = [
             handle for handle, live in self._unsent.items() if live.deadline_s is not None and live.deadline_s <= now
         ]
-        for handle in passed:
-            del self._requests[handle], self._unsent[handle]
-        return [(handle, DeadlinePassedError("the deadline passed before the request ended")) for handle in passed]
+        passed = [choice for handle in late for choice in self.open_choices(handle)]
+        for choice in passed:
+            self._end(choice)
+        return [(choice, DeadlinePassedError("the deadline passed before the request ended")) for choice in passed]
 
     def next_wakeup(self) -> float | None:
         """When `expire` has something to do at the earliest; None while nothing can expire."""
@@ -215,6 +287,18 @@ class RequestLedger:
             times.append(self._without_stream_since + self._lost_after_s)
         return min(times, default=None)
 
+    def _end(self, handle: int) -> _LiveRequest:
+        """A choice ends, and with the last one its request; returns the request."""
+        choice = self._choices.pop(handle)
+        choice.has_ended = True
+        live = choice.request
+        if all(other.has_ended for other in live.choices):
+            del self._requests[live.handle]
+            self._unsent.pop(live.handle, None)
+            # They hold each other; this way they need no garbage collector.
+            live.choices = []
+        return live
+
     def _detach(self) -> None:
         """No request is on a stream any more."""
         for live in self._requests.values():
@@ -222,5 +306,13 @@ class RequestLedger:
         self._unsent = dict(self._requests)
 
 
-def _resubmission_order(live: _LiveRequest, handle: int) -> tuple[bool, float, int]:
-    return not live.output, live.arrived_s, handle
+def _choices_so_far(live: _LiveRequest) -> tuple[ChoiceSoFar, ...]:
+    if not live.has_news:
+        return ()
+    return tuple(
+        ChoiceSoFar(np.array(choice.output, TOKEN_DTYPE).tobytes(), choice.has_ended) for choice in live.choices
+    )
+
+
+def _resubmission_order(live: _LiveRequest) -> tuple[bool, float, int]:
+    return not live.has_news, live.arrived_s, live.handle

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import grpc
 
 from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc
+from lockstep.v1 import common_pb2
 from services.tokenizer.cell_requests import CellRequests
 from services.tokenizer.exchange_link import ExchangeLink
 from services.tokenizer.request_ledger import ExchangeError
@@ -30,6 +31,7 @@ class Cell:
     scheduler_instance_id: str
     eos_token_ids: tuple[int, ...]
     limits: ModelLimits
+    default_sampling: common_pb2.SamplingParams
 
 
 class SchedulerClient:
@@ -123,4 +125,5 @@ class SchedulerClient:
             info.scheduler_instance_id,
             tuple(info.eos_token_ids),
             ModelLimits(info.context_length, info.logits_width, info.num_pool_tokens),
+            info.default_sampling,
         )

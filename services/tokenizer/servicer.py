@@ -6,11 +6,12 @@ import grpc
 import numpy as np
 
 from lockstep.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+from services.tokenizer.chat_request import check_chat
 from services.tokenizer.generate import GenerateCall
 from services.tokenizer.live_requests import LiveRequests
 from services.tokenizer.model import ServedModel
-from services.tokenizer.request import check_chat, check_text
 from services.tokenizer.scheduler_client import Cell, SchedulerClient
+from services.tokenizer.text_size import check_text
 from shared.limits import check_token_ids
 from shared.request_fields import read_time_left
 from shared.response_writer import ResponseWriter

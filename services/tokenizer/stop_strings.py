@@ -30,9 +30,12 @@ class StopMatcher:
     Invariant: the node is the longest end of the text that is the beginning of a stop string.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """Watch for `stops`: at least one, none of them empty."""
+    def __init__(self, stops: Sequence[str], *, includes_stop: bool = False) -> None:
+        """Watch for `stops`: at least one, none of them empty; `includes_stop` leaves the one found in the text."""
         self._automaton = _Automaton(stops)
+        self._includes_stop = includes_stop
+        # Whether a stop string that is completed now counts.
+        self.is_watchful = True
         self._node = _ROOT
         self._num_characters = 0
         self._num_taken = 0
@@ -63,7 +66,7 @@ class StopMatcher:
 
     def _judge(self) -> None:
         """Note the stop string completed by the last character, if it begins first, and whether any still can."""
-        stop = self._automaton.stops[self._node]
+        stop = self._automaton.stops[self._node] if self.is_watchful else None
         if stop is not None:
             start = self._num_characters - len(stop)
             if self.candidate is None or start < self.candidate.start:
@@ -76,7 +79,7 @@ class StopMatcher:
     def _take_certain(self) -> str:
         end = self._first_possible_start()
         if self.is_decided and self.candidate is not None:
-            end = self.candidate.start
+            end = self.candidate.start + (len(self.candidate.stop) if self._includes_stop else 0)
         num_certain = end - self._num_taken
         certain, self._held = self._held[:num_certain], self._held[num_certain:]
         self._num_taken = end

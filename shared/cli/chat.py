@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 import grpc
 
 from lockstep.v1 import tokenizer_pb2
-from shared.cli.client import Answer, add_client_flags, request_from, run_client, stream_answer
+from shared.cli.client import Answer, run_client, stream_answer
+from shared.cli.request_flags import add_client_flags, request_from
 from shared.rpc import make_channel
 
 
@@ -33,7 +34,9 @@ def _converse(target: str, request: tokenizer_pb2.GenerateRequest, timeout_s: fl
         for turn in _read_turns():
             request.chat.messages.add(role=tokenizer_pb2.ROLE_USER, content=turn)
             answer = _answer(runner, channel, request, timeout_s)
-            request.chat.messages.add(role=tokenizer_pb2.ROLE_ASSISTANT, content=answer)
+            request.chat.messages.add(
+                role=tokenizer_pb2.ROLE_ASSISTANT, content=answer.text, reasoning=answer.reasoning
+            )
         runner.run(channel.close())
 
 
@@ -42,7 +45,7 @@ def _answer(
     channel: grpc.aio.Channel,
     request: tokenizer_pb2.GenerateRequest,
     timeout_s: float | None,
-) -> str:
+) -> Answer:
     """Stream one answer and return it; a person's Ctrl-C cuts it short."""
     answer = Answer()
     try:
@@ -50,7 +53,7 @@ def _answer(
     except KeyboardInterrupt:
         if not sys.stdin.isatty():
             raise
-    return answer.text
+    return answer
 
 
 def _read_turns() -> Iterator[str]:

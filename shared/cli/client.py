@@ -1,18 +1,15 @@
-"""What the terminal's clients have in common: flags, asking the tokenizer service, streaming its answer."""
+"""What the terminal's clients have in common: asking the tokenizer service, and streaming its answer."""
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import grpc
 
 from lockstep.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 from shared.rpc import reason_of, status_from_rpc_error
-
-DEFAULT_TARGET = "127.0.0.1:50051"
 
 _INTERRUPTED = 130
 _LAUNCHER_PROMPT = common_pb2.SamplingParams(temperature=0.0, max_tokens=256)
@@ -23,36 +20,16 @@ class Answer:
     """What has come of an answer so far."""
 
     text: str = ""
+    reasoning: str = ""
+    logprobs: list[common_pb2.PositionLogprobs] = field(default_factory=list)
     finish: tokenizer_pb2.Finish = field(default_factory=tokenizer_pb2.Finish)
 
-
-def add_client_flags(parser: argparse.ArgumentParser) -> None:
-    """Add what a request may say beside its prompt, and where it goes. What is left out is the server's default."""
-    parser.add_argument("--target", default=DEFAULT_TARGET, metavar="ADDRESS", help="server (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=_unsigned(32), metavar="N", help="most tokens of the answer")
-    parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy, at most 2")
-    parser.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest tokens that sum to this")
-    parser.add_argument("--top-k", type=_unsigned(32), metavar="K", help="keep this many of the likeliest tokens")
-    parser.add_argument("--seed", type=_unsigned(64), metavar="N", help="makes sampling repeatable")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the answer; may repeat")
-    parser.add_argument("--priority", choices=("high", "normal", "low"), help="how urgent it is")
-    parser.add_argument("--cache-salt", default="", metavar="TEXT", help="share cached prefixes with equal salts only")
-    parser.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="give up after so long")
-
-
-def request_from(args: argparse.Namespace) -> tokenizer_pb2.GenerateRequest:
-    """The request, but for its prompt, that the flags of `add_client_flags` describe."""
-    sampling = common_pb2.SamplingParams(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        seed=args.seed,
-    )
-    priority = None if args.priority is None else f"PRIORITY_{args.priority.upper()}"
-    return tokenizer_pb2.GenerateRequest(
-        sampling=sampling, stop=args.stop, priority=priority, cache_salt=args.cache_salt
-    )
+    def add(self, response: tokenizer_pb2.GenerateResponse) -> None:
+        """Take the next response."""
+        self.text += response.text
+        self.reasoning += response.reasoning
+        self.logprobs += response.logprobs
+        self.finish = response.finish
 
 
 def run_client(body: Callable[[], None]) -> int:
@@ -90,8 +67,9 @@ async def stream_answer(
     """
     try:
         async for response in tokenizer_pb2_grpc.TokenizerServiceStub(channel).Generate(request, timeout=timeout_s):
-            answer.text += response.text
-            answer.finish = response.finish
+            answer.add(response)
+            # Who reads the answer in a pipe gets nothing else.
+            sys.stderr.write(response.reasoning)
             sys.stdout.write(response.text)
             sys.stdout.flush()
     finally:
@@ -126,19 +104,10 @@ def describe_finish(finish: tokenizer_pb2.Finish) -> str:
     return text + "]"
 
 
-def _unsigned(bits: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        value = int(text)
-        if not 0 <= value < 2**bits:
-            raise argparse.ArgumentTypeError(f"{text} is no unsigned {bits}-bit number")
-        return value
+def describe_logprobs(logprobs: Sequence[common_pb2.PositionLogprobs]) -> str:
+    """A line for each token: its log-probability and its text, then the likeliest ones there."""
 
-    parse.__name__ = "number"
-    return parse
+    def describe(entry: common_pb2.TokenLogprob) -> str:
+        return f"{entry.logprob:8.3f} {entry.text!r}"
 
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0.0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no time to wait")
-    return value
+    return "\n".join("  ".join(map(describe, [position.token, *position.top])) for position in logprobs)

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from collections import defaultdict
 from collections.abc import Sequence
 
-from lockstep.v1 import tokenizer_pb2
-from shared.cli.client import Answer, add_client_flags, request_from, run_client, stream_answer
+from lockstep.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+from shared.cli.client import (
+    Answer,
+    describe_finish,
+    describe_logprobs,
+    run_client,
+    stream_answer,
+)
+from shared.cli.request_flags import add_client_flags, request_from
 from shared.rpc import make_channel
 
 
@@ -15,13 +23,40 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
     parser = argparse.ArgumentParser(prog="lockstep generate", description="Continue a text, as it stands.")
     parser.add_argument("prompt", metavar="PROMPT", help="the text to continue")
+    parser.add_argument("-n", type=int, default=1, choices=range(1, 9), metavar="N", help="so many answers, at most 8")
+    parser.add_argument("--echo", action="store_true", help="begin with the prompt")
+    parser.add_argument(
+        "--logprobs", type=int, choices=range(21), metavar="K", help="tell each token's, and those of the K likeliest"
+    )
     add_client_flags(parser)
     args = parser.parse_args(argv)
     request = request_from(args)
     request.text = args.prompt
+    request.echo = args.echo
+    if args.logprobs is not None:
+        request.sampling.num_logprobs = args.logprobs
+    if args.n > 1:
+        request.sampling.n = args.n
+        return run_client(lambda: asyncio.run(_generate_several(args.target, request, args.timeout)))
     return run_client(lambda: asyncio.run(_generate(args.target, request, args.timeout)))
 
 
 async def _generate(target: str, request: tokenizer_pb2.GenerateRequest, timeout_s: float | None) -> None:
+    answer = Answer()
     async with make_channel(target) as channel:
-        await stream_answer(channel, request, Answer(), timeout_s=timeout_s)
+        await stream_answer(channel, request, answer, timeout_s=timeout_s)
+    if answer.logprobs:
+        print(f"\n{describe_logprobs(answer.logprobs)}")
+
+
+async def _generate_several(target: str, request: tokenizer_pb2.GenerateRequest, timeout_s: float | None) -> None:
+    """Write each answer once it is whole: several streams on one terminal could not be told apart."""
+    answers: dict[int, Answer] = defaultdict(Answer)
+    async with make_channel(target) as channel:
+        async for response in tokenizer_pb2_grpc.TokenizerServiceStub(channel).Generate(request, timeout=timeout_s):
+            answer = answers[response.choice]
+            answer.add(response)
+            if response.HasField("finish"):
+                print(f"{response.choice + 1}. {describe_finish(answer.finish)}\n{answer.text}\n", flush=True)
+                if answer.logprobs:
+                    print(f"{describe_logprobs(answer.logprobs)}\n")

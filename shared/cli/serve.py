@@ -16,7 +16,8 @@ import grpc
 from pydantic import Field, model_validator
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
-from shared.cli.client import DEFAULT_TARGET, answer_once, describe_failure
+from shared.cli.client import answer_once, describe_failure
+from shared.cli.request_flags import DEFAULT_TARGET
 from shared.cli.service_process import ServiceCommand, ServiceProcess
 from shared.config import LocalAddress, ServiceSettings, load_settings, log_settings
 from shared.health import wait_until_serving

@@ -80,6 +80,7 @@ def render(
         _line("", "since start", "" if before is None else f"last {elapsed_s:.1f} s"),
         *(_counter_line(label, name, state, before, elapsed_s) for label, name in _COUNTERS),
         _line("prefix hit rate", _hit_rate(state), "" if before is None else _hit_rate(state, before)),
+        _line("drafts accepted", _acceptance_rate(state), "" if before is None else _acceptance_rate(state, before)),
     ]
     return "".join(f"{line.rstrip()}\n" for line in lines)
 
@@ -131,10 +132,23 @@ def _counter_line(
 
 def _hit_rate(state: scheduler_pb2.GetStateResponse, before: scheduler_pb2.GetStateResponse | None = None) -> str:
     """The share of asked-for tokens that were cached, since `before` or the start; `-` when none were asked for."""
+    return _share(state, before, part="num_prefix_hit_tokens", whole="num_prefix_queried_tokens")
+
+
+def _acceptance_rate(
+    state: scheduler_pb2.GetStateResponse, before: scheduler_pb2.GetStateResponse | None = None
+) -> str:
+    """The share of drafted tokens that were accepted, likewise."""
+    return _share(state, before, part="num_accepted_draft_tokens", whole="num_draft_tokens")
+
+
+def _share(
+    state: scheduler_pb2.GetStateResponse, before: scheduler_pb2.GetStateResponse | None, *, part: str, whole: str
+) -> str:
     before = before or scheduler_pb2.GetStateResponse()
-    num_queried = state.num_prefix_queried_tokens - before.num_prefix_queried_tokens
-    num_hit = state.num_prefix_hit_tokens - before.num_prefix_hit_tokens
-    return f"{num_hit / num_queried:.1%}" if num_queried else "-"
+    num_whole = getattr(state, whole) - getattr(before, whole)
+    num_part = getattr(state, part) - getattr(before, part)
+    return f"{num_part / num_whole:.1%}" if num_whole else "-"
 
 
 def _line(label: str, value: object, note: str = "") -> str:

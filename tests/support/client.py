@@ -1,9 +1,9 @@
-"""A client of the tokenizer service that collects whole answers."""
+"""A client of the tokenizer service that collects whole answers, and holds them to what every answer keeps."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -28,18 +28,97 @@ class CellAddresses(Protocol):
 
 @dataclass
 class Completion:
-    """A whole answer: `text` and `token_ids` of all responses joined."""
+    """A whole choice: what all its responses say, joined. `accepted` and `prompt_logprobs` are its prompt's."""
 
     accepted: tokenizer_pb2.Accepted
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish: tokenizer_pb2.Finish | None = None
+    reasoning: str = ""
+    tool_calls: list[tokenizer_pb2.ToolCall] = field(default_factory=list)
+    logprobs: list[common_pb2.PositionLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[common_pb2.PositionLogprobs] = field(default_factory=list)
 
     @property
     def reason(self) -> str:
         """The finish reason's name without its prefix."""
         assert self.finish is not None
         return common_pb2.FinishReason.Name(self.finish.reason).removeprefix("FINISH_REASON_")
+
+    def add(self, response: tokenizer_pb2.GenerateResponse) -> None:
+        """Take the choice's next response."""
+        assert self.finish is None, "a response behind the last one"
+        assert len(response.logprobs) in (0, len(response.token_ids)), "log-probabilities that are not parallel"
+        assert not (response.prompt_logprobs and self.token_ids), "the prompt behind the first token"
+        self.text += response.text
+        self.token_ids += response.token_ids
+        self.reasoning += response.reasoning
+        self.logprobs += response.logprobs
+        self.prompt_logprobs += response.prompt_logprobs
+        for delta in response.tool_calls:
+            self._add_call(delta)
+        if response.HasField("finish"):
+            self.finish = response.finish
+
+    def _add_call(self, delta: tokenizer_pb2.ToolCallDelta) -> None:
+        if delta.index == len(self.tool_calls):
+            self.tool_calls.append(tokenizer_pb2.ToolCall(id=delta.id, name=delta.name))
+            assert delta.name, "a call without a name"
+        else:
+            assert (delta.id, delta.name) == ("", ""), "a call's id or name twice"
+        self.tool_calls[delta.index].arguments += delta.arguments
+
+
+@dataclass
+class Answer:
+    """All choices of a call by the numbers of their prompt and their own; in order once it is complete."""
+
+    choices: dict[tuple[int, int], Completion] = field(default_factory=dict)
+    usage: common_pb2.Usage | None = None
+
+    @property
+    def texts(self) -> list[str]:
+        """The choices' texts: prompt by prompt, each prompt's choices in order."""
+        return [choice.text for _, choice in sorted(self.choices.items())]
+
+    def add(self, response: tokenizer_pb2.GenerateResponse) -> None:
+        """Take the call's next response."""
+        assert self.usage is None, "a response behind the last one"
+        place = (response.prompt, response.choice)
+        if place not in self.choices:
+            first = self.choices.get((response.prompt, 0))
+            assert (first is None) == response.HasField("accepted"), "accepted comes first, once for each prompt"
+            self.choices[place] = Completion(response.accepted if first is None else first.accepted)
+        self.choices[place].add(response)
+        if response.HasField("usage"):
+            self.usage = response.usage
+
+    def complete(self) -> None:
+        """Assert that every choice has finished and the usage is what they consumed together; order the choices."""
+        self.choices = dict(sorted(self.choices.items()))
+        assert self.usage is not None, "the stream ended without the usage"
+        finishes = {place: choice.finish for place, choice in self.choices.items()}
+        assert None not in finishes.values(), "the stream ended without a finish"
+        usages = {place: finish.usage for place, finish in finishes.items() if finish is not None}
+        firsts = [usage for (_, number), usage in usages.items() if number == 0]
+        assert self.usage == common_pb2.Usage(
+            num_prompt_tokens=sum(usage.num_prompt_tokens for usage in firsts),
+            num_cached_tokens=sum(usage.num_cached_tokens for usage in firsts),
+            num_completion_tokens=sum(usage.num_completion_tokens for usage in usages.values()),
+        )
+
+
+async def read_answer(call: AsyncIterable[tokenizer_pb2.GenerateResponse]) -> Answer:
+    """Read a call's responses, all of them, to the end.
+
+    Raises:
+        grpc.aio.AioRpcError: the call failed.
+    """
+    answer = Answer()
+    async for response in call:
+        answer.add(response)
+    answer.complete()
+    return answer
 
 
 class Client:
@@ -51,23 +130,23 @@ class Client:
         self.admin: Any = scheduler_pb2_grpc.SchedulerAdminServiceStub(scheduler)
 
     async def generate(self, request: tokenizer_pb2.GenerateRequest, *, deadline_s: float | None = None) -> Completion:
-        """Send one request and collect its answer.
+        """Send one request for one choice and collect its answer.
 
         Raises:
             grpc.aio.AioRpcError: the request failed.
         """
-        completion: Completion | None = None
-        async for response in self.tokenizer.Generate(request, timeout=deadline_s):
-            if completion is None:
-                completion = Completion(response.accepted)
-            assert completion.finish is None, "a response behind the last one"
-            completion.text += response.text
-            completion.token_ids += response.token_ids
-            if response.HasField("finish"):
-                completion.finish = response.finish
-        assert completion is not None
-        assert completion.finish is not None, "the stream ended without a finish"
+        [completion] = (await self.generate_choices(request, deadline_s=deadline_s)).choices.values()
         return completion
+
+    async def generate_choices(
+        self, request: tokenizer_pb2.GenerateRequest, *, deadline_s: float | None = None
+    ) -> Answer:
+        """Send one request and collect all choices of all its prompts.
+
+        Raises:
+            grpc.aio.AioRpcError: the request failed.
+        """
+        return await read_answer(self.tokenizer.Generate(request, timeout=deadline_s))
 
     async def generate_all(self, requests: Iterable[tokenizer_pb2.GenerateRequest]) -> list[Completion]:
         """Send all requests at once."""

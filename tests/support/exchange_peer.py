@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 
 import grpc
 import numpy as np
 
-from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc
+from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc, sampling_pb2
 from lockstep.v1 import common_pb2
 from shared.errors import NotReadyError, ServiceError
 from shared.limits import TOKEN_DTYPE
@@ -28,18 +29,66 @@ def read_column(data: bytes) -> list[int]:
 
 
 @dataclass(frozen=True)
+class Position:
+    """Log-probabilities at one position: the rank of its own token, then that token and the likeliest ones."""
+
+    rank: int
+    entries: Sequence[tuple[int, float]]
+
+
+@dataclass(frozen=True)
 class Row:
-    """Tokens of one request in one message; with its first ones, how much of its prompt was cached."""
+    """Tokens of one choice in one message; with its first ones, how much of its prompt was cached.
+
+    `logprobs` has a position for each token, or none.
+    """
 
     handle: int
     first_index: int
     token_ids: Sequence[int]
     num_cached_tokens: int = 0
+    logprobs: Sequence[Position] = ()
 
 
-def make_outputs(*rows: Row, ends: Sequence[exchange_pb2.RequestEnd] = ()) -> exchange_pb2.Outputs:
+@dataclass(frozen=True)
+class PromptRow:
+    """Log-probabilities of the next tokens of a request's prompt, the first of which stands at `first_position`."""
+
+    handle: int
+    first_position: int
+    logprobs: Sequence[Position]
+
+
+def make_logprobs(positions: dict[int, Position]) -> sampling_pb2.Logprobs:
+    """Log-probabilities by their index."""
+    entries = [entry for position in positions.values() for entry in position.entries]
+    return sampling_pb2.Logprobs(
+        indexes=column(positions),
+        ranks=column(position.rank for position in positions.values()),
+        counts=column(len(position.entries) for position in positions.values()),
+        token_ids=column(token_id for token_id, _ in entries),
+        values=np.array([value for _, value in entries], "<f4").tobytes(),
+    )
+
+
+def make_outputs(
+    *rows: Row, ends: Sequence[exchange_pb2.RequestEnd] = (), prompts: Sequence[PromptRow] = ()
+) -> exchange_pb2.Outputs:
     """One step's outputs."""
+    places = itertools.accumulate((len(row.token_ids) for row in rows), initial=0)
+    positions = {
+        place + number: position
+        for place, row in zip(places, rows, strict=False)
+        for number, position in enumerate(row.logprobs)
+    }
     return exchange_pb2.Outputs(
+        logprobs=make_logprobs(positions) if positions else None,
+        prompt_logprobs=[
+            exchange_pb2.PromptLogprobs(
+                handle=prompt.handle, logprobs=make_logprobs(dict(enumerate(prompt.logprobs, prompt.first_position)))
+            )
+            for prompt in prompts
+        ],
         handles=column(row.handle for row in rows),
         first_indexes=column(row.first_index for row in rows),
         counts=column(len(row.token_ids) for row in rows),
@@ -100,9 +149,9 @@ class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer):
         """Tell the cell, as a scheduler does once it has a worker."""
         self._outbox.put_nowait(exchange_pb2.ExchangeResponse(cell_info=self.cell_info))
 
-    def send(self, *rows: Row, ends: Sequence[exchange_pb2.RequestEnd] = ()) -> None:
+    def send(self, *rows: Row, ends: Sequence[exchange_pb2.RequestEnd] = (), prompts: Sequence[PromptRow] = ()) -> None:
         """Send one step's outputs."""
-        self.send_outputs(make_outputs(*rows, ends=ends))
+        self.send_outputs(make_outputs(*rows, ends=ends, prompts=prompts))
 
     def send_outputs(self, outputs: exchange_pb2.Outputs) -> None:
         """Send outputs as they are."""

@@ -19,11 +19,13 @@ Response = scheduler_pb2.SchedulerServiceGenerateResponse
 
 @dataclass
 class TokenCompletion:
-    """A whole answer: the tokens of all responses joined."""
+    """A whole choice: what all its responses say, joined. `accepted` and `prompt_logprobs` are the request's."""
 
     accepted: Response.Accepted
     token_ids: list[int] = field(default_factory=list)
     finish: Response.Finish | None = None
+    logprobs: list[common_pb2.PositionLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[common_pb2.PositionLogprobs] = field(default_factory=list)
 
     @property
     def reason(self) -> str:
@@ -31,26 +33,51 @@ class TokenCompletion:
         assert self.finish is not None
         return common_pb2.FinishReason.Name(self.finish.reason).removeprefix("FINISH_REASON_")
 
+    def add(self, response: Response) -> None:
+        """Take the choice's next response."""
+        assert self.finish is None, "a response behind the last one"
+        assert len(response.logprobs) in (0, len(response.token_ids)), "log-probabilities that are not parallel"
+        assert not (response.prompt_logprobs and self.token_ids), "the prompt behind the first token"
+        self.token_ids += response.token_ids
+        self.logprobs += response.logprobs
+        self.prompt_logprobs += response.prompt_logprobs
+        if response.HasField("finish"):
+            self.finish = response.finish
+
 
 async def generate_tokens(scheduler: Any, request: Request, *, deadline_s: float | None = None) -> TokenCompletion:
-    """Send one request by a stub of SchedulerService and collect its answer.
+    """Send one request for one choice by a stub of SchedulerService and collect its answer.
 
     Raises:
         grpc.aio.AioRpcError: the request failed.
     """
-    completion: TokenCompletion | None = None
-    async for response in scheduler.Generate(request, timeout=deadline_s):
-        if completion is None:
-            completion = TokenCompletion(response.accepted)
-        else:
-            assert not response.HasField("accepted"), "accepted twice"
-        assert completion.finish is None, "a response behind the last one"
-        completion.token_ids += response.token_ids
-        if response.HasField("finish"):
-            completion.finish = response.finish
-    assert completion is not None
-    assert completion.finish is not None, "the stream ended without a finish"
+    [completion] = (await generate_token_choices(scheduler, request, deadline_s=deadline_s)).values()
     return completion
+
+
+async def generate_token_choices(
+    scheduler: Any, request: Request, *, deadline_s: float | None = None
+) -> dict[int, TokenCompletion]:
+    """Send one request and collect those of its choices that had not finished before, by number.
+
+    Raises:
+        grpc.aio.AioRpcError: the request failed.
+    """
+    accepted: Response.Accepted | None = None
+    choices: dict[int, TokenCompletion] = {}
+    usage = None
+    async for response in scheduler.Generate(request, timeout=deadline_s):
+        assert usage is None, "a response behind the last one"
+        assert (accepted is None) == response.HasField("accepted"), "accepted comes first, and once"
+        if accepted is None:
+            accepted = response.accepted
+            assert response == Response(accepted=accepted), "something beside accepted"
+            continue
+        choices.setdefault(response.choice, TokenCompletion(accepted)).add(response)
+        usage = response.usage if response.HasField("usage") else None
+    assert usage is not None, "the stream ended without the usage"
+    assert all(choice.finish is not None for choice in choices.values()), "the stream ended without a finish"
+    return dict(sorted(choices.items()))
 
 
 async def read_to_end(call: Any, responses: list[Any]) -> None:

@@ -104,8 +104,8 @@ async def run_tokenizer_service(
     assert exit_code == 0
 
 
-async def read_answer(call: Any) -> tuple[str, list[int], tokenizer_pb2.Finish]:
-    """Read a stream to its end: the joined text, the tokens, and the finish."""
+async def read_rest(call: Any) -> tuple[str, list[int], tokenizer_pb2.Finish]:
+    """Read what is left of a stream of one choice: the joined text, the tokens, and the finish."""
     text, token_ids, finish = "", [], None
     while (response := await call.read()) is not grpc.aio.EOF:
         assert finish is None, "a response behind the last one"

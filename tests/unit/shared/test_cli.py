@@ -9,8 +9,9 @@ import grpc
 import pytest
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from shared.cli.client import add_client_flags, describe_failure, request_from, run_client
+from shared.cli.client import describe_failure, describe_logprobs, run_client
 from shared.cli.main import COMMANDS, run
+from shared.cli.request_flags import add_client_flags, request_from
 from shared.cli.serve import ServeSettings, plan_services, split_service_flags
 from shared.config import load_settings
 from shared.errors import NotReadyError
@@ -107,6 +108,56 @@ def test_priority_and_cache_salt_are_sent_when_they_are_given() -> None:
     assert parse_request() == tokenizer_pb2.GenerateRequest(sampling=common_pb2.SamplingParams())
     request = parse_request("--priority=low", "--cache-salt=mine")
     assert (request.priority, request.cache_salt) == (common_pb2.PRIORITY_LOW, "mine")
+
+
+def test_every_option_has_a_flag(tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object"}', encoding="utf-8")
+    request = parse_request(
+        "--min-p=0.25",
+        "--repetition-penalty=1.5",
+        "--presence-penalty=-1",
+        "--frequency-penalty=0.5",
+        "--logit-bias=7=2",
+        "--logit-bias=3=-100",
+        "--bad-word=one",
+        "--bad-word=two",
+        "--min-tokens=2",
+        "--stop-token-id=4",
+        "--ignore-eos",
+        "--include-stop",
+        f"--json-schema={schema}",
+    )
+    sampling = common_pb2.SamplingParams(
+        min_p=0.25,
+        repetition_penalty=1.5,
+        presence_penalty=-1,
+        frequency_penalty=0.5,
+        logit_bias={7: 2.0, 3: -100.0},
+        min_tokens=2,
+        stop_token_ids=[4],
+        ignore_eos=True,
+    )
+    assert request == tokenizer_pb2.GenerateRequest(
+        sampling=sampling,
+        bad_words=["one", "two"],
+        include_stop=True,
+        structured_output=tokenizer_pb2.StructuredOutput(json_schema='{"type": "object"}'),
+    )
+
+
+@pytest.mark.parametrize("flags", [["--logit-bias=7"], ["--json-schema=/nowhere"], ["--regex=a", "--grammar=/nowhere"]])
+def test_a_flag_that_makes_no_sense_is_named(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_request(*flags)
+
+    assert flags[-1].partition("=")[0] in capsys.readouterr().err
+
+
+def test_log_probabilities_are_told_token_by_token() -> None:
+    own, other = [common_pb2.TokenLogprob(logprob=value, text=text) for value, text in ((-0.25, " a"), (-12.5, "\n"))]
+    text = describe_logprobs([common_pb2.PositionLogprobs(token=own, top=[own, other])] * 2)
+    assert text.splitlines() == ["  -0.250 ' a'    -0.250 ' a'   -12.500 '\\n'"] * 2
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ STATE = scheduler_pb2.GetStateResponse(
     num_prefix_queried_tokens=1000,
     num_prefix_hit_tokens=400,
     num_finished=60,
+    num_draft_tokens=500,
+    num_accepted_draft_tokens=350,
 )
 
 
@@ -51,6 +53,7 @@ def test_a_snapshot_without_an_earlier_one_has_totals_alone() -> None:
         "preemptions                  5\n"
         "requests finished           60\n"
         "prefix hit rate          40.0%\n"
+        "drafts accepted          70.0%\n"
     )
 
 
@@ -61,26 +64,29 @@ def test_what_happened_since_the_earlier_one_is_told_by_the_second() -> None:
         num_finished=70,
         num_prefix_queried_tokens=1200,
         num_prefix_hit_tokens=550,
+        num_draft_tokens=540,
+        num_accepted_draft_tokens=360,
     )
 
     lines = top.render("x:1", later, STATE, elapsed_s=2.0).splitlines()
 
-    assert lines[-6:] == [
+    assert lines[-7:] == [
         "                   since start   last 2.0 s",
         "prefill steps               13   0.5/s",
         "decode steps               540   100.0/s",
         "preemptions                  5   0.0/s",
         "requests finished           70   5.0/s",
         "prefix hit rate          45.8%   75.0%",
+        "drafts accepted          66.7%   25.0%",
     ]
 
 
-def test_a_hit_rate_of_nothing_is_none() -> None:
+def test_a_share_of_nothing_is_none() -> None:
     nothing = scheduler_pb2.GetStateResponse()
     text = top.render("x:1", nothing, nothing, elapsed_s=1.0)
     assert text.startswith("scheduler x:1: no worker is attached\n")
     assert "KV blocks used               0   0.0% of 0\n" in text
-    assert text.endswith("prefix hit rate              -   -\n")
+    assert text.endswith("prefix hit rate              -   -\ndrafts accepted              -   -\n")
 
 
 def test_a_scheduler_that_started_anew_is_not_compared_with_its_predecessor() -> None:

@@ -8,31 +8,56 @@ from collections.abc import Sequence
 
 import pytest
 
-from lockstep.internal.v1 import exchange_pb2
+from lockstep.internal.v1 import exchange_pb2, sampling_pb2
 from lockstep.v1 import common_pb2
 from services.tokenizer.cell_requests import CellRequests
 from services.tokenizer.exchange_link import ExchangeLink
+from services.tokenizer.logprobs import Logprobs
 from services.tokenizer.request_ledger import ExchangeError, ResolvedRequest
 from shared.errors import DeadlinePassedError, NotReadyError, SchedulerLostError, ServiceError
-from shared.limits import SamplingParams
-from tests.support.exchange_peer import Row, column, make_end, make_outputs, read_column
+from shared.limits import SamplingOptions, SamplingParams
+from shared.sampling_codec import decode_options
+from tests.support.exchange_peer import (
+    Position,
+    PromptRow,
+    Row,
+    column,
+    make_end,
+    make_logprobs,
+    make_outputs,
+    read_column,
+)
 
 EOS, MAX_TOKENS = common_pb2.FINISH_REASON_EOS, common_pb2.FINISH_REASON_MAX_TOKENS
 
 
+def own_tokens(logprobs: Logprobs) -> list[int]:
+    """The token of each position."""
+    return [message.token.token_id for message in logprobs.messages(str)]
+
+
 class Sink:
-    """Receives tokens; its request is stopped at `stop_at` tokens."""
+    """Receives tokens; its choice is stopped at `stop_at` tokens."""
 
     def __init__(self, stop_at: int | None = None) -> None:
         self.stop_at = stop_at
         self.token_ids: list[int] = []
         self.num_cached_tokens: list[int] = []
+        # Each with the number of tokens before them.
+        self.logprobs: list[tuple[int, list[int]]] = []
+        self.prompt_logprobs: list[int] = []
         self.ends: list[exchange_pb2.RequestEnd] = []
         self.error: ServiceError | None = None
         self.failed = asyncio.Event()
 
     def begin(self, num_cached_tokens: int) -> None:
         self.num_cached_tokens.append(num_cached_tokens)
+
+    def receive_logprobs(self, logprobs: Logprobs) -> None:
+        self.logprobs.append((len(self.token_ids), own_tokens(logprobs)))
+
+    def receive_prompt_logprobs(self, logprobs: Logprobs) -> None:
+        self.prompt_logprobs += own_tokens(logprobs)
 
     def receive(self, token_ids: Sequence[int], end: exchange_pb2.RequestEnd | None) -> int | None:
         self.token_ids += token_ids
@@ -68,7 +93,14 @@ class Requests(CellRequests):
     def add(self, sink: Sink, request_id: str = "r", deadline_s: float | None = None) -> int:
         """A request that is not sent up yet."""
         request = ResolvedRequest(request_id, column([1, 2, 3]), SamplingParams(max_tokens=4))
-        return self.submit(request, sink, arrived_s=time.monotonic(), deadline_s=deadline_s)
+        return self.submit(request, [sink], arrived_s=time.monotonic(), deadline_s=deadline_s)
+
+    async def begin_choices(self, *sinks: Sink) -> int:
+        """A request with a choice for each sink that was sent up."""
+        request = ResolvedRequest("r", column([1, 2, 3]), SamplingParams(max_tokens=4), n=len(sinks))
+        handle = self.submit(request, sinks, arrived_s=time.monotonic(), deadline_s=None)
+        assert (await self.next_submit()).n == len(sinks)
+        return handle
 
     async def next_message(self) -> exchange_pb2.ExchangeRequest:
         """What goes up next."""
@@ -94,7 +126,7 @@ async def test_a_submit_carries_everything_about_its_request() -> None:
     )
     request = ResolvedRequest("id", column([9, 8]), sampling, common_pb2.PRIORITY_HIGH, b"salt")
     arrived_s = time.monotonic() - 5.0
-    handle = requests.submit(request, Sink(), arrived_s=arrived_s, deadline_s=arrived_s + 25.0)
+    handle = requests.submit(request, [Sink()], arrived_s=arrived_s, deadline_s=arrived_s + 25.0)
     submit = await requests.next_submit()
     age_s, time_left_s = submit.age.ToNanoseconds() / 1e9, submit.time_left.ToNanoseconds() / 1e9
     assert age_s >= 5.0
@@ -116,6 +148,7 @@ async def test_a_submit_carries_everything_about_its_request() -> None:
         priority=common_pb2.PRIORITY_HIGH,
         cache_salt=b"salt",
         attempt=1,
+        n=1,
     )
 
 
@@ -197,7 +230,7 @@ async def test_a_lost_stream_pauses_a_request_and_the_next_one_goes_on_behind_it
     assert (sink.ends, sink.error) == ([], None)
     requests.open_link()
     submit = await requests.next_submit()
-    assert (submit.handle, submit.attempt, read_column(submit.output_token_ids)) == (handle, 2, [5, 6])
+    assert (submit.handle, submit.attempt, read_column(submit.choices_so_far[0].token_ids)) == (handle, 2, [5, 6])
     requests.on_outputs(make_outputs(Row(handle, 2, [7]), ends=[make_end(handle, MAX_TOKENS, 3)]))
     assert (sink.token_ids, sink.num_cached_tokens, len(sink.ends)) == ([5, 6, 7], [2], 1)
 
@@ -283,6 +316,126 @@ async def test_when_all_fail_each_is_told_once() -> None:
     assert (await requests.next_submit()).request_id == "next"
 
 
+async def test_every_option_travels() -> None:
+    requests = Requests()
+    options = SamplingOptions(
+        min_p=0.25,
+        repetition_penalty=1.5,
+        presence_penalty=-1.0,
+        frequency_penalty=0.5,
+        logit_bias=((3, -100.0), (7, 2.0)),
+        bad_words=((1, 2), (3,)),
+        min_tokens=4,
+        num_logprobs=0,
+        num_prompt_logprobs=5,
+        grammar="root",
+    )
+    request = ResolvedRequest("id", column([9]), SamplingParams(7, options=options))
+    requests.submit(request, [Sink()], arrived_s=0.0, deadline_s=None)
+    submit = await requests.next_submit()
+    assert decode_options(submit.options) == options
+    requests.add(Sink())
+    assert not (await requests.next_submit()).HasField("options")
+
+
+async def test_choices_answer_under_handles_in_a_row() -> None:
+    requests = Requests()
+    first, second = Sink(), Sink()
+    handle = await requests.begin_choices(first, second)
+    other = Sink()
+    assert await requests.begin_request(other) == handle + 2
+    end = make_end(handle, MAX_TOKENS, 2)
+    requests.on_outputs(make_outputs(Row(handle, 0, [5, 6]), Row(handle + 1, 0, [7], num_cached_tokens=2), ends=[end]))
+    assert (first.token_ids, first.ends) == ([5, 6], [end])
+    assert (second.token_ids, second.num_cached_tokens, second.ends) == ([7], [2], [])
+
+
+async def test_a_stop_found_in_text_is_told_for_its_choice_and_an_abort_for_the_others() -> None:
+    requests = Requests()
+    stopped, other = Sink(stop_at=1), Sink()
+    handle = await requests.begin_choices(other, stopped)
+    requests.on_outputs(make_outputs(Row(handle, 0, [5]), Row(handle + 1, 0, [6])))
+    requests.abort(handle)
+    requests.abort(handle)
+    message = await requests.next_message()
+    assert list(message.stop_ats) == [exchange_pb2.StopAt(handle=handle + 1, num_tokens=1)]
+    assert read_column(message.abort_handles) == [handle]
+    requests.on_outputs(make_outputs(Row(handle, 1, [7]), Row(handle + 1, 1, [8])))
+    assert (other.token_ids, stopped.token_ids) == ([5], [6])
+
+
+async def test_aborting_a_request_whose_choices_all_ended_sends_nothing() -> None:
+    requests = Requests()
+    handle = await requests.begin_choices(Sink(stop_at=1), Sink())
+    requests.on_outputs(make_outputs(Row(handle, 0, [5]), ends=[make_end(handle + 1, EOS, 0)]))
+    await requests.next_message()
+    requests.abort(handle)
+    requests.add(Sink(), "next")
+    assert (await requests.next_message()).abort_handles == b""
+
+
+async def test_choices_that_ended_by_a_stop_in_text_are_told_to_the_next_scheduler() -> None:
+    requests = Requests()
+    handle = await requests.begin_choices(Sink(stop_at=2), Sink(), Sink())
+    requests.on_outputs(
+        make_outputs(Row(handle, 0, [5, 6]), Row(handle + 1, 0, [7]), ends=[make_end(handle + 2, EOS, 0)])
+    )
+    requests.lose_stream(requests.link)
+    requests.open_link()
+    submit = await requests.next_submit()
+    assert (submit.handle, submit.n, submit.attempt) == (handle, 3, 2)
+    told = [(read_column(choice.token_ids), choice.has_ended) for choice in submit.choices_so_far]
+    assert told == [([5, 6], True), ([7], False), ([], True)]
+
+
+async def test_when_all_fail_each_choice_is_told() -> None:
+    requests = Requests()
+    ended, first, second = Sink(), Sink(), Sink()
+    handle = await requests.begin_choices(ended, first, second)
+    requests.on_outputs(make_outputs(ends=[make_end(handle, EOS, 0)]))
+    error = SchedulerLostError("another model")
+    requests.fail_all(error)
+    assert (ended.error, first.error, second.error) == (None, error, error)
+
+
+def positions(*token_ids: int) -> list[Position]:
+    return [Position(1, [(token_id, -0.5), (9, -1.0)]) for token_id in token_ids]
+
+
+async def test_log_probabilities_come_just_before_their_tokens() -> None:
+    requests = Requests()
+    with_some, without = Sink(), Sink()
+    handles = [await requests.begin_request(sink) for sink in (without, with_some)]
+    requests.on_outputs(make_outputs(Row(handles[0], 0, [5, 6]), Row(handles[1], 0, [7, 8], logprobs=positions(7, 8))))
+    requests.on_outputs(make_outputs(Row(handles[1], 2, [3], logprobs=positions(3)), Row(handles[0], 2, [4])))
+    assert with_some.logprobs == [(0, [7, 8]), (2, [3])]
+    assert (without.token_ids, without.logprobs) == ([5, 6, 4], [])
+
+
+async def test_log_probabilities_of_repeated_tokens_are_dropped_with_them() -> None:
+    requests = Requests()
+    sink = Sink()
+    handle = await requests.begin_request(sink)
+    requests.on_outputs(make_outputs(Row(handle, 0, [5, 6], logprobs=positions(5, 6))))
+    requests.lose_stream(requests.link)
+    requests.open_link()
+    await requests.next_submit()
+    requests.on_outputs(make_outputs(Row(handle, 0, [5, 6, 7], logprobs=positions(5, 6, 7))))
+    requests.on_outputs(make_outputs(Row(handle, 1, [6, 7], logprobs=positions(6, 7))))
+    assert (sink.token_ids, sink.logprobs) == ([5, 6, 7], [(0, [5, 6]), (2, [7])])
+
+
+async def test_each_position_of_a_prompt_is_told_once() -> None:
+    requests = Requests()
+    sink, other = Sink(), Sink()
+    handle = await requests.begin_choices(sink, other)
+    requests.on_outputs(make_outputs(prompts=[PromptRow(handle, 1, positions(2))]))
+    # Preempted, the prompt is computed again.
+    requests.on_outputs(make_outputs(prompts=[PromptRow(handle, 1, positions(2, 3))]))
+    requests.on_outputs(make_outputs(prompts=[PromptRow(handle, 1, positions(2, 3)), PromptRow(99, 1, positions(5))]))
+    assert (sink.prompt_logprobs, other.prompt_logprobs) == ([2, 3], [])
+
+
 def outputs(**columns: Sequence[int]) -> exchange_pb2.Outputs:
     """Outputs of one row, but for the columns given."""
     row: dict[str, Sequence[int]] = {"handles": [1], "first_indexes": [0], "counts": [1], "token_ids": [5]}
@@ -290,6 +443,54 @@ def outputs(**columns: Sequence[int]) -> exchange_pb2.Outputs:
     for name, values in (row | columns).items():
         setattr(message, name, column(values))
     return message
+
+
+def outputs_with(logprobs: sampling_pb2.Logprobs) -> exchange_pb2.Outputs:
+    """Outputs of two tokens in one row."""
+    message = make_outputs(Row(1, 0, [5, 6]))
+    message.logprobs.CopyFrom(logprobs)
+    return message
+
+
+def prompt_with(logprobs: sampling_pb2.Logprobs) -> exchange_pb2.Outputs:
+    """Outputs of a prompt."""
+    return exchange_pb2.Outputs(prompt_logprobs=[exchange_pb2.PromptLogprobs(handle=1, logprobs=logprobs)])
+
+
+def broken(**columns: bytes) -> sampling_pb2.Logprobs:
+    """Log-probabilities of two tokens, but for the columns given."""
+    logprobs = make_logprobs(dict(enumerate(positions(5, 6))))
+    for name, data in columns.items():
+        setattr(logprobs, name, data)
+    return logprobs
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        outputs_with(broken(indexes=column([1, 0]))),
+        outputs_with(broken(indexes=column([0, 2]))),
+        outputs_with(broken(indexes=column([-1, 1]))),
+        outputs_with(broken(ranks=column([1]))),
+        outputs_with(broken(counts=column([4, 0]))),
+        outputs_with(broken(counts=column([2, 3]))),
+        outputs_with(broken(values=b"123")),
+        outputs_with(make_logprobs({1: positions(6)[0]})),
+        prompt_with(sampling_pb2.Logprobs()),
+        prompt_with(make_logprobs({1: positions(6)[0], 3: positions(7)[0]})),
+        prompt_with(make_logprobs({2: positions(6)[0]})),
+    ],
+    ids=["order", "beyond", "negative", "ranks", "empty", "entries", "bytes", "half-a-row", "none", "gap", "missing"],
+)
+async def test_log_probabilities_that_make_no_sense_are_refused_before_anybody_gets_them(
+    message: exchange_pb2.Outputs,
+) -> None:
+    requests = Requests()
+    sink = Sink()
+    assert await requests.begin_request(sink) == 1
+    with pytest.raises(ExchangeError):
+        requests.on_outputs(message)
+    assert (sink.token_ids, sink.logprobs, sink.prompt_logprobs) == ([], [], [])
 
 
 @pytest.mark.parametrize(

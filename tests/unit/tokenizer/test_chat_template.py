@@ -3,27 +3,23 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
-from services.tokenizer.chat_template import ChatTemplate, Message, load_chat_template
+from services.tokenizer.chat_template import ChatTemplate, load_chat_template
+from services.tokenizer.conversation import Conversation, JsonObject, Message, Tool, ToolCall, ToolMode
 from services.tokenizer.encoder import Encoder
 from services.tokenizer.prompts import PromptEncoder
+from services.tokenizer.template_trial import TemplateFeatures
 from shared.errors import InvalidRequestError, TemplateFailedError
 from shared.model_dir import ModelDirectoryError
 from tests.support.tiny_tokenizer import CHATML, tiny_tokenizer, write_tiny_tokenizer
 
 USER = Message("user", "Hi")
-
-CHATS = [
-    [USER],
-    [Message("system", "Be brief."), USER],
-    [USER, Message("assistant", "Hello!"), Message("user", "12345 你好 😀\n\n  def f(): pass")],
-    [Message("user", ""), Message("assistant", ""), Message("user", " \t")],
-    [Message("user", "{{ 7 * 7 }} {% raw %} }}")],
-]
+SCHEMA: JsonObject = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOL = Tool("get_weather", "Tells the weather.", SCHEMA)
+CALL = Message("assistant", "", (ToolCall("c1", "get_weather", {"city": "Aix"}),), reasoning="Hm.")
+RESULT = Message("tool", "sunny", tool_call_id="c1", name="get_weather")
 
 
 def write_config(directory: Path, **fields: object) -> None:
@@ -32,14 +28,13 @@ def write_config(directory: Path, **fields: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
-@pytest.mark.parametrize("chat", CHATS)
-async def test_text_and_ids_equal_those_of_transformers(model_dir: Path, chat: list[Message]) -> None:
-    reference: Any = AutoTokenizer.from_pretrained(model_dir)
-    messages = [{"role": message.role, "content": message.content} for message in chat]
-    prompts = PromptEncoder(Encoder(tiny_tokenizer(), num_threads=1), load_chat_template(model_dir))
-    text, token_ids = await prompts.render_chat(chat)
-    assert text == reference.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert token_ids.tolist() == reference.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+def load(directory: Path) -> ChatTemplate | None:
+    return load_chat_template(directory, timeout_s=60.0)
+
+
+def render(template: ChatTemplate | None, *messages: Message, tools: tuple[Tool, ...] = ()) -> str:
+    assert template is not None
+    return template.render(template.fields(Conversation(messages, tools)))
 
 
 def test_a_template_has_what_transformers_gives_it() -> None:
@@ -53,16 +48,65 @@ def test_a_template_has_what_transformers_gives_it() -> None:
     {% endgeneration %}
 {% endfor %}
 {{ tools is none }}{{ add_generation_prompt }}"""
-    rendered = ChatTemplate(source, {"bos_token": "<s>"}).render([Message("user", "<é>"), USER])
+    rendered = render(ChatTemplate(source, {"bos_token": "<s>"}), Message("user", "<é>"), USER)
     assert rendered == '<s>{"role": "user", "content": "<é>"}4\nTrueTrue'
+
+
+def test_a_message_has_only_the_fields_that_are_set() -> None:
+    template = ChatTemplate("{{ messages | tojson }}", {})
+    assert json.loads(render(template, USER, CALL, RESULT)) == [
+        {"role": "user", "content": "Hi"},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "Hm.",
+            # The name by which transformers hands it to gpt-oss.
+            "thinking": "Hm.",
+            "tool_calls": [
+                {"type": "function", "id": "c1", "function": {"name": "get_weather", "arguments": {"city": "Aix"}}}
+            ],
+        },
+        {"role": "tool", "content": "sunny", "tool_call_id": "c1", "name": "get_weather"},
+    ]
+
+
+def test_tools_are_functions_and_none_without_any() -> None:
+    template = ChatTemplate("{{ tools | tojson }}", {})
+    function = {"name": "get_weather", "description": "Tells the weather.", "parameters": SCHEMA}
+    assert json.loads(render(template, USER, tools=(TOOL,))) == [{"type": "function", "function": function}]
+    assert render(template, USER) == "null"
+
+
+def test_the_template_is_not_told_of_tools_that_must_not_be_called() -> None:
+    template = ChatTemplate("{{ tools is none }}", {})
+    fields = template.fields(Conversation((USER,), (TOOL,), ToolMode.NONE))
+    assert template.render(fields) == "True"
+
+
+def test_variables_reach_the_template() -> None:
+    template = ChatTemplate("{{ enable_thinking }} {{ documents[0].title }} {{ eos_token }}", {"eos_token": "</s>"})
+    variables: JsonObject = {"enable_thinking": False, "documents": [{"title": "A"}]}
+    assert template.render(template.fields(Conversation((USER,), variables=variables))) == "False A </s>"
+
+
+def test_calls_come_in_the_form_that_the_template_wants() -> None:
+    features = TemplateFeatures(arguments_are_text=True, empty_content_is_none=True)
+    template = ChatTemplate("{{ messages | tojson }}", {}, features=features)
+    empty, full = json.loads(render(template, CALL, Message("assistant", "So:", CALL.tool_calls)))
+    assert (empty["content"], full["content"]) == (None, "So:")
+    assert empty["tool_calls"][0]["function"]["arguments"] == '{"city": "Aix"}'
+
+
+def test_a_conversation_with_tools_may_have_a_template_of_its_own() -> None:
+    template = ChatTemplate("plain", {}, tools_source="with tools")
+    assert (render(template, USER), render(template, USER, tools=(TOOL,))) == ("plain", "with tools")
+    assert (template.text, ChatTemplate("plain", {}).text) == ("plain\nwith tools", "plain")
 
 
 def test_special_tokens_come_from_the_configuration(tmp_path: Path) -> None:
     write_tiny_tokenizer(tmp_path, chat_template="{{ bos_token }}{{ eos_token }}{{ unk_token is defined }}")
     write_config(tmp_path, eos_token={"content": "<|im_end|>", "lstrip": False}, add_bos_token=True)
-    template = load_chat_template(tmp_path)
-    assert template is not None
-    assert template.render([USER]) == "<|im_start|><|im_end|>False"
+    assert render(load(tmp_path), USER) == "<|im_start|><|im_end|>False"
 
 
 @pytest.mark.parametrize(
@@ -71,51 +115,36 @@ def test_special_tokens_come_from_the_configuration(tmp_path: Path) -> None:
 def test_the_configuration_may_hold_the_template(tmp_path: Path, template: object) -> None:
     write_tiny_tokenizer(tmp_path, chat_template=None)
     write_config(tmp_path, chat_template=template)
-    loaded = load_chat_template(tmp_path)
-    assert loaded is not None
-    assert loaded.render([USER]) == "from the configuration"
+    assert render(load(tmp_path), USER) == "from the configuration"
+
+
+def test_the_configuration_may_hold_a_template_for_tools(tmp_path: Path) -> None:
+    write_tiny_tokenizer(tmp_path, chat_template=None)
+    names = {"default": "plain", "tool_use": "{{ tools[0].function.name }}", "rag": "{{ unclosed"}
+    write_config(tmp_path, chat_template=[{"name": name, "template": text} for name, text in names.items()])
+    template = load(tmp_path)
+    assert (render(template, USER), render(template, USER, tools=(TOOL,))) == ("plain", "get_weather")
 
 
 def test_the_templates_own_file_comes_first(tmp_path: Path) -> None:
     write_tiny_tokenizer(tmp_path, chat_template="from the file")
     write_config(tmp_path, chat_template="from the configuration")
-    loaded = load_chat_template(tmp_path)
-    assert loaded is not None
-    assert loaded.render([USER]) == "from the file"
+    assert render(load(tmp_path), USER) == "from the file"
 
 
 async def test_a_model_without_a_template_takes_no_conversations(tmp_path: Path) -> None:
     write_tiny_tokenizer(tmp_path, chat_template=None)
-    prompts = PromptEncoder(Encoder(tiny_tokenizer(), num_threads=1), load_chat_template(tmp_path))
+    prompts = PromptEncoder(Encoder(tiny_tokenizer(), num_threads=1), load(tmp_path))
     assert not prompts.has_chat_template
     with pytest.raises(TemplateFailedError):
-        await prompts.encode((USER,))
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ unclosed",
-        "{{ messages[5].content }}",
-        "{{ raise_exception('never') }}",
-        "{{ ''.__class__.__mro__ }}",
-        "{{ messages.append(1) }}",
-        "{% set _ = messages[0].update({'role': 'x'}) %}",
-        "{{ 1 / 0 }}",
-        "{% include '/etc/passwd' %}",
-    ],
-)
-def test_a_template_that_fails_on_a_plain_message_is_refused(tmp_path: Path, source: str) -> None:
-    write_tiny_tokenizer(tmp_path, chat_template=source)
-    with pytest.raises(ModelDirectoryError, match="plain message"):
-        load_chat_template(tmp_path)
+        await prompts.encode(Conversation((USER,)))
 
 
 def test_a_template_that_is_no_text_is_refused(tmp_path: Path) -> None:
     write_tiny_tokenizer(tmp_path, chat_template=None)
     write_config(tmp_path, chat_template=7)
     with pytest.raises(ModelDirectoryError):
-        load_chat_template(tmp_path)
+        load(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +154,7 @@ def test_messages_that_make_the_template_fail_are_to_blame(failure: str, caplog:
     caplog.set_level(logging.DEBUG)
     template = ChatTemplate(f"{{% if messages | length > 1 %}}{failure}{{% endif %}}", {})
     with pytest.raises(InvalidRequestError) as caught:
-        template.render([Message("user", "a secret"), USER])
+        render(template, Message("user", "a secret"), USER)
     assert caught.value.reason == "INVALID_REQUEST"
     assert [violation.field for violation in caught.value.violations] == ["chat.messages"]
     assert "secret" not in caught.value.message + caplog.text
@@ -133,6 +162,6 @@ def test_messages_that_make_the_template_fail_are_to_blame(failure: str, caplog:
 
 def test_a_later_render_knows_nothing_of_an_earlier_one() -> None:
     template = ChatTemplate(CHATML, {})
-    first = template.render([USER])
-    template.render([Message("system", "other"), USER])
-    assert template.render([USER]) == first
+    first = render(template, USER)
+    render(template, Message("system", "other"), USER)
+    assert render(template, USER) == first

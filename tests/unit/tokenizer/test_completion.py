@@ -10,8 +10,9 @@ from services.tokenizer.detokenizer import ByteLevelDetokenizer, text_table
 TABLE = {ord(letter): letter.encode() for letter in "abcdSTOPx"} | {1: b"\xc3", 2: b"\xa9"}
 
 
-def make_completion(*stop_strings: str) -> Completion:
-    return Completion(ByteLevelDetokenizer(TABLE, text_table(TABLE)), stop_strings)
+def make_completion(*stop_strings: str, includes_stop: bool = False, min_tokens: int = 0) -> Completion:
+    detokenizer = ByteLevelDetokenizer(TABLE, text_table(TABLE))
+    return Completion(detokenizer, stop_strings, includes_stop=includes_stop, min_tokens=min_tokens)
 
 
 def ids(text: str) -> list[int]:
@@ -98,6 +99,61 @@ def test_what_was_held_back_comes_out_at_the_end() -> None:
     completion.push([*ids("aST"), 1])
     completion.finish()
     assert completion.take() == ("aST\ufffd", [*ids("aST"), 1])
+
+
+def test_a_stop_string_stays_when_it_is_asked_for_and_what_follows_does_not() -> None:
+    completion = make_completion("STOP", includes_stop=True)
+    completion.push(ids("aST"))
+    assert completion.take() == ("a", ids("aST"))
+    completion.push(ids("OPb"))
+    assert completion.stop_string == "STOP"
+    assert completion.take() == ("STOP", ids("OP"))
+
+
+def test_a_stop_string_within_the_least_tokens_is_text() -> None:
+    completion = make_completion("STOP", min_tokens=4)
+    completion.push(ids("STOPaSTOPb"))
+    assert completion.stop_string == "STOP"
+    assert completion.take() == ("STOPa", ids("STOPaSTOP"))
+
+
+def test_a_stop_string_that_only_begins_within_the_least_tokens_counts() -> None:
+    completion = make_completion("STOP", min_tokens=3)
+    completion.push(ids("STOPa"))
+    assert (completion.stop_string, completion.take()) == ("STOP", ("", ids("STOP")))
+
+
+def test_an_end_of_text_completes_no_stop_string_within_the_least_tokens() -> None:
+    completion = make_completion("\ufffd", min_tokens=2)
+    completion.push([*ids("a"), 1])
+    completion.finish()
+    assert (completion.stop_string, completion.take()) == (None, ("a\ufffd", [*ids("a"), 1]))
+
+
+def test_tokens_that_are_put_back_are_taken_again() -> None:
+    completion = make_completion()
+    completion.push(ids("abc"))
+    completion.take()
+    completion.put_back(ids("bc"))
+    completion.push(ids("d"))
+    assert completion.take() == ("d", ids("bcd"))
+
+
+@given(st.text("abSTOP", max_size=30), st.integers(0, 12), st.booleans())
+def test_stop_strings_count_as_a_naive_search_finds_them(text: str, min_tokens: int, includes_stop: bool) -> None:
+    completion = make_completion("STOP", "aP", min_tokens=min_tokens, includes_stop=includes_stop)
+    completion.push(ids(text))
+    completion.finish()
+    # Neither is within the other, so that the first one completed also begins first.
+    ends = [
+        (end, stop)
+        for end in range(min_tokens + 1, len(text) + 1)
+        for stop in ("STOP", "aP")
+        if text[:end].endswith(stop)
+    ]
+    end, stop = min(ends, default=(len(text), ""))
+    assert completion.take() == (text[: end if includes_stop else end - len(stop)], ids(text[:end]))
+    assert completion.stop_string == (stop or None)
 
 
 @given(st.text("abSTOP", max_size=30), st.lists(st.integers(1, 4), max_size=10))

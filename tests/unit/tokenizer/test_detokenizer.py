@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from services.tokenizer.detokenizer import ByteLevelDetokenizer, WindowDetokenizer, byte_table, make_detokenizer_factory
+from services.tokenizer.detokenizer import ByteLevelDetokenizer, WindowDetokenizer, byte_table, make_token_texts
 from tests.support.tiny_tokenizer import IM_END_ID, VOCABULARY_SIZE, tiny_tokenizer
 
 TINY = tiny_tokenizer()
@@ -30,9 +30,9 @@ def cut(items: list[int], lengths: list[int]) -> list[list[int]]:
     return [*pieces, items[position:]]
 
 
-def detokenize(tokenizer: Tokenizer, pieces: list[list[int]]) -> str:
+def detokenize(tokenizer: Tokenizer, pieces: list[list[int]], *, skips_special_tokens: bool = True) -> str:
     """All pieces' text."""
-    detokenizer = make_detokenizer_factory(tokenizer)()
+    detokenizer = make_token_texts(tokenizer).detokenizer(skips_special_tokens=skips_special_tokens)
     return "".join([detokenizer.push(piece) for piece in pieces]) + detokenizer.flush()
 
 
@@ -43,9 +43,15 @@ def test_the_pieces_joined_are_the_whole_decoded_however_they_were_cut(ids: list
     assert detokenize(TINY, cut(ids, lengths)) == TINY.decode(ids, skip_special_tokens=True)
 
 
+@given(token_id_lists)
+def test_special_tokens_have_their_text_where_they_are_not_skipped(ids: list[int]) -> None:
+    text = detokenize(TINY, [[i] for i in ids], skips_special_tokens=False)
+    assert text == TINY.decode(ids, skip_special_tokens=False)
+
+
 @given(st.text(max_size=30))
 def test_text_comes_in_whole_characters(text: str) -> None:
-    detokenizer = make_detokenizer_factory(TINY)()
+    detokenizer = make_token_texts(TINY).detokenizer()
     shown = ""
     for token_id in TINY.encode(text).ids:
         shown += detokenizer.push([token_id])
@@ -54,19 +60,19 @@ def test_text_comes_in_whole_characters(text: str) -> None:
 
 
 def test_a_character_is_shown_with_its_last_byte() -> None:
-    detokenizer = make_detokenizer_factory(TINY)()
+    detokenizer = make_token_texts(TINY).detokenizer()
     pieces = [detokenizer.push([byte_id(byte)]) for byte in "😀".encode()]
     assert pieces == ["", "", "", "😀"]
 
 
 def test_endless_bytes_that_are_no_text_are_shown_as_they_come() -> None:
-    detokenizer = make_detokenizer_factory(TINY)()
+    detokenizer = make_token_texts(TINY).detokenizer()
     pieces = [detokenizer.push([byte_id(0x80)]) for _ in range(1000)]
     assert pieces == [REPLACEMENT] * 1000
 
 
 def test_a_cut_character_is_shown_at_the_end() -> None:
-    detokenizer = make_detokenizer_factory(TINY)()
+    detokenizer = make_token_texts(TINY).detokenizer()
     assert detokenizer.push([byte_id(0xE4), byte_id(0xBD)]) == ""
     assert detokenizer.flush() == REPLACEMENT
     assert detokenizer.flush() == ""
@@ -102,8 +108,8 @@ def sentencepiece_ids(tokenizer: Tokenizer, *pieces: str) -> list[int]:
 
 
 def test_the_kind_of_vocabulary_decides_the_detokenizer(sentencepiece: Tokenizer) -> None:
-    assert isinstance(make_detokenizer_factory(TINY)(), ByteLevelDetokenizer)
-    assert isinstance(make_detokenizer_factory(sentencepiece)(), WindowDetokenizer)
+    assert isinstance(make_token_texts(TINY).detokenizer(), ByteLevelDetokenizer)
+    assert isinstance(make_token_texts(sentencepiece).detokenizer(), WindowDetokenizer)
 
 
 def test_a_window_equals_decoding_the_whole_for_text_of_pieces_and_bytes(sentencepiece: Tokenizer) -> None:
@@ -114,13 +120,34 @@ def test_a_window_equals_decoding_the_whole_for_text_of_pieces_and_bytes(sentenc
 
 
 def test_a_window_shows_no_half_character(sentencepiece: Tokenizer) -> None:
-    detokenizer = make_detokenizer_factory(sentencepiece)()
+    detokenizer = make_token_texts(sentencepiece).detokenizer()
     ids = sentencepiece_ids(sentencepiece, "▁hello", "😀")
     assert [detokenizer.push([i]) for i in ids] == ["hello", "", "", "", "😀"]
 
 
 def test_a_window_of_bytes_that_are_no_text_stays_bounded(sentencepiece: Tokenizer) -> None:
-    detokenizer = make_detokenizer_factory(sentencepiece)()
+    detokenizer = make_token_texts(sentencepiece).detokenizer()
     shown = "".join(detokenizer.push([1 + 0x80]) for _ in range(1000))
     assert len(shown) > 900
     assert shown + detokenizer.flush() == REPLACEMENT * 1000
+
+
+def test_a_window_shows_special_tokens_where_they_are_not_skipped(sentencepiece: Tokenizer) -> None:
+    ids = sentencepiece_ids(sentencepiece, "<s>", "▁hello", "<s>", "😀", "▁world", "<s>")
+    text = detokenize(sentencepiece, [[i] for i in ids], skips_special_tokens=False)
+    assert text == sentencepiece.decode(ids, skip_special_tokens=False)
+
+
+def test_a_token_has_a_text_by_itself() -> None:
+    texts = make_token_texts(TINY)
+    assert texts.text_of(BYTES_TO_ID[b" the"]) == " the"
+    assert texts.text_of(byte_id(0xF0)) == REPLACEMENT
+    assert texts.text_of(IM_END_ID) == "<|im_end|>"
+    assert texts.text_of(VOCABULARY_SIZE) == ""
+
+
+def test_a_piece_has_a_text_by_itself_its_space_included(sentencepiece: Tokenizer) -> None:
+    texts = make_token_texts(sentencepiece)
+    ids = sentencepiece_ids(sentencepiece, "▁hello", "!", "<s>", "é")
+    assert [texts.text_of(i) for i in ids] == [" hello", "!", "<s>", REPLACEMENT, REPLACEMENT]
+    assert texts.text_of(10_000) == ""

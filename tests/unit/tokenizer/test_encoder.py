@@ -5,9 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from services.tokenizer.chat_template import ChatTemplate, Message
+from services.tokenizer.chat_template import ChatTemplate
+from services.tokenizer.control_tokens import ControlTokens
+from services.tokenizer.conversation import Conversation, Message
 from services.tokenizer.encoder import Encoder, load_tokenizer
 from services.tokenizer.prompts import PromptEncoder
 from shared.errors import RequestTooLargeError
@@ -23,7 +25,20 @@ def tokenizer_with_bos() -> Tokenizer:
     return tokenizer
 
 
-@pytest.mark.parametrize("text", ["", "The fox", "12345 你好 😀\n\n", " <|im_end|> "])
+def sentencepiece_tokenizer(*, is_legacy: bool) -> Tokenizer:
+    """A vocabulary of characters that marks spaces, and where a text begins: every piece of it, or only the first."""
+    characters = ["▁", *"abcs<>/[]"]
+    tokenizer = Tokenizer(models.BPE(vocab={character: index for index, character in enumerate(characters)}, merges=[]))
+    if is_legacy:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True, normalized=False)])
+    tokenizer.add_tokens([AddedToken("[b]", normalized=False)])
+    return tokenizer
+
+
+@pytest.mark.parametrize("text", ["", "The fox", "12345 你好 😀\n\n"])
 def test_ids_are_those_of_the_tokenizer(text: str) -> None:
     encoder = Encoder(tiny_tokenizer(), num_threads=1)
     token_ids = encoder.encode(text, add_special_tokens=True)
@@ -32,12 +47,67 @@ def test_ids_are_those_of_the_tokenizer(text: str) -> None:
     assert encoder.decode(token_ids) == encoder.tokenizer.decode(token_ids.tolist())
 
 
+def test_special_tokens_in_text_are_text() -> None:
+    encoder = Encoder(tiny_tokenizer(), num_threads=1)
+    token_ids = encoder.encode(f"a{IM_START}", add_special_tokens=True)
+    assert IM_START_ID not in token_ids
+    assert encoder.decode(token_ids) == f"a{IM_START}"
+
+
+def test_the_tokenizer_that_was_given_is_left_as_it_is() -> None:
+    tokenizer = tiny_tokenizer()
+    before = tokenizer.to_str()
+    encoder = Encoder(tokenizer, num_threads=1)
+    assert encoder.tokenizer.encode(IM_START).ids == [IM_START_ID]
+    assert tokenizer.to_str() == before
+
+
 async def test_plain_text_gets_the_tokenizers_special_tokens_and_a_conversation_none() -> None:
     encoder = Encoder(tokenizer_with_bos(), num_threads=1)
     prompts = PromptEncoder(encoder, ChatTemplate("{{ messages[0].content }}", {}))
     plain = tiny_tokenizer().encode("The fox").ids
     assert (await prompts.encode("The fox")).tolist() == [IM_START_ID, *plain]
-    assert (await prompts.encode((Message("user", "The fox"),))).tolist() == plain
+    assert (await prompts.encode(Conversation((Message("user", "The fox"),)))).tolist() == plain
+
+
+def test_text_is_not_cut_off_where_the_tokenizer_would() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=50)
+    encoder = Encoder(tokenizer, num_threads=1)
+    text = "The quick brown fox"
+    assert encoder.encode(text, add_special_tokens=True).tolist() == tiny_tokenizer().encode(text).ids
+    assert encoder.encode_pieces(["", text]).tolist() == tiny_tokenizer().encode(text).ids
+
+
+@pytest.mark.parametrize("is_legacy", [True, False])
+@pytest.mark.parametrize("text", ["a b<s>a b<s>", "<s>a<s> b", " a<s>", "a[b]c<s>[b]a[b]", "", "<s><s>"])
+def test_a_text_in_pieces_marks_its_beginning_as_a_whole_one(text: str, is_legacy: bool) -> None:
+    encoder = Encoder(sentencepiece_tokenizer(is_legacy=is_legacy), num_threads=1)
+    pieces = list(encoder.control_tokens.cut(text))
+    expected = encoder.tokenizer.encode(text, add_special_tokens=False).ids
+    assert encoder.encode_pieces(pieces).tolist() == expected
+
+
+def test_a_tokenizer_that_makes_special_tokens_of_text_is_refused() -> None:
+    vocabulary = [("<unk>", 0.0), ("<s>", -1.0), ("<", -2.0), ("s", -2.0), (">", -2.0)]
+    tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=0))
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
+    with pytest.raises(ModelDirectoryError, match="token 1, which is special"):
+        Encoder(tokenizer, num_threads=1)
+
+
+def test_tokens_that_open_turns_are_kept_out_of_text_though_not_special() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([AddedToken("<｜User｜>"), AddedToken("<think>")])
+    encoder = Encoder(tokenizer, num_threads=1)
+    user, think = tokenizer.token_to_id("<｜User｜>"), tokenizer.token_to_id("<think>")
+    token_ids = encoder.encode("<｜User｜><think>", add_special_tokens=False).tolist()
+    assert (user in token_ids, think in token_ids) == (False, True)
+    assert isinstance(encoder.control_tokens, ControlTokens)
+    assert list(encoder.control_tokens.cut("<｜User｜><think>")) == ["", user, "<think>"]
+    assert "<｜User｜>" not in encoder.special_tokens
+    assert {"<｜User｜>", "<think>", IM_START} <= encoder.added_tokens
 
 
 async def test_work_runs_off_the_event_loop() -> None:
@@ -49,7 +119,7 @@ async def test_a_conversation_whose_text_becomes_too_large_is_refused() -> None:
     template = ChatTemplate("{% for m in messages %}{{ m.content * 2 }}{% endfor %}", {})
     prompts = PromptEncoder(Encoder(tiny_tokenizer(), num_threads=1), template)
     with pytest.raises(RequestTooLargeError):
-        await prompts.encode((Message("user", "x" * 2**21),))
+        await prompts.encode(Conversation((Message("user", "x" * 2**21),)))
 
 
 def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:

@@ -40,10 +40,10 @@ async def test_what_was_sent_is_not_sent_again() -> None:
 
 async def test_submits_are_made_when_they_leave() -> None:
     outputs: dict[int, bytes] = {}
-    link = ExchangeLink(lambda handle: exchange_pb2.Submit(handle=handle, output_token_ids=outputs[handle]))
+    link = ExchangeLink(lambda handle: exchange_pb2.Submit(handle=handle, prompt_token_ids=outputs[handle]))
     link.submit(1)
     outputs[1] = column([4])
-    assert (await next_message(link)).submits[0].output_token_ids == column([4])
+    assert (await next_message(link)).submits[0].prompt_token_ids == column([4])
 
 
 async def test_a_request_that_ended_before_it_was_sent_is_not_sent() -> None:
@@ -72,7 +72,7 @@ async def test_submits_of_long_prompts_and_outputs_go_in_several_messages() -> N
         lambda handle: exchange_pb2.Submit(
             handle=handle,
             prompt_token_ids=column_of_6_mb if handle < 3 else b"",
-            output_token_ids=column_of_6_mb if handle >= 3 else b"",
+            choices_so_far=[{"token_ids": column_of_6_mb}] if handle >= 3 else (),
         )
     )
     for handle in (1, 2, 3, 4, 5):

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from services.tokenizer.choice import Choice
 from services.tokenizer.completion import Completion
 from services.tokenizer.detokenizer import ByteLevelDetokenizer
 from services.tokenizer.generation import Generation
@@ -13,18 +14,31 @@ from shared.errors import DrainingError, DuplicateRequestError
 
 def test_an_id_is_free_again_when_its_request_has_ended() -> None:
     live = LiveRequests()
-    with live.admit("a"):
-        with pytest.raises(DuplicateRequestError), live.admit("a"):
+    with live.admit(["a"]):
+        with pytest.raises(DuplicateRequestError), live.admit(["a"]):
             pass
-        with live.admit("b"):
+        with live.admit(["b"]):
             pass
-    with live.admit("a"):
+    with live.admit(["a"]):
+        pass
+
+
+def test_of_several_ids_all_are_held_or_none() -> None:
+    live = LiveRequests()
+    with live.admit(["a", "a-0", "a-1"]):
+        with pytest.raises(DuplicateRequestError), live.admit(["a-1"]):
+            pass
+        with pytest.raises(DuplicateRequestError), live.admit(["b", "a-0"]):
+            pass
+        with live.admit(["b"]):
+            pass
+    with live.admit(["a-1"]):
         pass
 
 
 async def test_draining_waits_for_the_last_request() -> None:
     live = LiveRequests()
-    with live.admit("a"):
+    with live.admit(["a"]):
         draining = asyncio.create_task(live.drain(60))
         await asyncio.sleep(0)
         with pytest.raises(DrainingError):
@@ -35,8 +49,9 @@ async def test_draining_waits_for_the_last_request() -> None:
 
 async def test_what_is_left_after_the_grace_is_told_so() -> None:
     live = LiveRequests()
-    generation = Generation(Completion(ByteLevelDetokenizer({}, {}), ()), num_prompt_tokens=1, arrived_s=0)
-    with live.admit("encoding"), live.admit("streaming"):
+    generation = Generation(arrived_s=0)
+    generation.choices.append(Choice(generation, Completion(ByteLevelDetokenizer({}, {}), ()), num_prompt_tokens=1))
+    with live.admit(["encoding"]), live.admit(["streaming"]):
         live.begin("streaming", generation)
         await live.drain(0)
     with pytest.raises(DrainingError):

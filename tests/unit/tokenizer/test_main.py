@@ -21,8 +21,10 @@ CHECK_IMPORTS = """
 import sys
 from pathlib import Path
 import services.tokenizer.__main__
-from services.tokenizer.chat_template import Message, load_chat_template
-load_chat_template(Path(sys.argv[1])).render([Message("user", "hello")])
+from services.tokenizer.chat_template import load_chat_template
+from services.tokenizer.conversation import Conversation, Message
+template = load_chat_template(Path(sys.argv[1]), timeout_s=60.0)
+template.render(template.fields(Conversation((Message("user", "hello"),))))
 print("torch" in sys.modules)
 """
 

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from services.tokenizer.chat_template import Message
+from services.tokenizer.chat_request import check_chat
+from services.tokenizer.conversation import Conversation, Message
 from services.tokenizer.request import (
-    MAX_TEXT_BYTES,
+    AnswerForm,
     CheckedRequest,
-    check_chat,
     check_request,
-    check_text,
     resolve_request,
 )
+from services.tokenizer.text_size import MAX_TEXT_BYTES, check_text
 from shared.errors import (
     ContextExceededError,
     InvalidRequestError,
@@ -24,7 +24,7 @@ from shared.errors import (
     RequestTooLargeError,
     ServiceError,
 )
-from shared.limits import ModelLimits, SamplingParams
+from shared.limits import DEFAULT_MAX_TOKENS, ModelLimits, SamplingParams
 from shared.rpc import to_status
 
 LIMITS = ModelLimits(context_length=100, logits_width=50, num_pool_tokens=1000)
@@ -64,10 +64,11 @@ def test_what_is_absent_gets_its_default() -> None:
     checked, other = check(make_request()), check(make_request())
     assert re.fullmatch("[0-9a-f]{32}", checked.request_id)
     assert checked.request_id != other.request_id
-    assert checked.sampling == SamplingParams(max_tokens=1, seed=checked.sampling.seed)
+    assert checked.sampling == SamplingParams(DEFAULT_MAX_TOKENS, seed=checked.sampling.seed)
     assert checked.sampling.seed != other.sampling.seed
     assert not checked.has_max_tokens
-    assert checked.stop_strings == ()
+    assert checked.form == AnswerForm()
+    assert (checked.n, checked.bad_words, checked.structured_output) == (1, (), None)
 
 
 def test_what_is_given_is_taken() -> None:
@@ -97,17 +98,15 @@ def test_what_is_given_is_taken() -> None:
         stop_token_ids=(49,),
         stop_token_sequences=((1, 2),),
     )
-    assert checked.stop_strings == ("a", "é" * 128)
-    assert isinstance(checked.prompt, np.ndarray)
-    assert checked.prompt.tolist() == [1, 49]
+    assert checked.form.stop_strings == ("a", "é" * 128)
+    assert isinstance(checked.prompts[0], np.ndarray)
+    assert checked.prompts[0].tolist() == [1, 49]
 
 
-def test_a_conversation_becomes_messages_with_role_names() -> None:
-    conversation = tokenizer_pb2.Chat()
-    for role in (tokenizer_pb2.ROLE_SYSTEM, USER, tokenizer_pb2.ROLE_ASSISTANT):
-        conversation.messages.add(role=role, content="x")
-    names = ("system", "user", "assistant")
-    assert check(make_request(chat=conversation)).prompt == tuple(Message(name, "x") for name in names)
+def test_a_chat_becomes_a_conversation() -> None:
+    assert check(make_request(chat=chat("x", "y"))).prompts == (
+        Conversation((Message("user", "x"), Message("user", "y"))),
+    )
 
 
 @pytest.mark.parametrize("name", ["other", "", "../../etc/passwd"])
@@ -223,7 +222,8 @@ def resolve(num_prompt_tokens: int, max_tokens: int | None, limits: ModelLimits 
     """The resolved `max_tokens`."""
     request = make_request(sampling=None if max_tokens is None else {"max_tokens": max_tokens})
     prompt = np.ones(num_prompt_tokens, np.uint32)
-    return resolve_request(check(request), prompt, limits).sampling.max_tokens
+    checked = check(request)
+    return resolve_request(checked, 0, prompt, checked.sampling, limits).sampling.max_tokens
 
 
 def test_absent_max_tokens_is_the_room_that_is_left() -> None:
@@ -258,7 +258,8 @@ def test_what_cannot_fit_is_refused(
 
 def test_a_resolved_request_has_its_prompt_as_int32() -> None:
     request = make_request(request_id="r", priority=common_pb2.PRIORITY_LOW, cache_salt="é")
-    resolved = resolve_request(check(request), np.array([1, 49], np.uint32), LIMITS)
+    checked = check(request)
+    resolved = resolve_request(checked, 0, np.array([1, 49], np.uint32), checked.sampling, LIMITS)
     assert (resolved.request_id, resolved.num_prompt_tokens) == ("r", 2)
     assert resolved.prompt == np.array([1, 49], "<i4").tobytes()
     assert (resolved.priority, resolved.cache_salt) == (common_pb2.PRIORITY_LOW, "é".encode())

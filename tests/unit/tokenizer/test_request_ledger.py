@@ -1,17 +1,20 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from services.tokenizer.request_ledger import Attempt, ExchangeError, RequestLedger, ResolvedRequest
+from services.tokenizer.request_ledger import Attempt, ChoiceSoFar, ExchangeError, RequestLedger, ResolvedRequest
 from shared.errors import DeadlinePassedError, SchedulerLostError
 from shared.limits import SamplingParams
-from tests.support.exchange_peer import column, read_column
+from tests.support.exchange_peer import column
 
 LOST_AFTER_S = 60.0
 
 
-def make_request(name: str = "r") -> ResolvedRequest:
-    return ResolvedRequest(name, column([1, 2, 3]), SamplingParams(max_tokens=9, seed=7), priority=1, cache_salt=b"s")
+def make_request(name: str = "r", n: int = 1) -> ResolvedRequest:
+    sampling = SamplingParams(max_tokens=9, seed=7)
+    return ResolvedRequest(name, column([1, 2, 3]), sampling, priority=1, cache_salt=b"s", n=n)
 
 
 class Ledger(RequestLedger):
@@ -30,6 +33,14 @@ class Ledger(RequestLedger):
         assert self.receive(self.stream, handle, 0, list(tokens)) == list(tokens)
         return handle
 
+    def begin_choices(self, *outputs: Sequence[int]) -> list[int]:
+        """The handles of a request's choices, which was submitted; each has got its tokens."""
+        handle = self.add(make_request(n=len(outputs)), arrived_s=0.0, deadline_s=None)
+        assert self.next_attempt(handle, 0.0) is not None
+        for number, tokens in enumerate(outputs):
+            assert self.receive(self.stream, handle + number, 0, list(tokens)) == list(tokens)
+        return list(range(handle, handle + len(outputs)))
+
     def restart(self, now: float) -> list[int]:
         """Lose the stream and get another one."""
         self.lose_stream(self.stream, now)
@@ -40,7 +51,7 @@ class Ledger(RequestLedger):
 def test_a_first_attempt_carries_the_request_and_its_times() -> None:
     ledger = Ledger()
     handle = ledger.add(make_request(), arrived_s=10.0, deadline_s=25.0)
-    assert ledger.next_attempt(handle, 12.0) == Attempt(handle, make_request(), 1, b"", age_s=2.0, time_left_s=13.0)
+    assert ledger.next_attempt(handle, 12.0) == Attempt(handle, make_request(), 1, (), age_s=2.0, time_left_s=13.0)
 
 
 def test_a_request_is_submitted_once_on_a_stream() -> None:
@@ -62,12 +73,12 @@ def test_a_fresh_stream_is_told_the_output_so_far_and_that_it_is_another_attempt
     handle = ledger.begin_request(5, 6, arrived_s=1.0, deadline_s=31.0)
     assert ledger.restart(now=10.0) == [handle]
     attempt = ledger.next_attempt(handle, 11.0)
-    assert attempt == Attempt(handle, make_request(), 2, column([5, 6]), age_s=10.0, time_left_s=20.0)
+    assert attempt == Attempt(handle, make_request(), 2, (ChoiceSoFar(column([5, 6])),), age_s=10.0, time_left_s=20.0)
     assert ledger.receive(ledger.stream, handle, 2, [7]) == [7]
     ledger.restart(now=12.0)
     third = ledger.next_attempt(handle, 12.0)
     assert third is not None
-    assert (third.number, read_column(third.output)) == (3, [5, 6, 7])
+    assert (third.number, third.choices_so_far) == (3, (ChoiceSoFar(column([5, 6, 7])),))
 
 
 def test_who_has_tokens_goes_first_and_then_the_oldest() -> None:
@@ -234,3 +245,96 @@ def test_deadlines_pass_while_requests_wait_for_a_stream() -> None:
     [(ended, error)] = ledger.expire(20.0)
     assert ended == handle
     assert isinstance(error, DeadlinePassedError)
+
+
+def test_a_request_has_a_handle_for_each_choice() -> None:
+    ledger = Ledger()
+    first = ledger.add(make_request(n=3), arrived_s=0.0, deadline_s=None)
+    second = ledger.add(make_request(), arrived_s=0.0, deadline_s=None)
+    assert (first, second) == (1, 4)
+    assert (ledger.open_choices(1), ledger.open_choices(4), ledger.open_choices(2)) == ([1, 2, 3], [4], [])
+    assert len(ledger) == 2
+
+
+def test_each_choice_has_tokens_and_a_beginning_of_its_own() -> None:
+    ledger = Ledger()
+    first, second = ledger.begin_choices([5], [])
+    assert ledger.begin(ledger.stream, second)
+    assert ledger.begin(ledger.stream, first)
+    assert not ledger.begin(ledger.stream, second)
+    assert ledger.receive(ledger.stream, second, 0, [6, 7]) == [6, 7]
+    assert ledger.receive(ledger.stream, first, 0, [5, 8]) == [8]
+
+
+def test_a_request_lives_until_its_last_choice_has_ended() -> None:
+    ledger = Ledger()
+    first, second, third = ledger.begin_choices([5], [6], [7])
+    assert ledger.end(ledger.stream, second)
+    assert ledger.stop(first)
+    assert not ledger.end(ledger.stream, first)
+    assert not ledger.stop(second)
+    assert ledger.receive(ledger.stream, second, 1, [8]) == []
+    assert ledger.open_choices(first) == [third]
+    assert ledger.end(ledger.stream, third)
+    assert len(ledger) == 0
+    assert not ledger.remove(first)
+
+
+def test_a_fresh_stream_is_told_which_choices_have_ended() -> None:
+    ledger = Ledger()
+    first, second, _ = ledger.begin_choices([5, 6], [7], [])
+    ledger.stop(first)
+    assert ledger.restart(now=1.0) == [first]
+    attempt = ledger.next_attempt(first, 1.0)
+    assert attempt is not None
+    assert attempt.choices_so_far == (
+        ChoiceSoFar(column([5, 6]), has_ended=True),
+        ChoiceSoFar(column([7])),
+        ChoiceSoFar(b""),
+    )
+    assert ledger.receive(ledger.stream, second, 1, [8]) == [8]
+
+
+def test_choices_of_which_nothing_is_known_are_not_told() -> None:
+    ledger = Ledger()
+    first, _ = ledger.begin_choices([], [])
+    ledger.restart(now=1.0)
+    attempt = ledger.next_attempt(first, 1.0)
+    assert attempt is not None
+    assert (attempt.number, attempt.choices_so_far) == (2, ())
+
+
+def test_removing_a_request_ends_all_its_choices() -> None:
+    ledger = Ledger()
+    first, second = ledger.begin_choices([5], [])
+    assert ledger.remove(first)
+    assert ledger.receive(ledger.stream, second, 0, [6]) == []
+    assert ledger.restart(now=1.0) == []
+
+
+def test_what_expires_is_told_choice_by_choice() -> None:
+    ledger = Ledger()
+    first, second, third = ledger.begin_choices([5], [], [])
+    ledger.end(ledger.stream, second)
+    ledger.lose_stream(ledger.stream, 1.0)
+    assert [handle for handle, _ in ledger.expire(1.0 + LOST_AFTER_S)] == [first, third]
+    late = ledger.add(make_request(n=2), arrived_s=0.0, deadline_s=5.0)
+    ledger.open_stream()
+    assert [handle for handle, _ in ledger.expire(5.0)] == [late, late + 1]
+    assert len(ledger) == 0
+
+
+def test_positions_of_the_prompt_that_are_known_are_not_new() -> None:
+    ledger = Ledger()
+    first, second = ledger.begin_choices([], [])
+    assert ledger.receive_prompt(ledger.stream, first, 1, 4) == 4
+    assert ledger.receive_prompt(ledger.stream, first, 1, 3) == 0
+    assert ledger.receive_prompt(ledger.stream, first, 3, 4) == 2
+    with pytest.raises(ExchangeError):
+        ledger.receive_prompt(ledger.stream, first, 8, 1)
+    # Whichever choice leads, it is the same prompt.
+    ledger.restart(now=1.0)
+    assert ledger.receive_prompt(ledger.stream, first, 1, 9) == 0
+    ledger.next_attempt(first, 1.0)
+    assert ledger.receive_prompt(ledger.stream, second, 1, 7) == 1
+    assert ledger.receive_prompt(ledger.stream - 1, first, 8, 1) == 0

@@ -18,7 +18,7 @@ from shared.rpc import reason_of, status_from_rpc_error
 from tests.support.exchange_peer import Row, make_end, make_error_end, make_outputs, read_column
 from tests.support.narrow_channel import WINDOW_BYTES, open_narrow_channel
 from tests.support.tiny_tokenizer import CHATML, IM_END_ID, IM_START_ID, VOCABULARY_SIZE, write_tiny_tokenizer
-from tests.support.tokenizer_service import NUM_POOL_TOKENS, Service, read_answer, run_tokenizer_service
+from tests.support.tokenizer_service import NUM_POOL_TOKENS, Service, read_rest, run_tokenizer_service
 
 HELLO = tokenizer_pb2.GenerateRequest(text="The fox")
 # Tokens that do not fit a narrow window.
@@ -38,7 +38,7 @@ def violations(error: grpc.aio.AioRpcError) -> dict[str, str]:
 async def refusal(call: Any) -> tuple[grpc.StatusCode, str | None, dict[str, str]]:
     """Status, reason and violations of a call that must fail."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await read_answer(call)
+        await read_rest(call)
     return caught.value.code(), reason_of(status_from_rpc_error(caught.value)), violations(caught.value)
 
 
@@ -49,7 +49,7 @@ async def test_an_answer_streams_from_the_cell_to_the_client(service: Service, t
         service.peer.send(Row(submit.handle, index, [token_id], num_cached_tokens=1))
     end = make_end(submit.handle, EOS, len(ids) + 1, stop_token_id=IM_END_ID)
     service.peer.send(Row(submit.handle, len(ids), [IM_END_ID]), ends=[end])
-    text, token_ids, finish = await read_answer(call)
+    text, token_ids, finish = await read_rest(call)
     assert (text, token_ids) == ("jumps 😀 你好", [*ids, IM_END_ID])
     assert (finish.reason, finish.stop_token_id) == (EOS, IM_END_ID)
     assert read_column(submit.prompt_token_ids) == tokenizer.encode("The fox").ids
@@ -106,7 +106,7 @@ async def test_a_stop_string_ends_the_stream_at_once_and_the_cell_is_told(
     ids = tokenizer.encode("the lazy dog sleeps").ids
     for index, token_id in enumerate(ids):
         service.peer.send(Row(submit.handle, index, [token_id]))
-    text, token_ids, finish = await read_answer(call)
+    text, token_ids, finish = await read_rest(call)
     stop_at = await service.peer.stop_ats.get()
     assert text == "the"
     assert (finish.reason, finish.stop_string) == (common_pb2.FINISH_REASON_STOP_STRING, " lazy d")
@@ -130,7 +130,7 @@ async def test_cancelling_a_call_aborts_its_request_alone(service: Service) -> N
     assert await service.peer.aborts.get() == submit.handle
     again, _ = await service.begin(tokenizer_pb2.GenerateRequest(text="x", request_id="again"))
     service.peer.send(Row(other.handle, 0, [70]), ends=[make_end(other.handle, MAX_TOKENS, 1)])
-    _, token_ids, _ = await read_answer(neighbour)
+    _, token_ids, _ = await read_rest(neighbour)
     assert token_ids == [70]
     again.cancel()
 
@@ -182,14 +182,14 @@ async def test_a_lost_scheduler_is_a_pause_and_the_next_one_goes_on(service: Ser
     assert await refusal(service.stub.Generate(HELLO)) == (grpc.StatusCode.UNAVAILABLE, "NOT_READY", {})
     await service.link()
     second = await service.peer.submits.get()
-    assert (second.attempt, read_column(second.output_token_ids)) == (2, ids[:3])
-    for changed in ("attempt", "output_token_ids", "age"):
+    assert (second.attempt, read_column(second.choices_so_far[0].token_ids)) == (2, ids[:3])
+    for changed in ("attempt", "choices_so_far", "age"):
         first.ClearField(changed)
         second.ClearField(changed)
     assert second == first
     assert (first.priority, first.cache_salt) == (common_pb2.PRIORITY_LOW, b"salt")
     service.peer.send(Row(second.handle, 3, ids[3:]))
-    text, token_ids, finish = await read_answer(call)
+    text, token_ids, finish = await read_rest(call)
     assert (received.text + text, finish.stop_string) == ("the", " lazy d")
     all_ids = [*received.token_ids, *token_ids]
     assert all_ids == ids[: len(all_ids)]
@@ -226,7 +226,7 @@ async def test_outputs_that_make_no_sense_break_the_link(service: Service) -> No
     await service.link()
     again = await service.peer.submits.get()
     service.peer.send(Row(again.handle, 0, [70]), ends=[make_end(again.handle, MAX_TOKENS, 1)])
-    _, token_ids, _ = await read_answer(call)
+    _, token_ids, _ = await read_rest(call)
     assert token_ids == [70]
 
 
@@ -244,7 +244,7 @@ async def test_a_client_that_stops_reading_loses_its_answer_and_its_neighbour_do
         service.peer.send(Row(submit.handle, 0, LARGE), Row(other.handle, 0, [70]))
         assert await service.peer.aborts.get() == submit.handle
         service.peer.send(Row(other.handle, 1, [71]), ends=[make_end(other.handle, MAX_TOKENS, 2)])
-        _, token_ids, _ = await read_answer(neighbour)
+        _, token_ids, _ = await read_rest(neighbour)
         assert token_ids == [70, 71]
         # Once it reads on, it learns how its answer ended.
         assert await refusal(call) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "CLIENT_TOO_SLOW", {})
@@ -255,7 +255,7 @@ async def test_what_piles_up_behind_a_blocked_write_leaves_in_one_response(servi
         """All that was sent before has arrived then."""
         neighbour, other = await service.begin(HELLO)
         service.peer.send(Row(other.handle, 0, [70]), ends=[make_end(other.handle, MAX_TOKENS, 1)])
-        await read_answer(neighbour)
+        await read_rest(neighbour)
 
     async with open_narrow_channel(f"unix:{tmp_path}/tokenizer.sock") as channel:
         call = tokenizer_pb2_grpc.TokenizerServiceStub(channel).Generate(HELLO)
@@ -380,7 +380,7 @@ async def test_a_bad_request_is_refused_and_its_neighbour_unharmed(
     assert await refusal(service.stub.Generate(request_message)) == expected
     assert service.peer.submits.empty()
     service.peer.send(Row(submit.handle, 0, [70]), ends=[make_end(submit.handle, MAX_TOKENS, 1)])
-    _, token_ids, _ = await read_answer(neighbour)
+    _, token_ids, _ = await read_rest(neighbour)
     assert token_ids == [70]
 
 
@@ -474,7 +474,7 @@ async def test_a_stopping_service_finishes_its_streams_and_takes_no_new_ones(ser
         await service.stub.GetModelInfo(tokenizer_pb2.GetModelInfoRequest())
     assert reason_of(status_from_rpc_error(caught.value)) == "DRAINING"
     service.peer.send(Row(submit.handle, 0, [70]), ends=[make_end(submit.handle, MAX_TOKENS, 1)])
-    _, token_ids, finish = await read_answer(call)
+    _, token_ids, finish = await read_rest(call)
     assert (token_ids, finish.reason) == ([70], MAX_TOKENS)
     assert await service.task == 0
 
@@ -484,7 +484,7 @@ async def test_a_request_is_logged_once_without_its_text(service: Service, caplo
     request = tokenizer_pb2.GenerateRequest(text="canary prompt", request_id="logged", stop=["canary stop"])
     call, submit = await service.begin(request)
     service.peer.send(Row(submit.handle, 0, [70], num_cached_tokens=3), ends=[make_end(submit.handle, MAX_TOKENS, 1)])
-    await read_answer(call)
+    await read_rest(call)
     [record] = [vars(record) for record in caplog.records if vars(record).get("request_id") == "logged"]
     assert (record["outcome"], record["num_completion_tokens"], record["num_cached_tokens"]) == ("MAX_TOKENS", 1, 3)
     assert {"num_prompt_tokens", "ttft_ms", "total_ms"} <= record.keys()

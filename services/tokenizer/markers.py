@@ -1,0 +1,49 @@
+"""Finds any of many strings in a text, at a cost that does not grow with their number."""
+
+from __future__ import annotations
+
+import re
+
+# A tree of beginnings: under each character what may follow; under "" nothing, where a string ends.
+_Tree = dict[str, "_Tree"]
+
+
+class Markers:
+    """Strings to look for."""
+
+    def __init__(self, *markers: str) -> None:
+        self.pattern = re.compile(_source(_tree(markers)) if markers else "(?!)")
+        self.max_length = max(map(len, markers), default=0)
+        self._beginnings = frozenset(marker[:size] for marker in markers for size in range(1, len(marker)))
+        self._last_characters = frozenset(beginning[-1] for beginning in self._beginnings)
+
+    def find(self, text: str, start: int) -> re.Match[str] | None:
+        """The first marker at or after `start`; of those that begin together the longest."""
+        return self.pattern.search(text, start)
+
+    def held_length(self, text: str, start: int) -> int:
+        """How much of the end of `text[start:]`, which holds no marker, may be the beginning of one."""
+        if not text or text[-1] not in self._last_characters:
+            return 0
+        longest = min(self.max_length - 1, len(text) - start)
+        return next((size for size in range(longest, 0, -1) if text[-size:] in self._beginnings), 0)
+
+
+def _tree(strings: tuple[str, ...]) -> _Tree:
+    tree: _Tree = {}
+    for string in strings:
+        node = tree
+        for character in string:
+            node = node.setdefault(character, {})
+        node[""] = {}
+    return tree
+
+
+def _source(node: _Tree) -> str:
+    """The regular expression of what may follow."""
+    branches = [re.escape(character) + _source(child) for character, child in node.items() if character]
+    if not branches:
+        return ""
+    if "" in node:
+        return f"(?:{'|'.join(branches)})?"
+    return branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"

@@ -1,0 +1,100 @@
+"""From a checked request to what the cell is sent: prompts are encoded, bad words spelled, grammars compiled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from lockstep.v1 import tokenizer_pb2
+from services.tokenizer.bad_words import add_bad_words, spellings
+from services.tokenizer.conversation import Conversation
+from services.tokenizer.model import ServedModel
+from services.tokenizer.replies import ReplyParser
+from services.tokenizer.request import CheckedRequest, Prompt, TokenIds, resolve_request
+from services.tokenizer.request_ledger import ResolvedRequest
+from shared.errors import Violation
+from shared.limits import NO_OPTIONS, ModelLimits, SamplingParams
+from shared.request_fields import raise_violations
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """One prompt of a request.
+
+    `echo` is the text that the answer begins with. `make_parser` makes what takes a reply apart.
+    """
+
+    request: ResolvedRequest
+    echo: str
+    make_parser: Callable[[], ReplyParser | None]
+
+
+class RequestPreparer:
+    """Does what takes a request time before it can go to the cell."""
+
+    def __init__(self, model: ServedModel, limits: Callable[[], ModelLimits]) -> None:
+        """Prepare for a model and a cell, which may be another one by the time it is asked for."""
+        self._model = model
+        self._limits = limits
+
+    async def prepare(self, request: CheckedRequest) -> list[PreparedPrompt]:
+        """The request's prompts, in order.
+
+        Raises:
+            InvalidRequestError: a field, by name.
+            TemplateFailedError: a conversation, and the model has no template.
+            RequestTooLargeError: a conversation whose rendered text is too large.
+            PromptTooLongError, ContextExceededError, KvCapacityExceededError: a prompt does not fit.
+        """
+        sampling = request.sampling
+        if request.bad_words:
+            sampling = await self._with_bad_words(request)
+        if request.structured_output is not None:
+            sampling = await self._with_grammar(sampling, request.structured_output, "structured_output")
+        return await asyncio.gather(*(self._prepare(request, index, sampling) for index in range(len(request.prompts))))
+
+    async def _prepare(self, request: CheckedRequest, index: int, sampling: SamplingParams) -> PreparedPrompt:
+        prompt, prompts = request.prompts[index], self._model.prompts
+        make_parser: Callable[[], ReplyParser | None] = _no_parser
+        if isinstance(prompt, Conversation):
+            text, token_ids = await prompts.render_chat(prompt)
+            if prompt.callable_tools:
+                calls = tokenizer_pb2.StructuredOutput(grammar=self._model.reply_parsers.call_grammar(prompt, text))
+                field = f"{request.field_prefix(index)}chat.tools"
+                sampling = await self._with_grammar(sampling, calls, field)
+            if not request.form.is_raw:
+                skips = request.form.skips_special_tokens
+                make_parser = partial(self._model.reply_parsers.make, prompt, text, skips_special_tokens=skips)
+        else:
+            token_ids = await prompts.encode(prompt)
+        # That took its time: the cell may be another one by now.
+        resolved = resolve_request(request, index, token_ids, sampling, self._limits())
+        return PreparedPrompt(resolved, await self._echo(request, prompt, token_ids), make_parser)
+
+    async def _echo(self, request: CheckedRequest, prompt: Prompt, token_ids: TokenIds) -> str:
+        if not request.form.echoes:
+            return ""
+        if isinstance(prompt, str):
+            return prompt
+        skips = request.form.skips_special_tokens
+        return await self._model.prompts.decode(token_ids, skips_special_tokens=skips)
+
+    async def _with_bad_words(self, request: CheckedRequest) -> SamplingParams:
+        options = request.sampling.options or NO_OPTIONS
+        spelled = await self._model.prompts.spell(spellings(request.bad_words))
+        violations: list[Violation] = []
+        runs = add_bad_words(options.bad_words, spelled, violations)
+        raise_violations(violations)
+        return replace(request.sampling, options=replace(options, bad_words=runs))
+
+    async def _with_grammar(
+        self, sampling: SamplingParams, form: tokenizer_pb2.StructuredOutput, field: str
+    ) -> SamplingParams:
+        grammar = await self._model.structured_outputs.compile(form, field=field)
+        return replace(sampling, options=replace(sampling.options or NO_OPTIONS, grammar=grammar))
+
+
+def _no_parser() -> None:
+    """The reply is text."""

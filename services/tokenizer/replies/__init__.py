@@ -1,0 +1,81 @@
+"""Reads what a model wrote into text, reasoning and tool calls, while it writes: a parser for each family of models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from services.tokenizer.conversation import Tool
+from services.tokenizer.replies.deepseek_v3 import CALLS_BEGIN, DeepseekV3Parser
+from services.tokenizer.replies.glm4 import KEY_BEGIN, Glm4Parser
+from services.tokenizer.replies.harmony import CHANNEL, HarmonyParser
+from services.tokenizer.replies.hermes import HermesParser
+from services.tokenizer.replies.llama3_json import Llama3JsonParser
+from services.tokenizer.replies.parser import ReplyParser, ReplySetting
+from services.tokenizer.replies.parts import ReasoningPart, ReplyPart, TextPart, ToolCallPart
+from services.tokenizer.replies.plain import PlainParser
+
+__all__ = [
+    "REPLY_PARSERS",
+    "ReasoningPart",
+    "ReplyParser",
+    "ReplyPart",
+    "TextPart",
+    "ToolCallPart",
+    "choose_reply_parser",
+    "make_reply_parser",
+]
+
+REPLY_PARSERS: dict[str, type[ReplyParser]] = {
+    "none": PlainParser,
+    "hermes": HermesParser,
+    "llama3_json": Llama3JsonParser,
+    "deepseek_v3": DeepseekV3Parser,
+    "harmony": HarmonyParser,
+    "glm4": Glm4Parser,
+}
+
+# What only the template of one family holds; the first that is found decides.
+_TEMPLATE_MARKS = (
+    (CHANNEL, "harmony"),
+    (CALLS_BEGIN, "deepseek_v3"),
+    (KEY_BEGIN, "glm4"),
+    # Qwen3-Coder's calls, which nobody here reads.
+    ("<function=", "none"),
+    ("<tool_call>", "hermes"),
+    ("<|python_tag|>", "llama3_json"),
+    ("<think>", "hermes"),
+)
+
+# For a template that shows nothing of it.
+_ARCHITECTURES = {
+    "GptOssForCausalLM": "harmony",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Glm4MoeForCausalLM": "glm4",
+    "Qwen3ForCausalLM": "hermes",
+    "Qwen3MoeForCausalLM": "hermes",
+}
+
+
+def choose_reply_parser(architecture: str, template_source: str | None) -> str:
+    """The name of the parser that fits a model, by what its chat template writes, else by its architecture."""
+    if template_source is None:
+        return "none"
+    for mark, name in _TEMPLATE_MARKS:
+        if mark in template_source:
+            return name
+    return _ARCHITECTURES.get(architecture, "none")
+
+
+def make_reply_parser(
+    name: str, *, tools: Sequence[Tool] = (), prompt_text: str = "", special_tokens: frozenset[str] = frozenset()
+) -> ReplyParser:
+    """A parser for one reply.
+
+    Args:
+        name: One of `REPLY_PARSERS`.
+        tools: Those that the model was offered; without any, tool markup comes through as text.
+        prompt_text: What the reply continues: a template may have opened the reasoning.
+        special_tokens: The texts of the tokenizer's special tokens that the answer does not show; none when the
+            client wants to see them.
+    """
+    return REPLY_PARSERS[name](ReplySetting(tuple(tools), prompt_text, special_tokens))

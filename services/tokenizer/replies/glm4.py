@@ -1,0 +1,96 @@
+"""GLM-4.5 and later: `<think>` first, calls as a name and pairs of `<arg_key>` and `<arg_value>`.
+
+A value stands there as it is when the tool takes text, else as JSON.
+
+Source: the chat template of zai-org/GLM-4.5.
+"""
+
+from __future__ import annotations
+
+import json
+
+from services.tokenizer.conversation import JsonValue
+from services.tokenizer.markers import Markers
+from services.tokenizer.replies.parser import MAX_NAME_LENGTH, ReplyParser
+from services.tokenizer.replies.reader import SPACE, Reading
+
+CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
+KEY_BEGIN, KEY_END = "<arg_key>", "</arg_key>"
+VALUE_BEGIN, VALUE_END = "<arg_value>", "</arg_value>"
+
+_OPENINGS = Markers(CALL_BEGIN, "\n" + CALL_BEGIN)
+_NAME_ENDS = Markers(KEY_BEGIN, CALL_END)
+_KEY_ENDS = Markers(KEY_END)
+_VALUE_ENDS = Markers(VALUE_END)
+
+
+class Glm4Parser(ReplyParser):
+    """See the module."""
+
+    markup = frozenset(
+        {"<think>", "</think>", CALL_BEGIN, CALL_END, KEY_BEGIN, KEY_END, VALUE_BEGIN, VALUE_END},
+    )
+
+    def _read(self) -> Reading[None]:
+        yield from self._read_reasoning()
+        yield from self._read_text(_OPENINGS if self._tools else Markers(), self._read_call)
+
+    def _read_call(self, _: str) -> Reading[None]:
+        reader = self._reader
+        name, end = yield from reader.until(_NAME_ENDS, max_length=MAX_NAME_LENGTH)
+        name = name.strip()
+        self._begin_call(name)
+        arguments = "{"
+        while end == KEY_BEGIN:
+            key, _ = yield from reader.until(_KEY_ENDS, max_length=MAX_NAME_LENGTH)
+            yield from reader.skip(SPACE)
+            yield from reader.expect(VALUE_BEGIN)
+            self._put_arguments(f"{arguments}{_json(key.strip())}: ")
+            if not (yield from self._read_value(is_text=self._takes_text(name, key.strip()))):
+                return
+            arguments = ", "
+            end = yield from self._close(KEY_BEGIN, CALL_END)
+        if end:
+            self._put_arguments("{}" if arguments == "{" else "}")
+        yield from reader.skip("\n")
+
+    def _read_value(self, *, is_text: bool) -> Reading[bool]:
+        """Read a value up to its end; False when the text ends before. Text goes out as it comes."""
+        if is_text:
+            self._put_arguments('"')
+            end = yield from self._pass_until(_VALUE_ENDS, lambda text: self._put_arguments(_json(text)[1:-1]))
+            self._put_arguments('"' if end else "")
+        else:
+            pieces: list[str] = []
+            end = yield from self._pass_until(_VALUE_ENDS, pieces.append)
+            self._put_arguments(_json_of("".join(pieces)))
+        self._reader.accept()
+        return end is not None
+
+    def _takes_text(self, tool_name: str, key: str) -> bool:
+        """Whether a call's argument is text; of a tool that was not offered it is not known."""
+        tool = self._tools.get(tool_name)
+        properties = tool.parameters.get("properties") if tool else None
+        return takes_text(properties.get(key) if isinstance(properties, dict) else None)
+
+
+def takes_text(schema: JsonValue) -> bool:
+    """Whether an argument of a schema is text and nothing else."""
+    if not isinstance(schema, dict):
+        return False
+    choices = [schema["const"]] if "const" in schema else schema.get("enum")
+    if "type" not in schema and isinstance(choices, list):
+        return all(isinstance(choice, str) for choice in choices)
+    return schema.get("type") == "string"
+
+
+def _json(value: JsonValue) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _json_of(text: str) -> str:
+    """A value's JSON: the text itself if it is JSON, else a string of it."""
+    try:
+        return _json(json.loads(text, parse_constant=float))
+    except (ValueError, RecursionError):
+        return _json(text)

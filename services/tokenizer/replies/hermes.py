@@ -1,0 +1,34 @@
+"""Hermes and Qwen: `<think>` first, calls as JSON between `<tool_call>` and `</tool_call>`.
+
+Source: the chat templates of NousResearch/Hermes-2-Pro-Llama-3-8B and Qwen/Qwen3-8B.
+"""
+
+from __future__ import annotations
+
+from services.tokenizer.markers import Markers
+from services.tokenizer.replies.json_calls import JsonCallParser
+from services.tokenizer.replies.reader import SPACE, Reading
+
+_CALL_BEGIN, _CALL_END = "<tool_call>", "</tool_call>"
+_OPENINGS = Markers(_CALL_BEGIN, "\n" + _CALL_BEGIN)
+
+
+class HermesParser(JsonCallParser):
+    """See the module."""
+
+    markup = frozenset({"<think>", "</think>", _CALL_BEGIN, _CALL_END})
+
+    def _read(self) -> Reading[None]:
+        yield from self._read_reasoning()
+        yield from self._read_text(_OPENINGS if self._tools else Markers(), self._read_calls)
+
+    def _read_calls(self, _: str) -> Reading[None]:
+        # One call is the rule; some models put several between the markers.
+        while True:
+            yield from self._reader.skip(SPACE)
+            yield from self._read_json_call(only_offered=False)
+            yield from self._reader.skip(SPACE)
+            if (yield from self._reader.peek()) != "{":
+                break
+        yield from self._close(_CALL_END)
+        yield from self._reader.skip("\n")

@@ -1,0 +1,82 @@
+"""Tool calls that are JSON objects of the tool's name and its arguments."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from services.tokenizer.json_values import read_json_object
+from services.tokenizer.replies.json_reading import read_object, read_string, read_value
+from services.tokenizer.replies.parser import ReplyParser
+from services.tokenizer.replies.reader import Reading, UnparsableError
+
+# What a call may hold beside its name and arguments when only its form tells it from other JSON.
+_OTHER_MEMBERS = ("type", "id")
+
+
+@dataclass(slots=True)
+class _JsonCall:
+    """What has been read of a call's object; whether its name has gone out."""
+
+    only_offered: bool
+    name: str | None = None
+    arguments: str | None = None
+    has_begun: bool = False
+
+
+class JsonCallParser(ReplyParser):
+    """For families whose calls are such objects. The members may come in any order; a name that comes first streams."""
+
+    def _read_json_call(self, *, only_offered: bool) -> Reading[None]:
+        """Read a call's object.
+
+        Args:
+            only_offered: Nothing but its form tells it from other JSON: it must name one of the offered tools.
+
+        Raises:
+            TextEndedError, UnparsableError: it is no call.
+        """
+        call = _JsonCall(only_offered)
+        yield from read_object(self._reader, lambda name: self._read_member(json.loads(name), call))
+        if not call.has_begun:
+            if call.name is None or (only_offered and call.arguments is None):
+                raise UnparsableError
+            self._begin_call(call.name)
+            self._put_arguments(call.arguments or "{}")
+        self._reader.accept()
+
+    def _read_member(self, member: str, call: _JsonCall) -> Reading[None]:
+        if member == "name" and call.name is None:
+            call.name = json.loads((yield from read_string(self._reader)))
+            if call.only_offered and call.name not in self._tools:
+                raise UnparsableError
+        elif member in ("arguments", "parameters") and call.arguments is None:
+            yield from self._read_call_arguments(call)
+        elif call.only_offered and member not in _OTHER_MEMBERS:
+            raise UnparsableError
+        else:
+            yield from read_value(self._reader)
+
+    def _read_call_arguments(self, call: _JsonCall) -> Reading[None]:
+        reader = self._reader
+        character = yield from reader.peek()
+        if character == "{" and call.name is not None:
+            self._begin_call(call.name)
+            call.has_begun = True
+            call.arguments = ""
+            yield from self._read_arguments()
+        elif character == '"':
+            # Some models write the object as text.
+            call.arguments = _object_text(json.loads((yield from read_string(reader))))
+        else:
+            before = reader.num_read
+            yield from read_value(reader)
+            call.arguments = _object_text(reader.read_since(before))
+
+
+def _object_text(text: str) -> str:
+    try:
+        read_json_object(text)
+    except ValueError:
+        raise UnparsableError from None
+    return text

@@ -1,0 +1,117 @@
+"""Reads JSON from a text that comes in pieces. What is read never goes beyond the first character that is wrong.
+
+Source: RFC 8259, sections 2 to 7.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from services.tokenizer.replies.reader import SPACE, Reading, TextEndedError, TextReader, UnparsableError
+
+_MAX_DEPTH = 64
+
+_PLAIN_CHARACTERS = re.compile(r'[^"\\\x00-\x1f]+')
+_NUMBER_CHARACTERS = re.compile(r"[-+.0-9eE]*")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
+_ESCAPE_BEGINNING = re.compile(r"\\(?:u[0-9a-fA-F]{0,4})?")
+
+
+def read_value(reader: TextReader, depth: int = 0) -> Reading[None]:
+    """Take a value.
+
+    Raises:
+        TextEndedError: the text ends within it.
+        UnparsableError: no value stands here, or it is nested too deeply.
+    """
+    if depth > _MAX_DEPTH:
+        raise UnparsableError
+    character = yield from reader.peek()
+    if character == "{":
+        yield from read_object(reader, lambda _: read_value(reader, depth + 1))
+    elif character == "[":
+        yield from _read_array(reader, depth)
+    elif character == '"':
+        yield from read_string(reader)
+    elif character and character in "-0123456789":
+        yield from _read_number(reader)
+    else:
+        yield from reader.expect("true", "false", "null")
+
+
+def read_object(reader: TextReader, read_member: Callable[[str], Reading[None]]) -> Reading[None]:
+    """Take an object; `read_member` takes each member's value, given its name as it is written, quotes included.
+
+    Raises:
+        TextEndedError, UnparsableError: as `read_value`.
+    """
+    yield from reader.expect("{")
+    yield from reader.skip(SPACE)
+    if (yield from reader.one_of("}")):
+        return
+    while True:
+        name = yield from read_string(reader)
+        yield from reader.skip(SPACE)
+        yield from reader.expect(":")
+        yield from reader.skip(SPACE)
+        yield from read_member(name)
+        yield from reader.skip(SPACE)
+        if (yield from reader.expect(",", "}")) == "}":
+            return
+        yield from reader.skip(SPACE)
+
+
+def read_string(reader: TextReader) -> Reading[str]:
+    """Take a string, and return it as it is written, quotes included.
+
+    Raises:
+        TextEndedError, UnparsableError: as `read_value`.
+    """
+    pieces = [(yield from reader.expect('"'))]
+    while (character := (yield from reader.peek())) != '"':
+        if match := _PLAIN_CHARACTERS.match(reader.text, reader.position):
+            pieces.append(match[0])
+            reader.position = match.end()
+        elif character == "\\":
+            pieces.append((yield from _read_escape(reader)))
+        else:
+            raise UnparsableError if character else TextEndedError
+    reader.position += 1
+    pieces.append('"')
+    return "".join(pieces)
+
+
+def _read_escape(reader: TextReader) -> Reading[str]:
+    escape = yield from reader.ahead(2)
+    if escape == "\\u":
+        escape = yield from reader.ahead(6)
+    if not _ESCAPE.fullmatch(escape):
+        raise TextEndedError if reader.is_complete and _ESCAPE_BEGINNING.fullmatch(escape) else UnparsableError
+    reader.position += len(escape)
+    return escape
+
+
+def _read_array(reader: TextReader, depth: int) -> Reading[None]:
+    yield from reader.expect("[")
+    yield from reader.skip(SPACE)
+    if (yield from reader.one_of("]")):
+        return
+    while True:
+        yield from read_value(reader, depth + 1)
+        yield from reader.skip(SPACE)
+        if (yield from reader.expect(",", "]")) == "]":
+            return
+        yield from reader.skip(SPACE)
+
+
+def _read_number(reader: TextReader) -> Reading[None]:
+    """A number is taken when it is known to be one: at its end."""
+    while (match := _NUMBER_CHARACTERS.match(reader.text, reader.position)) and match.end() == len(reader.text):
+        if not (yield from reader.wait()):
+            break
+    assert match is not None
+    if not _NUMBER.fullmatch(match[0]):
+        raise TextEndedError if match.end() == len(reader.text) else UnparsableError
+    reader.position = match.end()

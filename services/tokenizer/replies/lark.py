@@ -1,0 +1,87 @@
+"""Builds a grammar in llguidance's dialect of Lark.
+
+Source: llguidance, docs/syntax.md and docs/json_schema.md.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+
+from services.tokenizer.conversation import JsonObject, JsonValue
+from services.tokenizer.json_schema import STRICT_JSON, check_schema
+
+# JSON as chat templates write it, which is how models have seen it.
+_JSON_STYLE: JsonObject = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    **STRICT_JSON,
+}
+_ANY_TEXT = "(?s:.*)"
+_SLASH = re.compile(r"(\\.)|/")
+
+
+class LarkGrammar:
+    """A grammar that grows rule by rule."""
+
+    def __init__(self, token_texts: Collection[str]) -> None:
+        """Begin a grammar for a tokenizer with these added tokens, which the dialect tells from their texts."""
+        self._token_texts = token_texts
+        self._rules: list[str] = []
+
+    def marker(self, text: str) -> str:
+        """An expression for markup: its token if it has one, else its text."""
+        return text if text in self._token_texts else self.literal(text)
+
+    def literal(self, text: str) -> str:
+        """An expression for a text."""
+        return json.dumps(text, ensure_ascii=False)
+
+    def rule(self, name: str, expression: str) -> str:
+        """Add a rule; returns its name."""
+        self._rules.append(f"{name}: {expression}")
+        return name
+
+    def json(self, schema: JsonValue) -> str:
+        """An expression for the JSON that a schema describes.
+
+        Raises:
+            GrammarError: the schema asks for what a grammar cannot promise.
+        """
+        check_schema(schema)
+        if isinstance(schema, dict):
+            schema = {**schema, "x-guidance": _JSON_STYLE}
+        return self.rule(f"json_{len(self._rules)}", f"%json {json.dumps(schema)}")
+
+    def text_until(self, marker: str, *patterns: str) -> str:
+        """An expression for text and the marker behind it, which it does not hold; all patterns describe the text."""
+        number = len(self._rules)
+        text = self.rule(f"TEXT_{number}", " & ".join(f"/{_slashes(pattern)}/" for pattern in patterns or (_ANY_TEXT,)))
+        if marker in self._token_texts:
+            return f"{text} {marker}"
+        return self.rule(f"text_{number}[suffix={self.literal(marker)}]", text).partition("[")[0]
+
+    def source(self, start: str) -> str:
+        """The grammar of what `start` describes."""
+        return "\n".join([f"start: {start}", *self._rules]) + "\n"
+
+
+def search_pattern(pattern: str) -> str:
+    """The expression of all texts that hold a match of a regular expression, as JSON schemas mean it."""
+    before = "" if pattern.startswith("^") else _ANY_TEXT
+    after = "" if pattern.endswith("$") and not pattern.endswith(r"\$") else _ANY_TEXT
+    inner = pattern.removeprefix("^")
+    return f"{before}(?:{inner if after else inner.removesuffix('$')}){after}"
+
+
+def length_pattern(min_length: JsonValue, max_length: JsonValue) -> str:
+    """The expression of all texts of such a length, in characters; what is no number does not count."""
+    least = min_length if isinstance(min_length, int) else 0
+    most = max_length if isinstance(max_length, int) else ""
+    return f"(?s:.{{{least},{most}}})"
+
+
+def _slashes(pattern: str) -> str:
+    return _SLASH.sub(lambda match: match[1] or r"\/", pattern).replace("\n", r"\n")

@@ -1,0 +1,225 @@
+"""What every family's parser has in common: text in; text, reasoning and tool calls out."""
+
+from __future__ import annotations
+
+import abc
+import functools
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from services.tokenizer.conversation import Tool
+from services.tokenizer.markers import Markers
+from services.tokenizer.replies.json_reading import read_value
+from services.tokenizer.replies.parts import ReasoningPart, ReplyPart, TextPart, ToolCallPart
+from services.tokenizer.replies.reader import SPACE, Reading, TextEndedError, TextReader, UnparsableError
+
+# No tool has a longer name; what goes on for longer is none.
+MAX_NAME_LENGTH = 256
+
+_THINK_BEGIN = "<think>"
+_THINK_BEGINS = (_THINK_BEGIN, "\n" + _THINK_BEGIN, "\n\n" + _THINK_BEGIN)
+_THINK_END = Markers("</think>", "\n</think>")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplySetting:
+    """What a reply's parser has to know of the request and of the model.
+
+    `tools` are those that the model was offered; without any, tool markup is text. `prompt_text` is what the reply
+    continues. `special_tokens` are the texts that the model's answer does not show.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    prompt_text: str = ""
+    special_tokens: frozenset[str] = frozenset()
+
+
+class ReplyParser(abc.ABC):
+    """Reads one reply. The parts of all `feed` calls and of `finish`, joined, do not depend on how the text was cut.
+
+    Text goes out as soon as it cannot be part of any markup. What turns out not to be what its markup announced is
+    text, markup included; of a tool call that has gone out already, what follows the last character that fits.
+    """
+
+    # The markup that may be made of special tokens.
+    markup: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, setting: ReplySetting) -> None:
+        self._tools = {tool.name: tool for tool in setting.tools}
+        self._prompt_text = setting.prompt_text
+        self._filter = _TokenFilter(_dropped_tokens(setting.special_tokens, self.markup))
+        self.needs_special_tokens = not self.markup.isdisjoint(setting.special_tokens)
+        self._reader = TextReader()
+        self._parts: list[ReplyPart] = []
+        self._num_calls = 0
+        # What began the markup that is being read; empty once a call of it has gone out.
+        self._opening = ""
+        self._streams_arguments = False
+        self._course = self._read()
+
+    def feed(self, text: str) -> list[ReplyPart]:
+        """Take the next piece of the reply and return the parts that have become certain.
+
+        When the parser `needs_special_tokens`, the text must hold those; it drops the ones that have no meaning here.
+        """
+        self._advance(self._filter.push(text) if self.needs_special_tokens else text)
+        return self._take_parts()
+
+    def finish(self) -> list[ReplyPart]:
+        """The reply has ended: return what was held back."""
+        self._reader.is_complete = True
+        self._advance(self._filter.flush())
+        return self._take_parts()
+
+    @abc.abstractmethod
+    def _read(self) -> Reading[None]:
+        """Read the whole reply; ends only when the text does."""
+
+    def _read_text(self, openings: Markers, read_markup: Callable[[str], Reading[None]]) -> Reading[None]:
+        """Read text in which markup begins with an opening; `read_markup` is called behind it, with the opening."""
+        while (opening := (yield from self._pass_until(openings, self._put_text))) is not None:
+            yield from self._try(opening, read_markup)
+
+    def _try(self, opening: str, read_markup: Callable[[str], Reading[None]]) -> Reading[None]:
+        """Read the markup that begins with an opening, of which nothing has been accounted for."""
+        self._opening = opening
+        try:
+            yield from read_markup(opening)
+        except UnparsableError as error:
+            if self._streams_arguments:
+                self._end_arguments(is_cut=isinstance(error, TextEndedError))
+            self._give_back()
+
+    def _read_reasoning(self) -> Reading[None]:
+        """Read what the model thinks first, if it does."""
+        begins = yield from self._reader.one_of(*_THINK_BEGINS)
+        if begins or self._prompt_text.rstrip().endswith(_THINK_BEGIN):
+            yield from self._reader.skip("\n")
+            yield from self._pass_until(_THINK_END, self._put_reasoning)
+            yield from self._reader.skip("\n")
+
+    def _pass_until(self, markers: Markers, put: Callable[[str], None]) -> Reading[str | None]:
+        """Pass text on until a marker, which is read and not accounted for; None at the end of the text."""
+        reader = self._reader
+        reader.mark = reader.position
+        while True:
+            match = markers.find(reader.text, reader.position)
+            held = 0 if match or reader.is_complete else markers.held_length(reader.text, reader.position)
+            reader.position = match.start() if match else len(reader.text) - held
+            if passed := reader.accept():
+                put(passed)
+            if match:
+                reader.position = match.end()
+                return match[0]
+            if not (yield from reader.wait()):
+                return None
+
+    def _begin_call(self, name: str) -> None:
+        """A call has been recognised: its name goes out, and what has been read is accounted for.
+
+        Raises:
+            UnparsableError: no tool has such a name.
+        """
+        if not is_name(name):
+            raise UnparsableError
+        self._parts.append(ToolCallPart(self._num_calls, f"call_{secrets.token_hex(12)}", name, ""))
+        self._num_calls += 1
+        self._opening = ""
+        self._reader.accept()
+
+    def _read_arguments(self) -> Reading[None]:
+        """Read the begun call's arguments, a JSON object, which go out as they come."""
+        self._streams_arguments = True
+        yield from read_value(self._reader)
+        self._end_arguments(is_cut=False)
+
+    def _end_arguments(self, *, is_cut: bool) -> None:
+        """The arguments end with what has been read or, cut off, with the text."""
+        if is_cut:
+            self._reader.position = len(self._reader.text)
+        self._put_arguments(self._reader.accept())
+        self._streams_arguments = False
+
+    def _close(self, *closings: str) -> Reading[str]:
+        """Read what closes a part of a begun call, and return it; empty when the text ends before it can be told."""
+        try:
+            yield from self._reader.skip(SPACE)
+            return (yield from self._reader.expect(*closings))
+        except TextEndedError:
+            self._reader.position = len(self._reader.text)
+            return ""
+
+    def _give_back(self) -> None:
+        """What was read as markup is none: its opening is text, and what follows is read anew."""
+        self._reader.rewind()
+        self._reader.position += len(self._opening)
+        self._put_text(self._reader.accept())
+
+    def _put_arguments(self, text: str) -> None:
+        match self._parts:
+            case [*_, ToolCallPart(index, call_id, name, arguments)]:
+                self._parts[-1] = ToolCallPart(index, call_id, name, arguments + text)
+            case _ if text:
+                self._parts.append(ToolCallPart(self._num_calls - 1, "", "", text))
+
+    def _put_text(self, text: str) -> None:
+        match self._parts:
+            case [*_, TextPart(before)]:
+                self._parts[-1] = TextPart(before + text)
+            case _ if text:
+                self._parts.append(TextPart(text))
+
+    def _put_reasoning(self, text: str) -> None:
+        match self._parts:
+            case [*_, ReasoningPart(before)]:
+                self._parts[-1] = ReasoningPart(before + text)
+            case _ if text:
+                self._parts.append(ReasoningPart(text))
+
+    def _advance(self, text: str) -> None:
+        self._reader.add(text)
+        next(self._course, None)
+        if self._streams_arguments:
+            self._put_arguments(self._reader.accept())
+
+    def _take_parts(self) -> list[ReplyPart]:
+        parts, self._parts = self._parts, []
+        return parts
+
+
+def is_name(text: str) -> bool:
+    """Whether a tool could have this name; a model may make up one that it was not offered."""
+    return 0 < len(text) <= MAX_NAME_LENGTH and text.isprintable()
+
+
+class _TokenFilter:
+    """Takes tokens out of a text that comes in pieces."""
+
+    def __init__(self, tokens: Markers) -> None:
+        self._tokens = tokens
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """Take the next piece; return what certainly is no token."""
+        text = self._held + text
+        kept = []
+        start = 0
+        while match := self._tokens.find(text, start):
+            kept.append(text[start : match.start()])
+            start = match.end()
+        end = len(text) - self._tokens.held_length(text, start)
+        self._held = text[end:]
+        return "".join([*kept, text[start:end]])
+
+    def flush(self) -> str:
+        """The end: return what was held back."""
+        held, self._held = self._held, ""
+        return held
+
+
+@functools.lru_cache(maxsize=16)
+def _dropped_tokens(special_tokens: frozenset[str], markup: frozenset[str]) -> Markers:
+    """The special tokens that have no meaning to a parser; made once for each model."""
+    return Markers(*(special_tokens - markup))

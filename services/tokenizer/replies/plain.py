@@ -1,0 +1,14 @@
+"""Models that write nothing but text."""
+
+from __future__ import annotations
+
+from services.tokenizer.markers import Markers
+from services.tokenizer.replies.parser import ReplyParser
+from services.tokenizer.replies.reader import Reading
+
+
+class PlainParser(ReplyParser):
+    """A reply is text."""
+
+    def _read(self) -> Reading[None]:
+        yield from self._pass_until(Markers(), self._put_text)

@@ -1,0 +1,129 @@
+"""The flags of the terminal's clients, and the request that they describe."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from lockstep.v1 import common_pb2, tokenizer_pb2
+
+DEFAULT_TARGET = "127.0.0.1:50051"
+
+
+def add_client_flags(parser: argparse.ArgumentParser) -> None:
+    """Add what a request may say beside its prompt, and where it goes. What is left out is the server's default."""
+    parser.add_argument("--target", default=DEFAULT_TARGET, metavar="ADDRESS", help="server (default: %(default)s)")
+    parser.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="give up after so long")
+    parser.add_argument("--priority", choices=("high", "normal", "low"), help="how urgent it is")
+    parser.add_argument("--cache-salt", default="", metavar="TEXT", help="share cached prefixes with equal salts only")
+    _add_sampling_flags(parser.add_argument_group("how tokens are drawn"))
+    _add_end_flags(parser.add_argument_group("where the answer ends"))
+    _add_form_flags(parser.add_argument_group("what the answer looks like"))
+
+
+def request_from(args: argparse.Namespace) -> tokenizer_pb2.GenerateRequest:
+    """The request, but for its prompt, that the flags of `add_client_flags` describe."""
+    sampling = common_pb2.SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        seed=args.seed,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        logit_bias=dict(args.logit_bias),
+        min_tokens=args.min_tokens,
+        ignore_eos=args.ignore_eos,
+        stop_token_ids=args.stop_token_id,
+    )
+    priority = None if args.priority is None else f"PRIORITY_{args.priority.upper()}"
+    return tokenizer_pb2.GenerateRequest(
+        sampling=sampling,
+        stop=args.stop,
+        include_stop=args.include_stop,
+        bad_words=args.bad_word,
+        structured_output=args.structured_output,
+        priority=priority,
+        cache_salt=args.cache_salt,
+    )
+
+
+def _add_sampling_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy, at most 2")
+    group.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest tokens that sum to this")
+    group.add_argument("--top-k", type=_unsigned(32), metavar="K", help="keep this many of the likeliest tokens")
+    group.add_argument("--min-p", type=float, metavar="P", help="keep tokens at least so likely beside the likeliest")
+    group.add_argument("--repetition-penalty", type=float, metavar="X", help="divides what is in the text; 1 is none")
+    group.add_argument("--presence-penalty", type=float, metavar="X", help="taken from what the answer holds")
+    group.add_argument("--frequency-penalty", type=float, metavar="X", help="the same for each time it does")
+    group.add_argument(
+        "--logit-bias", type=_bias, action="append", default=[], metavar="ID=X", help="added to a token's; may repeat"
+    )
+    group.add_argument("--bad-word", action="append", default=[], metavar="TEXT", help="is never written; may repeat")
+    group.add_argument("--seed", type=_unsigned(64), metavar="N", help="makes sampling repeatable")
+
+
+def _add_end_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--max-tokens", type=_unsigned(32), metavar="N", help="most tokens of the answer")
+    group.add_argument("--min-tokens", type=_unsigned(32), metavar="N", help="least tokens of the answer")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the answer; may repeat")
+    group.add_argument(
+        "--stop-token-id", type=_unsigned(32), action="append", default=[], metavar="ID", help="the same for a token"
+    )
+    group.add_argument("--include-stop", action="store_true", help="leave what ended the answer in it")
+    group.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
+
+
+def _add_form_flags(group: argparse._ArgumentGroup) -> None:
+    forms = group.add_mutually_exclusive_group()
+    for name, metavar, parse, help_text in (
+        ("--json-schema", "FILE", _form("json_schema", _read), "a JSON value of this schema"),
+        ("--grammar", "FILE", _form("grammar", _read), "a text of this grammar, in Lark's notation or GBNF"),
+        ("--regex", "REGEX", _form("regex", str), "a text that this matches as a whole"),
+    ):
+        forms.add_argument(name, dest="structured_output", type=parse, metavar=metavar, help=help_text)
+
+
+def _form(field: str, read: Callable[[str], str]) -> Callable[[str], tokenizer_pb2.StructuredOutput]:
+    def parse(text: str) -> tokenizer_pb2.StructuredOutput:
+        form = tokenizer_pb2.StructuredOutput()
+        setattr(form, field, read(text))
+        return form
+
+    return parse
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, bias = text.partition("=")
+    try:
+        return _unsigned(32)(token_id), float(bias)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text} is no token id and number") from error
+
+
+def _unsigned(bits: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        value = int(text)
+        if not 0 <= value < 2**bits:
+            raise argparse.ArgumentTypeError(f"{text} is no unsigned {bits}-bit number")
+        return value
+
+    parse.__name__ = "number"
+    return parse
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no time to wait")
+    return value

@@ -1,0 +1,85 @@
+"""Feeds replies to their parsers, cut in every way, and joins what comes out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from services.tokenizer.conversation import Tool
+from services.tokenizer.replies import ReasoningPart, ReplyPart, TextPart, ToolCallPart, make_reply_parser
+
+TEXT, NUMBER = {"type": "string"}, {"type": "number"}
+
+
+def tool(name: str, **properties: Any) -> Tool:
+    """A tool with arguments of these schemas."""
+    return Tool(name, "", {"type": "object", "properties": properties})
+
+
+WEATHER = tool("get_weather", city=TEXT, unit=TEXT, days={"type": "integer"}, hourly={"type": "boolean"}, at={})
+TOOLS = (WEATHER, tool("search", query=TEXT, limit=NUMBER), tool("get_time"))
+
+
+def said(text: str) -> TextPart:
+    """Text of an answer."""
+    return TextPart(text)
+
+
+def thought(text: str) -> ReasoningPart:
+    """Reasoning."""
+    return ReasoningPart(text)
+
+
+def called(name: str, arguments: str, index: int = 0) -> ToolCallPart:
+    """A whole tool call, its id left out."""
+    return ToolCallPart(index, "", name, arguments)
+
+
+def joined(parts: Iterable[ReplyPart]) -> list[ReplyPart]:
+    """Parts that belong together as one, ids checked and left out."""
+    whole: list[ReplyPart] = []
+    ids: set[str] = set()
+    for part in parts:
+        match (whole[-1] if whole else None), part:
+            case TextPart(before), TextPart(text):
+                whole[-1] = TextPart(before + text)
+            case ReasoningPart(before), ReasoningPart(text):
+                whole[-1] = ReasoningPart(before + text)
+            case ToolCallPart(index, _, name, before), ToolCallPart(same, "", "", text) if index == same:
+                whole[-1] = ToolCallPart(index, "", name, before + text)
+            case _, ToolCallPart(index, call_id, name, arguments):
+                assert re.fullmatch("call_[0-9a-f]{24}", call_id), "a call begins with its id"
+                assert call_id not in ids
+                ids.add(call_id)
+                whole.append(ToolCallPart(index, "", name, arguments))
+            case _:
+                whole.append(part)
+    return whole
+
+
+def parse(
+    name: str,
+    pieces: Sequence[str],
+    *,
+    tools: Sequence[Tool] = TOOLS,
+    prompt_text: str = "",
+    special_tokens: frozenset[str] = frozenset(),
+) -> list[ReplyPart]:
+    """The parts of a reply that comes in these pieces."""
+    parser = make_reply_parser(name, tools=tools, prompt_text=prompt_text, special_tokens=special_tokens)
+    parts = [part for piece in pieces for part in parser.feed(piece)]
+    return joined([*parts, *parser.finish()])
+
+
+def parse_every_way(name: str, text: str, **setting: Any) -> list[ReplyPart]:
+    """The parts of a reply, which must not depend on where it is cut."""
+    whole = parse(name, [text], **setting)
+    assert parse(name, list(text), **setting) == whole
+    for position in range(1, len(text)):
+        assert parse(name, [text[:position], "", text[position:]], **setting) == whole
+    for size in (2, 3, 5, 8, 13):
+        starts = [*range(0, len(text), size), len(text)]
+        assert parse(name, [text[start:end] for start, end in pairwise(starts)], **setting) == whole
+    return whole

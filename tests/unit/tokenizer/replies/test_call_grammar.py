@@ -1,0 +1,209 @@
+"""Grammars of forced calls: whatever they let a model write must be calls, read by the family's own parser."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import llguidance
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from services.tokenizer.conversation import JsonObject, Tool
+from services.tokenizer.replies import REPLY_PARSERS, ReasoningPart, ReplyPart, ToolCallPart
+from services.tokenizer.replies.call_grammar import CallRequest, tool_call_grammar
+from services.tokenizer.replies.lark import search_pattern
+from shared.errors import InvalidRequestError
+from tests.support.replies import parse, tool
+from tests.support.tiny_tokenizer import IM_END_ID, tiny_tokenizer
+
+FAMILIES = sorted(name for name in REPLY_PARSERS if name != "none")
+V3_TEMPLATE, V31_TEMPLATE = "```json", ""
+
+DIGIT: JsonObject = {"type": "integer", "minimum": 0, "maximum": 9}
+PLAN = tool(
+    "plan.trip-2",
+    city={"type": "string", "minLength": 1, "maxLength": 5},
+    days=DIGIT,
+    unit={"enum": ["c", "f<"]},
+    code={"type": "string", "pattern": "^a/[0-9]{2}$"},
+    stops={"type": "array", "items": {"$ref": "#/$defs/stop"}, "maxItems": 2},
+)
+PLAN.parameters["required"] = ["city", "code"]
+PLAN.parameters["$defs"] = {"stop": {"type": "boolean"}}
+TOOLS = (PLAN, tool("now"))
+
+
+@cache
+def tokenizer(*, has_markup: bool) -> Tokenizer:
+    """The tiny tokenizer, with the markup of all families as tokens or without."""
+    made = tiny_tokenizer()
+    if has_markup:
+        for name in FAMILIES:
+            made.add_tokens([AddedToken(text, special="|" in text) for text in sorted(REPLY_PARSERS[name].markup)])
+    return made
+
+
+@cache
+def masking_tokenizer(*, has_markup: bool) -> llguidance.LLTokenizer:
+    return llguidance.LLTokenizer(tokenizer(has_markup=has_markup).to_str(), eos_token=IM_END_ID)
+
+
+def request(
+    tools: tuple[Tool, ...] = TOOLS,
+    *,
+    one_call: bool = False,
+    prompt: str = "",
+    template: str = V31_TEMPLATE,
+    has_markup: bool = True,
+) -> CallRequest:
+    texts = {token.content for token in tokenizer(has_markup=has_markup).get_added_tokens_decoder().values()}
+    return CallRequest(tools, one_call, prompt, template, texts)
+
+
+def walk(grammar: str, seed: int, *, has_markup: bool = True, begin: str = "") -> str:
+    """A text that the grammar allows: `begin`, and then drawn at random with a lean towards what ends it."""
+    vocabulary = tokenizer(has_markup=has_markup)
+    matcher = llguidance.LLMatcher(masking_tokenizer(has_markup=has_markup), grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    rng = np.random.default_rng(seed)
+    closing = [
+        vocabulary.token_to_id(text) for text in ("}", '"', "]", "Ċ", "</think>", "<|end|>", "</arg_value>", "<")
+    ]
+    token_ids: list[int] = vocabulary.encode(begin).ids
+    assert matcher.consume_tokens(token_ids)
+    while len(token_ids) < 2000:
+        allowed = np.flatnonzero(np.frombuffer(matcher.compute_logit_bias(), np.uint8))
+        if IM_END_ID in allowed and rng.random() < 0.5:
+            return vocabulary.decode(token_ids, skip_special_tokens=False)
+        allowed = allowed[allowed != IM_END_ID]
+        if not allowed.size:
+            return vocabulary.decode(token_ids, skip_special_tokens=False)
+        near = np.intersect1d(allowed, [token_id for token_id in closing if token_id is not None])
+        token_ids.append(int(rng.choice(near if near.size and rng.random() < 0.5 else allowed)))
+        assert matcher.consume_token(token_ids[-1])
+    raise AssertionError("the text does not end")
+
+
+def fits(arguments: dict[str, Any]) -> bool:
+    """Whether these are arguments of `PLAN`."""
+    known: dict[str, Callable[[Any], bool]] = {
+        "city": lambda value: isinstance(value, str) and 1 <= len(value) <= 5,
+        "days": lambda value: isinstance(value, int) and 0 <= value <= 9,
+        "unit": lambda value: value in ("c", "f<"),
+        "code": lambda value: re.fullmatch("a/[0-9]{2}", value) is not None,
+        "stops": lambda value: len(value) <= 2 and all(isinstance(stop, bool) for stop in value),
+    }
+    return {"city", "code"} <= arguments.keys() <= known.keys() and all(
+        known[name](value) for name, value in arguments.items()
+    )
+
+
+def calls_in(parts: list[ReplyPart]) -> list[ToolCallPart]:
+    """The calls of a reply that has nothing else but reasoning before them."""
+    calls = [part for part in parts if isinstance(part, ToolCallPart)]
+    assert parts[len(parts) - len(calls) :] == calls
+    assert all(isinstance(part, ReasoningPart) for part in parts[: len(parts) - len(calls)])
+    return calls
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    ("name", "has_markup", "template"),
+    [
+        *((name, True, V31_TEMPLATE) for name in FAMILIES),
+        ("deepseek_v3", True, V3_TEMPLATE),
+        # The markup of gpt-oss is always made of tokens.
+        *((name, False, V31_TEMPLATE) for name in FAMILIES if name != "harmony"),
+    ],
+)
+def test_what_is_written_are_calls_that_fit_their_schemas(
+    name: str, has_markup: bool, template: str, seed: int
+) -> None:
+    grammar = tool_call_grammar(name, request(template=template, has_markup=has_markup))
+    calls = calls_in(parse(name, [walk(grammar, seed, has_markup=has_markup)], tools=TOOLS))
+    assert calls
+    for call in calls:
+        arguments = json.loads(call.arguments)
+        assert fits(arguments) if call.name == PLAN.name else (call.name, arguments) == ("now", {})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_one_call_is_one_call_of_that_tool(name: str) -> None:
+    grammar = tool_call_grammar(name, request(TOOLS[1:], one_call=True))
+    for seed in range(5):
+        (call,) = calls_in(parse(name, [walk(grammar, seed)], tools=TOOLS))
+        assert (call.name, call.arguments) == ("now", "{}")
+
+
+@pytest.mark.parametrize("has_markup", [True, False])
+@pytest.mark.parametrize("name", ["hermes", "deepseek_v3", "glm4"])
+def test_reasoning_that_the_prompt_opened_comes_before_the_calls(name: str, has_markup: bool) -> None:
+    prompt = "assistant\n<think>\n"
+    grammar = tool_call_grammar(name, request(prompt=prompt, has_markup=has_markup))
+    text = walk(grammar, 1, has_markup=has_markup, begin="Hm. {}\n</think>")
+    assert text.startswith("Hm. {}\n</think>\n\n")
+    assert calls_in(parse(name, [text], tools=TOOLS, prompt_text=prompt))
+
+
+def test_a_model_that_thinks_may_think_unless_it_was_told_not_to() -> None:
+    free = request(template="<think>")
+    told = request(template="<think>", prompt="<think>\n\n</think>\n\n")
+    assert "<think>" in tool_call_grammar("hermes", free)
+    assert "<think>" not in tool_call_grammar("hermes", told)
+
+
+def test_gpt_oss_may_think_first() -> None:
+    texts = [walk(tool_call_grammar("harmony", request()), seed) for seed in range(8)]
+    channels = {re.match(r"<\|channel\|>(\w+)", text) and text[len("<|channel|>") :][:8] for text in texts}
+    assert channels == {"analysis", "commenta"}
+    assert all(calls_in(parse("harmony", [text], tools=TOOLS)) for text in texts)
+
+
+def test_a_model_without_a_form_of_calls_cannot_be_forced() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        tool_call_grammar("none", request())
+    assert [violation.field for violation in caught.value.violations] == ["chat.tool_mode"]
+
+
+def test_glm_takes_only_schemas_of_plain_properties() -> None:
+    schema = Tool("t", "", {"anyOf": [{"properties": {"a": {}}}]})
+    with pytest.raises(InvalidRequestError) as caught:
+        tool_call_grammar("glm4", request((schema,)))
+    assert [violation.field for violation in caught.value.violations] == ["chat.tools"]
+    assert tool_call_grammar("hermes", request((schema,)))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_options_for_the_library_are_not_taken(name: str) -> None:
+    schema = tool("t", a={"type": "object", "x-guidance": {"lenient": True}})
+    with pytest.raises(InvalidRequestError) as caught:
+        tool_call_grammar(name, request((schema,)))
+    assert [violation.reason for violation in caught.value.violations] == ["GRAMMAR_INVALID"]
+
+
+def test_arguments_that_a_schema_does_not_name_are_not_written_unless_it_says_so() -> None:
+    closed, opened = tool("t", a=DIGIT), Tool("t", "", {"type": "object", "additionalProperties": DIGIT})
+    assert '"additionalProperties": false' in tool_call_grammar("hermes", request((closed,)))
+    assert '"additionalProperties": false' not in tool_call_grammar("hermes", request((opened,)))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matches", "others"),
+    [
+        ("b", ["b", "abc", "a\nb"], ["", "a"]),
+        ("^b", ["b", "bc"], ["ab"]),
+        ("b$", ["b", "ab"], ["bc"]),
+        ("^b$", ["b"], ["ab", "bc"]),
+        ("^a|b$", ["a", "b"], ["c"]),
+        (r"b\$", ["b$c", "ab$"], ["b"]),
+    ],
+)
+def test_a_schemas_pattern_may_match_anywhere(pattern: str, matches: list[str], others: list[str]) -> None:
+    whole = re.compile(search_pattern(pattern))
+    assert all(whole.fullmatch(text) for text in matches)
+    assert not any(whole.fullmatch(text) for text in others)

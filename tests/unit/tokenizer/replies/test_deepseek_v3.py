@@ -1,0 +1,103 @@
+"""Replies as DeepSeek-V3, R1 and V3.1 write them: as in their templates, and in reports of parsers that failed."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.tokenizer.replies import ReplyPart
+from services.tokenizer.replies.deepseek_v3 import DeepseekV3Parser
+from tests.support.replies import called, parse_every_way, said, thought
+
+CALLS, END_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+ONE, TWO = '{"x":1}', '{"y":2}'
+TOKYO = '{"city": "Tokyo", "unit": "celsius"}'
+
+
+def v3(name: str, arguments: str) -> str:
+    return f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>"
+
+
+def v31(name: str, arguments: str) -> str:
+    return f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>"
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("How can I help you today?", [said("How can I help you today?")]),
+        (f"{CALLS}{v3('get_weather', TOKYO)}{END_CALLS}", [called("get_weather", TOKYO)]),
+        (
+            f"{CALLS}{v3('get_weather', TOKYO)}\n{v3('search', '{}')}{END_CALLS}",
+            [called("get_weather", TOKYO), called("search", "{}", 1)],
+        ),
+        (
+            f"Let me check the weather for you.{CALLS}{v3('get_weather', TOKYO)}{END_CALLS}",
+            [said("Let me check the weather for you."), called("get_weather", TOKYO)],
+        ),
+        # A line break before the end of the call, and of the calls.
+        (
+            f"{CALLS}{v3('get_weather', TOKYO)}{END_CALLS}".replace("```<", "```\n<").replace(
+                END_CALLS, "\n" + END_CALLS
+            ),
+            [called("get_weather", TOKYO)],
+        ),
+        # R1 leaves the end of the calls out; some replies begin without that of the calls.
+        (f"{CALLS}{v3('get_weather', TOKYO)}", [called("get_weather", TOKYO)]),
+        (f"{v3('get_weather', TOKYO)} And more.", [called("get_weather", TOKYO), said(" And more.")]),
+        # V3.1.
+        (
+            f"some prefix text{CALLS}{v31('foo', ONE)}{v31('bar', TWO)}{END_CALLS} some suffix text",
+            [
+                said("some prefix text"),
+                called("foo", ONE),
+                called("bar", TWO, 1),
+                said(" some suffix text"),
+            ],
+        ),
+        # R1.
+        (
+            f"<think>\nThe user wants the weather.\n</think>\n\n{CALLS}{v3('get_weather', TOKYO)}{END_CALLS}",
+            [thought("The user wants the weather."), called("get_weather", TOKYO)],
+        ),
+        # A tool of that name.
+        (f"{CALLS}{v31('function', '{}')}{END_CALLS}", [called("function", "{}")]),
+    ],
+)
+def test_recorded_replies(text: str, parts: list[ReplyPart]) -> None:
+    assert parse_every_way("deepseek_v3", text) == parts
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"Let me look that up.{CALLS}get_weather",
+        f'{CALLS}foo<｜tool▁sep｜>{{"x":1}}{END_CALLS}',
+        f"{CALLS}function<｜tool▁sep｜>get_weather\n```json\n{{}}\n```{END_CALLS}",
+        f"{CALLS}<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```python\nx\n```<｜tool▁call▁end｜>",
+        f"{CALLS}<｜tool▁call▁begin｜>{'x' * 300}<｜tool▁sep｜>{{}}",
+        CALLS,
+    ],
+)
+def test_what_is_no_call_is_text(text: str) -> None:
+    assert parse_every_way("deepseek_v3", text) == [said(text)]
+
+
+def test_what_breaks_a_call_that_has_gone_out_is_text() -> None:
+    broken = v3("get_weather", '{"city": "Tokyo"')
+    text = f"{CALLS}{broken}{END_CALLS}"
+    assert parse_every_way("deepseek_v3", text) == [
+        called("get_weather", '{"city": "Tokyo"\n'),
+        said(f"```<｜tool▁call▁end｜>{END_CALLS}"),
+    ]
+
+
+def test_the_template_may_have_opened_the_reasoning_or_closed_it() -> None:
+    parts = parse_every_way("deepseek_v3", "Hm.\n</think>\n\nYes.", prompt_text="<｜Assistant｜><think>\n")
+    assert parts == [thought("Hm."), said("Yes.")]
+    assert parse_every_way("deepseek_v3", "Yes.", prompt_text="<｜Assistant｜></think>") == [said("Yes.")]
+
+
+def test_special_tokens_are_dropped_where_the_markup_is_made_of_them() -> None:
+    special = DeepseekV3Parser.markup | {"<｜end▁of▁sentence｜>"}
+    text = f"{CALLS}{v3('search', '{}')}{END_CALLS}<｜end▁of▁sentence｜>"
+    assert parse_every_way("deepseek_v3", text, special_tokens=special) == [called("search", "{}")]

@@ -1,0 +1,124 @@
+"""Replies as GLM-4.5 and later write them: as in their templates, and in reports of parsers that failed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from services.tokenizer.replies import ReplyPart, ToolCallPart, make_reply_parser
+from services.tokenizer.replies.glm4 import takes_text
+from tests.support.replies import TOOLS, called, parse_every_way, said, thought, tool
+
+
+def call(name: str, between: str = "\n", **arguments: str) -> str:
+    pairs = (
+        f"{between}<arg_key>{key}</arg_key>{between}<arg_value>{value}</arg_value>" for key, value in arguments.items()
+    )
+    return f"<tool_call>{name}{''.join(pairs)}{between}</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("This is a test.", [said("This is a test.")]),
+        (
+            call("get_weather", city="Beijing", unit="2025"),
+            [called("get_weather", '{"city": "Beijing", "unit": "2025"}')],
+        ),
+        # GLM-4.7 writes no line breaks, other replies have spaces too.
+        (call("get_weather", "", city="Beijing", days="3"), [called("get_weather", '{"city": "Beijing", "days": 3}')]),
+        (call("get_weather", "\n    ", city="Dallas"), [called("get_weather", '{"city": "Dallas"}')]),
+        (
+            "<think>I want to get the weather.</think>\n\nI will help you.\n" + call("get_weather", city="北京"),
+            [
+                thought("I want to get the weather."),
+                said("I will help you."),
+                called("get_weather", '{"city": "北京"}'),
+            ],
+        ),
+        (
+            call("search", query="a") + "\n" + call("search", query="b"),
+            [called("search", '{"query": "a"}'), called("search", '{"query": "b"}', 1)],
+        ),
+        ("<tool_call>get_time\n</tool_call>", [called("get_time", "{}")]),
+        ("<tool_call>get_time</tool_call>", [called("get_time", "{}")]),
+        # Text is text, whatever it looks like; what is not text is JSON if it can be.
+        (
+            call("get_weather", city=' "x" \\ {\n</arg>', days="[1, 2]", hourly="true", at="12:30"),
+            [
+                called(
+                    "get_weather", '{"city": " \\"x\\" \\\\ {\\n</arg>", "days": [1, 2], "hourly": true, "at": "12:30"}'
+                )
+            ],
+        ),
+        # A tool that was not offered has no schema.
+        (call("made_up", a="1", b="x"), [called("made_up", '{"a": 1, "b": "x"}')]),
+        # Cut off: what has come.
+        ("<tool_call>search\n<arg_key>query</arg_key>\n<arg_value>caf", [called("search", '{"query": "caf')]),
+        (
+            "<tool_call>search\n<arg_key>query</arg_key>\n<arg_value>café</arg_value>\n",
+            [called("search", '{"query": "café"')],
+        ),
+        ("<tool_call>search\n<arg_key>limit</arg_key>\n<arg_value>12", [called("search", '{"limit": 12')]),
+    ],
+)
+def test_recorded_replies(text: str, parts: list[ReplyPart]) -> None:
+    assert parse_every_way("glm4", text) == parts
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>",
+        "<tool_call>get_weather",
+        "<tool_call></tool_call>",
+        f"<tool_call>{'x' * 300}</tool_call>",
+        "<tool_call>a\nb</tool_call>",
+        "a <arg_key>b</arg_key> </tool_call>",
+    ],
+)
+def test_what_is_no_call_is_text(text: str) -> None:
+    assert parse_every_way("glm4", text) == [said(text)]
+
+
+def test_what_breaks_a_call_that_has_gone_out_is_text() -> None:
+    rest = "\n<arg_key>incomplete_arg\n<arg_value>value</arg_value>\n</tool_call>"
+    text = f"<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Seattle</arg_value>{rest}"
+    assert parse_every_way("glm4", text) == [called("get_weather", '{"city": "Seattle"'), said(rest)]
+
+
+def test_text_arguments_go_out_as_they_come() -> None:
+    parser = make_reply_parser("glm4", tools=TOOLS)
+    parser.feed("<tool_call>search\n<arg_key>query</arg_key>\n<arg_value>")
+    streamed = [part for piece in ("caf", 'é "', "x</arg") for part in parser.feed(piece)]
+    assert [part.arguments for part in streamed if isinstance(part, ToolCallPart)] == ["caf", 'é \\"', "x"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_text"),
+    [
+        ({"type": "string"}, True),
+        ({"type": "string", "enum": ["a"]}, True),
+        ({"enum": ["a", "b"]}, True),
+        ({"const": "a"}, True),
+        ({"enum": ["a", 1]}, False),
+        ({"type": ["string", "null"]}, False),
+        ({"type": "integer"}, False),
+        ({}, False),
+        (None, False),
+        (True, False),
+    ],
+)
+def test_an_argument_is_text_when_its_schema_allows_nothing_else(schema: Any, is_text: bool) -> None:
+    assert takes_text(schema) == is_text
+    text = call("t", a="1")
+    (part,) = parse_every_way("glm4", text, tools=(tool("t", a=schema),))
+    assert isinstance(part, ToolCallPart)
+    assert json.loads(part.arguments) == {"a": "1" if is_text else 1}
+
+
+def test_without_tools_a_call_is_text() -> None:
+    text = call("search", query="a")
+    assert parse_every_way("glm4", text, tools=()) == [said(text)]

@@ -1,0 +1,102 @@
+"""Replies as gpt-oss writes them: OpenAI's documentation's, and those in reports of parsers that failed."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.tokenizer.replies import ReplyPart
+from services.tokenizer.replies.harmony import HarmonyParser
+from tests.support.replies import called, parse_every_way, said, thought
+
+SPECIAL = HarmonyParser.markup | {"<|endoftext|>"}
+ANALYSIS = "<|channel|>analysis<|message|>Need to use function get_weather.<|end|>"
+ARGUMENTS = '{"location":"San Francisco"}'
+THOUGHT = thought("Need to use function get_weather.")
+CALLED = called("get_weather", ARGUMENTS)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (
+            "<|channel|>analysis<|message|>User asks 2 + 2.<|end|>"
+            "<|start|>assistant<|channel|>final<|message|>2 + 2 = 4.<|return|>",
+            [thought("User asks 2 + 2."), said("2 + 2 = 4.")],
+        ),
+        ("<|channel|>final<|message|>The sky is blue.", [said("The sky is blue.")]),
+        *(
+            (f"{ANALYSIS}<|start|>assistant{header}<|message|>{ARGUMENTS}{end}", [THOUGHT, CALLED])
+            for header, end in [
+                ("<|channel|>commentary to=functions.get_weather <|constrain|>json", "<|call|>"),
+                # The end is a token that ends the text.
+                ("<|channel|>commentary to=functions.get_weather <|constrain|>json", ""),
+                ("<|channel|>commentary to=functions.get_weather<|constrain|>json", "<|end|>"),
+                ("<|channel|>commentary to=functions.get_weather json", ""),
+                ("<|channel|>commentary to=functions.get_weather", "\n"),
+                ("<|channel|>commentary to=functions.get_weather<|constrain|>json\n", ""),
+                ("<|channel|>analysis to=functions.get_weather code", ""),
+                (" to=functions.get_weather<|channel|>commentary <|constrain|>json", "<|call|>"),
+                (" to=functions.get_weather<|channel|>analysis", ""),
+                # It forgets whose tool it is.
+                ("<|channel|>commentary to=get_weather <|constrain|>json", ""),
+            ]
+        ),
+        # The prompt ends with the start of the message.
+        (f" to=functions.get_weather<|channel|>commentary json<|message|>{ARGUMENTS}<|call|>", [CALLED]),
+        # A preamble before the call is for the user.
+        (
+            f"{ANALYSIS}<|start|>assistant<|channel|>commentary<|message|>I'll look it up.<|end|>"
+            f"<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ARGUMENTS}",
+            [THOUGHT, said("I'll look it up."), CALLED],
+        ),
+        # Several calls, and messages without their start.
+        (
+            f"<|channel|>commentary to=functions.get_weather<|message|>{ARGUMENTS}<|call|>"
+            "<|channel|>analysis<|message|>And the time.<|end|>"
+            "<|start|>assistant<|channel|>commentary to=functions.get_time<|message|>{}<|call|>",
+            [CALLED, thought("And the time."), called("get_time", "{}", 1)],
+        ),
+        ("<|channel|>analysis<|message|>a<|channel|>final<|message|>b", [thought("a"), said("b")]),
+        # Cut off.
+        (
+            '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"location":"San',
+            [called("get_weather", '{"location":"San')],
+        ),
+        ("<|channel|>analysis<|message|>We need", [thought("We need")]),
+        # Its own tools are no functions; they are called while it thinks.
+        (
+            '<|channel|>analysis to=browser.search code<|message|>{"query":"x"}<|call|>',
+            [thought('{"query":"x"}')],
+        ),
+    ],
+)
+def test_recorded_replies(text: str, parts: list[ReplyPart]) -> None:
+    assert parse_every_way("harmony", text, special_tokens=SPECIAL) == parts
+    assert parse_every_way("harmony", text) == parts
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "I am no message. to=functions.get_weather",
+        "<|channel|>analysis",
+        "<|channel|>commentary to=functions.get_weather<|message|>not json<|call|>",
+        "<|channel|>commentary to=python<|message|>print(1)<|call|>",
+        "<|channel|>" + "x" * 600 + "<|message|>a",
+        " to=functions.get_weather and more",
+        "<|start|>user<|message|>Hi",
+    ],
+)
+def test_what_is_in_no_channel_and_no_call_is_text(text: str) -> None:
+    assert parse_every_way("harmony", text, special_tokens=SPECIAL) == [said(text)]
+
+
+def test_without_tools_a_call_is_text_and_reasoning_is_not() -> None:
+    call = f"<|start|>assistant<|channel|>commentary to=functions.get_weather<|message|>{ARGUMENTS}<|call|>"
+    assert parse_every_way("harmony", ANALYSIS + call, tools=()) == [THOUGHT, said(call)]
+
+
+def test_other_special_tokens_are_dropped() -> None:
+    text = "<|channel|>final<|message|>Hi<|endoftext|>"
+    assert parse_every_way("harmony", text, special_tokens=SPECIAL) == [said("Hi")]
+    assert parse_every_way("harmony", text) == [said("Hi<|endoftext|>")]

@@ -1,0 +1,137 @@
+"""Replies as Hermes and Qwen models write them: their documentation's, and those in reports of parsers that failed."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.tokenizer.replies import ReplyPart
+from tests.support.replies import called, parse_every_way, said, thought
+
+TEMPERATURE = '{"location": "San Francisco, CA, USA"}'
+TOMORROW = '{"location": "San Francisco, CA, USA", "date": "2024-10-01"}'
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("The current temperature is 26.1°C.", [said("The current temperature is 26.1°C.")]),
+        # Qwen's documentation, "Function Calling".
+        (
+            f'<tool_call>\n{{"name": "get_current_temperature", "arguments": {TEMPERATURE}}}\n</tool_call>\n'
+            f'<tool_call>\n{{"name": "get_temperature_date", "arguments": {TOMORROW}}}\n</tool_call>',
+            [called("get_current_temperature", TEMPERATURE), called("get_temperature_date", TOMORROW, 1)],
+        ),
+        # Qwen3 with thinking.
+        (
+            "<think>\nOkay, the user asks for the weather.\n\nI should call get_weather.\n</think>\n\n"
+            '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "unit": "celsius"}}\n</tool_call>',
+            [
+                thought("Okay, the user asks for the weather.\n\nI should call get_weather."),
+                called("get_weather", '{"city": "Paris", "unit": "celsius"}'),
+            ],
+        ),
+        # Qwen3 told not to think.
+        ("<think>\n\n</think>\n\nHello! How can I help?", [said("Hello! How can I help?")]),
+        # Hermes 2 Pro: in one line, and text before.
+        (
+            'Sure, let me check.\n<tool_call>{"name": "get_weather", "arguments": {"city": "NYC"}}</tool_call>',
+            [said("Sure, let me check."), called("get_weather", '{"city": "NYC"}')],
+        ),
+        # Without the end, as when the model stops right behind the object.
+        (
+            '<tool_call>\n{"name": "final_answer", "arguments": {"trigger": true}}',
+            [called("final_answer", '{"trigger": true}')],
+        ),
+        (
+            '<tool_call>\n{"name": "final_answer", "arguments": {"trigger": true}',
+            [called("final_answer", '{"trigger": true}')],
+        ),
+        ('<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool', [called("get_time", "{}")]),
+        # Cut off by max_tokens: the arguments as far as they came.
+        ('<tool_call>\n{"name": "search", "arguments": {"query": "caf\\u00', [called("search", '{"query": "caf\\u00')]),
+        ('<tool_call>\n{"name": "search", "arguments": {"limit": 12', [called("search", '{"limit": 12')]),
+        # Arguments first, none at all, null, and as text.
+        (
+            '<tool_call>{"arguments": {"query": "x"}, "name": "search"}</tool_call>',
+            [called("search", '{"query": "x"}')],
+        ),
+        ('<tool_call>{"name": "get_time"}</tool_call>', [called("get_time", "{}")]),
+        (
+            '<tool_call>\n{"name": "get_db_config", "arguments": "{\\"param\\": \\"max_connections\\"}"}\n</tool_call>',
+            [called("get_db_config", '{"param": "max_connections"}')],
+        ),
+        # Two calls between one pair of markers.
+        (
+            '<tool_call>\n{"name": "search", "arguments": {"query": "cats"}}\n'
+            '{"name": "get_time", "arguments": {}}\n</tool_call>',
+            [called("search", '{"query": "cats"}'), called("get_time", "{}", 1)],
+        ),
+        # Markup within a string is a string.
+        (
+            '<tool_call>\n{"name": "search", "arguments": {"query": "</tool_call> \\"}\\\\"}}\n</tool_call> done',
+            [called("search", '{"query": "</tool_call> \\"}\\\\"}'), said(" done")],
+        ),
+        # Text behind a call.
+        (
+            '<tool_call>{"name": "search", "arguments": {"query": "1"}}</tool_call>\nThat will do.',
+            [called("search", '{"query": "1"}'), said("That will do.")],
+        ),
+    ],
+)
+def test_recorded_replies(text: str, parts: list[ReplyPart]) -> None:
+    assert parse_every_way("hermes", text) == parts
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>\n{not json}\n</tool_call>",
+        '<tool_call>\n{"name": "do_thing", "arguments": "hello"}\n</tool_call>',
+        '<tool_call>\n{"name": "do_thing", "arguments": [1]}\n</tool_call>',
+        '<tool_call>\n{"arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "", "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "a\\nb", "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "\\ud800", "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": 7, "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "' + "x" * 300 + '"}\n</tool_call>',
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nAix\n</parameter>\n</function>\n</tool_call>",
+        "<tool_call>",
+        '<tool_call>\n{"name": "get_we',
+        "a </tool_call> b </think> c <think>",
+        "\n\n  <thinking> <tool_calls>",
+    ],
+)
+def test_what_is_no_call_is_text(text: str) -> None:
+    assert parse_every_way("hermes", text) == [said(text)]
+
+
+def test_a_call_behind_a_broken_one_is_found() -> None:
+    text = '<tool_call>{oops</tool_call>\n<tool_call>{"name": "get_time", "arguments": {}}</tool_call>'
+    assert parse_every_way("hermes", text) == [said("<tool_call>{oops</tool_call>"), called("get_time", "{}")]
+
+
+def test_what_breaks_a_call_that_has_gone_out_is_text() -> None:
+    text = '<tool_call>{"name": "search", "arguments": {"query": "a" oops}}</tool_call>'
+    assert parse_every_way("hermes", text) == [called("search", '{"query": "a" '), said("oops}}</tool_call>")]
+
+
+def test_without_tools_calls_are_text_and_reasoning_is_not() -> None:
+    call = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+    assert parse_every_way("hermes", f"<think>\nHm.\n</think>\n\n{call}", tools=()) == [thought("Hm."), said(call)]
+
+
+def test_the_template_may_have_opened_the_reasoning() -> None:
+    prompt = "<|im_start|>assistant\n<think>\n"
+    parts = [thought("Hm."), said("Yes.")]
+    assert parse_every_way("hermes", "Hm.\n</think>\n\nYes.", prompt_text=prompt) == parts
+    assert parse_every_way("hermes", "<think>\nHm.\n</think>\n\nYes.", prompt_text=prompt) == parts
+
+
+def test_a_prompt_that_speaks_of_reasoning_does_not_open_it() -> None:
+    prompt = "<|im_start|>user\nWhat does <think> mean?<|im_end|>\n<|im_start|>assistant\n"
+    assert parse_every_way("hermes", "It opens it.", prompt_text=prompt) == [said("It opens it.")]
+
+
+def test_reasoning_stands_at_the_beginning() -> None:
+    text = "The tag <think>a</think> is text here."
+    assert parse_every_way("hermes", text) == [said(text)]

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.tokenizer.replies.json_reading import read_value
+from services.tokenizer.replies.reader import TextEndedError, TextReader, UnparsableError
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def read(text: str, *, piece_size: int = 1) -> tuple[str, str]:
+    """What was read as a value, and how that ended: "read", "ended" or "wrong"."""
+    reader = TextReader()
+    course = read_value(reader)
+    fed = 0
+    while True:
+        try:
+            next(course)
+        except StopIteration:
+            return text[: reader.position], "read"
+        except TextEndedError:
+            return text[: reader.position], "ended"
+        except UnparsableError:
+            return text[: reader.position], "wrong"
+        if fed >= len(text):
+            reader.is_complete = True
+        reader.add(text[fed : fed + piece_size])
+        fed += piece_size
+
+
+@settings(deadline=None)
+@given(VALUES, st.booleans(), st.sampled_from([None, 1, "\t "]), st.integers(1, 40))
+def test_a_value_is_read_to_its_end_and_no_further(
+    value: object, ascii_only: bool, indent: int | str | None, size: int
+) -> None:
+    text = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
+    assert read(text + "}", piece_size=size) == (text, "read")
+
+
+@settings(deadline=None)
+@given(VALUES, st.data())
+def test_a_value_that_is_cut_off_has_ended(value: object, data: st.DataObject) -> None:
+    text = json.dumps({"a": [value]})
+    cut = data.draw(st.integers(0, len(text) - 1))
+    taken, how = read(text[:cut])
+    assert how == "ended"
+    # What is not known to be right yet: a number, a word, an escape.
+    assert text.startswith(taken)
+    assert '"' not in text[len(taken) : cut].replace('\\"', "")
+
+
+@settings(deadline=None)
+@given(st.text('{}[]",:\\ue0123-+.Etruefalsn \n\x01a', max_size=20))
+def test_whatever_python_reads_is_read_and_nothing_else(text: str) -> None:
+    try:
+        _, end = json.JSONDecoder().raw_decode(text)
+    except (json.JSONDecodeError, RecursionError):
+        assert read(text)[1] != "read"
+    else:
+        taken, how = read(text)
+        # Python takes the beginning "1" of "1e" or "1.".
+        assert (taken, how) == (text[:end], "read") or text[end : end + 1] in set("+-.eE0123456789")
+
+
+@pytest.mark.parametrize(
+    ("text", "taken"),
+    [
+        ('{"a": 1,}', '{"a": 1,'),
+        ('{"a" 1}', '{"a" '),
+        ('{"a": tru, "b"}', '{"a": '),
+        ('{"a": 01}', '{"a": '),
+        ('{"a": "x\ny"}', '{"a": "x'),
+        ('{"a": "\\x"}', '{"a": "'),
+        ('{"a": "\\u12g4"}', '{"a": "'),
+        ("[1 2]", "[1 "),
+        ("{'a': 1}", "{"),
+        ("[" * 100, "[" * 65),
+    ],
+)
+def test_what_is_wrong_is_not_taken(text: str, taken: str) -> None:
+    assert read(text) == read(text, piece_size=100) == (taken, "wrong")
