@@ -157,7 +157,7 @@ async def test_a_direct_client_goes_on_by_itself_with_what_it_has(cell: SplitCel
         await cell.wait_until_serving("scheduler")
         rest = Request()
         rest.CopyFrom(request)
-        rest.output_token_ids.extend(tokens)
+        rest.choices_so_far.add(token_ids=tokens)
         completion = await generate_tokens(client.scheduler, rest)
     assert 0 < len(tokens) < 400
     assert tokens + completion.token_ids == undisturbed.token_ids

@@ -154,7 +154,7 @@ async def test_a_flush_forgets_prefixes_and_harms_nobody(cell: Cell) -> None:
 
 
 async def test_an_output_so_far_is_refused_without_the_seed_that_it_was_drawn_with(cell: Cell) -> None:
-    request = Request(prompt_token_ids=PROMPT, output_token_ids=[5], sampling={"max_tokens": 5})
+    request = Request(prompt_token_ids=PROMPT, choices_so_far=[{"token_ids": [5]}], sampling={"max_tokens": 5})
     async with connect(cell) as client:
         expected = (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
         assert await error_of(client.scheduler.Generate(request)) == expected

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import pytest
 
-from lockstep.v1 import scheduler_pb2, tokenizer_pb2
+from lockstep.v1 import common_pb2, scheduler_pb2, tokenizer_pb2
 from shared.rpc import reason_of, status_from_rpc_error
 from tests.support.cell import Cell
 from tests.support.client import Client, connect, text_request, token_request
-from tests.support.token_client import Request, generate_tokens, prompt_request, read_to_end
+from tests.support.token_client import Request, generate_token_choices, generate_tokens, prompt_request, read_to_end
 
 VOCABULARY = 49_152
 CONTEXT = 8_192
@@ -38,7 +39,7 @@ def with_stop_sequences(*sequences: list[int]) -> Request:
 
 def with_output(token_ids: list[int], **sampling: Any) -> Request:
     request = prompt_request([5], **sampling)
-    request.output_token_ids.extend(token_ids)
+    request.choices_so_far.add(token_ids=token_ids)
     return request
 
 
@@ -83,6 +84,17 @@ async def encode(client: Client, text: str) -> list[int]:
     return list((await client.tokenizer.Tokenize(tokenizer_pb2.TokenizeRequest(text=text))).token_ids)
 
 
+def assert_same(
+    positions: Sequence[common_pb2.PositionLogprobs], others: Sequence[common_pb2.PositionLogprobs]
+) -> None:
+    """The last figures of a value depend on the batch."""
+    entries, other_entries = (
+        [entry for position in side for entry in (position.token, *position.top)] for side in (positions, others)
+    )
+    assert [(one.token_id, one.rank) for one in entries] == [(one.token_id, one.rank) for one in other_entries]
+    assert [one.logprob for one in entries] == pytest.approx([one.logprob for one in other_entries], abs=1e-2)
+
+
 async def refusal(client: Client, request: Request, deadline_s: float | None = None) -> tuple[grpc.StatusCode, Any]:
     """The status and the reason of a request that must fail."""
     with pytest.raises(grpc.aio.AioRpcError) as error:
@@ -110,6 +122,24 @@ async def test_a_seed_means_the_same_at_both_doors(real_cell: Cell) -> None:
         by_tokens = await generate_tokens(client.scheduler, prompt_request(prompt, **sampling))
     assert by_tokens.token_ids == by_text.token_ids
     assert by_tokens.accepted.seed == 2**63 + 1
+
+
+async def test_choices_and_log_probabilities_are_those_of_the_text_door(real_cell: Cell) -> None:
+    async with connect(real_cell) as client:
+        prompt = await encode(client, "Once upon a time there was a fox who")
+        sampling: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0, "seed": 11, "n": 3}
+        sampling.update(num_logprobs=2, num_prompt_logprobs=1)
+        by_text = await client.generate_choices(token_request(prompt, **sampling))
+        by_tokens = await generate_token_choices(client.scheduler, prompt_request(prompt, **sampling))
+    for choice, completion in by_tokens.items():
+        same = by_text.choices[0, choice]
+        assert completion.token_ids == same.token_ids
+        assert_same(completion.logprobs, same.logprobs)
+        assert [position.token.token_id for position in completion.logprobs] == completion.token_ids
+    assert len({tuple(completion.token_ids) for completion in by_tokens.values()}) == 3
+    positions = by_tokens[0].prompt_logprobs
+    assert [position.token.token_id for position in positions] == prompt[1:]
+    assert_same(positions, by_text.choices[0, 0].prompt_logprobs)
 
 
 async def test_what_is_absent_is_resolved_as_at_the_text_door(real_cell: Cell) -> None:

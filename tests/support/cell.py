@@ -109,10 +109,11 @@ def start_cell(model_dir: Path, *flags: str) -> Iterator[Cell]:
             yield cell
             if launcher.poll() is None and (exit_code := cell.stop()) != 0:
                 raise RuntimeError(f"lockstep serve stopped with {exit_code}:\n{cell.log()}")
+        except BaseException:
+            # pytest shows it beside what failed.
+            sys.stderr.write(log_path.read_text(encoding="utf-8"))
+            raise
         finally:
-            if launcher.poll() is not None:
-                # It ended by itself: pytest shows why when a test failed.
-                sys.stderr.write(log_path.read_text(encoding="utf-8"))
             # Its services die with it.
             launcher.kill()
             launcher.communicate()

@@ -1,0 +1,70 @@
+"""Grammars of the JSON Schema Test Suite: no text that ends misses its schema, and no value that does not fit is let
+through."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from services.tokenizer.grammar_trial import GrammarTrial
+from shared.grammar import GrammarError, GrammarLibrary
+from shared.model_dir import eos_token_ids
+from tests.support.grammar_texts import TextWriter
+from tests.support.json_schema_suite import SuiteSchema, read_suite
+from tests.support.tiny_llama import TINY_CONFIG
+
+# Of 1365. The others have keywords that say something of the whole value, such as `not` or `uniqueItems`.
+MIN_SUPPORTED = 750
+NUM_TEXTS = 3
+
+
+@pytest.fixture(scope="module")
+def writer(tiny_model: Path) -> TextWriter:
+    """Writes with the tiny model's tokenizer."""
+    return TextWriter(tiny_model, TINY_CONFIG["vocab_size"])
+
+
+@pytest.fixture(scope="module")
+def supported(tiny_model: Path) -> list[tuple[SuiteSchema, str]]:
+    """The schemas of the suite that are supported, each with its grammar."""
+    trial = GrammarTrial(GrammarLibrary(tiny_model, eos_token_ids(tiny_model)))
+    schemas = []
+    for schema in read_suite():
+        try:
+            schemas.append((schema, trial.run("json_schema", schema.source)))
+        except GrammarError as error:
+            assert str(error)  # noqa: PT017 - no schema is refused without a reason
+    return schemas
+
+
+def test_most_of_the_suite_is_supported(supported: list[tuple[SuiteSchema, str]]) -> None:
+    assert len(supported) >= MIN_SUPPORTED
+
+
+def test_every_text_that_ends_fits_its_schema(writer: TextWriter, supported: list[tuple[SuiteSchema, str]]) -> None:
+    num_ended = 0
+    for schema, grammar in supported:
+        texts = [writer.write(grammar, seed) for seed in range(NUM_TEXTS)]
+        ended = [writer.decode(token_ids) for token_ids in texts if token_ids is not None]
+        assert [text for text in ended if not schema.is_fit(text)] == [], schema.name
+        num_ended += bool(ended)
+    assert num_ended >= MIN_SUPPORTED
+
+
+def test_no_value_is_let_through_that_does_not_fit(
+    writer: TextWriter, supported: list[tuple[SuiteSchema, str]]
+) -> None:
+    for schema, grammar in supported:
+        bad = [json.dumps(value, ensure_ascii=False) for value in schema.bad]
+        assert [text for text in bad if writer.fits(grammar, text)] == [], schema.name
+
+
+def test_values_that_fit_are_allowed(writer: TextWriter, supported: list[tuple[SuiteSchema, str]]) -> None:
+    values = [
+        (grammar, json.dumps(value, ensure_ascii=False)) for schema, grammar in supported for value in schema.good
+    ]
+    num_allowed = sum(writer.fits(grammar, text) for grammar, text in values)
+    # The others have their properties in another order than the schema.
+    assert num_allowed >= 0.95 * len(values)

@@ -1,0 +1,144 @@
+"""Structured output through a whole cell: what ends fits its schema, and hostile grammars cost only themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from lockstep.v1 import common_pb2, tokenizer_pb2
+from tests.support.cell import Cell, start_cell
+from tests.support.client import Client, Completion, connect
+from tests.support.grammar_texts import CLOSERS
+from tests.support.json_schema_suite import SuiteSchema, read_suite
+from tests.support.tiny_tokenizer import tiny_tokenizer
+
+pytestmark = pytest.mark.slow
+
+NUM_SCHEMAS = 500
+MIN_ENDED = 400
+NUM_HOSTILE = 200
+NUM_AT_ONCE = 64
+# Enough for the model to find an end now and then, and far from enough to make it dull.
+CLOSER_BIAS = 4.0
+
+Form = tokenizer_pb2.StructuredOutput
+
+
+@pytest.fixture(scope="module")
+def cell(tiny_model: Path) -> Iterator[Cell]:
+    """A cell of a small random model."""
+    with start_cell(tiny_model) as cell:
+        yield cell
+
+
+def request_for(form: Form, seed: int) -> tokenizer_pb2.GenerateRequest:
+    """A request at the highest temperature."""
+    tokenizer = tiny_tokenizer()
+    ids = (tokenizer.token_to_id(text.replace(" ", "Ġ")) for text in CLOSERS)
+    bias = {token_id: CLOSER_BIAS for token_id in ids if token_id is not None}
+    sampling = common_pb2.SamplingParams(temperature=2.0, max_tokens=400, seed=seed, logit_bias=bias)
+    return tokenizer_pb2.GenerateRequest(text="Hello", structured_output=form, sampling=sampling)
+
+
+def violation_reasons(error: grpc.aio.AioRpcError) -> list[str]:
+    """The reasons of the request's bad fields."""
+    status = rpc_status.from_call(error)
+    assert status is not None
+    reasons = []
+    for detail in status.details:
+        bad_request = error_details_pb2.BadRequest()
+        if detail.Unpack(bad_request):
+            reasons += [violation.reason for violation in bad_request.field_violations]
+    return reasons
+
+
+async def generate(client: Client, form: Form, seed: int) -> Completion | list[str]:
+    """The answer, or why the form is refused."""
+    try:
+        return await client.generate(request_for(form, seed))
+    except grpc.aio.AioRpcError as error:
+        if error.code() != grpc.StatusCode.INVALID_ARGUMENT:
+            raise
+        return violation_reasons(error)
+
+
+async def first_supported(
+    client: Client, schemas: list[SuiteSchema], count: int
+) -> list[tuple[SuiteSchema, Completion]]:
+    """The answers to the first schemas that are not refused."""
+    answers: list[tuple[SuiteSchema, Completion]] = []
+    remaining = iter(enumerate(schemas))
+
+    async def take_turns() -> None:
+        for seed, schema in remaining:
+            if len(answers) >= count:
+                return
+            answer = await generate(client, Form(json_schema=schema.source), seed)
+            if isinstance(answer, Completion):
+                answers.append((schema, answer))
+            else:
+                assert answer in (["GRAMMAR_INVALID"], ["GRAMMAR_TOO_COMPLEX"]), schema.name
+
+    await asyncio.gather(*(take_turns() for _ in range(NUM_AT_ONCE)))
+    return answers[:count]
+
+
+async def test_of_500_random_schemas_every_text_that_ends_fits(cell: Cell) -> None:
+    schemas = read_suite()
+    random.Random(5).shuffle(schemas)
+    async with connect(cell) as client:
+        answers = await first_supported(client, schemas, NUM_SCHEMAS)
+    assert len(answers) == NUM_SCHEMAS
+    ended = [(schema, answer) for schema, answer in answers if answer.reason == "EOS"]
+    assert {answer.reason for _, answer in answers} <= {"EOS", "MAX_TOKENS"}
+    assert [(schema.name, answer.text) for schema, answer in ended if not schema.is_fit(answer.text)] == []
+    assert len(ended) >= MIN_ENDED
+
+
+def hostile_form(number: int) -> Form:
+    """One of a dozen kinds of grammar that are meant to hurt, each different from the others of its kind."""
+    kinds = [
+        Form(regex=f"(a|a)*{{1000}}b{number}"),
+        Form(regex=f"((((a{{99}}){{99}}){{99}}){{99}}){number}"),
+        Form(regex=f".*a.{{30}}b.{{30}}c.*{number}"),
+        Form(regex="(" * (1000 + number)),
+        Form(json_schema='{"items":' * (500 + number) + "{}" + "}" * (500 + number)),
+        Form(json_schema=json.dumps({"type": "integer", "multipleOf": 999983, "title": str(number)})),
+        Form(
+            json_schema=json.dumps({"allOf": [{"anyOf": [{"const": i * j} for j in range(9)]} for i in range(number)]})
+        ),
+        Form(json_schema=json.dumps({"enum": [f"{number} {i}" for i in range(5000)]})),
+        Form(grammar=f'start: s "{number}"\ns: s s s | "a" | ""'),
+        Form(grammar=f'start: s\ns: s "{number}" s | "a" s?'),
+        Form(grammar="start: T0\n" + "\n".join(f"T{i}: T{i + 1} T{i + 1}" for i in range(30)) + f'\nT30: "{number}"'),
+        Form(grammar="root ::= " + "(" * (1000 + number)),
+    ]
+    return kinds[number % len(kinds)]
+
+
+async def test_200_hostile_grammars_at_once_disturb_no_ordinary_request(cell: Cell) -> None:
+    plain = [request_for(Form(), seed) for seed in range(32)]
+    for request in plain:
+        request.ClearField("structured_output")
+    async with connect(cell) as client:
+        alone = await client.generate_all(plain)
+        hostile = asyncio.gather(*(generate(client, hostile_form(number), number) for number in range(NUM_HOSTILE)))
+        beside = await client.generate_all(plain)
+        assert not hostile.done()
+        outcomes = await hostile
+        after = await client.generate(request_for(Form(regex="yes|no"), 1))
+    assert [answer.reason for answer in beside] == [answer.reason for answer in alone]
+    assert [len(answer.token_ids) for answer in beside] == [len(answer.token_ids) for answer in alone]
+    # Some are harmless in the end. What is let in is computed, the others are refused.
+    refused = [outcome for outcome in outcomes if not isinstance(outcome, Completion)]
+    assert len(refused) >= NUM_HOSTILE / 2
+    assert all(reasons in (["GRAMMAR_INVALID"], ["GRAMMAR_TOO_COMPLEX"]) for reasons in refused)
+    assert after.text in ("yes", "no")
