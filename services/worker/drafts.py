@@ -184,13 +184,12 @@ class _DraftedSequence:
 
     def learn(self, num_accepted: int) -> None:
         """How many tokens of the last draft were right."""
-        num_drafted, self._num_drafted = self._num_drafted, 0
-        if not num_drafted:
+        if not self._num_drafted:
             return
         if num_accepted:
             self._num_failures = 0
-            all_right = num_accepted == num_drafted
-            self._most_drafted = min(2 * num_drafted, MAX_DRAFT_TOKENS) if all_right else num_accepted + 1
+            are_all_right = num_accepted == self._num_drafted
+            self._most_drafted = min(2 * num_accepted, MAX_DRAFT_TOKENS) if are_all_right else num_accepted + 1
         else:
             self._num_steps_alone = min(2**self._num_failures - 1, _MAX_STEPS_ALONE)
             self._num_failures += 1

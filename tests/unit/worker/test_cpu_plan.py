@@ -86,6 +86,14 @@ def test_a_longer_row_in_a_group_is_read_in_full() -> None:
     assert (bucket.num_rows, bucket.num_queries, bucket.length) == (2, 5, 60)
 
 
+def test_long_rows_with_fewer_drafts_do_not_pad_a_short_one() -> None:
+    plan = make_plan([5, 4, 4], [40, 1000, 1000], is_prefill=False)
+    assert [(bucket.num_rows, bucket.num_queries, bucket.length) for bucket in plan.gathered] == [
+        (1, 5, 40),
+        (2, 4, 1000),
+    ]
+
+
 def test_prompts_with_and_without_a_cached_prefix_share_a_step() -> None:
     plan = make_plan([30, 40, 30], [30, 72, 30], is_prefill=True)
     (causal,), (gathered,) = plan.causal, plan.gathered

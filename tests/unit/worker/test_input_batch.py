@@ -201,6 +201,7 @@ BAD_ENTERS = {
     "top_p NaN": dataclasses.replace(GOOD, top_p=float("nan")),
     "top_k above the logits width": dataclasses.replace(GOOD, top_k=101),
     "max_num_tokens is not above the tokens": dataclasses.replace(GOOD, max_num_tokens=5),
+    "max_num_tokens is above the prompt only": dataclasses.replace(GOOD, num_prompt_tokens=3, max_num_tokens=5),
     "max_num_tokens 0": dataclasses.replace(GOOD, max_num_tokens=0),
     "negative stop token": dataclasses.replace(GOOD, stop_token_ids=column([-1])),
     "stop token at the logits width": dataclasses.replace(GOOD, stop_token_ids=column([2, 100])),
