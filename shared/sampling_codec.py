@@ -1,16 +1,46 @@
-"""The rarer sampling options between their form inside a cell's messages and the services' own.
+"""Rarer sampling options, and log-probabilities, between their form inside a cell's messages and the services' own.
 
-Whether values are in range is `shared.limits`' to say.
+Whether values are in range is `shared.limits`' to say, and whether columns fit each other their reader's.
 """
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
+import numpy.typing as npt
 
 from lockstep.internal.v1 import sampling_pb2
 from shared.limits import TOKEN_DTYPE, SamplingOptions
 
-_BIAS_DTYPE = np.dtype("<f4")
+_FLOAT_DTYPE = np.dtype("<f4")
+
+Ints = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
+
+
+class LogprobColumns(Protocol):
+    """Log-probabilities at some positions; see `internal.v1.Logprobs`."""
+
+    @property
+    def indexes(self) -> Ints:
+        """[num_positions]."""
+
+    @property
+    def ranks(self) -> Ints:
+        """[num_positions]."""
+
+    @property
+    def counts(self) -> Ints:
+        """[num_positions]."""
+
+    @property
+    def token_ids(self) -> Ints:
+        """[sum of counts]."""
+
+    @property
+    def values(self) -> Floats:
+        """[sum of counts]."""
 
 
 def encode_options(options: SamplingOptions) -> sampling_pb2.SamplingOptions:
@@ -21,7 +51,7 @@ def encode_options(options: SamplingOptions) -> sampling_pb2.SamplingOptions:
         presence_penalty=options.presence_penalty,
         frequency_penalty=options.frequency_penalty,
         logit_bias_token_ids=np.array([token_id for token_id, _ in options.logit_bias], TOKEN_DTYPE).tobytes(),
-        logit_biases=np.array([bias for _, bias in options.logit_bias], _BIAS_DTYPE).tobytes(),
+        logit_biases=np.array([bias for _, bias in options.logit_bias], _FLOAT_DTYPE).tobytes(),
         bad_words=[np.array(word, TOKEN_DTYPE).tobytes() for word in options.bad_words],
         min_tokens=options.min_tokens,
         num_logprobs=options.num_logprobs,
@@ -37,7 +67,7 @@ def decode_options(message: sampling_pb2.SamplingOptions) -> SamplingOptions:
         ValueError: a column is not whole, or parallel ones differ in length.
     """
     token_ids = _column("logit_bias_token_ids", message.logit_bias_token_ids, TOKEN_DTYPE)
-    biases = _column("logit_biases", message.logit_biases, _BIAS_DTYPE)
+    biases = _column("logit_biases", message.logit_biases, _FLOAT_DTYPE)
     if len(token_ids) != len(biases):
         raise ValueError("logit_bias_token_ids and logit_biases differ in length")
     return SamplingOptions(
@@ -51,6 +81,32 @@ def decode_options(message: sampling_pb2.SamplingOptions) -> SamplingOptions:
         num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
         num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
         grammar=message.grammar,
+    )
+
+
+def encode_logprobs(logprobs: LogprobColumns) -> sampling_pb2.Logprobs:
+    """The message that carries log-probabilities."""
+    return sampling_pb2.Logprobs(
+        indexes=logprobs.indexes.astype(TOKEN_DTYPE, copy=False).tobytes(),
+        ranks=logprobs.ranks.astype(TOKEN_DTYPE, copy=False).tobytes(),
+        counts=logprobs.counts.astype(TOKEN_DTYPE, copy=False).tobytes(),
+        token_ids=logprobs.token_ids.astype(TOKEN_DTYPE, copy=False).tobytes(),
+        values=logprobs.values.astype(_FLOAT_DTYPE, copy=False).tobytes(),
+    )
+
+
+def decode_logprobs(message: sampling_pb2.Logprobs) -> tuple[Ints, Ints, Ints, Ints, Floats]:
+    """The columns of log-probabilities: indexes, ranks, counts, token ids and values. They may not fit each other.
+
+    Raises:
+        ValueError: a column is not whole.
+    """
+    return (
+        np.frombuffer(message.indexes, TOKEN_DTYPE),
+        np.frombuffer(message.ranks, TOKEN_DTYPE),
+        np.frombuffer(message.counts, TOKEN_DTYPE),
+        np.frombuffer(message.token_ids, TOKEN_DTYPE),
+        np.frombuffer(message.values, _FLOAT_DTYPE),
     )
 
 

@@ -62,6 +62,10 @@ class BlockManager:
             seq.cached_prefix = prefix
         return prefix
 
+    def no_prefix(self, seq: Sequence) -> CachedPrefix:
+        """As `find_prefix` when nothing is cached: all of a waiting sequence is computed, and others find it."""
+        return self._prefixes.find(seq.cache_salt, seq.token_bytes, max_blocks=0)
+
     def num_cached_tokens(self, seq: Sequence) -> int:
         """How many tokens of a waiting sequence `find_prefix` finds."""
         return self.find_prefix(seq).num_tokens

@@ -170,8 +170,6 @@ class Engine:
             return [DropWorker(facts.epoch, "it serves another model")]
         if facts.num_draft_tokens > MAX_DRAFT_TOKENS:
             return [DropWorker(facts.epoch, f"it drafts more than {MAX_DRAFT_TOKENS} tokens")]
-        if facts.num_draft_tokens > MAX_DRAFT_TOKENS:
-            return [DropWorker(facts.epoch, "it drafts more tokens than may be")]
         if self._epoch is not None:
             self._end_epoch(self._epoch, now)
         self._facts = facts

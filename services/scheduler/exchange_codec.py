@@ -5,19 +5,18 @@ from __future__ import annotations
 import numpy as np
 from google.protobuf import duration_pb2
 
-from lockstep.internal.v1 import exchange_pb2, sampling_pb2
+from lockstep.internal.v1 import exchange_pb2
 from lockstep.v1 import common_pb2
 from services.scheduler.batch import Outputs, RequestEnd
 from services.scheduler.events import ChoiceSoFar, ClientMessage, Submission
-from services.scheduler.logprobs import IntColumn, Logprobs
+from services.scheduler.logprobs import IntColumn
 from services.scheduler.sequence import FinishReason, Priority
 from shared.errors import InvalidRequestError
 from shared.limits import MAX_CACHE_SALT_BYTES, MAX_CHOICES, NO_OPTIONS, TOKEN_DTYPE, SamplingOptions, SamplingParams
 from shared.rpc import to_status
-from shared.sampling_codec import decode_options
+from shared.sampling_codec import decode_options, encode_logprobs
 
 _HANDLE_DTYPE = np.dtype("<u4")
-_FLOAT_DTYPE = np.dtype("<f4")
 _MAX_HANDLE = 2**32 - 1
 _ONE = np.ones(1, TOKEN_DTYPE).tobytes()
 
@@ -68,9 +67,9 @@ def encode_outputs(outputs: Outputs) -> exchange_pb2.Outputs:
         ends=[_encode_end(end) for end in outputs.ends],
     )
     if outputs.logprobs is not None:
-        message.logprobs.CopyFrom(_encode_logprobs(outputs.logprobs))
+        message.logprobs.CopyFrom(encode_logprobs(outputs.logprobs))
     for handle, logprobs in outputs.prompt_logprobs:
-        message.prompt_logprobs.add(handle=handle, logprobs=_encode_logprobs(logprobs))
+        message.prompt_logprobs.add(handle=handle, logprobs=encode_logprobs(logprobs))
     return message
 
 
@@ -141,16 +140,6 @@ def _seconds(duration: duration_pb2.Duration) -> float:
 
 def _int_column(values: IntColumn) -> bytes:
     return values.astype(TOKEN_DTYPE, copy=False).tobytes()
-
-
-def _encode_logprobs(logprobs: Logprobs) -> sampling_pb2.Logprobs:
-    return sampling_pb2.Logprobs(
-        indexes=_int_column(logprobs.indexes),
-        ranks=_int_column(logprobs.ranks),
-        counts=_int_column(logprobs.counts),
-        token_ids=_int_column(logprobs.token_ids),
-        values=logprobs.values.astype(_FLOAT_DTYPE, copy=False).tobytes(),
-    )
 
 
 def _encode_end(end: RequestEnd) -> exchange_pb2.RequestEnd:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from services.scheduler.admission import AdmissionPolicy, NewTokenRatio
 from services.scheduler.batch import EnteringSequence, PrefillChunk
@@ -121,8 +121,7 @@ class PrefillPlanner:
     def _find_prefix(self, seq: Sequence) -> CachedPrefix:
         """What a waiting sequence shares; all of its prompt is computed where its log-probabilities are asked for."""
         if seq.wants_prompt_logprobs:
-            # Of a single token nothing is cached; the chain begins where it must, for others to find what is computed.
-            seq = replace(seq, token_bytes=seq.token_bytes[:TOKEN_BYTES], cached_prefix=None)
+            return self._blocks.no_prefix(seq)
         return self._blocks.find_prefix(seq)
 
     def _entering(self, seq: Sequence, chunk: PrefillChunk, num_cached_tokens: int) -> EnteringSequence:

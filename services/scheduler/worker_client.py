@@ -15,7 +15,7 @@ import grpc
 import numpy as np
 from google.rpc import error_details_pb2
 
-from lockstep.internal.v1 import sampling_pb2, worker_pb2, worker_pb2_grpc
+from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
 from services.scheduler.batch import EnteringSequence, PrefillChunk, Step, StepKind, StepResult
 from services.scheduler.events import Event, StepReturned, WorkerAttached, WorkerFacts, WorkerLost
 from services.scheduler.logprobs import Logprobs
@@ -23,13 +23,12 @@ from services.scheduler.slot_table import Slots
 from shared.errors import StaleEpochError
 from shared.limits import TOKEN_DTYPE
 from shared.rpc import make_channel, reason_of, status_from_rpc_error
-from shared.sampling_codec import encode_options
+from shared.sampling_codec import decode_logprobs, encode_options
 
 logger = logging.getLogger(__name__)
 
 RETRY_DELAY_S = 0.5
 
-_FLOAT_DTYPE = np.dtype("<f4")
 _NO_ROWS = np.empty(0, TOKEN_DTYPE)
 
 _STEP_KINDS = {
@@ -177,18 +176,10 @@ def decode_result(message: worker_pb2.StepResult) -> StepResult:
         plain,
         counts=np.frombuffer(message.counts, TOKEN_DTYPE) if message.HasField("counts") else None,
         num_draft_tokens=message.num_draft_tokens,
-        logprobs=_decode_logprobs(message.logprobs) if message.HasField("logprobs") else None,
-        prompt_logprobs=tuple((chunk.slot, _decode_logprobs(chunk.logprobs)) for chunk in message.prompt_logprobs),
-    )
-
-
-def _decode_logprobs(message: sampling_pb2.Logprobs) -> Logprobs:
-    return Logprobs(
-        np.frombuffer(message.indexes, TOKEN_DTYPE),
-        np.frombuffer(message.ranks, TOKEN_DTYPE),
-        np.frombuffer(message.counts, TOKEN_DTYPE),
-        np.frombuffer(message.token_ids, TOKEN_DTYPE),
-        np.frombuffer(message.values, _FLOAT_DTYPE),
+        logprobs=Logprobs(*decode_logprobs(message.logprobs)) if message.HasField("logprobs") else None,
+        prompt_logprobs=tuple(
+            (chunk.slot, Logprobs(*decode_logprobs(chunk.logprobs))) for chunk in message.prompt_logprobs
+        ),
     )
 
 

@@ -13,9 +13,7 @@ from lockstep.internal.v1 import exchange_pb2, sampling_pb2
 from lockstep.v1 import common_pb2
 from services.tokenizer.exchange_codec import read_rows
 from services.tokenizer.request_ledger import ExchangeError
-from shared.limits import TOKEN_DTYPE
-
-_FLOAT_DTYPE = np.dtype("<f4")
+from shared.sampling_codec import decode_logprobs
 
 # Half a millisecond's work, and far below what a client's message may be.
 _ENTRIES_PER_RESPONSE = 512
@@ -129,11 +127,7 @@ class LogprobQueue:
 
 def _read_columns(message: sampling_pb2.Logprobs) -> Logprobs:
     try:
-        indexes = np.frombuffer(message.indexes, TOKEN_DTYPE)
-        ranks = np.frombuffer(message.ranks, TOKEN_DTYPE)
-        counts = np.frombuffer(message.counts, TOKEN_DTYPE)
-        token_ids = np.frombuffer(message.token_ids, TOKEN_DTYPE)
-        values = np.frombuffer(message.values, _FLOAT_DTYPE)
+        indexes, ranks, counts, token_ids, values = decode_logprobs(message)
     except ValueError as error:
         raise ExchangeError("a column of log-probabilities is no multiple of 4 bytes") from error
     bounds = np.concatenate([[0], counts.cumsum(dtype=np.int64)])

@@ -21,8 +21,6 @@ from services.worker.step import EnteringSequence, Int32Column, PrefillChunk, St
 from services.worker.step_input import ScoredChunk, StepInput
 from shared.limits import SamplingOptions
 
-__all__ = ["BatchLimits", "InputBatch", "StepInput"]
-
 _NO_SLOTS: Int32Column = np.empty(0, dtype=np.int32)
 
 
@@ -66,7 +64,6 @@ class InputBatch:
         self._choice = np.zeros(num_slots, dtype=np.uint32)
         # Of the few sequences that have options.
         self._states: dict[int, SamplingState] = {}
-        self._num_prompt_tokens: dict[int, int] = {}
         self._tables = BlockTables(
             num_slots=num_slots,
             num_pool_blocks=limits.num_blocks,
@@ -130,7 +127,6 @@ class InputBatch:
         if self._states:
             for slot in slots.tolist():
                 self._states.pop(slot, None)
-                self._num_prompt_tokens.pop(slot, None)
 
     def _enter(self, enters: Sequence[EnteringSequence]) -> None:
         if not enters:
@@ -153,7 +149,6 @@ class InputBatch:
             self._choice[slot] = enter.choice
             if enter.options is not None:
                 self._states[slot] = self._make_state(enter, enter.options)
-                self._num_prompt_tokens[slot] = enter.num_prompt_tokens
             if self._drafter is not None:
                 self._drafter.enter(slot, enter.cached_token_ids, int(self._max_num_tokens[slot]))
         self._order = np.concatenate([self._order, np.array([enter.chunk.slot for enter in enters], dtype=np.int32)])
@@ -312,12 +307,16 @@ class InputBatch:
             if state is None or state.options.num_prompt_logprobs is None:
                 continue
             position = int(self._num_tokens[chunk.slot]) - len(chunk.token_ids)
-            num_prompt_tokens = self._num_prompt_tokens[chunk.slot]
-            num_tokens = min(len(chunk.token_ids), num_prompt_tokens - position)
+            num_tokens = min(len(chunk.token_ids), state.num_prompt_tokens - position)
             if num_tokens > 0:
                 scored.append(
                     ScoredChunk(
-                        chunk.slot, start, num_tokens, position, num_prompt_tokens, state.options.num_prompt_logprobs
+                        chunk.slot,
+                        start,
+                        num_tokens,
+                        position,
+                        state.num_prompt_tokens,
+                        state.options.num_prompt_logprobs,
                     )
                 )
         return tuple(scored)

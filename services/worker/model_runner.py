@@ -16,8 +16,9 @@ import torch
 
 from services.worker.config import WorkerSettings
 from services.worker.drafts import Drafting, NgramProposer
+from services.worker.enter_checks import BatchLimits
 from services.worker.forward_context import AttentionMetadata, ForwardContext, forward_context
-from services.worker.input_batch import BatchLimits, InputBatch, StepInput
+from services.worker.input_batch import InputBatch
 from services.worker.kv_cache import KvCache, num_blocks_for
 from services.worker.loader import LoadedModel, ModelFacts, load_model
 from services.worker.matchers import GrammarMatchers
@@ -25,6 +26,7 @@ from services.worker.ops import Ops, load_ops
 from services.worker.prompt_logprobs import PromptScorer
 from services.worker.sampler import SampledTokens, Sampler
 from services.worker.step import Int32Column, PromptLogprobs, Step, StepOutput
+from services.worker.step_input import StepInput
 from shared.errors import StaleEpochError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -69,7 +69,7 @@ class SamplingState:
         """
         _check_options(options, logits_width)
         self.options = options
-        self._num_prompt_tokens = num_prompt_tokens
+        self.num_prompt_tokens = num_prompt_tokens
         self._matcher = matcher
         self._num_known = 0
         self._stop_ids = stop_token_ids[(stop_token_ids >= 0) & (stop_token_ids < logits_width)].astype(np.int64)
@@ -91,7 +91,7 @@ class SamplingState:
 
     def extend(self, token_ids: Int32Column) -> None:
         """Take in known tokens: the prompt's, then the completion's, of which a resumed sequence has some."""
-        num_of_prompt = min(max(self._num_prompt_tokens - self._num_known, 0), len(token_ids))
+        num_of_prompt = min(max(self.num_prompt_tokens - self._num_known, 0), len(token_ids))
         self._num_known += len(token_ids)
         if self._seen is not None:
             self._seen.add(token_ids)
@@ -153,7 +153,7 @@ class SamplingState:
 
     def _banned_ids(self, position: int) -> _TokenIds:
         banned = _NO_IDS if self._bad_words is None else self._bad_words.banned_ids()
-        if position - self._num_prompt_tokens < self.options.min_tokens:
+        if position - self.num_prompt_tokens < self.options.min_tokens:
             banned = np.union1d(banned, self._stop_ids)
         return banned
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from lockstep.internal.v1 import sampling_pb2, worker_pb2
-from services.worker.step import EnteringSequence, Int32Column, Logprobs, PrefillChunk, Step, StepKind, StepOutput
+from services.worker.step import EnteringSequence, Int32Column, PrefillChunk, Step, StepKind, StepOutput
 from shared.errors import StepMismatchError
 from shared.limits import SamplingOptions
-from shared.sampling_codec import decode_options
+from shared.sampling_codec import decode_options, encode_logprobs
 
 _WIRE_DTYPE = np.dtype("<i4")
-_WIRE_FLOAT = np.dtype("<f4")
 _KINDS = {
     worker_pb2.STEP_KIND_PREFILL: StepKind.PREFILL,
     worker_pb2.STEP_KIND_DECODE: StepKind.DECODE,
@@ -52,9 +51,9 @@ def to_result(output: StepOutput) -> worker_pb2.StepResult:
         device_time_us=output.device_time_us,
         counts=None if output.counts is None else _pack(output.counts),
         num_draft_tokens=output.num_draft_tokens,
-        logprobs=None if output.logprobs is None else _to_logprobs(output.logprobs),
+        logprobs=None if output.logprobs is None else encode_logprobs(output.logprobs),
         prompt_logprobs=[
-            worker_pb2.ChunkLogprobs(slot=slot, logprobs=_to_logprobs(logprobs))
+            worker_pb2.ChunkLogprobs(slot=slot, logprobs=encode_logprobs(logprobs))
             for slot, logprobs in output.prompt_logprobs
         ],
     )
@@ -87,16 +86,6 @@ def _parse_options(options: sampling_pb2.SamplingOptions) -> SamplingOptions:
 
 def _parse_chunk(column: str, chunk: worker_pb2.PrefillChunk) -> PrefillChunk:
     return PrefillChunk(chunk.slot, _column(f"{column}.token_ids", chunk.token_ids), chunk.num_later_tokens)
-
-
-def _to_logprobs(logprobs: Logprobs) -> sampling_pb2.Logprobs:
-    return sampling_pb2.Logprobs(
-        indexes=_pack(logprobs.indexes),
-        ranks=_pack(logprobs.ranks),
-        counts=_pack(logprobs.counts),
-        token_ids=_pack(logprobs.token_ids),
-        values=logprobs.values.astype(_WIRE_FLOAT, copy=False).tobytes(),
-    )
 
 
 def _pack(column: Int32Column) -> bytes:

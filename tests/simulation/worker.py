@@ -11,7 +11,7 @@ from random import Random
 import numpy as np
 
 from lockstep.internal.v1 import worker_pb2
-from services.worker.input_batch import BatchLimits
+from services.worker.enter_checks import BatchLimits
 from shared.limits import TOKEN_DTYPE
 from tests.simulation.clock import Clock
 from tests.simulation.faults import Fault, FaultMix

@@ -10,7 +10,7 @@ from services.scheduler.policy import CacheSettings, SchedulerPolicy
 from services.scheduler.retraction import RetractionPolicy
 from services.scheduler.sequence import Finish, FinishReason, Priority
 from services.scheduler.waiting_queue import QueuePolicy
-from services.worker.input_batch import BatchLimits
+from services.worker.enter_checks import BatchLimits
 from shared.limits import NO_OPTIONS, SamplingOptions, SamplingParams
 from tests.simulation.faults import Fault, FaultMix
 from tests.support.cell_model import VOCABULARY, Oracle, expected_completion

@@ -19,9 +19,11 @@ from lockstep.internal.v1 import worker_pb2
 from services.scheduler.batch import Step, StepResult
 from services.scheduler.worker_client import decode_result, encode_step
 from services.worker.drafts import Drafter, DraftProposer, Drafts
-from services.worker.input_batch import BatchLimits, InputBatch, StepInput
+from services.worker.enter_checks import BatchLimits
+from services.worker.input_batch import InputBatch
 from services.worker.step import Int32Column, Logprobs, StepOutput
 from services.worker.step_codec import parse_step, to_result
+from services.worker.step_input import StepInput
 
 VOCABULARY = 1000
 

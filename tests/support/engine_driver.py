@@ -24,7 +24,7 @@ from services.scheduler.events import (
 from services.scheduler.logprobs import Logprobs
 from services.scheduler.policy import CacheSettings, SchedulerPolicy
 from services.scheduler.sequence import Priority
-from services.worker.input_batch import BatchLimits
+from services.worker.enter_checks import BatchLimits
 from shared.limits import TOKEN_DTYPE, SamplingParams
 from tests.support.cell_model import VOCABULARY, Oracle, WorkerModel, expected_completion, logprobs_of
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
 from lockstep.v1 import common_pb2
-from services.worker.input_batch import BatchLimits
+from services.worker.enter_checks import BatchLimits
 from shared.errors import StaleEpochError
 from shared.limits import TOKEN_DTYPE
 from tests.support.cell_model import VOCABULARY, WorkerModel

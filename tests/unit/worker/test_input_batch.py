@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.block_tables import BlockTables
-from services.worker.input_batch import BatchLimits, InputBatch, StepInput
+from services.worker.enter_checks import BatchLimits
+from services.worker.input_batch import InputBatch
 from services.worker.step import EnteringSequence, PrefillChunk, Step, StepKind
+from services.worker.step_input import StepInput
 from shared.errors import StepMismatchError
 from shared.limits import SamplingOptions
 from tests.support.worker_steps import column, decode_step, make_chunk, make_enter, mixed_step, prefill_step
