@@ -216,25 +216,35 @@ def check_fit(num_prompt_tokens: int, max_tokens: int, limits: ModelLimits) -> N
 def _sampling_violations(params: SamplingParams, logits_width: int) -> Iterator[_Fault]:
     if params.max_tokens < 1:
         yield "max_tokens", "OUT_OF_RANGE", "must be at least 1"
-    yield from _between("temperature", params.temperature, 0.0, MAX_TEMPERATURE)
-    yield from _above_zero("top_p", params.top_p, 1.0)
-    yield from _between("top_k", params.top_k, 0, logits_width)
+    if not 0.0 <= params.temperature <= MAX_TEMPERATURE:
+        yield _not_between("temperature", params.temperature, 0.0, MAX_TEMPERATURE)
+    if not 0.0 < params.top_p <= 1.0:
+        yield _not_above_zero("top_p", params.top_p, 1.0)
+    if not 0 <= params.top_k <= logits_width:
+        yield _not_between("top_k", params.top_k, 0, logits_width)
     if not 0 <= params.seed < 2**64:
         yield "seed", "OUT_OF_RANGE", "must be an unsigned 64-bit number"
     if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         yield "stop_token_ids", "OUT_OF_RANGE", f"at most {MAX_STOP_TOKEN_IDS}"
-    else:
+    elif params.stop_token_ids:
         yield from _id_violations("stop_token_ids", params.stop_token_ids, logits_width)
-    yield from _run_violations("stop_token_sequences", params.stop_token_sequences, _STOP_RUNS, logits_width)
+    if params.stop_token_sequences:
+        yield from _run_violations("stop_token_sequences", params.stop_token_sequences, _STOP_RUNS, logits_width)
     if params.options is not None:
         yield from _option_violations(params.options, params.max_tokens, logits_width)
 
 
 def _option_violations(options: SamplingOptions, max_tokens: int, logits_width: int) -> Iterator[_Fault]:
-    yield from _between("min_p", options.min_p, 0.0, 1.0)
-    yield from _above_zero("repetition_penalty", options.repetition_penalty, MAX_REPETITION_PENALTY)
-    yield from _between("presence_penalty", options.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
-    yield from _between("frequency_penalty", options.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+    if not 0.0 <= options.min_p <= 1.0:
+        yield _not_between("min_p", options.min_p, 0.0, 1.0)
+    if not 0.0 < options.repetition_penalty <= MAX_REPETITION_PENALTY:
+        yield _not_above_zero("repetition_penalty", options.repetition_penalty, MAX_REPETITION_PENALTY)
+    for field, penalty in (
+        ("presence_penalty", options.presence_penalty),
+        ("frequency_penalty", options.frequency_penalty),
+    ):
+        if not -MAX_PENALTY <= penalty <= MAX_PENALTY:
+            yield _not_between(field, penalty, -MAX_PENALTY, MAX_PENALTY)
     yield from _bias_violations(options.logit_bias, logits_width)
     yield from _run_violations("bad_words", options.bad_words, _BAD_RUNS, logits_width)
     if not 0 <= options.min_tokens <= max_tokens:
@@ -243,8 +253,8 @@ def _option_violations(options: SamplingOptions, max_tokens: int, logits_width: 
         ("num_logprobs", options.num_logprobs),
         ("num_prompt_logprobs", options.num_prompt_logprobs),
     ):
-        if count is not None:
-            yield from _between(field, count, 0, MAX_LOGPROBS)
+        if count is not None and not 0 <= count <= MAX_LOGPROBS:
+            yield _not_between(field, count, 0, MAX_LOGPROBS)
     # Every character has at least one byte.
     if len(options.grammar) > MAX_GRAMMAR_BYTES or len(options.grammar.encode()) > MAX_GRAMMAR_BYTES:
         yield "grammar", "OUT_OF_RANGE", f"at most {MAX_GRAMMAR_BYTES} bytes"
@@ -258,7 +268,8 @@ def _bias_violations(biases: tuple[tuple[int, float], ...], logits_width: int) -
         field = f"logit_bias[{token_id}]"
         if not 0 <= token_id < logits_width:
             yield _out_of_vocabulary(field, logits_width)
-        yield from _between(field, bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
+            yield _not_between(field, bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
 
 
 def _run_violations(
@@ -276,19 +287,19 @@ def _run_violations(
             yield from _id_violations(f"{field}[{number}].token_ids", ids, logits_width)
 
 
-def _between(field: str, value: float, low: float, high: float) -> Iterator[_Fault]:
-    yield from _float_violations(field, value, low <= value <= high, f"must be between {low:.9g} and {high:.9g}")
+def _not_between(field: str, value: float, low: float, high: float) -> _Fault:
+    return _bad_number(field, value, f"must be between {low:.9g} and {high:.9g}")
 
 
-def _above_zero(field: str, value: float, high: float) -> Iterator[_Fault]:
-    yield from _float_violations(field, value, 0.0 < value <= high, f"must be above 0 and at most {high:.9g}")
+def _not_above_zero(field: str, value: float, high: float) -> _Fault:
+    return _bad_number(field, value, f"must be above 0 and at most {high:.9g}")
 
 
-def _float_violations(field: str, value: float, in_range: bool, rule: str) -> Iterator[_Fault]:
-    if not math.isfinite(value):
-        yield field, "NOT_FINITE", "must be a finite number"
-    elif not in_range:
-        yield field, "OUT_OF_RANGE", rule
+def _bad_number(field: str, value: float, rule: str) -> _Fault:
+    """What is wrong with a number that is not in its range; one that is NaN is in none."""
+    if math.isfinite(value):
+        return field, "OUT_OF_RANGE", rule
+    return field, "NOT_FINITE", "must be a finite number"
 
 
 def _id_violations(field: str, ids: tuple[int, ...], logits_width: int) -> Iterator[_Fault]:

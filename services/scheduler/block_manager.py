@@ -121,19 +121,15 @@ class BlockManager:
             self._free.revive(outdated)
             self._free.add_blank(outdated)
 
-    def free(self, seq: Sequence) -> None:
-        """Take all blocks from a sequence; those that nobody else holds become free, contents kept."""
-        # Tail first: the head of a prompt is the part a later prompt may share.
-        blocks = _as_array(seq.block_table)[::-1]
-        counts = self._ref_counts[blocks] - 1
-        self._ref_counts[blocks] = counts
-        if counts.any():
-            blocks = blocks[counts == 0]
+    def free(self, sequences: Iterable[Sequence]) -> None:
+        """Take all blocks from sequences; those that nobody else holds become free, contents kept."""
+        freed = [self._release(seq) for seq in sequences]
+        if not freed:
+            return
+        blocks = np.concatenate(freed)
         holds = self._prefixes.holds(blocks)
         self._free.add_cached(blocks[holds])
         self._free.add_blank(blocks[~holds])
-        seq.block_table = array("i")
-        seq.prefix_cursor = PrefixCursor()
 
     def hide(self, seq: Sequence) -> None:
         """Take the contents of all blocks of a sequence away: their KV cannot be trusted.
@@ -168,6 +164,16 @@ class BlockManager:
         assert len(cached) == self.num_cached_blocks, "the number of cached blocks"
         assert sorted([*cached, *blank]) == np.flatnonzero(counts == 0).tolist(), "free blocks"
         self._prefixes.check_integrity(cached, blank)
+
+    def _release(self, seq: Sequence) -> BlockIds:
+        """Take a sequence's blocks; returns those that nobody else holds, the least valuable one first."""
+        # Tail first: the head of a prompt is the part a later prompt may share.
+        blocks = _as_array(seq.block_table)[::-1]
+        counts = self._ref_counts[blocks] - 1
+        self._ref_counts[blocks] = counts
+        seq.block_table = array("i")
+        seq.prefix_cursor = PrefixCursor()
+        return blocks[counts == 0] if counts.any() else blocks
 
     def _take(self, num_blocks: int) -> BlockIds:
         blocks = self._free.take_blank(min(num_blocks, self._free.num_blank))

@@ -109,7 +109,7 @@ def _decode_submit(submit: exchange_pb2.Submit) -> Submission:
             ChoiceSoFar(_column("choices_so_far", choice.token_ids), choice.has_ended)
             for choice in submit.choices_so_far
         ),
-        age_s=max(0.0, _seconds(submit.age)),
+        age_s=max(0.0, _seconds(submit.age)) if submit.HasField("age") else 0.0,
         time_left_s=_seconds(submit.time_left) if submit.HasField("time_left") else None,
     )
 
@@ -120,6 +120,8 @@ def _decode_options(submit: exchange_pb2.Submit) -> SamplingOptions | None:
 
 
 def _token_ids(name: str, column: bytes) -> tuple[int, ...]:
+    if not column:
+        return ()
     return tuple(np.frombuffer(_column(name, column), TOKEN_DTYPE).tolist())
 
 

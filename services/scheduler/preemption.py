@@ -87,14 +87,15 @@ class Preemption:
 
     def take_back(self, record: StepRecord, now: float) -> None:
         """Free what a returned step was the last to use; parked sequences go to the queue."""
-        for seq in record.retiring:
-            is_parked = seq.status is SequenceStatus.WAITING
-            if is_parked:
-                self._running.store(seq)
-            self._running.give_back(seq)
-            if is_parked:
-                self.num_parked -= 1
-                self._waiting.add(seq, now)
+        if not record.retiring:
+            return
+        parked = [seq for seq in record.retiring if seq.status is SequenceStatus.WAITING]
+        for seq in parked:
+            self._running.store(seq)
+        self._running.give_back(record.retiring)
+        self.num_parked -= len(parked)
+        for seq in parked:
+            self._waiting.add(seq, now)
 
     def forget_parked(self, seq: Sequence) -> None:
         """A parked sequence ended: what it holds comes back with its last step, and it goes to no queue."""

@@ -19,6 +19,8 @@ from services.scheduler.free_blocks import NO_BLOCKS, BlockIds
 _NO_BLOCK = -1
 _NO_NODE = -1
 _TOKEN_DTYPE = np.int32
+# A run of more blocks is not made longer, since that copies it; what follows is a node of its own.
+_LONGEST_EXTENDED = 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +43,7 @@ class PrefixNode:
     num_present: int
     children: dict[bytes, PrefixNode] = field(default_factory=dict)
     num_cuts: int = 0
-    """Counts what makes cursors at its end void: that it became shorter, or went."""
+    """Counts what makes cursors at its end void: that it became shorter or longer, or went."""
 
 
 @dataclass(slots=True)
@@ -144,7 +146,7 @@ class PrefixCache:
         while depth < num_blocks:
             child = self._child(node, tokens, depth)
             if child is None:
-                node = self._add_leaf(node, tokens, block_table[:num_blocks], num_before)
+                node = self._append(node, tokens, block_table[:num_blocks], num_before)
                 depth = num_blocks
                 break
             num_common = self._num_common(child, tokens, depth, num_blocks)
@@ -262,12 +264,11 @@ class PrefixCache:
         self._node_ids[before] = _NO_NODE
         node.num_present += len(blocks) - len(before)
         place[:] = blocks
-        self._note_place(blocks, node, first)
+        self._note_place(blocks, node, node.start + first)
         return [before] if before.size else []
 
-    def _note_place(self, blocks: BlockIds, node: PrefixNode, first: int) -> None:
-        """Note that these blocks have a node's contents from `first` on."""
-        start = node.start + first
+    def _note_place(self, blocks: BlockIds, node: PrefixNode, start: int) -> None:
+        """Note that these blocks have a node's contents, from content `start` of the path on."""
         self._node_ids[blocks] = node.id
         self._depths[blocks] = np.arange(start, start + len(blocks), dtype=np.int32)
 
@@ -316,18 +317,28 @@ class PrefixCache:
         start = depth * self._block_bytes
         return node.children.get(bytes(tokens[start : start + self._block_bytes]))
 
-    def _add_leaf(self, parent: PrefixNode, tokens: bytearray, table: BlockIds, num_before: int) -> PrefixNode:
-        """A new child with a sequence's contents behind its parent; it has the blocks behind the first `num_before`."""
-        depth = parent.start + parent.num_blocks
-        node_tokens = bytes(memoryview(tokens)[depth * self._block_bytes : len(table) * self._block_bytes])
+    def _append(self, node: PrefixNode, tokens: bytearray, table: BlockIds, num_before: int) -> PrefixNode:
+        """Put a sequence's contents behind a node: it becomes longer where nothing else follows, or gets a child.
+
+        Returns:
+            The node whose end they are; it has the blocks behind the first `num_before`.
+        """
+        depth = node.start + node.num_blocks
+        new_tokens = bytes(memoryview(tokens)[depth * self._block_bytes : len(table) * self._block_bytes])
         blocks = table[depth:].copy()
         num_gap = max(num_before - depth, 0)
         blocks[:num_gap] = _NO_BLOCK
-        key = node_tokens[: self._block_bytes]
-        node = self._add_node(
-            parent, key, start=depth, tokens=node_tokens, blocks=blocks, num_present=len(blocks) - num_gap
-        )
-        self._note_place(blocks[num_gap:], node, num_gap)
+        num_present = len(blocks) - num_gap
+        if 0 < node.num_blocks <= _LONGEST_EXTENDED and not node.children:
+            node.tokens = node.tokens[: node.num_blocks * self._block_bytes] + new_tokens
+            node.blocks = np.concatenate([node.blocks[: node.num_blocks], blocks])
+            node.num_blocks = len(node.blocks)
+            node.num_present += num_present
+            node.num_cuts += 1
+        else:
+            key = new_tokens[: self._block_bytes]
+            node = self._add_node(node, key, start=depth, tokens=new_tokens, blocks=blocks, num_present=num_present)
+        self._note_place(blocks[num_gap:], node, depth + num_gap)
         return node
 
     def _add_node(

@@ -79,16 +79,17 @@ class RunningBatch:
             self.begun.remove(seq)
         record = self._last_record_of(seq)
         if record is None:
-            self.give_back(seq)
+            self.give_back([seq])
         else:
             seq.is_retiring = True
             record.retiring.append(seq)
 
-    def give_back(self, seq: Sequence) -> None:
-        """Free the blocks and the slot of a sequence that no step in flight names."""
-        seq.is_retiring = False
-        self.blocks.free(seq)
-        self.slots.release(seq)
+    def give_back(self, sequences: list[Sequence]) -> None:
+        """Free the blocks and the slots of sequences that no step in flight names."""
+        self.blocks.free(sequences)
+        for seq in sequences:
+            seq.is_retiring = False
+            self.slots.release(seq)
 
     def store(self, seq: Sequence) -> None:
         """Store a sequence's newest tokens, and publish the blocks of those that are computed or on their way to be."""

@@ -6,6 +6,7 @@ happens. CONTROL_PLANE has the measurements: visiting every sequence costs the p
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,19 +20,25 @@ IntColumn = npt.NDArray[np.int32]
 Slots = npt.NDArray[np.intp]
 
 # Tokens are stored in runs of so many, so that a row is visited for it once in so many steps.
-RUN_TOKENS = 64
+RUN_TOKENS = 256
 
-# A row whose run is full waits a few steps for its turn, and gets the tokens of its steps in flight meanwhile: with
-# drafts several each. 18 steps of 9 tokens have a place: 10 at most until its turn comes, and 8 in flight.
+# Full runs are looked for once in so many decode steps, and of all rows this part is stored at once, since many fill
+# theirs together. So a row gets the tokens of 16 steps until its turn comes, and of 8 in flight: with drafts 9 each,
+# which have a place behind a full run.
+_STEPS_PER_FLUSH = 4
+_FLUSHED_PART = 4
 _RUN_COLUMNS = 2 * RUN_TOKENS
-_RUN_COLUMNS_WITH_DRAFTS = 4 * RUN_TOKENS
+_COLUMN_MASK = _RUN_COLUMNS - 1
+
+# Steps that take turns, as prefills and decodes do, ask for as many arrays as are in flight and one more.
+_NUM_GATHERED = 4
 
 _NO_TOKEN = -1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RowConstants:
-    """What does not change while sequences hold their slots, for some rows: [num_rows] each.
+    """What does not change while sequences hold their slots, for some rows: [num_rows] each, not to be written.
 
     `only_client` is the client of all of them; None when there are several, or no rows.
     """
@@ -44,6 +51,8 @@ class RowConstants:
     max_num_tokens: IntColumn
     watched: IntColumn
     """[most watched tokens of a row, num_rows], filled up with -1."""
+    runs: Slots
+    """Where their runs begin."""
 
 
 class SlotTable:
@@ -73,16 +82,17 @@ class SlotTable:
         self.num_planned = np.zeros(num_slots, np.int32)
         # Whether it is in the batch order.
         self.runs = np.zeros(num_slots, bool)
-        # Tokens that are not stored yet; the token at position p stands in column p % _num_columns, a power of two.
-        self._num_columns = _RUN_COLUMNS_WITH_DRAFTS if num_draft_tokens else _RUN_COLUMNS
-        self._run = np.zeros((num_slots, self._num_columns), TOKEN_DTYPE)
+        # Tokens that are not stored yet, row behind row; the token at position p stands in column p % _RUN_COLUMNS of
+        # its slot's row.
+        self._run = np.zeros(num_slots * _RUN_COLUMNS, TOKEN_DTYPE)
         self._run_bytes = self._run.data.cast("B")
+        self._num_steps_to_flush = _STEPS_PER_FLUSH
         # The number of tokens at which a row's run is full.
         self._run_end = np.zeros(num_slots, np.int32)
         # Tokens after which a row may have to stop, filled up with -1: [most of them, num_slots].
         self._watched = np.full((1, num_slots), _NO_TOKEN, np.int32)
         self._free = list(range(num_slots - 1, -1, -1))
-        self._constants = self._gather_constants(np.empty(0, np.intp))
+        self._gathered: deque[RowConstants] = deque(maxlen=_NUM_GATHERED)
 
     @property
     def num_free_slots(self) -> int:
@@ -142,7 +152,8 @@ class SlotTable:
 
     def append(self, slots: Slots, positions: IntColumn, token_ids: IntColumn) -> None:
         """Give each row one more token, at its position, which is the number of tokens it has."""
-        self._run[slots, positions & (self._num_columns - 1)] = token_ids
+        # One flat index costs half of what two do.
+        self._run[self.constants(slots).runs + (positions & _COLUMN_MASK)] = token_ids
         self.num_tokens[slots] = positions + 1
 
     def append_runs(
@@ -156,14 +167,18 @@ class SlotTable:
             positions: [num_tokens], those of the tokens in their sequences.
             token_ids: [num_tokens], the rows' tokens one behind the other.
         """
-        self._run[np.repeat(slots, counts), positions & (self._num_columns - 1)] = token_ids
+        self._run[np.repeat(slots * _RUN_COLUMNS, counts) + (positions & _COLUMN_MASK)] = token_ids
         self.num_tokens[slots] += counts
         self.num_planned[slots] += counts - 1
 
     def flush_full_runs(self, slots: Slots) -> None:
-        """Store the tokens of rows whose run is full: a quarter of all at most, since many fill theirs together."""
+        """Store the tokens of rows whose run is full, now and then; to be called with each step that decodes."""
+        self._num_steps_to_flush -= 1
+        if self._num_steps_to_flush:
+            return
+        self._num_steps_to_flush = _STEPS_PER_FLUSH
         due = slots[self.num_tokens[slots] >= self._run_end[slots]]
-        for slot in due[: len(slots) // 4 + 1].tolist():
+        for slot in due[: len(slots) // _FLUSHED_PART + 1].tolist():
             self.flush(self.sequence_at(slot))
 
     def flush(self, seq: Sequence) -> None:
@@ -173,24 +188,26 @@ class SlotTable:
         start, end = seq.num_stored_tokens, int(self.num_tokens[slot])
         if start == end:
             return
-        row = slot * self._num_columns
-        first, last = row + start % self._num_columns, row + end % self._num_columns
+        row = slot * _RUN_COLUMNS
+        first, last = row + start % _RUN_COLUMNS, row + end % _RUN_COLUMNS
         if first < last:
             seq.token_bytes += self._run_bytes[first * TOKEN_BYTES : last * TOKEN_BYTES]
         else:
-            seq.token_bytes += self._run_bytes[first * TOKEN_BYTES : (row + self._num_columns) * TOKEN_BYTES]
+            seq.token_bytes += self._run_bytes[first * TOKEN_BYTES : (row + _RUN_COLUMNS) * TOKEN_BYTES]
             seq.token_bytes += self._run_bytes[row * TOKEN_BYTES : last * TOKEN_BYTES]
         self._run_end[slot] = (end // RUN_TOKENS + 1) * RUN_TOKENS
 
     def constants(self, slots: Slots) -> RowConstants:
         """What does not change of these rows, as long as steps name them.
 
-        Gathered once for an array that is asked for again and again, as that of the batch order is; it must not be
-        written.
+        Gathered once for an array that is asked for again and again, as those of the steps in flight are.
         """
-        if slots is not self._constants.slots:
-            self._constants = self._gather_constants(slots)
-        return self._constants
+        for constants in self._gathered:
+            if constants.slots is slots:
+                return constants
+        constants = self._gather_constants(slots)
+        self._gathered.appendleft(constants)
+        return constants
 
     def find_watched(
         self, slots: Slots, token_ids: IntColumn, is_last: npt.NDArray[np.bool_] | None = None
@@ -219,6 +236,7 @@ class SlotTable:
             self.num_prompt_tokens[slots],
             self.max_num_tokens[slots],
             self._watched[:, slots],
+            slots * _RUN_COLUMNS,
         )
 
     def _watch(self, slot: int, tokens: list[int]) -> None:

@@ -86,8 +86,7 @@ def _cache_survives_the_worker(patch: Patch) -> None:
     kept: list[BlockManager] = []
 
     def free_all(self: RunningBatch) -> list[Sequence]:
-        for seq in [*self.sequences(), *self.retiring()]:
-            self.blocks.free(seq)
+        self.blocks.free([*self.sequences(), *self.retiring()])
         return void(self)
 
     def make(num_blocks: int, block_size: int, *, enable_prefix_caching: bool) -> BlockManager:

@@ -66,7 +66,7 @@ def test_revived_blocks_count_as_taken() -> None:
     first = make_seq(tokens_of(1, 2))
     assert allocate(manager, first)
     manager.publish(first, 33)
-    manager.free(first)
+    manager.free([first])
     # Three blocks are free, but two of them are the cached prefix and two more are needed.
     assert not allocate(manager, make_seq(tokens_of(1, 2, 3)))
     manager.check_integrity([])
@@ -77,13 +77,13 @@ def test_blank_blocks_are_reused_before_cached_ones_and_a_tail_before_its_head()
     first = make_seq(tokens_of(1, 2, 3))
     assert allocate(manager, first)
     manager.publish(first, 49)
-    manager.free(first)
+    manager.free([first])
     assert (manager.num_free_blocks, manager.num_cached_blocks) == (4, 3)
     other = make_seq(tokens_of(7, tail=1))
     assert allocate(manager, other)
     # The blank block went first, then the tail of the prefix.
     again = make_seq(tokens_of(1, 2, 3))
-    manager.free(other)
+    manager.free([other])
     prefix = manager.find_prefix(again)
     assert len(prefix.block_ids) == 2
     assert manager.try_allocate(again, prefix)
@@ -108,12 +108,12 @@ def test_a_block_for_which_there_is_a_newer_one_is_blank_when_it_is_free() -> No
     for seq in (first, twin):
         assert allocate(manager, seq)
     manager.publish(first, 33)
-    manager.free(first)
+    manager.free([first])
     assert manager.num_cached_blocks == 2
     manager.publish(twin, 33)
     assert (manager.num_cached_blocks, manager.num_free_blocks) == (0, 5)
     manager.check_integrity([twin])
-    manager.free(twin)
+    manager.free([twin])
     assert (manager.num_cached_blocks, manager.num_free_blocks) == (2, 8)
     manager.check_integrity([])
 
@@ -137,7 +137,7 @@ def test_to_look_again_finds_what_was_published_and_not_what_was_taken() -> None
     assert manager.num_cached_tokens(waiting) == 16
     manager.publish(first, 33)
     assert manager.num_cached_tokens(waiting) == 32
-    manager.free(first)
+    manager.free([first])
     # Three blank blocks and the tail of the prefix.
     assert manager.try_take(4) is not None
     assert manager.find_prefix(waiting).block_ids.tolist() == [0]
@@ -161,7 +161,7 @@ def test_after_a_flush_nothing_is_found_and_the_running_ones_go_on_alone() -> No
     for seq in (running, ended):
         assert allocate(manager, seq)
         manager.publish(seq, 32)
-    manager.free(ended)
+    manager.free([ended])
     # Two free cached blocks, and two in use that could be found.
     assert manager.flush() == 4
     assert (manager.num_cached_blocks, manager.num_free_blocks) == (0, 4)
@@ -169,7 +169,7 @@ def test_after_a_flush_nothing_is_found_and_the_running_ones_go_on_alone() -> No
     assert manager.num_cached_tokens(make_seq(tokens_of(1, 2, 3))) == 0
     manager.check_integrity([running])
     manager.hide(running)
-    manager.free(running)
+    manager.free([running])
     assert (manager.num_cached_blocks, manager.num_free_blocks) == (0, 8)
     # Admitted again, it publishes again.
     assert allocate(manager, running)
@@ -378,7 +378,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         passing = make_seq([])
         passing.block_table = array("i", blocks)
         self.model.free(blocks)
-        self.manager.free(passing)
+        self.manager.free([passing])
 
     @rule()
     def flush(self) -> None:
@@ -422,7 +422,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         held = {block for other in self.sequences for block in other.block_table}
         assert self.manager.num_exclusive_blocks(seq) == len(set(seq.block_table) - held)
         self.model.free([block for block in seq.block_table if block not in held])
-        self.manager.free(seq)
+        self.manager.free([seq])
 
 
 BlockManagerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)

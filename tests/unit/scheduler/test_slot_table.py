@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from services.scheduler.sequence import TOKEN_BYTES, Sequence
-from services.scheduler.slot_table import SlotTable
+from services.scheduler.slot_table import RUN_TOKENS, SlotTable
 from shared.limits import MAX_DRAFT_TOKENS, TOKEN_DTYPE, SamplingParams
 
 MAX_TOKENS = 10_000
@@ -97,7 +97,7 @@ def test_a_row_waits_for_its_turn_to_be_stored_without_losing_a_token(num_seqs: 
         longest = max(
             int(table.num_tokens[slot]) - len(table.sequence_at(slot).token_bytes) // TOKEN_BYTES for slot in runs
         )
-        assert longest + 8 * (MAX_DRAFT_TOKENS + 1) <= 256
+        assert longest + 8 * (MAX_DRAFT_TOKENS + 1) <= 2 * RUN_TOKENS
     for slot, expected in tokens.items():
         table.flush(table.sequence_at(slot))
         assert stored(table, slot) == prompts[slot] + expected
