@@ -112,6 +112,7 @@ class StepRecord:
 class StepResult:
     """A step's tokens as the worker sent them; `not_finite_rows` are row numbers whose token means nothing.
 
+    `failed_grammar_rows` are those whose grammar could not be followed any further, and whose last token means nothing.
     `counts` says how many of `token_ids` each row has; None is one each. `logprobs` count their positions in
     `token_ids`; `prompt_logprobs` are by slot, their positions those of the prompt.
     """
@@ -124,6 +125,13 @@ class StepResult:
     num_draft_tokens: int = 0
     logprobs: Logprobs | None = None
     prompt_logprobs: tuple[tuple[int, Logprobs], ...] = ()
+    failed_grammar_rows: IntColumn = field(default_factory=lambda: _NO_ROWS)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Of the tokens, those that were drafted: all but the one that is drawn behind them in each row."""
+        num_rows = len(self.token_ids) if self.counts is None else int(np.count_nonzero(self.counts))
+        return len(self.token_ids) - num_rows
 
 
 @dataclass(frozen=True, slots=True)

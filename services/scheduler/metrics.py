@@ -50,16 +50,18 @@ class CellCollector(Collector):
 def _request_metrics(state: CellState) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "lockstep_num_requests_waiting",
-        "Requests that wait for their first step, or to be prefilled again.",
+        "Choices of requests that wait for their first step, or to be prefilled again.",
         state.num_waiting,
     )
-    yield GaugeMetricFamily("lockstep_num_requests_running", "Requests that hold KV blocks.", state.num_running)
+    yield GaugeMetricFamily(
+        "lockstep_num_requests_running", "Choices of requests that hold KV blocks.", state.num_running
+    )
     yield CounterMetricFamily(
-        "lockstep_requests_finished", "Requests that ended, by whatever reason.", state.counters.num_finished
+        "lockstep_requests_finished", "Choices of requests that ended, by whatever reason.", state.counters.num_finished
     )
     yield CounterMetricFamily(
         "lockstep_preemptions",
-        "Times a running request gave its KV blocks back and went to the front of the queue.",
+        "Times a choice that ran gave its KV blocks back and went to the front of the queue.",
         state.counters.num_preemptions,
     )
 

@@ -25,9 +25,9 @@ def find_nonsense(result: StepResult, record: StepRecord, slots: SlotTable, logi
     # As unsigned numbers, negative ones are too large as well.
     if num_tokens and result.token_ids.view(np.uint32).max() >= logits_width:
         return "a token id is out of range"
-    bad_rows = result.not_finite_rows
-    if bad_rows.size and not 0 <= int(bad_rows.min()) <= int(bad_rows.max()) < num_rows:
-        return "a row number is out of range"
+    for bad_rows in (result.not_finite_rows, result.failed_grammar_rows):
+        if bad_rows.size and not 0 <= int(bad_rows.min()) <= int(bad_rows.max()) < num_rows:
+            return "a row number is out of range"
     if result.num_draft_tokens > num_rows * slots.num_draft_tokens:
         return f"{result.num_draft_tokens} drafts for {num_rows} rows"
     nonsense = None

@@ -7,8 +7,10 @@ nano-vLLM's.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from services.scheduler.admission import NewTokenRatio
+from services.scheduler.assemble import assemble
 from services.scheduler.batch import (
     OutputsByClient,
     RequestEnd,
@@ -32,7 +34,9 @@ from services.scheduler.slot_table import IntColumn, Slots
 from services.scheduler.step_deadline import StepDeadline
 from services.scheduler.stops import find_finish
 from services.scheduler.waiting_queue import QueuePolicy, WaitingQueue
-from shared.errors import NumericError
+from shared.errors import InvalidRequestError, NumericError, ServiceError, Violation
+
+_Mask = npt.NDArray[np.bool_]
 
 # Nothing is ever added to it.
 _NO_PREFILL = Prefill()
@@ -124,7 +128,7 @@ class Scheduler:
             decodes = self._decode.plan(now) if prefill.is_empty else Decodes()
         if not decodes.rows.size and prefill.is_empty:
             return None
-        batch = _batch(self._running.take_leave_slots(), decodes, prefill)
+        batch = assemble(self._running.take_leave_slots(), decodes, prefill)
         self._count(batch)
         return self._running.send(batch, now), batch
 
@@ -145,9 +149,11 @@ class Scheduler:
         if result.prompt_logprobs:
             self._tell_prompt_logprobs(result, outputs)
         rows = self._rows(record, result)
-        if self._slots.num_ended or result.not_finite_rows.size:
+        if self._slots.num_ended or result.not_finite_rows.size or result.failed_grammar_rows.size:
             is_usable = self._slots.live[rows.slots]
             self._fail_not_finite(record, result.not_finite_rows, is_usable, outputs, now)
+            for row in np.unique(result.failed_grammar_rows).tolist():
+                self._fail_row(record, row, _grammar_failure(), is_usable=is_usable, outputs=outputs, now=now)
             rows = rows.of_rows(is_usable)
         slots = rows.slots
         positions = self._slots.num_tokens[slots]
@@ -158,7 +164,7 @@ class Scheduler:
             self._start(slots[first_indexes == 0], outputs, now)
         if result.num_draft_tokens:
             self.counters.num_draft_tokens += result.num_draft_tokens
-            self.counters.num_accepted_tokens += _num_accepted(result)
+            self.counters.num_accepted_tokens += result.num_accepted_tokens
         if rows.counts is None:
             self._take_tokens(rows, positions, outputs, now)
         else:
@@ -327,7 +333,7 @@ class Scheduler:
         self,
         record: StepRecord,
         rows: IntColumn,
-        is_usable: np.ndarray[tuple[int], np.dtype[np.bool_]],
+        is_usable: _Mask,
         outputs: OutputsByClient,
         now: float,
     ) -> None:
@@ -336,15 +342,28 @@ class Scheduler:
         That of a request which has ended meanwhile, by its client's wish for instance, is as bad.
         """
         for row in np.unique(rows).tolist():
-            seq = self._slots.sequence_at(int(record.row_slots[row]))
-            self.blocks.hide(seq)
-            if not is_usable[row]:
-                continue
-            is_usable[row] = False
-            self._slots.flush(seq)
-            self._leave(seq, now, SequenceStatus.EXIT_ENGINE)
+            self.blocks.hide(self._slots.sequence_at(int(record.row_slots[row])))
             error = NumericError("the model's logits were not finite")
-            outputs.add_end(seq.client, RequestEnd(seq.handle, error=error))
+            self._fail_row(record, row, error, is_usable=is_usable, outputs=outputs, now=now)
+
+    def _fail_row(
+        self,
+        record: StepRecord,
+        row: int,
+        error: ServiceError,
+        *,
+        is_usable: _Mask,
+        outputs: OutputsByClient,
+        now: float,
+    ) -> None:
+        """End the sequence of a row with an error, if it lives; the row's tokens are not usable then."""
+        if not is_usable[row]:
+            return
+        is_usable[row] = False
+        seq = self._slots.sequence_at(int(record.row_slots[row]))
+        self._slots.flush(seq)
+        self._leave(seq, now, SequenceStatus.EXIT_ENGINE)
+        outputs.add_end(seq.client, RequestEnd(seq.handle, error=error))
 
     def _leave(self, seq: Sequence, now: float, status: SequenceStatus) -> None:
         """End a sequence whose tokens are stored, wherever it is."""
@@ -361,34 +380,6 @@ class Scheduler:
             self._slots.end(seq.slot)
 
 
-def _num_accepted(result: StepResult) -> int:
-    """Of a result's tokens, those that were drafted: all but the one that is drawn behind them in each row."""
-    num_rows = len(result.token_ids) if result.counts is None else int(np.count_nonzero(result.counts))
-    return len(result.token_ids) - num_rows
-
-
-def _batch(leave_slots: list[int], decodes: Decodes, prefill: Prefill) -> ScheduledBatch:
-    """Put a step together. Its rows are the decodes, then the prompts that are complete with it."""
-    row_slots, kind, num_tokens = decodes.rows, StepKind.DECODE, len(decodes.rows)
-    partial_slots: list[int] = []
-    if not prefill.is_empty:
-        sent = [*prefill.chunks, *(entering.chunk for entering in prefill.enters)]
-        complete = np.array([chunk.slot for chunk in sent if not chunk.num_later_tokens], np.intp)
-        partial_slots = [chunk.slot for chunk in sent if chunk.num_later_tokens]
-        row_slots = np.concatenate([decodes.rows, complete])
-        kind = StepKind.MIXED if decodes.rows.size else StepKind.PREFILL
-        num_tokens += sum(chunk.num_tokens for chunk in sent)
-    return ScheduledBatch(
-        kind,
-        num_tokens=num_tokens,
-        row_slots=row_slots,
-        decode_slots=decodes.rows,
-        partial_slots=partial_slots,
-        leave_slots=leave_slots,
-        chunks=prefill.chunks,
-        enters=prefill.enters,
-        append_slots=decodes.append_slots,
-        append_block_ids=decodes.append_block_ids,
-        # A step without a decode names none.
-        skips_rows=decodes.skips_rows and kind is not StepKind.PREFILL,
-    )
+def _grammar_failure() -> ServiceError:
+    rule = "it cannot be followed any further within the limits of this server"
+    return InvalidRequestError.from_violations([Violation("structured_output", "GRAMMAR_TOO_COMPLEX", rule)])

@@ -170,7 +170,13 @@ def decode_result(message: worker_pb2.StepResult) -> StepResult:
     not_finite_rows = np.frombuffer(rows, TOKEN_DTYPE) if rows else _NO_ROWS
     plain = StepResult(message.epoch, message.step_id, token_ids, not_finite_rows)
     # What follows is rare, and 512 plain rows are to cost no more for it.
-    if not (message.num_draft_tokens or message.HasField("logprobs") or message.prompt_logprobs or message.counts):
+    if not (
+        message.num_draft_tokens
+        or message.HasField("logprobs")
+        or message.prompt_logprobs
+        or message.counts
+        or message.failed_grammar_rows
+    ):
         return plain
     return replace(
         plain,
@@ -180,6 +186,7 @@ def decode_result(message: worker_pb2.StepResult) -> StepResult:
         prompt_logprobs=tuple(
             (chunk.slot, Logprobs(*decode_logprobs(chunk.logprobs))) for chunk in message.prompt_logprobs
         ),
+        failed_grammar_rows=np.frombuffer(message.failed_grammar_rows, TOKEN_DTYPE),
     )
 
 

@@ -31,14 +31,14 @@ class GrammarMatchers:
     def make(self, grammar: str) -> GrammarMatcher:
         """Follow `grammar` from its beginning.
 
-        Where the model's tokenizer cannot be read, which whoever compiled the grammar before could, the text ends at
-        once: the step's other sequences must not fail with it.
+        Where the model's tokenizer cannot be read, which whoever compiled the grammar before could, the sequence fails
+        at once: the step's other sequences must not fail with it.
         """
         try:
             return self._get_compiler().matcher(grammar)
         except ModelDirectoryError as error:
             logger.error("no grammar can be followed", extra={"error": str(error)})
-            return _OnlyTheEnd(self._logits_width, self._eos_token_ids)
+            return _FailedMatcher(self._logits_width, self._eos_token_ids)
 
     def _get_compiler(self) -> GrammarCompiler:
         if self._compiler is None:
@@ -49,8 +49,10 @@ class GrammarMatchers:
         return self._compiler
 
 
-class _OnlyTheEnd:
-    """Allows the end-of-sequence tokens. See `GrammarMatcher`."""
+class _FailedMatcher:
+    """Allows the end-of-sequence tokens alone. See `GrammarMatcher`."""
+
+    has_failed = True
 
     def __init__(self, logits_width: int, eos_token_ids: Sequence[int]) -> None:
         self._mask = np.zeros(logits_width, np.bool_)

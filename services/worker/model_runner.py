@@ -142,6 +142,7 @@ class ModelRunner:
             step_id=step.step_id,
             token_ids=sampled.token_ids,
             not_finite_rows=_result_rows(step_input, sampled.not_finite_rows),
+            failed_grammar_rows=_result_rows(step_input, sampled.failed_grammar_rows),
             device_time_us=(time.perf_counter_ns() - started_ns) // 1000,
             counts=_result_counts(step_input, sampled),
             num_draft_tokens=len(step_input.sampling.draft_token_ids),

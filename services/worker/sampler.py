@@ -48,6 +48,8 @@ class SampledTokens:
     # Tokens of each row, at least 1: the accepted drafts and the one drawn behind them. None: one each.
     counts: Int32Column | None = None
     logprobs: Logprobs | None = None  # of finite rows that ask for them; indexes count in `token_ids`
+    # Rows whose grammar cannot be followed any further; their last token means nothing.
+    failed_grammar_rows: Int32Column = field(default_factory=lambda: _NO_TOKENS)
 
 
 class Sampler:
@@ -68,14 +70,20 @@ class Sampler:
         token_ids = greedy_ids.numpy().astype(np.int32)
         runs = _Runs.make(rows, is_finite=np.isfinite(largest.numpy()))
         drawn = np.flatnonzero(_is_drawn(rows) & runs.is_good)
+        failed: list[int] = []
         if len(drawn):
             values = logits.numpy()
-            for row in drawn.tolist():
-                _draw_run(values, rows, row, runs=runs, token_ids=token_ids)
+            failed = [row for row in drawn.tolist() if not _draw_run(values, rows, row, runs=runs, token_ids=token_ids)]
         not_finite_rows = np.flatnonzero(~runs.is_good).astype(np.int32)
         counts = None if rows.draft_counts is None else runs.counts(token_ids)
         sampled = SampledTokens(token_ids if counts is None else runs.cut(token_ids, counts), not_finite_rows, counts)
-        return replace(sampled, logprobs=_logprobs(logits, rows, runs, sampled)) if rows.states else sampled
+        if not rows.states:
+            return sampled
+        return replace(
+            sampled,
+            logprobs=_logprobs(logits, rows, runs, sampled),
+            failed_grammar_rows=np.array(failed, np.int32),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +134,12 @@ def _is_drawn(rows: SamplingRows) -> npt.NDArray[np.bool_]:
 
 def _draw_run(
     logits: npt.NDArray[np.float32], rows: SamplingRows, row: int, *, runs: _Runs, token_ids: Int32Column
-) -> None:
-    """Draw one row's tokens into their places in `token_ids`, as far as its drafts are right."""
+) -> bool:
+    """Draw one row's tokens into their places in `token_ids`, as far as its drafts are right.
+
+    Returns:
+        Whether its grammar, where it has one, could be followed that far.
+    """
     state = rows.states.get(row)
     draw = TokenDraw(
         temperature=float(rows.temperature[row]),
@@ -142,12 +154,17 @@ def _draw_run(
         token_id = draw.token(logits[place] if state is None else state.process(logits[place], position), position)
         token_ids[place] = token_id
         if state is not None:
+            # Asked before the next mask may be begun ahead: whether that one fails concerns the next token.
+            has_failed = state.has_failed
             state.append(token_id)
+            if has_failed:
+                return False
         if token_id != runs.wanted[place]:
             break
         place, position = place + 1, position + 1
     if state is not None:
         state.prepare()
+    return True
 
 
 def _logprobs(logits: Tensor, rows: SamplingRows, runs: _Runs, sampled: SampledTokens) -> Logprobs | None:

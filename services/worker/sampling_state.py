@@ -25,6 +25,9 @@ _LIMITS = np.finfo(np.float32)
 class GrammarMatcher(Protocol):
     """Follows one sequence's completion through its grammar."""
 
+    # Whether the newest mask is only the end because the grammar cannot be followed any further.
+    has_failed: bool
+
     def mask(self) -> npt.NDArray[np.bool_]:
         """The tokens that may come next, [logits_width], True for allowed; not written by the caller.
 
@@ -88,6 +91,11 @@ class SamplingState:
             or options.repetition_penalty != 1.0
             or counts_completion
         )
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the row that `process` just made ends the text only because its grammar could not be followed."""
+        return self._matcher is not None and self._matcher.has_failed
 
     def extend(self, token_ids: Int32Column) -> None:
         """Take in known tokens: the prompt's, then the completion's, of which a resumed sequence has some."""

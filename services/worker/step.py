@@ -109,3 +109,5 @@ class StepOutput:
     # Their indexes count in `token_ids`.
     logprobs: Logprobs | None = None
     prompt_logprobs: PromptLogprobs = ()
+    # Rows whose grammar cannot be followed any further; their last token means nothing.
+    failed_grammar_rows: Int32Column = field(default_factory=lambda: _NO_TOKENS)

@@ -48,6 +48,7 @@ def to_result(output: StepOutput) -> worker_pb2.StepResult:
         step_id=output.step_id,
         token_ids=_pack(output.token_ids),
         not_finite_rows=_pack(output.not_finite_rows),
+        failed_grammar_rows=_pack(output.failed_grammar_rows),
         device_time_us=output.device_time_us,
         counts=None if output.counts is None else _pack(output.counts),
         num_draft_tokens=output.num_draft_tokens,

@@ -103,6 +103,21 @@ async def test_of_500_random_schemas_every_text_that_ends_fits(cell: Cell) -> No
     assert len(ended) >= MIN_ENDED
 
 
+async def test_a_text_that_costs_too_much_to_follow_ends_with_an_error_and_not_as_if_it_were_complete(
+    cell: Cell,
+) -> None:
+    letter = tiny_tokenizer().token_to_id("a")
+    assert letter is not None
+    request = request_for(Form(grammar='start: s\ns: s s | "a"'), 1)
+    request.sampling.logit_bias[letter] = 100.0
+    async with connect(cell) as client:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client.generate(request)
+        assert (await client.generate(request_for(Form(regex="yes|no"), 1))).text in ("yes", "no")
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert violation_reasons(caught.value) == ["GRAMMAR_TOO_COMPLEX"]
+
+
 def hostile_form(number: int) -> Form:
     """One of a dozen kinds of grammar that are meant to hurt, each different from the others of its kind."""
     kinds = [

@@ -7,7 +7,7 @@ faults is missing, or that what it took out is not needed.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -145,11 +145,11 @@ def _blocks_of_cancelled_requests_leak(patch: Patch) -> None:
     """A request that is cancelled with a step in flight keeps its blocks."""
     free = BlockManager.free
 
-    def leak(self: BlockManager, seq: Sequence) -> None:
-        if seq.status is SequenceStatus.EXIT_ENGINE:
-            seq.block_table = array("i")
-        else:
-            free(self, seq)
+    def leak(self: BlockManager, sequences: Iterable[Sequence]) -> None:
+        for seq in sequences:
+            if seq.status is SequenceStatus.EXIT_ENGINE:
+                seq.block_table = array("i")
+        free(self, [seq for seq in sequences if seq.block_table])
 
     patch.setattr(BlockManager, "free", leak)
 

@@ -52,6 +52,8 @@ class Recipe:
 class AlternatingMatcher:
     """A grammar of even and odd tokens in turn, even ones first; tokens that do not fit end it with token 0."""
 
+    has_failed = False
+
     def __init__(self, logits_width: int) -> None:
         self._is_even: npt.NDArray[np.bool_] = np.arange(logits_width) % 2 == 0
         self._wants_even = True

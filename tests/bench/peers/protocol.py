@@ -82,15 +82,15 @@ class Process:
 
 
 @contextlib.contextmanager
-def start_process(name: str, python: str, module: str) -> Iterator[Process]:
-    """Run a contestant's module with an interpreter, in the checkout."""
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}", "HF_HUB_OFFLINE": "1"}
+def start_process(name: str, python: str, module: str, *, root: Path = ROOT) -> Iterator[Process]:
+    """Run a contestant's module with an interpreter, in this checkout or another one."""
+    env = {**os.environ, "PYTHONPATH": f"{root}:{root / 'protos'}", "HF_HUB_OFFLINE": "1"}
     command = [python, "-m", module]
     pipe = subprocess.PIPE
     with (
         # What libraries say on the way is told only when the process fails.
         tempfile.TemporaryFile("w+", encoding="utf-8") as log,
-        subprocess.Popen(command, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, stderr=log, text=True) as process,
+        subprocess.Popen(command, cwd=root, env=env, stdin=pipe, stdout=pipe, stderr=log, text=True) as process,
     ):
         try:
             yield Process(name, process, log)

@@ -428,6 +428,33 @@ def test_a_row_that_is_not_finite_fails_alone_and_its_blocks_leave_the_cache() -
     assert driver.told[1, 1].tokens == expected_completion(make_prompt(48), 0, 9)
 
 
+def test_a_row_number_of_a_failed_grammar_that_makes_no_sense_ends_the_epoch() -> None:
+    driver = EngineDriver()
+    driver.submit(1, make_prompt(3))
+    result = StepResult(1, 1, np.array([1], np.int32), np.array([], np.int32))
+    actions = driver.on_event(StepReturned(replace(result, failed_grammar_rows=np.array([1], np.int32))))
+    assert any(isinstance(action, DropWorker) for action in actions)
+
+
+def test_a_row_whose_grammar_failed_fails_alone_and_its_blocks_stay_in_the_cache() -> None:
+    driver = EngineDriver()
+    driver.submit(1, make_prompt(48), max_tokens=9)
+    driver.step()
+    driver.submit(2, make_prompt(33, 300), max_tokens=9)
+    driver.step()
+    driver.step()
+    result = driver.worker.run(driver.sent.pop(0))
+    row = np.array([len(result.token_ids) - 1], np.int32)
+    num_told = len(driver.told[1, 2].tokens)
+    driver.on_event(StepReturned(replace(result, failed_grammar_rows=row)))
+    assert error_of(driver, 2) == "INVALID_REQUEST"
+    assert len(driver.told[1, 2].tokens) == num_told
+    driver.submit(3, make_prompt(33, 300), max_tokens=1)
+    driver.run()
+    assert driver.told[1, 3].num_cached_tokens == 32
+    assert driver.told[1, 1].tokens == expected_completion(make_prompt(48), 0, 9)
+
+
 @pytest.mark.parametrize("is_aborted", [False, True])
 def test_bad_kv_leaves_the_cache_also_when_its_request_ended_before_anybody_knew(is_aborted: bool) -> None:
     driver = EngineDriver()

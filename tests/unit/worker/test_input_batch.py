@@ -397,6 +397,8 @@ def test_a_state_knows_every_token_of_its_sequence_before_the_first_is_drawn() -
     seen: list[int] = []
 
     class NotingMatcher:
+        has_failed = False
+
         def mask(self) -> npt.NDArray[np.bool_]:
             return np.ones(100, np.bool_)
 

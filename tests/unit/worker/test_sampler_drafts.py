@@ -189,6 +189,34 @@ def test_a_grammar_may_prepare_its_next_mask_as_soon_as_the_tokens_before_are_kn
     assert matcher.calls == ["mask", "advance 4", "mask", "advance 7", "prepare"]
 
 
+class ShortMatcher(AlternatingMatcher):
+    """Cannot be followed behind `num_tokens`."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(WIDTH)
+        self._num_left = num_tokens
+
+    def mask(self) -> npt.NDArray[np.bool_]:
+        self.has_failed = not self._num_left
+        return super().mask()
+
+    def advance(self, token_id: int) -> None:
+        self._num_left -= 1
+        super().advance(token_id)
+
+    def prepare(self) -> None:
+        self.mask()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 3])
+def test_a_row_is_told_to_have_failed_once_a_mask_that_it_draws_from_has(num_tokens: int) -> None:
+    state = make_state(logits_width=WIDTH, matcher=ShortMatcher(num_tokens))
+    rows = make_rows([Recipe(temperature=0.0), GREEDY], [1, 1], states={0: state}, drafts=[[4, 7], []])
+    sampled = sample(forced_logits([4, 7, 2, 5]), rows)
+    assert sampled.failed_grammar_rows.tolist() == ([0] if num_tokens < 3 else [])
+    assert sampled.token_ids.tolist()[-1] == 5
+
+
 def test_logprobs_are_of_the_raw_logits_of_every_token_that_counts() -> None:
     logits = make_table()[:7]
     counted = SamplingOptions(num_logprobs=2, logit_bias=((0, 100.0),))

@@ -223,6 +223,8 @@ def test_a_grammar_wins_over_a_model_that_gives_nothing_allowed_a_probability() 
 class NothingMatcher:
     """A grammar whose end the model has no token for."""
 
+    has_failed = False
+
     def mask(self) -> npt.NDArray[np.bool_]:
         return np.zeros(WIDTH, np.bool_)
 

@@ -103,7 +103,7 @@ LOGPROBS = Logprobs(
 OUTPUT = StepOutput(3, 4, column([5, 6, 7]), column([1]), 250)
 
 
-RARE = {"counts", "num_draft_tokens", "logprobs", "prompt_logprobs"}
+RARE = {"counts", "num_draft_tokens", "logprobs", "prompt_logprobs", "failed_grammar_rows"}
 
 
 def test_a_plain_result_says_nothing_of_what_is_rare() -> None:
@@ -121,8 +121,10 @@ def test_a_result_carries_counts_and_log_probabilities() -> None:
             num_draft_tokens=9,
             logprobs=LOGPROBS,
             prompt_logprobs=((6, LOGPROBS), (2, replace(LOGPROBS, ranks=column([3, 4])))),
+            failed_grammar_rows=column([2]),
         )
     )
+    assert unpack(result.failed_grammar_rows) == [2]
     assert (unpack(result.counts), result.num_draft_tokens) == ([0, 2, 1], 9)
     assert [chunk.slot for chunk in result.prompt_logprobs] == [6, 2]
     for message in (result.logprobs, result.prompt_logprobs[0].logprobs):

@@ -1,0 +1,105 @@
+"""What a decode step of plain sequences costs at two revisions of this project, side by side.
+
+    python -m tests.bench.revisions 5454b94 HEAD
+    python -m tests.bench.revisions main HEAD --pairs 21 --json revisions.json
+
+Both run our engine as `tests.bench.scheduler` does, in processes that take turns: pairs of repeats, each scaled by how
+fast the machine was just then. The ratio is the median over the pairs. A revision is checked out under .cache/ with
+stubs of its own, and runs with what is installed here. Revisions before 5454b94 lack the benchmark that is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tarfile
+from contextlib import ExitStack
+from pathlib import Path
+
+from tests.bench.peers.protocol import ROOT, start_process
+from tests.bench.report import Row, limit, print_table, write_json
+
+NUM_SEQS = 512
+NUM_STEPS = 256
+# A later revision may cost so much more.
+TARGET = 1.05
+_NUM_PROMPT_TOKENS = 1024
+
+
+def main() -> None:
+    """Run the benchmark and print its table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("before", help="a revision, as git knows it")
+    parser.add_argument("after", help="another one")
+    parser.add_argument("--pairs", type=int, default=11, help="of repeats")
+    parser.add_argument("--json", type=Path, help="file for the rows")
+    args = parser.parse_args()
+    pairs = _measure([_checkout(args.before), _checkout(args.after)], args.pairs)
+    rows = [
+        Row(
+            f"decode step, {NUM_SEQS} sequences, at {args.before}",
+            statistics.median(before for before, _ in pairs),
+            "us",
+        ),
+        Row(f"the same, at {args.after}", statistics.median(after for _, after in pairs), "us"),
+        limit(
+            "the later by the earlier", statistics.median(after / before for before, after in pairs), "", at_most=TARGET
+        ),
+    ]
+    print_table(rows)
+    if args.json:
+        write_json(rows, args.json)
+
+
+def _checkout(revision: str) -> Path:
+    """A directory with the files of a revision and its stubs."""
+    commit = _git("rev-parse", "--verify", f"{revision}^{{commit}}").decode().strip()
+    directory = ROOT / ".cache" / "revisions" / commit
+    if not directory.exists():
+        with tarfile.open(fileobj=io.BytesIO(_git("archive", commit))) as archive:
+            archive.extractall(directory, filter="data")
+        protos = [str(path.relative_to(directory)) for path in (directory / "protos").rglob("*.proto")]
+        out = [f"--{kind}_out=protos" for kind in ("python", "grpc_python")]
+        command = [sys.executable, "-m", "grpc_tools.protoc", "-Iprotos", f"-I{sysconfig.get_path('purelib')}"]
+        subprocess.run([*command, *out, *protos], cwd=directory, check=True)
+    return directory
+
+
+def _measure(directories: list[Path], num_pairs: int) -> list[tuple[float, float]]:
+    """Processor time of a step at the two revisions, scaled to the same speed of the machine, pair by pair."""
+    with ExitStack() as stack:
+        before, after = [
+            stack.enter_context(start_process(path.name, sys.executable, "tests.bench.peers.lockstep", root=path))
+            for path in directories
+        ]
+        for process in (before, after):
+            process.start(
+                "decode",
+                num_seqs=NUM_SEQS,
+                block_size=16,
+                num_prompt_tokens=_NUM_PROMPT_TOKENS,
+                num_steps=NUM_STEPS,
+                num_repeats=num_pairs + 1,
+            )
+            process.run()
+        # Who goes first changes from pair to pair.
+        orders = [(before, after), (after, before)]
+        measured = [{process: process.run() for process in orders[pair % 2]} for pair in range(num_pairs)]
+    best_us = min(calibration_us for pair in measured for _, calibration_us in pair.values())
+
+    def scaled(figures: dict[str, float], calibration_us: float) -> float:
+        return figures["step_us"] * best_us / calibration_us
+
+    return [(scaled(*pair[before]), scaled(*pair[after])) for pair in measured]
+
+
+def _git(*arguments: str) -> bytes:
+    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True).stdout
+
+
+if __name__ == "__main__":
+    main()
