@@ -34,7 +34,7 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -I protos -I "$(SITE)"
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run demo test test-slow simulate lint protos settings-table parity bench bench-peers clean
+.PHONY: help run demo test test-slow simulate lint protos settings-table parity bench bench-peers bench-drafts clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' Makefile
@@ -64,6 +64,9 @@ bench: $(INSTALLED) $(STUBS) $(MODEL_READY) ## throughput and latency of a cell,
 bench-peers: $(INSTALLED) $(STUBS) $(MODEL_READY) ## our scheduler and front end beside vLLM's and nano-vLLM's
 	@$(BIN)/python -m tests.bench.scheduler
 	@$(BIN)/python -m tests.bench.front_end $(MODEL)
+
+bench-drafts: $(INSTALLED) $(STUBS) $(MODEL_READY) ## what n-gram drafts change on text that repeats, and on text that does not
+	@$(BIN)/python -m tests.bench.drafts $(MODEL)
 
 lint: $(INSTALLED) $(STUBS) ## style, types, import rules, protos
 	@$(BIN)/ruff check

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from lockstep.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 from shared.rpc import reason_of, status_from_rpc_error
 
 _INTERRUPTED = 130
+# What a shell says of a command that SIGPIPE ended.
+_BROKEN_PIPE = 141
 _LAUNCHER_PROMPT = common_pb2.SamplingParams(temperature=0.0, max_tokens=256)
 
 
@@ -33,14 +36,22 @@ class Answer:
 
 
 def run_client(body: Callable[[], None]) -> int:
-    """Run a client command; returns the exit code. A failed call is told on stderr; Ctrl-C ends it quietly."""
+    """Run a client command; returns the exit code.
+
+    A failed call is told on stderr; Ctrl-C, and a reader of stdout that has enough, end it quietly.
+    """
     try:
         body()
+        sys.stdout.flush()
     except grpc.aio.AioRpcError as error:
         print(f"error: {describe_failure(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return _INTERRUPTED
+    except BrokenPipeError:
+        # What is left in the buffer would fail once more when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
     return 0
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from pathlib import Path
 
 import grpc
@@ -16,6 +18,7 @@ from shared.cli.serve import ServeSettings, plan_services, split_service_flags
 from shared.config import load_settings
 from shared.errors import NotReadyError
 from shared.rpc import STATUS_DETAILS_KEY, to_status
+from tests.support.cell import ROOT
 
 
 def parse_request(*args: str) -> tokenizer_pb2.GenerateRequest:
@@ -179,6 +182,18 @@ def test_a_failed_call_is_told_as_status_reason_and_message(capsys: pytest.Captu
 
     assert run_client(body) == 1
     assert capsys.readouterr().err == "error: UNAVAILABLE NOT_READY: not yet\n"
+
+
+def test_a_reader_that_has_enough_ends_a_command_quietly() -> None:
+    script = "from shared.cli.client import run_client\nraise SystemExit(run_client(lambda: print('x' * 1_000_000)))"
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(5) == "xxxxx"
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
 
 
 def test_a_failure_without_a_reason_has_none() -> None:
