@@ -1,10 +1,12 @@
-"""The paged KV cache: per layer one key and one value tensor, cut into blocks of tokens.
+"""The paged KV cache: per layer a few tensors, cut into blocks of tokens.
 
-Which block belongs to whom is the scheduler's business; here are only the tensors and their size.
+Which block belongs to whom is the scheduler's business, and what a layer keeps is the model's; here are only the
+tensors and their size.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -12,23 +14,38 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class KvCacheSpec:
-    """What one token needs in the cache. It comes from the model."""
+class CacheTensor:
+    """What one token keeps in one tensor of a layer's cache."""
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    # (K, D) for keys or values; one dimension for what all heads share, such as a latent or an indexer's key.
+    shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
-    def bytes_per_token_and_layer(self) -> int:
-        """Key and value of one token in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+    def bytes_per_token(self) -> int:
+        """Bytes of one token."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+LayerCache = tuple[CacheTensor, ...]
+
+
+def attention_cache(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> LayerCache:
+    """What a layer of ordinary attention keeps: its keys and its values."""
+    heads = CacheTensor((num_kv_heads, head_dim), dtype)
+    return heads, heads
+
+
+@dataclass(frozen=True, slots=True)
+class KvCacheSpec:
+    """What one token needs in the cache, layer by layer. It comes from the model."""
+
+    layers: tuple[LayerCache, ...]
 
     @property
     def bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers."""
-        return self.num_layers * self.bytes_per_token_and_layer
+        """What one token keeps in all layers."""
+        return sum(tensor.bytes_per_token for layer in self.layers for tensor in layer)
 
 
 def num_blocks_for(memory_bytes: int, spec: KvCacheSpec, block_size: int) -> int:
@@ -43,20 +60,23 @@ def num_blocks_for(memory_bytes: int, spec: KvCacheSpec, block_size: int) -> int
 
 
 class KvCache:
-    """The cache's tensors, zeroed at start, written by `Ops.write_kv` and read by its attention.
+    """The cache's tensors, zeroed at start, written and read by `Ops`.
 
-    `layers[i]` is (keys, values) of layer i, each [num_blocks, block_size, num_kv_heads, head_dim], contiguous:
-    the "flash" layout that AITER's `unified_attention` and `reshape_and_cache_flash` take.
+    `layers[i]` are those of layer i in the order of its `LayerCache`, each [num_blocks, block_size, *shape],
+    contiguous. For keys and values that is the "flash" layout that AITER's `unified_attention` and
+    `reshape_and_cache_flash` take.
     """
 
     def __init__(self, spec: KvCacheSpec, num_blocks: int, block_size: int, device: str = "cpu") -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a cache of {num_blocks} blocks of {block_size} tokens is empty")
-        shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         self.spec = spec
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.layers: tuple[tuple[Tensor, Tensor], ...] = tuple(
-            (torch.zeros(shape, dtype=spec.dtype, device=device), torch.zeros(shape, dtype=spec.dtype, device=device))
-            for _ in range(spec.num_layers)
+        self.layers: tuple[tuple[Tensor, ...], ...] = tuple(
+            tuple(
+                torch.zeros((num_blocks, block_size, *tensor.shape), dtype=tensor.dtype, device=device)
+                for tensor in layer
+            )
+            for layer in spec.layers
         )

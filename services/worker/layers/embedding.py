@@ -11,9 +11,9 @@ class Embedding:
     """One vector per token id."""
 
     def __init__(self, ops: Ops, weight: Tensor) -> None:
-        """Keep a copy of `weight` [vocabulary, hidden]."""
+        """Keep `weight` [vocabulary, hidden], which may be the largest tensor of all."""
         self._ops = ops
-        self._weight = weight.clone()
+        self._weight = weight
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """[T] int64 to a new [T, hidden]."""

@@ -37,20 +37,18 @@ class Linear:
 
         Args:
             ops: The backend.
-            weights: Where `{name}.weight` and `{name}.bias` are read.
+            weights: Where they are read, in whatever format each is kept, and `{name}.bias` with them.
             names: The layers' names; several make a fused one.
             out_features: Of each.
             in_features: Of all.
             has_bias: Whether they have one.
 
         Raises:
-            ModelDirectoryError: a tensor is missing or of another shape.
+            ModelDirectoryError: see `ModelWeights`.
         """
-        rows = list(zip(names, out_features, strict=True))
-        weight = _stack([weights.read(f"{name}.weight", (size, in_features)) for name, size in rows])
-        bias = _stack([weights.read(f"{name}.bias", (size,)) for name, size in rows]) if has_bias else None
+        layers = list(zip(names, out_features, strict=True))
+        weight = weights.empty((sum(out_features), in_features))
+        for (name, size), rows in zip(layers, torch.split(weight, list(out_features)), strict=True):
+            weights.linear(name, (size, in_features), out=rows)
+        bias = torch.cat([weights.read(f"{name}.bias", (size,)) for name, size in layers]) if has_bias else None
         return cls(ops, weight, bias)
-
-
-def _stack(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)

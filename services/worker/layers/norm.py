@@ -1,4 +1,4 @@
-"""Root mean square normalisation."""
+"""Normalisation of rows."""
 
 from __future__ import annotations
 
@@ -11,15 +11,30 @@ class RmsNorm:
     """See `Ops.rms_norm`."""
 
     def __init__(self, ops: Ops, weight: Tensor, eps: float) -> None:
-        """Keep a copy of `weight` [hidden]."""
+        """Keep a copy of `weight` [hidden], or [D] for a norm of heads."""
         self._ops = ops
         self._weight = weight.clone()
         self._eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The norm of `x` [T, hidden], as a new tensor."""
+        """The norm of `x` [T, hidden] or [T, heads, D], as a new tensor of its shape."""
         return self._ops.rms_norm(x, self._weight, self._eps)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """`residual += x` in place, and the norm of that; `x`'s contents are lost."""
         return self._ops.add_rms_norm(x, residual, self._weight, self._eps)
+
+
+class LayerNorm:
+    """See `Ops.layer_norm`."""
+
+    def __init__(self, ops: Ops, weight: Tensor, bias: Tensor, eps: float) -> None:
+        """Keep copies of `weight` and `bias`, both [D]."""
+        self._ops = ops
+        self._weight = weight.clone()
+        self._bias = bias.clone()
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The norm of `x` [T, D], as a new tensor."""
+        return self._ops.layer_norm(x, self._weight, self._bias, self._eps)

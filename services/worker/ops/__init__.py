@@ -5,14 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from services.worker.ops.cpu_ops import CpuOps
-from services.worker.ops.protocol import LinearKernel, Ops, RopeRows
+from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
+from services.worker.ops.protocol import AttentionParams, LinearKernel, Ops, PerHeadKernel, RopeRows
 from services.worker.ops.reference_ops import ReferenceOps
+from services.worker.ops.routing import ExpertGroups, RouterScore, RoutingRule
 
 _BACKENDS: dict[str, Callable[[], Ops]] = {"cpu": CpuOps, "reference": ReferenceOps}
 
 BACKEND_NAMES = tuple(_BACKENDS)
 
-__all__ = ["BACKEND_NAMES", "LinearKernel", "Ops", "RopeRows", "load_ops"]
+__all__ = [
+    "BACKEND_NAMES",
+    "AttentionParams",
+    "ExpertGroups",
+    "ExpertWeights",
+    "ExpertsKernel",
+    "LinearKernel",
+    "Ops",
+    "PerHeadKernel",
+    "RopeRows",
+    "RouterScore",
+    "RoutingRule",
+    "SwigluClamp",
+    "load_ops",
+]
 
 
 def load_ops(name: str) -> Ops:

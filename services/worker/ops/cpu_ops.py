@@ -6,31 +6,28 @@ halves a decode step in float32. A row's bits depend on the batch it is in.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.worker.forward_context import AttentionMetadata, AttentionPlan
-from services.worker.kv_cache import KvCache
-from services.worker.ops.cpu_plan import FEW_QUERIES, CausalBucket, CpuPlan, GatherBucket, Rows
-from services.worker.ops.protocol import LinearKernel, RopeRows
+from services.worker.ops.cpu_experts import CpuExperts
+from services.worker.ops.cpu_mla import CpuMla
+from services.worker.ops.experts import Expert, ExpertsKernel, ExpertWeights, SwigluClamp
+from services.worker.ops.protocol import LinearKernel, PerHeadKernel, RopeRows
+from services.worker.ops.routing import RoutingRule, route
 
 # Private to torch, so it may go; `F.linear` then takes its place.
 _HAS_PACKED_LINEAR = all(hasattr(torch.ops.mkldnn, op) for op in ("_reorder_linear_weight", "_linear_pointwise"))
 
 
-class CpuOps:
+class CpuOps(CpuMla):
     """See `Ops` for what each method computes."""
 
     name = "cpu"
     is_exact = False
-
-    def __init__(self) -> None:
-        # Context gathered from the paged cache, reused by every layer and step; grows to the largest bucket seen.
-        self._key_buffer = torch.empty(0)
-        self._value_buffer = torch.empty(0)
 
     def numerics(self) -> str:
         packing = "onednn" if _HAS_PACKED_LINEAR else "plain"
@@ -45,6 +42,9 @@ class CpuOps:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight)
         return partial(_packed_linear, packed=packed, bias=bias)
 
+    def prepare_per_head_linear(self, weight: Tensor) -> PerHeadKernel:
+        return partial(_per_head_linear, weight=weight.transpose(1, 2).contiguous())
+
     def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
         return F.embedding(token_ids, weight)
 
@@ -57,85 +57,41 @@ class CpuOps:
         residual.add_(x)
         return F.rms_norm(residual, weight.shape, weight, eps)
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+
     def silu_and_mul(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
     # -- Rotary position embedding ------------------------------------------------------------------------
 
-    def prepare_rope(self, cos: Tensor, sin: Tensor) -> RopeRows:
-        # Over the whole head, with the sign of the rotated half in the sine: `rope` is then three calls.
-        return RopeRows(
-            cos=torch.cat((cos, cos), dim=-1).unsqueeze(1),
-            sin=torch.cat((-sin, sin), dim=-1).unsqueeze(1),
-            positions=torch.empty(0, dtype=torch.int64),
-        )
+    def prepare_rope(self, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> RopeRows:
+        # One value for each column, with the sign of a pair's first in the sine: `rope` is then three calls.
+        cosines, sines = (cos, cos), (-sin, sin)
+        join = _join_interleaved if is_interleaved else partial(torch.cat, dim=-1)
+        positions = torch.empty(0, dtype=torch.int64)
+        return RopeRows(join(cosines).unsqueeze(1), join(sines).unsqueeze(1), positions, is_interleaved)
 
     def select_rope(self, tables: RopeRows, positions: Tensor) -> RopeRows:
-        return RopeRows(tables.cos.index_select(0, positions), tables.sin.index_select(0, positions), positions)
+        cos, sin = tables.cos.index_select(0, positions), tables.sin.index_select(0, positions)
+        return RopeRows(cos, sin, positions, tables.is_interleaved)
 
     def rope(self, query_key: Tensor, rows: RopeRows) -> None:
-        swapped = torch.roll(query_key, query_key.shape[-1] // 2, dims=-1)
-        query_key.mul_(rows.cos).addcmul_(swapped, rows.sin)
+        turned = query_key[..., : rows.cos.shape[-1]]
+        if rows.is_interleaved:
+            swapped = turned.view(*turned.shape[:-1], -1, 2).flip(-1).flatten(-2)
+        else:
+            swapped = torch.roll(turned, turned.shape[-1] // 2, dims=-1)
+        turned.mul_(rows.cos).addcmul_(swapped, rows.sin)
 
-    # -- Attention ----------------------------------------------------------------------------------------
+    # -- Experts ------------------------------------------------------------------------------------------
 
-    def plan_attention(self, metadata: AttentionMetadata, kv_cache: KvCache) -> CpuPlan:
-        return CpuPlan(metadata, kv_cache)
+    def route(self, logits: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
+        return route(logits, rule)
 
-    def write_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan) -> None:
-        assert isinstance(plan, CpuPlan)
-        if plan.written_rows is not None:
-            key, value = key[plan.written_rows], value[plan.written_rows]
-        _by_slot(key_cache).index_copy_(0, plan.written_slots, key.flatten(1))
-        _by_slot(value_cache).index_copy_(0, plan.written_slots, value.flatten(1))
-
-    def prefill_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan
-    ) -> Tensor:
-        assert isinstance(plan, CpuPlan)
-        outputs = [_causal_attention(query, key, value, bucket) for bucket in plan.causal]
-        outputs += [self._gathered_attention(query, key_cache, value_cache, bucket) for bucket in plan.gathered]
-        return _in_step_order(outputs, plan)
-
-    def decode_attention(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan) -> Tensor:
-        assert isinstance(plan, CpuPlan)
-        outputs = [self._gathered_attention(query, key_cache, value_cache, bucket) for bucket in plan.gathered]
-        return _in_step_order(outputs, plan)
-
-    def _gathered_attention(
-        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, bucket: GatherBucket
-    ) -> Tensor:
-        num_rows, num_queries = bucket.num_rows, bucket.num_queries
-        num_heads, head_dim = query.shape[1:]
-        num_kv_heads = key_cache.shape[2]
-        keys, values = self._gather(key_cache, value_cache, bucket.slots)
-        shape = (num_rows, bucket.length, num_kv_heads, head_dim)
-        keys, values = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
-        if num_queries == 1:
-            # The query heads of a key/value head as if they were its queries: one small matmul instead of several.
-            grouped = _take(query, bucket.query_rows).view(num_rows, num_kv_heads, -1, head_dim)
-            output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bucket.mask)
-            return output.reshape(num_rows, num_heads * head_dim)
-        padded = _take(query, bucket.query_rows).view(num_rows, num_queries, num_heads, head_dim)
-        if bucket.mask is not None and num_queries < FEW_QUERIES:
-            return _grouped_attention(padded, keys, values, bucket.mask)
-        padded = padded.transpose(1, 2)
-        output = F.scaled_dot_product_attention(padded, keys, values, attn_mask=bucket.mask, enable_gqa=True)
-        return output.transpose(1, 2).reshape(-1, num_heads * head_dim)
-
-    def _gather(self, key_cache: Tensor, value_cache: Tensor, slots: Rows) -> tuple[Tensor, Tensor]:
-        keys, values = _by_slot(key_cache), _by_slot(value_cache)
-        if isinstance(slots, slice):
-            return keys[slots], values[slots]
-        size = len(slots) * keys.shape[1]
-        if self._key_buffer.numel() < size or self._key_buffer.dtype != keys.dtype:
-            self._key_buffer, self._value_buffer = keys.new_empty(size), keys.new_empty(size)
-        key_buffer = self._key_buffer[:size].view(len(slots), -1)
-        value_buffer = self._value_buffer[:size].view(len(slots), -1)
-        torch.index_select(keys, 0, slots, out=key_buffer)
-        torch.index_select(values, 0, slots, out=value_buffer)
-        return key_buffer, value_buffer
+    def prepare_experts(self, experts: Iterable[ExpertWeights], clamp: SwigluClamp | None) -> ExpertsKernel:
+        return CpuExperts([Expert(weights, clamp, self.prepare_linear) for weights in experts])
 
     # -- Sampling -----------------------------------------------------------------------------------------
 
@@ -156,46 +112,9 @@ def _packed_linear(x: Tensor, *, packed: Tensor, bias: Tensor | None) -> Tensor:
     return output
 
 
-def _by_slot(cache: Tensor) -> Tensor:
-    """The cache as [num_slots, K * D]."""
-    return cache.view(cache.shape[0] * cache.shape[1], -1)
+def _per_head_linear(x: Tensor, *, weight: Tensor) -> Tensor:
+    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
 
 
-def _take(x: Tensor, rows: Rows) -> Tensor:
-    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
-
-
-def _causal_attention(query: Tensor, key: Tensor, value: Tensor, bucket: CausalBucket) -> Tensor:
-    def padded(x: Tensor) -> Tensor:
-        rows = _take(x, bucket.token_rows)
-        return rows.view(bucket.num_rows, bucket.length, *rows.shape[1:]).transpose(1, 2)
-
-    output = F.scaled_dot_product_attention(padded(query), padded(key), padded(value), is_causal=True, enable_gqa=True)
-    return output.transpose(1, 2).reshape(bucket.num_rows * bucket.length, -1)
-
-
-def _grouped_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """The query heads of a key/value head as if they were its queries, as with one query each.
-
-    Args:
-        query: [num_rows, num_queries, H, D].
-        keys: [num_rows, K, length, D].
-        values: Likewise.
-        mask: [num_rows, 1, num_queries, length].
-
-    Returns:
-        [num_rows * num_queries, H * D].
-    """
-    num_rows, num_queries, num_heads, head_dim = query.shape
-    num_kv_heads = keys.shape[1]
-    group_size = num_heads // num_kv_heads
-    grouped = query.view(num_rows, num_queries, num_kv_heads, group_size, head_dim).permute(0, 2, 3, 1, 4)
-    grouped = grouped.reshape(num_rows, num_kv_heads, group_size * num_queries, head_dim)
-    output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask.repeat(1, 1, group_size, 1))
-    output = output.view(num_rows, num_kv_heads, group_size, num_queries, head_dim)
-    return output.permute(0, 3, 1, 2, 4).reshape(num_rows * num_queries, num_heads * head_dim)
-
-
-def _in_step_order(outputs: list[Tensor], plan: CpuPlan) -> Tensor:
-    joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return joined if plan.output_rows is None else joined.index_select(0, plan.output_rows)
+def _join_interleaved(pair: tuple[Tensor, Tensor]) -> Tensor:
+    return torch.stack(pair, dim=-1).flatten(-2)

@@ -1,7 +1,8 @@
 """How the `cpu` backend lays out a step's attention: buckets of like lengths, decided once and used by every layer.
 
 Sequences of one bucket are padded to its longest, so that one call computes all of them. A padded key is a copy of
-the sequence's own first token behind a mask: never another sequence's memory, so one row's NaN stays its own.
+the first token that the sequence's own queries see, behind a mask: never another sequence's memory, so one row's NaN
+stays its own.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ FEW_QUERIES = 16
 _MAX_BUCKET_BYTES = 3 * 2**20
 # Bounds a mask: a longer prefill over a cached prefix is cut into pieces of this many queries.
 _MAX_MASKED_QUERIES = 512
+# A prefill longer than its window is cut into pieces as long as the window, but no shorter than this.
+_MIN_WINDOWED_QUERIES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +48,13 @@ class CausalBucket:
 
 @dataclass(frozen=True, slots=True)
 class GatherBucket:
-    """Rows whose context is read from the paged cache: decodes, or pieces of prefills behind a cached prefix."""
+    """Rows whose context is read from the paged cache: decodes, or pieces of longer prefills."""
 
     # num_rows * num_queries of the step's tokens; padding repeats a row's last.
     query_rows: Rows
     num_rows: int
     num_queries: int
-    # Tokens of the longest context.
+    # Tokens of the longest context, of which a window may leave out the beginning.
     length: int
     # num_rows * length places in the cache, counted in tokens.
     slots: Rows
@@ -59,29 +62,59 @@ class GatherBucket:
     mask: Tensor | None
 
 
-class CpuPlan(AttentionPlan):
-    """One step's attention.
+@dataclass(frozen=True, slots=True)
+class AttentionLayout:
+    """The buckets of all layers with the same window.
 
-    `write_kv` writes the tokens `written_rows` (None: all) to `written_slots`. The results of all buckets, one
-    behind the other, come into the order of the step's tokens by `output_rows` (None: they are in it).
+    The results of all buckets, one behind the other, come into the order of the step's tokens by `output_rows`
+    (None: they are in it).
     """
 
-    __slots__ = ("causal", "gathered", "output_rows", "written_rows", "written_slots")
+    causal: tuple[CausalBucket, ...]
+    gathered: tuple[GatherBucket, ...]
+    output_rows: Tensor | None
+
+
+class CpuPlan(AttentionPlan):
+    """One step's attention. A write writes the tokens `written_rows` (None: all) to `written_slots`."""
+
+    __slots__ = ("_kv_cache", "_layouts", "written_rows", "written_slots")
 
     def __init__(self, metadata: AttentionMetadata, kv_cache: KvCache) -> None:
         super().__init__(metadata)
         self.written_rows, self.written_slots = _written(metadata.slot_mapping)
-        prompts, pieces = _split(metadata)
-        max_tokens = _MAX_BUCKET_BYTES // kv_cache.spec.bytes_per_token_and_layer
-        groups = _in_groups(prompts, max_tokens)
-        gather_groups = _in_groups(pieces, max_tokens)
-        rows = [_padded_rows(group) for group in groups + gather_groups]
-        self.causal = tuple(map(_causal_bucket, groups, rows))
-        self.gathered = tuple(
-            _gather_bucket(group, group_rows, metadata.block_tables.numpy(), kv_cache)
-            for group, group_rows in zip(gather_groups, rows[len(groups) :], strict=True)
-        )
-        self.output_rows = _output_rows(np.concatenate(rows), len(metadata.slot_mapping))
+        self._kv_cache = kv_cache
+        self._layouts: dict[int | None, AttentionLayout] = {}
+
+    def layout(self, window: int | None = None) -> AttentionLayout:
+        """The buckets of layers with `window`, made for the first of them."""
+        if window is not None and window >= self.metadata.max_context_len:
+            window = None
+        if window not in self._layouts:
+            self._layouts[window] = _make_layout(self.metadata, self._kv_cache, window)
+        return self._layouts[window]
+
+    def positions(self) -> Tensor:
+        """[T] int64: each token's position in its sequence; -1 for a padded one."""
+        metadata = self.metadata
+        firsts = metadata.context_lens - metadata.cu_seqlens_q[1:]
+        return torch.arange(len(metadata.slot_mapping)) + self._of_each_token(firsts)
+
+    def slots(self, token_rows: slice, positions: Tensor) -> Tensor:
+        """Where positions of their own sequences lie, as places in the cache counted in tokens.
+
+        Args:
+            token_rows: Some of the step's tokens.
+            positions: [len(token_rows), n] int64.
+        """
+        tables, block_size = self.metadata.block_tables, self._kv_cache.block_size
+        first_entries = self._of_each_token(torch.arange(len(tables)) * tables.shape[1])[token_rows, None]
+        blocks = tables.take(first_entries + positions // block_size)
+        return blocks.long() * block_size + positions % block_size
+
+    def _of_each_token(self, values: Tensor) -> Tensor:
+        """[T] int64: the value of each token's sequence, of `values` [num_seqs]."""
+        return values.long().repeat_interleave(self.metadata.cu_seqlens_q.diff())
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +124,33 @@ class _Piece:
     seq: int
     start: int
     num_queries: int
-    # Tokens that the last of the queries sees, itself included.
-    context_len: int
+    # Positions that any of the queries sees: [first_position, end_position). The last query is the last of them.
+    first_position: int
+    end_position: int
+
+    @property
+    def context_len(self) -> int:
+        """Tokens that the queries see together."""
+        return self.end_position - self.first_position
 
     @property
     def cost(self) -> int:
         """What gathering and scoring take, in units of one query's score of one token."""
         return (_GATHER_COST + self.num_queries) * self.context_len
+
+
+def _make_layout(metadata: AttentionMetadata, kv_cache: KvCache, window: int | None) -> AttentionLayout:
+    prompts, pieces = _split(metadata, window)
+    max_tokens = _MAX_BUCKET_BYTES // _bytes_per_token(kv_cache)
+    groups = _in_groups(prompts, max_tokens)
+    gather_groups = _in_groups(pieces, max_tokens)
+    rows = [_padded_rows(group) for group in groups + gather_groups]
+    gathered = [
+        _gather_bucket(group, group_rows, metadata.block_tables.numpy(), kv_cache, window)
+        for group, group_rows in zip(gather_groups, rows[len(groups) :], strict=True)
+    ]
+    output_rows = _output_rows(np.concatenate(rows), len(metadata.slot_mapping))
+    return AttentionLayout(tuple(map(_causal_bucket, groups, rows)), tuple(gathered), output_rows)
 
 
 def _written(slot_mapping: Tensor) -> tuple[Tensor | None, Tensor]:
@@ -107,22 +160,31 @@ def _written(slot_mapping: Tensor) -> tuple[Tensor | None, Tensor]:
     return rows, slot_mapping[rows]
 
 
-def _split(metadata: AttentionMetadata) -> tuple[list[_Piece], list[_Piece]]:
+def _split(metadata: AttentionMetadata, window: int | None) -> tuple[list[_Piece], list[_Piece]]:
     """The step's sequences as whole prompts, and as pieces that need context from the cache."""
     prompts: list[_Piece] = []
     pieces: list[_Piece] = []
     start = 0
     for seq, (num_queries, context_len) in enumerate(zip(metadata.query_lens, metadata.context_lens_host, strict=True)):
-        if metadata.is_prefill and num_queries == context_len:
-            prompts.append(_Piece(seq, start, num_queries, context_len))
+        if metadata.is_prefill and num_queries == context_len and (window is None or num_queries <= window):
+            prompts.append(_Piece(seq, start, num_queries, 0, context_len))
         else:
             # A padded row has no context; it reads one token, and nobody reads it.
-            first_context = max(context_len, 1) - num_queries
-            for done in range(0, num_queries, _MAX_MASKED_QUERIES):
-                size = min(_MAX_MASKED_QUERIES, num_queries - done)
-                pieces.append(_Piece(seq, start + done, size, first_context + done + size))
+            pieces += _cut(seq, start, num_queries, max(context_len, 1), window)
         start += num_queries
     return prompts, pieces
+
+
+def _cut(seq: int, start: int, num_queries: int, context_len: int, window: int | None) -> list[_Piece]:
+    """The queries of one sequence as pieces, each with the context that it sees."""
+    size = _MAX_MASKED_QUERIES if window is None else min(max(window, _MIN_WINDOWED_QUERIES), _MAX_MASKED_QUERIES)
+    pieces = []
+    for done in range(0, num_queries, size):
+        position = context_len - num_queries + done
+        first = 0 if window is None else max(position - window + 1, 0)
+        count = min(size, num_queries - done)
+        pieces.append(_Piece(seq, start + done, count, first, position + count))
+    return pieces
 
 
 class _Group:
@@ -175,36 +237,66 @@ def _causal_bucket(group: list[_Piece], token_rows: _IntArray) -> CausalBucket:
 
 
 def _gather_bucket(
-    group: list[_Piece], query_rows: _IntArray, block_tables: npt.NDArray[np.int32], kv_cache: KvCache
+    group: list[_Piece],
+    query_rows: _IntArray,
+    block_tables: npt.NDArray[np.int32],
+    kv_cache: KvCache,
+    window: int | None,
 ) -> GatherBucket:
     num_queries = len(query_rows) // len(group)
-    lengths = np.array([piece.context_len for piece in group], dtype=np.int64)
-    slots = _context_slots(block_tables[[piece.seq for piece in group]], lengths, kv_cache.block_size)
+    slots = _context_slots(group, block_tables, kv_cache.block_size)
     return GatherBucket(
         query_rows=_as_rows(query_rows),
         num_rows=len(group),
         num_queries=num_queries,
         length=slots.shape[1],
         slots=_as_rows(slots.ravel()),
-        mask=_mask(group, lengths, num_queries, kv_cache.spec.dtype),
+        mask=_mask(group, num_queries, window, kv_cache.layers[0][0].dtype),
     )
 
 
-def _context_slots(tables: npt.NDArray[np.int32], lengths: _IntArray, block_size: int) -> _IntArray:
+def _context_slots(group: list[_Piece], block_tables: npt.NDArray[np.int32], block_size: int) -> _IntArray:
     """[num_rows, longest]: where each context's tokens lie; behind its end its first token again."""
+    firsts, lengths = _columns(group)
     longest = int(lengths.max())
-    blocks = tables[:, : -(-longest // block_size)].astype(np.int64)
-    slots = (blocks[:, :, None] * block_size + np.arange(block_size)).reshape(len(lengths), -1)[:, :longest]
-    return np.where(np.arange(longest) < lengths[:, None], slots, slots[:, :1])
+    first_blocks, offsets = np.divmod(firsts, block_size)
+    num_blocks = -(-int((offsets + lengths).max()) // block_size)
+    # Behind the end of a shorter row's context any block will do.
+    columns = np.minimum(first_blocks[:, None] + np.arange(num_blocks), block_tables.shape[1] - 1)
+    blocks = block_tables[np.array([piece.seq for piece in group])[:, None], columns].astype(np.int64)
+    slots = (blocks[:, :, None] * block_size + np.arange(block_size)).reshape(len(group), -1)
+    if offsets.any():
+        places = np.minimum(offsets[:, None] + np.arange(longest), slots.shape[1] - 1)
+        slots = np.take_along_axis(slots, places, axis=1)
+    else:
+        slots = slots[:, :longest]
+    padded: _IntArray = np.where(np.arange(longest) < lengths[:, None], slots, slots[:, :1])
+    return padded
 
 
-def _mask(group: list[_Piece], lengths: _IntArray, num_queries: int, dtype: torch.dtype) -> Tensor | None:
+def _mask(group: list[_Piece], num_queries: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
+    """[num_rows, 1, num_queries, longest]: -inf where a query must not look; None: each sees everything."""
+    _, lengths = _columns(group)
     if num_queries == 1 and lengths.min() == lengths.max():
         return None
-    first_seen = lengths - np.array([piece.num_queries for piece in group])
-    last_seen = first_seen[:, None] + np.arange(num_queries)
-    hidden = np.arange(lengths.max()) > last_seen[:, :, None]
+    counts = np.array([piece.num_queries for piece in group])
+    last_seen = (lengths - counts)[:, None] + np.minimum(np.arange(num_queries), counts[:, None] - 1)
+    keys = np.arange(lengths.max())
+    hidden = keys > last_seen[:, :, None]
+    if window is not None:
+        hidden |= keys <= last_seen[:, :, None] - window
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), float("-inf")).unsqueeze(1)
+
+
+def _columns(group: list[_Piece]) -> tuple[_IntArray, _IntArray]:
+    """The first position and the length of each piece's context."""
+    firsts = np.array([piece.first_position for piece in group], dtype=np.int64)
+    return firsts, np.array([piece.end_position for piece in group], dtype=np.int64) - firsts
+
+
+def _bytes_per_token(kv_cache: KvCache) -> int:
+    """What one token keeps in the layer that keeps most."""
+    return max(sum(tensor.bytes_per_token for tensor in layer) for layer in kv_cache.spec.layers)
 
 
 def _as_rows(index: _IntArray) -> Rows:

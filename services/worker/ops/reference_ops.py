@@ -7,34 +7,21 @@ decode, prefill, any batch, cached or not give equal bits. It reads all weights 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.worker.forward_context import AttentionMetadata, AttentionPlan
-from services.worker.kv_cache import KvCache
-from services.worker.ops.protocol import LinearKernel, RopeRows
+from services.worker.ops.experts import Expert, ExpertsKernel, ExpertWeights, SwigluClamp
+from services.worker.ops.protocol import LinearKernel, PerHeadKernel, RopeRows
+from services.worker.ops.reference_attention import ReferenceAttention
+from services.worker.ops.reference_experts import ReferenceExperts
+from services.worker.ops.routing import RoutingRule, route
 
 
-class ReferencePlan(AttentionPlan):
-    """The step's sequences, each with the slots of its whole context in order."""
-
-    __slots__ = ("context_slots",)
-
-    def __init__(self, metadata: AttentionMetadata, block_size: int) -> None:
-        super().__init__(metadata)
-        offsets = torch.arange(block_size)
-        self.context_slots = [
-            (table[:, None] * block_size + offsets).flatten()[:context_len]
-            for table, context_len in zip(metadata.block_tables.long(), metadata.context_lens_host, strict=True)
-        ]
-
-
-class ReferenceOps:
+class ReferenceOps(ReferenceAttention):
     """See `Ops` for what each method computes."""
 
     name = "reference"
@@ -49,67 +36,54 @@ class ReferenceOps:
     def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> LinearKernel:
         return partial(_linear, weight=weight.clone(), bias=bias)
 
+    def prepare_per_head_linear(self, weight: Tensor) -> PerHeadKernel:
+        return partial(_per_head_linear, weight=weight.clone(memory_format=torch.contiguous_format))
+
     def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
         return F.embedding(token_ids, weight)
 
     # -- Elementwise and norm -----------------------------------------------------------------------------
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return _row_by_row(x, lambda row: F.rms_norm(row, weight.shape, weight, eps))
+        rows = _row_by_row(x.flatten(0, -2), lambda row: F.rms_norm(row, weight.shape, weight, eps))
+        return rows.view(x.shape)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         residual.add_(x)
         return self.rms_norm(residual, weight, eps)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        return _row_by_row(x, lambda row: F.layer_norm(row, weight.shape, weight, bias, eps))
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         return _row_by_row(x, _silu_and_mul)
 
     # -- Rotary position embedding ------------------------------------------------------------------------
 
-    def prepare_rope(self, cos: Tensor, sin: Tensor) -> RopeRows:
-        return RopeRows(cos, sin, torch.empty(0, dtype=torch.int64))
+    def prepare_rope(self, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> RopeRows:
+        return RopeRows(cos, sin, torch.empty(0, dtype=torch.int64), is_interleaved)
 
     def select_rope(self, tables: RopeRows, positions: Tensor) -> RopeRows:
-        return RopeRows(tables.cos[positions], tables.sin[positions], positions)
+        return RopeRows(tables.cos[positions], tables.sin[positions], positions, tables.is_interleaved)
 
     def rope(self, query_key: Tensor, rows: RopeRows) -> None:
-        for heads, cos, sin in zip(query_key, rows.cos, rows.sin, strict=True):
-            first, second = heads.clone().chunk(2, dim=-1)
-            heads.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
+        turned = query_key[..., : 2 * rows.cos.shape[-1]]
+        for heads, cos, sin in zip(turned, rows.cos, rows.sin, strict=True):
+            if rows.is_interleaved:
+                first, second = heads.clone().view(len(heads), -1, 2).unbind(-1)
+            else:
+                first, second = heads.clone().chunk(2, dim=-1)
+            pair = first * cos - second * sin, second * cos + first * sin
+            heads.copy_(torch.stack(pair, dim=-1).flatten(-2) if rows.is_interleaved else torch.cat(pair, dim=-1))
 
-    # -- Attention ----------------------------------------------------------------------------------------
+    # -- Experts ------------------------------------------------------------------------------------------
 
-    def plan_attention(self, metadata: AttentionMetadata, kv_cache: KvCache) -> ReferencePlan:
-        return ReferencePlan(metadata, kv_cache.block_size)
+    def route(self, logits: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
+        rows = [route(row.clone().unsqueeze(0), rule) for row in logits]
+        return torch.cat([expert_ids for expert_ids, _ in rows]), torch.cat([weights for _, weights in rows])
 
-    def write_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan) -> None:
-        slots = plan.metadata.slot_mapping
-        written = slots >= 0
-        key_cache.flatten(0, 1)[slots[written]] = key[written]
-        value_cache.flatten(0, 1)[slots[written]] = value[written]
-
-    def prefill_attention(
-        self,
-        query: Tensor,
-        key: Tensor,  # noqa: ARG002
-        value: Tensor,  # noqa: ARG002
-        key_cache: Tensor,
-        value_cache: Tensor,
-        plan: AttentionPlan,
-    ) -> Tensor:
-        # From the cache only: a cached prefix then takes the same path as one that was just computed.
-        return self.decode_attention(query, key_cache, value_cache, plan)
-
-    def decode_attention(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan) -> Tensor:
-        assert isinstance(plan, ReferencePlan)
-        output = query.new_zeros(query.shape[0], query.shape[1] * query.shape[2])
-        row = 0
-        for num_queries, slots in zip(plan.metadata.query_lens, plan.context_slots, strict=True):
-            keys, values = key_cache.flatten(0, 1)[slots], value_cache.flatten(0, 1)[slots]
-            for seen in range(len(slots) - num_queries + 1, len(slots) + 1):
-                output[row] = _attend(query[row], keys[:seen], values[:seen])
-                row += 1
-        return output
+    def prepare_experts(self, experts: Iterable[ExpertWeights], clamp: SwigluClamp | None) -> ExpertsKernel:
+        return ReferenceExperts([Expert(weights, clamp, self.prepare_linear) for weights in experts])
 
     # -- Sampling -----------------------------------------------------------------------------------------
 
@@ -128,15 +102,10 @@ def _linear(x: Tensor, *, weight: Tensor, bias: Tensor | None) -> Tensor:
     return output if bias is None else output.add_(bias)
 
 
+def _per_head_linear(x: Tensor, *, weight: Tensor) -> Tensor:
+    return _row_by_row(x, lambda row: torch.bmm(weight, row.contiguous().unsqueeze(-1)).squeeze(-1))
+
+
 def _silu_and_mul(row: Tensor) -> Tensor:
     gate, up = row.chunk(2)
     return F.silu(gate) * up
-
-
-def _attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """One query [H, D] over its context [length, K, D], as [H * D]."""
-    num_kv_heads, head_dim = keys.shape[1:]
-    grouped = query.reshape(num_kv_heads, -1, head_dim) / math.sqrt(head_dim)
-    scores = torch.bmm(grouped, keys.permute(1, 2, 0).contiguous())
-    weights = torch.softmax(scores, dim=-1)
-    return torch.bmm(weights, values.transpose(0, 1).contiguous()).flatten()

@@ -1,0 +1,235 @@
+"""How checkpoints stretch rotary position embeddings beyond the length they were trained on first.
+
+Each scaling says which angle a position turns a pair of columns by; everything is float32, in the order of
+transformers' operations (its `modeling_rope_utils`), since an angle's error grows with the position.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class RopeScaling(Protocol):
+    """One way of scaling."""
+
+    @property
+    def attention_factor(self) -> float:
+        """What cosines and sines are multiplied by."""
+
+    def angles(self, theta: float, rotary_dim: int, positions: Tensor) -> Tensor:
+        """[num_positions, rotary_dim / 2], float32, of `positions` [num_positions] float32 with the base `theta`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlainRope:
+    """No scaling. Source: arXiv:2104.09864, section 3.2.2."""
+
+    @property
+    def attention_factor(self) -> float:
+        """See `RopeScaling`."""
+        return 1.0
+
+    def angles(self, theta: float, rotary_dim: int, positions: Tensor) -> Tensor:
+        """See `RopeScaling`."""
+        return torch.outer(positions, 1.0 / theta ** _exponents(rotary_dim))
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """Divides every frequency by `factor`. Source: arXiv:2306.15595, equation 4."""
+
+    factor: float
+
+    @property
+    def attention_factor(self) -> float:
+        """See `RopeScaling`."""
+        return 1.0
+
+    def angles(self, theta: float, rotary_dim: int, positions: Tensor) -> Tensor:
+        """See `RopeScaling`."""
+        return torch.outer(positions, 1.0 / theta ** _exponents(rotary_dim) / self.factor)
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicNtkScaling:
+    """Raises the base with the length, for a token beyond `original_max_positions`: as if the sequence ended with it.
+
+    So a token's rotation depends on its position alone, never on the batch, the chunk or what came later, and a
+    cached key stays right. It equals transformers where a sequence grows token by token from within the original
+    length. transformers turns a whole prompt that is longer with the base of the prompt's own length, and never
+    turns back its cached keys.
+
+    Source: transformers, `_compute_dynamic_ntk_parameters`; arXiv:2309.00071, section 3.1 and appendix B.1.
+    """
+
+    factor: float
+    original_max_positions: int
+
+    @property
+    def attention_factor(self) -> float:
+        """See `RopeScaling`."""
+        return 1.0
+
+    def angles(self, theta: float, rotary_dim: int, positions: Tensor) -> Tensor:
+        """See `RopeScaling`."""
+        lengths = (positions + 1).clamp(min=self.original_max_positions)
+        stretch = self.factor * lengths / self.original_max_positions - (self.factor - 1)
+        bases = theta * stretch ** (rotary_dim / (rotary_dim - 2))
+        return positions[:, None] * (1.0 / bases[:, None] ** _exponents(rotary_dim))
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Stretches long wavelengths by `factor`, keeps short ones, and blends between.
+
+    Source: Llama 3.1's reference code, `apply_scaling` in models/llama3/reference_impl/model.py.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+    @property
+    def attention_factor(self) -> float:
+        """See `RopeScaling`."""
+        return 1.0
+
+    def angles(self, theta: float, rotary_dim: int, positions: Tensor) -> Tensor:
+        """See `RopeScaling`."""
+        return torch.outer(positions, self._scaled(1.0 / theta ** _exponents(rotary_dim)))
+
+    def _scaled(self, frequencies: Tensor) -> Tensor:
+        wavelengths = 2 * math.pi / frequencies
+        blend = (self.original_max_positions / wavelengths - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
+        blended = (1 - blend) * frequencies / self.factor + blend * frequencies
+        is_long = wavelengths > self.original_max_positions / self.low_freq_factor
+        is_short = wavelengths < self.original_max_positions / self.high_freq_factor
+        return torch.where(is_long, frequencies / self.factor, torch.where(is_short, frequencies, blended))
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """Interpolates the pairs that turn fewer than `beta_slow` times within the original length, keeps those that
+    turn more than `beta_fast` times, blends between, and multiplies cosines and sines by a factor.
+
+    Source: arXiv:2309.00071, section 3.2 (equations 18 to 23) and 3.3.
+    """
+
+    factor: float
+    original_max_positions: int
+    # None: as the paper or DeepSeek has it; see `attention_factor`.
+    given_attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    # DeepSeek's: what temperatures are computed with; 0 where a checkpoint has none.
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    # Whether the blend begins and ends at whole pairs; gpt-oss's does not.
+    is_truncated: bool = True
+
+    @property
+    def attention_factor(self) -> float:
+        """See `RopeScaling`."""
+        if self.given_attention_factor is not None:
+            return self.given_attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._temperature(self.mscale) / self._temperature(self.mscale_all_dim)
+        return self._temperature(1.0)
+
+    @property
+    def score_factor(self) -> float:
+        """What multi-head latent attention multiplies its softmax scale by. Source: transformers' DeepSeek-V3."""
+        return self._temperature(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    def angles(self, theta: float, rotary_dim: int, positions: Tensor) -> Tensor:
+        """See `RopeScaling`."""
+        wavelengths = theta ** _exponents(rotary_dim)
+        first, last = self._blended_pairs(theta, rotary_dim)
+        ramp = ((torch.arange(rotary_dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+        kept = 1 - ramp
+        return torch.outer(positions, 1.0 / (self.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept)
+
+    def _temperature(self, mscale: float) -> float:
+        return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
+
+    def _blended_pairs(self, theta: float, rotary_dim: int) -> tuple[float, float]:
+        """The pairs between which it blends; the second is larger."""
+
+        def pair_that_turns(num_turns: float) -> float:
+            turned = self.original_max_positions / (num_turns * 2 * math.pi)
+            return rotary_dim * math.log(turned) / (2 * math.log(theta))
+
+        first, last = pair_that_turns(self.beta_fast), pair_that_turns(self.beta_slow)
+        if self.is_truncated:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, rotary_dim - 1)
+        return first, last if last != first else last + 0.001
+
+
+def read_scaling(kind: object, values: Mapping[str, Any], max_positions: int | None) -> RopeScaling:
+    """The scaling that a configuration's rope parameters `values` describe.
+
+    Args:
+        kind: Its type, as the configuration names it.
+        values: The parameters.
+        max_positions: `max_position_embeddings` of the configuration; None where it has none.
+
+    Raises:
+        KeyError, TypeError, ValueError: the type is unknown, or a parameter is missing or malformed.
+    """
+    if kind == "default":
+        return PlainRope()
+    if kind == "linear":
+        return LinearScaling(factor=float(values["factor"]))
+    if kind == "dynamic":
+        if max_positions is None:
+            raise KeyError("max_position_embeddings")
+        return DynamicNtkScaling(factor=float(values["factor"]), original_max_positions=max_positions)
+    if kind == "llama3":
+        return Llama3Scaling(
+            factor=float(values["factor"]),
+            low_freq_factor=float(values["low_freq_factor"]),
+            high_freq_factor=float(values["high_freq_factor"]),
+            original_max_positions=_original_max_positions(values, max_positions),
+        )
+    if kind == "yarn":
+        return _read_yarn(values, max_positions)
+    raise ValueError("not supported")
+
+
+def _read_yarn(values: Mapping[str, Any], max_positions: int | None) -> YarnScaling:
+    original = _original_max_positions(values, max_positions)
+    factor = values["factor"]
+    if factor is None and max_positions is not None:
+        factor = max_positions / original
+    given = values.get("attention_factor")
+    return YarnScaling(
+        factor=float(factor),
+        original_max_positions=original,
+        given_attention_factor=None if given is None else float(given),
+        beta_fast=float(values.get("beta_fast") or 32),
+        beta_slow=float(values.get("beta_slow") or 1),
+        mscale=float(values.get("mscale") or 0),
+        mscale_all_dim=float(values.get("mscale_all_dim") or 0),
+        is_truncated=bool(values.get("truncate", True)),
+    )
+
+
+def _original_max_positions(values: Mapping[str, Any], max_positions: int | None) -> int:
+    original = values.get("original_max_position_embeddings", max_positions)
+    if original is None:
+        raise KeyError("original_max_position_embeddings")
+    return int(original)
+
+
+def _exponents(rotary_dim: int) -> Tensor:
+    return torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim

@@ -1,0 +1,219 @@
+"""The attention of the `cpu` backend: a few calls per layer, each for a bucket of like rows (see `cpu_plan`)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from services.worker.forward_context import AttentionMetadata, AttentionPlan
+from services.worker.kv_cache import KvCache
+from services.worker.ops.cpu_plan import (
+    FEW_QUERIES,
+    AttentionLayout,
+    CausalBucket,
+    CpuPlan,
+    GatherBucket,
+    Rows,
+)
+from services.worker.ops.protocol import AttentionParams
+
+# Private to torch, so it may go; sinks then take a slower way.
+_HAS_FLASH = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
+
+
+class CpuAttention:
+    """The section "Attention" of `Ops`, without latent attention."""
+
+    def __init__(self) -> None:
+        # Context gathered from the paged cache, reused by every layer and step; grows to the largest bucket seen.
+        self._key_buffer = torch.empty(0)
+        self._value_buffer = torch.empty(0)
+
+    def plan_attention(self, metadata: AttentionMetadata, kv_cache: KvCache) -> CpuPlan:
+        return CpuPlan(metadata, kv_cache)
+
+    def write_kv(self, key: Tensor, value: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan) -> None:
+        for new, tensor in zip((key, value), cache, strict=True):
+            self.write_cache(new, tensor, plan)
+
+    def write_cache(self, values: Tensor, cache: Tensor, plan: AttentionPlan) -> None:
+        assert isinstance(plan, CpuPlan)
+        if plan.written_rows is not None:
+            values = values[plan.written_rows]
+        by_slot(cache).index_copy_(0, plan.written_slots, values.flatten(1))
+
+    def prefill_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: tuple[Tensor, ...],
+        plan: AttentionPlan,
+        params: AttentionParams,
+    ) -> Tensor:
+        assert isinstance(plan, CpuPlan)
+        layout = plan.layout(params.window)
+        outputs = [causal_attention(query, key, value, bucket, params) for bucket in layout.causal]
+        outputs += [self._paged_attention(query, cache, bucket, params) for bucket in layout.gathered]
+        return in_step_order(outputs, layout)
+
+    def decode_attention(
+        self, query: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan, params: AttentionParams
+    ) -> Tensor:
+        assert isinstance(plan, CpuPlan)
+        layout = plan.layout(params.window)
+        outputs = [self._paged_attention(query, cache, bucket, params) for bucket in layout.gathered]
+        return in_step_order(outputs, layout)
+
+    def _paged_attention(
+        self, query: Tensor, cache: tuple[Tensor, ...], bucket: GatherBucket, params: AttentionParams
+    ) -> Tensor:
+        key_cache, value_cache = cache
+        keys, self._key_buffer = gather(key_cache, bucket, self._key_buffer)
+        values, self._value_buffer = gather(value_cache, bucket, self._value_buffer)
+        return gathered_attention(query, keys, values, bucket, params)
+
+
+def by_slot(cache: Tensor) -> Tensor:
+    """A cache's tensor as [num_slots, elements of a token]."""
+    return cache.view(cache.shape[0] * cache.shape[1], -1)
+
+
+def take(x: Tensor, rows: Rows) -> Tensor:
+    """`x[rows]`."""
+    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
+
+
+def gather(cache: Tensor, bucket: GatherBucket, buffer: Tensor) -> tuple[Tensor, Tensor]:
+    """What `bucket` reads of a cache [num_blocks, block_size, *shape].
+
+    Returns:
+        ([num_rows, length, *shape], a view of the cache or the buffer; the buffer, a larger one if it had to grow).
+    """
+    contexts, slots = by_slot(cache), bucket.slots
+    shape = (bucket.num_rows, bucket.length, *cache.shape[2:])
+    if isinstance(slots, slice):
+        return contexts[slots].view(shape), buffer
+    size = len(slots) * contexts.shape[1]
+    if buffer.numel() < size or buffer.dtype != contexts.dtype:
+        buffer = contexts.new_empty(size)
+    gathered = buffer[:size].view(len(slots), -1)
+    torch.index_select(contexts, 0, slots, out=gathered)
+    return gathered.view(shape), buffer
+
+
+def in_step_order(outputs: list[Tensor], layout: AttentionLayout) -> Tensor:
+    """The results of a layout's buckets as those of the step's tokens."""
+    joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return joined if layout.output_rows is None else joined.index_select(0, layout.output_rows)
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, bucket: CausalBucket, params: AttentionParams
+) -> Tensor:
+    """Whole prompts over themselves: query [T, H, D], key [T, K, D], value [T, K, V] to [bucket's tokens, H * V]."""
+
+    def padded(x: Tensor) -> Tensor:
+        rows = take(x, bucket.token_rows)
+        return rows.view(bucket.num_rows, bucket.length, *rows.shape[1:]).transpose(1, 2)
+
+    output = _attend(padded(query), padded(key), padded(value), params, is_causal=True)
+    return output.transpose(1, 2).reshape(bucket.num_rows * bucket.length, -1)
+
+
+def gathered_attention(
+    query: Tensor, keys: Tensor, values: Tensor, bucket: GatherBucket, params: AttentionParams
+) -> Tensor:
+    """A bucket's queries over their contexts.
+
+    Args:
+        query: [T, H, D].
+        keys: [num_rows, length, K, D].
+        values: [num_rows, length, K, V].
+        bucket: Which of the step's tokens they are.
+        params: The layer's.
+
+    Returns:
+        [num_rows * num_queries, H * V].
+    """
+    num_rows, num_queries, head_dim = bucket.num_rows, bucket.num_queries, query.shape[-1]
+    num_kv_heads = keys.shape[2]
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    queries = take(query, bucket.query_rows)
+    if num_queries == 1:
+        # The query heads of a key/value head as if they were its queries: one small matmul instead of several.
+        grouped = queries.view(num_rows, num_kv_heads, -1, head_dim)
+        return _attend(grouped, keys, values, params, mask=bucket.mask).reshape(num_rows, -1)
+    queries = queries.view(num_rows, num_queries, -1, head_dim)
+    if bucket.mask is not None and num_queries < FEW_QUERIES:
+        return _grouped_attention(queries, keys, values, bucket.mask, params)
+    output = _attend(queries.transpose(1, 2), keys, values, params, mask=bucket.mask)
+    return output.transpose(1, 2).reshape(num_rows * num_queries, -1)
+
+
+def _grouped_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, params: AttentionParams) -> Tensor:
+    """The query heads of a key/value head as if they were its queries, as with one query each.
+
+    Args:
+        query: [num_rows, num_queries, H, D].
+        keys: [num_rows, K, length, D].
+        values: [num_rows, K, length, V].
+        mask: [num_rows, 1, num_queries, length].
+        params: The layer's.
+
+    Returns:
+        [num_rows * num_queries, H * V].
+    """
+    num_rows, num_queries, num_heads, head_dim = query.shape
+    num_kv_heads = keys.shape[1]
+    group_size = num_heads // num_kv_heads
+    grouped = query.view(num_rows, num_queries, num_kv_heads, group_size, head_dim).permute(0, 2, 3, 1, 4)
+    grouped = grouped.reshape(num_rows, num_kv_heads, group_size * num_queries, head_dim)
+    output = _attend(grouped, keys, values, params, mask=mask.repeat(1, 1, group_size, 1))
+    output = output.view(num_rows, num_kv_heads, group_size, num_queries, -1)
+    return output.permute(0, 3, 1, 2, 4).reshape(num_rows * num_queries, -1)
+
+
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    params: AttentionParams,
+    *,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    """Attention [B, H, Q, V] of query [B, H, Q, D], or of [B, K, H / K * Q, D], whose queries' heads come in order."""
+    if params.sinks is None:
+        return F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, is_causal=is_causal, scale=params.scale, enable_gqa=True
+        )
+    num_heads, num_queries = query.shape[1:3]
+    sinks = params.sinks.view(num_heads, -1)
+    sinks = sinks.repeat_interleave(num_queries // sinks.shape[1], dim=1)
+    if not _HAS_FLASH or keys.shape[-1] != values.shape[-1]:
+        if is_causal:
+            mask = torch.full((num_queries, num_queries), -math.inf, dtype=query.dtype).triu_(1)
+        return _attend_with_all_scores(query * params.scale, keys, values, sinks, mask=mask)
+    output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, 0.0, is_causal, attn_mask=mask, scale=params.scale
+    )
+    # Without sinks a weight is e^score / e^log_sum; with them that sum is e^log_sum + e^sink.
+    scaled: Tensor = output.mul_(torch.sigmoid(log_sum - sinks).unsqueeze(-1))
+    return scaled
+
+
+def _attend_with_all_scores(
+    query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor, *, mask: Tensor | None
+) -> Tensor:
+    """Attention [B, H, Q, V] of query [B, H, Q, D], scaled, with `sinks` [H, Q] and all scores in memory."""
+    group_size = query.shape[1] // keys.shape[1]
+    scores = query @ keys.repeat_interleave(group_size, dim=1).transpose(-1, -2)
+    if mask is not None:
+        scores += mask
+    sink_scores = sinks[..., None].expand(*scores.shape[:-1], 1).to(scores.dtype)
+    weights = torch.softmax(torch.cat((scores, sink_scores), dim=-1), dim=-1)[..., :-1]
+    return weights @ values.repeat_interleave(group_size, dim=1)

@@ -1,0 +1,27 @@
+"""Experts of the `cpu` backend: the step's tokens sorted by expert, one product per active expert and projection."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from services.worker.ops.experts import Expert
+
+
+class CpuExperts:
+    """See `Ops.prepare_experts`."""
+
+    def __init__(self, experts: list[Expert]) -> None:
+        self._experts = experts
+
+    def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
+        flat_ids = expert_ids.flatten()
+        order = flat_ids.argsort(stable=True)
+        counts = torch.bincount(flat_ids, minlength=len(self._experts)).tolist()
+        tokens = torch.split(order // expert_ids.shape[1], counts)
+        weights = torch.split(expert_weights.flatten()[order].unsqueeze(1), counts)
+        total = torch.zeros(x.shape, dtype=torch.float32)
+        for expert, rows, row_weights in zip(self._experts, tokens, weights, strict=True):
+            if len(rows):
+                total.index_add_(0, rows, expert(x.index_select(0, rows)) * row_weights)
+        return total.to(x.dtype)

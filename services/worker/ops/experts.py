@@ -1,0 +1,61 @@
+"""What experts are made of, for every backend: their weights and their activation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+# Maps (x [T, hidden], expert_ids [T, k] int64, expert_weights [T, k] float32) to a new [T, hidden].
+ExpertsKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
+# A backend's `prepare_linear`.
+PrepareLinear = Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class SwigluClamp:
+    """The gated activation of gpt-oss: `(up + 1) * gate * sigmoid(alpha * gate)`.
+
+    Here the gate is at most `limit`, up is within ± `limit`. Source: arXiv:2508.10925, section 2.2.
+    """
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The gated network of one expert of inner size I, in the model's dtype, contiguous."""
+
+    # [2 I, hidden]: the rows of the gate, then those of up.
+    gate_up: Tensor
+    # [hidden, I]
+    down: Tensor
+    # [2 I] and [hidden], or None.
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+class Expert:
+    """One expert as a backend runs it."""
+
+    def __init__(self, weights: ExpertWeights, clamp: SwigluClamp | None, prepare_linear: PrepareLinear) -> None:
+        self._gate_up = prepare_linear(weights.gate_up, weights.gate_up_bias)
+        self._down = prepare_linear(weights.down, weights.down_bias)
+        self._clamp = clamp
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, hidden] to a new [T, hidden]."""
+        return self._down(gate_and_up(self._gate_up(x), self._clamp))
+
+
+def gate_and_up(projected: Tensor, clamp: SwigluClamp | None) -> Tensor:
+    """The activation of `projected` [T, 2 I] = gate | up, as [T, I]; its contents are lost."""
+    gate, up = projected.chunk(2, dim=-1)
+    if clamp is None:
+        return F.silu(gate).mul_(up)
+    gate.clamp_(max=clamp.limit)
+    up.clamp_(min=-clamp.limit, max=clamp.limit)
+    return (gate * clamp.alpha).sigmoid_().mul_(gate).mul_(up.add_(1))

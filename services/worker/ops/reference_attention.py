@@ -1,0 +1,136 @@
+"""The attention of the `reference` backend: one query at a time over a copy of exactly what it sees.
+
+A query's result depends on its position and on what lies before it, so a chunk, a cached prefix, a block size or
+drafts beside it change no bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from services.worker.forward_context import AttentionMetadata, AttentionPlan
+from services.worker.kv_cache import KvCache
+from services.worker.ops.protocol import AttentionParams
+
+
+class ReferencePlan(AttentionPlan):
+    """The step's sequences, each with the slots of its whole context in order."""
+
+    __slots__ = ("context_slots",)
+
+    def __init__(self, metadata: AttentionMetadata, block_size: int) -> None:
+        super().__init__(metadata)
+        offsets = torch.arange(block_size)
+        self.context_slots = [
+            (table[:, None] * block_size + offsets).flatten()[:context_len]
+            for table, context_len in zip(metadata.block_tables.long(), metadata.context_lens_host, strict=True)
+        ]
+
+    def rows(self) -> Iterator[tuple[int, Tensor]]:
+        """Each token's row and the slots of the context up to itself; padded tokens have no row here."""
+        row = 0
+        for num_queries, slots in zip(self.metadata.query_lens, self.context_slots, strict=True):
+            for seen in range(len(slots) - num_queries + 1, len(slots) + 1):
+                if seen > 0:
+                    yield row, slots[:seen]
+                row += 1
+
+
+class ReferenceAttention:
+    """The section "Attention" of `Ops`."""
+
+    def plan_attention(self, metadata: AttentionMetadata, kv_cache: KvCache) -> ReferencePlan:
+        return ReferencePlan(metadata, kv_cache.block_size)
+
+    def write_kv(self, key: Tensor, value: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan) -> None:
+        for new, tensor in zip((key, value), cache, strict=True):
+            self.write_cache(new, tensor, plan)
+
+    def write_cache(self, values: Tensor, cache: Tensor, plan: AttentionPlan) -> None:
+        slots = plan.metadata.slot_mapping
+        written = slots >= 0
+        cache.flatten(0, 1)[slots[written]] = values[written]
+
+    def prefill_attention(
+        self,
+        query: Tensor,
+        key: Tensor,  # noqa: ARG002
+        value: Tensor,  # noqa: ARG002
+        cache: tuple[Tensor, ...],
+        plan: AttentionPlan,
+        params: AttentionParams,
+    ) -> Tensor:
+        # From the cache only: a cached prefix then takes the same path as one that was just computed.
+        return self.decode_attention(query, cache, plan, params)
+
+    def decode_attention(
+        self, query: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan, params: AttentionParams
+    ) -> Tensor:
+        assert isinstance(plan, ReferencePlan)
+        keys, values = (tensor.flatten(0, 1) for tensor in cache)
+        output = query.new_zeros(query.shape[0], query.shape[1] * values.shape[-1])
+        for row, slots in plan.rows():
+            seen = slots if params.window is None else slots[-params.window :]
+            output[row] = _attend(query[row], keys[seen], values[seen], params)
+        return output
+
+    def mla_attention(
+        self,
+        query: Tensor,
+        latent_cache: Tensor,
+        plan: AttentionPlan,
+        *,
+        scale: float,
+        value_dim: int,
+        selected: Tensor | None = None,
+    ) -> Tensor:
+        assert isinstance(plan, ReferencePlan)
+        output = query.new_zeros(*query.shape[:2], value_dim)
+        latents, params = latent_cache.flatten(0, 1), AttentionParams(scale)
+        for row, slots in plan.rows():
+            seen = slots if selected is None else slots[_used(selected[row])]
+            keys = latents[seen].unsqueeze(1)
+            output[row] = _attend(query[row], keys, keys[..., :value_dim], params).view(-1, value_dim)
+        return output
+
+    def select_context(
+        self,
+        index_query: Tensor,
+        index_weights: Tensor,
+        index_cache: Tensor,
+        plan: AttentionPlan,
+        *,
+        num_selected: int,
+    ) -> Tensor | None:
+        assert isinstance(plan, ReferencePlan)
+        if plan.metadata.max_context_len <= num_selected:
+            return None
+        selected = torch.full((len(index_query), num_selected), -1)
+        keys = index_cache.flatten(0, 1)
+        for row, slots in plan.rows():
+            scores = torch.relu(torch.mm(index_query[row].float(), keys[slots].float().T.contiguous()))
+            total = torch.mv(scores.T.contiguous(), index_weights[row].clone())
+            best = torch.sort(total, descending=True, stable=True).indices[:num_selected]
+            selected[row, : len(best)] = best
+        return selected
+
+
+def _used(selected: Tensor) -> Tensor:
+    """The positions in `selected` [n], in order: all of them in order are the whole context, bit for bit."""
+    return selected[selected >= 0].sort().values
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
+    """One query [H, D] over what it sees, keys [length, K, D] and values [length, K, V], as [H * V]."""
+    num_kv_heads, head_dim = keys.shape[1:]
+    grouped = query.reshape(num_kv_heads, -1, head_dim) * params.scale
+    scores = torch.bmm(grouped, keys.permute(1, 2, 0).contiguous())
+    if params.sinks is None:
+        weights = torch.softmax(scores, dim=-1)
+    else:
+        sinks = params.sinks.view(num_kv_heads, -1, 1).to(scores.dtype)
+        weights = torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1)[..., :-1].contiguous()
+    return torch.bmm(weights, values.transpose(0, 1).contiguous()).flatten()
