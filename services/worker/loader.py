@@ -1,23 +1,32 @@
 """From a model directory to a model that is ready to run.
 
 Everything in the directory is read as data: JSON and safetensors. A tied head and fused projections are resolved
-here and in the model file; the rest of the worker sees a `CausalLM`.
+in the model file, quantised layers behind `ModelWeights`; the rest of the worker sees a `CausalLM`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from services.worker.models.registry import CausalLM, loader_for
+from services.worker.checkpoint import CheckpointWeights
+from services.worker.dummy_weights import DummyWeights, dummy_digest
+from services.worker.freed_memory import return_freed_memory
+from services.worker.models.registry import CausalLM, ModelLoader, loader_for
 from services.worker.ops import Ops
+from services.worker.quantization.config import QuantizationConfig
 from services.worker.sampling_defaults import SamplingDefaults, sampling_defaults
-from services.worker.weights import ModelWeights, WeightFiles
+from services.worker.weight_files import WeightFiles
+from services.worker.weights import ModelWeights
 from shared.limits import ModelLimits
-from shared.model_dir import CONFIG, eos_token_ids, model_digest, read_json
+from shared.model_dir import CONFIG, TOKENIZER, eos_token_ids, model_digest, read_json
+
+# What checkpoints carry and no model asks for: old ones store the rotary frequencies, tied ones the head again.
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "lm_head.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,27 +51,56 @@ class LoadedModel:
     model_dir: Path
 
 
-def load_model(model_dir: Path, ops: Ops, dtype: torch.dtype, on_progress: Callable[[float], None]) -> LoadedModel:
+def load_model(
+    model_dir: Path,
+    ops: Ops,
+    dtype: torch.dtype,
+    on_progress: Callable[[float], None],
+    *,
+    with_mtp: bool = False,
+    dummy_seed: int | None = None,
+) -> LoadedModel:
     """Load a model directory; about a second for half a gigabyte.
 
     Args:
         model_dir: In Hugging Face's layout: config.json, tokenizer.json, model.safetensors or shards with an index.
+            For dummy weights config.json is enough.
         ops: The backend that prepares and runs the weights.
         dtype: What the model computes in.
-        on_progress: Called with the share of bytes read, above 0, 1.0 last; from this thread.
+        on_progress: Called with the share of bytes read, 0 to 1, 1.0 last; from this thread. What it raises ends the
+            loading.
+        with_mtp: Whether layers for multi-token prediction are loaded, where there are any.
+        dummy_seed: Seed of random weights, instead of those in the directory; None for none.
 
     Raises:
-        ModelDirectoryError: a file is missing or malformed, the architecture is unknown, or configuration and
-            weights do not fit each other, or the generation configuration holds what no request may ask for.
+        ModelDirectoryError: a file is missing or malformed, the architecture or a format is unknown, or configuration
+            and weights do not fit each other, or the generation configuration holds what no request may ask for.
     """
     config = read_json(model_dir, CONFIG)
-    load = loader_for(config)
-    digest = model_digest(model_dir)
+    build = loader_for(config, with_mtp=with_mtp)
     eos_ids = eos_token_ids(model_dir)
-    with WeightFiles(model_dir, on_progress) as files:
-        model = load(config, ModelWeights(files, dtype), ops)
-        weights_digest = files.digest()
+    if dummy_seed is None:
+        digest = model_digest(model_dir)
+        quantization = QuantizationConfig.from_json(config)
+        with WeightFiles(model_dir, on_progress) as files:
+            model = _build_complete(build, config, CheckpointWeights(files, dtype, quantization), ops)
+            weights_digest = files.digest()
+    else:
+        weights_digest = dummy_digest((model_dir / CONFIG).read_bytes(), dummy_seed)
+        # Only who has a tokenizer compares this digest.
+        digest = model_digest(model_dir) if (model_dir / TOKENIZER).exists() else weights_digest
+        model = _build_complete(build, config, DummyWeights(dummy_seed, dtype, on_progress), ops)
+    on_progress(1.0)
     limits = ModelLimits(model.context_length, model.logits_width, num_pool_tokens=model.context_length)
     defaults = sampling_defaults(model_dir, limits)
     facts = ModelFacts(model.context_length, model.logits_width, eos_ids, digest, defaults)
     return LoadedModel(model, facts, weights_digest, model_dir)
+
+
+def _build_complete(build: ModelLoader, config: Mapping[str, Any], weights: ModelWeights, ops: Ops) -> CausalLM:
+    """The model, with every tensor that it needs and none that it does not know."""
+    weights.ignore(suffixes=_IGNORED_SUFFIXES)
+    with return_freed_memory():
+        model = build(config, weights, ops)
+    weights.check_complete()
+    return model

@@ -1,0 +1,63 @@
+"""What a user sees of the loading: a bar on a terminal, else a log line for each tenth."""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol, TextIO
+
+logger = logging.getLogger(__name__)
+
+_BAR_WIDTH = 40
+
+
+class Progress(Protocol):
+    """Shows how far the loading is."""
+
+    def __call__(self, part: float) -> None:
+        """Show `part`, 0 to 1."""
+
+    def close(self) -> None:
+        """The loading has ended, at 1 or before."""
+
+
+class LoggedProgress:
+    """A log line for each tenth."""
+
+    def __init__(self) -> None:
+        self._next_percent = 0
+
+    def __call__(self, part: float) -> None:
+        """See `Progress`."""
+        if part * 100 >= self._next_percent:
+            logger.info("loading weights", extra={"percent": int(part * 100)})
+            self._next_percent = int(part * 10) * 10 + 10
+
+    def close(self) -> None:
+        """See `Progress`."""
+
+
+class ProgressBar:
+    """One line, drawn again for each percent."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._percent: int | None = None
+
+    def __call__(self, part: float) -> None:
+        """See `Progress`."""
+        if int(part * 100) == self._percent:
+            return
+        self._percent = int(part * 100)
+        filled = int(part * _BAR_WIDTH)
+        self._stream.write(f"\rloading weights [{'#' * filled:{_BAR_WIDTH}}] {self._percent:3} %")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """See `Progress`: what is written next starts a line."""
+        if self._percent is not None:
+            self._stream.write("\n")
+
+
+def make_progress(stream: TextIO, *, log_format: str) -> Progress:
+    """The bar where `stream`, to which the log goes, is a terminal and the log is text for people."""
+    return ProgressBar(stream) if log_format == "text" and stream.isatty() else LoggedProgress()

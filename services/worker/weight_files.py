@@ -1,0 +1,198 @@
+"""A model directory's safetensors: mapped, checked, hashed, and never copied as a whole.
+
+A tensor costs memory only where its reader copies it. Other formats are not read: they could run code (DESIGN §6).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from shared.model_dir import ModelDirectoryError, read_json
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+# safetensors' names of the dtypes that any of our formats has, and their size.
+_DTYPE_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
+# Bytes that are hashed at once where a part of a tensor has to be copied for it.
+_HASHED_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """What a file says of a tensor."""
+
+    # safetensors' name: F32, BF16, F8_E4M3, I32 and so on.
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size; 0 for a dtype that no reader takes."""
+        return int(torch.Size(self.shape).numel()) * _DTYPE_BYTES.get(self.dtype, 0)
+
+
+class WeightFiles:
+    """The tensors of a model directory.
+
+    Invariant: every tensor is listed by exactly one file.
+
+    A context manager: tensors that it returns are views of mapped files and must not be kept.
+    """
+
+    def __init__(self, model_dir: Path, on_progress: Callable[[float], None] = lambda _: None) -> None:
+        """Open the files and check their headers.
+
+        Args:
+            model_dir: The directory.
+            on_progress: Called with the share of all bytes that has been read, 0 to 1.
+
+        Raises:
+            ModelDirectoryError: a file is missing, truncated or malformed, or the index and the files disagree.
+        """
+        self.model_dir = model_dir
+        self._on_progress = on_progress
+        self._open_files = ExitStack()
+        self._name_to_file = _locate({path: self._open(path) for path in _weight_paths(model_dir)})
+        self._check_index()
+        self._headers = {name: self._header(name) for name in self._name_to_file}
+        self.num_bytes = sum(header.num_bytes for header in self._headers.values())
+        self._num_bytes_read = 0.0
+        self._entries: dict[str, str] = {}
+
+    def __enter__(self) -> WeightFiles:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._open_files.__exit__(kind, error, tb)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All tensors, sorted."""
+        return tuple(sorted(self._name_to_file))
+
+    def header(self, name: str) -> TensorHeader | None:
+        """What the file says of a tensor; None where there is no such tensor."""
+        return self._headers.get(name)
+
+    def view(self, name: str) -> Tensor:
+        """One tensor, in the file's dtype: a view of the mapped file, which is read where it is looked at."""
+        tensor: Tensor = self._name_to_file[name].get_tensor(name)
+        return tensor
+
+    def read(self, name: str) -> Tensor:
+        """One whole tensor, in the file's dtype: a view of the mapped file. Hashes it and reports progress."""
+        tensor = self.view(name)
+        self._note(name, tensor, self._headers[name].num_bytes)
+        return tensor
+
+    def note_part(self, names: Sequence[str], part: str, values: Tensor, *, share: float) -> None:
+        """Hash what was read of a part of some tensors, and report progress.
+
+        Args:
+            names: The tensors' that made `values`.
+            part: Says which part: the same text for the same part.
+            values: What the reader made of them.
+            share: How much of the tensors it is, 0 to 1.
+        """
+        num_bytes = share * sum(self._headers[name].num_bytes for name in names)
+        self._note(f"{names[0]} {part}", values, num_bytes)
+
+    def digest(self) -> str:
+        """SHA-256 over name, dtype, shape and bytes of every tensor that was read, in hex; equal for equal weights.
+
+        How they are spread over files does not matter; of a tensor read in parts, the parts do.
+        """
+        lines = "".join(self._entries[key] for key in sorted(self._entries))
+        return hashlib.sha256(lines.encode()).hexdigest()
+
+    def _note(self, key: str, values: Tensor, num_bytes: float) -> None:
+        if key in self._entries:
+            return
+        self._entries[key] = f"{key} {values.dtype} {list(values.shape)} {_sha256(values)}\n"
+        self._num_bytes_read += num_bytes
+        self._on_progress(min(self._num_bytes_read / max(self.num_bytes, 1), 1.0))
+
+    def _open(self, path: Path) -> Any:
+        """A handle of safetensors' reader, which checks the header against the file's size."""
+        try:
+            return self._open_files.enter_context(safe_open(path, framework="pt", device="cpu"))
+        except (OSError, SafetensorError) as error:
+            raise ModelDirectoryError(f"{path}: {error}") from error
+
+    def _header(self, name: str) -> TensorHeader:
+        header = self._name_to_file[name].get_slice(name)
+        return TensorHeader(header.get_dtype(), tuple(header.get_shape()))
+
+    def _check_index(self) -> None:
+        if not (self.model_dir / INDEX_FILE).exists():
+            return
+        listed = set(read_json(self.model_dir, INDEX_FILE)["weight_map"])
+        if different := listed.symmetric_difference(self._name_to_file):
+            raise ModelDirectoryError(
+                f"{self.model_dir / INDEX_FILE}: index and files disagree about tensor {min(different)}"
+                + (f" and {len(different) - 1} more" if len(different) > 1 else "")
+            )
+
+
+def _weight_paths(model_dir: Path) -> list[Path]:
+    if (model_dir / INDEX_FILE).exists():
+        weight_map = read_json(model_dir, INDEX_FILE).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelDirectoryError(f"{model_dir / INDEX_FILE}: no weight_map")
+        names = sorted({str(name) for name in weight_map.values()})
+        # A shard's name comes from a file: it must not lead out of the directory.
+        if outside := [name for name in names if Path(name).name != name]:
+            raise ModelDirectoryError(f"{model_dir / INDEX_FILE}: {outside[0]!r} is no plain file name")
+        if missing := [name for name in names if not (model_dir / name).is_file()]:
+            raise ModelDirectoryError(f"{model_dir / INDEX_FILE}: files are missing: {', '.join(missing)}")
+        return [model_dir / name for name in names]
+    return [model_dir / SINGLE_FILE]
+
+
+def _locate(files: dict[Path, Any]) -> dict[str, Any]:
+    name_to_file: dict[str, Any] = {}
+    for path, file in files.items():
+        for name in file.keys():  # noqa: SIM118 - not a mapping
+            if name in name_to_file:
+                raise ModelDirectoryError(f"{path}: tensor {name} is in another file too")
+            name_to_file[name] = file
+    return name_to_file
+
+
+def _sha256(values: Tensor) -> str:
+    if values.is_contiguous():
+        return hashlib.sha256(_bytes(values)).hexdigest()
+    digest = hashlib.sha256()
+    num_rows = max(_HASHED_BYTES // max(values[0].nbytes, 1), 1)
+    for rows in torch.split(values, num_rows):
+        digest.update(_bytes(rows.contiguous()))
+    return digest.hexdigest()
+
+
+def _bytes(values: Tensor) -> memoryview:
+    return values.reshape(-1).view(torch.uint8).numpy().data
