@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from services.worker.models.llama import LlamaForCausalLM
+from services.worker.models.deepseek_v2 import load_deepseek_v2
+from services.worker.models.deepseek_v3 import load_deepseek_v3
+from services.worker.models.deepseek_v32 import load_deepseek_v32
+from services.worker.models.glm4_moe import load_glm4_moe
+from services.worker.models.gpt_oss import load_gpt_oss
+from services.worker.models.llama import load_llama, load_mistral, load_qwen2
+from services.worker.models.mixtral import load_mixtral
 from services.worker.models.protocol import CausalLM
+from services.worker.models.qwen3 import load_qwen3
+from services.worker.models.qwen3_moe import load_qwen3_moe
 from services.worker.ops import Ops
 from services.worker.weights import ModelWeights
 from shared.model_dir import ModelDirectoryError
@@ -16,20 +25,40 @@ __all__ = ["CausalLM", "ModelLoader", "loader_for"]
 # Builds a model from config.json, its weights and a backend.
 ModelLoader = Callable[[Mapping[str, Any], ModelWeights, Ops], CausalLM]
 
-_ARCHITECTURES: dict[str, ModelLoader] = {"LlamaForCausalLM": LlamaForCausalLM.load}
+_ARCHITECTURES: dict[str, ModelLoader] = {
+    "DeepseekV2ForCausalLM": load_deepseek_v2,
+    "DeepseekV3ForCausalLM": load_deepseek_v3,
+    "DeepseekV32ForCausalLM": load_deepseek_v32,
+    "Glm4MoeForCausalLM": load_glm4_moe,
+    "GptOssForCausalLM": load_gpt_oss,
+    "LlamaForCausalLM": load_llama,
+    "MistralForCausalLM": load_mistral,
+    "MixtralForCausalLM": load_mixtral,
+    "Qwen2ForCausalLM": load_qwen2,
+    "Qwen3ForCausalLM": load_qwen3,
+    "Qwen3MoeForCausalLM": load_qwen3_moe,
+}
+# Those that have layers for multi-token prediction, and how they are loaded with them.
+_WITH_MTP: dict[str, ModelLoader] = {
+    "DeepseekV3ForCausalLM": partial(load_deepseek_v3, with_mtp=True),
+    "DeepseekV32ForCausalLM": partial(load_deepseek_v32, with_mtp=True),
+    "Glm4MoeForCausalLM": partial(load_glm4_moe, with_mtp=True),
+}
 
 
-def loader_for(config: Mapping[str, Any]) -> ModelLoader:
+def loader_for(config: Mapping[str, Any], *, with_mtp: bool = False) -> ModelLoader:
     """The loader of the architecture that `config` (config.json) names.
 
+    Args:
+        config: config.json.
+        with_mtp: Whether layers for multi-token prediction are loaded too, where there are any.
+
     Raises:
-        ModelDirectoryError: it names none that is known here, or its weights are quantised.
+        ModelDirectoryError: it names none that is known here.
     """
-    if config.get("quantization_config"):
-        raise ModelDirectoryError("config.json: quantised weights are not supported")
     names = config.get("architectures") or []
     for name in names:
         if name in _ARCHITECTURES:
-            return _ARCHITECTURES[name]
+            return _WITH_MTP.get(name, _ARCHITECTURES[name]) if with_mtp else _ARCHITECTURES[name]
     known = ", ".join(sorted(_ARCHITECTURES))
     raise ModelDirectoryError(f"config.json: architectures is {names}; supported: {known}")

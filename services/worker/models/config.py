@@ -1,0 +1,96 @@
+"""config.json, read value by value and checked, so that a wrong one is an error which names the value."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from shared.model_dir import ModelDirectoryError
+
+# More than any model has of anything; Python's numbers have no end, tensors' sizes do.
+_HIGHEST = 2**48
+
+
+class ConfigValues:
+    """The values of one config.json. A null counts as absent, as transformers writes it.
+
+    Every method takes the names that a value goes by (the first one found counts) and a default for when it is
+    absent; without a default it must be there.
+
+    Raises:
+        ModelDirectoryError: from every method, when a value is missing, malformed or out of its range.
+    """
+
+    def __init__(self, json: Mapping[str, Any]) -> None:
+        self.json = json
+
+    def __contains__(self, name: str) -> bool:
+        return self.json.get(name) is not None
+
+    def size(self, *names: str, default: int | None = None, highest: int = _HIGHEST) -> int:
+        """A whole number, at least 1."""
+        return self._whole(names, default, range(1, highest + 1))
+
+    def count(self, *names: str, default: int | None = None) -> int:
+        """A whole number, at least 0."""
+        return self._whole(names, default, range(_HIGHEST + 1))
+
+    def optional_size(self, name: str) -> int | None:
+        """A whole number, at least 1; None when it is absent."""
+        return self.size(name) if name in self else None
+
+    def number(self, *names: str, default: float | None = None) -> float:
+        """A number that a float can hold."""
+        value = self._find(names, default)
+        if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
+            raise ModelDirectoryError(f"config.json: {names[0]} is {value!r}, not a number")
+        return float(value)
+
+    def flag(self, *names: str, default: bool) -> bool:
+        """True or false."""
+        value = self._find(names, default)
+        if type(value) is not bool:
+            raise ModelDirectoryError(f"config.json: {names[0]} is {value!r}, neither true nor false")
+        return value
+
+    def choice(self, name: str, supported: tuple[str, ...], *, default: str) -> str:
+        """One of the texts that are supported."""
+        value = self._find((name,), default)
+        if value not in supported:
+            raise ModelDirectoryError(f"config.json: {name} {value!r} is not supported, only: {', '.join(supported)}")
+        return str(value)
+
+    def texts(self, name: str, length: int) -> tuple[str, ...] | None:
+        """As many texts as `length` says; None when they are absent."""
+        value = self.json.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != length or not all(isinstance(text, str) for text in value):
+            raise ModelDirectoryError(f"config.json: {name} is no list of {length} texts")
+        return tuple(value)
+
+    def counts(self, name: str) -> tuple[int, ...]:
+        """Whole numbers, at least 0; none of them when they are absent."""
+        value = self._find((name,), [])
+        if not isinstance(value, list) or not all(type(number) is int and number >= 0 for number in value):
+            raise ModelDirectoryError(f"config.json: {name} is no list of whole numbers from 0")
+        return tuple(value)
+
+    def _whole(self, names: tuple[str, ...], default: int | None, allowed: range) -> int:
+        value = self._find(names, default)
+        if type(value) is not int:
+            raise ModelDirectoryError(f"config.json: {names[0]} is {value!r}, not a whole number")
+        if value < allowed.start:
+            raise ModelDirectoryError(f"config.json: {names[0]} is {value}, must be at least {allowed.start}")
+        if value not in allowed:
+            raise ModelDirectoryError(f"config.json: {names[0]} is {value}, more than {allowed.stop - 1}")
+        return value
+
+    def _find(self, names: tuple[str, ...], default: object) -> Any:
+        for name in names:
+            if name in self:
+                return self.json[name]
+        if default is None:
+            raise ModelDirectoryError(f"config.json: {' or '.join(names)} is missing")
+        return default

@@ -1,0 +1,59 @@
+"""DeepSeek-V2 (arXiv:2405.04434) and its lighter kin: latent attention, and experts by softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from services.worker.models.config import ConfigValues
+from services.worker.models.decoder import DecoderConfig, DecoderModel
+from services.worker.models.deepseek import FeedForwardConfig, load_deepseek, read_dense_layers
+from services.worker.models.latent_attention import LatentAttentionConfig
+from services.worker.models.sparse_mlp import SparseConfig, read_groups
+from services.worker.ops import Ops, RouterScore, RoutingRule
+from services.worker.weights import ModelWeights
+from shared.model_dir import ModelDirectoryError
+
+
+def load_deepseek_v2(config: Mapping[str, Any], weights: ModelWeights, ops: Ops) -> DecoderModel:
+    """DeepSeek-V2.
+
+    Raises:
+        ModelDirectoryError: configuration and weights do not make a model.
+    """
+    values = ConfigValues(config)
+    common = DecoderConfig.from_json(values)
+    has_bias = values.flag("mlp_bias", default=False)
+    feed_forward = FeedForwardConfig(
+        dense_size=values.size("intermediate_size"),
+        has_dense_bias=has_bias,
+        dense_layers=read_dense_layers(values, common.num_layers, default_count=0),
+        sparse=_read_sparse(values, has_shared_bias=has_bias),
+    )
+    attention = LatentAttentionConfig.from_json(values, common)
+    return load_deepseek(ops, common, weights, attention=attention, feed_forward=feed_forward)
+
+
+def _read_sparse(values: ConfigValues, *, has_shared_bias: bool) -> SparseConfig:
+    values.choice("scoring_func", ("softmax",), default="softmax")
+    if values.flag("norm_topk_prob", default=False):
+        # DeepSeek's own code divides by the sum, transformers does not; no checkpoint asks for it.
+        raise ModelDirectoryError("config.json: norm_topk_prob is not supported in DeepSeek-V2")
+    method = values.choice("topk_method", ("greedy", "group_limited_greedy"), default="greedy")
+    inner_size = values.size("moe_intermediate_size")
+    rule = RoutingRule(
+        num_chosen=values.size("num_experts_per_tok"),
+        score=RouterScore.SOFTMAX,
+        groups=None if method == "greedy" else read_groups(values, num_judging=1),
+        scale=values.number("routed_scaling_factor", default=1.0),
+    )
+    return SparseConfig(
+        num_experts=values.size("n_routed_experts"),
+        inner_size=inner_size,
+        rule=rule,
+        router_dtype=torch.float32,
+        shared_size=values.count("n_shared_experts", default=0) * inner_size,
+        has_shared_bias=has_shared_bias,
+    )

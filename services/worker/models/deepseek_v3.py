@@ -1,0 +1,56 @@
+"""DeepSeek-V3 and R1 (arXiv:2412.19437): latent attention, and experts in groups, chosen with a correction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from services.worker.models.config import ConfigValues
+from services.worker.models.decoder import DecoderConfig, DecoderModel
+from services.worker.models.deepseek import FeedForwardConfig, load_deepseek, read_dense_layers
+from services.worker.models.latent_attention import IndexerConfig, LatentAttentionConfig
+from services.worker.models.mtp import mtp_layers_to_load
+from services.worker.models.sparse_mlp import SparseConfig
+from services.worker.ops import Ops
+from services.worker.weights import ModelWeights
+
+# Where config.json does not say, as transformers' configuration has it.
+_NUM_DENSE_LAYERS = 3
+
+
+def load_deepseek_v3(
+    config: Mapping[str, Any],
+    weights: ModelWeights,
+    ops: Ops,
+    *,
+    with_mtp: bool = False,
+    indexer: IndexerConfig | None = None,
+) -> DecoderModel:
+    """DeepSeek-V3, with its layers for multi-token prediction if they are asked for and stored.
+
+    Args:
+        config: config.json.
+        weights: The model's.
+        ops: The backend.
+        with_mtp: Whether those layers are asked for.
+        indexer: V3.2's; None: tokens attend to all before them.
+
+    Raises:
+        ModelDirectoryError: configuration and weights do not make a model.
+    """
+    values = ConfigValues(config)
+    common = DecoderConfig.from_json(values)
+    feed_forward = FeedForwardConfig(
+        dense_size=values.size("intermediate_size"),
+        has_dense_bias=False,
+        dense_layers=read_dense_layers(values, common.num_layers, default_count=_NUM_DENSE_LAYERS),
+        sparse=SparseConfig.corrected_sigmoid(values),
+    )
+    return load_deepseek(
+        ops,
+        common,
+        weights,
+        attention=LatentAttentionConfig.from_json(values, common, indexer=indexer),
+        feed_forward=feed_forward,
+        mtp_layers=mtp_layers_to_load(values, common, weights, with_mtp=with_mtp),
+    )

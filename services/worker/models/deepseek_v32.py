@@ -1,0 +1,38 @@
+"""DeepSeek-V3.2: DeepSeek-V3 whose tokens attend to those alone that an indexer chooses.
+
+Source: DeepSeek-V3.2-Exp, "Boosting Long-Context Efficiency with DeepSeek Sparse Attention", section 2.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from services.worker.models.config import ConfigValues
+from services.worker.models.decoder import DecoderModel
+from services.worker.models.deepseek_v3 import load_deepseek_v3
+from services.worker.models.latent_attention import IndexerConfig
+from services.worker.ops import Ops
+from services.worker.weights import ModelWeights
+
+# Where config.json does not say, as transformers' configuration has it.
+_NUM_HEADS = 64
+_HEAD_DIM = 128
+_NUM_SELECTED = 2048
+
+
+def load_deepseek_v32(
+    config: Mapping[str, Any], weights: ModelWeights, ops: Ops, *, with_mtp: bool = False
+) -> DecoderModel:
+    """DeepSeek-V3.2, with its layers for multi-token prediction if they are asked for and stored.
+
+    Raises:
+        ModelDirectoryError: configuration and weights do not make a model.
+    """
+    values = ConfigValues(config)
+    indexer = IndexerConfig(
+        num_heads=values.size("index_n_heads", default=_NUM_HEADS),
+        head_dim=values.size("index_head_dim", default=_HEAD_DIM),
+        num_selected=values.size("index_topk", default=_NUM_SELECTED),
+    )
+    return load_deepseek_v3(config, weights, ops, with_mtp=with_mtp, indexer=indexer)

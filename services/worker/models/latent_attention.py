@@ -1,0 +1,180 @@
+"""Multi-head latent attention as DeepSeek's models have it: reading and loading, with and without an indexer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.worker.kv_cache import CacheTensor, LayerCache
+from services.worker.layers.indexer import Indexer, IndexerProjections
+from services.worker.layers.linear import Linear
+from services.worker.layers.mla import LatentAttention, LatentProjections, LatentSizes
+from services.worker.layers.norm import LayerNorm, RmsNorm
+from services.worker.layers.rotary import Rotary
+from services.worker.models.config import ConfigValues
+from services.worker.models.decoder import DecoderConfig
+from services.worker.ops import Ops
+from services.worker.weights import ModelWeights
+from shared.model_dir import ModelDirectoryError
+
+# Of the norms inside the attention; config.json has none, its `rms_norm_eps` is that of the others.
+_NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerConfig:
+    """What the indexer of a layer is made of."""
+
+    num_heads: int
+    head_dim: int
+    num_selected: int
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttentionConfig:
+    """What a family's attention is made of, the same in every layer."""
+
+    sizes: LatentSizes
+    has_bias: bool
+    # What the products of queries and keys are multiplied by.
+    scale: float
+    # Whether the checkpoint's rotated columns are neighbouring pairs, or else half of them apart.
+    is_interleaved: bool
+    # None: a token attends to all before it.
+    indexer: IndexerConfig | None = None
+
+    @classmethod
+    def from_json(
+        cls, values: ConfigValues, config: DecoderConfig, *, indexer: IndexerConfig | None = None
+    ) -> LatentAttentionConfig:
+        """Read and check the sizes.
+
+        Raises:
+            ModelDirectoryError: one is missing or malformed, or they do not fit each other.
+        """
+        sizes = LatentSizes(
+            num_heads=values.size("num_attention_heads"),
+            plain_dim=values.size("qk_nope_head_dim"),
+            rope_dim=values.size("qk_rope_head_dim"),
+            value_dim=values.size("v_head_dim"),
+            latent_dim=values.size("kv_lora_rank"),
+            query_latent_dim=values.optional_size("q_lora_rank"),
+        )
+        if sizes.rope_dim % 2:
+            raise ModelDirectoryError(f"config.json: qk_rope_head_dim {sizes.rope_dim} is odd")
+        if indexer is not None:
+            _check_indexer(indexer, sizes)
+        return cls(
+            sizes=sizes,
+            has_bias=values.flag("attention_bias", default=False),
+            scale=sizes.head_dim**-0.5 * config.rope.score_factor,
+            is_interleaved=values.flag("rope_interleave", default=True),
+            indexer=indexer,
+        )
+
+    def layer_cache(self, dtype: torch.dtype) -> LayerCache:
+        """What a token keeps in one layer."""
+        latent = CacheTensor((self.sizes.cached_dim,), dtype)
+        return (latent,) if self.indexer is None else (latent, CacheTensor((self.indexer.head_dim,), dtype))
+
+
+def load_latent_attention(
+    ops: Ops, config: DecoderConfig, weights: ModelWeights, layer: int, *, attention: LatentAttentionConfig
+) -> LatentAttention:
+    """The attention of layer number `layer` of a checkpoint."""
+    prefix, sizes = f"model.layers.{layer}.self_attn", attention.sizes
+    return LatentAttention(
+        ops,
+        layer,
+        sizes,
+        _load_projections(ops, config, weights, prefix, attention),
+        scale=attention.scale,
+        indexer=None if attention.indexer is None else _load_indexer(ops, config, weights, prefix, attention),
+    )
+
+
+def load_latent_rotary(ops: Ops, config: DecoderConfig, attention: LatentAttentionConfig) -> Rotary:
+    """The rotation of the attention's heads, and of the indexer's."""
+    return Rotary(
+        ops, config.rope, attention.sizes.rope_dim, config.context_length, is_interleaved=attention.is_interleaved
+    )
+
+
+def _check_indexer(indexer: IndexerConfig, sizes: LatentSizes) -> None:
+    if sizes.query_latent_dim is None:
+        raise ModelDirectoryError("config.json: q_lora_rank is missing, which the indexer needs")
+    if indexer.head_dim < sizes.rope_dim:
+        raise ModelDirectoryError(
+            f"config.json: index_head_dim {indexer.head_dim} is less than qk_rope_head_dim {sizes.rope_dim}"
+        )
+
+
+def _load_projections(
+    ops: Ops, config: DecoderConfig, weights: ModelWeights, prefix: str, attention: LatentAttentionConfig
+) -> LatentProjections:
+    sizes, has_bias = attention.sizes, attention.has_bias
+    down_names, down_sizes = [f"{prefix}.kv_a_proj_with_mqa"], [sizes.cached_dim]
+    query_name, query_in, query_norm = f"{prefix}.q_proj", config.hidden_size, None
+    if sizes.query_latent_dim is not None:
+        down_names, down_sizes = [f"{prefix}.q_a_proj", *down_names], [sizes.query_latent_dim, *down_sizes]
+        query_name, query_in = f"{prefix}.q_b_proj", sizes.query_latent_dim
+        query_norm = _load_norm(ops, weights, f"{prefix}.q_a_layernorm", query_in)
+    heads_dim = sizes.num_heads * sizes.value_dim
+    absorb, expand = _absorbed_weights(weights, f"{prefix}.kv_b_proj", sizes)
+    return LatentProjections(
+        down=Linear.load(ops, weights, down_names, down_sizes, in_features=config.hidden_size, has_bias=has_bias),
+        query_norm=query_norm,
+        query=Linear.load(
+            ops, weights, [query_name], [sizes.num_heads * sizes.head_dim], in_features=query_in, has_bias=False
+        ),
+        latent_norm=_load_norm(ops, weights, f"{prefix}.kv_a_layernorm", sizes.latent_dim),
+        absorb=ops.prepare_per_head_linear(absorb),
+        expand=ops.prepare_per_head_linear(expand),
+        output=Linear.load(
+            ops, weights, [f"{prefix}.o_proj"], [config.hidden_size], in_features=heads_dim, has_bias=has_bias
+        ),
+    )
+
+
+def _absorbed_weights(weights: ModelWeights, name: str, sizes: LatentSizes) -> tuple[Tensor, Tensor]:
+    """W_UK transposed, [H, latent_dim, plain_dim], and W_UV, [H, value_dim, latent_dim]: views of one matrix."""
+    num_rows = sizes.plain_dim + sizes.value_dim
+    up = weights.linear(name, (sizes.num_heads * num_rows, sizes.latent_dim)).view(sizes.num_heads, num_rows, -1)
+    return up[:, : sizes.plain_dim].transpose(1, 2), up[:, sizes.plain_dim :]
+
+
+def _load_indexer(
+    ops: Ops, config: DecoderConfig, weights: ModelWeights, prefix: str, attention: LatentAttentionConfig
+) -> Indexer:
+    """The indexer, its columns in the order in which the attention's own rotation takes them.
+
+    In checkpoints its rotated columns are half of them apart where the attention's are neighbours. The same order of
+    queries' and keys' columns leaves their products as they are, so one rotation serves both.
+    """
+    indexer, sizes, name = attention.indexer, attention.sizes, f"{prefix}.indexer"
+    assert indexer is not None
+    assert sizes.query_latent_dim is not None
+    order = torch.arange(indexer.head_dim)
+    if attention.is_interleaved:
+        order[: sizes.rope_dim] = order[: sizes.rope_dim].view(2, -1).T.flatten()
+    heads = indexer.num_heads
+    query = weights.linear(f"{name}.wq_b", (heads * indexer.head_dim, sizes.query_latent_dim))
+    query = query.view(heads, indexer.head_dim, -1)[:, order].flatten(0, 1)
+    head_weights = weights.linear(f"{name}.weights_proj", (heads, config.hidden_size))
+    norm_weight, norm_bias = (
+        weights.read(f"{name}.k_norm.{part}", (indexer.head_dim,))[order] for part in ("weight", "bias")
+    )
+    projections = IndexerProjections(
+        query=Linear(ops, query),
+        key=Linear(ops, weights.linear(f"{name}.wk", (indexer.head_dim, config.hidden_size))[order]),
+        key_norm=LayerNorm(ops, norm_weight, norm_bias, _NORM_EPS),
+        # Computed in float32 whatever the model runs in, as transformers does.
+        head_weights=Linear(ops, head_weights.float()),
+    )
+    return Indexer(ops, projections, num_heads=heads, num_selected=indexer.num_selected)
+
+
+def _load_norm(ops: Ops, weights: ModelWeights, name: str, size: int) -> RmsNorm:
+    return RmsNorm(ops, weights.read(f"{name}.weight", (size,)), _NORM_EPS)

@@ -1,0 +1,158 @@
+"""Models whose attention has grouped key/value heads, as all families without latent attention have it.
+
+How the attention is read and loaded, and layers and models around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from services.worker.kv_cache import LayerCache, attention_cache
+from services.worker.layers.attention import Attention
+from services.worker.layers.linear import Linear
+from services.worker.layers.norm import RmsNorm
+from services.worker.layers.rotary import Rotary
+from services.worker.models.config import ConfigValues
+from services.worker.models.decoder import DecoderConfig, DecoderLayer, DecoderModel, FeedForward
+from services.worker.ops import AttentionParams, Ops
+from services.worker.weights import ModelWeights
+from shared.model_dir import ModelDirectoryError
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionHeads:
+    """How many heads there are, and their size. `num_kv_heads` divides `num_heads`."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def from_json(cls, values: ConfigValues, *, default_head_dim: int | None = None) -> AttentionHeads:
+        """Read and check them; without a default a head has its share of the hidden size.
+
+        Raises:
+            ModelDirectoryError: a value is missing or malformed, or they do not fit each other.
+        """
+        num_heads = values.size("num_attention_heads")
+        num_kv_heads = values.size("num_key_value_heads", default=num_heads)
+        hidden_size = values.size("hidden_size")
+        head_dim = values.size("head_dim", default=default_head_dim or max(hidden_size // num_heads, 1))
+        if num_heads % num_kv_heads:
+            raise ModelDirectoryError(
+                f"config.json: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
+            )
+        return cls(num_heads, num_kv_heads, head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """What a family's attention is made of, the same in every layer but for the window."""
+
+    heads: AttentionHeads
+    # Per layer: how many tokens a token sees, itself included; None: all up to itself.
+    windows: Sequence[int | None]
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False
+    has_head_norms: bool = False
+    has_sinks: bool = False
+
+    def kv_layers(self, dtype: torch.dtype) -> list[LayerCache]:
+        """What a token keeps in the cache, layer by layer."""
+        return [attention_cache(self.heads.num_kv_heads, self.heads.head_dim, dtype)] * len(self.windows)
+
+
+def windows_by_type(values: ConfigValues, window: int | None, default: Sequence[str]) -> list[int | None]:
+    """Each layer's window where `layer_types` says which layers have one.
+
+    Args:
+        values: config.json.
+        window: That of a layer of type `SLIDING`.
+        default: The types of all layers where config.json has none.
+
+    Raises:
+        ModelDirectoryError: a type is unknown, or a layer has a window of no size.
+    """
+    types = values.texts("layer_types", len(default)) or default
+    if unknown := set(types) - {FULL, SLIDING}:
+        raise ModelDirectoryError(f"config.json: layer_types {sorted(unknown)} are not supported")
+    if window is None and SLIDING in types:
+        raise ModelDirectoryError("config.json: layer_types asks for windows, but sliding_window sets none")
+    return [window if kind == SLIDING else None for kind in types]
+
+
+def load_plain_model(
+    ops: Ops,
+    config: DecoderConfig,
+    weights: ModelWeights,
+    *,
+    attention: AttentionConfig,
+    load_feed_forward: Callable[[int], FeedForward],
+) -> DecoderModel:
+    """A model of such layers, with the feed-forward networks that the family loads by a layer's number."""
+    layers = [
+        load_plain_layer(ops, config, weights, layer, attention=attention, feed_forward=load_feed_forward(layer))
+        for layer in range(config.num_layers)
+    ]
+    rotary, kv_layers = load_rotary(ops, config, attention.heads), attention.kv_layers(weights.dtype)
+    return DecoderModel(ops, config, weights, layers=layers, rotary=rotary, kv_layers=kv_layers)
+
+
+def load_plain_layer(
+    ops: Ops,
+    config: DecoderConfig,
+    weights: ModelWeights,
+    layer: int,
+    *,
+    attention: AttentionConfig,
+    feed_forward: FeedForward,
+) -> DecoderLayer:
+    """Layer number `layer` of a checkpoint, around a feed-forward network."""
+    attends = _load_attention(ops, config, weights, layer, attention)
+    return DecoderLayer.load(ops, config, weights, layer, attention=attends, mlp=feed_forward)
+
+
+def load_rotary(ops: Ops, config: DecoderConfig, heads: AttentionHeads) -> Rotary:
+    """The rotation of the heads.
+
+    Raises:
+        ModelDirectoryError: the part of a head that is rotated does not fall into pairs.
+    """
+    return Rotary(ops, config.rope, config.rope.rotary_dim(heads.head_dim), config.context_length)
+
+
+def _load_attention(
+    ops: Ops, config: DecoderConfig, weights: ModelWeights, layer: int, attention: AttentionConfig
+) -> Attention:
+    prefix, heads = f"model.layers.{layer}.self_attn", attention.heads
+    query_size, kv_size = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+    names, sizes = [f"{prefix}.{name}_proj" for name in "qkv"], [query_size, kv_size, kv_size]
+    hidden_size = config.hidden_size
+    qkv = Linear.load(ops, weights, names, sizes, in_features=hidden_size, has_bias=attention.has_qkv_bias)
+    names, sizes = [f"{prefix}.o_proj"], [hidden_size]
+    output = Linear.load(ops, weights, names, sizes, in_features=query_size, has_bias=attention.has_output_bias)
+    sinks = None
+    if attention.has_sinks:
+        sinks = weights.read(f"{prefix}.sinks", (heads.num_heads,), dtype=torch.float32)
+
+    def head_norm(name: str) -> RmsNorm | None:
+        if not attention.has_head_norms:
+            return None
+        return RmsNorm(ops, weights.read(f"{prefix}.{name}.weight", (heads.head_dim,)), config.rms_norm_eps)
+
+    return Attention(
+        ops,
+        layer,
+        qkv=qkv,
+        output=output,
+        num_heads=heads.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        params=AttentionParams(heads.head_dim**-0.5, attention.windows[layer], sinks),
+        query_norm=head_norm("q_norm"),
+        key_norm=head_norm("k_norm"),
+    )

@@ -1,0 +1,35 @@
+"""Qwen3 (arXiv:2505.09388): Qwen2 with norms of query and key heads, which make their biases a setting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from services.worker.models.config import ConfigValues
+from services.worker.models.decoder import DecoderConfig, DecoderModel
+from services.worker.models.llama import load_dense_model, qwen_windows
+from services.worker.models.plain_attention import AttentionConfig, AttentionHeads
+from services.worker.ops import Ops
+from services.worker.weights import ModelWeights
+
+# Where config.json does not say, as transformers' configuration has it.
+_HEAD_DIM = 128
+
+
+def load_qwen3(config: Mapping[str, Any], weights: ModelWeights, ops: Ops) -> DecoderModel:
+    """Qwen3.
+
+    Raises:
+        ModelDirectoryError: configuration and weights do not make a model.
+    """
+    values = ConfigValues(config)
+    common = DecoderConfig.from_json(values)
+    has_bias = values.flag("attention_bias", default=False)
+    attention = AttentionConfig(
+        AttentionHeads.from_json(values, default_head_dim=_HEAD_DIM),
+        qwen_windows(values, common.num_layers),
+        has_qkv_bias=has_bias,
+        has_output_bias=has_bias,
+        has_head_norms=True,
+    )
+    return load_dense_model(ops, values, common, weights, attention=attention)
