@@ -49,6 +49,9 @@ def check_local_address(address: str) -> str:
 Address = Annotated[str, AfterValidator(check_address)]
 LocalAddress = Annotated[str, AfterValidator(check_local_address)]
 
+# Who drafts tokens in a worker.
+DraftProposerName = Literal["none", "ngram", "mtp", "model"]
+
 
 class ServiceSettings(BaseSettings):
     """What every service can be told. Subclasses set `env_prefix` and `cli_prog_name`."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from services.worker.config import WorkerSettings
 from services.worker.device_loop import DeviceLoop
+from services.worker.loading_progress import make_progress
 from services.worker.rpc_thread import RpcThread
 from services.worker.servicer import WorkerServicer
 from services.worker.signals import call_at_stop_signals
@@ -71,17 +72,17 @@ def _load(settings: WorkerSettings, device: DeviceLoop) -> ModelRunner:
     # torch takes seconds to import: settings are refused, health checks answered and OpenMP told before.
     from services.worker.model_runner import build_model_runner  # noqa: PLC0415
 
-    next_percent = 0
+    progress = make_progress(sys.stderr, log_format=settings.log_format)
 
     def on_progress(part: float) -> None:
-        nonlocal next_percent
         if device.is_stopping:
             raise _LoadingStoppedError
-        if part * 100 >= next_percent:
-            logger.info("loading weights", extra={"percent": int(part * 100)})
-            next_percent = int(part * 10) * 10 + 10
+        progress(part)
 
-    return build_model_runner(settings, on_progress)
+    try:
+        return build_model_runner(settings, on_progress)
+    finally:
+        progress.close()
 
 
 def _tune_libraries() -> None:

@@ -1,16 +1,22 @@
 """Guesses of next tokens, which the model then checks several at once (speculative decoding).
 
-Plain numpy. A draft never changes what is generated, only how many tokens a step brings (DESIGN §2.6).
+A draft never changes what is generated, only how many tokens a step brings (DESIGN §2.6). Here are whoever keeps the
+sequences' tokens and decides how many drafts are worth it (`Drafter`), and what it asks of those who guess
+(`DraftProposer`): once a step, for all of its sequences together.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
+from torch import Tensor
 
+from services.worker.block_tables import BlockTables
+from services.worker.enter_checks import BatchLimits
+from services.worker.kv_cache import KvCache, KvCacheSpec
 from services.worker.step import Int32Column
+from services.worker.step_input import StepInput
 from shared.limits import MAX_DRAFT_TOKENS
 
 # What a sequence begins with, and how many steps it is left alone at most.
@@ -22,56 +28,6 @@ _MAX_DRAFTED_TOGETHER = 1024
 NO_DRAFTS: Int32Column = np.empty(0, np.int32)
 
 
-class DraftProposer(Protocol):
-    """Guesses how a sequence goes on."""
-
-    def propose(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
-        """The next tokens of one sequence, as far as there is a guess.
-
-        Args:
-            token_ids: [num_tokens], all tokens known of it, at least one; not written.
-            max_tokens: The most that can be used, at least 1.
-
-        Returns:
-            [0 to `max_tokens`].
-        """
-
-
-class NgramProposer:
-    """Looks up where the sequence's last tokens stood before, and proposes what followed there.
-
-    Of all earlier places it takes those that agree with the most of the last `max_ngram` tokens, and of these the
-    latest. What follows may run into the end of the sequence, and goes on with what it proposed there: text that
-    repeats itself with a short period is continued in full.
-
-    Source: Saxena, "Prompt Lookup Decoding", github.com/apoorvumang/prompt-lookup-decoding, 2023; vLLM's
-    `NgramProposer`, which takes the earliest such place.
-    """
-
-    def __init__(self, *, min_ngram: int = 2, max_ngram: int = 8) -> None:
-        """Propose where at least the last `min_ngram` tokens stood before; 1 <= `min_ngram` <= `max_ngram`."""
-        assert 1 <= min_ngram <= max_ngram
-        self._min_ngram = min_ngram
-        self._max_ngram = max_ngram
-
-    def propose(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
-        """See `DraftProposer.propose`; some 10 µs for 4,096 tokens."""
-        num_tokens = len(token_ids)
-        # Places whose tokens agree with the sequence's end, given by their last token.
-        places = np.flatnonzero(token_ids[:-1] == token_ids[-1])
-        num_agreed = 1
-        while num_agreed < self._max_ngram and len(places):
-            before = places[places >= num_agreed]
-            longer = before[token_ids[before - num_agreed] == token_ids[-1 - num_agreed]]
-            if not len(longer):
-                break
-            places, num_agreed = longer, num_agreed + 1
-        if not len(places) or num_agreed < self._min_ngram:
-            return NO_DRAFTS
-        first = int(places[-1]) + 1
-        return token_ids[first + np.arange(max_tokens) % (num_tokens - first)]
-
-
 @dataclass(frozen=True, slots=True)
 class Drafts:
     """Guesses for some sequences: `token_ids` of all of them one behind the other, `counts` of each."""
@@ -81,14 +37,84 @@ class Drafts:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftRows:
+    """Sequences to draft for; columns have one entry each."""
+
+    slots: Int32Column
+    most: Int32Column  # tokens that are wanted of each, at least 1
+    most_together: int  # that all of them can use; the first ones get theirs first
+    token_ids: tuple[Int32Column, ...]  # all tokens known of each, at least one; not to be written
+    # The worker's. Those of a row hold the places of all its tokens, and of as many more as are wanted of it.
+    tables: BlockTables
+
+    @property
+    def num_known(self) -> Int32Column:
+        """How many tokens are known of each."""
+        return np.array([len(token_ids) for token_ids in self.token_ids], np.int32)
+
+    def block_tables(self) -> Int32Column:
+        """[num_rows, most blocks of one]."""
+        return self.tables.rows(self.slots, int(self.tables.num_blocks(self.slots).max()))
+
+    def counts_in_room(self) -> Int32Column:
+        """How many of the wanted tokens `most_together` leaves each."""
+        before = np.cumsum(self.most) - self.most
+        counts: Int32Column = np.clip(self.most_together - before, 0, self.most).astype(np.int32)
+        return counts
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedStep:
+    """What a step computed, for proposers that go by it."""
+
+    inputs: StepInput
+    hidden: Tensor  # [num_tokens, hidden], what the model returned for the step's tokens; not to be written
+    # Tokens of all rows, one row behind the other, as they are inputs of the next step, and how many each has; None:
+    # one each.
+    token_ids: Int32Column
+    counts: Int32Column | None
+
+
+class DraftProposer:
+    """Guesses how sequences go on. One that keeps nothing of them has `propose` alone.
+
+    Guesses may be wrong in any way, but they are tokens that the model knows.
+    """
+
+    # What a token needs in a KV cache of the proposer's own.
+    kv_cache_spec = KvCacheSpec(())
+
+    def attach(self, limits: BatchLimits, kv_cache: KvCache) -> None:
+        """An epoch begins: there is no sequence. Blocks are those of `kv_cache`, which is the model's."""
+
+    def forget(self, slots: Int32Column) -> None:
+        """Their sequences left."""
+
+    def observe(self, step: ComputedStep) -> None:
+        """A step has been computed, of at least one token."""
+
+    def propose(self, rows: DraftRows) -> Drafts:
+        """The next tokens of sequences that a step decodes, as far as there are guesses.
+
+        Args:
+            rows: At least one.
+
+        Returns:
+            For each row 0 to `most` tokens, `most_together` at most.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
 class Drafting:
     """How a worker drafts; see `Drafter`."""
 
     proposer: DraftProposer
     num_draft_tokens: int
 
-    def make_drafter(self) -> Drafter:
-        """For a batch that is empty."""
+    def begin(self, limits: BatchLimits, kv_cache: KvCache) -> Drafter:
+        """For the batch of a new epoch, which is empty."""
+        self.proposer.attach(limits, kv_cache)
         return Drafter(self.proposer, self.num_draft_tokens)
 
 
@@ -118,25 +144,33 @@ class Drafter:
 
     def leave(self, slots: Int32Column) -> None:
         """Forget sequences."""
+        self._proposer.forget(slots)
         for slot in slots.tolist():
             del self._sequences[slot]
 
-    def propose(self, slots: Int32Column, most: Int32Column, most_together: int) -> Drafts:
+    def propose(self, slots: Int32Column, most: Int32Column, *, most_together: int, tables: BlockTables) -> Drafts:
         """Draft for the sequences that a step decodes; `record` tells how it went.
 
         Args:
             slots: Theirs.
             most: [len(slots)], how many tokens each can use, at least 0.
             most_together: How many all of them can use, at least 0; the first ones get theirs first.
+            tables: The blocks of every slot.
         """
+        most = np.minimum(most, self._num_draft_tokens)
+        sequences = [self._sequences[slot] for slot in slots.tolist()]
+        wanted = np.array([seq.want(n) for seq, n in zip(sequences, most.tolist(), strict=True)], np.int32)
+        rows = np.flatnonzero(wanted)
         most_together = min(most_together, _MAX_DRAFTED_TOGETHER)
-        guesses = [NO_DRAFTS]
-        for slot, most_of_slot in zip(slots.tolist(), most.tolist(), strict=True):
-            max_tokens = min(most_of_slot, self._num_draft_tokens, most_together)
-            guesses.append(self._sequences[slot].draft(self._proposer, max_tokens))
-            most_together -= len(guesses[-1])
-        counts = np.array([len(guess) for guess in guesses[1:]], np.int32)
-        return Drafts(np.concatenate(guesses), counts)
+        if not len(rows) or not most_together:
+            return Drafts(NO_DRAFTS, np.zeros(len(slots), np.int32))
+        token_ids = tuple(sequences[row].token_ids for row in rows.tolist())
+        drafts = self._proposer.propose(DraftRows(slots[rows], wanted[rows], most_together, token_ids, tables))
+        counts = np.zeros(len(slots), np.int32)
+        counts[rows] = drafts.counts
+        for row, count in zip(rows.tolist(), drafts.counts.tolist(), strict=True):
+            sequences[row].num_drafted = count
+        return Drafts(drafts.token_ids, counts)
 
     def record(self, slots: Int32Column, token_ids: Int32Column, counts: Int32Column | None) -> None:
         """The tokens that a step's sequences got; see `SampledTokens`."""
@@ -160,10 +194,15 @@ class _DraftedSequence:
         # Memory that is not touched costs nothing.
         self._token_ids: Int32Column = np.empty(max_num_tokens, np.int32)
         self._num_tokens = 0
-        self._num_drafted = 0
+        self.num_drafted = 0
         self._most_drafted = _FIRST_DRAFT
         self._num_failures = 0
         self._num_steps_alone = 0
+
+    @property
+    def token_ids(self) -> Int32Column:
+        """All that are known: a view."""
+        return self._token_ids[: self._num_tokens]
 
     def extend(self, token_ids: Int32Column) -> None:
         """Known tokens."""
@@ -171,24 +210,21 @@ class _DraftedSequence:
         self._token_ids[self._num_tokens : end] = token_ids
         self._num_tokens = end
 
-    def draft(self, proposer: DraftProposer, max_tokens: int) -> Int32Column:
-        """What `proposer` makes of the tokens, at most `max_tokens`."""
-        max_tokens = min(max_tokens, self._most_drafted)
-        guess = NO_DRAFTS
+    def want(self, max_tokens: int) -> int:
+        """How many tokens to draft, at most `max_tokens`; `num_drafted` then takes how many there are."""
+        self.num_drafted = 0
         if self._num_steps_alone:
             self._num_steps_alone -= 1
-        elif max_tokens > 0:
-            guess = proposer.propose(self._token_ids[: self._num_tokens], max_tokens)
-        self._num_drafted = len(guess)
-        return guess
+            return 0
+        return min(max_tokens, self._most_drafted)
 
     def learn(self, num_accepted: int) -> None:
         """How many tokens of the last draft were right."""
-        if not self._num_drafted:
+        if not self.num_drafted:
             return
         if num_accepted:
             self._num_failures = 0
-            are_all_right = num_accepted == self._num_drafted
+            are_all_right = num_accepted == self.num_drafted
             self._most_drafted = min(2 * num_accepted, MAX_DRAFT_TOKENS) if are_all_right else num_accepted + 1
         else:
             self._num_steps_alone = min(2**self._num_failures - 1, _MAX_STEPS_ALONE)

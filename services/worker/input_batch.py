@@ -1,7 +1,7 @@
 """The batch that a worker holds between steps, and the inputs of each step made from it.
 
-Plain numpy on the host: every number that came over the wire is checked here, before a tensor is touched. A step
-that does not fit leaves the batch undefined; its epoch ends with it.
+Plain numpy on the host; only drafts may be made by a model. Every number that came over the wire is checked here,
+before the step's own tensors are touched. A step that does not fit leaves the batch undefined; its epoch ends with it.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class InputBatch:
         if is_full.any():
             numbers = np.flatnonzero(~is_full)
             slots = slots[numbers]
-        drafts = self._drafter.propose(slots, self._draft_room(slots), room)
+        drafts = self._drafter.propose(slots, self._draft_room(slots), most_together=room, tables=self._tables)
         return _Decodes(num_slots, numbers, slots, drafts if len(drafts.token_ids) else None)
 
     def _draft_room(self, slots: Int32Column) -> Int32Column:
@@ -245,9 +245,11 @@ class InputBatch:
         positions = np.arange(len(token_ids), dtype=np.int64) + np.repeat(context_lens - cu_seqlens_q[1:], query_lens)
         block_size = self._limits.block_size
         block_ids = self._tables.ids_at(np.repeat(slots, query_lens), positions // block_size)
-        num_done = decodes.num_slots - len(decodes.slots)
+        num_decodes = len(decodes.slots)
+        num_done = decodes.num_slots - num_decodes
         return StepInput(
-            is_prefill=bool(chunks),
+            num_decodes=num_decodes,
+            slots=slots,
             num_result_rows=len(row_slots) + num_done,
             row_numbers=decodes.row_numbers(len(row_slots)),
             row_slots=row_slots,
@@ -260,7 +262,7 @@ class InputBatch:
             query_lens=query_lens,
             cu_seqlens_q=cu_seqlens_q,
             sampling=self._sampling_rows(row_slots, drafts),
-            scored_chunks=self._scored_chunks(chunks, cu_seqlens_q[len(decodes.slots) :]) if self._states else (),
+            scored_chunks=self._scored_chunks(chunks, cu_seqlens_q[num_decodes:]) if self._states else (),
         )
 
     def _check_lengths(self, slots: Int32Column, context_lens: Int32Column) -> Int32Column:

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from services.worker.config import WorkerSettings
-from services.worker.drafts import Drafting, NgramProposer
+from services.worker.drafting import make_drafting
+from services.worker.drafts import ComputedStep, Drafting
 from services.worker.enter_checks import BatchLimits
 from services.worker.forward_context import AttentionMetadata, ForwardContext, forward_context
 from services.worker.input_batch import InputBatch
-from services.worker.kv_cache import KvCache, num_blocks_for
+from services.worker.kv_cache import KvCache, KvCacheSpec, num_blocks_for
 from services.worker.loader import LoadedModel, ModelFacts, load_model
 from services.worker.matchers import GrammarMatchers
 from services.worker.ops import Ops, load_ops
@@ -87,7 +89,11 @@ class ModelRunner:
         """KV blocks that the memory setting holds; 0 when not even one."""
         if self._kv_cache_size.num_blocks is not None:
             return self._kv_cache_size.num_blocks
-        return num_blocks_for(self._kv_cache_size.memory_bytes, self._model.kv_cache_spec, block_size)
+        layers = self._model.kv_cache_spec.layers
+        if self._drafting is not None:
+            # Caches with the same blocks share the memory.
+            layers += self._drafting.proposer.kv_cache_spec.layers
+        return num_blocks_for(self._kv_cache_size.memory_bytes, KvCacheSpec(layers), block_size)
 
     def attach(self, *, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> int:
         """Start an epoch: an empty batch, and a KV cache of at least one block (see `num_blocks`).
@@ -101,7 +107,7 @@ class ModelRunner:
         if cache is None or (cache.num_blocks, cache.block_size) != (num_blocks, block_size):
             # The old cache goes first: there may be no memory for two.
             self._kv_cache = cache = None
-            self._kv_cache = KvCache(self._model.kv_cache_spec, num_blocks, block_size)
+            self._kv_cache = cache = KvCache(self._model.kv_cache_spec, num_blocks, block_size)
         limits = BatchLimits(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -110,7 +116,7 @@ class ModelRunner:
             context_length=self.facts.context_length,
             logits_width=self.facts.logits_width,
         )
-        drafter = None if self._drafting is None else self._drafting.make_drafter()
+        drafter = None if self._drafting is None else self._drafting.begin(limits, cache)
         self._batch = InputBatch(limits, make_matcher=self._matchers.make, drafter=drafter)
         self._scorer = PromptScorer(self._model.compute_logits)
         return self._last_step_id
@@ -132,11 +138,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _compute(self, batch: InputBatch, step: Step) -> StepOutput:
+        started_ns = time.perf_counter_ns()
         step_input = batch.apply(step)
         self._last_step_id = step.step_id
-        started_ns = time.perf_counter_ns()
-        sampled, prompt_logprobs = self._run_model(step_input)
-        batch.record_sampled(step_input.row_slots, _usable_tokens(sampled), sampled.counts)
+        hidden = self._run_model(step_input)
+        prompt_logprobs = self._score_prompts(step_input, hidden)
+        sampled = self._sample(step_input, hidden)
+        token_ids = _usable_tokens(sampled)
+        batch.record_sampled(step_input.row_slots, token_ids, sampled.counts)
+        if self._drafting is not None and len(hidden):
+            self._drafting.proposer.observe(ComputedStep(step_input, hidden, token_ids, sampled.counts))
         return StepOutput(
             epoch=step.epoch,
             step_id=step.step_id,
@@ -165,24 +176,28 @@ class ModelRunner:
         )
         return ForwardContext.for_step(self._ops, attention, self._kv_cache)
 
-    def _run_model(self, step_input: StepInput) -> tuple[SampledTokens, PromptLogprobs]:
-        """Compute all tokens, draw each row's from the logits behind its last one and its drafts, score prompts."""
+    def _run_model(self, step_input: StepInput) -> Tensor:
+        """Hidden states of all tokens, [num_tokens, hidden]."""
         if not len(step_input.token_ids):
             # Every sequence to be decoded has all its tokens.
-            return _NO_TOKENS, ()
+            return torch.empty(0)
         with forward_context(self._prepare_model(step_input)):
-            hidden = self._model.forward(torch.from_numpy(step_input.token_ids), torch.from_numpy(step_input.positions))
-            prompt_logprobs: PromptLogprobs = ()
-            if step_input.scored_chunks:
-                prompt_logprobs = self._scorer.score(step_input.scored_chunks, step_input.token_ids, hidden)
-            if not len(step_input.row_slots):
-                # Every prompt has later tokens.
-                return _NO_TOKENS, prompt_logprobs
-            logit_tokens = step_input.logit_tokens()
-            if logit_tokens is not None:
-                hidden = hidden[torch.from_numpy(logit_tokens)]
-            logits = self._model.compute_logits(hidden)
-        return self._sampler.sample(logits, step_input.sampling), prompt_logprobs
+            return self._model.forward(torch.from_numpy(step_input.token_ids), torch.from_numpy(step_input.positions))
+
+    def _score_prompts(self, step_input: StepInput, hidden: Tensor) -> PromptLogprobs:
+        if not step_input.scored_chunks:
+            return ()
+        return self._scorer.score(step_input.scored_chunks, step_input.token_ids, hidden)
+
+    def _sample(self, step_input: StepInput, hidden: Tensor) -> SampledTokens:
+        """Draw each row's tokens from the logits behind its last one and its drafts."""
+        if not len(step_input.row_slots):
+            # Every prompt has later tokens.
+            return _NO_TOKENS
+        logit_tokens = step_input.logit_tokens()
+        if logit_tokens is not None:
+            hidden = hidden[torch.from_numpy(logit_tokens)]
+        return self._sampler.sample(self._model.compute_logits(hidden), step_input.sampling)
 
 
 def build_model_runner(settings: WorkerSettings, on_progress: Callable[[float], None]) -> ModelRunner:
@@ -197,20 +212,17 @@ def build_model_runner(settings: WorkerSettings, on_progress: Callable[[float], 
     """
     torch.set_num_threads(settings.num_threads or len(os.sched_getaffinity(0)))
     ops = load_ops(settings.ops_backend)
-    loaded = load_model(settings.model_dir, ops, _DTYPES[settings.dtype], on_progress)
+    dtype = _DTYPES[settings.dtype]
+    with_mtp, seed = settings.draft_proposer == "mtp", settings.weights_seed
+    loaded = load_model(settings.model_dir, ops, dtype, on_progress, with_mtp=with_mtp, dummy_seed=seed)
+    drafting = make_drafting(settings, loaded, ops, lambda: on_progress(1.0))
     size = KvCacheSize(int(settings.kv_cache_memory_gib * _GIB), settings.kv_cache_num_blocks)
-    return ModelRunner(loaded, ops, size, drafting=_make_drafting(settings))
-
-
-def _make_drafting(settings: WorkerSettings) -> Drafting | None:
-    if settings.draft_proposer == "none":
-        return None
-    return Drafting(NgramProposer(), settings.num_draft_tokens)
+    return ModelRunner(loaded, ops, size, drafting=drafting)
 
 
 def numerics_fingerprint(loaded: LoadedModel, ops: Ops) -> str:
     """Equal on workers whose results are bitwise equal; 32 hex digits."""
-    dtype = str(loaded.model.kv_cache_spec.dtype)
+    dtype = str(loaded.model.dtype)
     # The sampler's noise and filters are numpy's; all else is the backend's, with torch, CPU and threads.
     parts = (loaded.weights_digest, dtype, ops.name, ops.numerics(), f"numpy-{np.__version__}")
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()

@@ -32,7 +32,8 @@ class StepInput:
     more for each sequence that was to be decoded and has all its tokens: of those nothing is computed.
     """
 
-    is_prefill: bool  # whether any tokens are a prompt's
+    num_decodes: int  # the first so many sequences are decoded, the others compute a part of their prompt
+    slots: Int32Column  # [num_seqs]
     num_result_rows: int
     row_numbers: npt.NDArray[np.int64] | None  # [num_rows], the rows' places in the result; None: they are all of it
     row_slots: Int32Column  # [num_rows]
@@ -46,6 +47,15 @@ class StepInput:
     cu_seqlens_q: Int32Column  # [num_seqs + 1]
     sampling: SamplingRows  # of the rows
     scored_chunks: tuple[ScoredChunk, ...]
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether any tokens are a prompt's."""
+        return self.num_decodes < len(self.slots)
+
+    def row_sequences(self) -> npt.NDArray[np.int64]:
+        """[num_rows], which sequences the rows are, ascending."""
+        return np.arange(len(self.slots)) if self.row_indexes is None else self.row_indexes
 
     def logit_tokens(self) -> npt.NDArray[np.int64] | None:
         """The tokens whose logits `sampling` needs, row after row; None: those of all tokens."""

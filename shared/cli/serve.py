@@ -19,7 +19,7 @@ from pydantic_settings import CliPositionalArg, SettingsConfigDict
 from shared.cli.client import answer_once, describe_failure
 from shared.cli.request_flags import DEFAULT_TARGET
 from shared.cli.service_process import ServiceCommand, ServiceProcess
-from shared.config import LocalAddress, ServiceSettings, load_settings, log_settings
+from shared.config import DraftProposerName, LocalAddress, ServiceSettings, load_settings, log_settings
 from shared.health import wait_until_serving
 from shared.lifecycle import freeze_garbage, run_service
 from shared.logging import configure_logging
@@ -52,6 +52,12 @@ class ServeSettings(ServiceSettings):
         default=None,
         description="Address of the scheduler, for `lockstep top` and clients that bring tokens; private if not set.",
     )
+    draft_proposer: DraftProposerName | None = Field(
+        default=None, description="Who drafts tokens; if not set: model with --draft-model, else none."
+    )
+    draft_model: Path | None = Field(
+        default=None, description="Directory of a second, smaller model with the same tokenizer, which drafts tokens."
+    )
     # Excluded from the settings that are logged: no prompt is.
     prompt: str | None = Field(
         default=None, exclude=True, description="Once ready, ask this and stream the answer to stdout."
@@ -63,6 +69,18 @@ class ServeSettings(ServiceSettings):
         if self.exit_after_prompt and self.prompt is None:
             raise ValueError("--exit-after-prompt needs --prompt")
         return self
+
+    @model_validator(mode="after")
+    def _check_draft_model(self) -> ServeSettings:
+        if self.draft_proposer is not None and (self.draft_proposer == "model") is not (self.draft_model is not None):
+            raise ValueError("--draft-proposer model and --draft-model go together")
+        return self
+
+    def draft_flags(self) -> list[str]:
+        """What the worker is told of drafts."""
+        proposer = "model" if self.draft_model is not None else self.draft_proposer
+        flags = {"draft-proposer": proposer, "draft-model": self.draft_model}
+        return [f"--{name}={value}" for name, value in flags.items() if value is not None]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -113,7 +131,7 @@ def plan_services(
     bind = f"--insecure-bind={settings.insecure_bind}" if settings.insecure_bind else f"--listen={settings.listen}"
     model_dir = f"--model-dir={settings.model_dir}"
     role_to_links = {
-        "worker": (worker, [f"--listen={worker}", model_dir]),
+        "worker": (worker, [f"--listen={worker}", model_dir, *settings.draft_flags()]),
         "scheduler": (scheduler, [f"--listen={scheduler}", f"--worker={worker}"]),
         "tokenizer": (settings.bind_address, [bind, f"--scheduler={scheduler}", model_dir]),
     }
