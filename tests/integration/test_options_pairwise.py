@@ -17,6 +17,7 @@ from lockstep.v1 import common_pb2, tokenizer_pb2
 from tests.support.cell import Cell, start_cell
 from tests.support.client import Answer, Client, connect
 from tests.support.pairwise import pairwise_rows
+from tests.support.tiny_llama import write_noisy_copy
 
 REFERENCE = "--worker.ops-backend=reference"
 BATCH = 16
@@ -133,6 +134,12 @@ def requests() -> list[tokenizer_pb2.GenerateRequest]:
 
 
 @pytest.fixture(scope="module")
+def draft_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `tiny_model` is with noise on its weights: often, but not always, right about it."""
+    return write_noisy_copy(tiny_model, tmp_path_factory.mktemp("draft-model"))
+
+
+@pytest.fixture(scope="module")
 def cell(tiny_model: Path) -> Iterator[Cell]:
     with start_cell(tiny_model, REFERENCE) as cell:
         yield cell
@@ -172,6 +179,8 @@ async def test_in_a_crowd(
 
 FEW_BLOCKS = "--worker.kv-cache-num-blocks=16"
 DRAFTS = "--worker.draft-proposer=ngram"
+# The directory is a fixture's.
+DRAFT_MODEL = "--draft-model="
 CHUNKS = ("--scheduler.max-num-seqs=16", "--scheduler.max-num-batched-tokens=32")
 
 
@@ -182,16 +191,20 @@ CHUNKS = ("--scheduler.max-num-seqs=16", "--scheduler.max-num-batched-tokens=32"
         ([DRAFTS, "--worker.num-draft-tokens=5"], "num_accepted_draft_tokens"),
         ([FEW_BLOCKS], "num_preemptions"),
         ([FEW_BLOCKS, DRAFTS, *CHUNKS], "num_preemptions"),
+        ([DRAFT_MODEL, "--worker.num-draft-tokens=5"], "num_accepted_draft_tokens"),
+        ([FEW_BLOCKS, DRAFT_MODEL, *CHUNKS], "num_preemptions"),
     ],
-    ids=["depth-1", "drafts", "preempted", "drafts-preempted-chunked"],
+    ids=["depth-1", "drafts", "preempted", "drafts-preempted-chunked", "draft-model", "draft-model-preempted-chunked"],
 )
 async def test_in_a_crowd_on_another_cell(
     tiny_model: Path,
+    draft_model: Path,
     requests: list[tokenizer_pb2.GenerateRequest],
     alone: list[list[tuple[Any, ...]]],
     flags: list[str],
     counter: str | None,
 ) -> None:
+    flags = [f"{flag}{draft_model}" if flag == DRAFT_MODEL else flag for flag in flags]
     with start_cell(tiny_model, REFERENCE, *flags) as cell:
         async with connect(cell) as client:
             assert await in_batches(client, requests) == alone

@@ -18,9 +18,11 @@ import numpy.typing as npt
 from lockstep.internal.v1 import worker_pb2
 from services.scheduler.batch import Step, StepResult
 from services.scheduler.worker_client import decode_result, encode_step
-from services.worker.drafts import Drafter, DraftProposer, Drafts
+from services.worker.block_tables import BlockTables
+from services.worker.drafts import Drafter, Drafts
 from services.worker.enter_checks import BatchLimits
 from services.worker.input_batch import InputBatch
+from services.worker.ngram_drafts import LookupProposer
 from services.worker.step import Int32Column, Logprobs, StepOutput
 from services.worker.step_codec import parse_step, to_result
 from services.worker.step_input import StepInput
@@ -143,7 +145,7 @@ def _to_columns(told: list[TokenLogprobs], indexes: list[int]) -> Logprobs:
     )
 
 
-class Oracle:
+class Oracle(LookupProposer):
     """Drafts what will be drawn, as far as it was told.
 
     Sequences are told apart by their newest token and its position. Where two share both the one told last counts, and
@@ -159,8 +161,8 @@ class Oracle:
         for position in range(len(prompt) - 1, len(tokens) - 1):
             self._next[position, tokens[position]] = tokens[position + 1]
 
-    def propose(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
-        """See `DraftProposer.propose`."""
+    def look_up(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
+        """See `LookupProposer.look_up`."""
         last, token_id = len(token_ids) - 1, int(token_ids[-1])
         drafts: list[int] = []
         while len(drafts) < max_tokens and (last + len(drafts), token_id) in self._next:
@@ -178,11 +180,11 @@ class FallibleOracle(Oracle):
         self._rng = rng
         self._share_right = share_right
 
-    def propose(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
-        """See `DraftProposer.propose`."""
+    def look_up(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
+        """See `LookupProposer.look_up`."""
         num_drafts = self._rng.randint(0, max_tokens)
         drafts = np.array([self._rng.randrange(VOCABULARY) for _ in range(num_drafts)], np.int32)
-        known = super().propose(token_ids, num_drafts)
+        known = super().look_up(token_ids, num_drafts)
         is_right = np.array([self._rng.random() < self._share_right for _ in range(len(known))], bool)
         drafts[: len(known)][is_right] = known[is_right]
         return drafts
@@ -191,8 +193,9 @@ class FallibleOracle(Oracle):
 class EagerDrafter(Drafter):
     """Drafts as much as may be, however its drafts fared before."""
 
-    def __init__(self, proposer: DraftProposer, num_draft_tokens: int) -> None:
+    def __init__(self, proposer: LookupProposer, num_draft_tokens: int) -> None:
         super().__init__(proposer, num_draft_tokens)
+        self._lookup = proposer
         self._known: dict[int, list[int]] = {}
 
     def enter(self, slot: int, token_ids: Int32Column, max_num_tokens: int) -> None:
@@ -208,13 +211,13 @@ class EagerDrafter(Drafter):
         for slot in slots.tolist():
             del self._known[slot]
 
-    def propose(self, slots: Int32Column, most: Int32Column, most_together: int) -> Drafts:
+    def propose(self, slots: Int32Column, most: Int32Column, *, most_together: int, tables: BlockTables) -> Drafts:
         """See `Drafter`."""
         token_ids: list[int] = []
         counts: list[int] = []
         for slot, max_tokens in zip(slots.tolist(), most.tolist(), strict=True):
             num_left = min(max_tokens, self._num_draft_tokens, most_together - len(token_ids))
-            guess = self._proposer.propose(np.array(self._known[slot], np.int32), num_left).tolist() if num_left else []
+            guess = self._lookup.look_up(np.array(self._known[slot], np.int32), num_left).tolist() if num_left else []
             token_ids += guess
             counts.append(len(guess))
         return Drafts(np.array(token_ids, np.int32), np.array(counts, np.int32))
@@ -238,7 +241,7 @@ class WorkerModel:
         limits: BatchLimits,
         *,
         may_spoil: Callable[[], bool] = lambda: False,
-        proposer: DraftProposer | None = None,
+        proposer: LookupProposer | None = None,
         num_draft_tokens: int = 0,
     ) -> None:
         """Begin an epoch.

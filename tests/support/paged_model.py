@@ -102,6 +102,18 @@ class PagedModel:
             self._fill_table(sequence)
         return self._step(sequences, list(query_lens), is_prefill=False, all_logits=True)
 
+    def extend(self, sequences: Sequence[PagedSequence], query_lens: Sequence[int], *, is_prefill: bool) -> Tensor:
+        """Compute the last `query_lens[i]` tokens of each sequence; the logits of its last, [num_seqs, vocabulary].
+
+        Args:
+            sequences: All tokens before those are in the cache.
+            query_lens: At least 1 each.
+            is_prefill: Of the step's kind: chunks of prompts, or those beside decodes. Else each has 1 token.
+        """
+        for sequence in sequences:
+            self._fill_table(sequence)
+        return self._step(sequences, list(query_lens), is_prefill=is_prefill)
+
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
         """Greedy completions, all sequences in one batch."""
         sequences = [self.add(prompt) for prompt in prompts]

@@ -6,12 +6,13 @@ Written without transformers, whose import costs seconds; the parity tests load 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.support.tiny_tokenizer import IM_END_ID, IM_START_ID, write_tiny_tokenizer
@@ -60,18 +61,40 @@ def write_tiny_llama(directory: Path, *, changes: Mapping[str, Any] | None = Non
     return directory
 
 
+def write_noisy_copy(model_dir: Path, directory: Path, *, noise: float = 0.003) -> Path:
+    """Write the same model with noise on its matrices: it mostly says what the other one says.
+
+    Args:
+        model_dir: What `write_tiny_llama` wrote.
+        directory: Where to; made if it is missing.
+        noise: Standard deviation of what is added; that of the matrices is 0.2.
+
+    Returns:
+        `directory`.
+    """
+    shutil.copytree(model_dir, directory, dirs_exist_ok=True)
+    generator = torch.Generator().manual_seed(2)
+    path = directory / "model.safetensors"
+    weights = load_file(path)
+    for tensor in weights.values():
+        if tensor.dim() == 2:
+            tensor.add_(torch.randn(tensor.shape, generator=generator), alpha=noise)
+    save_file(weights, path, metadata={"format": "pt"})
+    return directory
+
+
 def tiny_weights(config: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
     """Random weights of the shapes that `config` asks for, large enough that logits differ by whole units."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, shape in _shapes(config).items():
+    for name, shape in tensor_shapes(config).items():
         values = torch.randn(shape, generator=generator)
         is_norm = name.endswith("norm.weight")
         tensors[name] = 1 + 0.1 * values if is_norm else values * (0.2 if len(shape) == 2 else 0.1)
     return tensors
 
 
-def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, vocabulary, inner = config["hidden_size"], config["vocab_size"], config["intermediate_size"]
     head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
     query, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim

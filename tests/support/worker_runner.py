@@ -42,9 +42,11 @@ class WrappedModel:
     """A model that computes what another one does; subclasses change a part of it."""
 
     def __init__(self, model: CausalLM) -> None:
+        self.dtype = model.dtype
         self.kv_cache_spec = model.kv_cache_spec
         self.context_length = model.context_length
         self.logits_width = model.logits_width
+        self.mtp = model.mtp
         self._model = model
 
     def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:

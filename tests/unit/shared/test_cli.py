@@ -91,6 +91,32 @@ def test_only_the_tokenizer_is_opened_to_other_machines() -> None:
     assert opened == ["tokenizer"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "worker_flags"),
+    [
+        ([], []),
+        (["--draft-model=models/d"], ["--draft-proposer=model", "--draft-model=models/d"]),
+        (["--draft-model=models/d", "--draft-proposer=model"], ["--draft-proposer=model", "--draft-model=models/d"]),
+        (["--draft-proposer=mtp"], ["--draft-proposer=mtp"]),
+    ],
+)
+def test_the_worker_learns_who_drafts(flags: list[str], worker_flags: list[str]) -> None:
+    settings = load_settings(ServeSettings, ["m", *flags])
+
+    commands = plan_services(settings, {}, Path("/run/x"))
+
+    drafting = [(command.role, flag) for command in commands for flag in command.flags if flag.startswith("--draft")]
+    assert drafting == [("worker", flag) for flag in worker_flags]
+
+
+@pytest.mark.parametrize("flags", [["--draft-proposer=model"], ["--draft-proposer=ngram", "--draft-model=models/d"]])
+def test_a_draft_model_and_its_proposer_go_together(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_settings(ServeSettings, ["m", *flags])
+
+    assert "--draft-proposer model and --draft-model go together" in capsys.readouterr().err
+
+
 def test_the_prompt_is_not_among_the_settings_that_are_logged() -> None:
     settings = load_settings(ServeSettings, ["m", "--prompt=a secret"])
 

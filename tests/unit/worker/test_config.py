@@ -13,7 +13,7 @@ def test_only_the_model_directory_has_no_default() -> None:
     assert settings.model_dir == Path("/m")
     assert (settings.ops_backend, settings.dtype, settings.kv_cache_memory_gib) == ("cpu", "float32", 1.0)
     assert (settings.kv_cache_num_blocks, settings.num_threads) == (None, None)
-    assert (settings.draft_proposer, settings.num_draft_tokens) == ("none", 4)
+    assert (settings.draft_proposer, settings.draft_model, settings.num_draft_tokens) == ("none", None, 4)
 
 
 def test_a_flag_goes_over_the_environment_and_that_over_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,11 +29,15 @@ def test_a_flag_goes_over_the_environment_and_that_over_the_default(monkeypatch:
         ([], "--model-dir (or LOCKSTEP_WORKER_MODEL_DIR)"),
         (["--model-dir=/m", "--ops-backend=cuda"], "--ops-backend"),
         (["--model-dir=/m", "--dtype=float16"], "--dtype"),
+        (["--model-dir=/m", "--load-format=gguf"], "--load-format"),
+        (["--model-dir=/m", "--dummy-seed=-1"], "--dummy-seed"),
         (["--model-dir=/m", "--kv-cache-memory-gib=0"], "--kv-cache-memory-gib"),
         (["--model-dir=/m", "--kv-cache-memory-gib=inf"], "--kv-cache-memory-gib"),
         (["--model-dir=/m", "--kv-cache-num-blocks=0"], "--kv-cache-num-blocks"),
         (["--model-dir=/m", "--num-threads=0"], "--num-threads"),
         (["--model-dir=/m", "--draft-proposer=oracle"], "--draft-proposer"),
+        (["--model-dir=/m", "--draft-proposer=model"], "--draft-model"),
+        (["--model-dir=/m", "--draft-proposer=ngram", "--draft-model=/d"], "--draft-model"),
         (["--model-dir=/m", "--num-draft-tokens=0"], "--num-draft-tokens"),
         (["--model-dir=/m", "--num-draft-tokens=9"], "--num-draft-tokens"),
         (["--model-dir=/m", "--listen=0.0.0.0:50053"], "--listen"),

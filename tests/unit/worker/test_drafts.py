@@ -8,14 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker import drafts
-from services.worker.drafts import Drafter, Drafts, NgramProposer
+from services.worker.block_tables import BlockTables
+from services.worker.drafts import Drafter, Drafts
+from services.worker.ngram_drafts import LookupProposer, NgramProposer
 from services.worker.step import Int32Column
 from tests.support.worker_steps import column
+
+TABLES = BlockTables(num_slots=8, num_pool_blocks=8, max_blocks_per_sequence=8)
 
 
 def propose(tokens: list[int], max_tokens: int = 8, *, min_ngram: int = 2, max_ngram: int = 4) -> list[int]:
     proposer = NgramProposer(min_ngram=min_ngram, max_ngram=max_ngram)
-    return [int(token) for token in proposer.propose(column(tokens), max_tokens)]
+    return [int(token) for token in proposer.look_up(column(tokens), max_tokens)]
 
 
 def expected_drafts(tokens: list[int], max_tokens: int, min_ngram: int, max_ngram: int) -> list[int]:
@@ -62,14 +66,14 @@ def test_nothing_is_proposed_where_less_than_the_least_agrees() -> None:
     assert propose([5]) == []
 
 
-class CountingProposer:
+class CountingProposer(LookupProposer):
     """Proposes as many tokens as it may; notes how many."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []
 
-    def propose(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
-        """See `DraftProposer.propose`."""
+    def look_up(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
+        """See `LookupProposer.look_up`."""
         self.asked.append(max_tokens)
         return np.arange(max_tokens, dtype=np.int32)
 
@@ -83,7 +87,7 @@ def make_drafter(proposer: CountingProposer, *slots: int, most: int = 8) -> Draf
 
 def step(drafter: Drafter, *slots: int, num_right: int | None = None) -> Drafts:
     """Draft for these slots; of each draft `num_right` tokens are right, or all."""
-    proposed = drafter.propose(column(slots), column([100] * len(slots)), 100)
+    proposed = drafter.propose(column(slots), column([100] * len(slots)), most_together=100, tables=TABLES)
     counts = proposed.counts + 1 if num_right is None else np.minimum(proposed.counts, num_right) + 1
     drafter.record(column(slots), np.zeros(counts.sum(), np.int32), counts.astype(np.int32))
     return proposed
@@ -136,9 +140,9 @@ def test_a_slot_that_is_entered_again_begins_anew() -> None:
     seen: list[list[int]] = []
 
     class NotingProposer(CountingProposer):
-        def propose(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
+        def look_up(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
             seen.append(token_ids.tolist())
-            return super().propose(token_ids, max_tokens)
+            return super().look_up(token_ids, max_tokens)
 
     drafter = make_drafter(NotingProposer(), 0)
     step(drafter, 0, num_right=0)
@@ -154,13 +158,13 @@ def test_tokens_that_no_draft_brought_are_known_too(counts: Int32Column | None) 
     seen: list[list[int]] = []
 
     class NotingProposer(CountingProposer):
-        def propose(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
+        def look_up(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
             seen.append(token_ids.tolist())
             return token_ids[:0]
 
     drafter = make_drafter(NotingProposer(), 0, 1)
     drafter.record(column([1, 0]), column([50, 60]), counts)
-    drafter.propose(column([0, 1]), column([1, 1]), 2)
+    drafter.propose(column([0, 1]), column([1, 1]), most_together=2, tables=TABLES)
     assert seen == [[1, 2, 60], [1, 2, 50]]
 
 

@@ -9,90 +9,23 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from services.worker import importer
 from services.worker.gguf_conversion import shortest_decimal
 from services.worker.importer import ImportFailedError, KnownSource, import_model, is_imported, sha256_of
 from services.worker.loader import load_model
 from services.worker.ops import load_ops
-from tests.support.tiny_llama import TINY_CONFIG, tiny_weights
+from tests.support.gguf_files import model_tensors, write_gguf
 from tests.support.tiny_tokenizer import CHATML, tiny_tokenizer
 
-CONFIG = {**TINY_CONFIG, "vocab_size": 420, "num_hidden_layers": 2}
-_LAYER_NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
 
-
-def gguf_name(name: str) -> str:
-    if name.startswith("model.layers."):
-        layer, part = name.removeprefix("model.layers.").removesuffix(".weight").split(".", 1)
-        return f"blk.{layer}.{_LAYER_NAMES[part]}.weight"
-    return {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}[name]
-
-
-def gguf_rows(name: str, tensor: Tensor) -> Tensor:
-    """GGUF keeps a rotated pair side by side, where Hugging Face has it half a head apart."""
-    if not name.endswith(("q_proj.weight", "k_proj.weight")):
-        return tensor
-    heads = tensor.view(-1, 2, CONFIG["head_dim"] // 2, tensor.shape[1])
-    return heads.transpose(1, 2).reshape(tensor.shape)
-
-
-def write_gguf(path: Path, *, architecture: str = "llama", pre_tokenizer: str = "smollm") -> dict[str, Tensor]:
-    """A small model as llama.cpp's converter would write it; returns its weights by their Hugging Face names."""
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_name("tiny")
-    writer.add_block_count(CONFIG["num_hidden_layers"])
-    writer.add_context_length(CONFIG["max_position_embeddings"])
-    writer.add_embedding_length(CONFIG["hidden_size"])
-    writer.add_feed_forward_length(CONFIG["intermediate_size"])
-    writer.add_head_count(CONFIG["num_attention_heads"])
-    writer.add_head_count_kv(CONFIG["num_key_value_heads"])
-    writer.add_rope_freq_base(100000.0)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(CONFIG["head_dim"])
-    writer.add_vocab_size(CONFIG["vocab_size"])
-    _add_tokenizer(writer, pre_tokenizer)
-    weights = tiny_weights(CONFIG, seed=5)
-    for name, tensor in weights.items():
-        writer.add_tensor(gguf_name(name), gguf_rows(name, tensor).contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return weights
-
-
-def _add_tokenizer(writer: gguf.GGUFWriter, pre_tokenizer: str) -> None:
-    model = json.loads(tiny_tokenizer().to_str())["model"]
-    tokens = sorted(model["vocab"], key=model["vocab"].get)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre_tokenizer)
-    writer.add_token_list(tokens)
-    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(tokens) - 3))
-    writer.add_token_merges([" ".join(merge) for merge in model["merges"]])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    writer.add_pad_token_id(2)
-    writer.add_add_bos_token(value=False)
-    writer.add_chat_template(CHATML)
+def write_llama(path: Path, *, pre_tokenizer: str = "smollm") -> None:
+    write_gguf(path, "llama", pre_tokenizer=pre_tokenizer)
 
 
 def write_wheel(path: Path, *members: Path) -> Path:
@@ -110,7 +43,7 @@ def contents(directory: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("source") / "tiny.gguf"
-    write_gguf(path)
+    write_llama(path)
     return path
 
 
@@ -133,7 +66,7 @@ def read(model_dir: Path, name: str) -> Any:
 
 
 def test_the_weights_are_those_of_the_source(imported: Path) -> None:
-    expected = tiny_weights(CONFIG, seed=5)
+    expected = model_tensors("llama")
     actual = load_file(imported / "model.safetensors")
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
@@ -144,7 +77,7 @@ def test_the_configuration_is_the_models_and_exact(imported: Path) -> None:
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["rms_norm_eps"] == 1e-5
     assert config["rope_parameters"] == {"rope_theta": 100000.0, "rope_type": "default"}
-    assert (config["num_key_value_heads"], config["head_dim"], config["tie_word_embeddings"]) == (2, 16, True)
+    assert (config["num_key_value_heads"], config["head_dim"], config["tie_word_embeddings"]) == (2, 32, True)
     assert "quantization_config" not in config
     generation = read(imported, "generation_config.json")
     assert [generation[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [1, 2, 2]
@@ -210,7 +143,7 @@ def test_a_wheel_must_hold_exactly_one_model(source: Path, tmp_path: Path) -> No
 
 
 def test_another_architecture_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "other.gguf", architecture="mamba")
+    write_gguf(tmp_path / "other.gguf", "mamba")
     with pytest.raises(ImportFailedError, match="architecture 'mamba'"):
         import_model(tmp_path / "other.gguf", tmp_path / "out" / "model")
     assert contents(tmp_path / "out") == []
@@ -236,7 +169,7 @@ def test_a_known_source_whose_weights_come_out_otherwise_is_refused(
 def test_an_unknown_source_and_an_unknown_pre_tokenizer_are_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write_gguf(tmp_path / "tiny.gguf", pre_tokenizer="llama-bpe")
+    write_llama(tmp_path / "tiny.gguf", pre_tokenizer="llama-bpe")
     with caplog.at_level(logging.WARNING, "services.worker"):
         import_model(tmp_path / "tiny.gguf", tmp_path / "model")
     assert ["unknown source" in caplog.text, "unknown pre-tokenizer" in caplog.text] == [True, True]

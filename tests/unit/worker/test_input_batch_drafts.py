@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from services.worker.drafts import Drafter
 from services.worker.enter_checks import BatchLimits
 from services.worker.input_batch import InputBatch
+from services.worker.ngram_drafts import LookupProposer
 from services.worker.step import Int32Column, Step
 from services.worker.step_input import StepInput
 from shared.errors import StepMismatchError
@@ -24,14 +25,14 @@ MOST = 3
 
 
 @dataclass
-class ScriptedProposer:
+class ScriptedProposer(LookupProposer):
     """Proposes what a test says, by the sequence's tokens; keeps what it was asked."""
 
     guesses: dict[tuple[int, ...], list[int]]
     asked: list[tuple[tuple[int, ...], int]] = dataclasses.field(default_factory=list)
 
-    def propose(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
-        """See `DraftProposer.propose`."""
+    def look_up(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
+        """See `LookupProposer.look_up`."""
         tokens = tuple(token_ids.tolist())
         self.asked.append((tokens, max_tokens))
         return column(self.guesses.get(tokens, [])[:max_tokens])
@@ -190,8 +191,8 @@ def test_a_worker_that_drafts_needs_the_cached_tokens() -> None:
 @given(data=st.data())
 def test_any_drafts_and_any_acceptance_compute_the_tokens_that_are_known(data: st.DataObject) -> None:
     @dataclass
-    class DrawnProposer:
-        def propose(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
+    class DrawnProposer(LookupProposer):
+        def look_up(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
             assert token_ids.tolist() in tokens.values()
             return column(data.draw(st.lists(st.integers(0, 99), max_size=max_tokens), label="drafts"))
 

@@ -5,15 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.worker.kv_cache import KvCache, KvCacheSpec, num_blocks_for
+from services.worker.kv_cache import CacheTensor, KvCache, KvCacheSpec, attention_cache, num_blocks_for
 
 # 2 tensors * 3 layers * 2 heads * 8 elements * 4 bytes.
-SPEC = KvCacheSpec(num_layers=3, num_kv_heads=2, head_dim=8, dtype=torch.float32)
+SPEC = KvCacheSpec((attention_cache(2, 8, torch.float32),) * 3)
+# A latent beside keys of another dtype in the first layer alone: 24 * 2 + 8 * 4 and 24 * 2 bytes.
+LATENT = CacheTensor((24,), torch.bfloat16)
+MIXED = KvCacheSpec(((LATENT, CacheTensor((8,), torch.float32)), (LATENT,)))
 
 
 def test_a_token_needs_keys_and_values_in_every_layer() -> None:
     assert SPEC.bytes_per_token == 384
-    assert KvCacheSpec(3, 2, 8, torch.bfloat16).bytes_per_token == 192
+    assert KvCacheSpec((attention_cache(2, 8, torch.bfloat16),) * 3).bytes_per_token == 192
+
+
+def test_a_token_needs_what_each_layer_keeps() -> None:
+    assert MIXED.bytes_per_token == 128
+    assert num_blocks_for(128 * 16 * 3, MIXED, block_size=16) == 3
 
 
 @pytest.mark.parametrize(
@@ -28,12 +36,16 @@ def test_a_block_of_no_tokens_is_refused() -> None:
         num_blocks_for(1000, SPEC, block_size=0)
 
 
-def test_the_tensors_are_as_large_as_promised_and_zero() -> None:
-    cache = KvCache(SPEC, num_blocks=5, block_size=16)
+@pytest.mark.parametrize("spec", [SPEC, MIXED])
+def test_the_tensors_are_as_large_as_promised_and_zero(spec: KvCacheSpec) -> None:
+    cache = KvCache(spec, num_blocks=5, block_size=16)
+    assert [[(tuple(tensor.shape), tensor.dtype) for tensor in layer] for layer in cache.layers] == [
+        [((5, 16, *tensor.shape), tensor.dtype) for tensor in layer] for layer in spec.layers
+    ]
     tensors = [tensor for layer in cache.layers for tensor in layer]
-    assert {tuple(tensor.shape) for tensor in tensors} == {(5, 16, 2, 8)}
-    assert sum(tensor.nbytes for tensor in tensors) == 5 * 16 * SPEC.bytes_per_token
+    assert sum(tensor.nbytes for tensor in tensors) == 5 * 16 * spec.bytes_per_token
     assert not any(tensor.any() for tensor in tensors)
+    assert all(tensor.is_contiguous() for tensor in tensors)
 
 
 def test_an_empty_cache_is_refused() -> None:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from services.worker.kv_cache import attention_cache
 from services.worker.loader import LoadedModel, load_model
 from services.worker.ops import load_ops
 from shared.model_dir import ModelDirectoryError, model_digest
@@ -61,8 +62,8 @@ def test_the_facts_are_those_of_the_directory(model_dir: Path) -> None:
     assert (loaded.facts.context_length, loaded.facts.logits_width) == (512, 512)
     assert loaded.facts.eos_token_ids == (2,)
     assert loaded.facts.model_digest == model_digest(model_dir)
-    spec = loaded.model.kv_cache_spec
-    assert (spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.dtype) == (4, 2, 16, torch.float32)
+    assert loaded.model.kv_cache_spec.layers == (attention_cache(2, 16, torch.float32),) * 4
+    assert loaded.model.dtype == torch.float32
 
 
 def test_progress_rises_to_one(model_dir: Path) -> None:
@@ -98,7 +99,7 @@ def test_the_model_outlives_its_files(model_dir: Path) -> None:
 
 def test_a_model_can_run_in_another_dtype_than_its_files(model_dir: Path) -> None:
     loaded = load_model(model_dir, load_ops("cpu"), torch.bfloat16, lambda _: None)
-    assert loaded.model.kv_cache_spec.dtype == torch.bfloat16
+    assert loaded.model.dtype == torch.bfloat16
     logits = logits_of(loaded)
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, logits_of(load(model_dir)), atol=0.5, rtol=0.1)
@@ -118,11 +119,16 @@ def test_tensors_that_nobody_needs_are_ignored(model_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop("model.layers.2.mlp.up_proj.weight"), "tensor model.layers.2.mlp.up_proj.weight is missing"),
-        (lambda t: t.update({"model.norm.weight": torch.ones(65)}), r"shape \[65\], not \[64\]"),
-        (lambda t: t.update({"model.extra.weight": torch.ones(3)}), "model.extra.weight has no place"),
-        (lambda t: t.update({"model.norm.weight": torch.ones(64, dtype=torch.int64)}), "dtype I64"),
-        (lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}), "q_proj.bias has no place"),
+        (lambda t: t.pop("model.layers.2.mlp.up_proj.weight"), "missing: model.layers.2.mlp.up_proj.weight$"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(65)}), r"has shape \[65\], not \[64\]$"),
+        (lambda t: t.update({"model.extra.weight": torch.ones(3)}), "no place in this .*: model.extra.weight$"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(64, dtype=torch.int64)}), "has dtype I64, not F32 or F16"),
+        (lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}), "no place in .*q_proj.bias$"),
+        (lambda t: t["model.norm.weight"].fill_(float("nan")), "not finite: model.norm.weight$"),
+        (
+            lambda t: t["model.layers.1.mlp.up_proj.weight"][3, 5].fill_(float("inf")),
+            "not finite: model.layers.1.mlp.up",
+        ),
     ],
 )
 def test_weights_that_do_not_fit_the_configuration_are_refused(
@@ -133,10 +139,43 @@ def test_weights_that_do_not_fit_the_configuration_are_refused(
         load(model_dir)
 
 
+def test_one_error_lists_all_that_is_wrong(model_dir: Path) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        for layer in range(4):
+            tensors.pop(f"model.layers.{layer}.mlp.up_proj.weight")
+        tensors["model.layers.1.self_attn.k_proj.weight"] = torch.ones(64, 32)
+        tensors["model.layers.3.input_layernorm.weight"] = torch.ones(64, dtype=torch.float64)
+        tensors["model.norm.weight"] = torch.ones(64, dtype=torch.int8)
+        for head in range(20):
+            tensors[f"medusa{head}.weight"] = torch.ones(1)
+
+    change_weights(model_dir, change)
+    with pytest.raises(ModelDirectoryError) as error_info:
+        load(model_dir)
+    problems = str(error_info.value).removeprefix(f"{model_dir}: weights and configuration do not fit: ").split("; ")
+    assert problems == [
+        "missing: model.layers.0.mlp.up_proj.weight and 3 more like model.layers.*.mlp.up_proj.weight",
+        "misshapen: model.layers.1.self_attn.k_proj.weight has shape [64, 32], not [32, 64]",
+        "of a wrong dtype: model.layers.3.input_layernorm.weight has dtype F64, not F32 or F16 or BF16, "
+        "model.norm.weight has dtype I8, not F32 or F16 or BF16",
+        "no place in this architecture: medusa0.weight, medusa1.weight, medusa10.weight, medusa11.weight, "
+        "medusa12.weight, medusa13.weight, medusa14.weight, medusa15.weight, and 12 more",
+    ]
+
+
+def test_the_configuration_of_a_much_larger_model_is_refused_without_its_memory(model_dir: Path) -> None:
+    change_config(model_dir, intermediate_size=2**40)
+    with pytest.raises(ModelDirectoryError, match="too small: all files together have"):
+        load(model_dir)
+    change_config(model_dir, intermediate_size=2**13)
+    with pytest.raises(ModelDirectoryError, match=r"not \[8192, 64\]"):
+        load(model_dir)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "architectures is .*MambaForCausalLM.*supported: LlamaForCausalLM"),
+        ({"architectures": ["MambaForCausalLM"]}, "architectures is .*MambaForCausalLM.*supported: .*LlamaForCausalLM"),
         ({"architectures": ...}, "architectures is"),
         ({"hidden_size": ...}, "hidden_size"),
         ({"hidden_size": "wide"}, "config.json"),
@@ -144,8 +183,8 @@ def test_weights_that_do_not_fit_the_configuration_are_refused(
         ({"num_attention_heads": 0}, "config.json"),
         ({"num_key_value_heads": 3}, "no multiple"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "'gptq' is not supported; supported: compressed-tensors"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "'longrope'"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor"),
     ],
 )
@@ -168,6 +207,21 @@ def test_older_names_of_rope_parameters_are_read(model_dir: Path) -> None:
 def test_a_truncated_file_is_refused(model_dir: Path) -> None:
     path = model_dir / WEIGHTS
     path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(ModelDirectoryError, match=WEIGHTS):
+        load(model_dir)
+
+
+def test_a_truncated_shard_is_refused(model_dir: Path) -> None:
+    split_into_shards(model_dir)
+    path = model_dir / "model-2.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ModelDirectoryError, match=path.name):
+        load(model_dir)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 100, b'\x08\0\0\0\0\0\0\0{"a": {}'])
+def test_a_file_that_is_no_safetensors_is_refused(model_dir: Path, content: bytes) -> None:
+    (model_dir / WEIGHTS).write_bytes(content)
     with pytest.raises(ModelDirectoryError, match=WEIGHTS):
         load(model_dir)
 
@@ -198,7 +252,14 @@ def test_a_tensor_that_two_files_hold_is_refused(model_dir: Path) -> None:
         load(model_dir)
 
 
-@pytest.mark.parametrize("value", [{}, [], None, {"a": "../weights.safetensors"}])
+def test_a_missing_shard_is_refused_by_its_name(model_dir: Path) -> None:
+    split_into_shards(model_dir)
+    (model_dir / "model-1.safetensors").unlink()
+    with pytest.raises(ModelDirectoryError, match=r"files are missing: model-1\.safetensors$"):
+        load(model_dir)
+
+
+@pytest.mark.parametrize("value", [{}, [], None, {"a": "../weights.safetensors"}, {"a": "/etc/weights.safetensors"}])
 def test_an_index_without_usable_file_names_is_refused(model_dir: Path, value: object) -> None:
     (model_dir / INDEX).write_text(json.dumps({"weight_map": value}))
     with pytest.raises(ModelDirectoryError, match=INDEX):

@@ -28,11 +28,11 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def running_worker(model_dir: Path, address: str) -> Iterator[subprocess.Popen[str]]:
+def running_worker(model_dir: Path, address: str, *flags: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "services.worker", f"--model-dir={model_dir}", f"--listen={address}"),
-            *("--ops-backend=reference", "--kv-cache-num-blocks=16"),
+            *("--ops-backend=reference", "--kv-cache-num-blocks=16", *flags),
         ],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'protos'}"},
@@ -83,6 +83,14 @@ def test_a_signal_stops_a_worker_from_its_first_answer_on(model_dir: Path, tmp_p
         process.send_signal(number)
         _, log = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0, log
+
+
+def test_a_configuration_alone_is_served_with_dummy_weights(model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((model_dir / "config.json").read_bytes())
+    address = f"unix:{tmp_path / 'worker.sock'}"
+    flags = ("--load-format=dummy", "--dummy-seed=7")
+    with running_worker(tmp_path, address, *flags), grpc.insecure_channel(address) as channel:
+        assert health_pb2.HealthCheckResponse.SERVING in wait_for_server(channel)
 
 
 def test_a_directory_that_is_no_model_ends_the_process_with_one_clear_line(tmp_path: Path) -> None:

@@ -10,17 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.worker.drafts import Drafting, NgramProposer
+from services.worker.drafts import Drafting
 from services.worker.loader import LoadedModel
+from services.worker.ngram_drafts import LookupProposer, NgramProposer
 from services.worker.step import Int32Column
-from shared.limits import SamplingOptions
+from tests.support.drafting import CYCLE, REQUESTS
 from tests.support.tiny_llama import write_tiny_llama
-from tests.support.worker_driver import Answer, Request, WorkerDriver
+from tests.support.worker_driver import Answer, WorkerDriver
 from tests.support.worker_runner import WrappedModel, load_exact, make_runner
 from tests.support.worker_steps import decode_step, make_enter, prefill_step
-
-CYCLE = [5, 9, 2, 44, 17, 60]
-REPEATING = CYCLE * 4
 
 
 @pytest.fixture(scope="module")
@@ -28,21 +26,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_exact(write_tiny_llama(tmp_path_factory.mktemp("model"), changes={"num_hidden_layers": 2}))
 
 
-PENALTIES = SamplingOptions(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2)
-REQUESTS = [
-    Request(REPEATING, 20),
-    Request([3], 24, temperature=0.8, seed=11),
-    Request(REPEATING[:9], 17, temperature=1.0, top_k=5, top_p=0.9, seed=12, choice=2),
-    Request(REPEATING[1:], 13, temperature=0.3, seed=13, known=(7, 5, 9)),
-    Request([8, 1, 8, 1], 15, options=PENALTIES),
-    Request([8, 1, 60], 14, temperature=1.1, seed=14, options=SamplingOptions(min_p=0.05, logit_bias=((9, 3.0),))),
-    Request(CYCLE, 12, stop_token_ids=(1, 2), options=SamplingOptions(min_tokens=6, num_logprobs=3)),
-    Request(CYCLE * 2, 16, temperature=0.6, seed=15, options=SamplingOptions(bad_words=((44,), (9, 2)))),
-    Request([2], 1, temperature=0.5),
-]  # fmt: skip
-
-
-class KnowingProposer:
+class KnowingProposer(LookupProposer):
     """Knows how sequences go on, and errs now and then."""
 
     def __init__(self, answers: list[Answer], *, share_right: float, seed: int = 0) -> None:
@@ -50,8 +34,8 @@ class KnowingProposer:
         self._share_right = share_right
         self._rng = Random(seed)
 
-    def propose(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
-        """See `DraftProposer.propose`."""
+    def look_up(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
+        """See `LookupProposer.look_up`."""
         known = token_ids.tolist()
         text = next((text for text in self._texts if text[: len(known)] == known), [])
         right = text[len(known) : len(known) + max_tokens]

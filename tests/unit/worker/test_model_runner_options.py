@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
-from services.worker.drafts import Drafting, NgramProposer
+from services.worker.drafts import Drafting
 from services.worker.loader import LoadedModel
+from services.worker.ngram_drafts import NgramProposer
 from shared.limits import SamplingOptions
 from tests.support.tiny_llama import write_tiny_llama
 from tests.support.tiny_tokenizer import IM_END_ID

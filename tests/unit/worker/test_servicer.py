@@ -16,10 +16,11 @@ from torch import Tensor
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
 from lockstep.v1 import common_pb2
 from services.worker.device_loop import DeviceLoop
-from services.worker.drafts import Drafting, NgramProposer
+from services.worker.drafts import Drafting
 from services.worker.loader import LoadedModel
 from services.worker.model_runner import ModelRunner
 from services.worker.models.registry import CausalLM
+from services.worker.ngram_drafts import LookupProposer, NgramProposer
 from services.worker.sampling_defaults import SamplingDefaults
 from services.worker.servicer import WorkerServicer
 from services.worker.step import Int32Column, Step
@@ -63,14 +64,14 @@ class Worker:
         return [unpack(result.token_ids) async for result in call]
 
 
-class RightProposer:
+class RightProposer(LookupProposer):
     """Knows what the model says to the first prompt."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._text = [*PROMPTS[0], *generate_alone(loaded, PROMPTS[0], 20)]
 
-    def propose(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
-        """See `DraftProposer.propose`."""
+    def look_up(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
+        """See `LookupProposer.look_up`."""
         return column(self._text[len(token_ids) : len(token_ids) + max_tokens])
 
 

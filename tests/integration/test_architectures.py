@@ -1,0 +1,111 @@
+"""Every architecture through all three services: greedy tokens are transformers', with and without drafts."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.v1 import scheduler_pb2, tokenizer_pb2
+from services.worker.ops import BACKEND_NAMES
+from tests.support.cell import run_serve, start_cell
+from tests.support.client import connect, token_request
+from tests.support.parity import (
+    SmallModels,
+    TransformersModel,
+    Way,
+    generate,
+    load_paged,
+    make_prompts,
+    wrong_tokens,
+)
+from tests.support.small_configs import ARCHITECTURES, SMALL_CONFIGS
+from tests.support.small_mtp import MTP_ARCHITECTURES, make_small_mtp_model
+from tests.support.tiny_llama import write_tiny_llama
+
+# They share all that runs with another one.
+KIN = ("MistralForCausalLM", "Qwen2ForCausalLM", "DeepseekV2ForCausalLM")
+PROMPTS = make_prompts((1, 70, 16, 40, 5, 33, 100, 40), seed=9)
+NUM_TOKENS = 32
+# Prompts in chunks, beside decodes.
+CHUNKS = ("--scheduler.max-num-seqs=8", "--scheduler.max-num-batched-tokens=32", "--scheduler.enable-mixed-steps")
+
+
+def serve_cases() -> list[Any]:
+    """Each architecture on each backend; `make test` has one of the two, and none of those that are kin of others."""
+    cases = []
+    for number, architecture in enumerate(ARCHITECTURES):
+        for place, backend in enumerate(BACKEND_NAMES):
+            is_fast = architecture not in KIN and place == number % 2
+            cases.append(pytest.param(architecture, backend, marks=() if is_fast else (pytest.mark.slow,)))
+    return cases
+
+
+async def ask(
+    model_dir: Path, backend: str, *flags: str, num_rounds: int = 1
+) -> tuple[list[list[int]], scheduler_pb2.GetStateResponse]:
+    """The completions of `PROMPTS`, all at once and that `num_rounds` times; equal each time."""
+    with start_cell(model_dir, f"--worker.ops-backend={backend}", "--worker.num-threads=1", *flags) as cell:
+        async with connect(cell) as client:
+            rounds = [await asyncio.gather(*map(client.generate, requests())) for _ in range(num_rounds)]
+            state = await client.wait_until_idle()
+    tokens = [[completion.token_ids for completion in completions] for completions in rounds]
+    if backend == "reference":
+        assert all(each == tokens[0] for each in tokens)
+    return [completion for each in tokens for completion in each], state
+
+
+def requests() -> list[tokenizer_pb2.GenerateRequest]:
+    return [token_request(prompt, max_tokens=NUM_TOKENS, ignore_eos=True) for prompt in PROMPTS]
+
+
+def exact_tokens(model_dir: Path) -> list[list[int]]:
+    """What the model gives outside of any service, on `reference`."""
+    completions = generate(load_paged(model_dir, "reference"), PROMPTS, NUM_TOKENS, Way())
+    return [each.completion for each in completions]
+
+
+def assert_greedy(theirs: TransformersModel, completions: list[list[int]]) -> None:
+    for number, completion in enumerate(completions):
+        assert len(completion) == NUM_TOKENS
+        assert wrong_tokens(theirs, PROMPTS[number % len(PROMPTS)], completion) == []
+
+
+@pytest.fixture(scope="module")
+def small_models(tmp_path_factory: pytest.TempPathFactory) -> SmallModels:
+    return SmallModels(tmp_path_factory.mktemp("small-models"))
+
+
+@pytest.mark.parametrize(("architecture", "backend"), serve_cases())
+async def test_tokens_are_those_of_transformers(small_models: SmallModels, architecture: str, backend: str) -> None:
+    small = small_models.get(architecture, next(iter(SMALL_CONFIGS[architecture])))
+    completions, state = await ask(small.directory, backend, *CHUNKS, num_rounds=2)
+    assert_greedy(small.theirs, completions)
+    assert state.num_prefix_hit_tokens > 0
+    if backend == "reference":
+        assert completions[: len(PROMPTS)] == exact_tokens(small.directory)
+
+
+@pytest.mark.parametrize("num_mtp_layers", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("architecture", MTP_ARCHITECTURES)
+async def test_drafts_by_multi_token_prediction_change_no_token(
+    tmp_path: Path, architecture: str, num_mtp_layers: int
+) -> None:
+    variant = next(iter(SMALL_CONFIGS[architecture]))
+    small = make_small_mtp_model(architecture, variant, tmp_path, num_mtp_layers=num_mtp_layers, has_sure_drafts=True)
+    flags = ("--draft-proposer=mtp", "--worker.num-draft-tokens=3")
+    completions, state = await ask(small.directory, "reference", *CHUNKS, *flags, num_rounds=2)
+    assert completions[: len(PROMPTS)] == exact_tokens(small.directory)
+    assert_greedy(TransformersModel(small.model), completions)
+    # Some drafts are right and some are wrong, or the test would show nothing.
+    assert 0 < state.num_accepted_draft_tokens < state.num_draft_tokens
+
+
+def test_an_unknown_architecture_is_refused_with_the_list_of_known_ones(tmp_path: Path) -> None:
+    model_dir = write_tiny_llama(tmp_path / "model", changes={"architectures": ["BloomForCausalLM"]})
+    served = run_serve(str(model_dir))
+    assert served.returncode == 1
+    assert "BloomForCausalLM" in served.stderr
+    assert [name for name in ARCHITECTURES if name not in served.stderr] == []

@@ -1,0 +1,74 @@
+"""A second model drafts, through all three services: answers stay as they are, and come in fewer steps."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from lockstep.v1 import scheduler_pb2
+from tests.support.cell import run_serve, start_cell
+from tests.support.client import connect, token_request
+from tests.support.tiny_llama import write_noisy_copy, write_tiny_llama
+
+NUM_TOKENS = 41
+# Prompts in chunks beside decodes, and a pool that two of them fill.
+FLAGS = (
+    "--worker.ops-backend=reference",
+    "--worker.num-threads=1",
+    "--worker.kv-cache-num-blocks=14",
+    "--scheduler.max-num-batched-tokens=32",
+    "--scheduler.max-num-seqs=8",
+    "--scheduler.enable-mixed-steps",
+)
+
+
+def make_prompts() -> list[list[int]]:
+    """Some of any length, and some that begin like others, so that blocks are shared."""
+    rng = random.Random(1)
+    prompts = [[rng.randrange(3, 512) for _ in range(length)] for length in (1, 16, 33, 70)]
+    return [*prompts, [*prompts[2], 9, 8, 7], [*prompts[3][:48], 5]]
+
+
+async def ask(model_dir: Path, *flags: str) -> tuple[list[list[int]], scheduler_pb2.GetStateResponse]:
+    """The greedy completions of all prompts at once, and the same again; and how it went."""
+    requests = [token_request(prompt, max_tokens=NUM_TOKENS, ignore_eos=True) for prompt in make_prompts()]
+    with start_cell(model_dir, *FLAGS, *flags) as cell:
+        async with connect(cell) as client:
+            answers = [answer for _ in range(2) for answer in await asyncio.gather(*map(client.generate, requests))]
+            state = await client.wait_until_idle()
+    return [answer.token_ids for answer in answers], state
+
+
+async def test_answers_do_not_depend_on_the_draft_model(tiny_model: Path, tmp_path: Path) -> None:
+    plain, state = await ask(tiny_model)
+    assert state.num_preemptions > 0
+    assert state.num_prefix_hit_tokens > 0
+    noisy_dir = write_noisy_copy(tiny_model, tmp_path / "noisy")
+    answers, state = await ask(tiny_model, f"--draft-model={noisy_dir}", "--worker.num-draft-tokens=8")
+    assert answers == plain
+    assert state.num_preemptions > 0
+    assert 0 < state.num_accepted_draft_tokens < state.num_draft_tokens
+    # The model itself is right about all that nothing cuts off: 40 tokens in 8 steps of 5 and some shorter ones.
+    answers, state = await ask(tiny_model, f"--draft-model={tiny_model}", "--draft-proposer=model")
+    assert answers == plain
+    assert state.num_preemptions > 0
+    assert state.num_accepted_draft_tokens > 0.95 * state.num_draft_tokens
+    assert state.num_accepted_draft_tokens > 0.6 * sum(map(len, answers))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--draft-model={other}"], "its vocabulary has 300 tokens, not 512"),
+        (["--draft-model={missing}"], "config.json"),
+        (["--draft-proposer=mtp"], "no layers for multi-token prediction"),
+    ],
+)
+def test_who_cannot_draft_is_refused_at_start(tiny_model: Path, tmp_path: Path, flags: list[str], message: str) -> None:
+    other = write_tiny_llama(tmp_path / "other", changes={"vocab_size": 300})
+    served = run_serve(str(tiny_model), *(flag.format(other=other, missing=tmp_path / "none") for flag in flags))
+    assert served.returncode == 1
+    assert message in served.stderr

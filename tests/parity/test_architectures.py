@@ -1,0 +1,77 @@
+"""Every architecture against transformers in float32: logits, and greedy tokens however they are computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.worker.ops import BACKEND_NAMES
+from tests.support.pairwise import pairwise_rows
+from tests.support.parity import SmallModels, Way, generate, make_prompts, wrong_rows, wrong_tokens
+from tests.support.small_configs import ARCHITECTURES, SMALL_CONFIGS
+
+NUM_TOKENS = 64
+# Short, long, shorter than a block, at a block's edge, more than a context's windows and selections.
+PROMPT_LENGTHS = (1, 70, 16, 5, 33, 100)
+# Of each architecture's rows, so many are part of `make test`.
+NUM_FAST_ROWS = 3
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "backend": BACKEND_NAMES,
+    "block_size": (16, 1, 32),
+    "prefill": ("whole", "chunks of 7", "chunks of 32", "chunks of 16 beside decodes"),
+    "has_prefix": (False, True),
+    "batch": ("all at once", "one by one"),
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "chunks of 7": {"chunk_size": 7},
+    "chunks of 32": {"chunk_size": 32},
+    "chunks of 16 beside decodes": {"chunk_size": 16, "is_mixed": True},
+}
+
+
+@pytest.mark.parametrize("backend", BACKEND_NAMES)
+@pytest.mark.parametrize(("architecture", "variant"), [(a, v) for a in ARCHITECTURES for v in SMALL_CONFIGS[a]])
+def test_logits_are_those_of_transformers(
+    small_models: SmallModels, architecture: str, variant: str, backend: str
+) -> None:
+    small = small_models.get(architecture, variant)
+    paged = small.load(backend)
+    for prompt in make_prompts((1, 17, 90)):
+        assert wrong_rows(paged.prefill_all(paged.add(prompt)), small.theirs, prompt) == []
+
+
+def greedy_cases() -> list[Any]:
+    """Rows in which each two values of two factors meet, the configuration being one of them."""
+    cases = []
+    for architecture in ARCHITECTURES:
+        rows = pairwise_rows({"variant": tuple(SMALL_CONFIGS[architecture]), **FACTORS}, seed=1)
+        for number, row in enumerate(rows):
+            marks = () if number < NUM_FAST_ROWS else (pytest.mark.slow,)
+            cases.append(pytest.param(architecture, row, marks=marks, id=f"{architecture}-{_name(row)}"))
+    return cases
+
+
+def _name(row: dict[str, Any]) -> str:
+    prefix = "prefix" if row["has_prefix"] else "no prefix"
+    parts = (row["variant"], row["backend"], f"blocks of {row['block_size']}", row["prefill"], prefix, row["batch"])
+    return "-".join(parts).replace(" ", "-")
+
+
+@pytest.mark.parametrize(("architecture", "row"), greedy_cases())
+def test_greedy_tokens_are_those_of_transformers(
+    small_models: SmallModels, architecture: str, row: dict[str, Any]
+) -> None:
+    small = small_models.get(architecture, row["variant"])
+    way = Way(block_size=row["block_size"], has_prefix=row["has_prefix"], **WAYS[row["prefill"]])
+    paged = small.load(row["backend"], block_size=way.block_size)
+    prompts = make_prompts(PROMPT_LENGTHS)
+    batches = [prompts] if row["batch"] == "all at once" else [[prompt] for prompt in prompts[:2]]
+    for batch in batches:
+        for each in generate(paged, batch, NUM_TOKENS, way):
+            assert len(each.completion) == NUM_TOKENS
+            assert wrong_tokens(small.theirs, each.prompt, each.completion) == []
+            tokens = each.prompt + each.completion
+            assert wrong_rows(each.logits, small.theirs, tokens, first=len(each.prompt) - 1) == []

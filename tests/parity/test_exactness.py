@@ -1,0 +1,91 @@
+"""The `reference` backend gives a token the same bits however it is computed, for every architecture."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.paged_model import PagedModel, PagedSequence
+from tests.support.parity import SmallModel, SmallModels, make_prompts
+from tests.support.small_configs import ARCHITECTURES, SMALL_CONFIGS, VOCABULARY_SIZE
+
+# Shorter than a block, at a block's edge, longer than the small models' windows and selections.
+PROMPT_LENGTHS = (1, 70, 16, 5, 33)
+# Where several threads share a product, a sum, or a search; idle cores make them quick, busy ones slow.
+THREADED = [
+    "LlamaForCausalLM",
+    *(pytest.param(f"{name}ForCausalLM", marks=pytest.mark.slow) for name in ("DeepseekV32", "GptOss")),
+]
+
+
+def all_variants() -> list[object]:
+    """Every configuration; the first of each architecture is part of `make test`."""
+    return [
+        pytest.param(architecture, variant, marks=() if number == 0 else (pytest.mark.slow,))
+        for architecture in ARCHITECTURES
+        for number, variant in enumerate(SMALL_CONFIGS[architecture])
+    ]
+
+
+def exact_logits(small: SmallModel, prompts: list[list[int]]) -> list[Tensor]:
+    """What every other way must give: each prompt whole and alone, in blocks of 16; the logits of every token."""
+    logits = []
+    for prompt in prompts:
+        paged = small.load("reference")
+        logits.append(paged.prefill_all(paged.add(prompt)))
+    return logits
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 32])
+@pytest.mark.parametrize(("architecture", "variant"), all_variants())
+def test_a_row_has_the_same_bits_however_it_is_computed(
+    small_models: SmallModels, architecture: str, variant: str, block_size: int
+) -> None:
+    check_exactness(small_models.get(architecture, variant), block_size)
+
+
+@pytest.mark.parametrize("architecture", THREADED)
+def test_threads_that_share_the_work_change_no_bits(small_models: SmallModels, architecture: str) -> None:
+    # The fixture that set one thread sets back what was before.
+    torch.set_num_threads(2)
+    check_exactness(small_models.get(architecture, next(iter(SMALL_CONFIGS[architecture]))), 16)
+
+
+def check_exactness(small: SmallModel, block_size: int) -> None:
+    """Compute prompts together, behind cached prefixes and in runs of all lengths, in blocks of this size."""
+    prompts = make_prompts(PROMPT_LENGTHS)
+    expected = exact_logits(small, prompts)
+    last = torch.stack([logits[-1] for logits in expected])
+    paged = small.load("reference", block_size=block_size)
+    together = [paged.add(prompt) for prompt in prompts]
+    assert torch.equal(paged.prefill(together), last)
+    again = [paged.add(prompt, prefix_of=seq) for prompt, seq in zip(prompts, together, strict=True)]
+    num_cached = [block_size * paged.num_shared(seq, seq) for seq in again]
+    assert any(num_cached)
+    assert torch.equal(paged.prefill(again, num_cached), last)
+    check_runs(paged, prompts, expected)
+
+
+def check_runs(paged: PagedModel, prompts: list[list[int]], expected: list[Tensor]) -> None:
+    """Compute in chunks of a few tokens, as decodes and with wrong drafts behind them, some sequences at a time."""
+    draw = Random(5)
+    sequences = [PagedSequence([]) for _ in prompts]
+    num_right = [0] * len(prompts)
+    while rows := [index for index, prompt in enumerate(prompts) if num_right[index] < len(prompt)]:
+        rows = draw.sample(rows, k=draw.randint(1, len(rows)))
+        query_lens, firsts = [], []
+        for index in rows:
+            first = num_right[index]
+            right = prompts[index][first : first + draw.choice((1, 1, 3, 8))]
+            # They leave their keys and values in the cache.
+            wrong = [draw.randrange(VOCABULARY_SIZE) for _ in range(draw.choice((0, 2)))]
+            sequences[index].token_ids[first:] = [*right, *wrong]
+            query_lens.append(len(right) + len(wrong))
+            firsts.append(first)
+            num_right[index] = first + len(right)
+        logits = torch.split(paged.decode_runs([sequences[index] for index in rows], query_lens), query_lens)
+        for index, first, run in zip(rows, firsts, logits, strict=True):
+            assert torch.equal(run[: num_right[index] - first], expected[index][first : num_right[index]])

@@ -1,0 +1,173 @@
+"""Layers for multi-token prediction against transformers', and their exactness on `reference`, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from services.worker.forward_context import ForwardContext, forward_context
+from services.worker.loader import load_model
+from services.worker.models.protocol import CausalLM, MtpLayers
+from services.worker.ops import BACKEND_NAMES, load_ops
+from shared.model_dir import CONFIG, ModelDirectoryError
+from tests.support.paged_model import PagedModel, attention_metadata
+from tests.support.parity import LOGIT_TOLERANCE, make_prompts
+from tests.support.small_mtp import WEIGHTS, SmallMtpModel, make_small_mtp_model
+
+BLOCK_SIZE = 16
+FAMILIES = (
+    ("DeepseekV3ForCausalLM", "yarn-rope"),
+    ("DeepseekV32ForCausalLM", "few-selected"),
+    ("Glm4MoeForCausalLM", "query-key-norms"),
+)
+PROMPT = make_prompts([70])[0]
+# A chunk's tokens in the step and their positions, to a row for each.
+Compute = Callable[[slice, Tensor], Tensor]
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids="-".join)
+def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SmallMtpModel:
+    architecture, variant = request.param
+    return make(architecture, variant, tmp_path_factory.mktemp("mtp"), num_mtp_layers=2)
+
+
+def load(model_dir: Path, backend: str, *, with_mtp: bool = True) -> CausalLM:
+    return load_model(model_dir, load_ops(backend), torch.float32, lambda _: None, with_mtp=with_mtp).model
+
+
+def load_paged(model_dir: Path, backend: str) -> PagedModel:
+    return PagedModel(load(model_dir, backend), load_ops(backend), num_blocks=32, block_size=BLOCK_SIZE)
+
+
+def mtp_of(model: CausalLM) -> MtpLayers:
+    assert model.mtp is not None
+    return model.mtp
+
+
+def make(architecture: str, variant: str, directory: Path, *, num_mtp_layers: int) -> SmallMtpModel:
+    small = make_small_mtp_model(architecture, variant, directory, num_mtp_layers=num_mtp_layers)
+    # transformers writes the kinds of all layers, those for prediction included.
+    kinds = {name: value for name, value in read_config(directory).items() if name.endswith("layer_types")}
+    num_layers = small.model.config.num_hidden_layers
+    change_config(directory, **{name: value[:num_layers] for name, value in kinds.items()})
+    return small
+
+
+def make_deepseek(directory: Path) -> SmallMtpModel:
+    return make("DeepseekV3ForCausalLM", "plain", directory, num_mtp_layers=1)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+    return values
+
+
+def change_config(directory: Path, **changes: object) -> None:
+    (directory / CONFIG).write_text(json.dumps({**read_config(directory), **changes}), encoding="utf-8")
+
+
+def remove_tensors(directory: Path, part: str) -> None:
+    tensors = {name: value for name, value in load_file(directory / WEIGHTS).items() if part not in name}
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+
+
+@torch.no_grad()
+def their_mtp_logits(small: SmallMtpModel, token_ids: Sequence[int]) -> list[Tensor]:
+    """Per layer k the logits [num_tokens - 1 - k, vocabulary] behind each token, of the one k + 2 places on.
+
+    Source: arXiv:2412.19437, equations 21 to 23, and transformers' `MtpLayer`.
+    """
+    ids, base = torch.tensor([token_ids]), small.model.model
+    hidden = base(ids, use_cache=False).last_hidden_state
+    logits = []
+    for number, layer in enumerate(small.layers, start=1):
+        places = torch.arange(len(token_ids) - number)[None]
+        hidden = layer(
+            base.embed_tokens(ids[:, number:]),
+            hidden[:, :-1],
+            position_embeddings=base.rotary_emb(hidden, places),
+            attention_mask=torch.full((places.shape[1],) * 2, -torch.inf).triu(1)[None, None],
+            position_ids=places,
+            past_key_values=None,
+        )
+        logits.append(small.model.lm_head(hidden)[0])
+    return logits
+
+
+def our_mtp_logits(paged: PagedModel, token_ids: Sequence[int], chunk_size: int) -> list[Tensor]:
+    """Per layer the logits behind each token; everything is computed in chunks of `chunk_size` tokens."""
+    model, mtp, table = paged.model, mtp_of(paged.model), paged.add(token_ids).block_table
+    tokens = torch.tensor(token_ids)
+
+    def in_chunks(num_tokens: int, compute: Compute) -> Tensor:
+        parts = []
+        for start in range(0, num_tokens, chunk_size):
+            end, is_prefill = min(start + chunk_size, num_tokens), chunk_size > 1
+            metadata = attention_metadata([table], [end - start], [end], block_size=BLOCK_SIZE, is_prefill=is_prefill)
+            with forward_context(ForwardContext.for_step(paged.ops, metadata, paged.kv_cache)):
+                parts.append(compute(slice(start, end), torch.arange(start, end)))
+        return torch.cat(parts)
+
+    def layer_states(layer: int, before: Tensor) -> Tensor:
+        following = tokens[layer + 1 :]
+        return in_chunks(len(following), lambda part, places: mtp.forward(before[part], following[part], places, layer))
+
+    states = in_chunks(len(tokens), lambda part, places: model.forward(tokens[part], places))
+    logits = []
+    for layer in range(mtp.num_layers):
+        states = layer_states(layer, states)
+        logits.append(mtp.compute_logits(states))
+    return logits
+
+
+@pytest.mark.parametrize("backend", BACKEND_NAMES)
+def test_layers_predict_what_those_of_transformers_do(small: SmallMtpModel, backend: str) -> None:
+    expected, paged = their_mtp_logits(small, PROMPT), load_paged(small.directory, backend)
+    for chunk_size in (len(PROMPT), 23, 1):
+        for ours, wanted in zip(our_mtp_logits(paged, PROMPT, chunk_size), expected, strict=True):
+            torch.testing.assert_close(ours, wanted, atol=LOGIT_TOLERANCE * float(wanted.abs().max()), rtol=0)
+
+
+def test_reference_gives_the_same_bits_in_chunks_of_any_size(small: SmallMtpModel) -> None:
+    paged = load_paged(small.directory, "reference")
+    whole = our_mtp_logits(paged, PROMPT, len(PROMPT))
+    for chunk_size in (23, 1):
+        assert all(map(torch.equal, our_mtp_logits(paged, PROMPT, chunk_size), whole))
+
+
+def test_the_model_computes_the_same_with_such_layers_and_without(tmp_path: Path) -> None:
+    make_deepseek(tmp_path)
+    with_mtp, without = (load(tmp_path, "reference", with_mtp=flag) for flag in (True, False))
+    assert (mtp_of(with_mtp).num_layers, without.mtp) == (1, None)
+    assert len(with_mtp.kv_cache_spec.layers) == len(without.kv_cache_spec.layers) + 1
+    first, second = (PagedModel(model, load_ops("reference"), num_blocks=32) for model in (with_mtp, without))
+    assert torch.equal(first.prefill_all(first.add(PROMPT)), second.prefill_all(second.add(PROMPT)))
+
+
+def test_a_checkpoint_that_only_names_such_layers_has_none(tmp_path: Path) -> None:
+    make_deepseek(tmp_path)
+    remove_tensors(tmp_path, ".layers.2.")
+    assert load(tmp_path, "cpu").mtp is None
+
+
+def test_a_layer_that_config_json_does_not_name_has_no_place(tmp_path: Path) -> None:
+    make_deepseek(tmp_path)
+    change_config(tmp_path, num_nextn_predict_layers=0)
+    with pytest.raises(ModelDirectoryError, match=r"model\.layers\.2\."):
+        load(tmp_path, "cpu")
+
+
+@pytest.mark.parametrize("name", ["enorm", "shared_head.norm", "self_attn.kv_b_proj"])
+def test_a_layer_that_lacks_a_tensor_is_refused_when_it_is_asked_for(tmp_path: Path, name: str) -> None:
+    make_deepseek(tmp_path)
+    remove_tensors(tmp_path, f".layers.2.{name}.")
+    assert load(tmp_path, "cpu", with_mtp=False).mtp is None
+    with pytest.raises(ModelDirectoryError, match=rf"model\.layers\.2\.{name}\.weight"):
+        load(tmp_path, "cpu")

@@ -1,0 +1,66 @@
+"""A configuration as checkpoints were published says the same as one that today's transformers writes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shared.model_dir import CONFIG
+from tests.support.parity import SmallModels, load_paged, make_prompts
+from tests.support.small_configs import ARCHITECTURES, SMALL_CONFIGS
+
+# What transformers derives and writes, and publishers do not.
+_DERIVED = ("qk_head_dim", "layer_types", "mlp_layer_types", "transformers_version", "use_cache")
+_ROUTING: dict[str, dict[str, str]] = {
+    "DeepseekV2ForCausalLM": {"scoring_func": "softmax"},
+    "DeepseekV3ForCausalLM": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "DeepseekV32ForCausalLM": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+}
+
+
+def as_published(config: dict[str, Any], architecture: str, chosen: dict[str, Any]) -> dict[str, Any]:
+    """The same configuration with the names of older releases, and without what follows from the rest.
+
+    Args:
+        config: As written by transformers.
+        architecture: Its own.
+        chosen: What the configuration was made of: not left out.
+    """
+    rope = dict(config["rope_parameters"])
+    published = {name: value for name, value in config.items() if name not in _DERIVED or name in chosen}
+    published = {name: value for name, value in published.items() if value is not None}
+    del published["rope_parameters"]
+    published["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        published["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    # DeepSeek's name of the type is the older one.
+    kind = rope.pop("rope_type")
+    if kind != "default":
+        published["rope_scaling"] = {"type" if "deepseek" in config["model_type"] else "rope_type": kind, **rope}
+    published["torch_dtype"] = published.pop("dtype")
+    if architecture == "Qwen3MoeForCausalLM":
+        published["num_experts"] = published.pop("num_local_experts")
+    if architecture in _ROUTING:
+        published = {**_ROUTING[architecture], **published}
+        # transformers means the rotated part.
+        del published["head_dim"]
+    return published
+
+
+@pytest.mark.parametrize(("architecture", "variant"), [(a, v) for a in ARCHITECTURES for v in SMALL_CONFIGS[a]])
+def test_an_older_spelling_is_the_same_model(
+    small_models: SmallModels, tmp_path: Path, architecture: str, variant: str
+) -> None:
+    small = small_models.get(architecture, variant)
+    directory = Path(shutil.copytree(small.directory, tmp_path / "published"))
+    config = json.loads((directory / CONFIG).read_text())
+    published = as_published(config, architecture, SMALL_CONFIGS[architecture][variant])
+    (directory / CONFIG).write_text(json.dumps(published))
+    [prompt] = make_prompts((70,))
+    ours, same = small.load("cpu"), load_paged(directory, "cpu")
+    assert torch.equal(ours.prefill_all(ours.add(prompt)), same.prefill_all(same.add(prompt)))

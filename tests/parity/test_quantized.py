@@ -1,0 +1,70 @@
+"""Quantised checkpoints of families with experts: our output against transformers' on the values they stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from services.worker.loader import load_model
+from services.worker.ops import load_ops
+from tests.support.paged_model import PagedModel
+from tests.support.quantized_checkpoints import MXFP4, SCHEMES, Scheme, write_quantized
+from tests.support.small_configs import SMALL_CONFIGS
+from tests.support.small_models import build_model, write_small_model
+
+PROMPT = [5, 9, 100, 4, 77, 31, 31, 8]
+# Groups of 32 input features; no power of two elsewhere.
+GPT_OSS_SIZES = {"hidden_size": 96, "intermediate_size": 64}
+
+CASES: dict[str, tuple[str, dict[str, Any], Scheme]] = {
+    "gpt-oss, mxfp4": ("GptOssForCausalLM", GPT_OSS_SIZES, MXFP4),
+    "DeepSeek-V3, fp8 blocks": ("DeepseekV3ForCausalLM", {}, SCHEMES["fp8, blocks"]),
+    "Qwen3-MoE, int4 groups": ("Qwen3MoeForCausalLM", {}, SCHEMES["compressed int4, groups"]),
+    "Mixtral, W8A8": ("MixtralForCausalLM", {}, SCHEMES["compressed int8, W8A8"]),
+}
+
+
+def our_logits(model_dir: Path, backend: str) -> Tensor:
+    ops = load_ops(backend)
+    paged = PagedModel(load_model(model_dir, ops, torch.float32, lambda _: None).model, ops, num_blocks=8)
+    return paged.prefill_all(paged.add(PROMPT))
+
+
+@torch.no_grad()
+def their_logits(model_dir: Path) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    logits: Tensor = model(torch.tensor([PROMPT])).logits[0]
+    return logits
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("case", CASES)
+def test_quantized_experts_compute_what_their_values_do(tmp_path: Path, case: str, backend: str) -> None:
+    architecture, changes, scheme = CASES[case]
+    config = {**next(iter(SMALL_CONFIGS[architecture].values())), **changes}
+    plain = write_small_model(build_model(architecture, config), tmp_path / "plain")
+    quantized, values = write_quantized(plain, tmp_path, scheme)
+    expected = their_logits(values)
+    scale = expected.abs().max()
+    torch.testing.assert_close(our_logits(quantized, backend), expected, rtol=0, atol=1e-4 * float(scale))
+    # And it is another model than the one it was made from.
+    assert (their_logits(plain) - expected).abs().max() > 1e-2 * scale
+
+
+def test_scales_of_mxfp4_experts_that_are_exchanged_are_seen_in_the_output(tmp_path: Path) -> None:
+    architecture, changes, scheme = CASES["gpt-oss, mxfp4"]
+    config = {**next(iter(SMALL_CONFIGS[architecture].values())), **changes}
+    plain = write_small_model(build_model(architecture, config), tmp_path / "plain")
+    quantized, values = write_quantized(plain, tmp_path, scheme)
+    tensors = load_file(quantized / "model.safetensors")
+    name = "model.layers.0.mlp.experts.down_proj_scales"
+    tensors[name] = tensors[name].roll(1, dims=1).contiguous()
+    save_file(tensors, quantized / "model.safetensors")
+    expected = their_logits(values)
+    assert (our_logits(quantized, "cpu") - expected).abs().max() > 1e-3 * expected.abs().max()

@@ -1,0 +1,179 @@
+"""What configurations say of rotary embeddings, and what the tables made of it do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.worker.layers.rope_scaling import DynamicNtkScaling, LinearScaling, Llama3Scaling, PlainRope, YarnScaling
+from services.worker.layers.rotary import RopeConfig, Rotary
+from services.worker.ops import load_ops
+from shared.model_dir import ModelDirectoryError
+
+OPS = load_ops("reference")
+POSITIONS = torch.arange(0, 300, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, RopeConfig(10000.0)),
+        ({"rope_theta": 5e5}, RopeConfig(5e5)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}, RopeConfig(1e5)),
+        ({"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 4}}, RopeConfig(1e6, LinearScaling(4.0))),
+        (
+            {"max_position_embeddings": 2048, "rope_scaling": {"type": "dynamic", "factor": 2}},
+            RopeConfig(10000.0, DynamicNtkScaling(2.0, 2048)),
+        ),
+        (
+            {
+                "rope_theta": 5e5,
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 32.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 8192,
+                },
+            },
+            RopeConfig(5e5, Llama3Scaling(32.0, 1.0, 4.0, 8192)),
+        ),
+        (
+            {
+                "max_position_embeddings": 163840,
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 40,
+                    "beta_fast": 32,
+                    "beta_slow": 1,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 0.5,
+                    "original_max_position_embeddings": 4096,
+                },
+            },
+            RopeConfig(10000.0, YarnScaling(40.0, 4096, mscale=1.0, mscale_all_dim=0.5)),
+        ),
+        ({"partial_rotary_factor": 0.5}, RopeConfig(10000.0, PlainRope(), 0.5)),
+        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, RopeConfig(10000.0, PlainRope(), 0.25)),
+        ({"rope_theta": None, "rope_scaling": None, "partial_rotary_factor": None}, RopeConfig(10000.0)),
+        ({"rope_theta": 5e5, "rope_parameters": {"rope_theta": None}}, RopeConfig(5e5)),
+    ],
+)
+def test_rope_parameters_are_read_by_old_and_new_names(config: Mapping[str, Any], expected: RopeConfig) -> None:
+    assert RopeConfig.from_json(config) == expected
+
+
+def test_a_familys_defaults_hold_where_the_configuration_says_nothing() -> None:
+    assert RopeConfig.from_json({}, default_theta=150000.0, default_partial_factor=0.5) == RopeConfig(
+        150000.0, PlainRope(), 0.5
+    )
+    named = {"rope_theta": 1e6, "rope_parameters": {"partial_rotary_factor": 1.0}}
+    assert RopeConfig.from_json(named, default_theta=150000.0, default_partial_factor=0.5) == RopeConfig(1e6)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su", 7, None])
+def test_an_unknown_rope_type_is_refused(kind: object) -> None:
+    with pytest.raises(ModelDirectoryError, match=f"rope type {kind!r}: .*not supported"):
+        RopeConfig.from_json({"rope_parameters": {"rope_type": kind, "factor": 2.0}})
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"rope_type": "linear"}, "factor"),
+        ({"rope_type": "linear", "factor": "much"}, "much"),
+        ({"rope_type": "linear", "factor": 0}, "ZeroDivisionError|no rotation"),
+        ({"rope_type": "linear", "factor": math.nan}, "no rotation"),
+        ({"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings"),
+        ({"rope_type": "yarn", "factor": 2.0}, "original_max_position_embeddings"),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 64}, "factor"),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0}, "yarn"),
+        ({"rope_type": "llama3", "factor": 2.0}, "low_freq_factor"),
+        ({"partial_rotary_factor": 0}, "no rotation"),
+        (["linear", 2.0], "rope_parameters is no object"),
+        ({"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}, "by layer type"),
+    ],
+)
+def test_parameters_that_describe_no_rotation_are_refused(parameters: object, message: str) -> None:
+    with pytest.raises(ModelDirectoryError, match=message):
+        RopeConfig.from_json({"rope_parameters": parameters})
+
+
+def test_a_part_of_a_head_that_makes_no_pairs_is_refused() -> None:
+    half = RopeConfig(10000.0, partial_rotary_factor=0.5)
+    assert (half.rotary_dim(16), RopeConfig(10000.0).rotary_dim(16)) == (8, 16)
+    for head_dim in (2, 6):
+        with pytest.raises(ModelDirectoryError, match=f"{head_dim // 2} of a head's {head_dim} columns"):
+            half.rotary_dim(head_dim)
+
+
+def stretch(scaled: Tensor) -> Tensor:
+    """How many times slower than without scaling each pair turns."""
+    return PlainRope().angles(10000.0, 16, torch.ones(1))[0] / scaled[0]
+
+
+def test_llama3_scaling_stretches_long_waves_only() -> None:
+    scaling = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=400)
+    stretched = stretch(scaling.angles(10000.0, 16, torch.ones(1)))
+    # Wavelengths: 6, 20, 63, then 199 between 400 / 4 and 400 / 1, then 628 and more.
+    assert stretched[:3].tolist() == [1.0] * 3
+    assert 1.0 < stretched[3] < 8.0
+    torch.testing.assert_close(stretched[4:], torch.full((4,), 8.0))
+
+
+@pytest.mark.parametrize("is_truncated", [True, False])
+def test_yarn_keeps_the_pairs_that_turn_often_and_interpolates_those_that_turn_seldom(is_truncated: bool) -> None:
+    scaling = YarnScaling(8.0, 1024, beta_fast=16.0, is_truncated=is_truncated)
+    stretched = stretch(scaling.angles(10000.0, 16, torch.ones(1)))
+    # Turns within 1024 positions: 163, 52, then 16.3 just above 16, 5.2, 1.6, then 0.52 and less.
+    assert stretched[:2].tolist() == [1.0] * 2
+    assert 1.0 < stretched[3] < stretched[4] < 8.0
+    torch.testing.assert_close(stretched[5:], torch.full((3,), 8.0))
+
+
+def test_yarn_raises_the_temperature_as_the_paper_or_as_the_checkpoint_says() -> None:
+    paper = 0.1 * math.log(8.0) + 1
+    assert YarnScaling(8.0, 64).attention_factor == pytest.approx(paper)
+    assert YarnScaling(8.0, 64, given_attention_factor=1.5).attention_factor == 1.5
+    assert YarnScaling(0.5, 64).attention_factor == 1.0
+    both = YarnScaling(8.0, 64, mscale=1.0, mscale_all_dim=1.0)
+    assert both.attention_factor == 1.0
+    assert both.score_factor == pytest.approx(paper**2)
+    assert RopeConfig(1e4, both).score_factor == both.score_factor
+    assert RopeConfig(1e4).score_factor == 1.0
+
+
+def test_a_token_under_dynamic_ntk_turns_as_if_it_were_the_last() -> None:
+    scaling = DynamicNtkScaling(2.0, 100)
+    angles = scaling.angles(10000.0, 16, POSITIONS)
+    torch.testing.assert_close(angles[:100], PlainRope().angles(10000.0, 16, POSITIONS[:100]))
+    # Alone or among others: a position is all that counts.
+    torch.testing.assert_close(scaling.angles(10000.0, 16, POSITIONS[250:251]), angles[250:251])
+    slowed = PlainRope().angles(10000.0, 16, POSITIONS)[100:, 1:] / angles[100:, 1:]
+    assert bool((slowed[1:] > slowed[:-1]).all())
+    assert bool((slowed[0] > 1).all())
+
+
+def test_a_context_under_dynamic_ntk_is_longer_by_its_factor() -> None:
+    assert RopeConfig(10000.0, DynamicNtkScaling(2.0, 100)).context_length(100) == 200
+    assert RopeConfig(10000.0, LinearScaling(2.0)).context_length(100) == 100
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("rotary_dim", [8, 4])
+def test_scores_depend_on_the_distance_of_two_tokens_alone(rotary_dim: int, is_interleaved: bool) -> None:
+    rotary = Rotary(OPS, RopeConfig(10000.0), rotary_dim, 100, is_interleaved=is_interleaved)
+    query, key = torch.randn(2, 1, 1, 8, generator=torch.Generator().manual_seed(0))
+
+    def score(query_position: int, key_position: int) -> Tensor:
+        heads = torch.cat((query, key))
+        OPS.rope(heads, rotary.select(torch.tensor([query_position, key_position])))
+        return heads[0, 0] @ heads[1, 0]
+
+    torch.testing.assert_close(score(7, 3), score(94, 90), atol=1e-5, rtol=1e-5)
+    assert not torch.isclose(score(7, 3), score(7, 4), atol=1e-3)
