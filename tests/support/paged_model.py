@@ -90,12 +90,6 @@ class PagedModel:
         """Compute one sequence; the logits of every token, [num_tokens, vocabulary]."""
         return self._step([sequence], [len(sequence.token_ids)], is_prefill=True, all_logits=True)
 
-    def decode(self, sequences: Sequence[PagedSequence]) -> Tensor:
-        """Compute each sequence's last token; its logits, [num_seqs, vocabulary]."""
-        for sequence in sequences:
-            self._fill_table(sequence)
-        return self._step(sequences, [1] * len(sequences), is_prefill=False)
-
     def decode_runs(self, sequences: Sequence[PagedSequence], query_lens: Sequence[int]) -> Tensor:
         """Compute the last `query_lens[i]` tokens of each sequence, as decodes with drafts; the logits of them all."""
         for sequence in sequences:
@@ -113,18 +107,6 @@ class PagedModel:
         for sequence in sequences:
             self._fill_table(sequence)
         return self._step(sequences, list(query_lens), is_prefill=is_prefill)
-
-    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
-        """Greedy completions, all sequences in one batch."""
-        sequences = [self.add(prompt) for prompt in prompts]
-        logits = self.prefill(sequences)
-        for step in range(num_tokens):
-            token_ids, _ = self.ops.greedy_sample(logits)
-            for sequence, token_id in zip(sequences, token_ids.tolist(), strict=True):
-                sequence.token_ids.append(token_id)
-            if step < num_tokens - 1:
-                logits = self.decode(sequences)
-        return [seq.token_ids[len(prompt) :] for seq, prompt in zip(sequences, prompts, strict=True)]
 
     def _fill_table(self, sequence: PagedSequence) -> None:
         while len(sequence.block_table) * self.kv_cache.block_size < len(sequence.token_ids):

@@ -124,14 +124,9 @@ class _Piece:
     seq: int
     start: int
     num_queries: int
-    # Positions that any of the queries sees: [first_position, end_position). The last query is the last of them.
+    # The tokens that any of the queries sees, up to the last query itself: from this position on so many.
     first_position: int
-    end_position: int
-
-    @property
-    def context_len(self) -> int:
-        """Tokens that the queries see together."""
-        return self.end_position - self.first_position
+    context_len: int
 
     @property
     def cost(self) -> int:
@@ -183,7 +178,7 @@ def _cut(seq: int, start: int, num_queries: int, context_len: int, window: int |
         position = context_len - num_queries + done
         first = 0 if window is None else max(position - window + 1, 0)
         count = min(size, num_queries - done)
-        pieces.append(_Piece(seq, start + done, count, first, position + count))
+        pieces.append(_Piece(seq, start + done, count, first, position + count - first))
     return pieces
 
 
@@ -243,22 +238,24 @@ def _gather_bucket(
     kv_cache: KvCache,
     window: int | None,
 ) -> GatherBucket:
-    num_queries = len(query_rows) // len(group)
-    slots = _context_slots(group, block_tables, kv_cache.block_size)
+    lengths = np.array([piece.context_len for piece in group], dtype=np.int64)
+    slots = _context_slots(group, lengths, block_tables, kv_cache.block_size)
     return GatherBucket(
         query_rows=_as_rows(query_rows),
         num_rows=len(group),
-        num_queries=num_queries,
+        num_queries=len(query_rows) // len(group),
         length=slots.shape[1],
         slots=_as_rows(slots.ravel()),
-        mask=_mask(group, num_queries, window, kv_cache.layers[0][0].dtype),
+        mask=_mask(group, lengths, window, kv_cache.layers[0][0].dtype),
     )
 
 
-def _context_slots(group: list[_Piece], block_tables: npt.NDArray[np.int32], block_size: int) -> _IntArray:
+def _context_slots(
+    group: list[_Piece], lengths: _IntArray, block_tables: npt.NDArray[np.int32], block_size: int
+) -> _IntArray:
     """[num_rows, longest]: where each context's tokens lie; behind its end its first token again."""
-    firsts, lengths = _columns(group)
     longest = int(lengths.max())
+    firsts = np.array([piece.first_position for piece in group], dtype=np.int64)
     first_blocks, offsets = np.divmod(firsts, block_size)
     num_blocks = -(-int((offsets + lengths).max()) // block_size)
     # Behind the end of a shorter row's context any block will do.
@@ -268,30 +265,22 @@ def _context_slots(group: list[_Piece], block_tables: npt.NDArray[np.int32], blo
     if offsets.any():
         places = np.minimum(offsets[:, None] + np.arange(longest), slots.shape[1] - 1)
         slots = np.take_along_axis(slots, places, axis=1)
-    else:
-        slots = slots[:, :longest]
-    padded: _IntArray = np.where(np.arange(longest) < lengths[:, None], slots, slots[:, :1])
+    padded: _IntArray = np.where(np.arange(longest) < lengths[:, None], slots[:, :longest], slots[:, :1])
     return padded
 
 
-def _mask(group: list[_Piece], num_queries: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
-    """[num_rows, 1, num_queries, longest]: -inf where a query must not look; None: each sees everything."""
-    _, lengths = _columns(group)
+def _mask(group: list[_Piece], lengths: _IntArray, window: int | None, dtype: torch.dtype) -> Tensor | None:
+    """[num_rows, 1, most queries, longest]: -inf where a query must not look; None: each sees everything."""
+    counts = np.array([piece.num_queries for piece in group])
+    num_queries = int(counts.max())
     if num_queries == 1 and lengths.min() == lengths.max():
         return None
-    counts = np.array([piece.num_queries for piece in group])
     last_seen = (lengths - counts)[:, None] + np.minimum(np.arange(num_queries), counts[:, None] - 1)
     keys = np.arange(lengths.max())
     hidden = keys > last_seen[:, :, None]
     if window is not None:
         hidden |= keys <= last_seen[:, :, None] - window
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), float("-inf")).unsqueeze(1)
-
-
-def _columns(group: list[_Piece]) -> tuple[_IntArray, _IntArray]:
-    """The first position and the length of each piece's context."""
-    firsts = np.array([piece.first_position for piece in group], dtype=np.int64)
-    return firsts, np.array([piece.end_position for piece in group], dtype=np.int64) - firsts
 
 
 def _bytes_per_token(kv_cache: KvCache) -> int:

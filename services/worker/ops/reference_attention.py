@@ -46,8 +46,9 @@ class ReferenceAttention:
         return ReferencePlan(metadata, kv_cache.block_size)
 
     def write_kv(self, key: Tensor, value: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan) -> None:
-        for new, tensor in zip((key, value), cache, strict=True):
-            self.write_cache(new, tensor, plan)
+        key_cache, value_cache = cache
+        self.write_cache(key, key_cache, plan)
+        self.write_cache(value, value_cache, plan)
 
     def write_cache(self, values: Tensor, cache: Tensor, plan: AttentionPlan) -> None:
         slots = plan.metadata.slot_mapping
