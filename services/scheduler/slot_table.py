@@ -71,11 +71,11 @@ class SlotTable:
         # Slots that are taken and not live.
         self.num_ended = 0
         self.num_tokens = np.zeros(num_slots, np.int32)
-        self.num_prompt_tokens = np.zeros(num_slots, np.int32)
-        self.max_num_tokens = np.zeros(num_slots, np.int32)
+        # What does not change while a sequence holds its slot stands together, so that one look gathers it.
+        self._constants = np.zeros((4, num_slots), np.int32)
+        self.client, handle, self.num_prompt_tokens, self.max_num_tokens = self._constants
+        self.handle = handle.view(np.uint32)
         self.num_blocks = np.zeros(num_slots, np.int32)
-        self.client = np.zeros(num_slots, np.int32)
-        self.handle = np.zeros(num_slots, np.uint32)
         self.priority = np.zeros(num_slots, np.int32)
         # Whether tokens of the prompt are still to be sent.
         self.is_prefilling = np.zeros(num_slots, bool)
@@ -226,15 +226,15 @@ class SlotTable:
         return is_watched.nonzero()[0]
 
     def _gather_constants(self, slots: Slots) -> RowConstants:
-        clients = self.client[slots]
-        is_one = clients.size and (clients == clients[0]).all()
+        clients, handles, num_prompt_tokens, max_num_tokens = self._constants[:, slots]
+        is_one = len(slots) == 1 or (len(slots) > 0 and bool((clients == clients[0]).all()))
         return RowConstants(
             slots,
             clients,
-            self.handle[slots],
+            handles.view(np.uint32),
             int(clients[0]) if is_one else None,
-            self.num_prompt_tokens[slots],
-            self.max_num_tokens[slots],
+            num_prompt_tokens,
+            max_num_tokens,
             self._watched[:, slots],
             slots * _RUN_COLUMNS,
         )
