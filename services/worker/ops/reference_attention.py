@@ -29,14 +29,14 @@ class ReferencePlan(AttentionPlan):
             for table, context_len in zip(metadata.block_tables.long(), metadata.context_lens_host, strict=True)
         ]
 
-    def rows(self) -> Iterator[tuple[int, Tensor]]:
-        """Each token's row and the slots of the context up to itself; padded tokens have no row here."""
-        row = 0
+    def sequences(self) -> Iterator[tuple[Tensor, list[tuple[int, int]]]]:
+        """Each sequence's slots, and of its new tokens the row and the count of tokens up to itself."""
+        first = 0
         for num_queries, slots in zip(self.metadata.query_lens, self.context_slots, strict=True):
-            for seen in range(len(slots) - num_queries + 1, len(slots) + 1):
-                if seen > 0:
-                    yield row, slots[:seen]
-                row += 1
+            # A padded token has no context and no row here.
+            seen = range(len(slots) - num_queries + 1, len(slots) + 1)
+            yield slots, [(first + place, count) for place, count in enumerate(seen) if count > 0]
+            first += num_queries
 
 
 class ReferenceAttention:
@@ -71,11 +71,14 @@ class ReferenceAttention:
         self, query: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan, params: AttentionParams
     ) -> Tensor:
         assert isinstance(plan, ReferencePlan)
-        keys, values = (tensor.flatten(0, 1) for tensor in cache)
-        output = query.new_zeros(query.shape[0], query.shape[1] * values.shape[-1])
-        for row, slots in plan.rows():
-            seen = slots if params.window is None else slots[-params.window :]
-            output[row] = _attend(query[row], keys[seen], values[seen], params)
+        key_cache, value_cache = cache
+        output = query.new_zeros(query.shape[0], query.shape[1] * value_cache.shape[-1])
+        for slots, rows in plan.sequences():
+            keys, values = key_cache.flatten(0, 1)[slots], value_cache.flatten(0, 1)[slots]
+            for row, end in rows:
+                # Where a part lies in fresh memory depends on the position alone, and so do its bits.
+                start = 0 if params.window is None else max(end - params.window, 0)
+                output[row] = _attend(query[row], keys[start:end], values[start:end], params)
         return output
 
     def mla_attention(
@@ -90,11 +93,12 @@ class ReferenceAttention:
     ) -> Tensor:
         assert isinstance(plan, ReferencePlan)
         output = query.new_zeros(*query.shape[:2], value_dim)
-        latents, params = latent_cache.flatten(0, 1), AttentionParams(scale)
-        for row, slots in plan.rows():
-            seen = slots if selected is None else slots[_used(selected[row])]
-            keys = latents[seen].unsqueeze(1)
-            output[row] = _attend(query[row], keys, keys[..., :value_dim], params).view(-1, value_dim)
+        params = AttentionParams(scale)
+        for slots, rows in plan.sequences():
+            latents = latent_cache.flatten(0, 1)[slots].unsqueeze(1)
+            for row, end in rows:
+                keys = latents[:end] if selected is None else latents[_used(selected[row])]
+                output[row] = _attend(query[row], keys, keys[..., :value_dim], params).view(-1, value_dim)
         return output
 
     def select_context(
@@ -110,12 +114,13 @@ class ReferenceAttention:
         if plan.metadata.max_context_len <= num_selected:
             return None
         selected = torch.full((len(index_query), num_selected), -1)
-        keys = index_cache.flatten(0, 1)
-        for row, slots in plan.rows():
-            scores = torch.relu(torch.mm(index_query[row].float(), keys[slots].float().T.contiguous()))
-            total = torch.mv(scores.T.contiguous(), index_weights[row].clone())
-            best = torch.sort(total, descending=True, stable=True).indices[:num_selected]
-            selected[row, : len(best)] = best
+        for slots, rows in plan.sequences():
+            keys = index_cache.flatten(0, 1)[slots].float()
+            for row, end in rows:
+                products = torch.mm(index_query[row].float().clone(), keys[:end].T.contiguous())
+                scores = torch.mv(torch.relu(products).T.contiguous(), index_weights[row].clone())
+                best = torch.sort(scores, descending=True, stable=True).indices[:num_selected]
+                selected[row, : len(best)] = best
         return selected
 
 
