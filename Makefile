@@ -46,11 +46,11 @@ demo: $(INSTALLED) $(STUBS) $(MODEL_READY) ## the same, and stop after the answe
 	@$(ANSWER_ONE_PROMPT) --exit-after-prompt
 
 test: $(INSTALLED) $(STUBS) $(MODEL_READY) $(SCHEMA_SUITE) $(NODE_READY) ## every test that is not slow
-	@$(PYTEST) -m "not slow"
+	@$(PYTEST) -m "not slow" --durations=12
 
 # pytest's exit code 5 says that no test was selected.
 test-slow: $(INSTALLED) $(STUBS) $(MODEL_READY) $(SCHEMA_SUITE) $(NODE_READY) ## the slow tests
-	@$(PYTEST) -m slow || test $$? -eq 5
+	@$(PYTEST) -m slow --durations=12 || test $$? -eq 5
 
 simulate: $(INSTALLED) $(STUBS) ## the cell under random faults: SEEDS (100), FIRST_SEED (0), FAULTS (some of all)
 	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first-seed $(FIRST_SEED) $(if $(FAULTS),--faults $(FAULTS))

@@ -156,6 +156,8 @@ async def test_cancelled_neighbours_give_their_blocks_back_and_disturb_nobody(
     assert state.num_free_blocks == state.num_blocks
 
 
+# Each row reads all weights: a minute and more.
+@pytest.mark.slow
 async def test_the_real_model_alone_together_and_preempted(real_model: Path) -> None:
     requests = make_requests(49_152, count=8, max_prompt=32)
     with start_cell(real_model, REFERENCE) as cell:

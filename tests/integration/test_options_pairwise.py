@@ -191,8 +191,8 @@ CHUNKS = ("--scheduler.max-num-seqs=16", "--scheduler.max-num-batched-tokens=32"
         ([DRAFTS, "--worker.num-draft-tokens=5"], "num_accepted_draft_tokens"),
         ([FEW_BLOCKS], "num_preemptions"),
         ([FEW_BLOCKS, DRAFTS, *CHUNKS], "num_preemptions"),
-        ([DRAFT_MODEL, "--worker.num-draft-tokens=5"], "num_accepted_draft_tokens"),
-        ([FEW_BLOCKS, DRAFT_MODEL, *CHUNKS], "num_preemptions"),
+        pytest.param([DRAFT_MODEL, "--worker.num-draft-tokens=5"], "num_accepted_draft_tokens", marks=pytest.mark.slow),
+        pytest.param([FEW_BLOCKS, DRAFT_MODEL, *CHUNKS], "num_preemptions", marks=pytest.mark.slow),
     ],
     ids=["depth-1", "drafts", "preempted", "drafts-preempted-chunked", "draft-model", "draft-model-preempted-chunked"],
 )
