@@ -13,8 +13,6 @@ from lockstep.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 from shared.rpc import reason_of, status_from_rpc_error
 
 _INTERRUPTED = 130
-# What a shell says of a command that SIGPIPE ended.
-_BROKEN_PIPE = 141
 _LAUNCHER_PROMPT = common_pb2.SamplingParams(temperature=0.0, max_tokens=256)
 
 
@@ -49,9 +47,8 @@ def run_client(body: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
-        # What is left in the buffer would fail once more when the interpreter ends.
+        # Whoever reads has seen enough, as `head` does. Python flushes stdout once more when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _BROKEN_PIPE
     return 0
 
 

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import itertools
 import math
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -43,12 +42,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--once", action="store_true", help="print one snapshot and exit")
     args = parser.parse_args(argv)
     num_snapshots = 1 if args.once else None
-    try:
-        return run_client(lambda: asyncio.run(_show(args.target, args.interval, num_snapshots)))
-    except BrokenPipeError:
-        # Whoever reads has seen enough, as `head` does. Python flushes stdout once more when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    return run_client(lambda: asyncio.run(_show(args.target, args.interval, num_snapshots)))
 
 
 def render(
