@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, ValidationError
-from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic_settings import BaseSettings, CliApp, NoDecode, SettingsConfigDict, SettingsError
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +46,15 @@ def check_local_address(address: str) -> str:
     raise ValueError("links are not encrypted yet: only unix sockets and loopback, or use --insecure-bind")
 
 
+def split_addresses(value: object) -> object:
+    """The parts of a text with commas between them, as the environment has it; anything else unchanged."""
+    return tuple(value.split(",")) if isinstance(value, str) else value
+
+
 Address = Annotated[str, AfterValidator(check_address)]
 LocalAddress = Annotated[str, AfterValidator(check_local_address)]
+# `A,B` on the command line and in the environment.
+Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(split_addresses)]
 
 # Who drafts tokens in a worker.
 DraftProposerName = Literal["none", "ngram", "mtp", "model"]

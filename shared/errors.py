@@ -105,6 +105,13 @@ class KvCapacityExceededError(ServiceError):
     reason = "KV_CAPACITY_EXCEEDED"
 
 
+class ExactUnavailableError(ServiceError):
+    """Exactness is asked of ranks that cannot give it."""
+
+    code = ErrorCode.FAILED_PRECONDITION
+    reason = "EXACT_UNAVAILABLE"
+
+
 class ModelNotFoundError(ServiceError):
     """The request names a model that is not served here."""
 
@@ -189,6 +196,13 @@ class GroupHeldError(ServiceError):
     reason = "GROUP_HELD"
 
 
+class GroupMismatchError(ServiceError):
+    """A process asks to join a failure domain, or a start of it, that it is no part of."""
+
+    code = ErrorCode.FAILED_PRECONDITION
+    reason = "GROUP_MISMATCH"
+
+
 class TemplateFailedError(ServiceError):
     """The model has no usable chat template."""
 
@@ -201,6 +215,13 @@ class NumericError(ServiceError):
 
     code = ErrorCode.INTERNAL
     reason = "NUMERIC_ERROR"
+
+
+class PoisonRequestError(ServiceError):
+    """The request was alone in two steps that their worker did not survive."""
+
+    code = ErrorCode.INTERNAL
+    reason = "POISON_REQUEST"
 
 
 class InternalError(ServiceError):

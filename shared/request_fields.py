@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.v1 import common_pb2, scheduler_pb2
-from shared.errors import InvalidRequestError, Violation
+from shared.errors import ExactUnavailableError, InvalidRequestError, Violation
 from shared.limits import (
     DEFAULT_MAX_TOKENS,
     MAX_BAD_WORD_LENGTH,
@@ -44,6 +44,7 @@ from shared.limits import (
 MAX_TIME_LEFT_S = 365 * 86400.0
 
 _PRIORITIES = frozenset(common_pb2.Priority.values()) - {common_pb2.PRIORITY_UNSPECIFIED}
+_DETERMINISMS = frozenset(common_pb2.Determinism.values())
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -129,6 +130,27 @@ def read_priority(priority: common_pb2.Priority, violations: list[Violation]) ->
     if priority not in _PRIORITIES:
         violations.append(Violation("priority", "OUT_OF_RANGE", "must be PRIORITY_HIGH, _NORMAL or _LOW"))
     return priority
+
+
+def read_determinism(determinism: common_pb2.Determinism, violations: list[Violation]) -> bool:
+    """Whether the answer is to be exact, not when it does not say; what is wrong with it joins `violations`."""
+    if determinism not in _DETERMINISMS:
+        violations.append(Violation("determinism", "OUT_OF_RANGE", "must be DETERMINISM_ORDINARY or _EXACT"))
+    return determinism == common_pb2.DETERMINISM_EXACT
+
+
+def check_exactness(exact_fingerprint: str, *, is_exact: bool) -> None:
+    """Refuse exactness where it cannot be had.
+
+    Args:
+        exact_fingerprint: What the results of all ranks of the cell are bitwise equal under; empty: they are not.
+        is_exact: Whether the answer is to be exact.
+
+    Raises:
+        ExactUnavailableError: it is, and cannot be.
+    """
+    if is_exact and not exact_fingerprint:
+        raise ExactUnavailableError("the cell's answers are not exact: their bytes depend on what runs beside them")
 
 
 def read_cache_salt(cache_salt: str, violations: list[Violation]) -> bytes:

@@ -26,8 +26,24 @@ STATUS_DETAILS_KEY = "grpc-status-details-bin"
 
 # A client's message is at most the library's 4 MiB. Inside a cell a step of many long block tables is larger.
 INTERNAL_MESSAGE_BYTES = 64 * 1024 * 1024
+# Inside a cell a peer whose process is stopped, or whom the network has lost, is found by HTTP/2 pings while a call is
+# open, whatever that call waits for: keepalive asks, and the ping timeout gives up (without it a stopped peer was never
+# noticed; see RELIABILITY.md, 0.5). The services' own heartbeats are faster where there are any.
+_KEEPALIVE_MS = 5_000
+_PING_TIMEOUT_MS = 10_000
+# An attempt to connect that meets silence; gRPC's own 20 s would outlast most partitions.
+_CONNECT_TIMEOUT_MS = 3_000
+
 METADATA_SOFT_BYTES = 8 * 1024
 METADATA_HARD_BYTES = 16 * 1024
+
+_KEEPALIVE_OPTIONS = (
+    ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),
+    # As many as are due, though no message comes.
+    ("grpc.http2.max_pings_without_data", 0),
+)
 
 _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -58,7 +74,11 @@ def make_server(
         ("grpc.absolute_max_metadata_size", METADATA_HARD_BYTES),
     ]
     if internal:
-        options.append(("grpc.max_receive_message_length", INTERNAL_MESSAGE_BYTES))
+        options += [
+            ("grpc.max_receive_message_length", INTERNAL_MESSAGE_BYTES),
+            ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
+            *_KEEPALIVE_OPTIONS,
+        ]
     if address.startswith("unix:"):
         refuse_taken_socket(address.removeprefix("unix:"))
     server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options)
@@ -82,7 +102,9 @@ def make_channel(address: str, *, internal: bool = False) -> grpc.aio.Channel:
             ("grpc.max_receive_message_length", INTERNAL_MESSAGE_BYTES),
             ("grpc.max_send_message_length", INTERNAL_MESSAGE_BYTES),
             ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.min_reconnect_backoff_ms", _CONNECT_TIMEOUT_MS),
             ("grpc.max_reconnect_backoff_ms", 1000),
+            *_KEEPALIVE_OPTIONS,
         ]
     return grpc.aio.insecure_channel(address, options=options)
 
