@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 from typing import TYPE_CHECKING
 
 from services.worker.config import WorkerSettings
 from services.worker.device_loop import DeviceLoop
+from services.worker.exits import DomainEnd, ExitCode, end_process
+from services.worker.leader import Leader
 from services.worker.loading_progress import make_progress
-from services.worker.rpc_thread import RpcThread
-from services.worker.servicer import WorkerServicer
+from services.worker.member import Member
+from services.worker.rpc_thread import Role, RpcThread
 from services.worker.signals import call_at_stop_signals
 from shared.config import load_settings, log_settings
 from shared.lifecycle import freeze_garbage
@@ -25,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 # How long a thread may hold the interpreter while the other one waits: CPython's 5 ms would be felt in every step.
 _SWITCH_INTERVAL_S = 200e-6
+# For the loading to notice that it is to stop.
+_LOADING_STOP_S = 2.0
 
 
 class _LoadingStoppedError(Exception):
@@ -38,21 +43,31 @@ def main() -> int:
     log_settings(settings)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     _tune_libraries()
-    device = DeviceLoop()
-    call_at_stop_signals(device.stop)
-    rpc = RpcThread(settings.bind_address, WorkerServicer(device), reflection=settings.reflection)
+    device, is_loaded = DeviceLoop(), threading.Event()
+    call_at_stop_signals(lambda: _stop(device, is_loaded))
+    end = DomainEnd(device)
+    make_role = Leader if settings.layout.is_leader else Member
+    role: Role = make_role(settings, device, end)
+    rpc = RpcThread(settings.bind_address, role, end, reflection=settings.reflection)
     try:
         rpc.start()
     except RuntimeError as error:
         logger.error("cannot listen", extra={"address": settings.bind_address, "error": str(error)})
         return 1
     try:
-        return _serve(settings, device, rpc)
+        return _serve(settings, device, rpc, is_loaded)
     finally:
         rpc.stop()
 
 
-def _serve(settings: WorkerSettings, device: DeviceLoop, rpc: RpcThread) -> int:
+def _stop(device: DeviceLoop, is_loaded: threading.Event) -> None:
+    """End the main thread's work; the process too where it waits for its domain's other ones, which may never come."""
+    device.stop()
+    if not is_loaded.wait(_LOADING_STOP_S):
+        end_process(ExitCode.STOPPED, "stopped while loading")
+
+
+def _serve(settings: WorkerSettings, device: DeviceLoop, rpc: RpcThread, is_loaded: threading.Event) -> int:
     try:
         runner = _load(settings, device)
     except _LoadingStoppedError:
@@ -60,9 +75,10 @@ def _serve(settings: WorkerSettings, device: DeviceLoop, rpc: RpcThread) -> int:
     except ModelDirectoryError as error:
         logger.error("cannot load the model", extra={"error": str(error)})
         return 1
+    finally:
+        is_loaded.set()
     freeze_garbage()
     rpc.announce(runner)
-    logger.info("serving", extra={"address": settings.bind_address})
     device.run()
     logger.info("stopped")
     return 0

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from services.worker.quantization.config import PLAIN, QuantizationConfig
-from services.worker.quantization.dequantize import Region, dequantize, is_finite, run_label, selected_run
+from services.worker.quantization.dequantize import Region, dequantize, is_finite, selected_run
 from services.worker.quantization.layer_format import (
     FLOAT_DTYPES,
     LayerFormat,
@@ -68,11 +68,8 @@ class CheckpointWeights:
         out = torch.empty(out_shape, dtype=dtype or self.dtype)
         if self._problems:
             return out
-        if out.shape == shape:
-            out.copy_(self._files.read(name))
-        else:
-            out.copy_(self._files.view(name)[selected.start : selected.stop])
-            self._files.note_part([name], run_label(selected), out, share=len(selected) / shape[0])
+        stored = self._files.read(name)
+        out.copy_(stored[selected.start : selected.stop] if shape else stored)
         if not is_finite(out):
             self._problems.add(_NOT_FINITE, name)
         return out
@@ -181,7 +178,9 @@ class CheckpointWeights:
         """Dequantise `region` of a layer into `out`."""
         if self._problems:
             return
-        parts = {role: self._files.view(name) for role, name in layer.stored.items()}
+        parts = {role: self._files.read(name) for role, name in layer.stored.items()}
+        if not region.num_values:
+            return
         try:
             is_whole_finite = dequantize(layer.layer_format, parts, region, out)
         except MalformedLayerError as error:
@@ -189,23 +188,9 @@ class CheckpointWeights:
             return
         if not is_whole_finite:
             self._problems.add(_NOT_FINITE, layer.name)
-        self._note_read(layer, region, parts, out)
         if not isinstance(layer.layer_format, PlainFormat):
             stored_bytes = layer.share(region) * sum(part.nbytes for part in parts.values())
             self._label_to_cost[layer.layer_format.label].add(region.num_matrices, stored_bytes, out.nbytes)
-
-    def _note_read(self, layer: _Layer, region: Region, parts: Mapping[str, Tensor], out: Tensor) -> None:
-        """Hash what was read: whole matrices as they are stored, which is less, parts of them as they came out."""
-        share = layer.share(region)
-        if share == 1:
-            for name in layer.stored.values():
-                self._files.read(name)
-        elif region.matrices is not None and region.has_whole_matrices(layer.shape):
-            first, last = region.matrices.start, region.matrices.stop
-            for role, name in layer.stored.items():
-                self._files.note_part([name], run_label(region.matrices), parts[role][first:last], share=share)
-        else:
-            self._files.note_part(list(layer.stored.values()), region.label, out, share=share)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,102 +1,126 @@
-"""Who holds the worker: one epoch at a time, and the streams on which its steps come.
+"""Who holds the group, and what may be launched: the rules of the epoch, without streams, futures or a clock.
 
-Belongs to the RPC thread's event loop.
+The whole interface, which tests/simulation model-checks together with the scheduler's side:
+
+    ClaimLedger()                               nobody holds it: epoch 0
+    offer(epoch, scheduler_instance_id, now)    Attach: fences what is older, or raises and changes nothing
+    hear(stream, epoch, scheduler_instance_id, now)
+                                                a heartbeat on an Execute stream: its first message is one
+    launch(stream, epoch, step_id, now)         a step on an Execute stream: the device gets it when this returns
+    end_stream(stream)                          the stream has ended, however it did
+    check_restart(epoch, scheduler_instance_id) Restart: raises unless the caller may end the process
+    is_open, epoch, holder, last_launched       what it knows
+
+Streams are numbers that the caller gives out, each once.
 """
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from services.worker.step import StepOutput
+from shared.errors import GroupHeldError, StaleEpochError, StepMismatchError
+
+# A holder that was silent for so long may be dead behind a link that does not say so (DESIGN section 7).
+LEASE_S = 10.0
 
 
-class Claim:
-    """One epoch, from its Attach until its steps' stream ends or a later Attach supersedes it.
+class LaunchedStep(NamedTuple):
+    """A step that was given to the device; both are 0 where there is none."""
 
-    `ready` ends when the device holds the epoch's empty batch; its result is the last step launched before.
+    epoch: int
+    step_id: int
+
+
+NOTHING_LAUNCHED = LaunchedStep(0, 0)
+
+
+@dataclass(slots=True)
+class ClaimLedger:
+    """One epoch at a time, from its offer until the stream of its steps ends or a later offer supersedes it.
+
+    Invariant: the epoch never falls, and steps are launched under the present one only, in order, from one stream.
     """
 
-    def __init__(self, epoch: int, scheduler_instance_id: str, ready: asyncio.Future[int]) -> None:
-        self.epoch = epoch
-        self.scheduler_instance_id = scheduler_instance_id
-        self.ready = ready
-        ready.add_done_callback(_retrieve)
-        self.is_over = False
-        self.next_step_id = 1
-        self._streams: set[StepStream] = set()
-        # An opened stream says nothing about its epoch. The one that brings the first step is the epoch's.
-        self._stepping: StepStream | None = None
+    epoch: int = 0
+    holder: str = ""
+    # What was launched last, under any epoch.
+    last_launched: LaunchedStep = NOTHING_LAUNCHED
+    # Whether steps of the epoch may come.
+    is_open: bool = False
+    # An opened stream says nothing about its epoch: the first that brings a heartbeat of the holder is the epoch's.
+    stream: int | None = None
+    heard_at: float = 0.0
+    next_step_id: int = 1
 
-    @property
-    def is_held(self) -> bool:
-        """Whether somebody has a stream open."""
-        return bool(self._streams)
+    def offer(self, epoch: int, scheduler_instance_id: str, now: float) -> None:
+        """Begin an epoch; nothing older is launched from now on.
 
-    def open_stream(self) -> StepStream:
-        """Add a stream."""
-        stream = StepStream(self)
-        self._streams.add(stream)
-        return stream
+        Raises:
+            StaleEpochError: it is not above the present one; nothing has changed.
+            GroupHeldError: another scheduler has a live stream and was heard within the lease; nothing has changed.
+        """
+        if epoch <= self.epoch:
+            raise self.stale("the epoch offered is not above the group's own")
+        # A holder's own new epoch supersedes its old one, whose end may not have reached us yet.
+        if scheduler_instance_id != self.holder and self._is_held(now):
+            raise self._held("another scheduler holds this group")
+        self.epoch, self.holder = epoch, scheduler_instance_id
+        self.is_open, self.stream, self.next_step_id = True, None, 1
 
-    def try_bind(self, stream: StepStream) -> bool:
-        """Make `stream` the one that the epoch's steps come on; False when another one is."""
-        self._stepping = self._stepping or stream
-        return self._stepping is stream
+    def hear(self, stream: int, epoch: int, scheduler_instance_id: str, now: float) -> None:
+        """The holder lives; `stream` is the epoch's from its first heartbeat on.
 
-    def release(self, stream: StepStream) -> None:
-        """Take a stream away that ended; the claim ends with the one its steps came on."""
-        self._streams.discard(stream)
-        if self._stepping is stream:
-            self.is_over = True
+        The epoch alone does not tell whose the stream is: a group that was restarted may give out a number again.
 
-    def supersede(self) -> None:
-        """End the claim and its streams: no step of it is launched from now on."""
-        self.is_over = True
-        for stream in list(self._streams):
-            stream.cut()
+        Raises:
+            StaleEpochError: another epoch's or another scheduler's, or the epoch's stream has ended.
+            GroupHeldError: another stream is the epoch's.
+        """
+        if (epoch, scheduler_instance_id) != (self.epoch, self.holder) or not self.is_open:
+            raise self.stale("a heartbeat of another epoch")
+        if self.stream not in (None, stream):
+            raise self._held("this is not the stream of the epoch's steps")
+        self.stream, self.heard_at = stream, now
 
+    def launch(self, stream: int, epoch: int, step_id: int, now: float) -> None:
+        """Count a step as launched.
 
-class StepStream:
-    """The steps of one Execute stream that were launched and not answered, in order."""
+        Raises:
+            StaleEpochError: another epoch's, or the epoch's stream has ended.
+            GroupHeldError: the stream is not the epoch's.
+            StepMismatchError: it is not the epoch's next step.
+        """
+        if epoch != self.epoch or not self.is_open:
+            raise self.stale("a step of another epoch")
+        if stream != self.stream:
+            raise self._held("this is not the stream of the epoch's steps")
+        self.heard_at = now
+        if step_id != self.next_step_id:
+            raise StepMismatchError("not the next step", step_id=step_id, expected=self.next_step_id)
+        self.next_step_id += 1
+        self.last_launched = LaunchedStep(epoch, step_id)
 
-    def __init__(self, claim: Claim) -> None:
-        self.claim = claim
-        self._steps: asyncio.Queue[asyncio.Future[StepOutput] | None] = asyncio.Queue()
-        self._pending: set[asyncio.Future[StepOutput]] = set()
-        self._reader: asyncio.Task[None] | None = None
+    def end_stream(self, stream: int) -> None:
+        """A stream has ended; the epoch's own ends the claim at once."""
+        if self.stream == stream:
+            self.is_open = False
 
-    def read_by(self, reader: asyncio.Task[None]) -> None:
-        """Let `reader` add the steps; `next_step` ends after the last one when it is done."""
-        self._reader = reader
-        reader.add_done_callback(_retrieve)
-        reader.add_done_callback(lambda _: self._steps.put_nowait(None))
+    def check_restart(self, epoch: int, scheduler_instance_id: str) -> None:
+        """Whether the caller may end the process.
 
-    def add(self, step: asyncio.Future[StepOutput]) -> None:
-        """Append a step that was given to the device."""
-        self._pending.add(step)
-        step.add_done_callback(self._pending.discard)
-        step.add_done_callback(_retrieve)
-        self._steps.put_nowait(step)
+        Raises:
+            StaleEpochError: it does not hold the group under this epoch.
+        """
+        if not epoch or (epoch, scheduler_instance_id) != (self.epoch, self.holder):
+            raise self.stale("the caller does not hold the group under this epoch")
 
-    async def next_step(self) -> asyncio.Future[StepOutput] | None:
-        """The next step in order, whose result may still have to come; None after the last one."""
-        return await self._steps.get()
+    def stale(self, message: str) -> StaleEpochError:
+        """The error that names the present epoch and its holder."""
+        return StaleEpochError(message, epoch=self.epoch, holder=self.holder)
 
-    def cut(self) -> None:
-        """Drop the steps that are not launched yet and everything that would come; whoever waits is cancelled."""
-        for step in list(self._pending):
-            step.cancel()
-        if self._reader is not None:
-            self._reader.cancel()
+    def _held(self, message: str) -> GroupHeldError:
+        return GroupHeldError(message, epoch=self.epoch, holder=self.holder)
 
-    def close(self) -> None:
-        """The RPC has ended: cut, and let go of the claim."""
-        self.cut()
-        self.claim.release(self)
-
-
-def _retrieve(future: asyncio.Future[Any]) -> None:
-    # Nobody has to wait for it: without this, asyncio would log an error that the stream's end has told already.
-    if not future.cancelled():
-        future.exception()
+    def _is_held(self, now: float) -> bool:
+        return self.is_open and self.stream is not None and now - self.heard_at <= LEASE_S

@@ -8,7 +8,7 @@ from pathlib import Path
 from services.worker.config import WorkerSettings
 from services.worker.draft_model import DraftModelProposer
 from services.worker.drafts import Drafting, DraftProposer
-from services.worker.loader import LoadedModel, load_model
+from services.worker.loader import LoadedModel, LoadOptions, load_model
 from services.worker.mtp_drafts import MtpProposer
 from services.worker.ngram_drafts import NgramProposer
 from services.worker.ops import Ops
@@ -46,7 +46,9 @@ def _make_proposer(
         return MtpProposer(loaded.model.mtp, ops)
     assert settings.draft_model is not None, "checked by the settings"
     seed = settings.weights_seed
-    draft = load_model(settings.draft_model, ops, loaded.model.dtype, lambda _: on_progress(), dummy_seed=seed)
+    options = LoadOptions(dummy_seed=seed)
+    # Whole on every rank: splitting what is small costs more than it saves.
+    draft = load_model(settings.draft_model, ops, loaded.model.dtype, lambda _: on_progress(), options=options)
     _check_fit(loaded, draft, has_texts=seed is None)
     return DraftModelProposer(draft.model, ops)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -56,17 +56,57 @@ class AttentionPlanner(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class DpMetadata:
+    """What the coupled DP ranks compute in the same step; it comes with the plan, so that nobody has to ask."""
+
+    # Tokens of each rank, a dummy's one token included; empty where ranks are not coupled.
+    num_tokens_across_dp: tuple[int, ...] = ()
+    # Rows that a captured graph must hold on each of them; 0 where ranks are not coupled.
+    graph_batch_size: int = 0
+
+
+UNCOUPLED = DpMetadata()
+
+
+class Progress:
+    """Counts what has been computed, for whoever wants to know whether a device gets on.
+
+    One thread counts; any may read.
+    """
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def advance(self) -> None:
+        """A layer or a step has been computed."""
+        self.count += 1
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardContext:
     """The surroundings of one forward pass."""
 
     attention: AttentionMetadata
     kv_cache: KvCache
     plan: AttentionPlan
+    dp: DpMetadata = UNCOUPLED
+    # Every layer advances it.
+    progress: Progress = field(default_factory=Progress)
 
     @classmethod
-    def for_step(cls, ops: AttentionPlanner, attention: AttentionMetadata, kv_cache: KvCache) -> ForwardContext:
-        """The context of one step, with the plan that `ops` makes for it."""
-        return cls(attention, kv_cache, ops.plan_attention(attention, kv_cache))
+    def for_step(
+        cls,
+        ops: AttentionPlanner,
+        attention: AttentionMetadata,
+        kv_cache: KvCache,
+        *,
+        dp: DpMetadata = UNCOUPLED,
+        progress: Progress | None = None,
+    ) -> ForwardContext:
+        """The context of one step, with the plan that `ops` makes for it; without `progress` nobody watches."""
+        return cls(attention, kv_cache, ops.plan_attention(attention, kv_cache), dp, progress or Progress())
 
 
 _current: ForwardContext | None = None

@@ -14,7 +14,9 @@ import numpy.typing as npt
 
 from services.worker.block_tables import BlockTables
 from services.worker.drafts import NO_DRAFTS, Drafter, Drafts
+from services.worker.draw import GREEDY_TEMPERATURE
 from services.worker.enter_checks import BatchLimits, check_enter, check_token_ids, require
+from services.worker.replay import ReplayedChunk, Replays
 from services.worker.sampler import SamplingRows
 from services.worker.sampling_state import GrammarMatcher, SamplingState
 from services.worker.step import EnteringSequence, Int32Column, PrefillChunk, Step, StepKind
@@ -64,6 +66,7 @@ class InputBatch:
         self._choice = np.zeros(num_slots, dtype=np.uint32)
         # Of the few sequences that have options.
         self._states: dict[int, SamplingState] = {}
+        self._replays = Replays()
         self._tables = BlockTables(
             num_slots=num_slots,
             num_pool_blocks=limits.num_blocks,
@@ -82,6 +85,8 @@ class InputBatch:
             StepMismatchError: the step does not fit; the batch must not be used again.
         """
         self._leave(step.leave_slots)
+        if step.is_dummy:
+            return self._dummy(step)
         decode_slots = self._decode_slots(step)
         self._enter(step.enters)
         self._append_blocks(step.append_slots, step.append_block_ids)
@@ -127,6 +132,8 @@ class InputBatch:
         if self._states:
             for slot in slots.tolist():
                 self._states.pop(slot, None)
+        if self._replays:
+            self._replays.leave(slots)
 
     def _enter(self, enters: Sequence[EnteringSequence]) -> None:
         if not enters:
@@ -149,9 +156,14 @@ class InputBatch:
             self._choice[slot] = enter.choice
             if enter.options is not None:
                 self._states[slot] = self._make_state(enter, enter.options)
+            if enter.temperature < GREEDY_TEMPERATURE and not self._changes_logits(slot):
+                self._replays.enter(enter)
             if self._drafter is not None:
                 self._drafter.enter(slot, enter.cached_token_ids, int(self._max_num_tokens[slot]))
         self._order = np.concatenate([self._order, np.array([enter.chunk.slot for enter in enters], dtype=np.int32)])
+
+    def _changes_logits(self, slot: int) -> bool:
+        return slot in self._states and self._states[slot].changes_logits
 
     def _make_state(self, enter: EnteringSequence, options: SamplingOptions) -> SamplingState:
         slot = enter.chunk.slot
@@ -198,6 +210,14 @@ class InputBatch:
             self._states[slot].extend(chunk.token_ids)
         if self._drafter is not None:
             self._drafter.extend(slot, chunk.token_ids)
+
+    def _dummy(self, step: Step) -> StepInput:
+        """The rest of the changes of a step that computes nothing for any sequence, and the token that it computes."""
+        require(not step.enters and not step.chunks, "a dummy step computes a prompt")
+        require(step.decode_slots is None or not len(step.decode_slots), "a dummy step decodes a sequence")
+        self._append_blocks(step.append_slots, step.append_block_ids)
+        is_prefill = step.kind is not StepKind.DECODE
+        return StepInput.dummy(self._sampling_rows(_NO_SLOTS, None), is_prefill=is_prefill)
 
     def _decodes(self, slots: Int32Column, room: int) -> _Decodes:
         """What of the sequences to be decoded is computed; `room` is how many tokens the step may have besides."""
@@ -263,6 +283,7 @@ class InputBatch:
             cu_seqlens_q=cu_seqlens_q,
             sampling=self._sampling_rows(row_slots, drafts),
             scored_chunks=self._scored_chunks(chunks, cu_seqlens_q[num_decodes:]) if self._states else (),
+            replayed_chunks=self._replayed_chunks(chunks, cu_seqlens_q[num_decodes:-1]) if self._replays else (),
         )
 
     def _check_lengths(self, slots: Int32Column, context_lens: Int32Column) -> Int32Column:
@@ -322,6 +343,12 @@ class InputBatch:
                     )
                 )
         return tuple(scored)
+
+    def _replayed_chunks(self, chunks: Sequence[PrefillChunk], starts: Int32Column) -> tuple[ReplayedChunk, ...]:
+        """Those of `chunks` that are compared with what they are likely to be."""
+        lengths = np.array([len(chunk.token_ids) for chunk in chunks], np.int32)
+        slots = np.array([chunk.slot for chunk in chunks], np.int32)
+        return self._replays.take_in(chunks, self._num_tokens[slots] - lengths, starts)
 
     def _check_used(self, column: str, slots: Int32Column, *, may_repeat: bool = False) -> None:
         in_range = not len(slots) or 0 <= slots.min() <= slots.max() < self._limits.max_num_seqs

@@ -7,6 +7,7 @@ tensors and their size.
 from __future__ import annotations
 
 import math
+import mmap
 from dataclasses import dataclass
 
 import torch
@@ -74,9 +75,17 @@ class KvCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.layers: tuple[tuple[Tensor, ...], ...] = tuple(
-            tuple(
-                torch.zeros((num_blocks, block_size, *tensor.shape), dtype=tensor.dtype, device=device)
-                for tensor in layer
-            )
+            tuple(_zeros((num_blocks, block_size, *tensor.shape), tensor.dtype, device) for tensor in layer)
             for layer in spec.layers
         )
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    """Zeros. On the CPU the kernel makes a page of them when it is first written: a large cache costs no time at start.
+
+    torch would write them all, which takes a second for each GiB, or several where huge pages have to be found.
+    """
+    if device != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

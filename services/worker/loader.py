@@ -16,12 +16,13 @@ import torch
 from services.worker.checkpoint import CheckpointWeights
 from services.worker.dummy_weights import DummyWeights, dummy_digest
 from services.worker.freed_memory import return_freed_memory
+from services.worker.layers.shard import Shard
 from services.worker.models.registry import CausalLM, ModelLoader, loader_for
 from services.worker.ops import Ops
+from services.worker.parallel import SINGLE, Parallel
 from services.worker.quantization.config import QuantizationConfig
 from services.worker.sampling_defaults import SamplingDefaults, sampling_defaults
 from services.worker.weight_files import WeightFiles
-from services.worker.weights import ModelWeights
 from shared.limits import ModelLimits
 from shared.model_dir import CONFIG, TOKENIZER, eos_token_ids, model_digest, read_json
 
@@ -41,12 +42,25 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What of a model is loaded."""
+
+    # Layers for multi-token prediction too, where there are any.
+    with_mtp: bool = False
+    # Seed of random weights, instead of those in the directory; None for none.
+    dummy_seed: int | None = None
+
+
+ORDINARY = LoadOptions()
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that is ready to run."""
+    """A model, or a rank's part of one, that is ready to run."""
 
     model: CausalLM
     facts: ModelFacts
-    # SHA-256 over every tensor's name, dtype, shape and bytes, in hex.
+    # SHA-256 over name, dtype, shape and bytes of every tensor of the whole model, in hex.
     weights_digest: str
     model_dir: Path
 
@@ -57,10 +71,10 @@ def load_model(
     dtype: torch.dtype,
     on_progress: Callable[[float], None],
     *,
-    with_mtp: bool = False,
-    dummy_seed: int | None = None,
+    options: LoadOptions = ORDINARY,
+    parallel: Parallel = SINGLE,
 ) -> LoadedModel:
-    """Load a model directory; about a second for half a gigabyte.
+    """Load a model directory, or a rank's part of it; about a second for half a gigabyte.
 
     Args:
         model_dir: In Hugging Face's layout: config.json, tokenizer.json, model.safetensors or shards with an index.
@@ -69,27 +83,29 @@ def load_model(
         dtype: What the model computes in.
         on_progress: Called with the share of bytes read, 0 to 1, 1.0 last; from this thread. What it raises ends the
             loading.
-        with_mtp: Whether layers for multi-token prediction are loaded, where there are any.
-        dummy_seed: Seed of random weights, instead of those in the directory; None for none.
+        options: What of it is loaded.
+        parallel: Where the rank stands among those that the model is split over.
 
     Raises:
         ModelDirectoryError: a file is missing or malformed, the architecture or a format is unknown, or configuration
-            and weights do not fit each other, or the generation configuration holds what no request may ask for.
+            and weights do not fit each other, or the model cannot be split so, or the generation configuration holds
+            what no request may ask for.
     """
     config = read_json(model_dir, CONFIG)
-    build = loader_for(config, with_mtp=with_mtp)
+    build = loader_for(config, with_mtp=options.with_mtp)
     eos_ids = eos_token_ids(model_dir)
-    if dummy_seed is None:
+    if options.dummy_seed is None:
         digest = model_digest(model_dir)
         quantization = QuantizationConfig.from_json(config)
         with WeightFiles(model_dir, on_progress) as files:
-            model = _build_complete(build, config, CheckpointWeights(files, dtype, quantization), ops)
+            model = _build_complete(build, config, Shard(ops, CheckpointWeights(files, dtype, quantization), parallel))
             weights_digest = files.digest()
     else:
-        weights_digest = dummy_digest((model_dir / CONFIG).read_bytes(), dummy_seed)
+        weights_digest = dummy_digest((model_dir / CONFIG).read_bytes(), options.dummy_seed)
         # Only who has a tokenizer compares this digest.
         digest = model_digest(model_dir) if (model_dir / TOKENIZER).exists() else weights_digest
-        model = _build_complete(build, config, DummyWeights(dummy_seed, dtype, on_progress), ops)
+        weights = DummyWeights(options.dummy_seed, dtype, on_progress)
+        model = _build_complete(build, config, Shard(ops, weights, parallel))
     on_progress(1.0)
     limits = ModelLimits(model.context_length, model.logits_width, num_pool_tokens=model.context_length)
     defaults = sampling_defaults(model_dir, limits)
@@ -97,10 +113,10 @@ def load_model(
     return LoadedModel(model, facts, weights_digest, model_dir)
 
 
-def _build_complete(build: ModelLoader, config: Mapping[str, Any], weights: ModelWeights, ops: Ops) -> CausalLM:
+def _build_complete(build: ModelLoader, config: Mapping[str, Any], shard: Shard) -> CausalLM:
     """The model, with every tensor that it needs and none that it does not know."""
-    weights.ignore(suffixes=_IGNORED_SUFFIXES)
+    shard.weights.ignore(suffixes=_IGNORED_SUFFIXES)
     with return_freed_memory():
-        model = build(config, weights, ops)
-    weights.check_complete()
+        model = build(config, shard)
+    shard.weights.check_complete()
     return model

@@ -15,25 +15,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from services.worker.communicators import Rendezvous, make_parallel
 from services.worker.config import WorkerSettings
 from services.worker.drafting import make_drafting
 from services.worker.drafts import ComputedStep, Drafting
-from services.worker.enter_checks import BatchLimits
-from services.worker.forward_context import AttentionMetadata, ForwardContext, forward_context
+from services.worker.enter_checks import BatchLimits, require
+from services.worker.forward_context import AttentionMetadata, DpMetadata, ForwardContext, Progress, forward_context
 from services.worker.input_batch import InputBatch
 from services.worker.kv_cache import KvCache, KvCacheSpec, num_blocks_for
-from services.worker.loader import LoadedModel, ModelFacts, load_model
+from services.worker.layout import RankLayout
+from services.worker.loader import LoadedModel, LoadOptions, ModelFacts, load_model
 from services.worker.matchers import GrammarMatchers
 from services.worker.ops import Ops, load_ops
 from services.worker.prompt_logprobs import PromptScorer
+from services.worker.replay import ReplayScorer
 from services.worker.sampler import SampledTokens, Sampler
 from services.worker.step import Int32Column, PromptLogprobs, Step, StepOutput
 from services.worker.step_input import StepInput
 from shared.errors import StaleEpochError
+from shared.model_dir import ModelDirectoryError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _GIB = 1024**3
 _NO_TOKENS = SampledTokens(np.empty(0, np.int32), np.empty(0, np.int32))
+_ALONE = RankLayout()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,7 @@ class ModelRunner:
         kv_cache_size: KvCacheSize,
         *,
         drafting: Drafting | None = None,
+        layout: RankLayout = _ALONE,
     ) -> None:
         """Make a loaded model ready to run.
 
@@ -65,6 +71,7 @@ class ModelRunner:
             ops: The backend.
             kv_cache_size: Of every epoch's cache.
             drafting: How tokens are drafted; None: none are.
+            layout: The place that the model was loaded for.
         """
         self._model = loaded.model
         self._ops = ops
@@ -75,10 +82,19 @@ class ModelRunner:
         self._kv_cache: KvCache | None = None
         self._batch: InputBatch | None = None
         self._scorer = PromptScorer(self._model.compute_logits)
+        self._replay_scorer = ReplayScorer(ops, self._model.compute_logits)
         self._last_step_id = 0
+        self._progress = Progress()
         self.facts: ModelFacts = loaded.facts
+        self.layout: RankLayout = layout
         self.ops_backend: str = ops.name
-        self.numerics_fingerprint: str = numerics_fingerprint(loaded, ops)
+        self.is_exact: bool = ops.is_exact
+        self.numerics_fingerprint: str = numerics_fingerprint(loaded, ops, layout)
+
+    @property
+    def progress(self) -> int:
+        """Layers and steps computed so far, of all epochs. From any thread."""
+        return self._progress.count
 
     @property
     def num_draft_tokens(self) -> int:
@@ -134,15 +150,18 @@ class ModelRunner:
             raise StaleEpochError("an earlier step of this epoch failed", epoch=step.epoch)
         output = self._compute(batch, step)
         self._batch = batch
+        self._progress.advance()
         return output
 
     @torch.inference_mode()
     def _compute(self, batch: InputBatch, step: Step) -> StepOutput:
         started_ns = time.perf_counter_ns()
         step_input = batch.apply(step)
+        dp = self._dp_metadata(step, len(step_input.token_ids))
         self._last_step_id = step.step_id
-        hidden = self._run_model(step_input)
+        hidden = self._run_model(step_input, dp)
         prompt_logprobs = self._score_prompts(step_input, hidden)
+        num_replayed, num_replay_mismatches = self._score_replays(step_input, hidden)
         sampled = self._sample(step_input, hidden)
         token_ids = _usable_tokens(sampled)
         batch.record_sampled(step_input.row_slots, token_ids, sampled.counts)
@@ -159,9 +178,35 @@ class ModelRunner:
             num_draft_tokens=len(step_input.sampling.draft_token_ids),
             logprobs=sampled.logprobs,
             prompt_logprobs=prompt_logprobs,
+            num_replayed_tokens=num_replayed,
+            num_replay_mismatches=num_replay_mismatches,
         )
 
-    def _prepare_model(self, step_input: StepInput) -> ForwardContext:
+    def _dp_metadata(self, step: Step, num_tokens: int) -> DpMetadata:
+        """What the step says of the coupled ranks, checked against the `num_tokens` that this one computes.
+
+        A rank that ran another step than its partners expect would leave them in a collective.
+
+        Raises:
+            StepMismatchError: it does not fit.
+        """
+        counts, layout = step.num_tokens_across_dp, self.layout
+        require(
+            len(counts) == (layout.dp_size if layout.is_coupled else 0),
+            "num_tokens_across_dp does not fit the coupled ranks",
+            num_ranks=len(counts),
+        )
+        require(bool(counts) or not step.is_dummy, "a dummy step, and the ranks are not coupled")
+        if counts:
+            require(min(counts) > 0, "num_tokens_across_dp has a rank that computes nothing")
+            require(
+                counts[layout.dp_rank] == num_tokens,
+                "num_tokens_across_dp differs from what the step computes",
+                num_tokens=num_tokens,
+            )
+        return DpMetadata(counts, step.graph_batch_size)
+
+    def _prepare_model(self, step_input: StepInput, dp: DpMetadata) -> ForwardContext:
         assert self._kv_cache is not None, "a step without a KV cache"
         attention = AttentionMetadata(
             is_prefill=step_input.is_prefill,
@@ -174,20 +219,25 @@ class ModelRunner:
             max_query_len=int(step_input.query_lens.max()),
             max_context_len=int(step_input.context_lens.max()),
         )
-        return ForwardContext.for_step(self._ops, attention, self._kv_cache)
+        return ForwardContext.for_step(self._ops, attention, self._kv_cache, dp=dp, progress=self._progress)
 
-    def _run_model(self, step_input: StepInput) -> Tensor:
+    def _run_model(self, step_input: StepInput, dp: DpMetadata) -> Tensor:
         """Hidden states of all tokens, [num_tokens, hidden]."""
         if not len(step_input.token_ids):
             # Every sequence to be decoded has all its tokens.
             return torch.empty(0)
-        with forward_context(self._prepare_model(step_input)):
+        with forward_context(self._prepare_model(step_input, dp)):
             return self._model.forward(torch.from_numpy(step_input.token_ids), torch.from_numpy(step_input.positions))
 
     def _score_prompts(self, step_input: StepInput, hidden: Tensor) -> PromptLogprobs:
         if not step_input.scored_chunks:
             return ()
         return self._scorer.score(step_input.scored_chunks, step_input.token_ids, hidden)
+
+    def _score_replays(self, step_input: StepInput, hidden: Tensor) -> tuple[int, int]:
+        if not step_input.replayed_chunks:
+            return 0, 0
+        return self._replay_scorer.score(step_input.replayed_chunks, step_input.token_ids, hidden)
 
     def _sample(self, step_input: StepInput, hidden: Tensor) -> SampledTokens:
         """Draw each row's tokens from the logits behind its last one and its drafts."""
@@ -209,23 +259,46 @@ def build_model_runner(settings: WorkerSettings, on_progress: Callable[[float], 
 
     Raises:
         ModelDirectoryError: the directory is not a model that this worker can run.
+        RuntimeError: the other processes of the failure domain were not met.
     """
     torch.set_num_threads(settings.num_threads or len(os.sched_getaffinity(0)))
-    ops = load_ops(settings.ops_backend)
+    ops, layout = load_ops(settings.ops_backend), settings.layout
+    parallel = make_parallel(layout, _rendezvous(settings), is_exact=ops.is_exact)
+    options = LoadOptions(with_mtp=settings.draft_proposer == "mtp", dummy_seed=settings.weights_seed)
     dtype = _DTYPES[settings.dtype]
-    with_mtp, seed = settings.draft_proposer == "mtp", settings.weights_seed
-    loaded = load_model(settings.model_dir, ops, dtype, on_progress, with_mtp=with_mtp, dummy_seed=seed)
+    loaded = load_model(settings.model_dir, ops, dtype, on_progress, options=options, parallel=parallel)
+    if layout.has_expert_parallel and not loaded.model.has_experts:
+        raise ModelDirectoryError(f"{settings.model_dir}: the model has no experts that --ep could split")
     drafting = make_drafting(settings, loaded, ops, lambda: on_progress(1.0))
     size = KvCacheSize(int(settings.kv_cache_memory_gib * _GIB), settings.kv_cache_num_blocks)
-    return ModelRunner(loaded, ops, size, drafting=drafting)
+    return ModelRunner(loaded, ops, size, drafting=drafting, layout=layout)
 
 
-def numerics_fingerprint(loaded: LoadedModel, ops: Ops) -> str:
+def _rendezvous(settings: WorkerSettings) -> Rendezvous | None:
+    if settings.rendezvous is None:
+        return None
+    return Rendezvous(settings.rendezvous, settings.domain_start_id, settings.collective_host)
+
+
+def numerics_fingerprint(loaded: LoadedModel, ops: Ops, layout: RankLayout = _ALONE) -> str:
     """Equal on workers whose results are bitwise equal; 32 hex digits."""
     dtype = str(loaded.model.dtype)
     # The sampler's noise and filters are numpy's; all else is the backend's, with torch, CPU and threads.
-    parts = (loaded.weights_digest, dtype, ops.name, ops.numerics(), f"numpy-{np.__version__}")
+    parts = (
+        loaded.weights_digest,
+        dtype,
+        ops.name,
+        ops.numerics(),
+        _layout_numerics(layout, is_exact=ops.is_exact),
+        f"numpy-{np.__version__}",
+    )
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def _layout_numerics(layout: RankLayout, *, is_exact: bool) -> str:
+    """What of the layout results depend on: where an expert computes makes no difference to an exact backend."""
+    has_spread_experts = layout.has_expert_parallel and not is_exact
+    return f"tp-{layout.tp_size} ep-{layout.ep_size if has_spread_experts else 1}"
 
 
 def _usable_tokens(sampled: SampledTokens) -> Int32Column:

@@ -3,31 +3,50 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import uvloop
 
-from services.worker.servicer import SERVICE_NAME, WorkerServicer
+from services.worker.exits import DomainEnd, ExitCode
 from shared.health import Health
-from shared.rpc import make_server
+from shared.rpc import Servicer, make_server
 
 if TYPE_CHECKING:
     from services.worker.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
 
 # For results that are on their way; the scheduler keeps its stream open, so all of it is spent when there is one.
 _STOP_GRACE_S = 0.3
 
 
-class RpcThread:
-    """Serves `WorkerService` and health on one address: not serving until `announce`."""
+class Role(Protocol):
+    """What a process does in its failure domain; belongs to the RPC thread's event loop."""
 
-    def __init__(self, address: str, servicer: WorkerServicer, *, reflection: bool) -> None:
+    # What it serves beside health, and the names of those services.
+    servicers: tuple[Servicer, ...]
+    service_names: tuple[str, ...]
+
+    async def open(self, runner: ModelRunner) -> None:
+        """The weights are loaded; returns when the process can be used."""
+
+    async def close(self) -> None:
+        """Say goodbye to the others."""
+
+
+class RpcThread:
+    """Serves a role and health on one address: not serving until the role is open."""
+
+    def __init__(self, address: str, role: Role, end: DomainEnd, *, reflection: bool) -> None:
         self._address = address
-        self._servicer = servicer
-        self._service_names = (SERVICE_NAME,) if reflection else ()
-        self._health = Health((SERVICE_NAME,))
+        self._role = role
+        self._end = end
+        self._reflected: Sequence[str] = role.service_names if reflection else ()
+        self._health = Health(role.service_names)
         self._started: Future[asyncio.AbstractEventLoop] = Future()
         self._stop = asyncio.Event()
         # A process whose main thread fails must not live on in this one.
@@ -43,8 +62,8 @@ class RpcThread:
         self._started.result()
 
     def announce(self, runner: ModelRunner) -> None:
-        """Let schedulers attach, and tell health checks so."""
-        asyncio.run_coroutine_threadsafe(self._announce(runner), self._started.result()).result()
+        """Let the process be used as soon as its domain is complete, and tell health checks then. Does not wait."""
+        asyncio.run_coroutine_threadsafe(self._announce(runner), self._started.result())
 
     def stop(self) -> None:
         """Refuse what is new, end what is open, return when all of it is over. After `start` only."""
@@ -58,15 +77,21 @@ class RpcThread:
             self._started.set_exception(error)
 
     async def _serve(self) -> None:
-        server = make_server(
-            self._address, [self._servicer, self._health], internal=True, service_names=self._service_names
-        )
+        servicers = [*self._role.servicers, self._health]
+        server = make_server(self._address, servicers, internal=True, service_names=self._reflected)
         await server.start()
         self._started.set_result(asyncio.get_running_loop())
         await self._stop.wait()
         await self._health.set_serving(False)
+        self._end.stopping.set()
+        await self._role.close()
         await server.stop(_STOP_GRACE_S)
 
     async def _announce(self, runner: ModelRunner) -> None:
-        self._servicer.set_runner(runner)
+        try:
+            await self._role.open(runner)
+        except Exception:
+            logger.exception("cannot begin to serve")
+            self._end.fail(ExitCode.BUG, "cannot begin to serve")
         await self._health.set_serving(True)
+        logger.info("serving", extra={"address": self._address})

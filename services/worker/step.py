@@ -76,6 +76,12 @@ class Step:
     decode_slots: Int32Column | None
     # Next tokens of sequences that entered before and are not complete.
     chunks: tuple[PrefillChunk, ...]
+    # Nothing is computed for any sequence: one token whose KV goes nowhere meets the other ranks' collectives.
+    is_dummy: bool = False
+    # Tokens of this step on each coupled DP rank; empty where ranks are not coupled.
+    num_tokens_across_dp: tuple[int, ...] = ()
+    # Rows that a captured graph must hold on every coupled rank.
+    graph_batch_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +117,6 @@ class StepOutput:
     prompt_logprobs: PromptLogprobs = ()
     # Rows whose grammar cannot be followed any further; their last token means nothing.
     failed_grammar_rows: Int32Column = field(default_factory=lambda: _NO_TOKENS)
+    # Greedy completion tokens that were computed again, and those of them that are not the likeliest this time.
+    num_replayed_tokens: int = 0
+    num_replay_mismatches: int = 0

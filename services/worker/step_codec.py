@@ -38,6 +38,9 @@ def parse_step(request: worker_pb2.StepRequest) -> Step:
         append_block_ids=_column("append_block_ids", request.append_block_ids),
         decode_slots=_column("decode_slots", request.decode_slots) if request.HasField("decode_slots") else None,
         chunks=tuple(_parse_chunk("chunks", chunk) for chunk in request.chunks),
+        is_dummy=request.is_dummy,
+        num_tokens_across_dp=tuple(request.num_tokens_across_dp),
+        graph_batch_size=request.graph_batch_size,
     )
 
 
@@ -57,6 +60,8 @@ def to_result(output: StepOutput) -> worker_pb2.StepResult:
             worker_pb2.ChunkLogprobs(slot=slot, logprobs=encode_logprobs(logprobs))
             for slot, logprobs in output.prompt_logprobs
         ],
+        num_replayed_tokens=output.num_replayed_tokens,
+        num_replay_mismatches=output.num_replay_mismatches,
     )
 
 

@@ -6,7 +6,7 @@ A tensor costs memory only where its reader copies it. Other formats are not rea
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,8 +38,6 @@ _DTYPE_BYTES = {
     "U8": 1,
     "BOOL": 1,
 }
-# Bytes that are hashed at once where a part of a tensor has to be copied for it.
-_HASHED_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +79,7 @@ class WeightFiles:
         self._check_index()
         self._headers = {name: self._header(name) for name in self._name_to_file}
         self.num_bytes = sum(header.num_bytes for header in self._headers.values())
-        self._num_bytes_read = 0.0
+        self._num_bytes_read = 0
         self._entries: dict[str, str] = {}
 
     def __enter__(self) -> WeightFiles:
@@ -99,43 +97,26 @@ class WeightFiles:
         """What the file says of a tensor; None where there is no such tensor."""
         return self._headers.get(name)
 
-    def view(self, name: str) -> Tensor:
-        """One tensor, in the file's dtype: a view of the mapped file, which is read where it is looked at."""
-        tensor: Tensor = self._name_to_file[name].get_tensor(name)
-        return tensor
-
     def read(self, name: str) -> Tensor:
-        """One whole tensor, in the file's dtype: a view of the mapped file. Hashes it and reports progress."""
-        tensor = self.view(name)
-        self._note(name, tensor, self._headers[name].num_bytes)
-        return tensor
+        """One tensor, in the file's dtype: a view of the mapped file. Hashes it and reports progress.
 
-    def note_part(self, names: Sequence[str], part: str, values: Tensor, *, share: float) -> None:
-        """Hash what was read of a part of some tensors, and report progress.
-
-        Args:
-            names: The tensors' that made `values`.
-            part: Says which part: the same text for the same part.
-            values: What the reader made of them.
-            share: How much of the tensors it is, 0 to 1.
+        It is hashed whole when it is first asked for, also by a rank that needs a part of it: all ranks of a model then
+        have the same digest, and each has checked what the others read.
         """
-        num_bytes = share * sum(self._headers[name].num_bytes for name in names)
-        self._note(f"{names[0]} {part}", values, num_bytes)
+        tensor: Tensor = self._name_to_file[name].get_tensor(name)
+        if name not in self._entries:
+            self._entries[name] = f"{name} {tensor.dtype} {list(tensor.shape)} {_sha256(tensor)}\n"
+            self._num_bytes_read += self._headers[name].num_bytes
+            self._on_progress(self._num_bytes_read / max(self.num_bytes, 1))
+        return tensor
 
     def digest(self) -> str:
         """SHA-256 over name, dtype, shape and bytes of every tensor that was read, in hex; equal for equal weights.
 
-        How they are spread over files does not matter; of a tensor read in parts, the parts do.
+        How they are spread over files does not matter, nor how much of each was used.
         """
-        lines = "".join(self._entries[key] for key in sorted(self._entries))
+        lines = "".join(self._entries[name] for name in sorted(self._entries))
         return hashlib.sha256(lines.encode()).hexdigest()
-
-    def _note(self, key: str, values: Tensor, num_bytes: float) -> None:
-        if key in self._entries:
-            return
-        self._entries[key] = f"{key} {values.dtype} {list(values.shape)} {_sha256(values)}\n"
-        self._num_bytes_read += num_bytes
-        self._on_progress(min(self._num_bytes_read / max(self.num_bytes, 1), 1.0))
 
     def _open(self, path: Path) -> Any:
         """A handle of safetensors' reader, which checks the header against the file's size."""
@@ -184,15 +165,5 @@ def _locate(files: dict[Path, Any]) -> dict[str, Any]:
     return name_to_file
 
 
-def _sha256(values: Tensor) -> str:
-    if values.is_contiguous():
-        return hashlib.sha256(_bytes(values)).hexdigest()
-    digest = hashlib.sha256()
-    num_rows = max(_HASHED_BYTES // max(values[0].nbytes, 1), 1)
-    for rows in torch.split(values, num_rows):
-        digest.update(_bytes(rows.contiguous()))
-    return digest.hexdigest()
-
-
-def _bytes(values: Tensor) -> memoryview:
-    return values.reshape(-1).view(torch.uint8).numpy().data
+def _sha256(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().data).hexdigest()

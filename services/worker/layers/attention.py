@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 
 from torch import Tensor
@@ -25,8 +26,8 @@ class Attention:
     _: KW_ONLY
     # Query, key and value projections, fused in this order.
     qkv: Linear
-    # The projection back.
-    output: Linear
+    # The projection back: [T, num_heads * D] to [T, hidden].
+    output: Callable[[Tensor], Tensor]
     num_heads: int
     # Divides `num_heads`.
     num_kv_heads: int

@@ -1,20 +1,47 @@
-"""Token embeddings."""
+"""Token embeddings and the projection back onto the vocabulary, of which each rank has a run."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
+from services.worker.layers.linear import Linear
+from services.worker.layers.shard import Part
 from services.worker.ops import Ops
+from services.worker.parallel import Communicator
 
 
 class Embedding:
     """One vector per token id."""
 
-    def __init__(self, ops: Ops, weight: Tensor) -> None:
-        """Keep `weight` [vocabulary, hidden], which may be the largest tensor of all."""
+    def __init__(self, ops: Ops, weight: Tensor, part: Part, tp: Communicator) -> None:
+        """Keep `weight` [len(part), hidden], which may be the largest tensor of all: the vectors of `part`'s ids."""
         self._ops = ops
         self._weight = weight
+        self._part = part
+        self._tp = tp
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """[T] int64 to a new [T, hidden]."""
-        return self._ops.embedding(token_ids, self._weight)
+        """[T] int64 to a new [T, hidden], the same on all ranks."""
+        if self._tp.size == 1:
+            return self._ops.embedding(token_ids, self._weight)
+        places = token_ids - self._part.start
+        is_elsewhere = (places < 0) | (places >= len(self._part))
+        vectors = self._ops.embedding(places.masked_fill_(is_elsewhere, 0), self._weight)
+        # Every other rank adds zeros.
+        return self._tp.all_reduce(vectors.masked_fill_(is_elsewhere.unsqueeze(1), 0.0))
+
+
+class Head:
+    """The projection onto the vocabulary."""
+
+    def __init__(self, linear: Linear, parts: Sequence[Part], tp: Communicator) -> None:
+        """Project by `linear` onto this rank's of `parts`, which together are the vocabulary."""
+        self._linear = linear
+        self._sizes = tuple(len(part) for part in parts)
+        self._tp = tp
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[T, hidden] to a new [T, vocabulary], the same on all ranks."""
+        return self._tp.all_gather(self._linear(hidden), self._sizes)

@@ -1,14 +1,15 @@
-"""Matrix products with weights, prepared once at load."""
+"""Matrix products with weights, prepared once at load, of which a rank may have a part."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from services.worker.layers.shard import Part, Shard
 from services.worker.ops import Ops
-from services.worker.weights import ModelWeights
+from services.worker.parallel import Communicator
 
 
 class Linear:
@@ -24,31 +25,37 @@ class Linear:
 
     @classmethod
     def load(
-        cls,
-        ops: Ops,
-        weights: ModelWeights,
-        names: Sequence[str],
-        out_features: Sequence[int],
-        *,
-        in_features: int,
-        has_bias: bool,
+        cls, shard: Shard, names: Sequence[str], outputs: Sequence[Part], *, inputs: Part, has_bias: bool = False
     ) -> Linear:
         """One layer made of the weights `names`, stacked: their outputs stand side by side, one call computes all.
 
         Args:
-            ops: The backend.
-            weights: Where they are read, in whatever format each is kept, and `{name}.bias` with them.
+            shard: Where they are read, in whatever format each is kept, and `{name}.bias` with them.
             names: The layers' names; several make a fused one.
-            out_features: Of each.
-            in_features: Of all.
+            outputs: Of each, the part that is computed here.
+            inputs: Of all, the part that they are computed from here. The sum over all parts is the whole product; the
+                bias comes with the first part.
             has_bias: Whether they have one.
 
         Raises:
             ModelDirectoryError: see `ModelWeights`.
         """
-        layers = list(zip(names, out_features, strict=True))
-        weight = weights.empty((sum(out_features), in_features))
-        for (name, size), rows in zip(layers, torch.split(weight, list(out_features)), strict=True):
-            weights.linear(name, (size, in_features), out=rows)
-        bias = torch.cat([weights.read(f"{name}.bias", (size,)) for name, size in layers]) if has_bias else None
-        return cls(ops, weight, bias)
+        weights, layers = shard.weights, list(zip(names, outputs, strict=True))
+        weight = weights.empty((sum(map(len, outputs)), len(inputs)))
+        for (name, output), rows in zip(layers, torch.split(weight, [len(part) for part in outputs]), strict=True):
+            shape = output.total, inputs.total
+            weights.linear(name, shape, rows=output.run, columns=inputs.run, out=rows)
+        if not has_bias:
+            return cls(shard.ops, weight)
+        biases = [weights.read(f"{name}.bias", (output.total,), rows=output.run) for name, output in layers]
+        return cls(shard.ops, weight, None if inputs.start else torch.cat(biases))
+
+
+def sum_over_ranks(layer: Callable[[Tensor], Tensor], tp: Communicator) -> Callable[[Tensor], Tensor]:
+    """The sum of what a layer gives on each rank of `tp`, where each has it for a part of the inputs.
+
+    Args:
+        layer: Maps [T, n] to a new tensor, which may be written.
+        tp: All ranks that have a part.
+    """
+    return layer if tp.size == 1 else lambda x: tp.all_reduce(layer(x))

@@ -6,6 +6,7 @@ Source: arXiv:2405.04434 (DeepSeek-V2), section 2.1 and appendix C. A head's key
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -56,7 +57,8 @@ class LatentProjections:
     absorb: PerHeadKernel
     # [T, H, latent_dim] to [T, H, value_dim]: W_UV.
     expand: PerHeadKernel
-    output: Linear
+    # [T, H * value_dim] to [T, hidden].
+    output: Callable[[Tensor], Tensor]
 
 
 class LatentAttention:

@@ -7,8 +7,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from services.worker.layers.expert_parallel import ExpertParallel, local_experts
 from services.worker.layers.linear import Linear
-from services.worker.ops import ExpertsKernel, Ops, RoutingRule
+from services.worker.layers.shard import Part, Shard
+from services.worker.ops import ExpertsKernel, ExpertWeights, Ops, RoutingRule, SwigluClamp
+from services.worker.parallel import Communicator
+
+# Maps (x [T, hidden], expert ids [T, k] int64, weights [T, k] float32), the same on all ranks of a TP group, to the
+# weighted sums of each token's experts: a new [T, hidden], the same on all of them.
+Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
+# Reads an expert by its number, and of it a part of its inner size. The bias of its last product comes with the part
+# that starts at 0, since the outputs of all parts are added up.
+ReadExpert = Callable[[int, Part], ExpertWeights]
 
 
 class Router:
@@ -26,13 +36,24 @@ class Router:
         return self._ops.route(self._logits(x.to(self._dtype)).float(), self._rule)
 
 
+class SplitExperts:
+    """One layer's experts, of each of which every rank of a TP group has a part of its inner size. See `Experts`."""
+
+    def __init__(self, kernel: ExpertsKernel, tp: Communicator) -> None:
+        """Keep this rank's parts of all experts."""
+        self._kernel = kernel
+        self._tp = tp
+
+    def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
+        """See `Experts`."""
+        return self._tp.all_reduce(self._kernel(x, expert_ids, expert_weights))
+
+
 class SparseMlp:
     """The weighted sum of each token's experts, beside an expert that all tokens use if there is one."""
 
-    def __init__(
-        self, router: Router, experts: ExpertsKernel, shared: Callable[[Tensor], Tensor] | None = None
-    ) -> None:
-        """Wire one layer; `shared` maps [T, hidden] to a new [T, hidden]."""
+    def __init__(self, router: Router, experts: Experts, shared: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Wire one layer; `shared` maps [T, hidden] to a new [T, hidden], the same on all ranks of a TP group."""
         self._router = router
         self._experts = experts
         self._shared = shared
@@ -41,3 +62,33 @@ class SparseMlp:
         """[T, hidden] to a new [T, hidden]."""
         output = self._experts(x, *self._router(x))
         return output if self._shared is None else output.add_(self._shared(x))
+
+
+def load_experts(
+    shard: Shard, *, num_experts: int, inner_size: int, read: ReadExpert, clamp: SwigluClamp | None = None
+) -> Experts:
+    """This rank's share of one layer's experts: a part of each, or with expert parallelism a run of whole ones.
+
+    Args:
+        shard: What the layer is made of.
+        num_experts: Of the layer.
+        inner_size: Of each expert.
+        read: Called once for each expert and part that the rank has.
+        clamp: Of the activation; see `Ops.prepare_experts`.
+
+    Raises:
+        ModelDirectoryError: the experts cannot be split.
+    """
+    ops, tp, ep = shard.ops, shard.parallel.tp, shard.parallel.ep
+
+    def prepare(numbers: range, part: Part) -> ExpertsKernel:
+        return ops.prepare_experts((read(number, part) for number in numbers), clamp)
+
+    parts = shard.parts("moe_intermediate_size", inner_size)
+    if ep is None:
+        return SplitExperts(prepare(range(num_experts), parts[tp.rank]), tp)
+    if not ops.is_exact:
+        # An exact backend gives the bits that it gives without expert parallelism: the sum over a group's parts.
+        parts = [Part.whole(inner_size)]
+    kernels = [prepare(local_experts(num_experts, ep.rank, ep.size), part) for part in parts]
+    return ExpertParallel(ops, kernels, num_experts=num_experts, tp=tp, ep=ep)

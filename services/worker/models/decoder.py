@@ -12,16 +12,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from services.worker.forward_context import get_forward_context
 from services.worker.kv_cache import KvCacheSpec, LayerCache
 from services.worker.layers.activation import GatedMlp
-from services.worker.layers.embedding import Embedding
-from services.worker.layers.linear import Linear
+from services.worker.layers.embedding import Embedding, Head
+from services.worker.layers.linear import Linear, sum_over_ranks
+from services.worker.layers.moe import SparseMlp
 from services.worker.layers.norm import RmsNorm
 from services.worker.layers.rotary import RopeConfig, Rotary
+from services.worker.layers.shard import Part, Shard
 from services.worker.models.config import ConfigValues
 from services.worker.models.protocol import MtpLayers
-from services.worker.ops import Ops, RopeRows
-from services.worker.weights import ModelWeights
+from services.worker.ops import RopeRows
 
 # Bounds the work before the first weight is found missing.
 _MAX_LAYERS = 10_000
@@ -85,23 +87,21 @@ class DecoderLayer:
         self._mlp_norm = mlp_norm
         self._mlp = mlp
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether its feed-forward network is a mixture of experts."""
+        return isinstance(self._mlp, SparseMlp)
+
     @classmethod
     def load(
-        cls,
-        ops: Ops,
-        config: DecoderConfig,
-        weights: ModelWeights,
-        layer: int,
-        *,
-        attention: SelfAttention,
-        mlp: FeedForward,
+        cls, shard: Shard, config: DecoderConfig, layer: int, *, attention: SelfAttention, mlp: FeedForward
     ) -> DecoderLayer:
         """Layer number `layer` of a checkpoint, around an attention and a feed-forward network."""
         prefix = f"model.layers.{layer}"
         return cls(
-            attention_norm=load_norm(ops, config, weights, f"{prefix}.input_layernorm"),
+            attention_norm=load_norm(shard, config, f"{prefix}.input_layernorm"),
             attention=attention,
-            mlp_norm=load_norm(ops, config, weights, f"{prefix}.post_attention_layernorm"),
+            mlp_norm=load_norm(shard, config, f"{prefix}.post_attention_layernorm"),
             mlp=mlp,
         )
 
@@ -126,9 +126,8 @@ class DecoderModel:
 
     def __init__(
         self,
-        ops: Ops,
+        shard: Shard,
         config: DecoderConfig,
-        weights: ModelWeights,
         *,
         layers: Sequence[DecoderLayer],
         rotary: Rotary,
@@ -137,26 +136,32 @@ class DecoderModel:
         """Load what is around the layers.
 
         Args:
-            ops: The backend.
+            shard: Where embedding, last norm and head are read.
             config: The common values.
-            weights: Where embedding, last norm and head are read.
             layers: The model's, in order.
             rotary: The rotation that all of them use.
             kv_layers: What a token keeps in the cache, for each layer and then for those of `mtp`.
 
         Raises:
-            ModelDirectoryError: a tensor is missing or of another shape.
+            ModelDirectoryError: a tensor is missing or of another shape, or the vocabulary cannot be split.
         """
-        self.dtype = weights.dtype
+        self.dtype = shard.weights.dtype
         self.context_length = config.context_length
         self.logits_width = config.vocab_size
         self.kv_cache_spec = KvCacheSpec(tuple(kv_layers))
-        embedding = weights.read("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
-        self.embedding = Embedding(ops, embedding)
-        self.head = Linear(ops, embedding) if config.tie_embeddings else load_head(ops, config, weights, "lm_head")
+        parts = shard.parts("vocab_size", config.vocab_size)
+        part, shape = parts[shard.tp.rank], (config.vocab_size, config.hidden_size)
+        embedding = shard.weights.read("model.embed_tokens.weight", shape, rows=part.run)
+        self.embedding = Embedding(shard.ops, embedding, part, shard.tp)
+        if config.tie_embeddings:
+            head = Linear(shard.ops, embedding)
+        else:
+            head = Linear.load(shard, ["lm_head"], [part], inputs=Part.whole(config.hidden_size))
+        self._head = Head(head, parts, shard.tp)
         self.rotary = rotary
+        self.has_experts = any(layer.has_experts for layer in layers)
         self._layers = list(layers)
-        self._norm = load_norm(ops, config, weights, "model.norm")
+        self._norm = load_norm(shard, config, "model.norm")
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
@@ -164,32 +169,30 @@ class DecoderModel:
         rope = self.rotary.select(positions)
         residual = self.embedding(token_ids)
         hidden: Tensor | None = None
+        progress = get_forward_context().progress
         for layer in self._layers:
             hidden = layer(hidden, residual, rope)
+            progress.advance()
         assert hidden is not None
         return self._norm.add(hidden, residual)
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `CausalLM.compute_logits`."""
-        return self.head(hidden).float()
+        return self._head(hidden).float()
 
 
-def load_norm(ops: Ops, config: DecoderConfig, weights: ModelWeights, name: str) -> RmsNorm:
+def load_norm(shard: Shard, config: DecoderConfig, name: str) -> RmsNorm:
     """The norm over the hidden size called `name`."""
-    return RmsNorm(ops, weights.read(f"{name}.weight", (config.hidden_size,)), config.rms_norm_eps)
-
-
-def load_head(ops: Ops, config: DecoderConfig, weights: ModelWeights, name: str) -> Linear:
-    """The projection onto the vocabulary called `name`."""
-    return Linear.load(ops, weights, [name], [config.vocab_size], in_features=config.hidden_size, has_bias=False)
+    return RmsNorm(shard.ops, shard.weights.read(f"{name}.weight", (config.hidden_size,)), config.rms_norm_eps)
 
 
 def load_mlp(
-    ops: Ops, config: DecoderConfig, weights: ModelWeights, prefix: str, *, inner_size: int, has_bias: bool = False
-) -> GatedMlp:
-    """The gated network whose projections are `{prefix}.gate_proj`, `.up_proj` and `.down_proj`."""
-    names, sizes = [f"{prefix}.gate_proj", f"{prefix}.up_proj"], [inner_size] * 2
-    gate_up = Linear.load(ops, weights, names, sizes, in_features=config.hidden_size, has_bias=has_bias)
-    names, sizes = [f"{prefix}.down_proj"], [config.hidden_size]
-    return GatedMlp(ops, gate_up, Linear.load(ops, weights, names, sizes, in_features=inner_size, has_bias=has_bias))
+    shard: Shard, config: DecoderConfig, prefix: str, *, inner_size: int, has_bias: bool = False
+) -> FeedForward:
+    """The gated network whose projections are `{prefix}.gate_proj`, `.up_proj` and `.down_proj`, its inside split."""
+    hidden, inner = Part.whole(config.hidden_size), shard.part("intermediate_size", inner_size)
+    names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
+    gate_up = Linear.load(shard, names, [inner, inner], inputs=hidden, has_bias=has_bias)
+    down = Linear.load(shard, [f"{prefix}.down_proj"], [hidden], inputs=inner, has_bias=has_bias)
+    return sum_over_ranks(GatedMlp(shard.ops, gate_up, down), shard.tp)

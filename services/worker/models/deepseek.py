@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from services.worker.layers.shard import Shard
 from services.worker.models.config import ConfigValues
-from services.worker.models.decoder import DecoderConfig, DecoderLayer, DecoderModel, FeedForward, load_mlp
+from services.worker.models.decoder import DecoderConfig, DecoderLayer, DecoderModel
 from services.worker.models.latent_attention import LatentAttentionConfig, load_latent_attention, load_latent_rotary
 from services.worker.models.mtp import load_mtp
-from services.worker.models.sparse_mlp import SparseConfig, load_sparse_mlp
-from services.worker.ops import Ops
-from services.worker.weights import ModelWeights
+from services.worker.models.sparse_mlp import FeedForwardConfig
 from shared.model_dir import ModelDirectoryError
 
 _MLP_TYPES = ("dense", "sparse")
-
-
-@dataclass(frozen=True, slots=True)
-class FeedForwardConfig:
-    """The feed-forward networks of a model."""
-
-    dense_size: int
-    has_dense_bias: bool
-    # All other layers have experts, those for multi-token prediction too.
-    dense_layers: frozenset[int]
-    sparse: SparseConfig
-
-    def load(self, ops: Ops, config: DecoderConfig, weights: ModelWeights, layer: int) -> FeedForward:
-        """That of layer number `layer` of a checkpoint."""
-        prefix = f"model.layers.{layer}.mlp"
-        if layer not in self.dense_layers:
-            return load_sparse_mlp(ops, config, weights, prefix, sparse=self.sparse)
-        return load_mlp(ops, config, weights, prefix, inner_size=self.dense_size, has_bias=self.has_dense_bias)
 
 
 def read_dense_layers(values: ConfigValues, num_layers: int, *, default_count: int) -> frozenset[int]:
@@ -54,9 +33,8 @@ def read_dense_layers(values: ConfigValues, num_layers: int, *, default_count: i
 
 
 def load_deepseek(
-    ops: Ops,
+    shard: Shard,
     config: DecoderConfig,
-    weights: ModelWeights,
     *,
     attention: LatentAttentionConfig,
     feed_forward: FeedForwardConfig,
@@ -65,9 +43,8 @@ def load_deepseek(
     """A model of the kind, and its layers for multi-token prediction.
 
     Args:
-        ops: The backend.
+        shard: What the model is made of.
         config: The common values.
-        weights: The model's.
         attention: Of every layer.
         feed_forward: Likewise.
         mtp_layers: The numbers of the layers for multi-token prediction.
@@ -78,18 +55,17 @@ def load_deepseek(
 
     def load_layer(layer: int) -> DecoderLayer:
         return DecoderLayer.load(
-            ops,
+            shard,
             config,
-            weights,
             layer,
-            attention=load_latent_attention(ops, config, weights, layer, attention=attention),
-            mlp=feed_forward.load(ops, config, weights, layer),
+            attention=load_latent_attention(shard, config, layer, attention=attention),
+            mlp=feed_forward.load(shard, config, layer),
         )
 
     layers = [load_layer(layer) for layer in range(config.num_layers)]
     blocks = [load_layer(layer) for layer in mtp_layers]
-    kv_layers = [attention.layer_cache(weights.dtype)] * (len(layers) + len(blocks))
-    rotary = load_latent_rotary(ops, config, attention)
-    model = DecoderModel(ops, config, weights, layers=layers, rotary=rotary, kv_layers=kv_layers)
-    model.mtp = load_mtp(ops, config, weights, model, blocks=blocks)
+    kv_layers = [attention.layer_cache(shard.weights.dtype)] * (len(layers) + len(blocks))
+    rotary = load_latent_rotary(shard.ops, config, attention)
+    model = DecoderModel(shard, config, layers=layers, rotary=rotary, kv_layers=kv_layers)
+    model.mtp = load_mtp(shard, config, model, blocks=blocks)
     return model

@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
+from services.worker.layers.shard import Shard
 from services.worker.models.config import ConfigValues
 from services.worker.models.decoder import DecoderConfig, DecoderModel
-from services.worker.models.deepseek import FeedForwardConfig, load_deepseek, read_dense_layers
+from services.worker.models.deepseek import load_deepseek, read_dense_layers
 from services.worker.models.latent_attention import LatentAttentionConfig
-from services.worker.models.sparse_mlp import SparseConfig, read_groups
-from services.worker.ops import Ops, RouterScore, RoutingRule
-from services.worker.weights import ModelWeights
+from services.worker.models.sparse_mlp import FeedForwardConfig, SparseConfig, read_groups
+from services.worker.ops import RouterScore, RoutingRule
 from shared.model_dir import ModelDirectoryError
 
 
-def load_deepseek_v2(config: Mapping[str, Any], weights: ModelWeights, ops: Ops) -> DecoderModel:
+def load_deepseek_v2(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
     """DeepSeek-V2.
 
     Raises:
@@ -26,14 +26,11 @@ def load_deepseek_v2(config: Mapping[str, Any], weights: ModelWeights, ops: Ops)
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values)
     has_bias = values.flag("mlp_bias", default=False)
-    feed_forward = FeedForwardConfig(
-        dense_size=values.size("intermediate_size"),
-        has_dense_bias=has_bias,
-        dense_layers=read_dense_layers(values, common.num_layers, default_count=0),
-        sparse=_read_sparse(values, has_shared_bias=has_bias),
-    )
+    dense_layers = read_dense_layers(values, common.num_layers, default_count=0)
+    sparse = _read_sparse(values, has_shared_bias=has_bias)
+    feed_forward = FeedForwardConfig.from_json(values, dense_layers, sparse, has_dense_bias=has_bias)
     attention = LatentAttentionConfig.from_json(values, common)
-    return load_deepseek(ops, common, weights, attention=attention, feed_forward=feed_forward)
+    return load_deepseek(shard, common, attention=attention, feed_forward=feed_forward)
 
 
 def _read_sparse(values: ConfigValues, *, has_shared_bias: bool) -> SparseConfig:

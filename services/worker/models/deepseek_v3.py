@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from services.worker.layers.shard import Shard
 from services.worker.models.config import ConfigValues
 from services.worker.models.decoder import DecoderConfig, DecoderModel
-from services.worker.models.deepseek import FeedForwardConfig, load_deepseek, read_dense_layers
+from services.worker.models.deepseek import load_deepseek, read_dense_layers
 from services.worker.models.latent_attention import IndexerConfig, LatentAttentionConfig
 from services.worker.models.mtp import mtp_layers_to_load
-from services.worker.models.sparse_mlp import SparseConfig
-from services.worker.ops import Ops
-from services.worker.weights import ModelWeights
+from services.worker.models.sparse_mlp import FeedForwardConfig, SparseConfig
 
 # Where config.json does not say, as transformers' configuration has it.
 _NUM_DENSE_LAYERS = 3
@@ -20,8 +19,7 @@ _NUM_DENSE_LAYERS = 3
 
 def load_deepseek_v3(
     config: Mapping[str, Any],
-    weights: ModelWeights,
-    ops: Ops,
+    shard: Shard,
     *,
     with_mtp: bool = False,
     indexer: IndexerConfig | None = None,
@@ -30,8 +28,7 @@ def load_deepseek_v3(
 
     Args:
         config: config.json.
-        weights: The model's.
-        ops: The backend.
+        shard: What the model is made of.
         with_mtp: Whether those layers are asked for.
         indexer: V3.2's; None: tokens attend to all before them.
 
@@ -40,17 +37,12 @@ def load_deepseek_v3(
     """
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values)
-    feed_forward = FeedForwardConfig(
-        dense_size=values.size("intermediate_size"),
-        has_dense_bias=False,
-        dense_layers=read_dense_layers(values, common.num_layers, default_count=_NUM_DENSE_LAYERS),
-        sparse=SparseConfig.corrected_sigmoid(values),
-    )
+    dense_layers = read_dense_layers(values, common.num_layers, default_count=_NUM_DENSE_LAYERS)
+    feed_forward = FeedForwardConfig.from_json(values, dense_layers, SparseConfig.corrected_sigmoid(values))
     return load_deepseek(
-        ops,
+        shard,
         common,
-        weights,
         attention=LatentAttentionConfig.from_json(values, common, indexer=indexer),
         feed_forward=feed_forward,
-        mtp_layers=mtp_layers_to_load(values, common, weights, with_mtp=with_mtp),
+        mtp_layers=mtp_layers_to_load(values, common, shard.weights, with_mtp=with_mtp),
     )

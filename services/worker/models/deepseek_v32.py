@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from services.worker.layers.shard import Shard
 from services.worker.models.config import ConfigValues
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.deepseek_v3 import load_deepseek_v3
 from services.worker.models.latent_attention import IndexerConfig
-from services.worker.ops import Ops
-from services.worker.weights import ModelWeights
 
 # Where config.json does not say, as transformers' configuration has it.
 _NUM_HEADS = 64
@@ -21,9 +20,7 @@ _HEAD_DIM = 128
 _NUM_SELECTED = 2048
 
 
-def load_deepseek_v32(
-    config: Mapping[str, Any], weights: ModelWeights, ops: Ops, *, with_mtp: bool = False
-) -> DecoderModel:
+def load_deepseek_v32(config: Mapping[str, Any], shard: Shard, *, with_mtp: bool = False) -> DecoderModel:
     """DeepSeek-V3.2, with its layers for multi-token prediction if they are asked for and stored.
 
     Raises:
@@ -35,4 +32,4 @@ def load_deepseek_v32(
         head_dim=values.size("index_head_dim", default=_HEAD_DIM),
         num_selected=values.size("index_topk", default=_NUM_SELECTED),
     )
-    return load_deepseek_v3(config, weights, ops, with_mtp=with_mtp, indexer=indexer)
+    return load_deepseek_v3(config, shard, with_mtp=with_mtp, indexer=indexer)

@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from services.worker.layers.shard import Shard
 from services.worker.models.config import ConfigValues
-from services.worker.models.decoder import DecoderConfig, DecoderLayer, DecoderModel, FeedForward, load_mlp
+from services.worker.models.decoder import DecoderConfig, DecoderLayer, DecoderModel
 from services.worker.models.mtp import load_mtp, mtp_layers_to_load
 from services.worker.models.plain_attention import AttentionConfig, AttentionHeads, load_plain_layer, load_rotary
-from services.worker.models.sparse_mlp import SparseConfig, load_sparse_mlp
-from services.worker.ops import Ops
-from services.worker.weights import ModelWeights
+from services.worker.models.sparse_mlp import FeedForwardConfig, SparseConfig
 
 # Where config.json does not say, as transformers' configuration has it.
 _PARTIAL_ROTARY_FACTOR = 0.5
 
 
-def load_glm4_moe(
-    config: Mapping[str, Any], weights: ModelWeights, ops: Ops, *, with_mtp: bool = False
-) -> DecoderModel:
+def load_glm4_moe(config: Mapping[str, Any], shard: Shard, *, with_mtp: bool = False) -> DecoderModel:
     """GLM-4-MoE, with its layers for multi-token prediction if they are asked for and stored.
 
     Raises:
@@ -27,28 +24,24 @@ def load_glm4_moe(
     """
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values, default_partial_factor=_PARTIAL_ROTARY_FACTOR)
-    mtp_numbers = mtp_layers_to_load(values, common, weights, with_mtp=with_mtp)
+    mtp_numbers = mtp_layers_to_load(values, common, shard.weights, with_mtp=with_mtp)
     attention = AttentionConfig(
         AttentionHeads.from_json(values),
         [None] * (common.num_layers + len(mtp_numbers)),
         has_qkv_bias=values.flag("attention_bias", default=False),
         has_head_norms=values.flag("use_qk_norm", default=False),
     )
-    sparse, num_dense = SparseConfig.corrected_sigmoid(values), values.count("first_k_dense_replace")
-
-    def load_feed_forward(layer: int) -> FeedForward:
-        prefix = f"model.layers.{layer}.mlp"
-        if layer < num_dense:
-            return load_mlp(ops, common, weights, prefix, inner_size=values.size("intermediate_size"))
-        return load_sparse_mlp(ops, common, weights, prefix, sparse=sparse)
+    num_dense = min(values.count("first_k_dense_replace"), common.num_layers + len(mtp_numbers))
+    sparse = SparseConfig.corrected_sigmoid(values)
+    feed_forward = FeedForwardConfig.from_json(values, frozenset(range(num_dense)), sparse)
 
     def load_layer(layer: int) -> DecoderLayer:
-        feed_forward = load_feed_forward(layer)
-        return load_plain_layer(ops, common, weights, layer, attention=attention, feed_forward=feed_forward)
+        mlp = feed_forward.load(shard, common, layer)
+        return load_plain_layer(shard, common, layer, attention=attention, feed_forward=mlp)
 
     layers = [load_layer(layer) for layer in range(common.num_layers)]
     blocks = [load_layer(layer) for layer in mtp_numbers]
-    rotary, kv_layers = load_rotary(ops, common, attention.heads), attention.kv_layers(weights.dtype)
-    model = DecoderModel(ops, common, weights, layers=layers, rotary=rotary, kv_layers=kv_layers)
-    model.mtp = load_mtp(ops, common, weights, model, blocks=blocks)
+    rotary, kv_layers = load_rotary(shard.ops, common, attention.heads), attention.kv_layers(shard)
+    model = DecoderModel(shard, common, layers=layers, rotary=rotary, kv_layers=kv_layers)
+    model.mtp = load_mtp(shard, common, model, blocks=blocks)
     return model

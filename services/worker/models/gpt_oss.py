@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from services.worker.layers.linear import Linear
-from services.worker.layers.moe import Router, SparseMlp
+from services.worker.layers.moe import ReadExpert, Router, SparseMlp
+from services.worker.layers.shard import Part, Shard
 from services.worker.models.config import ConfigValues
 from services.worker.models.decoder import DecoderConfig, DecoderModel
 from services.worker.models.plain_attention import (
@@ -20,8 +21,8 @@ from services.worker.models.plain_attention import (
     load_plain_model,
     windows_by_type,
 )
-from services.worker.models.sparse_mlp import SparseConfig
-from services.worker.ops import ExpertWeights, Ops, RouterScore, RoutingRule, SwigluClamp
+from services.worker.models.sparse_mlp import SparseConfig, load_routed_experts
+from services.worker.ops import ExpertWeights, RouterScore, RoutingRule, SwigluClamp
 from services.worker.weights import ModelWeights
 
 # Where config.json does not say, as transformers' configuration has it.
@@ -32,7 +33,7 @@ _ALPHA = 1.702
 _LIMIT = 7.0
 
 
-def load_gpt_oss(config: Mapping[str, Any], weights: ModelWeights, ops: Ops) -> DecoderModel:
+def load_gpt_oss(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
     """gpt-oss.
 
     Raises:
@@ -56,13 +57,14 @@ def load_gpt_oss(config: Mapping[str, Any], weights: ModelWeights, ops: Ops) -> 
     clamp = SwigluClamp(values.number("swiglu_alpha", default=_ALPHA), values.number("swiglu_limit", default=_LIMIT))
 
     def load_feed_forward(layer: int) -> SparseMlp:
-        prefix, hidden_size = f"model.layers.{layer}.mlp", common.hidden_size
-        names, sizes = [f"{prefix}.router"], [sparse.num_experts]
-        logits = Linear.load(ops, weights, names, sizes, in_features=hidden_size, has_bias=True)
-        experts = ops.prepare_experts(_read_experts(weights, f"{prefix}.experts", sparse, hidden_size), clamp)
-        return SparseMlp(Router(ops, logits, sparse.rule, dtype=weights.dtype), experts)
+        prefix, hidden = f"model.layers.{layer}.mlp", Part.whole(common.hidden_size)
+        router = [f"{prefix}.router"], [Part.whole(sparse.num_experts)]
+        logits = Linear.load(shard, *router, inputs=hidden, has_bias=True)
+        read = _expert_reader(shard.weights, f"{prefix}.experts", sparse, common.hidden_size)
+        experts = load_routed_experts(shard, sparse, read, clamp=clamp)
+        return SparseMlp(Router(shard.ops, logits, sparse.rule, dtype=shard.weights.dtype), experts)
 
-    return load_plain_model(ops, common, weights, attention=attention, load_feed_forward=load_feed_forward)
+    return load_plain_model(shard, common, attention=attention, load_feed_forward=load_feed_forward)
 
 
 def _windows(values: ConfigValues, num_layers: int) -> list[int | None]:
@@ -71,21 +73,25 @@ def _windows(values: ConfigValues, num_layers: int) -> list[int | None]:
     return windows_by_type(values, window, types)
 
 
-def _read_experts(
-    weights: ModelWeights, prefix: str, sparse: SparseConfig, hidden_size: int
-) -> Iterator[ExpertWeights]:
-    """The experts of one layer, which are stored as stacks with the input features first."""
+def _expert_reader(weights: ModelWeights, prefix: str, sparse: SparseConfig, hidden_size: int) -> ReadExpert:
+    """Reads the experts of one layer, which are stored as stacks with the input features first."""
     num_experts, inner_size = sparse.num_experts, sparse.inner_size
     gate_up_biases = weights.read(f"{prefix}.gate_up_proj_bias", (num_experts, 2 * inner_size))
     down_biases = weights.read(f"{prefix}.down_proj_bias", (num_experts, hidden_size))
     gate_up_shape, down_shape = (num_experts, hidden_size, 2 * inner_size), (num_experts, inner_size, hidden_size)
-    for expert in range(num_experts):
-        this_one = slice(expert, expert + 1)
-        gate_up = weights.stacked(f"{prefix}.gate_up_proj", gate_up_shape, experts=this_one)[0].T
-        down = weights.stacked(f"{prefix}.down_proj", down_shape, experts=this_one)[0].T
-        yield ExpertWeights(
-            _gate_first(gate_up), down.contiguous(), _gate_first(gate_up_biases[expert]), down_biases[expert]
+
+    def read(expert: int, inner: Part) -> ExpertWeights:
+        this_one, both = slice(expert, expert + 1), inner.times(2).run
+        gate_up = weights.stacked(f"{prefix}.gate_up_proj", gate_up_shape, experts=this_one, columns=both)[0].T
+        down = weights.stacked(f"{prefix}.down_proj", down_shape, experts=this_one, rows=inner.run)[0].T
+        return ExpertWeights(
+            _gate_first(gate_up),
+            down.contiguous(),
+            _gate_first(gate_up_biases[expert, both]),
+            None if inner.start else down_biases[expert],
         )
+
+    return read
 
 
 def _gate_first(gate_up: Tensor) -> Tensor:

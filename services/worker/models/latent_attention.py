@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from services.worker.kv_cache import CacheTensor, LayerCache
 from services.worker.layers.indexer import Indexer, IndexerProjections
-from services.worker.layers.linear import Linear
+from services.worker.layers.linear import Linear, sum_over_ranks
 from services.worker.layers.mla import LatentAttention, LatentProjections, LatentSizes
 from services.worker.layers.norm import LayerNorm, RmsNorm
 from services.worker.layers.rotary import Rotary
+from services.worker.layers.shard import Part, Shard
 from services.worker.models.config import ConfigValues
 from services.worker.models.decoder import DecoderConfig
 from services.worker.ops import Ops
@@ -81,17 +82,17 @@ class LatentAttentionConfig:
 
 
 def load_latent_attention(
-    ops: Ops, config: DecoderConfig, weights: ModelWeights, layer: int, *, attention: LatentAttentionConfig
+    shard: Shard, config: DecoderConfig, layer: int, *, attention: LatentAttentionConfig
 ) -> LatentAttention:
-    """The attention of layer number `layer` of a checkpoint."""
-    prefix, sizes = f"model.layers.{layer}.self_attn", attention.sizes
+    """The attention of layer number `layer` of a checkpoint: a rank's heads, behind the latents that all ranks have."""
+    prefix, heads = f"model.layers.{layer}.self_attn", shard.heads(attention.sizes.num_heads)
     return LatentAttention(
-        ops,
+        shard.ops,
         layer,
-        sizes,
-        _load_projections(ops, config, weights, prefix, attention),
+        replace(attention.sizes, num_heads=len(heads)),
+        _load_projections(shard, config, prefix, attention, heads),
         scale=attention.scale,
-        indexer=None if attention.indexer is None else _load_indexer(ops, config, weights, prefix, attention),
+        indexer=None if attention.indexer is None else _load_indexer(shard, config, prefix, attention),
     )
 
 
@@ -112,47 +113,47 @@ def _check_indexer(indexer: IndexerConfig, sizes: LatentSizes) -> None:
 
 
 def _load_projections(
-    ops: Ops, config: DecoderConfig, weights: ModelWeights, prefix: str, attention: LatentAttentionConfig
+    shard: Shard, config: DecoderConfig, prefix: str, attention: LatentAttentionConfig, heads: Part
 ) -> LatentProjections:
-    sizes, has_bias = attention.sizes, attention.has_bias
-    down_names, down_sizes = [f"{prefix}.kv_a_proj_with_mqa"], [sizes.cached_dim]
-    query_name, query_in, query_norm = f"{prefix}.q_proj", config.hidden_size, None
+    sizes, has_bias, hidden = attention.sizes, attention.has_bias, Part.whole(config.hidden_size)
+    down_names, down_sizes = [f"{prefix}.kv_a_proj_with_mqa"], [Part.whole(sizes.cached_dim)]
+    query_name, query_in, query_norm = f"{prefix}.q_proj", hidden, None
     if sizes.query_latent_dim is not None:
-        down_names, down_sizes = [f"{prefix}.q_a_proj", *down_names], [sizes.query_latent_dim, *down_sizes]
-        query_name, query_in = f"{prefix}.q_b_proj", sizes.query_latent_dim
-        query_norm = _load_norm(ops, weights, f"{prefix}.q_a_layernorm", query_in)
-    heads_dim = sizes.num_heads * sizes.value_dim
-    absorb, expand = _absorbed_weights(weights, f"{prefix}.kv_b_proj", sizes)
+        query_name, query_in = f"{prefix}.q_b_proj", Part.whole(sizes.query_latent_dim)
+        down_names, down_sizes = [f"{prefix}.q_a_proj", *down_names], [query_in, *down_sizes]
+        query_norm = _load_norm(shard, f"{prefix}.q_a_layernorm", sizes.query_latent_dim)
+    output_in = heads.times(sizes.value_dim)
+    output = Linear.load(shard, [f"{prefix}.o_proj"], [hidden], inputs=output_in, has_bias=has_bias)
+    absorb, expand = _absorbed_weights(shard.weights, f"{prefix}.kv_b_proj", sizes, heads)
     return LatentProjections(
-        down=Linear.load(ops, weights, down_names, down_sizes, in_features=config.hidden_size, has_bias=has_bias),
+        down=Linear.load(shard, down_names, down_sizes, inputs=hidden, has_bias=has_bias),
         query_norm=query_norm,
-        query=Linear.load(
-            ops, weights, [query_name], [sizes.num_heads * sizes.head_dim], in_features=query_in, has_bias=False
-        ),
-        latent_norm=_load_norm(ops, weights, f"{prefix}.kv_a_layernorm", sizes.latent_dim),
-        absorb=ops.prepare_per_head_linear(absorb),
-        expand=ops.prepare_per_head_linear(expand),
-        output=Linear.load(
-            ops, weights, [f"{prefix}.o_proj"], [config.hidden_size], in_features=heads_dim, has_bias=has_bias
-        ),
+        query=Linear.load(shard, [query_name], [heads.times(sizes.head_dim)], inputs=query_in),
+        latent_norm=_load_norm(shard, f"{prefix}.kv_a_layernorm", sizes.latent_dim),
+        absorb=shard.ops.prepare_per_head_linear(absorb),
+        expand=shard.ops.prepare_per_head_linear(expand),
+        output=sum_over_ranks(output, shard.tp),
     )
 
 
-def _absorbed_weights(weights: ModelWeights, name: str, sizes: LatentSizes) -> tuple[Tensor, Tensor]:
-    """W_UK transposed, [H, latent_dim, plain_dim], and W_UV, [H, value_dim, latent_dim]: views of one matrix."""
+def _absorbed_weights(weights: ModelWeights, name: str, sizes: LatentSizes, heads: Part) -> tuple[Tensor, Tensor]:
+    """W_UK transposed, [H, latent_dim, plain_dim], and W_UV, [H, value_dim, latent_dim], of some heads.
+
+    They are views of one matrix.
+    """
     num_rows = sizes.plain_dim + sizes.value_dim
-    up = weights.linear(name, (sizes.num_heads * num_rows, sizes.latent_dim)).view(sizes.num_heads, num_rows, -1)
+    rows = heads.times(num_rows)
+    up = weights.linear(name, (rows.total, sizes.latent_dim), rows=rows.run).view(len(heads), num_rows, -1)
     return up[:, : sizes.plain_dim].transpose(1, 2), up[:, sizes.plain_dim :]
 
 
-def _load_indexer(
-    ops: Ops, config: DecoderConfig, weights: ModelWeights, prefix: str, attention: LatentAttentionConfig
-) -> Indexer:
-    """The indexer, its columns in the order in which the attention's own rotation takes them.
+def _load_indexer(shard: Shard, config: DecoderConfig, prefix: str, attention: LatentAttentionConfig) -> Indexer:
+    """The indexer, whole on every rank, its columns in the order in which the attention's own rotation takes them.
 
     In checkpoints its rotated columns are half of them apart where the attention's are neighbours. The same order of
     queries' and keys' columns leaves their products as they are, so one rotation serves both.
     """
+    ops, weights = shard.ops, shard.weights
     indexer, sizes, name = attention.indexer, attention.sizes, f"{prefix}.indexer"
     assert indexer is not None
     assert sizes.query_latent_dim is not None
@@ -176,5 +177,5 @@ def _load_indexer(
     return Indexer(ops, projections, num_heads=heads, num_selected=indexer.num_selected)
 
 
-def _load_norm(ops: Ops, weights: ModelWeights, name: str, size: int) -> RmsNorm:
-    return RmsNorm(ops, weights.read(f"{name}.weight", (size,)), _NORM_EPS)
+def _load_norm(shard: Shard, name: str, size: int) -> RmsNorm:
+    return RmsNorm(shard.ops, shard.weights.read(f"{name}.weight", (size,)), _NORM_EPS)

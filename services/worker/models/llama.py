@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from services.worker.layers.activation import GatedMlp
+from services.worker.layers.shard import Shard
 from services.worker.models.config import ConfigValues
-from services.worker.models.decoder import DecoderConfig, DecoderModel, load_mlp
+from services.worker.models.decoder import DecoderConfig, DecoderModel, FeedForward, load_mlp
 from services.worker.models.plain_attention import (
     FULL,
     SLIDING,
@@ -19,15 +19,13 @@ from services.worker.models.plain_attention import (
     load_plain_model,
     windows_by_type,
 )
-from services.worker.ops import Ops
-from services.worker.weights import ModelWeights
 
 # Where config.json does not say, as transformers' configurations have it.
 _WINDOW = 4096
 _MAX_WINDOW_LAYERS = 28
 
 
-def load_llama(config: Mapping[str, Any], weights: ModelWeights, ops: Ops) -> DecoderModel:
+def load_llama(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
     """Llama: biases are settings.
 
     Raises:
@@ -42,10 +40,10 @@ def load_llama(config: Mapping[str, Any], weights: ModelWeights, ops: Ops) -> De
         has_qkv_bias=has_bias,
         has_output_bias=has_bias,
     )
-    return load_dense_model(ops, values, common, weights, attention=attention)
+    return load_dense_model(shard, values, common, attention=attention)
 
 
-def load_mistral(config: Mapping[str, Any], weights: ModelWeights, ops: Ops) -> DecoderModel:
+def load_mistral(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
     """Mistral: the same window in every layer, none where config.json has a null.
 
     Raises:
@@ -55,10 +53,10 @@ def load_mistral(config: Mapping[str, Any], weights: ModelWeights, ops: Ops) -> 
     common = DecoderConfig.from_json(values)
     window = values.optional_size("sliding_window") if "sliding_window" in config else _WINDOW
     attention = AttentionConfig(AttentionHeads.from_json(values), [window] * common.num_layers)
-    return load_dense_model(ops, values, common, weights, attention=attention)
+    return load_dense_model(shard, values, common, attention=attention)
 
 
-def load_qwen2(config: Mapping[str, Any], weights: ModelWeights, ops: Ops) -> DecoderModel:
+def load_qwen2(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
     """Qwen2: query, key and value have biases, upper layers may have a window.
 
     Raises:
@@ -68,7 +66,7 @@ def load_qwen2(config: Mapping[str, Any], weights: ModelWeights, ops: Ops) -> De
     common = DecoderConfig.from_json(values)
     windows = qwen_windows(values, common.num_layers)
     attention = AttentionConfig(AttentionHeads.from_json(values), windows, has_qkv_bias=True)
-    return load_dense_model(ops, values, common, weights, attention=attention)
+    return load_dense_model(shard, values, common, attention=attention)
 
 
 def qwen_windows(values: ConfigValues, num_layers: int) -> list[int | None]:
@@ -85,13 +83,13 @@ def qwen_window(values: ConfigValues) -> int | None:
 
 
 def load_dense_model(
-    ops: Ops, values: ConfigValues, common: DecoderConfig, weights: ModelWeights, *, attention: AttentionConfig
+    shard: Shard, values: ConfigValues, common: DecoderConfig, *, attention: AttentionConfig
 ) -> DecoderModel:
     """A model in which every layer has the same one network behind its attention."""
     inner_size, has_bias = values.size("intermediate_size"), values.flag("mlp_bias", default=False)
 
-    def load_feed_forward(layer: int) -> GatedMlp:
+    def load_feed_forward(layer: int) -> FeedForward:
         prefix = f"model.layers.{layer}.mlp"
-        return load_mlp(ops, common, weights, prefix, inner_size=inner_size, has_bias=has_bias)
+        return load_mlp(shard, common, prefix, inner_size=inner_size, has_bias=has_bias)
 
-    return load_plain_model(ops, common, weights, attention=attention, load_feed_forward=load_feed_forward)
+    return load_plain_model(shard, common, attention=attention, load_feed_forward=load_feed_forward)

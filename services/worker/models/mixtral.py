@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.worker.layers.moe import SparseMlp
+from services.worker.layers.shard import Shard
 from services.worker.models.config import ConfigValues
 from services.worker.models.decoder import DecoderConfig, DecoderModel
 from services.worker.models.plain_attention import AttentionConfig, AttentionHeads, load_plain_model
 from services.worker.models.sparse_mlp import SparseConfig, load_sparse_mlp
-from services.worker.ops import Ops, RouterScore, RoutingRule
-from services.worker.weights import ModelWeights
+from services.worker.ops import RouterScore, RoutingRule
 
 # Where config.json does not say, as transformers' configuration has it.
 _ROPE_THETA = 1e6
 _EXPERT_NAMES = ("w1", "w3", "w2")
 
 
-def load_mixtral(config: Mapping[str, Any], weights: ModelWeights, ops: Ops) -> DecoderModel:
+def load_mixtral(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
     """Mixtral.
 
     Raises:
@@ -37,6 +37,6 @@ def load_mixtral(config: Mapping[str, Any], weights: ModelWeights, ops: Ops) -> 
 
     def load_feed_forward(layer: int) -> SparseMlp:
         prefix = f"model.layers.{layer}.block_sparse_moe"
-        return load_sparse_mlp(ops, common, weights, prefix, sparse=sparse, names=_EXPERT_NAMES)
+        return load_sparse_mlp(shard, common, prefix, sparse=sparse, names=_EXPERT_NAMES)
 
-    return load_plain_model(ops, common, weights, attention=attention, load_feed_forward=load_feed_forward)
+    return load_plain_model(shard, common, attention=attention, load_feed_forward=load_feed_forward)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from services.worker.layers.linear import Linear
 from services.worker.layers.norm import RmsNorm
+from services.worker.layers.shard import Part, Shard
 from services.worker.models.config import ConfigValues
 from services.worker.models.decoder import DecoderConfig, DecoderLayer, DecoderModel, load_norm
-from services.worker.ops import Ops
 from services.worker.weights import ModelWeights
 
 _SHARED = ("embed_tokens.", "shared_head.head.")
@@ -34,9 +34,7 @@ class MtpLayer:
     last_norm: RmsNorm
 
     @classmethod
-    def load(
-        cls, ops: Ops, config: DecoderConfig, weights: ModelWeights, layer: int, *, block: DecoderLayer
-    ) -> MtpLayer:
+    def load(cls, shard: Shard, config: DecoderConfig, layer: int, *, block: DecoderLayer) -> MtpLayer:
         """Layer number `layer` of a checkpoint, around its decoder layer.
 
         Raises:
@@ -44,11 +42,11 @@ class MtpLayer:
         """
         prefix, size = f"model.layers.{layer}", config.hidden_size
         return cls(
-            embedding_norm=load_norm(ops, config, weights, f"{prefix}.enorm"),
-            hidden_norm=load_norm(ops, config, weights, f"{prefix}.hnorm"),
-            join=Linear.load(ops, weights, [f"{prefix}.eh_proj"], [size], in_features=2 * size, has_bias=False),
+            embedding_norm=load_norm(shard, config, f"{prefix}.enorm"),
+            hidden_norm=load_norm(shard, config, f"{prefix}.hnorm"),
+            join=Linear.load(shard, [f"{prefix}.eh_proj"], [Part.whole(size)], inputs=Part.whole(2 * size)),
             block=block,
-            last_norm=load_norm(ops, config, weights, f"{prefix}.shared_head.norm"),
+            last_norm=load_norm(shard, config, f"{prefix}.shared_head.norm"),
         )
 
 
@@ -99,7 +97,7 @@ def mtp_layers_to_load(values: ConfigValues, config: DecoderConfig, weights: Mod
 
 
 def load_mtp(
-    ops: Ops, config: DecoderConfig, weights: ModelWeights, model: DecoderModel, *, blocks: Sequence[DecoderLayer]
+    shard: Shard, config: DecoderConfig, model: DecoderModel, *, blocks: Sequence[DecoderLayer]
 ) -> DecoderMtpLayers | None:
     """The layers around `blocks`, the decoder layers behind the model's own; None where there are none.
 
@@ -107,7 +105,7 @@ def load_mtp(
         ModelDirectoryError: a tensor is missing or of another shape.
     """
     layers = [
-        MtpLayer.load(ops, config, weights, number, block=block)
+        MtpLayer.load(shard, config, number, block=block)
         for number, block in enumerate(blocks, start=config.num_layers)
     ]
     return DecoderMtpLayers(model, layers) if layers else None

@@ -12,13 +12,13 @@ import torch
 
 from services.worker.kv_cache import LayerCache, attention_cache
 from services.worker.layers.attention import Attention
-from services.worker.layers.linear import Linear
+from services.worker.layers.linear import Linear, sum_over_ranks
 from services.worker.layers.norm import RmsNorm
 from services.worker.layers.rotary import Rotary
+from services.worker.layers.shard import Part, Shard
 from services.worker.models.config import ConfigValues
 from services.worker.models.decoder import DecoderConfig, DecoderLayer, DecoderModel, FeedForward
 from services.worker.ops import AttentionParams, Ops
-from services.worker.weights import ModelWeights
 from shared.model_dir import ModelDirectoryError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -62,9 +62,14 @@ class AttentionConfig:
     has_head_norms: bool = False
     has_sinks: bool = False
 
-    def kv_layers(self, dtype: torch.dtype) -> list[LayerCache]:
-        """What a token keeps in the cache, layer by layer."""
-        return [attention_cache(self.heads.num_kv_heads, self.heads.head_dim, dtype)] * len(self.windows)
+    def kv_layers(self, shard: Shard) -> list[LayerCache]:
+        """What a token keeps in a rank's cache, layer by layer.
+
+        Raises:
+            ModelDirectoryError: see `Shard.kv_heads`.
+        """
+        num_heads = len(shard.kv_heads(self.heads.num_kv_heads))
+        return [attention_cache(num_heads, self.heads.head_dim, shard.weights.dtype)] * len(self.windows)
 
 
 def windows_by_type(values: ConfigValues, window: int | None, default: Sequence[str]) -> list[int | None]:
@@ -87,34 +92,32 @@ def windows_by_type(values: ConfigValues, window: int | None, default: Sequence[
 
 
 def load_plain_model(
-    ops: Ops,
+    shard: Shard,
     config: DecoderConfig,
-    weights: ModelWeights,
     *,
     attention: AttentionConfig,
     load_feed_forward: Callable[[int], FeedForward],
 ) -> DecoderModel:
     """A model of such layers, with the feed-forward networks that the family loads by a layer's number."""
     layers = [
-        load_plain_layer(ops, config, weights, layer, attention=attention, feed_forward=load_feed_forward(layer))
+        load_plain_layer(shard, config, layer, attention=attention, feed_forward=load_feed_forward(layer))
         for layer in range(config.num_layers)
     ]
-    rotary, kv_layers = load_rotary(ops, config, attention.heads), attention.kv_layers(weights.dtype)
-    return DecoderModel(ops, config, weights, layers=layers, rotary=rotary, kv_layers=kv_layers)
+    rotary, kv_layers = load_rotary(shard.ops, config, attention.heads), attention.kv_layers(shard)
+    return DecoderModel(shard, config, layers=layers, rotary=rotary, kv_layers=kv_layers)
 
 
 def load_plain_layer(
-    ops: Ops,
+    shard: Shard,
     config: DecoderConfig,
-    weights: ModelWeights,
     layer: int,
     *,
     attention: AttentionConfig,
     feed_forward: FeedForward,
 ) -> DecoderLayer:
     """Layer number `layer` of a checkpoint, around a feed-forward network."""
-    attends = _load_attention(ops, config, weights, layer, attention)
-    return DecoderLayer.load(ops, config, weights, layer, attention=attends, mlp=feed_forward)
+    attends = _load_attention(shard, config, layer, attention)
+    return DecoderLayer.load(shard, config, layer, attention=attends, mlp=feed_forward)
 
 
 def load_rotary(ops: Ops, config: DecoderConfig, heads: AttentionHeads) -> Rotary:
@@ -126,33 +129,36 @@ def load_rotary(ops: Ops, config: DecoderConfig, heads: AttentionHeads) -> Rotar
     return Rotary(ops, config.rope, config.rope.rotary_dim(heads.head_dim), config.context_length)
 
 
-def _load_attention(
-    ops: Ops, config: DecoderConfig, weights: ModelWeights, layer: int, attention: AttentionConfig
-) -> Attention:
-    prefix, heads = f"model.layers.{layer}.self_attn", attention.heads
-    query_size, kv_size = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-    names, sizes = [f"{prefix}.{name}_proj" for name in "qkv"], [query_size, kv_size, kv_size]
-    hidden_size = config.hidden_size
-    qkv = Linear.load(ops, weights, names, sizes, in_features=hidden_size, has_bias=attention.has_qkv_bias)
-    names, sizes = [f"{prefix}.o_proj"], [hidden_size]
-    output = Linear.load(ops, weights, names, sizes, in_features=query_size, has_bias=attention.has_output_bias)
+def _load_attention(shard: Shard, config: DecoderConfig, layer: int, attention: AttentionConfig) -> Attention:
+    """The attention of this rank's heads; what it projects back is summed over the ranks."""
+    ops, weights, prefix, head_dim = (
+        shard.ops,
+        shard.weights,
+        f"model.layers.{layer}.self_attn",
+        attention.heads.head_dim,
+    )
+    heads, kv_heads = shard.heads(attention.heads.num_heads), shard.kv_heads(attention.heads.num_kv_heads)
+    hidden, query, kv = Part.whole(config.hidden_size), heads.times(head_dim), kv_heads.times(head_dim)
+    names = [f"{prefix}.{name}_proj" for name in "qkv"]
+    qkv = Linear.load(shard, names, [query, kv, kv], inputs=hidden, has_bias=attention.has_qkv_bias)
+    output = Linear.load(shard, [f"{prefix}.o_proj"], [hidden], inputs=query, has_bias=attention.has_output_bias)
     sinks = None
     if attention.has_sinks:
-        sinks = weights.read(f"{prefix}.sinks", (heads.num_heads,), dtype=torch.float32)
+        sinks = weights.read(f"{prefix}.sinks", (heads.total,), rows=heads.run, dtype=torch.float32)
 
     def head_norm(name: str) -> RmsNorm | None:
         if not attention.has_head_norms:
             return None
-        return RmsNorm(ops, weights.read(f"{prefix}.{name}.weight", (heads.head_dim,)), config.rms_norm_eps)
+        return RmsNorm(ops, weights.read(f"{prefix}.{name}.weight", (head_dim,)), config.rms_norm_eps)
 
     return Attention(
         ops,
         layer,
         qkv=qkv,
-        output=output,
-        num_heads=heads.num_heads,
-        num_kv_heads=heads.num_kv_heads,
-        params=AttentionParams(heads.head_dim**-0.5, attention.windows[layer], sinks),
+        output=sum_over_ranks(output, shard.tp),
+        num_heads=len(heads),
+        num_kv_heads=len(kv_heads),
+        params=AttentionParams(head_dim**-0.5, attention.windows[layer], sinks),
         query_norm=head_norm("q_norm"),
         key_norm=head_norm("k_norm"),
     )

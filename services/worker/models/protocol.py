@@ -45,6 +45,8 @@ class CausalLM(Protocol):
     logits_width: int
     # None where the checkpoint has none, or they were not asked for.
     mtp: MtpLayers | None
+    # Whether any layer has experts, so that expert parallelism has something to spread.
+    has_experts: bool
 
     def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Hidden states behind the last norm, [num_tokens, hidden]. Runs inside a `forward_context`.

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from services.worker.layers.shard import Shard
 from services.worker.models.config import ConfigValues
 from services.worker.models.decoder import DecoderConfig, DecoderModel
 from services.worker.models.llama import load_dense_model, qwen_windows
 from services.worker.models.plain_attention import AttentionConfig, AttentionHeads
-from services.worker.ops import Ops
-from services.worker.weights import ModelWeights
 
 # Where config.json does not say, as transformers' configuration has it.
 _HEAD_DIM = 128
 
 
-def load_qwen3(config: Mapping[str, Any], weights: ModelWeights, ops: Ops) -> DecoderModel:
+def load_qwen3(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
     """Qwen3.
 
     Raises:
@@ -32,4 +31,4 @@ def load_qwen3(config: Mapping[str, Any], weights: ModelWeights, ops: Ops) -> De
         has_output_bias=has_bias,
         has_head_norms=True,
     )
-    return load_dense_model(ops, values, common, weights, attention=attention)
+    return load_dense_model(shard, values, common, attention=attention)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from services.worker.layers.shard import Shard
 from services.worker.models.config import ConfigValues
-from services.worker.models.decoder import DecoderConfig, DecoderModel, FeedForward, load_mlp
+from services.worker.models.decoder import DecoderConfig, DecoderModel, FeedForward
 from services.worker.models.llama import qwen_window
 from services.worker.models.plain_attention import AttentionConfig, AttentionHeads, load_plain_model
-from services.worker.models.sparse_mlp import SparseConfig, load_sparse_mlp
-from services.worker.ops import Ops, RouterScore, RoutingRule
-from services.worker.weights import ModelWeights
+from services.worker.models.sparse_mlp import FeedForwardConfig, SparseConfig
+from services.worker.ops import RouterScore, RoutingRule
 
 
-def load_qwen3_moe(config: Mapping[str, Any], weights: ModelWeights, ops: Ops) -> DecoderModel:
+def load_qwen3_moe(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
     """Qwen3-MoE.
 
     Raises:
@@ -30,15 +30,13 @@ def load_qwen3_moe(config: Mapping[str, Any], weights: ModelWeights, ops: Ops) -
         has_output_bias=has_bias,
         has_head_norms=True,
     )
-    sparse, sparse_layers = _read_sparse(values), _sparse_layers(values, common.num_layers)
+    dense_layers = _dense_layers(values, common.num_layers)
+    feed_forward = FeedForwardConfig.from_json(values, dense_layers, _read_sparse(values))
 
     def load_feed_forward(layer: int) -> FeedForward:
-        prefix = f"model.layers.{layer}.mlp"
-        if layer in sparse_layers:
-            return load_sparse_mlp(ops, common, weights, prefix, sparse=sparse)
-        return load_mlp(ops, common, weights, prefix, inner_size=values.size("intermediate_size"))
+        return feed_forward.load(shard, common, layer)
 
-    return load_plain_model(ops, common, weights, attention=attention, load_feed_forward=load_feed_forward)
+    return load_plain_model(shard, common, attention=attention, load_feed_forward=load_feed_forward)
 
 
 def _read_sparse(values: ConfigValues) -> SparseConfig:
@@ -51,7 +49,8 @@ def _read_sparse(values: ConfigValues) -> SparseConfig:
     return SparseConfig(num_experts=num_experts, inner_size=values.size("moe_intermediate_size"), rule=rule)
 
 
-def _sparse_layers(values: ConfigValues, num_layers: int) -> frozenset[int]:
-    """The layers that have experts: every `decoder_sparse_step`-th, but not those in `mlp_only_layers`."""
+def _dense_layers(values: ConfigValues, num_layers: int) -> frozenset[int]:
+    """The layers without experts: all but every `decoder_sparse_step`-th, and those in `mlp_only_layers`."""
     step = values.size("decoder_sparse_step", default=1)
-    return frozenset(range(step - 1, num_layers, step)) - frozenset(values.counts("mlp_only_layers"))
+    sparse_layers = frozenset(range(step - 1, num_layers, step)) - frozenset(values.counts("mlp_only_layers"))
+    return frozenset(range(num_layers)) - sparse_layers

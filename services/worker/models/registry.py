@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from services.worker.layers.shard import Shard
 from services.worker.models.deepseek_v2 import load_deepseek_v2
 from services.worker.models.deepseek_v3 import load_deepseek_v3
 from services.worker.models.deepseek_v32 import load_deepseek_v32
@@ -16,14 +17,12 @@ from services.worker.models.mixtral import load_mixtral
 from services.worker.models.protocol import CausalLM
 from services.worker.models.qwen3 import load_qwen3
 from services.worker.models.qwen3_moe import load_qwen3_moe
-from services.worker.ops import Ops
-from services.worker.weights import ModelWeights
 from shared.model_dir import ModelDirectoryError
 
 __all__ = ["CausalLM", "ModelLoader", "loader_for"]
 
-# Builds a model from config.json, its weights and a backend.
-ModelLoader = Callable[[Mapping[str, Any], ModelWeights, Ops], CausalLM]
+# Builds a rank's part of a model from config.json and what it is made of.
+ModelLoader = Callable[[Mapping[str, Any], Shard], CausalLM]
 
 _ARCHITECTURES: dict[str, ModelLoader] = {
     "DeepseekV2ForCausalLM": load_deepseek_v2,

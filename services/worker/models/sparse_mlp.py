@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
 from services.worker.layers.linear import Linear
-from services.worker.layers.moe import Router, SparseMlp
+from services.worker.layers.moe import Experts, ReadExpert, Router, SparseMlp, load_experts
+from services.worker.layers.shard import Part, Shard
 from services.worker.models.config import ConfigValues
-from services.worker.models.decoder import DecoderConfig, load_mlp
-from services.worker.ops import ExpertGroups, ExpertWeights, Ops, RouterScore, RoutingRule
+from services.worker.models.decoder import DecoderConfig, FeedForward, load_mlp
+from services.worker.ops import ExpertGroups, ExpertWeights, RouterScore, RoutingRule, SwigluClamp
 from services.worker.weights import ModelWeights
 from shared.model_dir import ModelDirectoryError
 
@@ -91,42 +91,90 @@ def read_groups(values: ConfigValues, *, num_judging: int) -> ExpertGroups | Non
 
 
 def load_sparse_mlp(
-    ops: Ops,
+    shard: Shard,
     config: DecoderConfig,
-    weights: ModelWeights,
     prefix: str,
     *,
     sparse: SparseConfig,
     names: ExpertNames = _EXPERT_NAMES,
 ) -> SparseMlp:
     """The mixture at `prefix`: `.gate`, the projections of `.experts.0` and so on, and `.shared_experts`."""
+    ops, weights = shard.ops, shard.weights
     rule, dtype = sparse.rule, sparse.router_dtype or weights.dtype
     if sparse.has_correction:
         name = f"{prefix}.gate.e_score_correction_bias"
         rule = replace(rule, correction=weights.read(name, (sparse.num_experts,), dtype=torch.float32))
     gate = weights.linear(f"{prefix}.gate", (sparse.num_experts, config.hidden_size))
     router = Router(ops, Linear(ops, gate.to(dtype)), rule, dtype=dtype)
-    experts = ops.prepare_experts(_read_experts(weights, f"{prefix}.experts", names, sparse, config), clamp=None)
+    read = _expert_reader(weights, f"{prefix}.experts", names, sparse, config)
+    experts = load_routed_experts(shard, sparse, read)
     if not sparse.shared_size:
         return SparseMlp(router, experts)
-    shared = load_mlp(
-        ops,
-        config,
-        weights,
-        f"{prefix}.shared_experts",
-        inner_size=sparse.shared_size,
-        has_bias=sparse.has_shared_bias,
-    )
+    shared_prefix, has_bias = f"{prefix}.shared_experts", sparse.has_shared_bias
+    shared = load_mlp(shard, config, shared_prefix, inner_size=sparse.shared_size, has_bias=has_bias)
     return SparseMlp(router, experts, shared)
 
 
-def _read_experts(
+def load_routed_experts(
+    shard: Shard, sparse: SparseConfig, read: ReadExpert, *, clamp: SwigluClamp | None = None
+) -> Experts:
+    """This rank's share of one layer's experts; see `load_experts`."""
+    num_experts, inner_size = sparse.num_experts, sparse.inner_size
+    if shard.parallel.ep is not None:
+        # Nothing of those that others hold, but all ranks find the same tensors, the same faults and the same digest.
+        for expert in range(num_experts):
+            read(expert, Part(inner_size, 0, 0))
+    return load_experts(shard, num_experts=num_experts, inner_size=inner_size, read=read, clamp=clamp)
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForwardConfig:
+    """The feed-forward networks of a model: dense in some layers, mixtures of experts in the others."""
+
+    # All other layers have experts, those for multi-token prediction too.
+    dense_layers: frozenset[int]
+    # 0 where no layer is dense.
+    dense_size: int
+    sparse: SparseConfig
+    has_dense_bias: bool = False
+
+    @classmethod
+    def from_json(
+        cls,
+        values: ConfigValues,
+        dense_layers: frozenset[int],
+        sparse: SparseConfig,
+        *,
+        has_dense_bias: bool = False,
+    ) -> FeedForwardConfig:
+        """Read what is particular to the dense ones.
+
+        Raises:
+            ModelDirectoryError: a value is missing or malformed.
+        """
+        dense_size = values.size("intermediate_size") if dense_layers else 0
+        return cls(dense_layers, dense_size, sparse, has_dense_bias)
+
+    def load(self, shard: Shard, config: DecoderConfig, layer: int) -> FeedForward:
+        """That of layer number `layer` of a checkpoint."""
+        prefix = f"model.layers.{layer}.mlp"
+        if layer not in self.dense_layers:
+            return load_sparse_mlp(shard, config, prefix, sparse=self.sparse)
+        return load_mlp(shard, config, prefix, inner_size=self.dense_size, has_bias=self.has_dense_bias)
+
+
+def _expert_reader(
     weights: ModelWeights, prefix: str, names: ExpertNames, sparse: SparseConfig, config: DecoderConfig
-) -> Iterator[ExpertWeights]:
+) -> ReadExpert:
+    """Reads the experts of one layer, which are stored one by one."""
     gate, up, down = names
-    size, inner_shape = sparse.inner_size, (sparse.inner_size, config.hidden_size)
-    for expert in range(sparse.num_experts):
+    inner_shape, down_shape = (sparse.inner_size, config.hidden_size), (config.hidden_size, sparse.inner_size)
+
+    def read(expert: int, inner: Part) -> ExpertWeights:
+        size = len(inner)
         gate_up = weights.empty((2 * size, config.hidden_size))
-        weights.linear(f"{prefix}.{expert}.{gate}", inner_shape, out=gate_up[:size])
-        weights.linear(f"{prefix}.{expert}.{up}", inner_shape, out=gate_up[size:])
-        yield ExpertWeights(gate_up, weights.linear(f"{prefix}.{expert}.{down}", (config.hidden_size, size)))
+        weights.linear(f"{prefix}.{expert}.{gate}", inner_shape, rows=inner.run, out=gate_up[:size])
+        weights.linear(f"{prefix}.{expert}.{up}", inner_shape, rows=inner.run, out=gate_up[size:])
+        return ExpertWeights(gate_up, weights.linear(f"{prefix}.{expert}.{down}", down_shape, columns=inner.run))
+
+    return read

@@ -19,9 +19,21 @@ class CpuExperts:
         order = flat_ids.argsort(stable=True)
         counts = torch.bincount(flat_ids, minlength=len(self._experts)).tolist()
         tokens = torch.split(order // expert_ids.shape[1], counts)
-        weights = torch.split(expert_weights.flatten()[order].unsqueeze(1), counts)
+        weights = torch.split(expert_weights.flatten()[order], counts)
         total = torch.zeros(x.shape, dtype=torch.float32)
+        # Added up expert by expert: the outputs of all of them would be as many rows as tokens have experts.
         for expert, rows, row_weights in zip(self._experts, tokens, weights, strict=True):
             if len(rows):
-                total.index_add_(0, rows, expert(x.index_select(0, rows)) * row_weights)
+                _add_weighted(total, expert(x.index_select(0, rows)), rows, row_weights)
         return total.to(x.dtype)
+
+
+def combine_experts(outputs: Tensor, tokens: Tensor, weights: Tensor, *, num_tokens: int) -> Tensor:
+    """See `Ops.combine_experts`."""
+    total = torch.zeros(num_tokens, outputs.shape[1])
+    _add_weighted(total, outputs, tokens, weights)
+    return total.to(outputs.dtype)
+
+
+def _add_weighted(total: Tensor, outputs: Tensor, tokens: Tensor, weights: Tensor) -> None:
+    total.index_add_(0, tokens, outputs * weights.unsqueeze(1))

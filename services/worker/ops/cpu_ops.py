@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.worker.ops.cpu_experts import CpuExperts
+from services.worker.ops.cpu_experts import CpuExperts, combine_experts
 from services.worker.ops.cpu_mla import CpuMla
 from services.worker.ops.experts import Expert, ExpertsKernel, ExpertWeights, SwigluClamp
 from services.worker.ops.protocol import LinearKernel, PerHeadKernel, RopeRows
@@ -92,6 +92,9 @@ class CpuOps(CpuMla):
 
     def prepare_experts(self, experts: Iterable[ExpertWeights], clamp: SwigluClamp | None) -> ExpertsKernel:
         return CpuExperts([Expert(weights, clamp, self.prepare_linear) for weights in experts])
+
+    def combine_experts(self, outputs: Tensor, tokens: Tensor, weights: Tensor, *, num_tokens: int) -> Tensor:
+        return combine_experts(outputs, tokens, weights, num_tokens=num_tokens)
 
     # -- Sampling -----------------------------------------------------------------------------------------
 

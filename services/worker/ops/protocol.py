@@ -325,6 +325,24 @@ class Ops(Protocol):
         Source: arXiv:1701.06538, equation 1; AITER `fused_moe`, whose w1 is gate | up too.
         """
 
+    def combine_experts(self, outputs: Tensor, tokens: Tensor, weights: Tensor, *, num_tokens: int) -> Tensor:
+        """Add up what experts elsewhere gave for each token, each row multiplied by its weight.
+
+        In float32 and in the order of the rows: rows by rising number of the expert make the sums that an
+        `ExpertsKernel` makes, on an exact backend bit by bit.
+
+        Args:
+            outputs: [N, hidden], the model's dtype; rows may have any stride. Not written.
+            tokens: [N] int64, whose output each row is.
+            weights: [N] float32.
+            num_tokens: Rows of the result; one that no output is for is zero.
+
+        Returns:
+            A new [num_tokens, hidden] of the dtype of `outputs`.
+
+        Source: arXiv:1701.06538, equation 1.
+        """
+
     # -- Sampling -----------------------------------------------------------------------------------------
 
     def greedy_sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:

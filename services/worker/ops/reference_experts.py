@@ -15,12 +15,18 @@ class ReferenceExperts:
         self._experts = experts
 
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
-        rows = zip(x, expert_ids.tolist(), expert_weights.tolist(), strict=True)
-        return torch.stack([self._run(row, row_ids, weights) for row, row_ids, weights in rows])
+        # Sorted, so that a token's sum has one order, whatever order the router gives its experts in.
+        numbers, order = expert_ids.flatten().sort(stable=True)
+        tokens = order // expert_ids.shape[1]
+        rows = zip(numbers.tolist(), x[tokens], strict=True)
+        outputs = torch.cat([self._experts[number](row.unsqueeze(0)) for number, row in rows])
+        return combine_experts(outputs, tokens, expert_weights.flatten()[order], num_tokens=len(x))
 
-    def _run(self, row: Tensor, expert_ids: list[int], weights: list[float]) -> Tensor:
-        total = torch.zeros(row.shape, dtype=torch.float32)
-        # Sorted, so that the sum has one order, whatever order the router gives them in.
-        for expert_id, weight in sorted(zip(expert_ids, weights, strict=True)):
-            total.add_(self._experts[expert_id](row.unsqueeze(0)).squeeze(0), alpha=weight)
-        return total.to(row.dtype)
+
+def combine_experts(outputs: Tensor, tokens: Tensor, weights: Tensor, *, num_tokens: int) -> Tensor:
+    """See `Ops.combine_experts`."""
+    # Memory of its own for each sum and each row: its place in a larger tensor may decide on the kernel.
+    totals = [torch.zeros(outputs.shape[1]) for _ in range(num_tokens)]
+    for output, token, weight in zip(outputs, tokens.tolist(), weights.tolist(), strict=True):
+        totals[token].add_(output.clone(), alpha=weight)
+    return torch.stack(totals).to(outputs.dtype) if totals else outputs.new_empty(0, outputs.shape[1])

@@ -17,7 +17,7 @@ from torch import Tensor
 from services.worker.ops.experts import Expert, ExpertsKernel, ExpertWeights, SwigluClamp
 from services.worker.ops.protocol import LinearKernel, PerHeadKernel, RopeRows
 from services.worker.ops.reference_attention import ReferenceAttention
-from services.worker.ops.reference_experts import ReferenceExperts
+from services.worker.ops.reference_experts import ReferenceExperts, combine_experts
 from services.worker.ops.routing import RoutingRule, route
 
 
@@ -84,6 +84,9 @@ class ReferenceOps(ReferenceAttention):
 
     def prepare_experts(self, experts: Iterable[ExpertWeights], clamp: SwigluClamp | None) -> ExpertsKernel:
         return ReferenceExperts([Expert(weights, clamp, self.prepare_linear) for weights in experts])
+
+    def combine_experts(self, outputs: Tensor, tokens: Tensor, weights: Tensor, *, num_tokens: int) -> Tensor:
+        return combine_experts(outputs, tokens, weights, num_tokens=num_tokens)
 
     # -- Sampling -----------------------------------------------------------------------------------------
 

@@ -33,16 +33,6 @@ class Region:
         """Its size."""
         return self.num_matrices * len(self.rows) * len(self.columns)
 
-    @property
-    def label(self) -> str:
-        """Tells it from other parts of the same layer."""
-        runs = (self.rows, self.columns) if self.matrices is None else (self.matrices, self.rows, self.columns)
-        return ",".join(run_label(places) for places in runs)
-
-    def has_whole_matrices(self, shape: tuple[int, ...]) -> bool:
-        """Whether it has all rows and columns of a layer of this `shape`."""
-        return (len(self.rows), len(self.columns)) == shape[-2:]
-
 
 def dequantize(layer_format: LayerFormat, parts: Mapping[str, Tensor], region: Region, out: Tensor) -> bool:
     """Write `region` into `out`; False, and not all is written, if it is not finite."""
@@ -64,11 +54,6 @@ def selected_run(part: slice, size: int) -> range:
     start, stop, step = part.indices(size)
     assert step == 1, "only runs are read"
     return range(start, max(start, stop))
-
-
-def run_label(places: range) -> str:
-    """Tells a run from others."""
-    return f"{places.start}:{places.stop}"
 
 
 def _dequantize_matrix(layer_format: LayerFormat, parts: Mapping[str, Tensor], region: Region, out: Tensor) -> bool:

@@ -1,0 +1,58 @@
+"""Where a process stands among those that serve one model. It imports no torch: settings are checked with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """The place of a process. Ranks of one model replica are a TP group; with expert parallelism all ranks are one."""
+
+    dp_rank: int = 0
+    dp_size: int = 1
+    tp_rank: int = 0
+    tp_size: int = 1
+    has_expert_parallel: bool = False
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether it speaks for its TP group."""
+        return not self.tp_rank
+
+    @property
+    def ep_rank(self) -> int:
+        """Its place among all ranks of the cell, which experts are placed by."""
+        return self.dp_rank * self.tp_size + self.tp_rank
+
+    @property
+    def ep_size(self) -> int:
+        """All ranks of the cell."""
+        return self.dp_size * self.tp_size
+
+    @property
+    def is_coupled(self) -> bool:
+        """Whether collectives span DP ranks."""
+        return self.has_expert_parallel and self.dp_size > 1
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the process is a failure domain by itself."""
+        return self.tp_size == 1 and not self.is_coupled
+
+    @property
+    def follows(self) -> bool:
+        """Whether it joins a leader: a member that of its group, a coupled group's leader that of DP rank 0."""
+        return not self.is_leader or (self.is_coupled and self.dp_rank > 0)
+
+    def followers(self) -> frozenset[RankLayout]:
+        """The processes that join this one."""
+        if not self.is_leader:
+            return frozenset()
+        members = [replace(self, tp_rank=rank) for rank in range(1, self.tp_size)]
+        leaders = [replace(self, dp_rank=rank) for rank in range(1, self.dp_size)] if self._leads_all else []
+        return frozenset([*members, *leaders])
+
+    @property
+    def _leads_all(self) -> bool:
+        return self.is_coupled and self.dp_rank == 0

@@ -1,0 +1,133 @@
+"""What both ends of a link inside a failure domain share: sending in order, signs of life, a step's checksum."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import zlib
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Generic, TypeVar
+
+import grpc
+
+from lockstep.internal.v1 import worker_pb2
+from services.worker.layout import RankLayout
+from services.worker.step import StepOutput
+from shared.heartbeat import HEARTBEAT_S, Silence
+
+logger = logging.getLogger(__name__)
+
+# For a partner to read our goodbye.
+_GOODBYE_S = 0.3
+
+MessageT = TypeVar("MessageT")
+
+
+class LinkEnd(enum.Enum):
+    """How a link ended."""
+
+    # This process lets go of it.
+    CLOSED = "closed"
+    # The partner was asked to end, and said so.
+    LEFT = "left"
+    BROKEN = "broken"
+    SILENT = "silent"
+
+
+class Link(Generic[MessageT]):
+    """One end of a Join stream: what is sent leaves in order, nobody waits for it, and silence is noticed."""
+
+    def __init__(self, make_heartbeat: Callable[[], MessageT], goodbye: MessageT, silence_s: float) -> None:
+        """Send a heartbeat twice a second, and `goodbye` last where this process was asked to end."""
+        self._make_heartbeat = make_heartbeat
+        self._goodbye = goodbye
+        self._silence = Silence(silence_s)
+        self._outbox: asyncio.Queue[MessageT] = asyncio.Queue()
+
+    def send(self, message: MessageT) -> None:
+        """Append a message to those that leave."""
+        self._outbox.put_nowait(message)
+
+    def hear(self) -> None:
+        """Something came: the partner lives."""
+        self._silence.hear()
+
+    async def run(
+        self,
+        write: Callable[[MessageT], Awaitable[object]],
+        read: Coroutine[Any, Any, bool],
+        closing: asyncio.Event,
+    ) -> LinkEnd:
+        """Keep the link until it ends.
+
+        Args:
+            write: Writes a message to the stream.
+            read: Takes what comes until nothing more does; whether the partner said goodbye.
+            closing: Set where this process was asked to end.
+        """
+        # That a write fails says less than what is read then.
+        writing = asyncio.create_task(self._write_all(write))
+        writing.add_done_callback(_take_error)
+        reading, watching = asyncio.create_task(read), asyncio.create_task(self._beat())
+        leaving = asyncio.create_task(self._leave(closing, reading))
+        try:
+            await asyncio.wait({reading, watching, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            # The library cancels a call's handler when the connection is gone.
+            return LinkEnd.CLOSED if closing.is_set() else LinkEnd.BROKEN
+        finally:
+            for task in (writing, reading, watching, leaving):
+                task.cancel()
+        if closing.is_set():
+            return LinkEnd.CLOSED
+        if reading.done() and _take_error(reading) is None and reading.result():
+            return LinkEnd.LEFT
+        return LinkEnd.SILENT if watching.done() else LinkEnd.BROKEN
+
+    async def _beat(self) -> None:
+        while not self._silence.beat():
+            self.send(self._make_heartbeat())
+            await asyncio.sleep(HEARTBEAT_S)
+
+    async def _leave(self, closing: asyncio.Event, reading: asyncio.Task[bool]) -> None:
+        await closing.wait()
+        self.send(self._goodbye)
+        # The partner ends the stream when it has read that: who ends it sooner takes the message back.
+        await asyncio.wait({reading}, timeout=_GOODBYE_S)
+
+    async def _write_all(self, write: Callable[[MessageT], Awaitable[object]]) -> None:
+        while True:
+            await write(await self._outbox.get())
+
+
+def checksum(output: StepOutput) -> int:
+    """CRC-32 of the drawn tokens and their counts, as they are on the wire: equal on all ranks of a group."""
+    tokens = zlib.crc32(output.token_ids.astype("<i4", copy=False).tobytes())
+    return tokens if output.counts is None else zlib.crc32(output.counts.astype("<i4", copy=False).tobytes(), tokens)
+
+
+def to_layout_message(layout: RankLayout) -> worker_pb2.RankLayout:
+    """The message that carries a process's place."""
+    return worker_pb2.RankLayout(
+        dp_rank=layout.dp_rank,
+        dp_size=layout.dp_size,
+        tp_rank=layout.tp_rank,
+        tp_size=layout.tp_size,
+        has_expert_parallel=layout.has_expert_parallel,
+    )
+
+
+def parse_layout(message: worker_pb2.RankLayout) -> RankLayout:
+    """A process's place."""
+    return RankLayout(message.dp_rank, message.dp_size, message.tp_rank, message.tp_size, message.has_expert_parallel)
+
+
+def _take_error(task: asyncio.Task[Any]) -> BaseException | None:
+    """What a task failed with; logged unless it says that the connection is gone."""
+    error = None if task.cancelled() else task.exception()
+    if error is not None and not isinstance(
+        error, grpc.aio.AioRpcError | grpc.aio.UsageError | asyncio.InvalidStateError
+    ):
+        logger.error("a link inside the domain failed", exc_info=error)
+    return error
