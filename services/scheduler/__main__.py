@@ -27,6 +27,9 @@ from shared.rpc import Servicer, make_server
 
 logger = logging.getLogger(__name__)
 
+# For the last words to clients.
+_STOP_GRACE_S = 0.5
+
 
 async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> int:
     """Serve until `stop` is set or the cell fails; returns the process's exit code."""
@@ -49,14 +52,15 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> int:
     await server.start()
     logger.info("serving", extra={"address": settings.bind_address})
     freeze_garbage()
-    tasks = [cell.run_worker_link(), collect_garbage_between_steps(cell.is_idle), stop.wait(), cell.failed.wait()]
+    tasks = [cell.run_worker_links(), collect_garbage_between_steps(cell.is_idle), stop.wait(), cell.failed.wait()]
     ends = [asyncio.create_task(task) for task in tasks]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     # Everything that waits ends by cancellation; what ended by itself with an exception did so by a bug.
+    cell.close()
     for task in ends:
         task.cancel()
     results = await asyncio.gather(*ends, return_exceptions=True)
-    await server.stop(grace=0)
+    await server.stop(_STOP_GRACE_S)
     if metrics_server is not None:
         metrics_server.close()
     for result in results:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from services.scheduler.batch import ScheduledBatch, StepKind
-from services.scheduler.decode import Decodes
+from services.scheduler.decode import NO_SLOTS, Decodes
 from services.scheduler.prefill import Prefill
 
 
@@ -39,4 +39,21 @@ def assemble(leave_slots: list[int], decodes: Decodes, prefill: Prefill) -> Sche
         append_block_ids=decodes.append_block_ids,
         # A step without a decode names none.
         skips_rows=decodes.skips_rows and kind is not StepKind.PREFILL,
+    )
+
+
+def dummy_batch(kind: StepKind, leave_slots: list[int]) -> ScheduledBatch:
+    """The plan of a step that computes nothing for any sequence."""
+    return ScheduledBatch(
+        kind,
+        num_tokens=0,
+        row_slots=NO_SLOTS,
+        decode_slots=NO_SLOTS,
+        partial_slots=[],
+        leave_slots=leave_slots,
+        chunks=[],
+        enters=[],
+        append_slots=NO_SLOTS,
+        append_block_ids=[],
+        skips_rows=False,
     )

@@ -1,10 +1,15 @@
-"""What the scheduler plans for a worker, what comes back, and what goes on to clients: data only."""
+"""What the scheduler plans for a worker, what comes back, and what goes on to clients: data only.
+
+Plans and results do not change once they are made, and yet are not frozen: to make a frozen object takes three times
+as long, and every step makes some.
+"""
 
 from __future__ import annotations
 
 import enum
 from array import array
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,7 +32,7 @@ class StepKind(enum.Enum):
     MIXED = "mixed"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PrefillChunk:
     """A sequence's next tokens, and how many follow with later steps before its first token is sampled."""
 
@@ -41,7 +46,7 @@ class PrefillChunk:
         return len(self.token_bytes) // TOKEN_BYTES
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EnteringSequence:
     """What a worker needs of a sequence that enters its batch, with its first chunk."""
 
@@ -58,7 +63,7 @@ class EnteringSequence:
     max_num_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ScheduledBatch:
     """One step's plan, as changes to the batch that the worker holds.
 
@@ -81,14 +86,58 @@ class ScheduledBatch:
     append_block_ids: list[int]
     skips_rows: bool
 
+    @property
+    def is_dummy(self) -> bool:
+        """Whether nothing is computed for any sequence: the step is for the other coupled ranks' collectives."""
+        return not self.num_tokens
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
+class StepCounts:
+    """Steps by what they compute: prompts only, the next tokens only, both, or nothing for anybody."""
+
+    prefill: int = 0
+    decode: int = 0
+    mixed: int = 0
+    dummy: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.prefill + self.decode + self.mixed + self.dummy
+
+    def add(self, batch: ScheduledBatch) -> None:
+        """Count a step."""
+        if batch.is_dummy:
+            self.dummy += 1
+        elif batch.kind is StepKind.DECODE:
+            self.decode += 1
+        elif batch.kind is StepKind.PREFILL:
+            self.prefill += 1
+        else:
+            self.mixed += 1
+
+
+@dataclass(slots=True)
 class Step:
-    """A batch on its way to the worker."""
+    """A batch on its way to its rank.
+
+    Where ranks are coupled, `num_tokens_across_dp` has what each rank computes in this step, a dummy's one token
+    included, and `graph_batch_size` the rows that a decode's captured graph must hold on each of them.
+    """
 
     epoch: int
     step_id: int
     batch: ScheduledBatch
+    num_tokens_across_dp: tuple[int, ...] = ()
+    graph_batch_size: int = 0
+
+
+class StepPace(NamedTuple):
+    """What a step's duration depends on."""
+
+    kind: StepKind
+    num_tokens: int
 
 
 @dataclass(slots=True)
@@ -96,7 +145,8 @@ class StepRecord:
     """A step in flight.
 
     It holds what it uses: a sequence that gets no row after this step stands in `retiring`, and gives its slot and
-    its blocks back when the record returns, so that no step reuses them too early.
+    its blocks back when the record returns, so that no step reuses them too early. Where ranks are coupled, `kind` and
+    `num_tokens` are those of the rank that the others wait for: of a prefill if there is one, and the most tokens.
     """
 
     step_id: int
@@ -108,7 +158,7 @@ class StepRecord:
     retiring: list[Sequence] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepResult:
     """A step's tokens as the worker sent them; `not_finite_rows` are row numbers whose token means nothing.
 
@@ -126,6 +176,10 @@ class StepResult:
     logprobs: Logprobs | None = None
     prompt_logprobs: tuple[tuple[int, Logprobs], ...] = ()
     failed_grammar_rows: IntColumn = field(default_factory=lambda: _NO_ROWS)
+    num_replayed_tokens: int = 0
+    """Greedy completion tokens that were computed again for sequences that came back."""
+    num_replay_mismatches: int = 0
+    """Of those, tokens that are not the likeliest of their place this time."""
 
     @property
     def num_accepted_tokens(self) -> int:
@@ -134,7 +188,7 @@ class StepResult:
         return len(self.token_ids) - num_rows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestStart:
     """A choice got its first token; so much of its prompt came from the prefix cache."""
 
@@ -142,7 +196,7 @@ class RequestStart:
     num_cached_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestEnd:
     """The end of a choice: exactly one of `finish` and `error` is set."""
 
@@ -150,6 +204,15 @@ class RequestEnd:
     num_completion_tokens: int = 0
     finish: Finish | None = None
     error: ServiceError | None = None
+    num_resumes: int = 0
+    """How often it went on after what computed it was lost, under earlier attempts as well."""
+    is_resume_exact: bool = True
+    """Whether nothing in its tokens can tell, as far as this scheduler knows."""
+
+    @classmethod
+    def failure(cls, seq: Sequence, error: ServiceError) -> RequestEnd:
+        """The end of a choice that failed."""
+        return cls(seq.handle, error=error, num_resumes=seq.num_resumes)
 
 
 @dataclass(slots=True)

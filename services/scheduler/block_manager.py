@@ -173,7 +173,7 @@ class BlockManager:
         self._ref_counts[blocks] = counts
         seq.block_table = array("i")
         seq.prefix_cursor = PrefixCursor()
-        return blocks[counts == 0] if counts.any() else blocks
+        return blocks[counts == 0] if np.count_nonzero(counts) else blocks
 
     def _take(self, num_blocks: int) -> BlockIds:
         blocks = self._free.take_blank(min(num_blocks, self._free.num_blank))

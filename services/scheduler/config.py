@@ -8,10 +8,10 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from services.scheduler.admission import AdmissionPolicy
-from services.scheduler.policy import CacheSettings, SchedulerPolicy
+from services.scheduler.policy import CacheSettings, CellTopology, SchedulerPolicy
 from services.scheduler.retraction import RetractionPolicy
 from services.scheduler.waiting_queue import QueuePolicy
-from shared.config import Address, LocalAddress, ServiceSettings
+from shared.config import Addresses, LocalAddress, ServiceSettings
 
 
 class SchedulerSettings(ServiceSettings):
@@ -22,7 +22,21 @@ class SchedulerSettings(ServiceSettings):
     listen: LocalAddress = Field(
         default="127.0.0.1:50052", description="Address to serve on: unix:PATH, or HOST:PORT on loopback."
     )
-    worker: Address = Field(default="127.0.0.1:50053", description="Address of the worker service.")
+    workers: Addresses = Field(
+        default=("127.0.0.1:50053",),
+        description="Addresses of the groups' first workers, by DP rank and with commas between them.",
+    )
+    coupled: bool = Field(
+        default=False,
+        description="The workers share collectives over DP ranks (expert parallelism): they step in lockstep, and are "
+        "one failure domain.",
+    )
+    worker_silence_s: float = Field(
+        default=3.0,
+        ge=1.0,
+        allow_inf_nan=False,
+        description="A worker, or a tokenizer service, that gives no sign of life for so many seconds counts as lost.",
+    )
     metrics_listen: LocalAddress | None = Field(
         default=None, description="Address to serve metrics for Prometheus on, as GET /metrics over HTTP."
     )
@@ -73,6 +87,18 @@ class SchedulerSettings(ServiceSettings):
         default=True,
         description="Let a prompt share blocks that the same step computes; else it waits for the next step.",
     )
+    placement_tokens_per_seq: int = Field(
+        default=256,
+        ge=0,
+        description="A request goes to the DP rank that has most of its prompt cached, unless it has more to do: "
+        "so many cached tokens outweigh one more request.",
+    )
+    max_prefill_wait_steps: int = Field(
+        default=0,
+        ge=0,
+        description="With --coupled: most decode steps that a prompt waits for other ranks to have one as well, so "
+        "that fewer ranks idle meanwhile.",
+    )
     max_waiting_requests: int = Field(
         default=1024,
         ge=1,
@@ -93,6 +119,18 @@ class SchedulerSettings(ServiceSettings):
         allow_inf_nan=False,
         description="A client that takes nothing of its answer for so many seconds loses it.",
     )
+
+    fail_on_token: int | None = Field(
+        default=None,
+        ge=0,
+        description="For tests of recovery only: the process dies when a prompt with this token is submitted.",
+    )
+
+    @model_validator(mode="after")
+    def _check_workers(self) -> SchedulerSettings:
+        if len(set(self.workers)) < len(self.workers):
+            raise ValueError("--workers names an address twice")
+        return self
 
     @model_validator(mode="after")
     def _check_budget(self) -> SchedulerSettings:
@@ -132,7 +170,15 @@ class SchedulerSettings(ServiceSettings):
             max_waiting_requests=self.max_waiting_requests,
             max_waiting_tokens=self.max_waiting_tokens,
             max_prompt_logprob_bytes=self.max_prompt_logprob_bytes,
+            placement_tokens_per_seq=self.placement_tokens_per_seq,
+            max_prefill_wait_steps=self.max_prefill_wait_steps,
+            worker_silence_s=self.worker_silence_s,
         )
+
+    @property
+    def topology(self) -> CellTopology:
+        """The DP ranks, and which of them stand and fall together."""
+        return CellTopology(len(self.workers), is_coupled=self.coupled and len(self.workers) > 1)
 
     @property
     def cache(self) -> CacheSettings:

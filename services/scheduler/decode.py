@@ -14,7 +14,7 @@ from services.scheduler.slot_table import IntColumn, Slots
 # Blocks smaller than this are taken in runs, so that a row is visited once in so many tokens at any block size.
 MIN_TOKENS_PER_VISIT = 16
 
-_NO_SLOTS = np.empty(0, np.intp)
+NO_SLOTS = np.empty(0, np.intp)
 
 
 @dataclass(slots=True)
@@ -24,8 +24,8 @@ class Decodes:
     `append_slots` and `append_block_ids` are parallel; `skips_rows` tells that some rows sit the step out.
     """
 
-    rows: Slots = field(default_factory=lambda: _NO_SLOTS)
-    append_slots: Slots = field(default_factory=lambda: _NO_SLOTS)
+    rows: Slots = field(default_factory=lambda: NO_SLOTS)
+    append_slots: Slots = field(default_factory=lambda: NO_SLOTS)
     append_block_ids: list[int] = field(default_factory=list)
     skips_rows: bool = False
 

@@ -1,4 +1,7 @@
-"""What the engine is told, and what it says is to be done: data only."""
+"""What the engine is told, and what it says is to be done: data only.
+
+Events do not change; those that come with each step or request are not frozen, for the reason that `batch` gives.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,10 @@ class WorkerFacts:
     """Whether sequences must enter with all their tokens, cached ones included."""
     default_sampling: bytes = b""
     """What requests leave to the model: a serialized `lockstep.v1.SamplingParams`, which the domain does not read."""
+    numerics_fingerprint: str = ""
+    """Equal where results are bitwise equal."""
+    is_exact: bool = False
+    """Whether a row's bits depend on nothing but its own tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +43,7 @@ class ChoiceSoFar:
     has_ended: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Submission:
     """A request with every parameter resolved; `prompt` is little-endian int32.
 
@@ -57,6 +64,10 @@ class Submission:
     choices_so_far: tuple[ChoiceSoFar, ...] = ()
     age_s: float = 0.0
     time_left_s: float | None = None
+    is_exact: bool = False
+    """Whether the answer's bytes may depend on nothing but model, prompt and parameters."""
+    num_earlier_resumes: int = 0
+    """Recoveries under earlier attempts."""
 
     @property
     def open_choices(self) -> list[int]:
@@ -67,27 +78,42 @@ class Submission:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerAttached:
-    """A worker holds no sequences and waits for steps."""
+class DomainAttached:
+    """Every group of a failure domain holds no sequences and waits for steps under one epoch.
 
-    facts: WorkerFacts
+    `facts` are those of its DP ranks, in their order: `CellTopology.ranks_of(domain)`. All have the same epoch.
+    """
+
+    domain: int
+    facts: tuple[WorkerFacts, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerLost:
-    """The link to the worker broke: the epoch has ended and its steps in flight are void."""
+class DomainLost:
+    """The link to one of a domain's groups broke: the epoch has ended and its steps in flight are void."""
 
+    domain: int
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepReturned:
-    """The worker answered a step."""
+    """A DP rank answered a step."""
 
+    rank: int
     result: StepResult
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerHeard:
+    """A DP rank gave a sign of life; `progress` grows while its device gets on."""
+
+    rank: int
+    epoch: int
+    progress: int
+
+
+@dataclass(slots=True)
 class ClientMessage:
     """What a tokenizer replica wants; taken in the order of the fields."""
 
@@ -118,17 +144,20 @@ class TimePassed:
     """Nothing but time: a moment that `Engine.next_wakeup` named has come."""
 
 
-Event = WorkerAttached | WorkerLost | StepReturned | ClientMessage | ClientGone | AbortRequest | TimePassed
+Event = (
+    DomainAttached | DomainLost | StepReturned | WorkerHeard | ClientMessage | ClientGone | AbortRequest | TimePassed
+)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SendStep:
-    """Send a step to the worker."""
+    """Send a step to a DP rank."""
 
+    rank: int
     step: Step
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Deliver:
     """Send outputs to a client."""
 
@@ -145,18 +174,26 @@ class CloseClient:
 
 
 @dataclass(frozen=True, slots=True)
-class DropWorker:
-    """End the link to the worker, which answered nonsense or not in time; to the engine the epoch has ended."""
+class DropDomain:
+    """End the links to a domain's groups: one answered nonsense, or not in time. To the engine the epoch has ended."""
 
+    domain: int
     epoch: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """End the process: this scheduler can never serve this worker."""
+    """End the process: this scheduler can never serve these workers, or another one has taken them."""
 
     reason: str
 
 
-Action = SendStep | Deliver | CloseClient | DropWorker | Exit
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """Give every worker and every replica a sign of life; `progress` grows with every step that is sent."""
+
+    progress: int
+
+
+Action = SendStep | Deliver | CloseClient | DropDomain | Beat | Exit

@@ -111,6 +111,8 @@ def _decode_submit(submit: exchange_pb2.Submit) -> Submission:
         ),
         age_s=max(0.0, _seconds(submit.age)) if submit.HasField("age") else 0.0,
         time_left_s=_seconds(submit.time_left) if submit.HasField("time_left") else None,
+        is_exact=submit.determinism == common_pb2.DETERMINISM_EXACT,
+        num_earlier_resumes=submit.num_earlier_resumes,
     )
 
 
@@ -146,11 +148,12 @@ def _int_column(values: IntColumn) -> bytes:
 
 def _encode_end(end: RequestEnd) -> exchange_pb2.RequestEnd:
     if end.error is not None:
-        return exchange_pb2.RequestEnd(handle=end.handle, error=to_status(end.error))
+        return exchange_pb2.RequestEnd(handle=end.handle, error=to_status(end.error), num_resumes=end.num_resumes)
     assert end.finish is not None
     return exchange_pb2.RequestEnd(
         handle=end.handle,
         finish_reason=FINISH_REASONS[end.finish.reason],
         stop_token_id=end.finish.stop_token_id,
         num_completion_tokens=end.num_completion_tokens,
+        num_resumes=end.num_resumes,
     )

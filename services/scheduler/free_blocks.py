@@ -83,7 +83,7 @@ class FreeBlocks:
             # Twice what is missing, so that void entries are rarely met in vain and each is met about once.
             end = min(self._head + max(2 * num_blocks, _MIN_WINDOW), self._tail)
             entries = self._queue[self._head : end]
-            valid = np.flatnonzero(self._position[entries] == np.arange(self._head, end))[:num_blocks]
+            valid = (self._position[entries] == np.arange(self._head, end)).nonzero()[0][:num_blocks]
             taken.append(entries[valid])
             num_blocks -= len(valid)
             self._head = end if num_blocks else self._head + int(valid[-1]) + 1

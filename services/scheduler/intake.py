@@ -67,6 +67,8 @@ def _make_sequence(client: int, submission: Submission, choice: int, *, output: 
         cache_salt=submission.cache_salt,
         attempt=submission.attempt,
         choice=choice,
+        exact_fingerprint="" if submission.is_exact else None,
+        num_resumes=submission.num_earlier_resumes,
     )
 
 

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from services.scheduler.engine import CellState, Engine
+from services.scheduler.engine import Engine
 from services.scheduler.idle_check import IdleCheck
+from services.scheduler.policy import RECOVERY_BUCKETS_S, SchedulerCounters
+from services.scheduler.state import CellState
 
 
 def make_registry(engine: Engine, idle_check: IdleCheck) -> CollectorRegistry:
-    """A registry with the metrics of a cell and those of this process: CPU time, memory, start, open files."""
+    """A registry with the metrics of a cell and those of this process: CPU time, memory, start, open files.
+
+    Args:
+        engine: The cell's.
+        idle_check: The one of its books.
+    """
     registry = CollectorRegistry()
     registry.register(CellCollector(engine, idle_check))
     ProcessCollector(registry=registry)
@@ -30,13 +39,17 @@ class CellCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """See the library's `Collector`."""
         state = self._engine.state()
-        yield GaugeMetricFamily(
-            "lockstep_worker_attached", "Whether a worker is attached and steps can run, 1 or 0.", int(state.ready)
+        attached = GaugeMetricFamily(
+            "lockstep_worker_attached", "Whether the rank's workers are attached, 1 or 0.", labels=["rank"]
         )
+        for rank in state.ranks:
+            attached.add_metric([str(rank.rank)], int(rank.is_attached))
+        yield attached
         yield from _request_metrics(state)
         yield from _kv_cache_metrics(state)
-        yield from _step_metrics(state)
-        yield from _draft_metrics(state)
+        yield _step_metric(state)
+        yield from _recovery_metrics(state.counters)
+        yield from _draft_metrics(state.counters)
         yield CounterMetricFamily(
             "lockstep_integrity_checks",
             "Checks of the scheduler's own books, made when idle.",
@@ -53,9 +66,12 @@ def _request_metrics(state: CellState) -> Iterator[Metric]:
         "Choices of requests that wait for their first step, or to be prefilled again.",
         state.num_waiting,
     )
-    yield GaugeMetricFamily(
-        "lockstep_num_requests_running", "Choices of requests that hold KV blocks.", state.num_running
+    running = GaugeMetricFamily(
+        "lockstep_num_requests_running", "Choices of requests that hold KV blocks.", labels=["rank"]
     )
+    for rank in state.ranks:
+        running.add_metric([str(rank.rank)], rank.num_running)
+    yield running
     yield CounterMetricFamily(
         "lockstep_requests_finished", "Choices of requests that ended, by whatever reason.", state.counters.num_finished
     )
@@ -67,19 +83,19 @@ def _request_metrics(state: CellState) -> Iterator[Metric]:
 
 
 def _kv_cache_metrics(state: CellState) -> Iterator[Metric]:
-    yield GaugeMetricFamily(
-        "lockstep_kv_cache_usage_ratio",
-        "Used KV blocks over all, 0 to 1.",
-        state.num_used_blocks / state.num_blocks if state.num_blocks else 0.0,
-    )
+    usage = GaugeMetricFamily("lockstep_kv_cache_usage_ratio", "Used KV blocks over all, 0 to 1.", labels=["rank"])
     blocks = GaugeMetricFamily(
         "lockstep_kv_cache_blocks",
         "KV blocks by state, together the pool: used, cached (free, with a prefix somebody may ask for), blank (free).",
-        labels=["state"],
+        labels=["rank", "state"],
     )
-    blocks.add_metric(["used"], state.num_used_blocks)
-    blocks.add_metric(["cached"], state.num_cached_blocks)
-    blocks.add_metric(["blank"], state.num_free_blocks - state.num_cached_blocks)
+    for rank in state.ranks:
+        name = str(rank.rank)
+        usage.add_metric([name], rank.num_used_blocks / rank.num_blocks if rank.num_blocks else 0.0)
+        blocks.add_metric([name, "used"], rank.num_used_blocks)
+        blocks.add_metric([name, "cached"], rank.num_cached_blocks)
+        blocks.add_metric([name, "blank"], rank.num_free_blocks - rank.num_cached_blocks)
+    yield usage
     yield blocks
     yield GaugeMetricFamily("lockstep_kv_cache_block_size_tokens", "Tokens per KV block.", state.block_size)
     yield CounterMetricFamily(
@@ -92,25 +108,60 @@ def _kv_cache_metrics(state: CellState) -> Iterator[Metric]:
     )
 
 
-def _step_metrics(state: CellState) -> Iterator[Metric]:
-    steps = CounterMetricFamily("lockstep_steps", "Steps sent to the worker, by kind.", labels=["kind"])
-    steps.add_metric(["prefill"], state.counters.num_prefill_steps)
-    steps.add_metric(["decode"], state.counters.num_decode_steps)
-    steps.add_metric(["mixed"], state.counters.num_mixed_steps)
-    yield steps
+def _step_metric(state: CellState) -> Metric:
+    metric = CounterMetricFamily(
+        "lockstep_steps",
+        "Steps sent to workers, by kind; a dummy computes nothing for anybody, but other ranks need a partner.",
+        labels=["rank", "kind"],
+    )
+    for rank in state.ranks:
+        for kind, count in asdict(rank.num_steps).items():
+            metric.add_metric([str(rank.rank), kind], count)
+    return metric
+
+
+def _recovery_metrics(counters: SchedulerCounters) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "lockstep_lost_epochs",
-        "Times the attached worker was lost or given up; its requests were queued again.",
-        state.counters.num_lost_epochs,
+        "Times attached workers were lost or given up; their requests were queued again.",
+        counters.num_lost_epochs,
+    )
+    bounds = [*map(str, RECOVERY_BUCKETS_S), "+Inf"]
+    sums = itertools.accumulate(counters.recoveries_by_s)
+    yield HistogramMetricFamily(
+        "lockstep_recovery_seconds",
+        "From the loss of workers until each request that they computed has another token, or has ended.",
+        buckets=list(zip(bounds, sums, strict=True)),
+        sum_value=counters.recovery_s,
+    )
+    yield CounterMetricFamily(
+        "lockstep_replayed_tokens",
+        "Greedy completion tokens that were computed again for requests that came back.",
+        counters.num_replayed_tokens,
+    )
+    yield CounterMetricFamily(
+        "lockstep_replay_mismatches",
+        "Of those, tokens that are not the likeliest of their place this time.",
+        counters.num_replay_mismatches,
+    )
+    yield CounterMetricFamily(
+        "lockstep_poison_requests",
+        "Requests that failed because they were alone in two steps that their workers did not survive.",
+        counters.num_poison_requests,
+    )
+    yield CounterMetricFamily(
+        "lockstep_late_results",
+        "Results of steps that came when their workers had been given up, or a second time.",
+        counters.num_late_results,
     )
 
 
-def _draft_metrics(state: CellState) -> Iterator[Metric]:
+def _draft_metrics(counters: SchedulerCounters) -> Iterator[Metric]:
     yield CounterMetricFamily(
-        "lockstep_spec_decode_num_draft_tokens", "Tokens that the worker drafted.", state.counters.num_draft_tokens
+        "lockstep_spec_decode_num_draft_tokens", "Tokens that the worker drafted.", counters.num_draft_tokens
     )
     yield CounterMetricFamily(
         "lockstep_spec_decode_num_accepted_tokens",
         "Of those, tokens that turned out to be the ones drawn.",
-        state.counters.num_accepted_tokens,
+        counters.num_accepted_tokens,
     )

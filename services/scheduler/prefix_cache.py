@@ -61,7 +61,7 @@ class PrefixCursor:
     num_blocks: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CachedPrefix:
     """Blocks whose KV a sequence can share, in order, and the cursor behind the last of them.
 
@@ -171,7 +171,7 @@ class PrefixCache:
         node_ids = self._node_ids[blocks]
         self._node_ids[blocks] = _NO_NODE
         self.version = object()
-        bounds = [0, *(np.flatnonzero(node_ids[1:] != node_ids[:-1]) + 1).tolist(), len(blocks)]
+        bounds = [0, *((node_ids[1:] != node_ids[:-1]).nonzero()[0] + 1).tolist(), len(blocks)]
         for start, end in pairwise(bounds):
             node = self._nodes[node_ids[start]]
             node.num_present -= end - start

@@ -6,7 +6,7 @@ from collections import deque
 
 import numpy as np
 
-from services.scheduler.batch import ScheduledBatch, StepRecord
+from services.scheduler.batch import ScheduledBatch, StepPace, StepRecord
 from services.scheduler.block_manager import BlockManager
 from services.scheduler.sequence import Sequence, SequenceStatus
 from services.scheduler.slot_table import IntColumn, Slots, SlotTable
@@ -99,13 +99,14 @@ class RunningBatch:
         num_not_sent = seq.num_unsent_tokens or 1
         self.blocks.publish(seq, seq.num_stored_tokens - num_not_sent)
 
-    def send(self, batch: ScheduledBatch, now: float) -> int:
-        """Note that a step is in flight; returns its id."""
+    def send(self, batch: ScheduledBatch, now: float, pace: StepPace | None = None) -> int:
+        """Note that a step is in flight; returns its id. `pace` is that of the batch when absent."""
         self._last_step_id += 1
+        kind, num_tokens = (batch.kind, batch.num_tokens) if pace is None else pace
         num_planned = self.slots.num_planned[batch.row_slots] + 1
         self.slots.num_planned[batch.row_slots] = num_planned
         self.in_flight.append(
-            StepRecord(self._last_step_id, batch.kind, batch.num_tokens, batch.row_slots, batch.partial_slots, now)
+            StepRecord(self._last_step_id, kind, num_tokens, batch.row_slots, batch.partial_slots, now)
         )
         self.retire_complete(batch.row_slots, num_planned)
         return self._last_step_id
@@ -131,6 +132,15 @@ class RunningBatch:
         """The slots that leave the worker's batch with the next step."""
         leave_slots, self._leave_slots = self._leave_slots, []
         return leave_slots
+
+    def sequences_in(self, record: StepRecord) -> list[Sequence]:
+        """The sequences of a step in flight, in the order of its rows; those that ended meanwhile too."""
+        return [self.slots.sequence_at(slot) for slot in (*record.row_slots.tolist(), *record.partial_slots)]
+
+    def in_flight_ids(self) -> list[str]:
+        """The ids of the requests that have not ended and stand in a step in flight, each once, by their rows."""
+        sequences = [seq for record in self.in_flight for seq in self.sequences_in(record)]
+        return list(dict.fromkeys(seq.id for seq in sequences if seq.leave_time is None))
 
     def void(self) -> list[Sequence]:
         """Take back the sequences that have not ended, with the tokens they have: the steps in flight are lost.
@@ -183,6 +193,6 @@ class RunningBatch:
     def _last_record_of(self, seq: Sequence) -> StepRecord | None:
         """The newest step in flight that names the sequence."""
         for record in reversed(self.in_flight):
-            if seq.slot in record.partial_slots or (record.row_slots == seq.slot).any():
+            if seq.slot in record.partial_slots or np.count_nonzero(record.row_slots == seq.slot):
                 return record
         return None

@@ -64,6 +64,22 @@ class Finish:
         return f"stop_{self.stop_token_id}" if self.reason is FinishReason.STOP_TOKEN else self.reason.value
 
 
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """What results depend on: they are bitwise equal where exact fingerprints are."""
+
+    fingerprint: str
+    is_exact: bool
+
+    def is_continued_by(self, other: Numerics) -> bool:
+        """Whether nothing in the tokens tells where `other` took over."""
+        return self.is_exact and self == other
+
+    def joined_with(self, other: Numerics) -> Numerics:
+        """What a sequence that both computed depends on."""
+        return self if self.is_continued_by(other) else replace(self, is_exact=False)
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A prompt and what was generated for it: one choice of a request.
@@ -109,6 +125,14 @@ class Sequence:
     first_token_time: float | None = None
     leave_time: float | None = None
     finish: Finish | None = None
+    rank: int | None = None
+    """The DP rank that it is placed on; none while it waits for one."""
+    exact_fingerprint: str | None = None
+    """Of the exact numerics that were promised for its tokens, empty until a rank is known; None: nothing was."""
+    num_resumes: int = 0
+    """How often it went on after what computed it was lost, under earlier attempts as well."""
+    numerics: Numerics | None = None
+    """What computed it before the last loss, and with it all that did so before."""
 
     def leave_worker(self) -> None:
         """Become a waiting sequence that holds nothing; all its tokens must be stored."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from collections.abc import AsyncIterator
 
 from google.protobuf.message import Message
@@ -16,25 +17,30 @@ from google.protobuf.message import Message
 from lockstep.internal.v1 import exchange_pb2, worker_pb2
 from lockstep.v1 import common_pb2
 from services.scheduler.acceptance_log import AcceptanceLog
+from services.scheduler.attach import DomainAttach, Standing
 from services.scheduler.config import SchedulerSettings
+from services.scheduler.domain_client import DomainClient
 from services.scheduler.engine import Engine
 from services.scheduler.events import (
     Action,
+    Beat,
     ClientGone,
     CloseClient,
     Deliver,
-    DropWorker,
+    DropDomain,
     Event,
     Exit,
     SendStep,
     TimePassed,
+    WorkerHeard,
 )
 from services.scheduler.exchange_codec import encode_outputs
+from services.scheduler.failpoint import SubmitFailpoint
 from services.scheduler.idle_check import IdleCheck
 from services.scheduler.token_door import DOOR_CLIENT, TokenDoor
-from services.scheduler.worker_client import WorkerClient
-from shared.errors import NotReadyError, ServiceError
+from shared.errors import NotReadyError, SchedulerLostError, ServiceError
 from shared.health import Health
+from shared.heartbeat import Silence
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +51,11 @@ MAX_UNREAD_S = 5.0
 class ClientLink:
     """One replica's stream as the shell sees it: messages to send, or the error that ends it."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, silence_s: float = math.inf) -> None:
+        """Make a link; a replica that has given signs of life and gives none for `silence_s` any more loses it."""
         self.number = number
+        self._silence = Silence(silence_s)
+        self._gives_signs = False
         self._outbox: asyncio.Queue[tuple[float, Message] | ServiceError | None] = asyncio.Queue()
         self._oldest_unread_at: float | None = None
         self.is_closed = False
@@ -62,6 +71,19 @@ class ClientLink:
         if self._oldest_unread_at is None:
             self._oldest_unread_at = now
         self._outbox.put_nowait((now, message))
+
+    def hear(self) -> None:
+        """Note a sign of life."""
+        self._silence.hear()
+        self._gives_signs = True
+
+    def beat(self, progress: int, now: float) -> None:
+        """Give a sign of life; the link is closed when its replica has given none for too long."""
+        heartbeat = exchange_pb2.SchedulerHeartbeat(progress=progress)
+        self.send(exchange_pb2.ExchangeResponse(heartbeat=heartbeat), now)
+        if self._gives_signs and self._silence.beat() and not self.is_closed:
+            logger.warning("a replica is silent", extra={"client": self.number})
+            self.close(NotReadyError("the replica was silent"))
 
     def close(self, error: ServiceError | None) -> None:
         """End the stream behind what is queued: with an error, or with OK."""
@@ -81,11 +103,16 @@ class ClientLink:
 
 
 class CellServer:
-    """Runs one engine: its links to replicas and to the worker, and its door for direct calls."""
+    """Runs one engine: its links to replicas and to workers, and its door for direct calls.
+
+    Once the engine, or the attach of a domain, has asked for the end, nothing is done any more: `failed` is set.
+    """
 
     def __init__(self, settings: SchedulerSettings, instance_id: str, health: Health) -> None:
         self.instance_id = instance_id
-        self.engine = Engine(settings.policy, settings.cache)
+        self._settings = settings
+        self._topology = settings.topology
+        self.engine = Engine(settings.policy, settings.cache, self._topology)
         self.door = TokenDoor(lambda: self.engine.model_limits, self.on_event, self._default_sampling)
         self.failed = asyncio.Event()
         self._health = health
@@ -97,17 +124,24 @@ class CellServer:
         self._health_updates: set[asyncio.Task[None]] = set()
         self._timer: asyncio.Handle | None = None
         self._timer_at = 0.0
-        attach_request = worker_pb2.AttachRequest(
-            scheduler_instance_id=instance_id,
-            block_size=settings.kv_cache_block_size,
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-        )
-        self._worker = WorkerClient(settings.worker, attach_request, self.on_event)
+        self._failpoint = None if settings.fail_on_token is None else SubmitFailpoint(settings.fail_on_token)
+        standing = Standing(instance_id)
+        self._domains = [self._make_domain(domain, standing) for domain in range(self._topology.num_domains)]
 
-    async def run_worker_link(self) -> None:
-        """Keep the worker attached until cancelled."""
-        await self._worker.run()
+    async def run_worker_links(self) -> None:
+        """Keep the workers attached until cancelled."""
+        # The first beat, which has the next ones follow.
+        self.on_event(TimePassed())
+        async with asyncio.TaskGroup() as tasks:
+            for domain in self._domains:
+                tasks.create_task(domain.run())
+
+    def close(self) -> None:
+        """Tell all clients that this scheduler ends; they may bring their requests to the next one."""
+        error = SchedulerLostError("the scheduler ends; send the request again, with its output so far")
+        self.door.close(error)
+        for client in self._clients.values():
+            client.close(error)
 
     def is_idle(self) -> bool:
         """Whether nothing runs and nothing waits."""
@@ -115,8 +149,8 @@ class CellServer:
         return not state.num_running and not state.num_waiting
 
     def connect(self) -> ClientLink:
-        """Take in a replica; it is told about the cell as soon as there is a worker."""
-        client = ClientLink(next(self._client_numbers))
+        """Take in a replica; it is told about the cell as soon as there are workers."""
+        client = ClientLink(next(self._client_numbers), self._settings.worker_silence_s)
         self._clients[client.number] = client
         self._send_cell_info(client)
         return client
@@ -128,12 +162,19 @@ class CellServer:
 
     def on_event(self, event: Event) -> None:
         """Hand an event to the engine and do what it says."""
+        if self.failed.is_set():
+            return
+        if self._failpoint is not None:
+            self._failpoint.check(event)
         now = self._loop.time()
         was_ready, was_known = self.engine.is_ready, self.engine.model is not None
-        for action in self.engine.on_event(event, now):
+        actions = self.engine.on_event(event, now)
+        for action in actions:
             self._perform(action)
         self._arm_timer()
-        self.idle_check.on_event(now)
+        if not isinstance(event, TimePassed | WorkerHeard) or any(not isinstance(action, Beat) for action in actions):
+            # Signs of life come at any time, and are no work.
+            self.idle_check.on_event(now)
         self._acceptance_log.on_event()
         if self.engine.is_ready != was_ready:
             self._report_health()
@@ -147,7 +188,7 @@ class CellServer:
         That time moves with every step: a timer that is early is left to run out and armed anew.
         """
         wakeup = self.engine.next_wakeup()
-        if wakeup is None or (self._timer is not None and self._timer_at <= wakeup):
+        if self._timer is not None and self._timer_at <= wakeup:
             return
         if self._timer is not None:
             self._timer.cancel()
@@ -160,8 +201,8 @@ class CellServer:
 
     def _perform(self, action: Action) -> None:
         match action:
-            case SendStep(step):
-                self._worker.send(step)
+            case SendStep(rank, step):
+                self._domains[self._topology.domain_of(rank)].send(rank, step)
             case Deliver(client, outputs) if client == DOOR_CLIENT:
                 self.door.deliver(outputs)
             case Deliver(client, outputs):
@@ -171,12 +212,41 @@ class CellServer:
             case CloseClient(client, error):
                 if client in self._clients:
                     self._clients[client].close(error)
-            case DropWorker(epoch, reason):
-                logger.error("the worker is given up", extra={"reason": reason})
-                self._worker.drop(epoch)
-            case Exit(reason):
-                logger.error("cannot serve this worker", extra={"reason": reason})
-                self.failed.set()
+            case Beat(progress):
+                self._beat(progress)
+            case DropDomain(domain, epoch, reason):
+                ranks = list(self._topology.ranks_of(domain))
+                logger.error("workers are given up", extra={"ranks": ranks, "epoch": epoch, "reason": reason})
+                self._domains[domain].drop(epoch)
+            case Exit():
+                self._exit(action)
+
+    def _beat(self, progress: int) -> None:
+        now = self._loop.time()
+        for domain in self._domains:
+            domain.beat(progress)
+        for client in self._clients.values():
+            client.beat(progress, now)
+
+    def _exit(self, exit_: Exit) -> None:
+        logger.error("the scheduler ends", extra={"reason": exit_.reason})
+        self.failed.set()
+
+    def _make_domain(self, domain: int, standing: Standing) -> DomainClient:
+        settings = self._settings
+        attach_request = worker_pb2.AttachRequest(
+            scheduler_instance_id=self.instance_id,
+            block_size=settings.kv_cache_block_size,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+        )
+        return DomainClient(
+            DomainAttach(domain, self._topology, standing),
+            {rank: settings.workers[rank] for rank in self._topology.ranks_of(domain)},
+            attach_request,
+            on_event=self.on_event,
+            on_exit=self._exit,
+        )
 
     def _report_health(self) -> None:
         update = self._loop.create_task(self._health.set_serving(self.engine.is_ready))
@@ -201,5 +271,6 @@ class CellServer:
             eos_token_ids=model.eos_token_ids,
             num_pool_tokens=limits.num_pool_tokens,
             default_sampling=self._default_sampling(),
+            exact_fingerprint=self.engine.exact_fingerprint,
         )
         client.send(exchange_pb2.ExchangeResponse(cell_info=cell_info), self._loop.time())

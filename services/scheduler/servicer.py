@@ -12,6 +12,7 @@ from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc
 from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler.exchange_codec import decode_request
 from services.scheduler.server import CellServer, ClientLink
+from services.scheduler.state import RankState
 from shared.errors import ServiceError
 from shared.request_fields import read_time_left
 from shared.response_writer import ResponseWriter
@@ -51,7 +52,10 @@ class ExchangeServicer(exchange_pb2_grpc.ExchangeServiceServicer):
     async def _read(self, requests: AsyncIterator[exchange_pb2.ExchangeRequest], client: ClientLink) -> None:
         try:
             async for message in requests:
-                self._cell.on_event(decode_request(client.number, message))
+                if message.is_heartbeat:
+                    client.hear()
+                if message.submits or message.stop_ats or message.abort_handles:
+                    self._cell.on_event(decode_request(client.number, message))
         except ServiceError as error:
             client.close(error)
         else:
@@ -101,8 +105,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             num_used_blocks=state.num_used_blocks,
             num_cached_blocks=state.num_cached_blocks,
             num_free_blocks=state.num_free_blocks,
-            num_prefill_steps=counters.num_prefill_steps + counters.num_mixed_steps,
-            num_decode_steps=counters.num_decode_steps,
+            num_prefill_steps=sum(rank.num_steps.prefill + rank.num_steps.mixed for rank in state.ranks),
+            num_decode_steps=sum(rank.num_steps.decode for rank in state.ranks),
             num_preemptions=counters.num_preemptions,
             num_prefix_queried_tokens=counters.num_prefix_queried_tokens,
             num_prefix_hit_tokens=counters.num_prefix_hit_tokens,
@@ -110,14 +114,30 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             num_lost_epochs=counters.num_lost_epochs,
             num_draft_tokens=counters.num_draft_tokens,
             num_accepted_draft_tokens=counters.num_accepted_tokens,
-            rank_steps=[
-                scheduler_pb2.RankSteps(
-                    num_prefill_steps=counters.num_prefill_steps,
-                    num_decode_steps=counters.num_decode_steps,
-                    num_mixed_steps=counters.num_mixed_steps,
-                )
-            ],
+            num_recoveries=counters.num_recoveries,
+            num_replayed_tokens=counters.num_replayed_tokens,
+            num_replay_mismatches=counters.num_replay_mismatches,
+            num_suspects=state.num_suspects,
+            num_poison_requests=counters.num_poison_requests,
+            num_late_results=counters.num_late_results,
+            rank_steps=map(_describe_rank, state.ranks),
         )
+
+
+def _describe_rank(rank: RankState) -> scheduler_pb2.RankSteps:
+    return scheduler_pb2.RankSteps(
+        num_prefill_steps=rank.num_steps.prefill,
+        num_decode_steps=rank.num_steps.decode,
+        num_mixed_steps=rank.num_steps.mixed,
+        num_dummy_steps=rank.num_steps.dummy,
+        is_attached=rank.is_attached,
+        num_waiting=rank.num_waiting,
+        num_running=rank.num_running,
+        num_blocks=rank.num_blocks,
+        num_used_blocks=rank.num_used_blocks,
+        num_cached_blocks=rank.num_cached_blocks,
+        num_free_blocks=rank.num_free_blocks,
+    )
 
 
 class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServiceServicer):

@@ -217,7 +217,7 @@ class SlotTable:
         `is_last` marks others to report.
         """
         # All others' newest tokens are asked for step by step, for the same rows.
-        watched = self.constants(slots).watched if is_last is None else self._watched[:, slots]
+        watched = self.constants(slots).watched if is_last is None else self._watched.take(slots, 1)
         is_watched: npt.NDArray[np.bool_] = watched[0] == token_ids
         for more in watched[1:]:
             is_watched |= more == token_ids
@@ -226,8 +226,9 @@ class SlotTable:
         return is_watched.nonzero()[0]
 
     def _gather_constants(self, slots: Slots) -> RowConstants:
-        clients, handles, num_prompt_tokens, max_num_tokens = self._constants[:, slots]
-        is_one = len(slots) == 1 or (len(slots) > 0 and bool((clients == clients[0]).all()))
+        # Of several rows of columns `take` is a few times as fast as an index.
+        clients, handles, num_prompt_tokens, max_num_tokens = self._constants.take(slots, 1)
+        is_one = len(slots) > 0 and np.count_nonzero(clients != clients[0]) == 0
         return RowConstants(
             slots,
             clients,
@@ -235,7 +236,7 @@ class SlotTable:
             int(clients[0]) if is_one else None,
             num_prompt_tokens,
             max_num_tokens,
-            self._watched[:, slots],
+            self._watched.take(slots, 1),
             slots * _RUN_COLUMNS,
         )
 

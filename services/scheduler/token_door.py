@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 
 from lockstep.v1 import common_pb2, scheduler_pb2
-from services.scheduler.batch import Outputs
+from services.scheduler.batch import Outputs, RequestEnd
 from services.scheduler.events import AbortRequest, ChoiceSoFar, ClientMessage, Event, Submission
 from services.scheduler.exchange_codec import PRIORITIES
 from services.scheduler.token_stream import ChoiceStream, Response, TokenStream
@@ -24,6 +24,7 @@ from shared.request_fields import (
     raise_violations,
     read_cache_salt,
     read_choices_so_far,
+    read_determinism,
     read_num_choices,
     read_priority,
     read_prompt_token_ids,
@@ -66,6 +67,8 @@ class TokenDoor:
         self._model_limits = model_limits
         self._default_sampling = default_sampling
         self._on_event = on_event
+        # Why no call is taken any more.
+        self._end: ServiceError | None = None
         self._next_handle = 1
         self._choices: dict[int, ChoiceStream] = {}
         self._to_wake: deque[TokenStream] = deque()
@@ -84,6 +87,8 @@ class TokenDoor:
             ServiceError: the request is refused, or its answer ended with an error.
         """
         arrived_s = self._loop.time()
+        if self._end is not None:
+            raise self._end
         limits = self._model_limits()
         if limits is None:
             raise NotReadyError("no worker has been attached yet")
@@ -117,6 +122,11 @@ class TokenDoor:
         raise_violations(violations)
         logger.info("abort", extra={"request_id": request_id})
         self._on_event(AbortRequest(request_id))
+
+    def close(self, error: ServiceError) -> None:
+        """End every call with an error, behind the tokens that came before; later ones at once."""
+        self._end = error
+        self.deliver(Outputs.only_ends([RequestEnd(handle, error=error) for handle in self._choices]))
 
     def deliver(self, outputs: Outputs) -> None:
         """Hand out what the engine told the door; the calls send it in turns of their own."""
@@ -215,6 +225,7 @@ def resolve_request(
     n = read_num_choices(request.sampling, violations)
     priority = read_priority(request.priority, violations)
     cache_salt = read_cache_salt(request.cache_salt, violations)
+    is_exact = read_determinism(request.determinism, violations)
     outputs = read_choices_so_far(request.choices_so_far, request.sampling, limits, violations)
     raise_violations(violations)
     params = resolve_max_tokens(sampling, prompt.size, limits, has_max_tokens=request.sampling.HasField("max_tokens"))
@@ -233,6 +244,7 @@ def resolve_request(
         n=n,
         choices_so_far=choices_so_far,
         time_left_s=time_left_s,
+        is_exact=is_exact,
     )
 
 

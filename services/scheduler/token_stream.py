@@ -53,7 +53,10 @@ class ChoiceStream:
         if self.end.finish is not None:
             finish = self.end.finish
             self.finish = Response.Finish(
-                reason=FINISH_REASONS[finish.reason], stop_token_id=finish.stop_token_id, usage=self.usage
+                reason=FINISH_REASONS[finish.reason],
+                stop_token_id=finish.stop_token_id,
+                usage=self.usage,
+                recovery=_encode_recovery(self.end),
             )
 
     def _response(
@@ -130,6 +133,12 @@ class TokenStream:
             errors = [choice.error for choice in self.choices if choice.error is not None]
             if errors:
                 raise errors[0]
+
+
+def _encode_recovery(end: RequestEnd) -> common_pb2.Recovery | None:
+    if not end.num_resumes:
+        return None
+    return common_pb2.Recovery(resume_count=end.num_resumes, resume_exact=end.is_resume_exact)
 
 
 def _encode_prompt(logprobs: Logprobs) -> Iterator[Response]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
-from services.scheduler.drain_rate import DrainRate
+from services.scheduler.drain_rate import MAX_DELAY_S, DrainRate
 from services.scheduler.queue_order import (
     ArrivalOrder,
     Key,
@@ -109,25 +109,33 @@ class WaitingQueue:
         """When the first of all that wait arrived; there is one."""
         return min(place[0][0] for place in self._fronts())
 
-    def check_room(self, num_prompt_tokens: int, now: float, *, num_choices: int = 1) -> None:
-        """Refuse a newcomer while too much waits. One above a bound by itself is taken when nothing waits.
+    def check_room(
+        self, num_prompt_tokens: int, now: float, *, num_choices: int = 1, others: Collection[WaitingQueue] = ()
+    ) -> None:
+        """Refuse a newcomer while too much waits, here and in `others`, for which the bounds hold together.
+
+        One above a bound by itself is taken when nothing waits.
 
         Raises:
-            QueueFullError: with the time after which there is room, as far as the drain rate tells.
+            QueueFullError: with the time after which there is room, as far as the drain rates tell.
         """
-        num_missing = self.num_new + num_choices - self._max_requests
-        is_large = self.num_new_tokens + num_prompt_tokens > self._max_tokens
-        if self.num_new and (num_missing > 0 or is_large):
+        num_new = self.num_new + sum(queue.num_new for queue in others)
+        num_new_tokens = self.num_new_tokens + sum(queue.num_new_tokens for queue in others)
+        num_missing = num_new + num_choices - self._max_requests
+        is_large = num_new_tokens + num_prompt_tokens > self._max_tokens
+        if num_new and (num_missing > 0 or is_large):
             raise QueueFullError(
                 "the waiting queue is full",
-                retry_delay_s=self.retry_delay_s(max(1, num_missing), now),
-                num_waiting=self.num_new,
-                num_waiting_tokens=self.num_new_tokens,
+                retry_delay_s=self.retry_delay_s(max(1, num_missing), now, others),
+                num_waiting=num_new,
+                num_waiting_tokens=num_new_tokens,
             )
 
-    def retry_delay_s(self, num_places: int, now: float) -> float:
-        """In how many seconds so many newcomers will have left the queue."""
-        return self._drain_rate.delay_s(num_places, now)
+    def retry_delay_s(self, num_places: int, now: float, others: Collection[WaitingQueue] = ()) -> float:
+        """In how many seconds so many newcomers will have left the queue and `others`, which empty side by side."""
+        delays_s = [queue._drain_rate.delay_s(num_places, now) for queue in (self, *others)]
+        rate = sum(1.0 / delay_s for delay_s in delays_s if delay_s < MAX_DELAY_S)
+        return 1.0 / rate if rate else MAX_DELAY_S
 
     def add(self, seq: Sequence, now: float) -> None:
         """Put a sequence in its place: a newcomer, or one that was resubmitted, preempted or recovered."""

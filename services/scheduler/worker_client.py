@@ -1,6 +1,7 @@
-"""The link to the worker: the only caller of WorkerService.
+"""The link to one group of workers, through its leader: the only caller of WorkerService.
 
-It attaches, opens the step stream, carries steps there and results back, and begins anew when the link breaks.
+It carries offers and their answers, steps and results, and signs of life both ways. What is to be carried when is not
+decided here: see `attach` and `domain_client`.
 """
 
 from __future__ import annotations
@@ -9,25 +10,27 @@ import asyncio
 import logging
 from array import array
 from collections.abc import Callable
-from dataclasses import replace
 
 import grpc
 import numpy as np
-from google.rpc import error_details_pb2
+from google.rpc import error_details_pb2, status_pb2
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
+from services.scheduler.attach import Accepted, AttachEvent, GroupPlace, Refused, StreamBroken, StreamOpened
 from services.scheduler.batch import EnteringSequence, PrefillChunk, Step, StepKind, StepResult
-from services.scheduler.events import Event, StepReturned, WorkerAttached, WorkerFacts, WorkerLost
+from services.scheduler.events import Event, StepReturned, WorkerFacts, WorkerHeard
 from services.scheduler.logprobs import Logprobs
 from services.scheduler.slot_table import Slots
-from shared.errors import StaleEpochError
 from shared.limits import TOKEN_DTYPE
 from shared.rpc import make_channel, reason_of, status_from_rpc_error
 from shared.sampling_codec import decode_logprobs, encode_options
 
 logger = logging.getLogger(__name__)
 
-RETRY_DELAY_S = 0.5
+# A group may take 10 s to find out that it is stuck (DESIGN section 7).
+OFFER_TIMEOUT_S = 15.0
+# For what a group answers at once.
+ANSWER_TIMEOUT_S = 5.0
 
 _NO_ROWS = np.empty(0, TOKEN_DTYPE)
 
@@ -37,108 +40,134 @@ _STEP_KINDS = {
     StepKind.MIXED: worker_pb2.STEP_KIND_MIXED,
 }
 
+# A step, or the progress that a sign of life tells.
+_Sent = Step | int
 
-class WorkerClient:
-    """Keeps one worker attached.
 
-    Every event of the link goes to `on_event`; `WorkerAttached` and `WorkerLost` of an epoch bracket all else.
+class GroupLink:
+    """One group's link: at most one stream, whose steps leave in the order in which they were given.
+
+    What comes of an offer and of a stream goes to `on_attach_event`, what a stream brings to `on_event`.
     """
 
     def __init__(
-        self, address: str, attach_request: worker_pb2.AttachRequest, on_event: Callable[[Event], None]
+        self,
+        rank: int,
+        address: str,
+        attach_request: worker_pb2.AttachRequest,
+        *,
+        on_attach_event: Callable[[AttachEvent], None],
+        on_event: Callable[[Event], None],
     ) -> None:
+        """Prepare a link to the group of a DP rank; `attach_request` is what it is offered, but for the epoch."""
+        self._rank = rank
         self._address = address
         self._attach_request = attach_request
+        self._on_attach_event = on_attach_event
         self._on_event = on_event
-        self._epoch = 0
-        self._steps: asyncio.Queue[Step] = asyncio.Queue()
-        self._call: grpc.aio.StreamStreamCall | None = None
-        # Why the worker could not be attached the last time.
-        self._refusal: str | None = None
+        self._channel: grpc.aio.Channel | None = None
+        # What is to be sent on the stream; None while there is none.
+        self._outbox: asyncio.Queue[_Sent] | None = None
 
     def send(self, step: Step) -> None:
-        """Send a step of the present epoch, behind those before it."""
-        self._steps.put_nowait(step)
+        """Send a step of the stream's epoch, behind those before it; what has no stream any more is void."""
+        if self._outbox is not None:
+            self._outbox.put_nowait(step)
 
-    def drop(self, epoch: int) -> None:
-        """Break the link of an epoch, because what came over it makes no sense."""
-        if self._call is not None and epoch == self._epoch:
-            self._call.cancel()
+    def beat(self, progress: int) -> None:
+        """Give a sign of life on the stream, if there is one."""
+        if self._outbox is not None:
+            self._outbox.put_nowait(progress)
 
-    async def run(self) -> None:
-        """Attach and serve the link, again and again, until cancelled."""
-        while True:
-            async with make_channel(self._address, internal=True) as channel:
-                stub = worker_pb2_grpc.WorkerServiceStub(channel)
-                facts = await self._attach(stub)
-                if facts is not None:
-                    await self._serve_link(stub, facts)
-            await asyncio.sleep(RETRY_DELAY_S)
-
-    async def _attach(self, stub: worker_pb2_grpc.WorkerServiceStub) -> WorkerFacts | None:
-        """Claim the worker; None when it is not there, not ready, or asks for a higher epoch."""
-        self._epoch += 1
-        self._attach_request.epoch = self._epoch
+    async def offer(self, epoch: int) -> None:
+        """Offer an epoch."""
+        request = worker_pb2.AttachRequest()
+        request.CopyFrom(self._attach_request)
+        request.epoch = epoch
         try:
-            response = await stub.Attach(self._attach_request)
+            response = await self._stub().Attach(request, timeout=OFFER_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
+            await self._leave_dead_connection(error)
             status = status_from_rpc_error(error)
-            reason = reason_of(status)
-            # Once per reason: it is tried again and again while weights load.
-            if reason != self._refusal:
-                logger.info("the worker is not attached", extra={"reason": reason, "status": error.code().name})
-                self._refusal = reason
-            if reason == StaleEpochError.reason:
-                self._epoch = max(self._epoch, _epoch_held(status.details))
-            return None
-        logger.info(
-            "worker attached",
-            extra={
-                "epoch": self._epoch,
-                "num_blocks": response.num_blocks,
-                "context_length": response.context_length,
-                "ops_backend": response.ops_backend,
-                "numerics_fingerprint": response.numerics_fingerprint,
-            },
-        )
-        return WorkerFacts(
-            self._epoch,
-            response.model_digest,
-            response.context_length,
-            response.logits_width,
-            tuple(response.eos_token_ids),
-            response.num_blocks,
-            response.num_draft_tokens,
-            response.needs_all_tokens,
-            response.default_sampling.SerializeToString(),
-        )
+            reason = f"{reason_of(status) or error.code().name}: {error.details()}"
+            self._on_attach_event(Refused(self._rank, epoch, reason, *_read_holder(status)))
+        else:
+            self._on_attach_event(_read_acceptance(self._rank, epoch, response))
 
-    async def _serve_link(self, stub: worker_pb2_grpc.WorkerServiceStub, facts: WorkerFacts) -> None:
-        self._refusal = None
-        self._steps = asyncio.Queue()
-        self._call = stub.Execute()
-        self._on_event(WorkerAttached(facts))
-        sender = asyncio.create_task(self._send_steps(self._call, self._steps))
+    async def restart(self, epoch: int) -> None:
+        """Ask the leader to end the group's processes; whether it was heard shows with the next offer."""
+        instance_id = self._attach_request.scheduler_instance_id
+        request = worker_pb2.RestartRequest(epoch=epoch, scheduler_instance_id=instance_id)
         try:
-            async for message in self._call:
-                self._on_event(StepReturned(decode_result(message)))
-            logger.warning("the worker ended the step stream")
-        except (grpc.aio.AioRpcError, ValueError) as error:
-            logger.warning("the link to the worker broke", extra={"error": _describe(error)})
+            await self._stub().Restart(request, timeout=ANSWER_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            logger.info("no restart", extra={"rank": self._rank, "error": _describe(error)})
+            await self._leave_dead_connection(error)
+
+    async def run_stream(self, epoch: int) -> None:
+        """Serve the epoch's stream until it breaks, or the task is cancelled, which closes it."""
+        call = self._stub().Execute()
+        outbox = self._outbox = asyncio.Queue()
+        sender = asyncio.create_task(self._send(call, epoch, outbox))
+        broken = StreamBroken(self._rank, epoch)
+        try:
+            await self._receive(call, epoch)
+            logger.warning("the worker ended the step stream", extra={"rank": self._rank, "epoch": epoch})
+        except (grpc.aio.AioRpcError, ValueError, TimeoutError) as error:
+            facts = {"rank": self._rank, "epoch": epoch, "error": _describe(error)}
+            logger.warning("the link to the worker broke", extra=facts)
+            if isinstance(error, grpc.aio.AioRpcError):
+                broken = StreamBroken(self._rank, epoch, *_read_holder(status_from_rpc_error(error)))
         finally:
             sender.cancel()
-            self._call.cancel()
-            self._call = None
-            self._on_event(WorkerLost(facts.epoch))
+            call.cancel()
+            if self._outbox is outbox:
+                self._outbox = None
+            # Who is behind a connection that may be dead is not asked again over it.
+            await self.close()
+        self._on_attach_event(broken)
 
-    async def _send_steps(self, call: grpc.aio.StreamStreamCall, steps: asyncio.Queue[Step]) -> None:
+    async def close(self) -> None:
+        """Let go of the connection."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+    def _stub(self) -> worker_pb2_grpc.WorkerServiceStub:
+        if self._channel is None:
+            self._channel = make_channel(self._address, internal=True)
+        return worker_pb2_grpc.WorkerServiceStub(self._channel)
+
+    async def _receive(self, call: grpc.aio.StreamStreamCall, epoch: int) -> None:
+        messages = aiter(call)
+        # A leader that takes the stream gives a sign of life at once. Headers say less: a refusal may have some, too.
+        async with asyncio.timeout(OFFER_TIMEOUT_S):
+            if await anext(messages, None) is None:
+                return
+        self._on_attach_event(StreamOpened(self._rank, epoch))
+        async for message in messages:
+            if message.step_id:
+                self._on_event(StepReturned(self._rank, decode_result(message)))
+            else:
+                self._on_event(WorkerHeard(self._rank, epoch, message.heartbeat.progress))
+
+    async def _send(self, call: grpc.aio.StreamStreamCall, epoch: int, outbox: asyncio.Queue[_Sent]) -> None:
+        instance_id = self._attach_request.scheduler_instance_id
+        # The first message says whose the stream is.
+        sent: _Sent = 0
         while True:
-            step = await steps.get()
+            message = encode_step(sent) if isinstance(sent, Step) else _make_heartbeat(epoch, instance_id, sent)
             try:
-                await call.write(encode_step(step))
+                await call.write(message)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 # The reader meets the same end and tells why.
                 return
+            sent = await outbox.get()
+
+    async def _leave_dead_connection(self, error: grpc.aio.AioRpcError) -> None:
+        """Take a new connection the next time when nobody answers over this one."""
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            await self.close()
 
 
 def encode_step(step: Step) -> worker_pb2.StepRequest:
@@ -156,6 +185,10 @@ def encode_step(step: Step) -> worker_pb2.StepRequest:
         request.enters.extend(_encode_entering(entering) for entering in batch.enters)
     if batch.chunks:
         request.chunks.extend(_encode_chunk(chunk) for chunk in batch.chunks)
+    if step.num_tokens_across_dp:
+        request.is_dummy = batch.is_dummy
+        request.num_tokens_across_dp.extend(step.num_tokens_across_dp)
+        request.graph_batch_size = step.graph_batch_size
     return request
 
 
@@ -168,18 +201,21 @@ def decode_result(message: worker_pb2.StepResult) -> StepResult:
     token_ids = np.frombuffer(message.token_ids, TOKEN_DTYPE)
     rows = message.not_finite_rows
     not_finite_rows = np.frombuffer(rows, TOKEN_DTYPE) if rows else _NO_ROWS
-    plain = StepResult(message.epoch, message.step_id, token_ids, not_finite_rows)
     # What follows is rare, and 512 plain rows are to cost no more for it.
     if not (
         message.num_draft_tokens
-        or message.HasField("logprobs")
-        or message.prompt_logprobs
+        or message.num_replayed_tokens
         or message.counts
         or message.failed_grammar_rows
+        or message.prompt_logprobs
+        or message.HasField("logprobs")
     ):
-        return plain
-    return replace(
-        plain,
+        return StepResult(message.epoch, message.step_id, token_ids, not_finite_rows, None, 0, None, (), _NO_ROWS)
+    return StepResult(
+        message.epoch,
+        message.step_id,
+        token_ids,
+        not_finite_rows,
         counts=np.frombuffer(message.counts, TOKEN_DTYPE) if message.HasField("counts") else None,
         num_draft_tokens=message.num_draft_tokens,
         logprobs=Logprobs(*decode_logprobs(message.logprobs)) if message.HasField("logprobs") else None,
@@ -187,6 +223,8 @@ def decode_result(message: worker_pb2.StepResult) -> StepResult:
             (chunk.slot, Logprobs(*decode_logprobs(chunk.logprobs))) for chunk in message.prompt_logprobs
         ),
         failed_grammar_rows=np.frombuffer(message.failed_grammar_rows, TOKEN_DTYPE),
+        num_replayed_tokens=message.num_replayed_tokens,
+        num_replay_mismatches=message.num_replay_mismatches,
     )
 
 
@@ -219,14 +257,45 @@ def _column(values: list[int] | tuple[int, ...] | array[int] | Slots) -> bytes:
     return np.asarray(values, TOKEN_DTYPE).tobytes()
 
 
-def _epoch_held(details: list[object]) -> int:
-    """The epoch that a stale claim was refused for; 0 when the answer does not say."""
+def _make_heartbeat(epoch: int, instance_id: str, progress: int) -> worker_pb2.StepRequest:
+    heartbeat = worker_pb2.Heartbeat(progress=progress)
+    return worker_pb2.StepRequest(epoch=epoch, scheduler_instance_id=instance_id, heartbeat=heartbeat)
+
+
+def _read_acceptance(rank: int, epoch: int, response: worker_pb2.AttachResponse) -> Accepted:
+    facts = WorkerFacts(
+        epoch,
+        response.model_digest,
+        response.context_length,
+        response.logits_width,
+        tuple(response.eos_token_ids),
+        response.num_blocks,
+        response.num_draft_tokens,
+        response.needs_all_tokens,
+        response.default_sampling.SerializeToString(),
+        response.numerics_fingerprint,
+        response.is_exact,
+    )
+    layout = response.layout
+    is_coupled = layout.has_expert_parallel and layout.dp_size > 1
+    return Accepted(
+        rank,
+        epoch,
+        facts,
+        GroupPlace(layout.dp_rank, layout.dp_size, layout.tp_size, is_coupled),
+        (response.last_step_epoch, response.last_step_id),
+        response.is_stuck,
+    )
+
+
+def _read_holder(status: status_pb2.Status) -> tuple[int, str]:
+    """The epoch that a group holds and for whom, where a refusal says so; else 0 and nobody."""
     info = error_details_pb2.ErrorInfo()
-    for detail in details:
-        if detail.Unpack(info):  # type: ignore[attr-defined]
-            held = info.metadata.get("epoch", "")
-            return int(held) if held.isdecimal() else 0
-    return 0
+    for detail in status.details:
+        if detail.Unpack(info):
+            epoch = info.metadata.get("epoch", "")
+            return int(epoch) if epoch.isdecimal() else 0, info.metadata.get("holder", "")
+    return 0, ""
 
 
 def _describe(error: Exception) -> str:
