@@ -9,6 +9,7 @@ import sys
 from services.tokenizer.cell_requests import CellRequests
 from services.tokenizer.config import TokenizerSettings
 from services.tokenizer.live_requests import LiveRequests
+from services.tokenizer.metrics import make_registry
 from services.tokenizer.model import ServedModel, load_model
 from services.tokenizer.scheduler_client import SchedulerClient
 from services.tokenizer.servicer import TOKENIZER_SERVICE, TokenizerServicer
@@ -16,6 +17,7 @@ from shared.config import load_settings, log_settings
 from shared.health import Health
 from shared.lifecycle import STOP_GRACE_S, freeze_garbage, run_service
 from shared.logging import configure_logging
+from shared.metrics import serve_metrics
 from shared.model_dir import ModelDirectoryError
 from shared.rpc import Servicer, make_server
 
@@ -37,12 +39,15 @@ async def serve(settings: TokenizerSettings, model: ServedModel, stop: asyncio.E
         await health.set_serving(is_linked and not stop.is_set())
 
     requests = CellRequests(settings.scheduler_lost_s)
-    scheduler = SchedulerClient(settings.scheduler, model.digest, requests, on_link_change)
+    scheduler = SchedulerClient(
+        settings.scheduler, model.digest, requests, on_link_change, silence_s=settings.scheduler_silence_s
+    )
     live = LiveRequests()
     servicers: list[Servicer] = [TokenizerServicer(model, scheduler, live, settings.max_unread_s), health]
     names = (TOKENIZER_SERVICE,) if settings.reflection else ()
     try:
         server = make_server(settings.bind_address, servicers, service_names=names)
+        metrics_server = await _serve_metrics(settings, scheduler)
     except RuntimeError as error:
         logger.error("cannot serve", extra={"address": settings.bind_address, "error": str(error)})
         return 1
@@ -54,6 +59,8 @@ async def serve(settings: TokenizerSettings, model: ServedModel, stop: asyncio.E
     await health.set_serving(False)
     await live.drain(_DRAIN_S)
     await server.stop(_CLOSE_S)
+    if metrics_server is not None:
+        metrics_server.close()
     model.structured_outputs.close()
     for task in ends:
         task.cancel()
@@ -62,6 +69,20 @@ async def serve(settings: TokenizerSettings, model: ServedModel, stop: asyncio.E
         if isinstance(result, Exception):
             raise result
     return 0
+
+
+async def _serve_metrics(settings: TokenizerSettings, scheduler: SchedulerClient) -> asyncio.AbstractServer | None:
+    """Serve metrics where the settings say; None when they do not.
+
+    Raises:
+        RuntimeError: the address is taken or not usable.
+    """
+    if settings.metrics_listen is None:
+        return None
+    try:
+        return await serve_metrics(settings.metrics_listen, make_registry(scheduler))
+    except RuntimeError as error:
+        raise RuntimeError(f"--metrics-listen: {error}") from error
 
 
 def main() -> int:

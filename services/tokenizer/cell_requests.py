@@ -6,14 +6,17 @@ import asyncio
 import secrets
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from lockstep.internal.v1 import exchange_pb2
 from services.tokenizer.exchange_codec import encode_submit, read_rows
 from services.tokenizer.exchange_link import ExchangeLink
 from services.tokenizer.logprobs import Logprobs, read_prompt_logprobs, read_row_logprobs
-from services.tokenizer.request_ledger import RequestLedger, ResolvedRequest
+from services.tokenizer.request_ledger import RequestLedger
+from services.tokenizer.resolved_request import ResolvedRequest
 from shared.errors import NotReadyError, ServiceError
+from shared.request_fields import check_exactness
 
 # Resubmissions spread over this time, in their order: a scheduler that has only just started meets every replica's.
 LONGEST_JITTER_S = 0.5
@@ -21,8 +24,29 @@ LONGEST_JITTER_S = 0.5
 _random = secrets.SystemRandom()
 
 
+@dataclass(slots=True)
+class Counters:
+    """What has happened since the service started. Resumes are counted when the answers of their choices end."""
+
+    num_lost_links: int = 0
+    num_resubmissions: int = 0
+    num_poison_requests: int = 0
+    num_exact_resumes: int = 0
+    num_other_resumes: int = 0
+
+    def add_resumes(self, num_resumes: int, *, is_exact: bool) -> None:
+        """Count the recoveries of a choice."""
+        if is_exact:
+            self.num_exact_resumes += num_resumes
+        else:
+            self.num_other_resumes += num_resumes
+
+
 class Receiver(Protocol):
     """Where one choice's tokens go. It is called no more once it has ended."""
+
+    def submitted(self, num_resumes: int, *, is_exact: bool) -> None:
+        """Its request goes to a scheduler, after so many recoveries; whether neither they nor others change a byte."""
 
     def begin(self, num_cached_tokens: int) -> None:
         """Take the number of prompt tokens that were cached; once, before the first tokens."""
@@ -49,10 +73,15 @@ class CellRequests:
 
     def __init__(self, lost_after_s: float) -> None:
         """Begin in the running event loop, without a stream; requests wait `lost_after_s` for the next one."""
+        self.counters = Counters()
         self._ledger = RequestLedger(lost_after_s, time.monotonic())
         self._receivers: dict[int, Receiver] = {}
         self._link: ExchangeLink | None = None
         self._stream = 0
+        self._scheduler_instance_id = ""
+        self._exact_fingerprint = ""
+        # When the last stream's scheduler was heard last, if it may have died.
+        self._died_s: float | None = None
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -74,12 +103,17 @@ class CellRequests:
 
         Raises:
             NotReadyError: there is no stream.
+            ExactUnavailableError: it is to be exact, and the cell is not.
         """
         if self._link is None:
             raise NotReadyError("the service is not linked to its cell")
+        check_exactness(self._exact_fingerprint, is_exact=request.is_exact)
         handle = self._ledger.add(request, arrived_s=arrived_s, deadline_s=deadline_s)
         self._receivers.update(enumerate(receivers, handle))
-        self._link.submit(handle)
+        if self._ledger.must_wait(handle):
+            self._arm_timer()
+        else:
+            self._link.submit(handle)
         return handle
 
     def abort(self, handle: int) -> None:
@@ -88,13 +122,21 @@ class CellRequests:
             del self._receivers[choice]
         if self._ledger.remove(handle) and self._link is not None:
             self._link.abort(handle)
+        self._submit_released()
 
     def make_link(self) -> ExchangeLink:
         """What goes up a new stream, which is not the present one yet."""
         return ExchangeLink(self._make_submit)
 
-    def open_stream(self, link: ExchangeLink) -> int:
-        """The stream of `link` is the present one: what lives goes on there. Returns the number of requests."""
+    def open_stream(self, link: ExchangeLink, cell_info: exchange_pb2.CellInfo) -> int:
+        """The stream of `link` is the present one: what lives goes on there, in this cell.
+
+        Returns:
+            The number of requests that are submitted again.
+        """
+        self._meet_scheduler(cell_info.scheduler_instance_id)
+        self._exact_fingerprint = cell_info.exact_fingerprint
+        self._fail_each(self._ledger.meet_cell(cell_info.exact_fingerprint))
         self._link = link
         self._stream, handles = self._ledger.open_stream()
         self._arm_timer()
@@ -103,11 +145,18 @@ class CellRequests:
             self._loop.call_later(delay, link.submit, handle)
         return len(handles)
 
-    def lose_stream(self, link: ExchangeLink) -> None:
-        """A stream has ended; if it is the present one, its requests wait for the next."""
+    def lose_stream(self, link: ExchangeLink, *, died_s: float | None = None) -> None:
+        """A stream has ended; if it is the present one, its requests wait for the next.
+
+        Args:
+            link: The stream's.
+            died_s: When the scheduler was heard last, if it gave no reason for the end: unless the next stream is its
+                own again, it has died.
+        """
         link.close()
         if link is self._link:
-            self._link = None
+            self.counters.num_lost_links += 1
+            self._link, self._died_s = None, died_s
             self._ledger.lose_stream(self._stream, time.monotonic())
             self._expire()
 
@@ -144,6 +193,25 @@ class CellRequests:
                 self._stop(handle, stop_at)
         for handle, end in ends.items():
             self._end(handle, (), end)
+        self._submit_released()
+
+    def _meet_scheduler(self, instance_id: str) -> None:
+        """A scheduler serves: where it is not the last one, that one may have died, and a request may be to blame."""
+        if self._died_s is not None and instance_id != self._scheduler_instance_id:
+            ends = self._ledger.mourn(self._died_s)
+            self.counters.num_poison_requests += bool(ends)
+            self._fail_each(ends)
+        self._died_s, self._scheduler_instance_id = None, instance_id
+
+    def _fail_each(self, ends: Iterable[tuple[int, ServiceError]]) -> None:
+        for handle, error in ends:
+            self._receivers.pop(handle).fail(error)
+
+    def _submit_released(self) -> None:
+        """Submit what had to wait for a trial that has moved on."""
+        if self._link is not None:
+            for handle in self._ledger.take_released():
+                self._link.submit(handle)
 
     def _end(self, handle: int, token_ids: Sequence[int], end: exchange_pb2.RequestEnd) -> None:
         if self._ledger.end(self._stream, handle):
@@ -165,18 +233,25 @@ class CellRequests:
 
     def _make_submit(self, handle: int) -> exchange_pb2.Submit | None:
         attempt = self._ledger.next_attempt(handle, time.monotonic())
-        return None if attempt is None else encode_submit(attempt)
+        if attempt is None:
+            return None
+        self.counters.num_resubmissions += attempt.number > 1
+        for choice in self._ledger.open_choices(handle):
+            self._receivers[choice].submitted(attempt.num_resumes, is_exact=attempt.resumes_exactly)
+        if self._ledger.is_trying:
+            self._arm_timer()
+        return encode_submit(attempt)
 
     def _expire(self) -> None:
-        for handle, error in self._ledger.expire(time.monotonic()):
-            self._receivers.pop(handle).fail(error)
+        self._fail_each(self._ledger.expire(time.monotonic()))
+        self._submit_released()
         self._arm_timer()
 
     def _arm_timer(self) -> None:
-        """Come back when requests that wait for a stream expire."""
+        """Come back when requests expire that wait, for a stream or for others that are tried on it."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        wakeup = self._ledger.next_wakeup() if self._link is None else None
+        wakeup = self._ledger.next_wakeup() if self._link is None or self._ledger.is_trying else None
         if wakeup is not None:
             self._timer = self._loop.call_later(wakeup - time.monotonic(), self._expire)

@@ -87,6 +87,9 @@ class Choice:
         self.has_news = False
         # Whether nothing will be received any more.
         self.is_over = False
+        # How often it went on after what computed it was lost, and whether that cannot be told from its bytes.
+        self.num_resumes = 0
+        self.resumes_exactly = False
         # Those of the prompt that have been received and not taken; None where nobody asked for them.
         self.prompt_logprobs = extras.prompt_logprobs
         self._call = call
@@ -107,6 +110,10 @@ class Choice:
     def num_tokens(self) -> int:
         """Completion tokens that are part of it so far."""
         return self._completion.num_tokens
+
+    def submitted(self, num_resumes: int, *, is_exact: bool) -> None:
+        """Take how often it has gone on by now, and whether its bytes are those of an undisturbed run."""
+        self.num_resumes, self.resumes_exactly = num_resumes, is_exact
 
     def begin(self, num_cached_tokens: int) -> None:
         """Take what the first tokens come with: how much of the prompt was cached."""
@@ -215,20 +222,32 @@ class Choice:
         if end.HasField("error"):
             self._call.fail(StatusError(end.error))
             return
+        # The cell's count has what workers did too.
+        self.num_resumes = end.num_resumes
         self._completion.finish()
         if self._completion.stop_string is not None:
             self._finish_by_stop_string(self._completion.stop_string)
             return
         self.usage.num_completion_tokens = end.num_completion_tokens
         stop_token_id = end.stop_token_id if end.HasField("stop_token_id") else None
-        self._finish = tokenizer_pb2.Finish(reason=end.finish_reason, stop_token_id=stop_token_id, usage=self.usage)
+        self._finish = tokenizer_pb2.Finish(
+            reason=end.finish_reason, stop_token_id=stop_token_id, usage=self.usage, recovery=self._recovery()
+        )
 
     def _finish_by_stop_string(self, stop_string: str) -> None:
         self.is_over = True
         self.usage.num_completion_tokens = self._completion.num_tokens
         self._finish = tokenizer_pb2.Finish(
-            reason=common_pb2.FINISH_REASON_STOP_STRING, stop_string=stop_string, usage=self.usage
+            reason=common_pb2.FINISH_REASON_STOP_STRING,
+            stop_string=stop_string,
+            usage=self.usage,
+            recovery=self._recovery(),
         )
+
+    def _recovery(self) -> common_pb2.Recovery | None:
+        if not self.num_resumes:
+            return None
+        return common_pb2.Recovery(resume_count=self.num_resumes, resume_exact=self.resumes_exactly)
 
 
 def _add_parts(parts: Iterable[ReplyPart], response: tokenizer_pb2.GenerateResponse) -> None:

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from shared.config import Address, LocalAddress, ServiceSettings
+from shared.config import Addresses, LocalAddress, ServiceSettings
 
 
 class TokenizerSettings(ServiceSettings):
@@ -23,12 +23,25 @@ class TokenizerSettings(ServiceSettings):
     model_name: str | None = Field(
         default=None, min_length=1, description="The name that requests may give; the directory's own if not set."
     )
-    scheduler: Address = Field(default="127.0.0.1:50052", description="Address of the cell's scheduler.")
+    scheduler: Addresses = Field(
+        default=("127.0.0.1:50052",),
+        min_length=1,
+        description="Addresses of the cell's schedulers, with commas between them; the first one that serves is used.",
+    )
+    scheduler_silence_s: float = Field(
+        default=3.0,
+        ge=1.0,
+        allow_inf_nan=False,
+        description="A scheduler that gives no sign of life for so many seconds is lost.",
+    )
     scheduler_lost_s: float = Field(
         default=60.0,
         ge=0.0,
         allow_inf_nan=False,
         description="Requests in flight wait so many seconds for a scheduler that was lost.",
+    )
+    metrics_listen: LocalAddress | None = Field(
+        default=None, description="Address to serve metrics for Prometheus on, as GET /metrics over HTTP."
     )
     max_unread_s: float = Field(
         default=30.0,

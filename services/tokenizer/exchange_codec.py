@@ -10,7 +10,8 @@ import numpy as np
 
 from lockstep.internal.v1 import exchange_pb2
 from lockstep.v1 import common_pb2
-from services.tokenizer.request_ledger import Attempt, ExchangeError
+from services.tokenizer.request_ledger import ExchangeError
+from services.tokenizer.resolved_request import Attempt
 from shared.limits import TOKEN_DTYPE
 from shared.sampling_codec import encode_options
 
@@ -44,6 +45,8 @@ def encode_submit(attempt: Attempt) -> exchange_pb2.Submit:
         time_left=None if attempt.time_left_s is None else timedelta(seconds=max(0.0, attempt.time_left_s)),
         n=request.n,
         options=None if sampling.options is None else encode_options(sampling.options),
+        determinism=common_pb2.DETERMINISM_EXACT if request.is_exact else common_pb2.DETERMINISM_ORDINARY,
+        num_earlier_resumes=attempt.num_resumes,
     )
 
 

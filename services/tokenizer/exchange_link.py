@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
@@ -14,7 +15,11 @@ _SUBMIT_BYTES_PER_MESSAGE = 8 * 1024 * 1024
 
 
 class ExchangeLink:
-    """Collects what is to be sent. Nothing is sent any more once it is closed."""
+    """Collects what is to be sent. Nothing is sent any more once it is closed.
+
+    Attributes:
+        heard_s: When the scheduler was heard last, in seconds of `time.monotonic`; at first when the link was made.
+    """
 
     def __init__(self, make_submit: Callable[[int], exchange_pb2.Submit | None]) -> None:
         """Begin a link.
@@ -23,11 +28,13 @@ class ExchangeLink:
             make_submit: The submit of a handle, made at the moment it leaves: its ages and its output so far are
                 those of this moment. None when the request has ended.
         """
+        self.heard_s = time.monotonic()
         self._make_submit = make_submit
         self._is_closed = False
         self._submits: deque[int] = deque()
         self._stop_ats: list[exchange_pb2.StopAt] = []
         self._aborts: list[int] = []
+        self._is_beat_due = False
         self._has_news = asyncio.Event()
 
     def submit(self, handle: int) -> None:
@@ -45,6 +52,11 @@ class ExchangeLink:
         self._aborts.append(handle)
         self._has_news.set()
 
+    def beat(self) -> None:
+        """Give a sign of life."""
+        self._is_beat_due = True
+        self._has_news.set()
+
     def close(self) -> None:
         """The stream is over."""
         self._is_closed = True
@@ -58,12 +70,14 @@ class ExchangeLink:
                 return
             message = self._take_message()
             # Those that wanted to be submitted may all have ended.
-            if message.submits or message.stop_ats or message.abort_handles:
+            if message.submits or message.stop_ats or message.abort_handles or message.is_heartbeat:
                 yield message
 
     def _take_message(self) -> exchange_pb2.ExchangeRequest:
-        message = exchange_pb2.ExchangeRequest(stop_ats=self._stop_ats, abort_handles=encode_handles(self._aborts))
-        self._stop_ats, self._aborts = [], []
+        message = exchange_pb2.ExchangeRequest(
+            stop_ats=self._stop_ats, abort_handles=encode_handles(self._aborts), is_heartbeat=self._is_beat_due
+        )
+        self._stop_ats, self._aborts, self._is_beat_due = [], [], False
         num_bytes = 0
         while self._submits and num_bytes < _SUBMIT_BYTES_PER_MESSAGE:
             submit = self._make_submit(self._submits.popleft())

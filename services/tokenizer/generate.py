@@ -19,6 +19,7 @@ from services.tokenizer.request import CheckedRequest, check_request
 from services.tokenizer.scheduler_client import SchedulerClient
 from shared.errors import DeadlinePassedError, ServiceError
 from shared.limits import NO_OPTIONS
+from shared.request_fields import check_exactness
 from shared.response_writer import ResponseWriter
 from shared.rpc import StatusError, reason_of
 
@@ -80,6 +81,7 @@ class GenerateCall:
             message, model_name=self._model.name, limits=cell.limits, defaults=cell.default_sampling
         )
         self._facts["request_id"] = request.request_id
+        check_exactness(cell.exact_fingerprint, is_exact=request.is_exact)
         with self._live.admit(request.all_ids):
             prompts = await self._preparer.prepare(request)
             self._check_deadline()
@@ -161,6 +163,10 @@ class GenerateCall:
         self._facts["num_prompt_tokens"] = usage.num_prompt_tokens
         self._facts["num_cached_tokens"] = usage.num_cached_tokens
         self._facts["num_completion_tokens"] = generation.num_tokens
+        if generation.num_resumes:
+            self._facts["num_resumes"] = generation.num_resumes
+        for choice in generation.choices:
+            self._scheduler.requests.counters.add_resumes(choice.num_resumes, is_exact=choice.resumes_exactly)
         if generation.ttft_s is not None:
             self._facts["ttft_ms"] = round(1e3 * generation.ttft_s, 3)
 

@@ -42,6 +42,11 @@ class Generation:
         return sum(choice.num_tokens for choice in self.choices)
 
     @property
+    def num_resumes(self) -> int:
+        """Recoveries of all choices so far, as `Choice.num_resumes`."""
+        return sum(choice.num_resumes for choice in self.choices)
+
+    @property
     def ttft_s(self) -> float | None:
         """From the call's arrival to the first token that left; None while none has."""
         return min((choice.ttft_s for choice in self.choices if choice.ttft_s is not None), default=None)

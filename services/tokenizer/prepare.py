@@ -13,7 +13,7 @@ from services.tokenizer.conversation import Conversation
 from services.tokenizer.model import ServedModel
 from services.tokenizer.replies import ReplyParser
 from services.tokenizer.request import CheckedRequest, Prompt, TokenIds, resolve_request
-from services.tokenizer.request_ledger import ResolvedRequest
+from services.tokenizer.resolved_request import ResolvedRequest
 from shared.errors import Violation
 from shared.limits import NO_OPTIONS, ModelLimits, SamplingParams
 from shared.request_fields import raise_violations

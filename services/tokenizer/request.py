@@ -15,13 +15,14 @@ import numpy.typing as npt
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.chat_request import chat_text_bytes, read_chat
 from services.tokenizer.conversation import Conversation
-from services.tokenizer.request_ledger import ResolvedRequest
+from services.tokenizer.resolved_request import ResolvedRequest
 from services.tokenizer.text_size import check_text_bytes
 from shared.errors import ModelNotFoundError, Violation
 from shared.limits import TOKEN_DTYPE, ModelLimits, SamplingParams, check_prompt
 from shared.request_fields import (
     raise_violations,
     read_cache_salt,
+    read_determinism,
     read_num_choices,
     read_priority,
     read_prompt_token_ids,
@@ -74,6 +75,7 @@ class CheckedRequest:
     structured_output: tokenizer_pb2.StructuredOutput | None
     priority: common_pb2.Priority
     cache_salt: bytes
+    is_exact: bool
 
     @property
     def all_ids(self) -> list[str]:
@@ -132,6 +134,7 @@ def check_request(
         request.structured_output if request.HasField("structured_output") else None,
         read_priority(request.priority, violations),
         read_cache_salt(request.cache_salt, violations),
+        read_determinism(request.determinism, violations),
     )
     _check_constraints(checked, violations)
     raise_violations(violations)
@@ -157,7 +160,15 @@ def resolve_request(
     check_prompt(prompt_token_ids, limits, field=f"{request.field_prefix(index)}prompt")
     sampling = resolve_max_tokens(sampling, prompt_token_ids.size, limits, has_max_tokens=request.has_max_tokens)
     prompt = prompt_token_ids.astype(TOKEN_DTYPE).tobytes()
-    return ResolvedRequest(request.prompt_ids[index], prompt, sampling, request.priority, request.cache_salt, request.n)
+    return ResolvedRequest(
+        request.prompt_ids[index],
+        prompt,
+        sampling,
+        request.priority,
+        request.cache_salt,
+        request.n,
+        is_exact=request.is_exact,
+    )
 
 
 def _check_prompts(

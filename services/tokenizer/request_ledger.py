@@ -11,56 +11,20 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shared.errors import DeadlinePassedError, SchedulerLostError, ServiceError
-from shared.limits import TOKEN_DTYPE, SamplingParams
+from services.tokenizer.resolved_request import Attempt, ChoiceSoFar, ResolvedRequest
+from services.tokenizer.submit_suspects import SubmitSuspects
+from shared.errors import (
+    DeadlinePassedError,
+    ExactUnavailableError,
+    PoisonRequestError,
+    SchedulerLostError,
+    ServiceError,
+)
+from shared.limits import TOKEN_DTYPE
 
 
 class ExchangeError(Exception):
     """The scheduler sent what no scheduler sends."""
-
-
-@dataclass(frozen=True, slots=True)
-class ResolvedRequest:
-    """A request with a prompt of ids and every parameter resolved, the seed too; it fits the cell.
-
-    `prompt` is little-endian int32, `priority` a `lockstep.v1.Priority`, `n` the number of choices.
-    """
-
-    request_id: str
-    prompt: bytes
-    sampling: SamplingParams
-    priority: int = 0
-    cache_salt: bytes = b""
-    n: int = 1
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.prompt) // TOKEN_DTYPE.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceSoFar:
-    """What is known of one choice: its completion tokens, little-endian int32, and whether it has ended."""
-
-    output: bytes
-    has_ended: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """One submission of a request; `number` counts them from 1, on whatever stream.
-
-    `choices_so_far` has nothing, or an entry a choice. `age_s` is how long ago the request arrived, `time_left_s` how
-    long its caller still waits; None is for ever.
-    """
-
-    handle: int
-    request: ResolvedRequest
-    number: int
-    choices_so_far: tuple[ChoiceSoFar, ...]
-    age_s: float
-    time_left_s: float | None
 
 
 @dataclass(slots=True)
@@ -73,12 +37,29 @@ class _LiveRequest:
     num_attempts: int = 0
     stream: int | None = None
     """The present stream when it was submitted there."""
+    awaits_token: bool = False
+    """Whether no token has come since it was submitted."""
+    exact_fingerprint: str | None = None
+    """That of all cells it was submitted to; empty when there is none such, None before the first."""
     num_prompt_positions: int = 1
     """Positions of the prompt whose log-probabilities are known. The first has none."""
 
     @property
-    def has_news(self) -> bool:
-        """Whether anything is known of a choice."""
+    def choices_so_far(self) -> tuple[ChoiceSoFar, ...]:
+        """What is known of each choice; empty when that is nothing."""
+        if not self._has_news:
+            return ()
+        return tuple(
+            ChoiceSoFar(np.array(choice.output, TOKEN_DTYPE).tobytes(), choice.has_ended) for choice in self.choices
+        )
+
+    @property
+    def resubmission_order(self) -> tuple[bool, float, int]:
+        """What requests are sorted by that are submitted again."""
+        return not self._has_news, self.arrived_s, self.handle
+
+    @property
+    def _has_news(self) -> bool:
         return any(choice.output or choice.has_ended for choice in self.choices)
 
 
@@ -99,6 +80,8 @@ class RequestLedger:
     Invariant: a choice is here from `add` until its one end: by `end`, `stop`, `expire`, `remove` or `remove_all`; a
     request until the last of its choices has ended. It is in `_unsent` exactly while the scheduler at the end of the
     present stream has not been sent it.
+
+    While the requests that may have killed schedulers are tried, the others wait; see `SubmitSuspects`.
     """
 
     def __init__(self, lost_after_s: float, now: float) -> None:
@@ -110,6 +93,8 @@ class RequestLedger:
         """
         self._lost_after_s = lost_after_s
         self._without_stream_since: float | None = now
+        self._exact_fingerprint = ""
+        self._suspects = SubmitSuspects()
         self._stream = 0
         self._next_handle = 1
         self._choices: dict[int, _LiveChoice] = {}
@@ -136,6 +121,32 @@ class RequestLedger:
             return []
         return [number for number, choice in enumerate(live.choices, handle) if not choice.has_ended]
 
+    def meet_cell(self, exact_fingerprint: str) -> list[tuple[int, ServiceError]]:
+        """The next streams are a cell's with this fingerprint, empty where it is not exact.
+
+        Returns:
+            The choices that end, since their requests can be exact there no more, with the error.
+        """
+        self._exact_fingerprint = exact_fingerprint
+        error = ExactUnavailableError("the cell in which the request would go on gives other bytes")
+        inexact = [
+            handle
+            for handle, live in self._requests.items()
+            if live.request.is_exact and not (exact_fingerprint and live.exact_fingerprint in (None, exact_fingerprint))
+        ]
+        return [end for handle in inexact for end in self._fail(handle, error)]
+
+    def mourn(self, died_s: float) -> list[tuple[int, ServiceError]]:
+        """The scheduler of the stream that was lost has died, at `died_s` or soon after.
+
+        Returns:
+            The choices of the request that it died of, where that is known by now, which end, with the error.
+        """
+        guilty = self._suspects.accuse(died_s)
+        if guilty is None:
+            return []
+        return self._fail(guilty, PoisonRequestError("the scheduler died each time that it was sent the request"))
+
     def open_stream(self) -> tuple[int, list[int]]:
         """A fresh stream is the present one.
 
@@ -143,10 +154,24 @@ class RequestLedger:
             Its number, and the handles to submit on it in this order: who has tokens goes first, then by age.
         """
         self._detach()
+        self._suspects.void()
+        self._suspects.take_change()
         self._without_stream_since = None
         self._stream += 1
-        order = sorted(self._requests, key=lambda handle: _resubmission_order(self._requests[handle]))
-        return self._stream, order
+        return self._stream, self._next_handles()
+
+    def take_released(self) -> list[int]:
+        """The handles to submit on the present stream, in order, when others may be than before; mostly none."""
+        return self._next_handles() if self._suspects.take_change() else []
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether others wait until the requests have been tried that may have killed schedulers."""
+        return self._suspects.is_trying
+
+    def must_wait(self, handle: int) -> bool:
+        """Whether a request is not to be submitted before others have been tried."""
+        return not self._suspects.may_submit(handle)
 
     def lose_stream(self, stream: int, now: float) -> None:
         """A stream has ended: its requests wait for the next one. Nothing changes unless it is the present one."""
@@ -158,20 +183,28 @@ class RequestLedger:
         """Submit a request on the present stream, once.
 
         Returns:
-            What to send; None when the request has ended, was submitted on this stream before, or there is none.
+            What to send; None when the request has ended, must wait, was submitted on this stream before, or there is
+            none.
         """
-        if self._without_stream_since is not None or handle not in self._unsent:
+        if self._without_stream_since is not None or handle not in self._unsent or self.must_wait(handle):
             return None
         live = self._unsent.pop(handle)
         live.stream = self._stream
         live.num_attempts += 1
+        live.awaits_token = True
+        self._suspects.open(handle, now)
+        if live.exact_fingerprint is None:
+            live.exact_fingerprint = self._exact_fingerprint
+        elif live.exact_fingerprint != self._exact_fingerprint:
+            live.exact_fingerprint = ""
         return Attempt(
             handle,
             live.request,
             live.num_attempts,
-            _choices_so_far(live),
+            live.choices_so_far,
             now - live.arrived_s,
             None if live.deadline_s is None else live.deadline_s - now,
+            bool(live.exact_fingerprint),
         )
 
     def begin(self, stream: int, handle: int) -> bool:
@@ -200,6 +233,9 @@ class RequestLedger:
         if num_known:
             token_ids = token_ids[num_known:]
         choice.output.fromlist(token_ids)
+        if choice.request.awaits_token and token_ids:
+            choice.request.awaits_token = False
+            self._suspects.close(choice.request.handle)
         return token_ids
 
     def receive_prompt(self, stream: int, handle: int, first_position: int, num_positions: int) -> int:
@@ -254,13 +290,15 @@ class RequestLedger:
     def remove_all(self) -> list[int]:
         """End all requests from this side; returns the handles of their choices that had not ended."""
         handles = list(self._choices)
+        for handle in self._requests:
+            self._suspects.close(handle)
         self._choices.clear()
         self._requests.clear()
         self._unsent.clear()
         return handles
 
     def expire(self, now: float) -> list[tuple[int, ServiceError]]:
-        """End requests that no scheduler has and whose time is up.
+        """End requests that no scheduler has and whose time is up, and move a trial on whose time is.
 
         The scheduler keeps the deadlines of those that it has.
 
@@ -270,13 +308,13 @@ class RequestLedger:
         since = self._without_stream_since
         if since is not None and now - since >= self._lost_after_s:
             return [(handle, SchedulerLostError("the cell's scheduler was lost")) for handle in self.remove_all()]
+        if since is None:
+            self._suspects.close_old(now)
         late = [
             handle for handle, live in self._unsent.items() if live.deadline_s is not None and live.deadline_s <= now
         ]
-        passed = [choice for handle in late for choice in self.open_choices(handle)]
-        for choice in passed:
-            self._end(choice)
-        return [(choice, DeadlinePassedError("the deadline passed before the request ended")) for choice in passed]
+        error = DeadlinePassedError("the deadline passed before the request ended")
+        return [end for handle in late for end in self._fail(handle, error)]
 
     def next_wakeup(self) -> float | None:
         """When `expire` has something to do at the earliest; None while nothing can expire."""
@@ -285,7 +323,21 @@ class RequestLedger:
         times = [live.deadline_s for live in self._unsent.values() if live.deadline_s is not None]
         if self._without_stream_since is not None:
             times.append(self._without_stream_since + self._lost_after_s)
+        elif (closing := self._suspects.next_closing()) is not None:
+            times.append(closing)
         return min(times, default=None)
+
+    def _next_handles(self) -> list[int]:
+        """Requests that the present stream was not sent and that need not wait, in order."""
+        handles = [handle for handle in self._unsent if not self.must_wait(handle)]
+        return sorted(handles, key=lambda handle: self._unsent[handle].resubmission_order)
+
+    def _fail(self, handle: int, error: ServiceError) -> list[tuple[int, ServiceError]]:
+        """End a request that no scheduler has; returns the choices that had not ended, with the error."""
+        choices = self.open_choices(handle)
+        for choice in choices:
+            self._end(choice)
+        return [(choice, error) for choice in choices]
 
     def _end(self, handle: int) -> _LiveRequest:
         """A choice ends, and with the last one its request; returns the request."""
@@ -295,6 +347,7 @@ class RequestLedger:
         if all(other.has_ended for other in live.choices):
             del self._requests[live.handle]
             self._unsent.pop(live.handle, None)
+            self._suspects.close(live.handle)
             # They hold each other; this way they need no garbage collector.
             live.choices = []
         return live
@@ -304,15 +357,3 @@ class RequestLedger:
         for live in self._requests.values():
             live.stream = None
         self._unsent = dict(self._requests)
-
-
-def _choices_so_far(live: _LiveRequest) -> tuple[ChoiceSoFar, ...]:
-    if not live.has_news:
-        return ()
-    return tuple(
-        ChoiceSoFar(np.array(choice.output, TOKEN_DTYPE).tobytes(), choice.has_ended) for choice in live.choices
-    )
-
-
-def _resubmission_order(live: _LiveRequest) -> tuple[bool, float, int]:
-    return not live.has_news, live.arrived_s, live.handle

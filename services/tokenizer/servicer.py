@@ -82,6 +82,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             eos_token_ids=cell.eos_token_ids,
             num_pool_tokens=cell.limits.num_pool_tokens,
             has_chat_template=self._model.prompts.has_chat_template,
+            has_exact_determinism=bool(cell.exact_fingerprint),
         )
 
     def _cell(self) -> Cell:
