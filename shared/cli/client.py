@@ -83,6 +83,7 @@ async def stream_answer(
     finally:
         # Also behind half an answer: what is told next begins a line.
         print(flush=True)
+    note_recovery(answer.finish)
 
 
 async def answer_once(channel: grpc.aio.Channel, prompt: str) -> None:
@@ -100,6 +101,15 @@ async def answer_once(channel: grpc.aio.Channel, prompt: str) -> None:
     answer = Answer()
     await stream_answer(channel, request, answer)
     print(f"\n{describe_finish(answer.finish)}", flush=True)
+
+
+def note_recovery(finish: tokenizer_pb2.Finish) -> None:
+    """Tell on stderr that an answer went on after a loss, and whether its bytes can tell."""
+    if finish.HasField("recovery"):
+        count, is_exact = finish.recovery.resume_count, finish.recovery.resume_exact
+        times = "once" if count == 1 else f"{count} times"
+        verdict = "is" if is_exact else "may not be"
+        print(f"note: resumed {times} after a loss; the answer {verdict} what it would have been", file=sys.stderr)
 
 
 def describe_finish(finish: tokenizer_pb2.Finish) -> str:

@@ -12,6 +12,7 @@ from shared.cli.client import (
     Answer,
     describe_finish,
     describe_logprobs,
+    note_recovery,
     run_client,
     stream_answer,
 )
@@ -58,5 +59,6 @@ async def _generate_several(target: str, request: tokenizer_pb2.GenerateRequest,
             answer.add(response)
             if response.HasField("finish"):
                 print(f"{response.choice + 1}. {describe_finish(answer.finish)}\n{answer.text}\n", flush=True)
+                note_recovery(answer.finish)
                 if answer.logprobs:
                     print(f"{describe_logprobs(answer.logprobs)}\n")

@@ -16,6 +16,11 @@ def add_client_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", default=DEFAULT_TARGET, metavar="ADDRESS", help="server (default: %(default)s)")
     parser.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="give up after so long")
     parser.add_argument("--priority", choices=("high", "normal", "low"), help="how urgent it is")
+    parser.add_argument(
+        "--determinism",
+        choices=("exact", "ordinary"),
+        help="exact: its bytes depend on nothing but model, prompt and flags, or it is refused",
+    )
     parser.add_argument("--cache-salt", default="", metavar="TEXT", help="share cached prefixes with equal salts only")
     _add_sampling_flags(parser.add_argument_group("how tokens are drawn"))
     _add_end_flags(parser.add_argument_group("where the answer ends"))
@@ -40,6 +45,7 @@ def request_from(args: argparse.Namespace) -> tokenizer_pb2.GenerateRequest:
         stop_token_ids=args.stop_token_id,
     )
     priority = None if args.priority is None else f"PRIORITY_{args.priority.upper()}"
+    determinism = None if args.determinism is None else f"DETERMINISM_{args.determinism.upper()}"
     return tokenizer_pb2.GenerateRequest(
         sampling=sampling,
         stop=args.stop,
@@ -47,6 +53,7 @@ def request_from(args: argparse.Namespace) -> tokenizer_pb2.GenerateRequest:
         bad_words=args.bad_word,
         structured_output=args.structured_output,
         priority=priority,
+        determinism=determinism,
         cache_salt=args.cache_salt,
     )
 

@@ -11,9 +11,10 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import BinaryIO
+
+from shared.cli.cell_plan import ServiceCommand
 
 _PR_SET_PDEATHSIG = 1
 _MAX_LINE_BYTES = 1 << 20
@@ -23,32 +24,27 @@ _OUTPUT_GRACE_S = 1.0
 _DEFAULT_ENVIRONMENT = {"GRPC_VERBOSITY": "ERROR"}
 
 
-@dataclass(frozen=True, slots=True)
-class ServiceCommand:
-    """How a service is started, and where it answers then."""
-
-    role: str
-    flags: tuple[str, ...]
-    address: str
-
-
 class ServiceProcess:
-    """A running service. What it writes comes out of the launcher's stderr, each line behind its role."""
+    """A service's process. What it writes comes out of the launcher's stderr, each line behind its name."""
 
-    def __init__(self, role: str, process: asyncio.subprocess.Process, output: asyncio.Task[None]) -> None:
-        self.role = role
+    def __init__(
+        self, command: ServiceCommand, process: asyncio.subprocess.Process, output: asyncio.Task[None]
+    ) -> None:
+        self.command = command
         self.problem: str | None = None
         self._process = process
         self._output = output
+        self._kill_reason: str | None = None
 
     @classmethod
-    async def start(cls, command: ServiceCommand, *, line_prefix: str) -> ServiceProcess:
+    async def start(cls, command: ServiceCommand, start_flags: Sequence[str], *, line_prefix: str) -> ServiceProcess:
         """Start `python -m services.ROLE`. Call it from the main thread: the child dies when its starter does."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             f"services.{command.role}",
             *command.flags,
+            *start_flags,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -58,7 +54,7 @@ class ServiceProcess:
         )
         assert process.stdout is not None
         output = asyncio.create_task(_copy_lines(process.stdout, sys.stderr.buffer, line_prefix.encode()))
-        return cls(command.role, process, output)
+        return cls(command, process, output)
 
     @property
     def pid(self) -> int:
@@ -67,8 +63,12 @@ class ServiceProcess:
 
     async def wait(self) -> None:
         """Return when the process has ended by itself; `problem` then says how."""
-        returncode = await self._process.wait()
-        self.problem = f"the {self.role} {_describe_exit(returncode)}"
+        self.problem = self._describe(await self._process.wait())
+
+    def kill(self, reason: str) -> None:
+        """End the process and what it started by force; `wait` returns then, and `problem` tells the reason."""
+        self._kill_reason = reason
+        os.killpg(self.pid, signal.SIGKILL)
 
     async def stop(self, grace_s: float) -> None:
         """End the process, by force after `grace_s`; `problem` is set when that was not clean.
@@ -79,7 +79,7 @@ class ServiceProcess:
             self._process.terminate()
             await self._wait_or_kill(grace_s)
         elif self.problem is None:
-            self.problem = f"the {self.role} {_describe_exit(self._process.returncode)}"
+            self.problem = self._describe(self._process.returncode)
         # Its last words come out before the launcher's. A grandchild may hold the pipe open.
         await asyncio.wait([self._output], timeout=_OUTPUT_GRACE_S)
 
@@ -90,11 +90,16 @@ class ServiceProcess:
         except TimeoutError:
             os.killpg(self.pid, signal.SIGKILL)
             await self._process.wait()
-            self.problem = f"the {self.role} did not stop within {grace_s:g} s and was killed"
+            self.problem = f"the {self.command.name} did not stop within {grace_s:g} s and was killed"
             return
         # A service that is only just starting has no handler for the signal yet.
         if returncode not in (0, -signal.SIGTERM):
-            self.problem = f"the {self.role} {_describe_exit(returncode)} when asked to stop"
+            self.problem = f"{self._describe(returncode)} when asked to stop"
+
+    def _describe(self, returncode: int) -> str:
+        if self._kill_reason is not None:
+            return f"the {self.command.name} was killed: {self._kill_reason}"
+        return f"the {self.command.name} {_describe_exit(returncode)}"
 
 
 async def _copy_lines(source: asyncio.StreamReader, sink: BinaryIO, prefix: bytes) -> None:

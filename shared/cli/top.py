@@ -8,7 +8,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc
 from shared.cli.client import run_client
@@ -76,6 +76,12 @@ def render(
         _line("prefix hit rate", _hit_rate(state), "" if before is None else _hit_rate(state, before)),
         _line("drafts accepted", _acceptance_rate(state), "" if before is None else _acceptance_rate(state, before)),
     ]
+    if state.num_lost_epochs:
+        lines.append(
+            _line("recoveries", state.num_recoveries, f"of {state.num_lost_epochs} times that workers were lost")
+        )
+    if len(state.rank_steps) > 1:
+        lines += ["", *_rank_lines(state, before, elapsed_s)]
     return "".join(f"{line.rstrip()}\n" for line in lines)
 
 
@@ -122,6 +128,28 @@ def _counter_line(
     count = getattr(state, name)
     rate = "" if before is None else f"{(count - getattr(before, name)) / elapsed_s:.1f}/s"
     return _line(label, count, rate)
+
+
+def _rank_lines(
+    state: scheduler_pb2.GetStateResponse, before: scheduler_pb2.GetStateResponse | None, elapsed_s: float
+) -> Iterator[str]:
+    """A table of the DP ranks: a heading, and a line for each."""
+    heading = f"{'rank':<6}{'attached':>9}{'waiting':>9}{'running':>9}{'KV used':>9}"
+    yield f"{heading}{'steps':>12}{'dummies':>9}{'steps/s':>10}"
+    for number, rank in enumerate(state.rank_steps):
+        usage = rank.num_used_blocks / rank.num_blocks if rank.num_blocks else 0.0
+        num_steps = _num_steps(rank)
+        rate = "" if before is None else f"{(num_steps - _num_steps(before.rank_steps[number])) / elapsed_s:.1f}"
+        dummies = f"{rank.num_dummy_steps / num_steps:.1%}" if num_steps else "-"
+        yield (
+            f"{number:<6}{'yes' if rank.is_attached else 'no':>9}{rank.num_waiting:>9}{rank.num_running:>9}"
+            f"{usage:>9.1%}{num_steps:>12}{dummies:>9}{rate:>10}"
+        )
+
+
+def _num_steps(rank: scheduler_pb2.RankSteps) -> int:
+    """All steps that a rank was sent."""
+    return rank.num_prefill_steps + rank.num_decode_steps + rank.num_mixed_steps + rank.num_dummy_steps
 
 
 def _hit_rate(state: scheduler_pb2.GetStateResponse, before: scheduler_pb2.GetStateResponse | None = None) -> str:

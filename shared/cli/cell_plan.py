@@ -1,0 +1,113 @@
+"""The processes of one cell: which there are, their flags and addresses, and who stands and falls with whom."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.cli.serve_settings import ServeSettings
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceCommand:
+    """How a service is started, and where it answers then.
+
+    Attributes:
+        role: Its module is `services.ROLE`.
+        flags: What it is told at every start; the processes of a domain are told `make_start_flags` as well.
+        address: Where it answers.
+        domain: Names its failure domain.
+        rank: Of a worker, `DP.TP`; empty where there is only one.
+    """
+
+    role: str
+    flags: tuple[str, ...]
+    address: str
+    domain: str
+    rank: str = ""
+
+    @property
+    def name(self) -> str:
+        """Tells it from the cell's other processes."""
+        return f"{self.role} {self.rank}".rstrip()
+
+
+def plan_services(
+    settings: ServeSettings, service_flags: Mapping[str, Sequence[str]], runtime_dir: Path
+) -> list[ServiceCommand]:
+    """The commands of one cell, in the order of their start; links are sockets in `runtime_dir` unless told."""
+    shared_flags = [f"--log-level={settings.log_level}", f"--log-format={settings.log_format}"]
+    if settings.reflection:
+        shared_flags.append("--reflection")
+    worker_flags = [*shared_flags, *service_flags.get("worker", ())]
+    workers = [] if settings.workers else list(_plan_workers(settings, worker_flags, runtime_dir))
+    leaders = settings.workers or [worker.address for worker in workers[:: settings.tp]]
+    scheduler = settings.scheduler_listen or f"unix:{runtime_dir / 'scheduler.sock'}"
+    scheduler_links = [f"--listen={scheduler}", f"--workers={','.join(leaders)}"]
+    if settings.is_coupled:
+        scheduler_links.append("--coupled")
+    bind = f"--insecure-bind={settings.insecure_bind}" if settings.insecure_bind else f"--listen={settings.listen}"
+    tokenizer_links = [bind, f"--scheduler={scheduler}", f"--model-dir={settings.model_dir}"]
+    role_to_links = {
+        "scheduler": (scheduler, scheduler_links),
+        "tokenizer": (settings.bind_address, tokenizer_links),
+    }
+    return workers + [
+        ServiceCommand(role, (*links, *shared_flags, *service_flags.get(role, ())), address, role)
+        for role, (address, links) in role_to_links.items()
+    ]
+
+
+def make_start_flags(domain: Sequence[ServiceCommand]) -> list[str]:
+    """What the processes of one start of a failure domain find each other by; nothing where there is only one."""
+    if len(domain) == 1:
+        return []
+    # Chosen anew each time: an exited process's port may not be free again yet.
+    return [f"--rendezvous=127.0.0.1:{_free_port()}", f"--domain-start-id={uuid.uuid4().hex}"]
+
+
+def _plan_workers(settings: ServeSettings, more_flags: Sequence[str], runtime_dir: Path) -> Iterator[ServiceCommand]:
+    common = [f"--model-dir={settings.model_dir}", *settings.draft_flags()]
+    if settings.ep:
+        common.append("--ep")
+    num_workers = settings.dp * settings.tp
+    if num_workers == 1:
+        address = f"unix:{runtime_dir / 'worker.sock'}"
+        yield ServiceCommand("worker", (f"--listen={address}", *common, *more_flags), address, "worker")
+        return
+    if not any(flag.partition("=")[0] == "--num-threads" for flag in more_flags):
+        common.append(f"--num-threads={max(1, _num_cores() // num_workers)}")
+    for dp_rank in range(settings.dp):
+        for tp_rank in range(settings.tp):
+            address = _worker_address(runtime_dir, dp_rank, tp_rank)
+            place = [f"--dp-rank={dp_rank}", f"--dp-size={settings.dp}"]
+            place += [f"--tp-rank={tp_rank}", f"--tp-size={settings.tp}"]
+            # A member follows its group's leader; the leader of a coupled group that of the first one.
+            if tp_rank:
+                place.append(f"--leader={_worker_address(runtime_dir, dp_rank, 0)}")
+            elif dp_rank and settings.is_coupled:
+                place.append(f"--leader={_worker_address(runtime_dir, 0, 0)}")
+            domain = "workers" if settings.is_coupled else f"worker {dp_rank}"
+            flags = (f"--listen={address}", *common, *place, *more_flags)
+            yield ServiceCommand("worker", flags, address, domain, f"{dp_rank}.{tp_rank}")
+
+
+def _worker_address(runtime_dir: Path, dp_rank: int, tp_rank: int) -> str:
+    return f"unix:{runtime_dir / f'worker-{dp_rank}.{tp_rank}.sock'}"
+
+
+def _num_cores() -> int:
+    """Cores that this process, and so its children, may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

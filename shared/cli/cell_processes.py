@@ -1,0 +1,177 @@
+"""The processes of a cell while it runs: started, asked for their health, started again, stopped.
+
+It decides nothing: `Supervisor` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from shared.cli.cell_plan import ServiceCommand, make_start_flags
+from shared.cli.serve_settings import ROLES
+from shared.cli.service_process import ServiceProcess
+from shared.cli.supervisor import Kill, RestartPolicy, StartDomain, Supervisor
+from shared.rpc import make_channel
+
+logger = logging.getLogger(__name__)
+
+# More than a service takes to stop cleanly.
+STOP_GRACE_S = 10.0
+
+# Who serves is asked less often than who starts: an idle cell costs next to nothing.
+_START_CHECK_PERIOD_S = 0.2
+_MAX_CHECK_PERIOD_S = 10.0
+_CHECKS_BEFORE_KILL = 3.0
+
+
+class CellProcesses:
+    """Keeps the processes of one cell running: `run` until `end` is called or the cell fails, then `stop`.
+
+    Attributes:
+        has_served: Set once every process has served.
+    """
+
+    def __init__(self, commands: Sequence[ServiceCommand], policy: RestartPolicy, *, has_prefixes: bool) -> None:
+        """Start nothing yet.
+
+        Args:
+            commands: In the order of their start.
+            policy: When processes are killed and started again.
+            has_prefixes: Whether each line that a process writes begins with its name.
+        """
+        self.has_served = asyncio.Event()
+        self._domain_to_commands: dict[str, list[ServiceCommand]] = {}
+        for command in commands:
+            self._domain_to_commands.setdefault(command.domain, []).append(command)
+        names = {domain: [command.name for command in some] for domain, some in self._domain_to_commands.items()}
+        self._supervisor = Supervisor(names, policy)
+        self._check_period_s = min(_MAX_CHECK_PERIOD_S, policy.health_kill_s / _CHECKS_BEFORE_KILL)
+        self._prefix_width = max(len(command.name) for command in commands) if has_prefixes else 0
+        self._running: dict[str, ServiceProcess] = {}
+        # Those that exited before the cell served. The first of them is why it ends.
+        self._ended: list[ServiceProcess] = []
+        self._is_over = False
+        # The supervisor was told of an exit, or `run` is to return.
+        self._has_news = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    async def run(self) -> None:
+        """Start every process, and start again what exits."""
+        async with asyncio.TaskGroup() as group:
+            watchers = _Watchers(group)
+            while not self._is_over:
+                for action in self._supervisor.on_time(self._loop.time()):
+                    match action:
+                        case StartDomain(domain):
+                            await self._start(domain, watchers)
+                        case Kill(name, reason):
+                            self._kill(name, reason)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(self._supervisor.next_time(self._loop.time())):
+                        await self._has_news.wait()
+                self._has_news.clear()
+            watchers.cancel()
+
+    def end(self) -> None:
+        """Let `run` return."""
+        self._is_over = True
+        self._has_news.set()
+
+    async def stop(self) -> list[str]:
+        """Stop every process, role by role against the order of their start. `run` has returned.
+
+        Returns:
+            What was not clean, the cause of other trouble first. A process that waited for its next start is not
+            among it.
+        """
+        services = [*self._ended, *self._running.values()]
+        for role in reversed(ROLES):
+            await asyncio.gather(*(_stop(service) for service in services if service.command.role == role))
+        return [service.problem for service in services if service.problem is not None]
+
+    async def _start(self, domain: str, watchers: _Watchers) -> None:
+        commands = self._domain_to_commands[domain]
+        start_flags = make_start_flags(commands)
+        for command in commands:
+            line_prefix = f"{command.name:<{self._prefix_width}} | " if self._prefix_width else ""
+            service = await ServiceProcess.start(command, start_flags, line_prefix=line_prefix)
+            self._running[command.name] = service
+            logger.info("started", extra=_fields(service))
+            watchers.add(self._watch(service, watchers))
+
+    def _kill(self, name: str, reason: str) -> None:
+        logger.warning("killing", extra={**_fields(self._running[name]), "reason": reason})
+        self._running[name].kill(reason)
+
+    async def _watch(self, service: ServiceProcess, watchers: _Watchers) -> None:
+        """Have a process asked for its health until it exits, and tell of its end."""
+        checks = watchers.add(self._check_health(service))
+        await service.wait()
+        checks.cancel()
+        name = service.command.name
+        del self._running[name]
+        delay_s = self._supervisor.on_exit(name, self._loop.time())
+        if delay_s is None:
+            self._ended.append(service)
+            self.end()
+        else:
+            self._has_news.set()
+            restart = {"reason": service.problem, "delay_s": delay_s}
+            logger.warning("exited and is started again", extra={**_fields(service), **restart})
+
+    async def _check_health(self, service: ServiceProcess) -> None:
+        name = service.command.name
+        async with make_channel(service.command.address, internal=True) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            while True:
+                is_serving = await self._ask(stub)
+                if is_serving is not None:
+                    if self._supervisor.on_answer(name, self._loop.time(), is_serving=is_serving):
+                        logger.info("ready", extra=_fields(service))
+                    if self._supervisor.has_served:
+                        self.has_served.set()
+                await asyncio.sleep(self._check_period_s if is_serving else _START_CHECK_PERIOD_S)
+
+    async def _ask(self, stub: Any) -> bool | None:
+        """Whether a process says that it serves; None when it does not answer in time."""
+        request = health_pb2.HealthCheckRequest()
+        try:
+            response = await stub.Check(request, timeout=self._check_period_s, wait_for_ready=True)
+        except grpc.aio.AioRpcError:
+            return None
+        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+class _Watchers:
+    """Tasks of a group that end when they are cancelled, at the latest."""
+
+    def __init__(self, group: asyncio.TaskGroup) -> None:
+        self._group = group
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._group.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+
+async def _stop(service: ServiceProcess) -> None:
+    await service.stop(STOP_GRACE_S)
+    logger.info("stopped", extra=_fields(service))
+
+
+def _fields(service: ServiceProcess) -> dict[str, object]:
+    rank = {"rank": service.command.rank} if service.command.rank else {}
+    return {"role": service.command.role, **rank, "pid": service.pid}
