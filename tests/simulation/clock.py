@@ -8,27 +8,34 @@ from collections.abc import Callable
 
 
 class Clock:
-    """A heap of things that will happen; those of one moment happen in the order in which they were planned."""
+    """A heap of things that will happen; those of one moment happen in the order in which they were planned.
+
+    What goes on for as long as there is a cell, heartbeats for instance, is planned as background: it happens as long
+    as there is anything else to come.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
         self.num_events = 0
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._num_background = 0
+        self._heap: list[tuple[float, int, Callable[[], None], bool]] = []
         self._order = itertools.count()
 
-    def at(self, when: float, action: Callable[[], None]) -> None:
+    def at(self, when: float, action: Callable[[], None], *, is_background: bool = False) -> None:
         """Plan an action; one that is planned for the past happens next."""
-        heapq.heappush(self._heap, (max(when, self.now), next(self._order), action))
+        self._num_background += is_background
+        heapq.heappush(self._heap, (max(when, self.now), next(self._order), action, is_background))
 
-    def after(self, delay_s: float, action: Callable[[], None]) -> None:
+    def after(self, delay_s: float, action: Callable[[], None], *, is_background: bool = False) -> None:
         """Plan an action `delay_s` seconds from now."""
-        self.at(self.now + delay_s, action)
+        self.at(self.now + delay_s, action, is_background=is_background)
 
     def run_next(self) -> bool:
-        """Let the next thing happen; returns whether there was one."""
-        if not self._heap:
+        """Let the next thing happen; returns whether there was one, besides background."""
+        if len(self._heap) == self._num_background:
             return False
-        self.now, _, action = heapq.heappop(self._heap)
+        self.now, _, action, is_background = heapq.heappop(self._heap)
+        self._num_background -= is_background
         self.num_events += 1
         action()
         return True

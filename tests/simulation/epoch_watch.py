@@ -1,4 +1,4 @@
-"""What an engine may send to one worker, and what it must do with the answers.
+"""What an engine may send to one rank under one epoch, and what it must do with the answers.
 
 Steps name slots; which request a slot serves is told by the seed of the sequence that entered it.
 """
@@ -6,12 +6,16 @@ Steps name slots; which request a slot serves is told by the seed of the sequenc
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from services.scheduler.batch import PrefillChunk, ScheduledBatch, Step
+from services.scheduler.batch import PrefillChunk, ScheduledBatch, Step, StepKind
 from services.scheduler.waiting_queue import QueuePolicy, max_steps_to_admission
-from tests.simulation.worker import Answer
+from tests.simulation.step_stream import Answer
 from tests.simulation.workload import MAX_REQUEST_TOKENS, CellSettings, Expected, RequestPlan, number_of
+
+# DESIGN section 7, "Noticing".
+_STEP_DEADLINE_S = 10.0
 
 Key = tuple[int, int]
 """A client and a handle."""
@@ -41,6 +45,14 @@ class Entry:
     """What its request is charged with for those of its prompt."""
     num_prompt_positions: int = 1
     """Positions of the prompt whose log-probabilities were told; the first has none."""
+    min_resumes: int = 0
+    """Lost epochs in whose steps in flight it stood, and what its replica told of earlier ones."""
+    max_resumes: int = 0
+    """The same of those in whose batches it stood."""
+    rank: int | None = None
+    """Of the step that computed it last."""
+    num_in_flight: int = 0
+    """Steps of that rank that have not returned."""
 
     @property
     def number(self) -> Number:
@@ -70,19 +82,67 @@ class Entered:
 class SentStep:
     """A step in flight, with the sequences of its rows, and up to where those of its chunks are computed with it."""
 
-    step_id: int
+    step: Step
     sent_at: float
     rows: list[Entered]
     chunks: list[tuple[Entered, int]]
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether it has a decode and nothing else, on coupled ranks all together."""
+        is_eager = self.step.num_tokens_across_dp and not self.step.graph_batch_size
+        return self.step.batch.kind is StepKind.DECODE and not is_eager
+
+    @property
+    def entries(self) -> set[Entry]:
+        """Whose tokens it computes."""
+        return {entered.entry for entered in (*self.rows, *(entered for entered, _ in self.chunks))}
+
+
+@dataclass(slots=True)
+class Signs:
+    """When a rank was heard, and when it was last seen to get on."""
+
+    heard_at: float
+    got_on_at: float = float("-inf")
+    progress: int | None = None
+
+    def take(self, progress: int, now: float) -> None:
+        """A sign of life came."""
+        self.heard_at = now
+        if self.progress not in {None, progress}:
+            self.got_on_at = now
+        self.progress = progress
+
 
 class EpochWatch:
-    """Follows the steps of one epoch and raises AssertionError when one is not as it must be."""
+    """Follows the steps of one rank and one epoch, and raises AssertionError when one is not as it must be."""
 
-    def __init__(self, number: int, settings: CellSettings, live: dict[Number, Entry]) -> None:
-        """Begin with an empty batch; `live` are the choices by their numbers, and changes."""
+    def __init__(
+        self,
+        rank: int,
+        number: int,
+        settings: CellSettings,
+        live: dict[Number, Entry],
+        *,
+        now: float,
+        waits_here: Callable[[Entry], bool],
+    ) -> None:
+        """Begin with an empty batch; `live` are the choices by their numbers, and changes.
+
+        Args:
+            rank: The DP rank.
+            number: The epoch.
+            settings: The cell's.
+            live: The choices that have not ended.
+            now: The time.
+            waits_here: Whether one that is not in the batch is to enter here, and in its turn.
+        """
+        self.rank = rank
         self.number = number
+        self.signs = Signs(now)
         self.in_flight: deque[SentStep] = deque()
+        self._waits_here = waits_here
         self._settings = settings
         self._live = live
         self._batch: dict[int, Entered] = {}
@@ -97,9 +157,15 @@ class EpochWatch:
         self._ahead_of: dict[Entry, set[Entry]] = {}
         self._num_steps_waited: Counter[Entry] = Counter()
 
+    def is_overdue(self, now: float, *, silence_s: float) -> bool:
+        """Whether the rank is silent, or does not get on."""
+        if now - self.signs.heard_at > silence_s:
+            return True
+        return bool(self.in_flight) and now >= max(self.in_flight[0].sent_at, self.signs.got_on_at) + _STEP_DEADLINE_S
+
     def is_due(self, answer: Answer) -> bool:
         """Whether this is an answer to the oldest step in flight."""
-        return bool(self.in_flight) and answer.step_id == self.in_flight[0].step_id
+        return bool(self.in_flight) and answer.step_id == self.in_flight[0].step.step_id
 
     def is_repeat(self, answer: Answer) -> bool:
         """Whether the step has been answered before."""
@@ -118,7 +184,8 @@ class EpochWatch:
         assert len(self._batch) <= policy.max_num_seqs, "more sequences than may be"
         chunks = [*batch.chunks, *(enter.chunk for enter in batch.enters)]
         num_tokens = len(batch.decode_slots) + sum(chunk.num_tokens for chunk in chunks)
-        assert 0 < num_tokens <= policy.max_num_batched_tokens, "more tokens than a step may have"
+        assert num_tokens == batch.num_tokens <= policy.max_num_batched_tokens, "more tokens than a step may have"
+        assert num_tokens or self._settings.topology.is_coupled, "a step that computes nothing"
         assert policy.enable_mixed_steps or not len(batch.decode_slots) or not chunks, "prompts and decodes in a step"
         is_whole = all(not chunk.num_later_tokens for chunk in chunks)
         assert policy.enable_chunked_prefill or is_whole, "a part of a prompt"
@@ -131,18 +198,38 @@ class EpochWatch:
         rows = [self._batch[slot] for slot in batch.row_slots.tolist()]
         self._check_rows(rows)
         self._check_waiting(now)
-        self.in_flight.append(SentStep(step.step_id, now, rows, self._take_chunks(chunks)))
+        self._send(SentStep(step, now, rows, self._take_chunks(chunks)))
+
+    def lose(self) -> Iterator[Entry]:
+        """The epoch is over: who stood in the steps that had not returned, each for each of them, dead ones too."""
+        for entered in self._batch.values():
+            entered.entry.max_resumes += 1
+        in_flight = [entry for sent in self.in_flight for entry in sent.entries]
+        for entry in set(in_flight):
+            entry.min_resumes += 1
+            entry.max_resumes += entry not in {entered.entry for entered in self._batch.values()}
+            entry.num_in_flight = 0
+        return iter(in_flight)
 
     def take_answer(self, answer: Answer, not_finite_rows: list[int]) -> SentStep:
         """The oldest step has returned."""
         step = self.in_flight.popleft()
+        for entry in step.entries:
+            entry.num_in_flight -= 1
         for row, spoiler in zip(not_finite_rows, answer.spoilers, strict=True):
             reader = step.rows[row]
             told_by = self._told_not_finite.get(spoiler)
             is_spread = spoiler != reader.number and told_by is not None and told_by <= reader.after_step
             assert not is_spread, "KV that is known to be bad is shared"
-            self._told_not_finite.setdefault(reader.number, step.step_id)
+            self._told_not_finite.setdefault(reader.number, step.step.step_id)
         return step
+
+    def _send(self, sent: SentStep) -> None:
+        for entry in sent.entries:
+            assert not entry.num_in_flight or entry.rank == self.rank, "a sequence lives on two ranks"
+            entry.rank = self.rank
+            entry.num_in_flight += 1
+        self.in_flight.append(sent)
 
     def _enter(self, batch: ScheduledBatch, now: float) -> None:
         for enter in batch.enters:
@@ -189,7 +276,7 @@ class EpochWatch:
         # One whose last rows are in flight has left the batch.
         busy = held.union(entered.entry for sent in self.in_flight for entered in sent.rows)
         for other in self._live.values():
-            if other in busy:
+            if other in busy or not self._waits_here(other):
                 continue
             assert not self._has_aged(other, now) or other.arrived_at >= entry.arrived_at, "a request starves"
             if now - entry.taken_in_at > policy.max_age_s:
@@ -210,13 +297,15 @@ class EpochWatch:
             # The bound is for an open gate.
             return
         for entry in self._live.values():
-            if not self._has_aged(entry, now):
+            if not self._has_aged(entry, now) or not self._waits_here(entry):
                 continue
             ahead = self._ahead_of.setdefault(entry, {entered.entry for entered in self._batch.values()})
             # Choices of a request arrive together.
             ahead.update(other for other in self._live.values() if other.arrived_at <= entry.arrived_at)
             self._num_steps_waited[entry] += 1
             bound = max_steps_to_admission(len(ahead), MAX_REQUEST_TOKENS, policy.max_num_batched_tokens)
+            # Coupled ranks wait for each other with their prompts.
+            bound *= 1 + policy.max_prefill_wait_steps
             assert self._num_steps_waited[entry] <= bound, "a request waits longer than it may"
 
     def _has_aged(self, entry: Entry, now: float) -> bool:

@@ -32,8 +32,9 @@ class Ends:
 class ExchangeStream:
     """Carries requests up and outputs down. When it breaks, either end notices at a time of its own."""
 
-    def __init__(self, number: int, clock: Clock, rng: Random, mix: FaultMix, ends: Ends) -> None:
+    def __init__(self, number: int, scheduler_id: str, clock: Clock, rng: Random, mix: FaultMix, *, ends: Ends) -> None:
         self.number = number
+        self.scheduler_id = scheduler_id
         # What the replica's ledger calls it.
         self.ledger_number = 0
         self.is_broken = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from random import Random
 
@@ -12,14 +12,18 @@ from random import Random
 class Fault(enum.Enum):
     """One kind of trouble."""
 
-    # The worker, and the link to it.
+    # The workers, and the links to them.
     WORKER_CRASH = "worker_crash"
     WORKER_HANG = "worker_hang"
+    WORKER_STOP = "worker_stop"
     WORKER_SLOW = "worker_slow"
+    LONG_STEP = "long_step"
     NOT_FINITE = "not_finite"
     LINK_BREAK = "link_break"
+    LINK_SILENT = "link_silent"
     STEP_LOST = "step_lost"
     STEP_REPEATED = "step_repeated"
+    STEP_LATE = "step_late"
     RESULT_LOST = "result_lost"
     RESULT_REPEATED = "result_repeated"
     RESULT_REORDERED = "result_reordered"
@@ -34,11 +38,13 @@ class Fault(enum.Enum):
     # Processes.
     SCHEDULER_RESTART = "scheduler_restart"
     SCHEDULER_ZOMBIE = "scheduler_zombie"
+    SCHEDULER_STOP = "scheduler_stop"
     REPLICA_GONE = "replica_gone"
     # Clients.
     CANCEL = "cancel"
     DEADLINE = "deadline"
     TEXT_STOP = "text_stop"
+    POISON = "poison"
     ABORT_CALL = "abort_call"
     CACHE_FLUSH = "cache_flush"
     QUEUE_FULL = "queue_full"
@@ -49,11 +55,14 @@ _LIKELIHOOD = {
     # At each step.
     Fault.WORKER_CRASH: 0.004,
     Fault.WORKER_HANG: 0.003,
+    Fault.WORKER_STOP: 0.003,
     Fault.WORKER_SLOW: 0.02,
+    Fault.LONG_STEP: 0.002,
     # At each sequence and step.
     Fault.NOT_FINITE: 0.006,
     # At each step.
     Fault.LINK_BREAK: 0.004,
+    Fault.LINK_SILENT: 0.004,
     Fault.STEP_LOST: 0.004,
     Fault.STEP_REPEATED: 0.004,
     # At each result.
@@ -61,7 +70,8 @@ _LIKELIHOOD = {
     Fault.RESULT_REPEATED: 0.1,
     Fault.RESULT_REORDERED: 0.02,
     Fault.RESULT_NONSENSE: 0.004,
-    # At each result of an epoch that has ended.
+    # At each step and each result of an epoch that has ended.
+    Fault.STEP_LATE: 0.3,
     Fault.RESULT_LATE: 0.3,
     # At each message.
     Fault.STREAM_BREAK: 0.01,
@@ -74,24 +84,47 @@ _LIKELIHOOD = {
     Fault.SCHEDULER_ZOMBIE: 0.5,
     # At each arrival.
     Fault.SCHEDULER_RESTART: 0.02,
+    Fault.SCHEDULER_STOP: 0.01,
     Fault.REPLICA_GONE: 0.01,
     Fault.CACHE_FLUSH: 0.03,
     # At each request.
     Fault.CANCEL: 0.2,
     Fault.DEADLINE: 0.2,
     Fault.TEXT_STOP: 0.3,
+    Fault.POISON: 0.15,
     Fault.ABORT_CALL: 0.1,
     # At each cell.
     Fault.QUEUE_FULL: 1.0,
 }
 
+# What ends an epoch at once, and what does so after a while, whatever it computes.
+_KILLS = frozenset({Fault.WORKER_CRASH, Fault.LINK_BREAK})
+_SLOW_KILLS = frozenset(
+    {
+        Fault.WORKER_HANG,
+        Fault.WORKER_STOP,
+        Fault.LINK_SILENT,
+        Fault.STEP_LOST,
+        Fault.STEP_REPEATED,
+        Fault.RESULT_LOST,
+        Fault.RESULT_REORDERED,
+        Fault.RESULT_NONSENSE,
+    }
+)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class FaultMix:
-    """The kinds of one run, how likely each is at each opportunity, and how often it happened."""
+    """The kinds of one run, how likely each is at each opportunity, and how often it happened.
+
+    A mix that spares suspects ends epochs at once or not at all, and none while `may_kill` says no: what kills from
+    outside then poisons nobody.
+    """
 
     rates: dict[Fault, float]
+    spares_suspects: bool = False
     counts: Counter[Fault] = field(default_factory=Counter)
+    may_kill: Callable[[], bool] = lambda: True
 
     @classmethod
     def draw(cls, rng: Random, kinds: Collection[Fault] | None = None) -> FaultMix:
@@ -103,14 +136,18 @@ class FaultMix:
         if kinds is None:
             share = rng.choice([0.15, 0.4, 0.7])
             kinds = [fault for fault in Fault if rng.random() < share]
-        return cls(
-            {fault: min(0.9, _LIKELIHOOD[fault] * rng.choice([0.3, 1.0, 4.0])) for fault in Fault if fault in kinds}
-        )
+        rates = {fault: min(0.9, _LIKELIHOOD[fault] * rng.choice([0.3, 1.0, 4.0])) for fault in Fault if fault in kinds}
+        spares_suspects = rng.random() < 0.3
+        if spares_suspects:
+            rates = {fault: rate for fault, rate in rates.items() if fault not in _SLOW_KILLS}
+        return cls(rates, spares_suspects)
 
     def strikes(self, fault: Fault, rng: Random) -> bool:
         """Whether a fault happens at this opportunity."""
         rate = self.rates.get(fault)
         if rate is None or rng.random() >= rate:
+            return False
+        if self.spares_suspects and fault in _KILLS and not self.may_kill():
             return False
         self.counts[fault] += 1
         return True

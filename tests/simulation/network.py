@@ -53,6 +53,7 @@ class Pipe(Generic[Message]):
         self._on_loss = on_loss
         self._is_cut = False
         self._detour_s = 0.0
+        self._held_until = 0.0
         self._last_arrival = 0.0
 
     def send(self, message: Message) -> None:
@@ -63,7 +64,8 @@ class Pipe(Generic[Message]):
         if self._strikes(self._trouble.lost):
             self._clock.after(self._rng.uniform(*_LONG_DELAY_S), self._on_loss)
             return
-        arrival = max(self._last_arrival, self._clock.now + self._detour_s + self._rng.uniform(*_DELAY_S))
+        begin = max(self._clock.now, self._held_until)
+        arrival = max(self._last_arrival, begin + self._detour_s + self._rng.uniform(*_DELAY_S))
         if self._strikes(self._trouble.reordered):
             self._plan_arrival(arrival + self._rng.uniform(*_LONG_DELAY_S), message)
             return
@@ -75,6 +77,15 @@ class Pipe(Generic[Message]):
     def delay(self, detour_s: float) -> None:
         """From now on messages take so much longer."""
         self._detour_s = detour_s
+
+    def hold(self, until: float) -> None:
+        """Nothing gets through before `until`: the transport repeats what was sent meanwhile."""
+        self._held_until = max(self._held_until, until)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether what is sent now waits."""
+        return self._held_until > self._clock.now
 
     def cut(self) -> None:
         """The stream is over."""

@@ -6,6 +6,7 @@ faults is missing, or that what it took out is not needed.
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -15,10 +16,12 @@ import numpy as np
 import pytest
 
 from services.scheduler.block_manager import BlockManager
+from services.scheduler.endings import Endings
 from services.scheduler.engine import Engine
 from services.scheduler.preemption import Preemption
 from services.scheduler.prefill import Prefill, PrefillPlanner
 from services.scheduler.prefix_cache import CachedPrefix
+from services.scheduler.result_taker import ResultTaker
 from services.scheduler.row_tokens import RowTokens
 from services.scheduler.running_batch import RunningBatch
 from services.scheduler.scheduler import Scheduler
@@ -26,9 +29,10 @@ from services.scheduler.sequence import TOKEN_BYTES, Sequence, SequenceStatus
 from services.scheduler.slot_table import IntColumn, Slots, SlotTable
 from services.scheduler.step_deadline import StepDeadline
 from services.scheduler.waiting_queue import WaitingQueue
+from services.worker.claim import ClaimLedger
+from shared.errors import ServiceError
 from tests.simulation.faults import Fault
 from tests.simulation.planting import Patch, PlantedBug, planter
-from tests.simulation.worker import SimulatedWorker
 
 CELL_BUGS: list[PlantedBug] = []
 _planted = planter(CELL_BUGS)
@@ -40,31 +44,32 @@ _planted = planter(CELL_BUGS)
 @_planted(Fault.RESULT_REPEATED)
 def _repeated_results_count(patch: Patch) -> None:
     """A result that was taken in before passes for the next one's."""
-    find_nonsense = Engine._find_nonsense
+    find_nonsense = Scheduler.find_nonsense
 
-    def find(self: Engine, result: Any) -> str | None:
-        record = self._scheduler.oldest_in_flight
-        return find_nonsense(self, result if record is None else replace(result, step_id=record.step_id))
+    def find(self: Scheduler, result: Any, logits_width: int) -> str | None:
+        record = self.oldest_in_flight
+        return find_nonsense(self, result if record is None else replace(result, step_id=record.step_id), logits_width)
 
     patch.setattr(Scheduler, "last_returned_step_id", 0)
-    patch.setattr(Engine, "_find_nonsense", find)
+    patch.setattr(Scheduler, "find_nonsense", find)
 
 
 @_planted(Fault.RESULT_LATE, Fault.LINK_BREAK, Fault.WORKER_CRASH)
 def _results_of_old_epochs_count(patch: Patch) -> None:
     """A result of an epoch that has ended passes for the present one's."""
     on_step_returned = Engine._on_step_returned
-    patch.setattr(
-        Engine,
-        "_on_step_returned",
-        lambda self, result, now: on_step_returned(self, replace(result, epoch=self._epoch), now),
-    )
+
+    def take(self: Engine, rank: int, result: Any, now: float) -> Any:
+        epoch = self._cell.domain_by_rank[rank].epoch
+        return on_step_returned(self, rank, replace(result, epoch=epoch), now)
+
+    patch.setattr(Engine, "_on_step_returned", take)
 
 
 @_planted(Fault.RESULT_NONSENSE, Fault.RESULT_REORDERED)
 def _nonsense_counts(patch: Patch) -> None:
     """A result is not checked: tokens that do not exist, too many of them, another step's."""
-    patch.setattr(Engine, "_find_nonsense", lambda *_: None)
+    patch.setattr(Scheduler, "find_nonsense", lambda *_: None)
 
 
 @_planted(Fault.WORKER_HANG, Fault.RESULT_LOST)
@@ -73,10 +78,16 @@ def _no_step_deadline(patch: Patch) -> None:
     patch.setattr(StepDeadline, "time", None)
 
 
-@_planted(Fault.SCHEDULER_RESTART, Fault.SCHEDULER_ZOMBIE)
-def _zombie_not_fenced(patch: Patch) -> None:
-    """The worker runs the steps of a scheduler that another one has replaced."""
-    patch.setattr(SimulatedWorker, "_accepts", lambda *_: True)
+@_planted(Fault.STEP_LATE, Fault.LINK_BREAK, Fault.RESULT_NONSENSE)
+def _steps_are_not_fenced(patch: Patch) -> None:
+    """A worker runs the steps of epochs that are over."""
+    launch = ClaimLedger.launch
+
+    def launch_anyway(self: ClaimLedger, stream: int, *args: Any) -> None:
+        with contextlib.suppress(ServiceError):
+            launch(self, stream, *args)
+
+    patch.setattr(ClaimLedger, "launch", launch_anyway)
 
 
 @_planted(Fault.LINK_BREAK, Fault.WORKER_CRASH)
@@ -229,7 +240,7 @@ def _bad_kv_stays_cached(patch: Patch) -> None:
 @_planted(Fault.NOT_FINITE)
 def _rows_that_are_not_finite_count(patch: Patch) -> None:
     """The token of a row that means nothing goes to its client."""
-    patch.setattr(Scheduler, "_fail_not_finite", lambda *_: None)
+    patch.setattr(ResultTaker, "_fail_not_finite", lambda *_: None)
 
 
 # Overlap, chunks and preemption.
@@ -238,14 +249,14 @@ def _rows_that_are_not_finite_count(patch: Patch) -> None:
 @_planted()
 def _wasted_rows_are_delivered(patch: Patch) -> None:
     """A request that ended gets the token of the row that was in flight."""
-    leave = Scheduler._leave
+    leave = Endings._leave
 
-    def stay(self: Scheduler, seq: Sequence, *args: Any) -> None:
+    def stay(self: Endings, seq: Sequence, *args: Any) -> None:
         leave(self, seq, *args)
         if seq.slot is not None:
             self._slots.live[seq.slot] = True
 
-    patch.setattr(Scheduler, "_leave", stay)
+    patch.setattr(Endings, "_leave", stay)
 
 
 @_planted()

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from services.scheduler import intake
+from services.scheduler.endings import Endings
 from services.scheduler.engine import Engine
 from services.scheduler.events import Action, ClientGone, ClientMessage, Event, Submission, TimePassed
 from services.scheduler.logprobs import Logprobs
 from services.scheduler.prefill import PrefillPlanner
+from services.scheduler.request_desk import RequestDesk
 from services.scheduler.requests import Request, RequestTable
-from services.scheduler.scheduler import Scheduler
 from services.scheduler.sequence import Finish, Sequence
 from services.scheduler.stops import find_finish
 from services.scheduler.waiting_queue import WaitingQueue
@@ -56,17 +57,17 @@ def _requests_go_with_their_first_choice(patch: Patch) -> None:
 @_planted(Fault.TEXT_STOP)
 def _a_stop_in_the_text_ends_the_request(patch: Patch) -> None:
     """A stop string in the text of one choice ends the others too."""
-    on_client_message = Engine._on_client_message
+    on_message = RequestDesk.on_message
 
-    def stop_all(self: Engine, message: ClientMessage, now: float) -> list[Action]:
+    def stop_all(self: RequestDesk, message: ClientMessage, now: float) -> list[Action]:
         requests = [self._requests.by_handle(message.client, handle) for handle, _ in message.stop_ats]
-        actions = on_client_message(self, message, now)
+        actions = on_message(self, message, now)
         for request in requests:
             if request is not None and request.choices:
                 self._abort(request, now)
         return actions
 
-    patch.setattr(Engine, "_on_client_message", stop_all)
+    patch.setattr(RequestDesk, "on_message", stop_all)
 
 
 @_planted(Fault.STREAM_BREAK)
@@ -84,7 +85,7 @@ def _choices_go_on_behind_the_first_ones_output(patch: Patch) -> None:
         alike = tuple(replace(one, output=submission.choices_so_far[0].output) for one in submission.choices_so_far)
         return make(client, replace(submission, choices_so_far=alike), now)
 
-    patch.setattr("services.scheduler.engine.make_request", make_alike)
+    patch.setattr("services.scheduler.request_desk.make_request", make_alike)
 
 
 @_planted(Fault.QUEUE_FULL)
@@ -155,14 +156,14 @@ def _prompts_are_charged_for_good(patch: Patch) -> None:
 @_planted(Fault.TEXT_STOP)
 def _stop_positions_are_ignored(patch: Patch) -> None:
     """A request that is stopped in its text counts the tokens that came after the stop."""
-    stop_at = Scheduler.stop_at
-    patch.setattr(Scheduler, "stop_at", lambda self, seq, _, now: stop_at(self, seq, 1 << 30, now))
+    stop_at = Endings.stop_at
+    patch.setattr(Endings, "stop_at", lambda self, seq, _, now: stop_at(self, seq, 1 << 30, now))
 
 
 @_planted()
 def _stops_count_before_min_tokens(patch: Patch) -> None:
     """A request may end before it has its least number of tokens."""
-    patch.setattr("services.scheduler.scheduler.find_finish", _find_finish_without_options)
+    patch.setattr("services.scheduler.endings.find_finish", _find_finish_without_options)
 
 
 def _find_finish_without_options(seq: Sequence, eos_token_ids: frozenset[int]) -> Finish | None:
@@ -172,7 +173,7 @@ def _find_finish_without_options(seq: Sequence, eos_token_ids: frozenset[int]) -
 @_planted(Fault.DEADLINE)
 def _deadlines_are_ignored(patch: Patch) -> None:
     """A request whose caller has given up is computed on."""
-    patch.setattr(Engine, "_expire", lambda *_: [])
+    patch.setattr(RequestDesk, "expire", lambda *_: [])
 
 
 @_planted(Fault.REPLICA_GONE)
@@ -189,9 +190,9 @@ def _requests_outlive_their_replica(patch: Patch) -> None:
 @_planted(Fault.STREAM_BREAK)
 def _later_attempts_are_duplicates(patch: Patch) -> None:
     """A resubmitted request is refused while its earlier attempt is in flight."""
-    submit = Engine._submit
+    submit = RequestDesk._submit
     patch.setattr(
-        Engine,
+        RequestDesk,
         "_submit",
         lambda self, client, submission, now: submit(self, client, replace(submission, attempt=1), now),
     )
@@ -200,28 +201,28 @@ def _later_attempts_are_duplicates(patch: Patch) -> None:
 @_planted(Fault.STREAM_BREAK)
 def _earlier_attempts_run_on(patch: Patch) -> None:
     """Of a resubmitted request both attempts run."""
-    submit = Engine._submit
+    submit = RequestDesk._submit
 
-    def submit_beside(self: Engine, client: int, submission: Submission, now: float) -> Any:
+    def submit_beside(self: RequestDesk, client: int, submission: Submission, now: float) -> Any:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(RequestTable, "by_id", lambda *_: None)
             return submit(self, client, submission, now)
 
-    patch.setattr(Engine, "_submit", submit_beside)
+    patch.setattr(RequestDesk, "_submit", submit_beside)
 
 
 @_planted(Fault.STREAM_BREAK, Fault.SCHEDULER_RESTART)
 def _max_tokens_count_from_the_resubmission(patch: Patch) -> None:
     """The output so far counts as prompt: a resumed request gets max_tokens more."""
-    submit = Engine._submit
+    submit = RequestDesk._submit
 
-    def submit_as_prompt(self: Engine, client: int, submission: Submission, now: float) -> Any:
+    def submit_as_prompt(self: RequestDesk, client: int, submission: Submission, now: float) -> Any:
         if submission.n > 1 or not submission.choices_so_far:
             return submit(self, client, submission, now)
         prompt = submission.prompt + submission.choices_so_far[0].output
         return submit(self, client, replace(submission, prompt=prompt, choices_so_far=()), now)
 
-    patch.setattr(Engine, "_submit", submit_as_prompt)
+    patch.setattr(RequestDesk, "_submit", submit_as_prompt)
 
 
 @_planted(Fault.STREAM_BREAK, Fault.DEADLINE)

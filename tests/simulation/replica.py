@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -15,7 +15,9 @@ from services.scheduler.exchange_codec import FINISH_REASONS
 from services.scheduler.sequence import Finish, FinishReason
 from services.tokenizer.exchange_codec import encode_handles, encode_submit, read_rows
 from services.tokenizer.logprobs import Logprobs, read_prompt_logprobs, read_row_logprobs
-from services.tokenizer.request_ledger import ExchangeError, RequestLedger, ResolvedRequest
+from services.tokenizer.request_ledger import ExchangeError, RequestLedger
+from services.tokenizer.resolved_request import ResolvedRequest
+from shared.errors import ServiceError
 from tests.simulation.clock import Clock
 from tests.simulation.exchange import ExchangeStream
 from tests.simulation.workload import RequestPlan
@@ -23,6 +25,7 @@ from tests.support.engine_driver import Scores, token_bytes
 
 # Without a stream for so long, requests fail: longer than a worker's first step may take.
 _LOST_AFTER_S = 5000.0
+_FAR_S = 1000.0
 _RECONNECT_S = (0.05, 0.5)
 _RESUBMIT_S = 0.5
 _FINISH_REASONS = {number: reason for reason, number in FINISH_REASONS.items()}
@@ -92,6 +95,9 @@ class Replica:
         self._stream: ExchangeStream | None = None
         self._is_open = False
         self._knows_cell = False
+        # The scheduler of the last stream, and when it was lost.
+        self._scheduler_id = ""
+        self._died_at: float | None = None
         self._timer: float | None = None
         self.connect()
 
@@ -141,6 +147,8 @@ class Replica:
         if stream is not self._stream or not self.is_alive:
             return
         self._stream = None
+        if self._is_open:
+            self._died_at = self._clock.now
         self._is_open = self._knows_cell = False
         self._ledger.lose_stream(stream.ledger_number, self._clock.now)
         self._expire()
@@ -157,6 +165,9 @@ class Replica:
     def _open_stream(self, stream: ExchangeStream) -> None:
         """What lives goes on on this stream, spread over a while, in order."""
         self._is_open = True
+        if self._died_at is not None and stream.scheduler_id != self._scheduler_id:
+            self._fail_each(self._ledger.mourn(self._died_at))
+        self._died_at, self._scheduler_id = None, stream.scheduler_id
         stream.ledger_number, handles = self._ledger.open_stream()
         delays = sorted(self._rng.uniform(0.0, _RESUBMIT_S) for _ in handles)
         for handle, delay in zip(handles, delays, strict=True):
@@ -177,6 +188,14 @@ class Replica:
         if attempt is not None and self._stream is not None:
             self._was_submitted.add(handle)
             self._stream.send_request(exchange_pb2.ExchangeRequest(submits=[encode_submit(attempt)]))
+            # Whoever is tried is so for a certain time at most.
+            self._arm_timer()
+
+    def _submit_released(self) -> None:
+        """Submit what had to wait while others were tried, which may have killed a scheduler."""
+        for handle in self._ledger.take_released():
+            if self._knows_cell or handle in self._was_submitted:
+                self._submit(handle)
 
     def _cancel(self, handle: int) -> None:
         """The client is gone."""
@@ -208,6 +227,7 @@ class Replica:
                 self._deliver(stream, handle, news, ends.pop(handle, None))
         for handle, end in ends.items():
             self._deliver(stream, handle, (), end)
+        self._submit_released()
 
     def _deliver(
         self, stream: ExchangeStream, handle: int, token_ids: Sequence[int], end: exchange_pb2.RequestEnd | None
@@ -248,15 +268,21 @@ class Replica:
         self._on_over(told)
 
     def _expire(self) -> None:
-        for handle, error in self._ledger.expire(self._clock.now):
-            self._end(handle, error=error.reason)
+        self._fail_each(self._ledger.expire(self._clock.now))
+        self._submit_released()
         self._arm_timer()
+
+    def _fail_each(self, ends: Iterable[tuple[int, ServiceError]]) -> None:
+        for handle, error in ends:
+            self._end(handle, error=error.reason)
 
     def _arm_timer(self) -> None:
         wakeup = self._ledger.next_wakeup()
         if wakeup is not None and (self._timer is None or wakeup < self._timer):
             self._timer = wakeup
-            self._clock.at(wakeup, lambda: self._on_timer(wakeup))
+            # Nobody waits for so long, unless something else happens meanwhile.
+            is_far = wakeup - self._clock.now > _FAR_S
+            self._clock.at(wakeup, lambda: self._on_timer(wakeup), is_background=is_far)
 
     def _on_timer(self, wakeup: float) -> None:
         if self._timer == wakeup and self.is_alive:

@@ -1,19 +1,20 @@
-"""A whole cell under one seed: a scheduler, a worker, replicas and their clients, and whatever goes wrong."""
+"""A whole cell under one seed: a scheduler, its workers, replicas and their clients, and whatever goes wrong."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from random import Random
 
 from tests.simulation.clock import Clock
+from tests.simulation.domain import SimulatedDomain
 from tests.simulation.exchange import Ends, ExchangeStream
 from tests.simulation.faults import Fault, FaultMix
 from tests.simulation.replica import Replica, Told
 from tests.simulation.scheduler import SchedulerProcess
 from tests.simulation.watch import EngineWatch
-from tests.simulation.worker import SimulatedWorker
 from tests.simulation.workload import CellSettings, RequestPlan, Workload
 from tests.support.cell_model import FallibleOracle
 from tests.support.engine_driver import expected_scores
@@ -21,17 +22,24 @@ from tests.support.engine_driver import expected_scores
 MIN_REQUESTS = 30
 MIN_EVENTS = 1000
 # A run that is not over by then goes round in circles.
-_MAX_EVENTS = 60_000
+_MAX_EVENTS = 120_000
 _RESTART_S = (0.1, 3.0)
 # What may end a request with which error.
 _CAUSES = {
     "NUMERIC_ERROR": Fault.NOT_FINITE,
     "DEADLINE_PASSED": Fault.DEADLINE,
     "ABORTED_BY_CALL": Fault.ABORT_CALL,
+    "POISON_REQUEST": Fault.POISON,
     "QUEUE_FULL": Fault.QUEUE_FULL,
     "REPLICA_GONE": Fault.REPLICA_GONE,
 }
+_SCHEDULER_ENDS = (Fault.SCHEDULER_RESTART, Fault.SCHEDULER_STOP)
 _ZOMBIE_S = (0.0, 3.0)
+_SCHEDULER_STOPS_S = (1.0, 5.0, 15.0, 60.0)
+# A replica gives a scheduler up that is silent for so long. Source: RELIABILITY section 3A, S2.
+_SCHEDULER_SILENCE_S = 5.0
+# After so long everybody has noticed that a worker is gone.
+_KILL_GAP_S = 3.0
 # From its deadline to the moment at which a client is told: a stream that was lost and opened again lies between.
 _GRACE_S = 3.0
 
@@ -45,10 +53,22 @@ class Report:
     """What happened in one run that ended well."""
 
     seed: int
+    dp_size: int
+    is_coupled: bool
+    spares_suspects: bool
+    """Whether what kills from outside strikes no suspect."""
     num_events: int
     num_requests: int
     num_steps: int
+    """Of all ranks."""
+    num_dummy_steps: int
+    """Of these, those that computed nothing for any sequence."""
     num_attaches: int
+    """Of ranks."""
+    num_deaths: int
+    """Of failure domains."""
+    num_suspects: int
+    """The most requests that stood in the steps of one death."""
     num_schedulers: int
     num_preemptions: int
     num_accepted_tokens: int
@@ -87,27 +107,25 @@ class Simulation:
         self.seed = seed
         self._rng = Random(seed)
         self._mix = FaultMix.draw(self._rng, kinds)
+        self._mix.may_kill = self._may_kill
+        self._last_kill_at = -math.inf
         self._kinds = frozenset(self._mix.rates)
         self._settings = CellSettings.draw(self._rng, self._mix)
         oracle = FallibleOracle(self._rng, share_right=self._settings.share_right)
-        self._workload = Workload(self._rng, self._mix, oracle)
+        self._workload = Workload(self._rng, self._mix, oracle, self._settings.poison)
         self._plans: list[RequestPlan] = []
         self._told: list[Told] = []
         self._num_live = 0
         self._is_paused = False
-        self._worker = SimulatedWorker(
-            self.clock,
-            self._rng,
-            self._mix,
-            self._settings.batch_limits,
-            oracle=oracle,
-            num_draft_tokens=self._settings.num_draft_tokens,
-        )
+        topology = self._settings.topology
+        self._domains = [
+            SimulatedDomain(topology.ranks_of(domain), self._settings, self.clock, self._rng, self._mix, oracle=oracle)
+            for domain in range(topology.num_domains)
+        ]
         self._num_schedulers = 0
-        self._num_steps = 0
-        self._num_preemptions = 0
-        self._num_accepted_tokens = 0
         self._num_streams = 0
+        # Those that were replaced; some of them may not know it yet.
+        self._old_schedulers: list[SchedulerProcess] = []
         self._scheduler: SchedulerProcess | None = None
         self._start_scheduler()
         self._replicas = [self._make_replica() for _ in range(self._rng.randint(1, 3))]
@@ -121,16 +139,23 @@ class Simulation:
         self._scheduler.check_end()
         for told in self._told:
             self._check_told(told)
-        counters = self._scheduler.engine.state().counters
+        schedulers = [*self._old_schedulers, self._scheduler]
+        counters = [scheduler.engine.state().counters for scheduler in schedulers]
         return Report(
             self.seed,
+            self._settings.topology.dp_size,
+            self._settings.topology.is_coupled,
+            self._mix.spares_suspects,
             self.clock.num_events,
             len(self._plans),
-            self._num_steps + self._scheduler.num_steps,
-            self._worker.num_attaches,
-            self._num_schedulers,
-            self._num_preemptions + counters.num_preemptions,
-            self._num_accepted_tokens + counters.num_accepted_tokens,
+            sum(scheduler.num_steps for scheduler in schedulers),
+            sum(scheduler.watch.num_dummy_steps for scheduler in schedulers),
+            sum(worker.num_attaches for domain in self._domains for worker in domain.workers.values()),
+            sum(domain.num_deaths for domain in self._domains),
+            max((scheduler.watch.suspects.max_accused for scheduler in schedulers), default=0),
+            len(schedulers),
+            sum(one.num_preemptions for one in counters),
+            sum(one.num_accepted_tokens for one in counters),
             Counter(_describe_end(told) for told in self._told),
             self._mix.counts,
         )
@@ -155,6 +180,8 @@ class Simulation:
     def _disturb(self) -> None:
         if self._strikes(Fault.SCHEDULER_RESTART):
             self._end_scheduler()
+        if self._strikes(Fault.SCHEDULER_STOP):
+            self._stop_scheduler()
         if self._strikes(Fault.REPLICA_GONE):
             number = self._rng.randrange(len(self._replicas))
             self._replicas[number].die()
@@ -167,24 +194,68 @@ class Simulation:
             self._scheduler.abort_request(plan.request_id)
 
     def _start_scheduler(self) -> None:
-        self._num_schedulers += 1
         watch = EngineWatch(self._settings, self._plans)
-        self._scheduler = SchedulerProcess(self.clock, self._rng, self._mix, self._settings, self._worker, watch)
+        self._scheduler = SchedulerProcess(
+            len(self._old_schedulers),
+            self._settings,
+            self.clock,
+            self._rng,
+            self._mix,
+            domains=self._domains,
+            watch=watch,
+            on_exit=self._on_exit,
+        )
+
+    def _may_kill(self) -> bool:
+        """Whether a kill from outside strikes nobody who may be suspected of an earlier one; it does so now, if so."""
+        scheduler = self._scheduler
+        if scheduler is None or scheduler.watch.suspects or self.clock.now < self._last_kill_at + _KILL_GAP_S:
+            return False
+        self._last_kill_at = self.clock.now
+        return True
+
+    def _replace_scheduler(self) -> SchedulerProcess | None:
+        """The scheduler gets a successor; returns it, if there was one."""
+        old, self._scheduler = self._scheduler, None
+        if old is not None:
+            self._old_schedulers.append(old)
+            self.clock.after(self._rng.uniform(*_RESTART_S), self._start_scheduler)
+        return old
 
     def _end_scheduler(self) -> None:
         """The scheduler dies; or its replicas lose it, and it does not know."""
-        old, self._scheduler = self._scheduler, None
+        old = self._replace_scheduler()
         if old is None:
             return
-        self._num_steps += old.num_steps
-        self._num_preemptions += old.engine.state().counters.num_preemptions
-        self._num_accepted_tokens += old.engine.state().counters.num_accepted_tokens
         if self._strikes(Fault.SCHEDULER_ZOMBIE):
             old.become_zombie()
             self.clock.after(self._rng.uniform(*_ZOMBIE_S) + _RESTART_S[1], old.kill)
         else:
             old.kill()
-        self.clock.after(self._rng.uniform(*_RESTART_S), self._start_scheduler)
+
+    def _stop_scheduler(self) -> None:
+        """The scheduler does nothing for a while; replicas give it up, and it may have a successor meanwhile."""
+        old = self._scheduler
+        if old is None or old.is_stopped:
+            return
+        duration_s = self._rng.choice(_SCHEDULER_STOPS_S)
+        old.stop(duration_s)
+        if duration_s <= _SCHEDULER_SILENCE_S:
+            return
+        self.clock.after(_SCHEDULER_SILENCE_S, old.lose_replicas)
+        if self._rng.random() < 0.5:
+            self.clock.after(_SCHEDULER_SILENCE_S, lambda: self._succeed(old))
+            # One that held no worker meanwhile may go on, and wait for one for ever.
+            self.clock.after(duration_s + self._rng.uniform(*_ZOMBIE_S), old.kill)
+
+    def _succeed(self, old: SchedulerProcess) -> None:
+        if self._scheduler is old:
+            self._replace_scheduler()
+
+    def _on_exit(self, process: SchedulerProcess) -> None:
+        """A scheduler has ended by its own decision."""
+        assert any(self._mix.counts[fault] for fault in _SCHEDULER_ENDS), "a scheduler exits that nobody has replaced"
+        self._succeed(process)
 
     def _make_replica(self) -> Replica:
         return Replica(self.clock, self._rng, connect=self._connect, on_over=self._on_over)
@@ -192,7 +263,7 @@ class Simulation:
     def _connect(self, replica: Replica) -> ExchangeStream | None:
         """Open a stream from a replica to the scheduler, when there is one."""
         scheduler = self._scheduler
-        if scheduler is None:
+        if scheduler is None or scheduler.is_stopped:
             return None
         self._num_streams += 1
         ends = Ends(
@@ -201,7 +272,7 @@ class Simulation:
             on_scheduler_notice=lambda: scheduler.disconnect(stream),
             on_replica_notice=lambda: replica.on_stream_lost(stream),
         )
-        stream = ExchangeStream(self._num_streams, self.clock, self._rng, self._mix, ends)
+        stream = ExchangeStream(self._num_streams, scheduler.instance_id, self.clock, self._rng, self._mix, ends=ends)
         scheduler.connect(stream)
         return stream
 
@@ -219,7 +290,9 @@ class Simulation:
         plan, expected = told.plan, told.plan.by_text[told.choice]
         assert told.over_at is not None, f"{plan.request_id} was never answered"
         assert told.tokens == expected.tokens[: len(told.tokens)], f"{plan.request_id} got other tokens"
-        is_late = told.deadline is not None and told.over_at > told.deadline + _GRACE_S
+        # A scheduler may be stopped, and the next one, too.
+        grace_s = _GRACE_S + _SCHEDULER_SILENCE_S * self._mix.counts[Fault.SCHEDULER_STOP]
+        is_late = told.deadline is not None and told.over_at > told.deadline + grace_s
         assert not is_late, f"{plan.request_id} outlived its deadline"
         assert not told.tokens or told.num_cached_tokens is not None, "tokens without a beginning"
         _check_scores(told)
@@ -228,6 +301,11 @@ class Simulation:
             assert answer == (expected.tokens, expected.finish, len(expected.tokens)), f"{plan.request_id} ended early"
         elif told.error is not None:
             fault = _CAUSES[told.error]
+            if fault is Fault.POISON and not plan.is_poison:
+                # It was alone in two lost steps, whatever they died of, or in what schedulers did not survive.
+                is_spared = self._mix.spares_suspects and not any(self._mix.counts[one] for one in _SCHEDULER_ENDS)
+                assert not is_spared, f"{plan.request_id} is innocent"
+                return
             assert fault in self._kinds, f"{plan.request_id} got {told.error} without a cause"
             assert fault is not Fault.DEADLINE or plan.patience_s is not None, "a deadline that nobody gave"
             assert fault is not Fault.ABORT_CALL or plan.abort_call_after_s is not None, "nobody called for its end"

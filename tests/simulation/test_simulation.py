@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
@@ -37,13 +38,50 @@ def test_every_kind_of_fault_happens() -> None:
     assert set(faults) == set(Fault) - {Fault.QUEUE_FULL}
 
 
+def test_a_poison_request_halves_its_suspects_with_each_death() -> None:
+    num_poisoned = 0
+    for seed in range(30):
+        report = simulate(seed, [Fault.POISON])
+        # Only one request of a run is poison, and nothing else kills.
+        assert report.ends["POISON_REQUEST"] == (report.num_deaths > 0)
+        num_poisoned += report.ends["POISON_REQUEST"]
+        if report.num_deaths:
+            assert report.num_deaths <= 3 + math.log2(report.num_suspects)
+    assert num_poisoned > 5
+
+
+def test_kills_from_outside_poison_nobody_who_gets_a_token_in_between() -> None:
+    num_lost = 0
+    for seed in range(30):
+        report = simulate(seed, [Fault.WORKER_CRASH, Fault.LINK_BREAK])
+        if report.spares_suspects:
+            num_lost += report.num_attaches - report.dp_size
+            assert not report.ends["POISON_REQUEST"]
+    assert num_lost > 10
+
+
+def test_a_merely_long_step_ends_no_epoch() -> None:
+    num_long_steps = 0
+    for seed in range(12):
+        report = simulate(seed, [Fault.LONG_STEP])
+        num_long_steps += report.faults[Fault.LONG_STEP]
+        assert report.num_attaches == report.dp_size
+    assert num_long_steps > 5
+
+
+def test_coupled_cells_run_dummies_and_others_none() -> None:
+    reports = [simulate(seed, []) for seed in range(16)]
+    assert any(report.num_dummy_steps for report in reports)
+    assert all(report.is_coupled for report in reports if report.num_dummy_steps)
+
+
 def test_some_cells_draft_and_some_do_not() -> None:
-    num_accepted_tokens = [simulate(seed, []).num_accepted_tokens for seed in range(8)]
+    num_accepted_tokens = [simulate(seed, []).num_accepted_tokens for seed in range(10)]
     assert min(num_accepted_tokens) == 0
     assert max(num_accepted_tokens) > 100
 
 
 def test_a_seed_that_fails_says_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.scheduler.scheduler.Scheduler.finish", lambda *_: None)
+    monkeypatch.setattr("services.scheduler.endings.Endings.finish", lambda *_: None)
     with pytest.raises(SimulationError, match="make simulate SEEDS=1 FIRST_SEED=3 FAULTS=cancel,deadline"):
         simulate(3, [Fault.DEADLINE, Fault.CANCEL])

@@ -6,72 +6,44 @@ every token and every end that the event has to bring, and that nothing else may
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from functools import partial
 
 from services.scheduler.batch import Outputs, StepResult
 from services.scheduler.engine import Engine
 from services.scheduler.events import (
     AbortRequest,
     Action,
+    Beat,
     ClientGone,
     ClientMessage,
     CloseClient,
     Deliver,
-    DropWorker,
+    DomainAttached,
+    DomainLost,
+    DropDomain,
     Event,
+    Exit,
     SendStep,
     StepReturned,
     Submission,
-    WorkerAttached,
-    WorkerLost,
+    WorkerHeard,
 )
 from services.scheduler.sequence import Finish, FinishReason
 from shared.limits import TOKEN_DTYPE
 from tests.simulation.epoch_watch import Entry, EpochWatch, Key, Number
-from tests.simulation.worker import Answer
+from tests.simulation.lockstep_watch import check_lockstep
+from tests.simulation.said import Said
+from tests.simulation.step_stream import Answer
+from tests.simulation.suspect_watch import SuspectWatch
 from tests.simulation.workload import CellSettings, RequestPlan, number_of
-from tests.support.engine_driver import Scores, expected_scores, rows_of, scores_by_row, scores_of
+from tests.support.engine_driver import expected_scores
 
-_STEP_DEADLINE_S = 10.0
+# DESIGN section 7, "Noticing" and "The epoch".
+_LEASE_S = 10.0
+_BEAT_S = 0.5
 # The integrity check walks all blocks: a large pool has it less often than at every event.
-_BLOCKS_PER_EVENT = 16
-
-
-@dataclass(slots=True)
-class Said:
-    """What clients are told because of one event.
-
-    Of each choice at most one run of tokens (the index of the first, and their ids) with their log-probabilities, one
-    beginning (cached tokens) and one end (the finish with the number of completion tokens, or the error's reason); of
-    each request the log-probabilities of some positions of its prompt.
-    """
-
-    tokens: dict[Key, tuple[int, list[int]]] = field(default_factory=dict)
-    scores: dict[Key, list[Scores]] = field(default_factory=dict)
-    prompt_scores: dict[Key, list[Scores]] = field(default_factory=dict)
-    starts: dict[Key, int | None] = field(default_factory=dict)
-    ends: dict[Key, tuple[Finish | None, int] | str] = field(default_factory=dict)
-    closed: set[int] = field(default_factory=set)
-    is_worker_dropped: bool = False
-
-    def take_in(self, client: int, outputs: Outputs) -> None:
-        """Note what a client is told."""
-        for handle, first_index, token_ids in rows_of(outputs):
-            assert (client, handle) not in self.tokens, "two runs of tokens at once"
-            self.tokens[client, handle] = (first_index, token_ids)
-        for handle, scores in scores_by_row(outputs).items():
-            self.scores[client, handle] = scores
-        for handle, logprobs in outputs.prompt_logprobs:
-            assert (client, handle) not in self.prompt_scores, "two parts of a prompt"
-            self.prompt_scores[client, handle] = scores_of(logprobs)
-        for start in outputs.starts:
-            assert (client, start.handle) not in self.starts, "two beginnings"
-            self.starts[client, start.handle] = start.num_cached_tokens
-        for end in outputs.ends:
-            assert (client, end.handle) not in self.ends, "two ends"
-            self.ends[client, end.handle] = (
-                (end.finish, end.num_completion_tokens) if end.error is None else end.error.reason
-            )
+_BLOCKS_PER_EVENT = 6
 
 
 class EngineWatch:
@@ -84,10 +56,27 @@ class EngineWatch:
         self._entries: dict[Key, Entry] = {}
         # Of the submissions that count.
         self._live: dict[Number, Entry] = {}
-        self._epoch: EpochWatch | None = None
+        # With this event.
+        self._ended: dict[Key, Entry] = {}
+        # By rank, as far as its domain is attached.
+        self._epochs: dict[int, EpochWatch] = {}
+        self.suspects = SuspectWatch()
+        self.num_dummy_steps = 0
+        self._engine: Engine | None = None
         self._had_worker = False
         self._answer: Answer | None = None
         self._num_blocks_unchecked = 0
+        self._last_beat_at = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anybody waits for an answer, or a step has not returned."""
+        return bool(self._live) or any(epoch.in_flight for epoch in self._epochs.values())
+
+    def first_deadline(self, wakeup: float) -> float:
+        """When the first of the requests is to end, not before `wakeup`."""
+        deadlines = (entry.deadline for entry in self._live.values() if entry.deadline is not None)
+        return max(wakeup, min(deadlines, default=float("inf")))
 
     def on_answer(self, answer: Answer) -> None:
         """The next event is this answer."""
@@ -95,24 +84,28 @@ class EngineWatch:
 
     def on_event(self, engine: Engine, event: Event, actions: list[Action], now: float) -> None:
         """Check what the engine said to an event, and what it did."""
+        self._engine = engine
+        if self._epochs and now - self._last_beat_at > _LEASE_S:
+            assert [type(action) for action in actions] == [Exit], "it goes on when others may have taken its workers"
+            return
         must = Said()
+        self._ended.clear()
+        for action in actions:
+            if isinstance(action, DropDomain) and action.reason.startswith("rank "):
+                # It looks after its ranks before anything else.
+                assert self._is_overdue(action.domain, now), "the engine drops a good rank"
+                self._drop(action.domain, action.epoch, must)
         self._expire(must, now)
         self._take_in(event, must, now)
-        said = Said()
-        for action in actions:
-            match action:
-                case Deliver(client, outputs):
-                    said.take_in(client, outputs)
-                case CloseClient(client):
-                    said.closed.add(client)
-                case DropWorker(epoch):
-                    self._drop(epoch, must, now)
-                    said.is_worker_dropped = True
-                case SendStep(step):
-                    assert self._epoch is not None, "a step without a worker"
-                    self._epoch.check_step(step, now)
+        said = self._take_actions(actions, now)
         assert said == must, f"the engine said {said}, it must say {must}"
+        if self.suspects:
+            self.suspects.keep({entry.plan.number for entry in self._live.values()})
+        if any(isinstance(action, SendStep) for action in actions):
+            self._check_domains()
         self._check_rest(engine, now)
+        if not all(isinstance(action, Beat) for action in actions):
+            self._check_integrity(engine)
 
     def check_end(self, engine: Engine) -> None:
         """Check an engine that has nothing more to do."""
@@ -120,6 +113,35 @@ class EngineWatch:
         engine.check_integrity()
         state = engine.state()
         assert (state.num_running, state.num_waiting, state.num_used_blocks) == (0, 0, 0), "something is left over"
+
+    def _take_actions(self, actions: list[Action], now: float) -> Said:
+        """Check the steps that are sent; returns what clients are told, and which domains are given up."""
+        said = Said()
+        for action in actions:
+            match action:
+                case Deliver(client, outputs):
+                    said.take_in(client, outputs)
+                    self._check_resumes(client, outputs)
+                case CloseClient(client):
+                    said.closed.add(client)
+                case DropDomain(domain):
+                    said.dropped.add(domain)
+                case SendStep(rank, step):
+                    assert rank in self._epochs, "a step for a rank that is not attached"
+                    self._epochs[rank].check_step(step, now)
+                    self.num_dummy_steps += step.batch.is_dummy
+                case Beat():
+                    self._last_beat_at = now
+                case Exit(reason):
+                    raise AssertionError(f"the engine wants to exit: {reason}")
+        return said
+
+    def _check_resumes(self, client: int, outputs: Outputs) -> None:
+        """Check that ends tell how many lost epochs there were of which a choice lost what was computed."""
+        for end in outputs.ends:
+            entry = self._ended.get((client, end.handle))
+            if entry is not None:
+                assert entry.min_resumes <= end.num_resumes <= entry.max_resumes, "resumes are not counted right"
 
     def _expire(self, must: Said, now: float) -> None:
         for entry in list(self._live.values()):
@@ -131,21 +153,28 @@ class EngineWatch:
             case ClientMessage():
                 self._take_message(event, must, now)
             case ClientGone(client):
-                for entry in list(self._live.values()):
-                    if entry.key[0] == client:
-                        self._forget(entry)
+                self._forget_all(lambda entry: entry.key[0] == client)
             case AbortRequest(request_id):
                 for entry in list(self._live.values()):
                     if entry.plan.request_id == request_id:
                         self._end(entry, must, "ABORTED_BY_CALL")
-            case WorkerAttached(facts):
-                self._had_worker = True
-                self._epoch = EpochWatch(facts.epoch, self._settings, self._live)
-            case WorkerLost(epoch):
-                if self._epoch is not None and self._epoch.number == epoch:
-                    self._epoch = None
-            case StepReturned(result):
-                self._take_result(result, must)
+            case DomainAttached(domain, facts):
+                self._attach(domain, facts[0].epoch, now)
+            case DomainLost(domain, epoch):
+                if self._epoch_of(domain) == epoch:
+                    self._lose(domain, must)
+            case WorkerHeard(rank, epoch, progress):
+                self._hear(rank, epoch, progress, now)
+            case StepReturned(rank, result):
+                self._take_result(rank, result, must, now)
+
+    def _hear(self, rank: int, epoch: int, progress: int, now: float) -> None:
+        if rank in self._epochs and self._epochs[rank].number == epoch:
+            self._epochs[rank].signs.take(progress, now)
+
+    def _forget_all(self, is_gone: Callable[[Entry], bool]) -> None:
+        for entry in [entry for entry in self._live.values() if is_gone(entry)]:
+            self._forget(entry)
 
     def _take_message(self, message: ClientMessage, must: Said, now: float) -> None:
         for submission in message.submissions:
@@ -158,10 +187,8 @@ class EngineWatch:
             entry = self._entries.get((message.client, handle))
             if entry is not None:
                 self._end(entry, must, (Finish(FinishReason.STOP_STRING), num_tokens))
-        for handle in message.aborts:
-            for entry in list(self._live.values()):
-                if entry.request_key == (message.client, handle):
-                    self._forget(entry)
+        requests = {(message.client, handle) for handle in message.aborts}
+        self._forget_all(lambda entry: entry.request_key in requests)
 
     def _submit(self, client: int, submission: Submission, must: Said, now: float) -> None:
         plan = self._plans[number_of(submission.params.seed)]
@@ -187,6 +214,8 @@ class EngineWatch:
                 now,
                 None if submission.time_left_s is None else now + submission.time_left_s,
                 num_prompt_logprob_bytes=plan.num_prompt_logprob_bytes if is_charged else 0,
+                min_resumes=submission.num_earlier_resumes,
+                max_resumes=submission.num_earlier_resumes,
             )
             assert entry.num_tokens < len(entry.expected.tokens), "a replica submits what has ended"
             self._entries[entry.key] = self._live[entry.number] = entry
@@ -210,16 +239,50 @@ class EngineWatch:
         is_charged = plan.num_prompt_logprob_bytes > 0
         return is_charged and num_bytes + plan.num_prompt_logprob_bytes > policy.max_prompt_logprob_bytes
 
-    def _take_result(self, result: StepResult, must: Said) -> None:
-        answer, epoch = self._answer, self._epoch
+    def _attach(self, domain: int, number: int, now: float) -> None:
+        self._had_worker = True
+        for rank in self._settings.topology.ranks_of(domain):
+            assert rank not in self._epochs, "a domain is attached twice"
+            waits_here = partial(self._waits_at, rank)
+            self._epochs[rank] = EpochWatch(rank, number, self._settings, self._live, now=now, waits_here=waits_here)
+
+    def _epoch_of(self, domain: int) -> int | None:
+        epoch = self._epochs.get(self._settings.topology.ranks_of(domain).start)
+        return None if epoch is None else epoch.number
+
+    def _lose(self, domain: int, must: Said, *, accuses_rows: bool = True) -> None:
+        """An epoch is over; its death may have been caused by what its steps in flight computed."""
+        lost = [self._epochs.pop(rank) for rank in self._settings.topology.ranks_of(domain)]
+        in_flight = {entry.plan.number for epoch in lost for entry in epoch.lose() if entry.is_live}
+        poison = self.suspects.accuse(in_flight) if accuses_rows else None
+        for entry in [entry for entry in self._live.values() if entry.plan.number == poison]:
+            self._end(entry, must, "POISON_REQUEST")
+
+    def _waits_at(self, rank: int, entry: Entry) -> bool:
+        """Whether a choice is to enter the batch of a rank in its turn."""
+        if self.suspects:
+            # Who is suspected waits for a trial, and others for its end.
+            return False
+        assert self._engine is not None
+        return self._settings.topology.dp_size == 1 or rank_of(self._engine, entry.key) == rank
+
+    def _take_result(self, rank: int, result: StepResult, must: Said, now: float) -> None:
+        answer, epoch = self._answer, self._epochs.get(rank)
         assert answer is not None
-        if epoch is None or answer.epoch != epoch.number or epoch.is_repeat(answer):
+        if epoch is None or answer.epoch != epoch.number:
+            return
+        if epoch.is_repeat(answer):
             return
         if answer.is_nonsense or not epoch.is_due(answer):
-            must.is_worker_dropped = True
+            # The worker errs, whatever it was that it computed.
+            self._drop(self._settings.topology.domain_of(rank), epoch.number, must, accuses_rows=False)
             return
+        epoch.signs.heard_at = epoch.signs.got_on_at = now
         not_finite_rows = result.not_finite_rows.tolist()
         step = epoch.take_answer(answer, not_finite_rows)
+        if step.is_decode:
+            for entered in step.rows:
+                self.suspects.clear(entered.entry.plan.number)
         for entered, end in step.chunks:
             if entered.is_scored and entered.entry.is_live:
                 self._take_prompt(entered.entry, end, must)
@@ -257,30 +320,50 @@ class EngineWatch:
         if entry.num_tokens == len(expected.tokens):
             self._end(entry, must, (expected.finish, entry.num_tokens))
 
-    def _drop(self, epoch: int, must: Said, now: float) -> None:
-        """The engine gives the worker up: for an answer that makes no sense, or for none in time."""
-        assert self._epoch is not None
-        assert self._epoch.number == epoch, "the engine drops a worker that it does not have"
-        is_late = bool(self._epoch.in_flight) and now >= self._epoch.in_flight[0].sent_at + _STEP_DEADLINE_S
-        assert must.is_worker_dropped or is_late, "the engine drops a good worker"
-        must.is_worker_dropped = True
-        self._epoch = None
+    def _drop(self, domain: int, epoch: int, must: Said, *, accuses_rows: bool = True) -> None:
+        """The engine must give a domain up."""
+        assert self._epoch_of(domain) == epoch, "the engine drops an epoch that it does not have"
+        must.dropped.add(domain)
+        self._lose(domain, must, accuses_rows=accuses_rows)
+
+    def _is_overdue(self, domain: int, now: float) -> bool:
+        """Whether a rank of a domain is silent, or does not get on."""
+        epochs = [self._epochs[rank] for rank in self._settings.topology.ranks_of(domain) if rank in self._epochs]
+        silence_s = self._settings.policy.worker_silence_s
+        return any(epoch.is_overdue(now, silence_s=silence_s) for epoch in epochs)
 
     def _end(self, entry: Entry, must: Said, end: tuple[Finish | None, int] | str) -> None:
         must.ends[entry.key] = end
+        self._ended[entry.key] = entry
         self._forget(entry)
 
     def _forget(self, entry: Entry) -> None:
         entry.is_live = False
         del self._entries[entry.key], self._live[entry.number]
 
+    def _check_domains(self) -> None:
+        """Check that coupled ranks have the same steps, and that suspects are tried alone."""
+        topology = self._settings.topology
+        for domain in range(topology.num_domains):
+            ranks = [self._epochs[rank] for rank in topology.ranks_of(domain) if rank in self._epochs]
+            if ranks and topology.is_coupled:
+                check_lockstep(ranks, topology.dp_size)
+            if ranks and self.suspects:
+                entries = {entry for rank in ranks for sent in rank.in_flight for entry in sent.entries}
+                numbers = {entry.plan.number for entry in entries if entry.is_live}
+                self.suspects.check_together(numbers, max(len(rank.in_flight) for rank in ranks))
+
     def _check_rest(self, engine: Engine, now: float) -> None:
-        if self._epoch is not None and self._live:
-            assert self._epoch.in_flight, "requests wait, the worker is idle, and no step is sent"
+        if self._epochs and self._live:
+            is_idle = not any(epoch.in_flight for epoch in self._epochs.values())
+            assert not is_idle, "requests wait, the workers are idle, and no step is sent"
         wakeup = engine.next_wakeup()
-        assert wakeup is None or wakeup > now, "the engine wants to be woken in the past"
+        assert wakeup > now, "the engine wants to be woken in the past"
+        assert wakeup <= self._last_beat_at + _BEAT_S, "it does not beat"
+
+    def _check_integrity(self, engine: Engine) -> None:
         self._num_blocks_unchecked += _BLOCKS_PER_EVENT
-        if self._num_blocks_unchecked >= self._settings.num_blocks:
+        if self._num_blocks_unchecked >= self._settings.num_blocks * self._settings.topology.dp_size:
             self._num_blocks_unchecked = 0
             engine.check_integrity()
 
@@ -300,3 +383,8 @@ def _num_tokens_so_far(submission: Submission, choice: int) -> int:
     if not submission.choices_so_far:
         return 0
     return len(submission.choices_so_far[choice].output) // TOKEN_DTYPE.itemsize
+
+
+def rank_of(engine: Engine, key: Key) -> int | None:
+    """The DP rank that an engine has placed a choice on; None when it waits for one."""
+    return next(seq.rank for seq in engine._requests.choices() if (seq.client, seq.handle) == key)

@@ -1,4 +1,4 @@
-"""The simulated worker process: claims by epoch, a device that runs steps in order, crashes and hangs."""
+"""The simulated worker process of one DP rank: the real claim, and a device that runs steps in order."""
 
 from __future__ import annotations
 
@@ -11,21 +11,33 @@ from random import Random
 import numpy as np
 
 from lockstep.internal.v1 import worker_pb2
-from services.worker.enter_checks import BatchLimits
+from services.scheduler.attach import Accepted, GroupPlace, Refused
+from services.worker.claim import ClaimLedger, LaunchedStep
+from shared.errors import ServiceError
 from shared.limits import TOKEN_DTYPE
 from tests.simulation.clock import Clock
+from tests.simulation.collective import Collective, Part, num_prompt_tokens_of
 from tests.simulation.faults import Fault, FaultMix
-from tests.simulation.network import Pipe
-from tests.support.cell_model import VOCABULARY, Oracle, WorkerModel
+from tests.simulation.step_stream import NOBODY, Answer, Holder, StepStream
+from tests.simulation.workload import CellSettings
+from tests.support.cell_model import VOCABULARY, Oracle, PoisonedError, WorkerModel
 
 _STEP_S = 0.004
 _TOKEN_S = 0.00002
 _SLOWNESS = 30.0
 _HANGS_S = (12.0, 40.0, 700.0, math.inf)
-# An `Attach` that finds a launched step unanswered for so long has the worker restarted.
-_STUCK_AFTER_S = 10.0
-_RESTART_S = (0.5, 3.0)
+_LONG_STEPS_S = (15.0, 60.0)
+_STOPS_S = (1.0, 5.0, 15.0, 50.0)
+_SILENCES_S = (1.0, 5.0, 30.0)
 _NOTICE_S = (0.0, 2.0)
+# Rarer than real ones, and often enough.
+_HEARTBEATS_S = (0.5, 2.5)
+# A coupled rank that is silent for so long ends its domain.
+_DOMAIN_SILENCE_S = 3.0
+# An `Attach` that finds a launched step unanswered for so long says so. Source: DESIGN section 7, "The epoch".
+_STUCK_AFTER_S = 10.0
+
+OfferAnswer = Callable[[Accepted | Refused], None]
 
 
 def duration_of_step_s(num_prompt_tokens: int) -> float:
@@ -33,188 +45,308 @@ def duration_of_step_s(num_prompt_tokens: int) -> float:
     return _STEP_S + _TOKEN_S * num_prompt_tokens
 
 
+@dataclass(slots=True, eq=False)
+class _Launch:
+    """A step that the device was given: on which cells it runs, and whose it is."""
+
+    stream: StepStream
+    model: WorkerModel
+    request: worker_pb2.StepRequest
+    answer: Answer | None = None
+
+
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """A step's result on its way: the message, and by whom each row that is not finite was spoilt."""
+class _Offer:
+    """A claim that waits until what was launched before has returned."""
 
     epoch: int
-    step_id: int
-    payload: bytes
-    spoilers: list[int]
-    is_nonsense: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """A step on the device: in which run of the process, on which cells, and since when."""
-
-    boot: int
-    model: WorkerModel
-    start: float
-    request: worker_pb2.StepRequest
-
-
-class StepStream:
-    """The step stream of one epoch: steps go there, answers come back."""
-
-    def __init__(self, epoch: int, steps: Pipe[bytes], answers: Pipe[Answer], on_break: Callable[[], None]) -> None:
-        self.epoch = epoch
-        self.steps = steps
-        self.answers = answers
-        self._on_break = on_break
-        self.is_broken = False
-
-    def break_(self) -> None:
-        """Nothing more comes over it in time; the scheduler is told."""
-        if not self.is_broken:
-            self.is_broken = True
-            self.steps.cut()
-            self.answers.cut()
-            self._on_break()
+    last_step: LaunchedStep
+    answer: OfferAnswer
 
 
 class SimulatedWorker:
-    """Serves one epoch at a time and refuses what is older.
+    """Serves one epoch at a time and refuses what is older; with its process, its whole failure domain ends.
 
     Invariant: the cells of an epoch are written by its steps only, in the order of their numbers.
     """
 
     def __init__(
-        self, clock: Clock, rng: Random, mix: FaultMix, limits: BatchLimits, *, oracle: Oracle, num_draft_tokens: int
+        self,
+        rank: int,
+        settings: CellSettings,
+        clock: Clock,
+        rng: Random,
+        mix: FaultMix,
+        *,
+        collective: Collective,
+        oracle: Oracle,
+        end_domain: Callable[[], None],
     ) -> None:
         self.num_attaches = 0
-        self._epoch = 0
+        self.num_computed_dummies = 0
+        self._rank = rank
+        self._settings = settings
         self._clock = clock
         self._rng = rng
         self._mix = mix
-        self._limits = limits
+        self._collective = collective
         self._oracle = oracle
-        self._num_draft_tokens = num_draft_tokens
+        self._end_domain = end_domain
         self._is_up = True
         self._boot = 0
-        self._stream: StepStream | None = None
+        self._stopped_until = 0.0
+        self._claim = ClaimLedger()
+        # The highest epoch that was fenced in this process: whatever is launched must not be older.
+        self._fence = 0
         self._model: WorkerModel | None = None
-        self._next_step_id = 1
-        # When the epochs of earlier models ended.
-        self._ended_at: dict[WorkerModel, float] = {}
-        # When the device begins and ends each step that it has not answered, in order.
-        self._spans: deque[tuple[float, float]] = deque()
+        self._stream: StepStream | None = None
+        self._offer: _Offer | None = None
+        self._launched: deque[_Launch] = deque()
+        self._progress = 0
 
-    def attach(self, epoch: int, make_stream: Callable[[], StepStream], on_refused: Callable[[int], None]) -> None:
-        """A scheduler claims the worker; `make_stream` is called when it has it, else `on_refused` with our epoch."""
-        if not self._is_up or epoch <= self._epoch:
-            on_refused(self._epoch)
-            return
-        self._fence(epoch)
-        returned_at = self._spans[-1][1] if self._spans else self._clock.now
-        if returned_at - self._clock.now > _STUCK_AFTER_S:
-            # The scheduler has it restarted.
-            self._clock.after(_STUCK_AFTER_S, lambda: self._give_up(epoch, on_refused))
-        else:
-            self._clock.at(returned_at, lambda: self._open(epoch, make_stream, on_refused))
-
-    def crash(self) -> None:
-        """The process dies, and another one starts with empty cells. It may not know the epoch any more."""
+    def offer(self, epoch: int, instance_id: str, answer: OfferAnswer) -> None:
+        """`Attach` arrives; it is answered when what was launched has returned, or has not for long."""
         if not self._is_up:
+            answer(Refused(self._rank, epoch, "NOT_READY"))
             return
-        self._is_up = False
-        self._boot += 1
-        self._model = None
-        self._spans.clear()
-        if self._rng.random() < 0.5:
-            self._epoch = 0
-        self._break_stream()
-        self._clock.after(self._rng.uniform(*_RESTART_S), self._start)
+        before = self._claim.last_launched
+        try:
+            self._claim.offer(epoch, instance_id, self._clock.now)
+        except ServiceError as error:
+            holder = self._holder()
+            answer(Refused(self._rank, epoch, error.reason, holder.epoch, holder.instance_id))
+            return
+        self._fence = epoch
+        self._supersede()
+        offer = self._offer = _Offer(epoch, before, answer)
+        if self._launched:
+            self._clock.after(_STUCK_AFTER_S, lambda: self._accept(offer, is_stuck=True))
+        else:
+            self._accept(offer)
+
+    def open(self, stream: StepStream) -> bool:
+        """`Execute` arrives; returns whether the epoch's steps may come."""
+        if not self._is_up or self._model is None:
+            stream.break_()
+            return False
+        if not self._hear(stream):
+            return False
+        self.num_attaches += 1
+        self._stream = stream
+        self._beat(stream)
+        return True
+
+    def on_close(self, stream: StepStream) -> None:
+        """The scheduler has ended a stream, or the link did."""
+        self._claim.end_stream(stream.number)
 
     def on_step(self, stream: StepStream, payload: bytes) -> None:
         """A step arrives."""
         request = worker_pb2.StepRequest.FromString(payload)
-        if self._model is None or not self._accepts(stream, request):
+        if not self._is_up or self._model is None:
             stream.break_()
             return
-        self._next_step_id = request.step_id + 1
-        if self._strikes(Fault.WORKER_CRASH):
-            self.crash()
+        try:
+            self._claim.launch(stream.number, request.epoch, request.step_id, self._clock.now)
+        except ServiceError:
+            self._claim.end_stream(stream.number)
+            stream.break_(self._holder())
             return
-        if self._strikes(Fault.LINK_BREAK):
-            self._clock.after(self._rng.uniform(0.0, 0.1), stream.break_)
-        start = max(self._clock.now, self._spans[-1][1] if self._spans else 0.0)
-        end = start + self._duration_s(request)
-        self._spans.append((start, end))
-        if end < math.inf:
-            run = _Run(self._boot, self._model, start, request)
-            self._clock.at(end, lambda: self._answer(stream, run))
+        assert request.epoch >= self._fence, "a step is launched that is older than the fence"
+        self._launched.append(_Launch(stream, self._model, request))
+        if len(self._launched) == 1:
+            self._begin()
+        self._disturb(stream)
 
-    def _accepts(self, stream: StepStream, request: worker_pb2.StepRequest) -> bool:
-        """The fence: only the present epoch's steps, from its stream, each in its turn."""
-        return stream is self._stream and request.epoch == self._epoch and request.step_id == self._next_step_id
+    def on_heartbeat(self, stream: StepStream) -> None:
+        """The scheduler gives a sign of life."""
+        if not stream.is_broken and not stream.steps.is_held and not self.is_stopped and stream is self._stream:
+            self._hear(stream)
 
-    def _fence(self, epoch: int) -> None:
-        """From now on nothing of an older epoch is launched."""
+    def restart(self, epoch: int, instance_id: str) -> None:
+        """`Restart` arrives."""
+        try:
+            self._claim.check_restart(epoch, instance_id)
+        except ServiceError:
+            return
+        self._end_domain()
+
+    def end_process(self) -> None:
+        """The process is gone, with all that it knew."""
+        if not self._is_up:
+            return
+        self._is_up = False
+        self._boot += 1
+        self._stopped_until = 0.0
+        self._launched.clear()
+        self._model = self._offer = None
+        self._claim = ClaimLedger()
+        self._fence = 0
         self._break_stream()
-        if self._model is not None:
-            self._ended_at[self._model] = self._clock.now
-        self._epoch = epoch
-        self._model = WorkerModel(
-            self._limits,
-            may_spoil=lambda: self._strikes(Fault.NOT_FINITE),
-            proposer=self._oracle,
-            num_draft_tokens=self._num_draft_tokens,
-        )
-        self._next_step_id = 1
-        self._spans = deque(span for span in self._spans if span[0] < self._clock.now)
 
-    def _break_stream(self) -> None:
-        """End the present claim; what its holder sends until it is told is refused."""
-        if self._stream is not None:
-            self._stream.answers.cut()
-            self._clock.after(self._rng.uniform(*_NOTICE_S), self._stream.break_)
-            self._stream = None
-
-    def _open(self, epoch: int, make_stream: Callable[[], StepStream], on_refused: Callable[[int], None]) -> None:
-        if not self._is_up or epoch != self._epoch:
-            on_refused(self._epoch)
-            return
-        self.num_attaches += 1
-        self._stream = make_stream()
-
-    def _give_up(self, epoch: int, on_refused: Callable[[int], None]) -> None:
-        if epoch == self._epoch:
-            self.crash()
-        on_refused(self._epoch)
-
-    def _start(self) -> None:
+    def start_process(self) -> None:
+        """Another one begins, with empty cells."""
         self._is_up = True
 
-    def _duration_s(self, request: worker_pb2.StepRequest) -> float:
-        """How long the device takes; for ever when it hangs."""
-        chunks = [*request.chunks, *(enter.chunk for enter in request.enters)]
-        duration_s = duration_of_step_s(sum(len(chunk.token_ids) for chunk in chunks) // TOKEN_DTYPE.itemsize)
-        if self._strikes(Fault.WORKER_SLOW):
-            duration_s *= _SLOWNESS
-        if self._strikes(Fault.WORKER_HANG):
-            duration_s += self._rng.choice(_HANGS_S)
-        return duration_s * self._rng.uniform(0.9, 1.1)
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the process does nothing (SIGSTOP)."""
+        return self._stopped_until > self._clock.now
 
-    def _answer(self, stream: StepStream, run: _Run) -> None:
-        """The device has run a step, unless it was not launched when its epoch ended, or its process died."""
-        was_launched = run.start < self._ended_at.get(run.model, math.inf)
-        if run.boot != self._boot or not was_launched:
+    def when_running(self, action: Callable[[], None]) -> None:
+        """Do something in the process: now, or when it is continued; never, when it ends before."""
+        if self.is_stopped:
+            boot = self._boot
+            self._clock.at(self._stopped_until, lambda: self._continue(boot, action))
+        else:
+            action()
+
+    def _continue(self, boot: int, action: Callable[[], None]) -> None:
+        if boot == self._boot:
+            self.when_running(action)
+
+    def _disturb(self, stream: StepStream) -> None:
+        if self._strikes(Fault.WORKER_CRASH):
+            self._end_domain()
+        if self._strikes(Fault.LINK_BREAK):
+            self._clock.after(self._rng.uniform(0.0, 0.1), stream.break_)
+            self._clock.after(self._rng.uniform(*_NOTICE_S), lambda: self.on_close(stream))
+        if self._strikes(Fault.LINK_SILENT):
+            until = self._clock.now + self._rng.choice(_SILENCES_S)
+            is_deaf, is_mute = self._rng.choice([(True, False), (False, True), (True, True)])
+            if is_deaf:
+                stream.steps.hold(until)
+            if is_mute:
+                stream.answers.hold(until)
+        if self._strikes(Fault.WORKER_STOP):
+            self._stop(stream, self._rng.choice(_STOPS_S))
+
+    def _stop(self, stream: StepStream, duration_s: float) -> None:
+        until = self._stopped_until = self._clock.now + duration_s
+        stream.answers.hold(until)
+        self._collective.hold(until)
+        patience_s = _DOMAIN_SILENCE_S if self._settings.topology.is_coupled else self._settings.health_kill_s
+        if duration_s > patience_s:
+            self._clock.after(patience_s, lambda: self._give_up(until))
+
+    def _give_up(self, until: float) -> None:
+        """Whoever waits for the stopped process ends it; others of its domain wait for less long."""
+        if self._stopped_until == until:
+            self._end_domain()
+
+    def _accept(self, offer: _Offer, *, is_stuck: bool = False) -> None:
+        if offer is not self._offer:
             return
-        self._spans.popleft()
-        result = run.model.answer(run.request)
+        self._offer = None
+        if not is_stuck:
+            self._model = WorkerModel(
+                self._settings.batch_limits,
+                may_spoil=lambda: self._strikes(Fault.NOT_FINITE),
+                proposer=self._oracle,
+                num_draft_tokens=self._settings.num_draft_tokens,
+                poison=self._settings.poison,
+            )
+        topology = self._settings.topology
+        place = GroupPlace(self._rank, topology.dp_size, 1, topology.is_coupled)
+        facts = self._settings.worker_facts(offer.epoch)
+        offer.answer(Accepted(self._rank, offer.epoch, facts, place, offer.last_step, is_stuck))
+
+    def _supersede(self) -> None:
+        """What came before the present claim counts for nothing any more."""
+        self._model = None
+        if self._offer is not None:
+            holder = self._holder()
+            self._offer.answer(Refused(self._rank, self._offer.epoch, "STALE_EPOCH", holder.epoch, holder.instance_id))
+            self._offer = None
+        self._break_stream(self._holder())
+
+    def _break_stream(self, holder: Holder = NOBODY) -> None:
+        """End the present stream; what its scheduler sends until it is told is refused."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.answers.cut()
+            self._clock.after(self._rng.uniform(*_NOTICE_S), lambda: stream.break_(holder))
+
+    def _hear(self, stream: StepStream) -> bool:
+        try:
+            self._claim.hear(stream.number, stream.claimed.epoch, stream.claimed.instance_id, self._clock.now)
+        except ServiceError:
+            stream.break_(self._holder())
+            return False
+        return True
+
+    def _holder(self) -> Holder:
+        return Holder(self._claim.epoch, self._claim.holder)
+
+    def _begin(self) -> None:
+        """The device begins the oldest step that it was given."""
+        launch = self._launched[0]
+        try:
+            result = launch.model.answer(launch.request)
+        except PoisonedError:
+            self._clock.after(self._rng.uniform(0.0, _STEP_S), lambda: self._die_of(launch))
+            return
         is_nonsense = self._strikes(Fault.RESULT_NONSENSE)
         if is_nonsense:
             _make_nonsense(result, self._rng)
-        stream.answers.send(
-            Answer(
-                run.request.epoch,
-                run.request.step_id,
-                result.SerializeToString(),
-                list(run.model.last_spoilers),
-                is_nonsense,
-            )
+        launch.answer = Answer(
+            self._rank,
+            launch.request.epoch,
+            launch.request.step_id,
+            result.SerializeToString(),
+            list(launch.model.last_spoilers),
+            is_nonsense,
         )
+        self.num_computed_dummies += launch.request.is_dummy
+        duration_s, progress_s = self._draw_duration_s(launch.request)
+        part = Part(launch.request, launch.model.last_num_tokens, duration_s, progress_s, lambda: self._on_end(launch))
+        self._collective.begin(self._rank, part)
+
+    def _die_of(self, launch: _Launch) -> None:
+        if self._is_running(launch):
+            self._end_domain()
+
+    def _draw_duration_s(self, request: worker_pb2.StepRequest) -> tuple[float, float]:
+        """How long the device takes, for ever when it hangs; and for how long it tells that it gets on."""
+        duration_s = duration_of_step_s(num_prompt_tokens_of(request))
+        if self._strikes(Fault.WORKER_SLOW):
+            duration_s *= _SLOWNESS
+        duration_s *= self._rng.uniform(0.9, 1.1)
+        if self._strikes(Fault.LONG_STEP):
+            duration_s += self._rng.uniform(*_LONG_STEPS_S)
+        progress_s = duration_s
+        if self._strikes(Fault.WORKER_HANG):
+            duration_s += self._rng.choice(_HANGS_S)
+        return duration_s, progress_s
+
+    def _beat(self, stream: StepStream) -> None:
+        """Give signs of life until the stream ends; they tell of progress while a long step gets on."""
+        if stream is not self._stream or stream.is_broken:
+            return
+        if not self.is_stopped:
+            self._progress += bool(self._launched) and self._collective.gets_on
+            stream.beat(self._progress)
+        delay_s = self._rng.uniform(*_HEARTBEATS_S)
+        self._clock.after(delay_s, lambda: self._beat(stream), is_background=True)
+
+    def _on_end(self, launch: _Launch) -> None:
+        self.when_running(lambda: self._return(launch))
+
+    def _return(self, launch: _Launch) -> None:
+        """The device has run a step, unless its process died."""
+        if not self._is_running(launch):
+            return
+        assert launch.answer is not None
+        self._launched.popleft()
+        self._progress += 1
+        launch.stream.answers.send(launch.answer)
+        if self._launched:
+            self._begin()
+        elif self._offer is not None:
+            self._accept(self._offer)
+
+    def _is_running(self, launch: _Launch) -> bool:
+        return bool(self._launched) and self._launched[0] is launch
 
     def _strikes(self, fault: Fault) -> bool:
         return self._mix.strikes(fault, self._rng)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 
 from services.scheduler.admission import AdmissionPolicy
-from services.scheduler.policy import CacheSettings, SchedulerPolicy
+from services.scheduler.events import WorkerFacts
+from services.scheduler.policy import CacheSettings, CellTopology, SchedulerPolicy
 from services.scheduler.retraction import RetractionPolicy
 from services.scheduler.sequence import Finish, FinishReason, Priority
 from services.scheduler.waiting_queue import QueuePolicy
@@ -29,10 +30,12 @@ _NUMBER_BITS = 20
 
 @dataclass(frozen=True, slots=True)
 class CellSettings:
-    """The settings of one run's scheduler and worker."""
+    """The settings of one run's scheduler and workers."""
 
+    topology: CellTopology
     policy: SchedulerPolicy
     cache: CacheSettings
+    # Of each rank's pool.
     num_blocks: int
     # Most tokens that the worker drafts for a row, and how many of its drafts are right.
     num_draft_tokens: int
@@ -40,6 +43,23 @@ class CellSettings:
     # Arrivals pause while so many requests are under way.
     max_live_requests: int
     mean_gap_s: float
+    # When the launcher ends a process that does not answer.
+    health_kill_s: float
+    # By its seed, a request and the position that kills whoever computes it.
+    poison: dict[int, int] = field(default_factory=dict)
+
+    def worker_facts(self, epoch: int) -> WorkerFacts:
+        """What each rank answers to an attach."""
+        return WorkerFacts(
+            epoch,
+            "digest",
+            CONTEXT_LENGTH,
+            VOCABULARY,
+            EOS_TOKEN_IDS,
+            self.num_blocks,
+            num_draft_tokens=self.num_draft_tokens,
+            needs_all_tokens=self.num_draft_tokens > 0,
+        )
 
     @property
     def batch_limits(self) -> BatchLimits:
@@ -56,6 +76,8 @@ class CellSettings:
     @classmethod
     def draw(cls, rng: Random, mix: FaultMix) -> CellSettings:
         """Draw the settings of a cell: tiny to roomy pools, every policy."""
+        dp_size = rng.choice([1, 1, 1, 2, 2, 3, 4])
+        topology = CellTopology(dp_size, is_coupled=dp_size > 1 and rng.random() < 0.5)
         block_size = rng.choice([1, 16, 16, 32])
         max_num_seqs = rng.choice([1, 3, 8, 12])
         max_num_batched_tokens = rng.choice([16, 48, 600])
@@ -80,14 +102,17 @@ class CellSettings:
         # The smallest pool just holds the longest request.
         num_pool_tokens = rng.choice([160, 160, 256, 800])
         return cls(
+            topology,
             policy,
             CacheSettings(block_size, rng.random() < 0.8),
             num_pool_tokens // block_size,
-            num_draft_tokens=rng.randint(1, 8) if rng.random() < 0.5 else 0,
+            # Coupled ranks draft nothing: what a rank computes in a step must be known before.
+            num_draft_tokens=rng.randint(1, 8) if rng.random() < 0.5 and not topology.is_coupled else 0,
             share_right=rng.choice([0.2, 0.7, 0.95]),
             # Of those that find the queue full, only some at a time.
             max_live_requests=min(rng.choice([6, 16, 24]), max_num_seqs + max_waiting_requests + 2),
             mean_gap_s=rng.choice([0.002, 0.03]),
+            health_kill_s=rng.choice([30.0, 120.0]),
         )
 
 
@@ -118,6 +143,7 @@ class RequestPlan:
     abort_call_after_s: float | None
     by_cell: list[Expected]
     by_text: list[Expected]
+    is_poison: bool = False
 
     @property
     def n(self) -> int:
@@ -149,11 +175,12 @@ def number_of(seed: int) -> int:
 class Workload:
     """Draws one request after the other; prompts share prefixes, and some go on where an answer ended."""
 
-    def __init__(self, rng: Random, mix: FaultMix, oracle: Oracle) -> None:
-        """Draw from `rng`; `oracle` learns the answers."""
+    def __init__(self, rng: Random, mix: FaultMix, oracle: Oracle, poison: dict[int, int]) -> None:
+        """Draw from `rng`; `oracle` learns the answers, `poison` which requests kill, by their seeds and where."""
         self._rng = rng
         self._mix = mix
         self._oracle = oracle
+        self._poison = poison
         self._num_drawn = 0
         # Prompts with their answers, and their salts.
         self._texts: list[tuple[list[int], bytes]] = []
@@ -168,7 +195,8 @@ class Workload:
         prompt, cache_salt = self._draw_follow_up() or (self._draw_prompt(), rng.choice([b"", b"", b"salt"]))
         max_tokens = rng.randint(1, self._completion_scale)
         seed = rng.getrandbits(64 - _NUMBER_BITS) << _NUMBER_BITS | number
-        n = rng.choice([2, 3, 8]) if rng.random() < 0.2 else 1
+        is_poison = self._poisons(seed, len(prompt))
+        n = rng.choice([2, 3, 8]) if rng.random() < 0.2 and not is_poison else 1
         completions = [expected_completion(prompt, seed, max_tokens, choice) for choice in range(n)]
         for completion in completions:
             # What stands behind a stop as well: runs of drafts go on there.
@@ -189,7 +217,15 @@ class Workload:
             abort_call_after_s=rng.choice([0.0, 0.05, 0.5, 5.0]) if self._strikes(Fault.ABORT_CALL) else None,
             by_cell=by_cell,
             by_text=[_expect(completion, params, text_stop_token) for completion in completions],
+            is_poison=is_poison,
         )
+
+    def _poisons(self, seed: int, num_prompt_tokens: int) -> bool:
+        """Whether a request kills who computes the last token of its prompt; one of a run does."""
+        if self._poison or not self._strikes(Fault.POISON):
+            return False
+        self._poison[seed] = num_prompt_tokens - 1
+        return True
 
     def _draw_follow_up(self) -> tuple[list[int], bytes] | None:
         """A prompt that goes on behind an answer, and its salt; None when a new one is to be drawn."""

@@ -1,0 +1,344 @@
+"""Two schedulers that want the same two groups, over a network in which anything may happen: every next state.
+
+A state is a tuple of small immutable parts. Messages are lost (what nobody delivers is: the sender gives up), come
+late (also after the sender has given up, or has died) and are repeated. Streams keep their order, but their two ends
+learn of a break at different times. What else goes wrong is counted, and bounded: a process that dies, a link that
+breaks, a lease that runs out while its holder lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from services.scheduler.attach import (
+    Accepted,
+    AttachEvent,
+    CloseStreams,
+    Command,
+    Offer,
+    OpenStreams,
+    Refused,
+    Restart,
+    RetryDue,
+    StreamBroken,
+)
+from services.scheduler.events import Exit
+from services.scheduler.policy import CellTopology
+from services.worker.claim import ClaimLedger
+from tests.simulation.attach_actors import GroupActor, ProtocolError, SchedulerActor, States
+from tests.simulation.attach_messages import OPENING, Bounds, Message, Move, Reply, ReplyEvent, Request, State, Stream
+
+
+class AttachModel:
+    """Every move of the protocol. Raises ProtocolError where one breaks what it promises."""
+
+    def __init__(self, topology: CellTopology, bounds: Bounds, *, num_schedulers: int = 2) -> None:
+        self._topology = topology
+        self._bounds = bounds
+        self._num_schedulers = num_schedulers
+        self.schedulers: States[SchedulerActor] = States()
+        self.groups: States[GroupActor] = States()
+
+    def first_state(self) -> State:
+        """All processes have just started."""
+        slots, groups = range(self._num_schedulers), range(self._topology.dp_size)
+        return State(
+            tuple(self._new_scheduler(slot, 0) for slot in slots),
+            (0,) * len(slots),
+            tuple(self._new_group(group) for group in groups),
+            frozenset(),
+            0,
+        )
+
+    def has_room(self, state: State, *, num_epochs: int, num_lives: int) -> bool:
+        """Whether so many epochs above all others may be offered yet, and schedulers so often be started again."""
+        epochs = [
+            *(max(self.schedulers[number].epochs) for number in state.schedulers),
+            *(self.groups[number].ledger.epoch for number in state.groups),
+            *(message.epoch for message in state.messages if isinstance(message, Request)),
+        ]
+        return (
+            max(epochs) + num_epochs <= self._bounds.max_epoch and max(state.lives) + num_lives < self._bounds.max_lives
+        )
+
+    def is_served(self, state: State) -> bool:
+        """Whether one scheduler has all domains attached, and every group is open for it."""
+        return any(self._serves(self.schedulers[number], state) for number in state.schedulers)
+
+    def check(self, state: State) -> None:
+        """Check what must hold where nothing is on its way any more.
+
+        Raises:
+            ProtocolError: it does not.
+        """
+        if any(not isinstance(message, Stream) or self._has_news(state, message) for message in state.messages):
+            return
+        for number in state.schedulers:
+            scheduler = self.schedulers[number]
+            for domain, epoch in scheduler.attached.items():
+                for group in self._topology.ranks_of(domain):
+                    ledger = self._ledger(state, group)
+                    if not ledger.is_open or (ledger.epoch, ledger.holder) != (epoch, scheduler.instance_id):
+                        raise ProtocolError(f"scheduler {scheduler.instance_id} goes on without group {group}")
+
+    def moves(self, state: State) -> Iterator[Move]:
+        """Every move from a state."""
+        may_fail = state.num_faults < self._bounds.max_faults
+        for slot in range(self._num_schedulers):
+            yield from self._scheduler_moves(state, slot, may_fail=may_fail)
+        for message in state.messages:
+            if isinstance(message, Stream):
+                yield from self._stream_moves(state, message, may_fail=may_fail)
+            elif isinstance(message, Request):
+                yield from self._request_moves(state, message, may_fail=may_fail)
+            else:
+                yield from self._reply_moves(state, message, may_fail=may_fail)
+        if may_fail:
+            for group in range(self._topology.dp_size):
+                yield Move("a group dies", group, self._restart_group(_fault(state), group), True)
+
+    def _scheduler_moves(self, state: State, slot: int, *, may_fail: bool) -> Iterator[Move]:
+        scheduler = self.schedulers[state.schedulers[slot]]
+        name = scheduler.instance_id
+        if scheduler.has_exited:
+            if state.lives[slot] + 1 < self._bounds.max_lives:
+                yield Move("is started again", name, self._replace_scheduler(state, slot))
+            return
+        for domain in range(self._topology.num_domains):
+            if scheduler.is_retry_due[domain] and scheduler.epochs[domain] < self._bounds.max_epoch:
+                yield Move("offers", name, self._handle(state, slot, domain, RetryDue()))
+            if scheduler.num_sent.get(domain, self._bounds.max_steps) < self._bounds.max_steps:
+                yield Move("sends a step", name, self._send_step(state, slot, domain))
+            for group in scheduler.awaited[domain]:
+                # Giving up what is still on its way is a fault: there might have been an answer.
+                is_fault = self._may_be_answered(state, slot, group)
+                if may_fail or not is_fault:
+                    refusal = Refused(group, scheduler.epochs[domain], "no answer came")
+                    after = self._handle(_fault(state) if is_fault else state, slot, domain, refusal)
+                    yield Move("waits no longer", name, after, is_fault)
+        if may_fail:
+            yield Move("dies", name, self._end_scheduler(_fault(state), slot), True)
+
+    def _request_moves(self, state: State, request: Request, *, may_fail: bool) -> Iterator[Move]:
+        rest = state._replace(messages=state.messages - {request})
+        yield Move("arrives", request, self._deliver_request(rest, request, is_lease_over=False))
+        if may_fail:
+            yield Move("arrives, not for the last time", request, self._repeat(state, request), True)
+            if not request.is_restart:
+                lapsed = self._deliver_request(_fault(rest), request, is_lease_over=True)
+                yield Move("finds the lease run out", request, lapsed, True)
+
+    def _reply_moves(self, state: State, reply: Reply, *, may_fail: bool) -> Iterator[Move]:
+        rest = state._replace(messages=state.messages - {reply})
+        yield Move("arrives", reply, self._deliver_reply(rest, reply))
+        if may_fail:
+            yield Move("arrives, not for the last time", reply, self._deliver_reply(_fault(state), reply), True)
+            if isinstance(reply.event, Accepted | Refused):
+                yield Move("is lost", reply, _fault(rest), True)
+
+    def _stream_moves(self, state: State, stream: Stream, *, may_fail: bool) -> Iterator[Move]:
+        rest = state._replace(messages=state.messages - {stream})
+        if stream.items:
+            yield Move("brings its next item", stream, self._deliver_item(rest, stream))
+        if stream.is_closed:
+            yield Move("ends", stream, self._end_stream(rest, stream))
+        elif may_fail:
+            yield Move("breaks at the group", stream, self._end_stream(_fault(rest), stream), True)
+            event = StreamBroken(stream.group, stream.epoch)
+            domain = self._topology.domain_of(stream.group)
+            broken = self._handle(_fault(state), stream.slot, domain, event)
+            yield Move("breaks at the scheduler", stream, broken, True)
+        ledger = self._ledger(state, stream.group)
+        if ledger.epoch > stream.epoch:
+            cut = self._end_stream(rest, stream, ledger.epoch, ledger.holder)
+            yield Move("is cut", stream, cut)
+
+    def _deliver_request(self, state: State, request: Request, *, is_lease_over: bool) -> State:
+        group = request.group
+        if request.is_restart:
+            _, may_restart = self.groups.call(
+                state.groups[group], "is_restart_allowed", request.epoch, request.instance_id
+            )
+            return self._restart_group(state, group) if may_restart else state
+        number, answer = self.groups.call(
+            state.groups[group], "offer", request.epoch, request.instance_id, is_lease_over
+        )
+        state = state._replace(groups=_with(state.groups, group, number))
+        return self._reply(state, request.instance_id, request.slot, answer)
+
+    def _repeat(self, state: State, request: Request) -> State:
+        return _send(self._deliver_request(_fault(state), request, is_lease_over=False), request)
+
+    def _reply(self, state: State, instance_id: str, slot: int, event: ReplyEvent) -> State:
+        """Send an event to a scheduler.
+
+        One that it only takes note of has arrived at once: when it does makes no difference to anybody, and that there
+        is no answer at all is a move of its own.
+        """
+        reply = Reply(instance_id, slot, event)
+        if not self._is_there(state, slot, instance_id):
+            return state
+        domain = self._topology.domain_of(event.group)
+        number, commands = self.schedulers.call(state.schedulers[slot], "handle", domain, event)
+        return _send(state, reply) if commands else state._replace(schedulers=_with(state.schedulers, slot, number))
+
+    def _deliver_reply(self, state: State, reply: Reply) -> State:
+        """Hand it to its scheduler, unless that is gone."""
+        if not self._is_there(state, reply.slot, reply.instance_id):
+            return state
+        return self._handle(state, reply.slot, self._topology.domain_of(reply.event.group), reply.event)
+
+    def _deliver_item(self, state: State, stream: Stream) -> State:
+        """Let a stream bring its next item; it ends when that is refused."""
+        item, group = stream.items[0], stream.group
+        left = stream._replace(items=stream.items[1:])
+        call = ("open_stream",) if item == OPENING else ("launch", item)
+        number, event = self.groups.call(state.groups[group], *call, stream.number, stream.epoch, stream.instance_id)
+        state = state._replace(groups=_with(state.groups, group, number))
+        if item != OPENING and event is None:
+            self._check_collectives(state, group)
+        if isinstance(event, StreamBroken):
+            return self._end_stream(state, left, event.held_epoch, event.holder)
+        state = _send(state, left)
+        return state if event is None else self._reply(state, stream.instance_id, stream.slot, event)
+
+    def _end_stream(self, state: State, stream: Stream, held_epoch: int = 0, holder: str = "") -> State:
+        """End a stream, which is not among the messages any more, at the group; the scheduler hears of it later."""
+        number, _ = self.groups.call(state.groups[stream.group], "end_stream", stream.number)
+        state = state._replace(groups=_with(state.groups, stream.group, number))
+        if stream.is_closed:
+            return state
+        event = StreamBroken(stream.group, stream.epoch, held_epoch, holder)
+        return self._reply(state, stream.instance_id, stream.slot, event)
+
+    def _handle(self, state: State, slot: int, domain: int, event: AttachEvent) -> State:
+        """Hand an event to a scheduler and do what it says."""
+        number, commands = self.schedulers.call(state.schedulers[slot], "handle", domain, event)
+        state = state._replace(schedulers=_with(state.schedulers, slot, number))
+        for command in commands:
+            state = self._perform(state, slot, domain, command)
+        return state
+
+    def _perform(self, state: State, slot: int, domain: int, command: Command) -> State:
+        instance_id = self.schedulers[state.schedulers[slot]].instance_id
+        match command:
+            case Offer(group, epoch):
+                return _send(state, Request(instance_id, slot, group, epoch, is_restart=False))
+            case Restart(group, epoch):
+                return _send(state, Request(instance_id, slot, group, epoch, is_restart=True))
+            case OpenStreams(epoch):
+                for group in self._topology.ranks_of(domain):
+                    state = _send(state, Stream(instance_id, slot, group, epoch, (OPENING,), is_closed=False))
+            case CloseStreams():
+                return self._close_streams(state, slot, domain)
+            case Exit():
+                return self._end_scheduler(state, slot)
+        return state
+
+    def _close_streams(self, state: State, slot: int, domain: int | None = None) -> State:
+        """Close a scheduler's ends of its streams, those of one domain or all."""
+        groups = range(self._topology.dp_size) if domain is None else self._topology.ranks_of(domain)
+        return state._replace(
+            messages=frozenset(
+                message._replace(is_closed=True)
+                if isinstance(message, Stream) and message.slot == slot and message.group in groups
+                else message
+                for message in state.messages
+            )
+        )
+
+    def _send_step(self, state: State, slot: int, domain: int) -> State:
+        number, step_id = self.schedulers.call(state.schedulers[slot], "send_step", domain)
+        state = state._replace(schedulers=_with(state.schedulers, slot, number))
+        groups = self._topology.ranks_of(domain)
+        messages = frozenset(
+            message._replace(items=(*message.items, step_id))
+            if isinstance(message, Stream)
+            and not message.is_closed
+            and message.slot == slot
+            and message.group in groups
+            else message
+            for message in state.messages
+        )
+        return state._replace(messages=messages)
+
+    def _end_scheduler(self, state: State, slot: int) -> State:
+        """A scheduler's process ends; its streams' other ends do not know yet."""
+        number, _ = self.schedulers.call(state.schedulers[slot], "exit")
+        return self._close_streams(state._replace(schedulers=_with(state.schedulers, slot, number)), slot)
+
+    def _replace_scheduler(self, state: State, slot: int) -> State:
+        """Another process starts in the place of one that has ended."""
+        life = state.lives[slot] + 1
+        return state._replace(
+            schedulers=_with(state.schedulers, slot, self._new_scheduler(slot, life)),
+            lives=_with(state.lives, slot, life),
+        )
+
+    def _restart_group(self, state: State, group: int) -> State:
+        """A group's processes end, and its streams with them, and others start, which know nothing."""
+        for stream in [message for message in state.messages if isinstance(message, Stream) and message.group == group]:
+            state = self._end_stream(state._replace(messages=state.messages - {stream}), stream)
+        return state._replace(groups=_with(state.groups, group, self._new_group(group)))
+
+    def _new_scheduler(self, slot: int, life: int) -> int:
+        instance_id = str(life * self._num_schedulers + slot)
+        return self.schedulers.number_of(SchedulerActor(instance_id, self._topology))
+
+    def _new_group(self, group: int) -> int:
+        return self.groups.number_of(GroupActor(group, self._topology))
+
+    def _has_news(self, state: State, stream: Stream) -> bool:
+        """Whether something of a stream is still to be seen by one of its ends."""
+        return stream.is_closed or bool(stream.items) or self._ledger(state, stream.group).epoch > stream.epoch
+
+    def _ledger(self, state: State, group: int) -> ClaimLedger:
+        return self.groups[state.groups[group]].ledger
+
+    def _may_be_answered(self, state: State, slot: int, group: int) -> bool:
+        """Whether an offer, or its answer, is on its way."""
+        return any(
+            message.slot == slot and (message.group if isinstance(message, Request) else message.event.group) == group
+            for message in state.messages
+            if not isinstance(message, Stream)
+        )
+
+    def _is_there(self, state: State, slot: int, instance_id: str) -> bool:
+        """Whether a scheduler's process lives."""
+        scheduler = self.schedulers[state.schedulers[slot]]
+        return scheduler.instance_id == instance_id and not scheduler.has_exited
+
+    def _serves(self, scheduler: SchedulerActor, state: State) -> bool:
+        if len(scheduler.attached) < self._topology.num_domains:
+            return False
+        ledgers = [self.groups[number].ledger for number in state.groups]
+        return all(
+            ledger.is_open
+            and (ledger.epoch, ledger.holder)
+            == (scheduler.attached[self._topology.domain_of(group)], scheduler.instance_id)
+            for group, ledger in enumerate(ledgers)
+        )
+
+    def _check_collectives(self, state: State, group: int) -> None:
+        """Check that coupled groups meet in the collectives of one step: the n-th of one is the n-th of the other.
+
+        Raises:
+            ProtocolError: they do not.
+        """
+        launches = self.groups[state.groups[group]].launches
+        for partner in self._topology.ranks_of(self._topology.domain_of(group)):
+            others = self.groups[state.groups[partner]].launches
+            if any(own != other for own, other in zip(launches, others, strict=False)):
+                raise ProtocolError(f"group {group} met group {partner} in another step: {launches}, {others}")
+
+
+def _with(numbers: tuple[int, ...], index: int, number: int) -> tuple[int, ...]:
+    return (*numbers[:index], number, *numbers[index + 1 :])
+
+
+def _send(state: State, message: Message) -> State:
+    return state._replace(messages=state.messages | {message})
+
+
+def _fault(state: State) -> State:
+    return state._replace(num_faults=state.num_faults + 1)

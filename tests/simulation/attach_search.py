@@ -1,0 +1,149 @@
+"""A breadth-first search through every state of the attach protocol that its bounds allow."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+from services.scheduler.policy import CellTopology
+from tests.simulation.attach_actors import ProtocolError
+from tests.simulation.attach_messages import Bounds, State
+from tests.simulation.attach_model import AttachModel
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What is searched: a cell of coupled or other groups, schedulers, and how far.
+
+    From a state that is `spare_epochs` and `spare_lives` below the bounds the cell must come to be served, if nothing
+    more goes wrong.
+    """
+
+    topology: CellTopology
+    bounds: Bounds
+    spare_epochs: int
+    spare_lives: int
+    num_schedulers: int = 2
+
+    def run(self) -> SearchResult:
+        """Search all states.
+
+        Raises:
+            ProtocolError: see `AttachSearch.run`.
+        """
+        model = AttachModel(self.topology, self.bounds, num_schedulers=self.num_schedulers)
+        return AttachSearch(model).run(spare_epochs=self.spare_epochs, spare_lives=self.spare_lives)
+
+
+_COUPLED_GROUPS = CellTopology(2, is_coupled=True)
+
+# Two schedulers want two coupled groups, and either may have to start again once.
+COUPLED = Search(_COUPLED_GROUPS, Bounds(max_epoch=3, max_steps=1, max_faults=0, max_lives=2), 2, 1)
+# The same, and one thing goes wrong at any moment; too short to tell who is served in the end.
+FAULTS = Search(_COUPLED_GROUPS, Bounds(max_epoch=2, max_steps=1, max_faults=1, max_lives=1), 2, 0)
+# One scheduler after the other has two coupled groups; what the dead ones sent arrives late.
+SUCCESSION = Search(
+    _COUPLED_GROUPS, Bounds(max_epoch=4, max_steps=1, max_faults=1, max_lives=3), 2, 1, num_schedulers=1
+)
+# Two schedulers want two groups that are not coupled, so that each may get one.
+SPLIT = Search(CellTopology(2), Bounds(max_epoch=3, max_steps=1, max_faults=0, max_lives=1), 2, 0)
+# Two schedulers want one group, and one thing goes wrong.
+ONE_GROUP = Search(CellTopology(1), Bounds(max_epoch=3, max_steps=1, max_faults=1, max_lives=2), 2, 1)
+
+SEARCHES = {
+    "two schedulers, coupled groups": COUPLED,
+    "two schedulers, coupled groups, a fault": FAULTS,
+    "one scheduler after the other": SUCCESSION,
+    "two schedulers, groups that are not coupled": SPLIT,
+    "two schedulers, one group, a fault": ONE_GROUP,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """What a search has seen."""
+
+    num_states: int
+    num_moves: int
+
+
+class AttachSearch:
+    """Visits each state once, and remembers how it got there.
+
+    Moves that are no faults are kept as pairs of states, to see at the end from where the cell is served again without
+    another fault.
+    """
+
+    def __init__(self, model: AttachModel) -> None:
+        self._model = model
+        self._numbers: dict[State, int] = {}
+        self._states: list[State] = []
+        # By state: the one that it was first reached from.
+        self._origins = array("l")
+        self._froms, self._tos = array("l"), array("l")
+        self._num_moves = 0
+
+    def run(self, *, spare_epochs: int, spare_lives: int) -> SearchResult:
+        """Search all states.
+
+        Args:
+            spare_epochs: From a state that is so many epochs below the bound the cell must still come to be served.
+            spare_lives: Likewise, so often as schedulers may be started again.
+
+        Raises:
+            ProtocolError: a move or a state that must not be; with the shortest way that leads there.
+        """
+        self._add(self._model.first_state(), 0)
+        position = 0
+        while position < len(self._states):
+            self._expand(position)
+            position += 1
+        self._check_progress(spare_epochs, spare_lives)
+        return SearchResult(len(self._states), self._num_moves)
+
+    def _add(self, state: State, origin: int) -> int:
+        number = self._numbers.setdefault(state, len(self._states))
+        if number == len(self._states):
+            self._states.append(state)
+            self._origins.append(origin)
+        return number
+
+    def _expand(self, position: int) -> None:
+        state = self._states[position]
+        try:
+            self._model.check(state)
+            for move in self._model.moves(state):
+                self._num_moves += 1
+                number = self._add(move.state, position)
+                if not move.is_fault:
+                    self._froms.append(position)
+                    self._tos.append(number)
+        except ProtocolError as error:
+            raise ProtocolError(f"{error}, after:\n{self._way_to(position)}") from None
+
+    def _check_progress(self, spare_epochs: int, spare_lives: int) -> None:
+        sources: list[list[int]] = [[] for _ in self._states]
+        for origin, number in zip(self._froms, self._tos, strict=True):
+            sources[number].append(origin)
+        served = [number for number, state in enumerate(self._states) if self._model.is_served(state)]
+        may_be_served = set(served)
+        while served:
+            for origin in sources[served.pop()]:
+                if origin not in may_be_served:
+                    may_be_served.add(origin)
+                    served.append(origin)
+        for number, state in enumerate(self._states):
+            has_room = self._model.has_room(state, num_epochs=spare_epochs, num_lives=spare_lives)
+            if has_room and number not in may_be_served:
+                raise ProtocolError(f"the cell is never served again, after:\n{self._way_to(number)}")
+
+    def _way_to(self, number: int) -> str:
+        """The moves from the first state to one, a line each."""
+        lines: list[str] = []
+        while number:
+            origin = self._origins[number]
+            state = self._states[number]
+            move = next(move for move in self._model.moves(self._states[origin]) if move.state == state)
+            lines.append(f"{move.whom} {move.what}")
+            number = origin
+        return "\n".join(reversed(lines))

@@ -1,0 +1,1 @@
+"""A breadth-first search through all states of a model."""

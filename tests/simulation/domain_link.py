@@ -1,0 +1,203 @@
+"""The simulated scheduler's link to one failure domain: the real attach protocol, and the streams that it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from random import Random
+from typing import Protocol
+
+from services.scheduler.attach import (
+    Accepted,
+    AttachEvent,
+    CloseStreams,
+    Command,
+    DomainAttach,
+    Dropped,
+    Offer,
+    OpenStreams,
+    Refused,
+    Restart,
+    RetryAt,
+    RetryDue,
+    Standing,
+    StreamBroken,
+    StreamOpened,
+)
+from services.scheduler.events import DomainAttached, DomainLost, Event, Exit, WorkerHeard
+from tests.simulation.clock import Clock
+from tests.simulation.domain import SimulatedDomain
+from tests.simulation.faults import Fault, FaultMix
+from tests.simulation.network import Message, Pipe, Trouble
+from tests.simulation.step_stream import Answer, Holder, StepStream, StreamEnds
+from tests.simulation.workload import CellSettings
+
+_DELAY_S = (0.0002, 0.002)
+_DETOUR_S = (0.0, 4.0)
+# An `Attach` may take the 10 s in which a worker finds out that it is stuck.
+_OFFER_TIMEOUT_S = 15.0
+_STEP_TROUBLE = Trouble(Fault.STEP_LOST, Fault.STEP_REPEATED, late=Fault.STEP_LATE)
+_RESULT_TROUBLE = Trouble(Fault.RESULT_LOST, Fault.RESULT_REPEATED, Fault.RESULT_REORDERED, Fault.RESULT_LATE)
+
+
+class Process(Protocol):
+    """The part of a scheduler's process that its links use."""
+
+    instance_id: str
+
+    def when_running(self, action: Callable[[], None]) -> None: ...
+
+    def on_event(self, event: Event) -> None: ...
+
+    def on_answer(self, answer: Answer) -> None: ...
+
+    def exit(self, reason: str) -> None: ...
+
+
+class DomainLink:
+    """Plays DomainClient: carries out what the attach protocol says, and carries steps and answers."""
+
+    _num_streams = 0
+
+    def __init__(
+        self,
+        domain: int,
+        process: Process,
+        standing: Standing,
+        settings: CellSettings,
+        clock: Clock,
+        rng: Random,
+        *,
+        mix: FaultMix,
+        workers: SimulatedDomain,
+    ) -> None:
+        self._process = process
+        self._clock = clock
+        self._rng = rng
+        self._mix = mix
+        self._workers = workers.workers
+        self._attach = DomainAttach(domain, settings.topology, standing)
+        self._streams: dict[int, StepStream] = {}
+        self._is_closed = False
+        # By step id: answers that may still come when their epoch is over.
+        self._old_answers: dict[tuple[int, int], Answer] = {}
+        self._on_event(RetryDue())
+
+    def send(self, rank: int, payload: bytes, step_id: int) -> None:
+        """Send a step. An answer to an old epoch's step of the same number may come first."""
+        self._streams[rank].steps.send(payload)
+        old = self._old_answers.pop((rank, step_id), None)
+        if old is not None and self._mix.strikes(Fault.RESULT_LATE, self._rng):
+            self._after_delay(lambda: self._on_answer(old))
+
+    def beat(self) -> None:
+        """Give every rank a sign of life."""
+        for rank, stream in self._streams.items():
+            self._workers[rank].on_heartbeat(stream)
+
+    def drop(self, epoch: int) -> None:
+        """The engine has given an epoch up."""
+        self._on_event(Dropped(epoch))
+
+    def fall_behind(self) -> None:
+        """What is sent from now on arrives when another scheduler may have the workers."""
+        for stream in self._streams.values():
+            stream.steps.delay(self._rng.uniform(*_DETOUR_S))
+
+    def close(self) -> None:
+        """The process is gone."""
+        self._is_closed = True
+        self._close_streams()
+
+    def _on_event(self, event: AttachEvent) -> None:
+        if not self._is_closed:
+            for command in self._attach.on_event(event, self._clock.now):
+                self._perform(command)
+
+    def _hear(self, event: AttachEvent) -> None:
+        """Something comes from a worker: now, or when the process is continued."""
+        self._process.when_running(lambda: self._on_event(event))
+
+    def _perform(self, command: Command) -> None:
+        match command:
+            case Offer(group, epoch):
+                self._offer(group, epoch)
+            case Restart(group, epoch):
+                self._send(group, lambda: self._workers[group].restart(epoch, self._process.instance_id))
+            case OpenStreams(epoch):
+                self._streams = {rank: self._make_stream(rank, epoch) for rank in self._workers}
+                for rank, stream in self._streams.items():
+                    self._send(rank, partial(self._open, rank, stream))
+            case CloseStreams():
+                self._close_streams()
+            case RetryAt(when):
+                self._clock.at(when, lambda: self._hear(RetryDue()))
+            case DomainAttached() | DomainLost():
+                self._process.on_event(command)
+            case Exit(reason):
+                self._process.exit(reason)
+
+    def _offer(self, group: int, epoch: int) -> None:
+        answered: list[Accepted | Refused] = []
+
+        def answer(event: Accepted | Refused) -> None:
+            if not answered:
+                answered.append(event)
+                self._hear(event)
+
+        offer = partial(
+            self._workers[group].offer,
+            epoch,
+            self._process.instance_id,
+            lambda event: self._after_delay(lambda: answer(event)),
+        )
+        self._send(group, offer)
+        self._clock.after(_OFFER_TIMEOUT_S, lambda: answer(Refused(group, epoch, "no answer")))
+
+    def _open(self, rank: int, stream: StepStream) -> None:
+        if not stream.is_broken and self._workers[rank].open(stream):
+            self._after_delay(lambda: self._hear(StreamOpened(rank, stream.claimed.epoch)))
+
+    def _close_streams(self) -> None:
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.close()
+
+    def _make_stream(self, rank: int, epoch: int) -> StepStream:
+        DomainLink._num_streams += 1
+        worker = self._workers[rank]
+        steps: Pipe[bytes] = self._make_pipe(
+            _STEP_TROUBLE, lambda payload: worker.when_running(lambda: worker.on_step(stream, payload))
+        )
+        ends = StreamEnds(
+            on_progress=lambda progress: self._process.when_running(
+                lambda: self._process.on_event(WorkerHeard(rank, epoch, progress))
+            ),
+            on_broken=lambda holder: self._after_delay(lambda: self._hear(_broken(rank, epoch, holder))),
+            on_closed=lambda: self._send(rank, lambda: worker.on_close(stream)),
+        )
+        answers: Pipe[Answer] = self._make_pipe(
+            _RESULT_TROUBLE, lambda answer: self._process.when_running(lambda: self._on_answer(answer))
+        )
+        claimed = Holder(epoch, self._process.instance_id)
+        stream = StepStream(DomainLink._num_streams, claimed, ends, steps=steps, answers=answers)
+        return stream
+
+    def _on_answer(self, answer: Answer) -> None:
+        if not self._is_closed:
+            self._old_answers[answer.rank, answer.step_id] = answer
+            self._process.on_answer(answer)
+
+    def _make_pipe(self, trouble: Trouble, deliver: Callable[[Message], None]) -> Pipe[Message]:
+        return Pipe(self._clock, self._rng, self._mix, trouble, deliver=deliver, on_loss=lambda: None)
+
+    def _send(self, rank: int, action: Callable[[], None]) -> None:
+        """Something goes to a worker, who takes it in when its process runs."""
+        self._after_delay(lambda: self._workers[rank].when_running(action))
+
+    def _after_delay(self, action: Callable[[], None]) -> None:
+        self._clock.after(self._rng.uniform(*_DELAY_S), action)
+
+
+def _broken(rank: int, epoch: int, holder: Holder) -> StreamBroken:
+    return StreamBroken(rank, epoch, holder.epoch, holder.instance_id)

@@ -1,0 +1,112 @@
+"""Bugs of the attach protocol that the model checker must see: each takes away one of its rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+
+from services.scheduler import attach
+from services.scheduler.attach import Accepted, AttachEvent, Command, DomainAttach, Refused, Standing
+from services.worker.claim import ClaimLedger, LaunchedStep
+from tests.simulation.attach_search import FAULTS, ONE_GROUP, SPLIT, SUCCESSION, Search
+
+Patch = pytest.MonkeyPatch
+
+
+@dataclass(frozen=True, slots=True)
+class AttachBug:
+    """A bug, what it breaks, and the search that shows it."""
+
+    name: str
+    breaks: str
+    search: Search
+    plant: Callable[[Patch], None]
+
+
+ATTACH_BUGS: list[AttachBug] = []
+
+
+def planted(search: Search) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+    """Enter a function that plants a bug; its docstring says what that breaks."""
+
+    def enter(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        ATTACH_BUGS.append(AttachBug(plant.__name__.strip("_"), plant.__doc__ or "", search, plant))
+        return plant
+
+    return enter
+
+
+@planted(FAULTS)
+def _no_fence(patch: Patch) -> None:
+    """A step is launched whatever epoch the group holds by then."""
+
+    def launch(self: ClaimLedger, stream: int, epoch: int, step_id: int, now: float) -> None:
+        self.last_launched = LaunchedStep(epoch, step_id)
+
+    patch.setattr(ClaimLedger, "launch", launch)
+
+
+@planted(FAULTS)
+def _equal_epochs_are_accepted(patch: Patch) -> None:
+    """Two schedulers hold groups of one domain under the same epoch, and both believe that it is theirs."""
+    offer = ClaimLedger.offer
+
+    def accept(self: ClaimLedger, epoch: int, scheduler_instance_id: str, now: float) -> None:
+        if epoch == self.epoch:
+            self.epoch -= 1
+        offer(self, epoch, scheduler_instance_id, now)
+
+    patch.setattr(ClaimLedger, "offer", accept)
+
+
+@planted(FAULTS)
+def _streams_are_not_asked_whose_they_are(patch: Patch) -> None:
+    """After a group's restart another scheduler may hold it under the number that the first one still believes in."""
+    hear = ClaimLedger.hear
+
+    def believe(self: ClaimLedger, stream: int, epoch: int, scheduler_instance_id: str, now: float) -> None:
+        hear(self, stream, epoch, self.holder, now)
+
+    patch.setattr(ClaimLedger, "hear", believe)
+
+
+@planted(SUCCESSION)
+def _claims_outlive_their_streams(patch: Patch) -> None:
+    """The end of a stream ends no claim: nobody can take the group of a scheduler that is gone."""
+    patch.setattr(ClaimLedger, "end_stream", lambda *_: None)
+
+
+@planted(FAULTS)
+def _last_steps_are_not_compared(patch: Patch) -> None:
+    """Groups that launched different steps go on together, each in another collective."""
+
+    def only_stuck(accepted: list[Accepted]) -> str | None:
+        return "stuck" if any(answer.is_stuck for answer in accepted) else None
+
+    patch.setattr(attach, "_find_reason_to_restart", only_stuck)
+
+
+@planted(ONE_GROUP)
+def _refusals_teach_nothing(patch: Patch) -> None:
+    """Epochs are offered again and again that a group is past."""
+    on_event = DomainAttach.on_event
+
+    def offer_again(self: DomainAttach, event: AttachEvent, now: float) -> list[Command]:
+        self._highest_epoch = 0
+        return on_event(self, replace(event, held_epoch=0) if isinstance(event, Refused) else event, now)
+
+    patch.setattr(DomainAttach, "on_event", offer_again)
+
+
+@planted(SPLIT)
+def _nobody_goes(patch: Patch) -> None:
+    """Two schedulers that each hold a part of a cell keep it for ever."""
+    patch.setattr(Standing, "is_below", lambda *_: False)
+
+
+@planted(FAULTS)
+def _streams_stay_open_when_one_breaks(patch: Patch) -> None:
+    """A scheduler goes on over the streams that are left of a domain."""
+    patch.setattr(DomainAttach, "_on_broken", lambda *_: [])

@@ -1,0 +1,210 @@
+"""Bugs of DP ranks, their epochs and their suspects that the simulation must see."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from services.scheduler.batch import OutputsByClient, StepKind, StepPace
+from services.scheduler.cell import Cell
+from services.scheduler.domain import Domain, Rank
+from services.scheduler.engine import Engine
+from services.scheduler.events import Action, SendStep
+from services.scheduler.heartbeat import Heartbeat
+from services.scheduler.scheduler import Scheduler, Survivors
+from services.scheduler.suspects import Group, Suspects
+from services.scheduler.trials import Trials
+from services.worker.step_input import StepInput
+from tests.simulation.faults import Fault
+from tests.simulation.planting import Patch, PlantedBug, planter
+
+RANK_BUGS: list[PlantedBug] = []
+_planted = planter(RANK_BUGS)
+
+
+# Lockstep.
+
+
+@_planted()
+def _idle_ranks_get_no_dummy(patch: Patch) -> None:
+    """A rank decodes, and a coupled one that has nothing to do has no step to meet it with."""
+    send_ahead = Domain.send_ahead
+
+    def send_work(self: Domain, now: float) -> list[Action]:
+        actions = send_ahead(self, now)
+        return [action for action in actions if not (isinstance(action, SendStep) and action.step.batch.is_dummy)]
+
+    patch.setattr(Domain, "send_ahead", send_work)
+
+
+@_planted()
+def _dummies_are_of_another_kind(patch: Patch) -> None:
+    """Beside decodes idle ranks prefill."""
+    send_dummy = Scheduler.send_dummy
+    prefill = StepPace(StepKind.PREFILL, 1)
+    patch.setattr(Scheduler, "send_dummy", lambda self, now, _: send_dummy(self, now, prefill))
+
+
+@_planted()
+def _dummies_are_not_counted(patch: Patch) -> None:
+    """Ranks are told that a dummy computes nothing, so collectives have no room for its token."""
+    send_ahead = Domain.send_ahead
+
+    def send_uncounted(self: Domain, now: float) -> list[Action]:
+        return [
+            replace(action, step=replace(action.step, num_tokens_across_dp=_work_of(action)))
+            if isinstance(action, SendStep) and action.step.batch.is_dummy
+            else action
+            for action in send_ahead(self, now)
+        ]
+
+    patch.setattr(Domain, "send_ahead", send_uncounted)
+
+
+def _work_of(action: SendStep) -> tuple[int, ...]:
+    num_tokens = action.step.num_tokens_across_dp
+    return tuple(0 if rank == action.rank else number for rank, number in enumerate(num_tokens))
+
+
+@_planted()
+def _dummies_write_kv(patch: Patch) -> None:
+    """A dummy's token is written where a sequence has its own."""
+    dummy = StepInput.dummy
+
+    def write(*args: Any, **kwargs: Any) -> StepInput:
+        return replace(dummy(*args, **kwargs), slot_mapping=np.zeros(1, np.int64))
+
+    patch.setattr(StepInput, "dummy", write)
+
+
+@_planted()
+def _ranks_go_on_one_by_one(patch: Patch) -> None:
+    """A coupled rank that has room is sent a step when the others have none."""
+    patch.setattr(Scheduler, "has_room", True)
+
+
+@_planted(Fault.STEP_LOST, Fault.LINK_BREAK)
+def _ranks_that_are_out_of_step_are_attached(patch: Patch) -> None:
+    """Coupled groups go on though one of them waits in a step that the others never got."""
+    patch.setattr("services.scheduler.attach._find_reason_to_restart", lambda _: None)
+
+
+# Lost ranks.
+
+
+@_planted(Fault.WORKER_CRASH)
+def _sequences_of_a_lost_rank_are_forgotten(patch: Patch) -> None:
+    """Who ran on a rank that is lost waits for none of the others."""
+    end_epoch = Scheduler.end_epoch
+
+    def forget(self: Scheduler, now: float) -> Survivors:
+        survivors = end_epoch(self, now)
+        lost = set(survivors.computed)
+        return replace(survivors, sequences=[seq for seq in survivors.sequences if seq not in lost])
+
+    patch.setattr(Scheduler, "end_epoch", forget)
+
+
+@_planted(Fault.WORKER_CRASH)
+def _sequences_of_a_lost_rank_go_to_the_back(patch: Patch) -> None:
+    """Who was on a rank that is lost waits elsewhere as if it had just arrived."""
+    end_epoch = Scheduler.end_epoch
+
+    def requeue(self: Scheduler, now: float) -> Survivors:
+        survivors = end_epoch(self, now)
+        for seq in survivors.sequences:
+            seq.arrive_time = now
+        return survivors
+
+    patch.setattr(Scheduler, "end_epoch", requeue)
+
+
+@_planted(Fault.RESULT_LATE, Fault.LINK_BREAK)
+def _results_count_for_another_rank(patch: Patch) -> None:
+    """A rank's result is taken for its neighbour's."""
+    on_step_returned = Engine._on_step_returned
+    patch.setattr(
+        Engine,
+        "_on_step_returned",
+        lambda self, rank, *args: on_step_returned(self, (rank + 1) % len(self._cell.ranks), *args),
+    )
+
+
+@_planted(Fault.LONG_STEP)
+def _progress_does_not_count(patch: Patch) -> None:
+    """A step that is merely long is taken for a hang."""
+    patch.setattr(Scheduler, "on_progress", lambda *_: None)
+
+
+@_planted(Fault.SCHEDULER_STOP)
+def _the_lease_is_not_looked_at(patch: Patch) -> None:
+    """A scheduler that was stopped for long goes on as if nobody had taken its place."""
+    patch.setattr(Heartbeat, "is_lease_over", lambda *_: False)
+
+
+# Suspects.
+
+
+@_planted(Fault.WORKER_CRASH, Fault.POISON)
+def _a_prefill_clears(patch: Patch) -> None:
+    """Suspects are cleared when their prompts have been computed again."""
+    postprocess = Cell.postprocess
+
+    def clear(self: Cell, rank: Rank, *args: Any) -> OutputsByClient:
+        domain = self.domain_by_rank[rank.number]
+        record = rank.scheduler.oldest_in_flight
+        assert record is not None
+        ids = {seq.id for seq in rank.scheduler.sequences_in(record)}
+        outputs = postprocess(self, rank, *args)
+        if self._trials.is_on(domain):
+            self._trials.suspects.acquit(domain.number, ids)
+        return outputs
+
+    patch.setattr(Cell, "postprocess", clear)
+
+
+@_planted(Fault.WORKER_CRASH)
+def _suspects_are_not_halved(patch: Patch) -> None:
+    """All suspects of a crash are tried together."""
+    accuse = Suspects.accuse
+
+    def accuse_all(self: Suspects, domain: int, request_ids: list[str], now: float) -> str | None:
+        poison = accuse(self, domain, request_ids, now)
+        if len(request_ids) > 1:
+            for _ in range(2):
+                self._waiting.popleft()
+            self._waiting.appendleft(Group(request_ids, now))
+        return poison
+
+    patch.setattr(Suspects, "accuse", accuse_all)
+
+
+@_planted(Fault.WORKER_CRASH)
+def _suspects_are_tried_beside_others(patch: Patch) -> None:
+    """A domain with a trial takes newcomers."""
+    patch.setattr(
+        Trials,
+        "open_ranks",
+        lambda self: [rank for domain in self._domains if domain.epoch is not None for rank in domain.ranks],
+    )
+
+
+@_planted(Fault.WORKER_CRASH)
+def _trials_are_sent_ahead(patch: Patch) -> None:
+    """Suspects are tried with several steps in flight."""
+    patch.setattr("services.scheduler.trials.TRIAL_DEPTH", 4)
+
+
+@_planted(Fault.WORKER_CRASH, Fault.POISON)
+def _crashes_of_others_count(patch: Patch) -> None:
+    """A request is poison once it stood in two crashed steps, alone or not."""
+    accuse = Suspects.accuse
+
+    def accuse_each(self: Suspects, domain: int, request_ids: list[str], now: float) -> str | None:
+        for request_id in request_ids[1:]:
+            self._num_crashes_alone[request_id] = self._num_crashes_alone.get(request_id, 0) + 1
+        return accuse(self, domain, request_ids, now)
+
+    patch.setattr(Suspects, "accuse", accuse_each)
