@@ -1,0 +1,29 @@
+"""Workers and schedulers that die and hang in turns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.chaos import Damage, Killer, Load, Peace, TellOf, chaos_cell
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+
+async def test_requests_outlive_whatever_dies_or_hangs(
+    model_dir: Path, peace: Peace, num_kills: int, tell_of: TellOf
+) -> None:
+    async with chaos_cell(model_dir, "--dp=2", "--health-kill-s=12") as (cell, client):
+        load = Load(client, peace)
+        killer = Killer(cell, load)
+        async with load.keep_in_flight():
+            for _ in range(num_kills):
+                await killer.hit_anything()
+                await load.settle()
+        state = await client.wait_until_idle()
+
+    tell_of(load, killer.num_deaths, state)
+    assert load.damage == Damage()
+    assert load.num_answers >= len(peace.requests)
+    assert killer.num_deaths == num_kills

@@ -1,0 +1,57 @@
+"""A network that drops everything between scheduler and workers for a while, in one direction or in both."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.support.cell import free_port
+from tests.support.chaos import WORKER_FLAGS, Damage, Load, Peace, TellOf, chaos_cell
+from tests.support.processes import start_service
+from tests.support.tcp_path import TcpPath
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+DIRECTIONS = {
+    "to the worker": {"to_client": False},
+    "to the scheduler": {"to_server": False},
+    "in both directions": {},
+}
+NUM_RANKS = 2
+# Shorter than the silence that is borne, and longer.
+CUTS_S = (1, 5, 30)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS.values(), ids=DIRECTIONS.keys())
+async def test_requests_outlive_a_network_that_drops_everything(
+    model_dir: Path, peace: Peace, direction: dict[str, bool], tell_of: TellOf
+) -> None:
+    async with AsyncExitStack() as stack:
+        paths = []
+        for rank in range(NUM_RANKS):
+            port = free_port()
+            place = [f"--listen=127.0.0.1:{port}", f"--dp-rank={rank}", f"--dp-size={NUM_RANKS}"]
+            flags = [f"--model-dir={model_dir}", "--ops-backend=reference", "--num-threads=1", *WORKER_FLAGS]
+            stack.enter_context(start_service("worker", *place, *flags))
+            paths.append(await stack.enter_async_context(TcpPath(port)))
+        workers = ",".join(f"127.0.0.1:{path.port}" for path in paths)
+        _, client = await stack.enter_async_context(chaos_cell(model_dir, f"--workers={workers}", has_workers=False))
+        load = Load(client, peace)
+        await load.wait_for_state(lambda state: all(rank.is_attached for rank in state.rank_steps))
+        async with load.keep_in_flight():
+            for number, cut_s in enumerate(CUTS_S):
+                rank = number % NUM_RANKS
+                await load.wait_until_busy(rank)
+                paths[rank].cut(**direction)
+                await asyncio.sleep(cut_s)
+                paths[rank].heal()
+                await load.settle()
+        state = await client.wait_until_idle()
+
+    tell_of(load, state.num_lost_epochs, state)
+    assert load.damage == Damage()
+    # The longest cut is longer than the silence that is borne.
+    assert state.num_lost_epochs > 0

@@ -1,0 +1,108 @@
+"""A scheduler that hangs until another one has its workers: when it wakes it harms nobody, and exits."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.cell import free_port
+from tests.support.chaos import SCHEDULER_FLAGS, TOKENIZER_FLAGS, WORKER_FLAGS, Damage, Load, Peace, TellOf
+from tests.support.client import Client, connect
+from tests.support.processes import start_service
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+STOP_S = 60.0
+EXIT_TIMEOUT_S = 60.0
+NUM_RANKS = 2
+
+
+@dataclass
+class Addresses:
+    """Where a cell answers."""
+
+    address: str
+    scheduler_address: str
+
+
+class PairedCell:
+    """Two workers, a scheduler that has them, one on another address that waits for them, and a tokenizer."""
+
+    def __init__(self, model_dir: Path, stack: ExitStack) -> None:
+        self._model_dir = model_dir
+        self._stack = stack
+        self._workers = [f"127.0.0.1:{free_port()}" for _ in range(NUM_RANKS)]
+        self._schedulers = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+        self._tokenizer = f"127.0.0.1:{free_port()}"
+        self._rank_to_process = {rank: self._start_worker(rank) for rank in range(NUM_RANKS)}
+        self.first = self._start_scheduler(0)
+        schedulers = f"--scheduler={','.join(self._schedulers)}"
+        self._start("tokenizer", f"--listen={self._tokenizer}", schedulers, *TOKENIZER_FLAGS)
+
+    def start_second(self) -> None:
+        """Start the scheduler that waits."""
+        self._start_scheduler(1)
+
+    def replace_worker(self, rank: int) -> None:
+        """Kill a worker and start another one in its place."""
+        self._rank_to_process[rank].kill()
+        self._rank_to_process[rank].wait()
+        self._rank_to_process[rank] = self._start_worker(rank)
+
+    @asynccontextmanager
+    async def connect(self, scheduler: int) -> AsyncIterator[Client]:
+        """A client that asks one of the two schedulers for its state."""
+        async with connect(Addresses(self._tokenizer, self._schedulers[scheduler])) as client:
+            yield client
+
+    def _start_worker(self, rank: int) -> subprocess.Popen[bytes]:
+        place = [f"--listen={self._workers[rank]}", f"--dp-rank={rank}", f"--dp-size={NUM_RANKS}"]
+        return self._start("worker", *place, "--ops-backend=reference", "--num-threads=1", *WORKER_FLAGS)
+
+    def _start_scheduler(self, number: int) -> subprocess.Popen[bytes]:
+        workers = f"--workers={','.join(self._workers)}"
+        service = start_service("scheduler", f"--listen={self._schedulers[number]}", workers, *SCHEDULER_FLAGS)
+        return self._stack.enter_context(service)
+
+    def _start(self, role: str, *flags: str) -> subprocess.Popen[bytes]:
+        return self._stack.enter_context(start_service(role, f"--model-dir={self._model_dir}", *flags))
+
+
+@pytest.mark.parametrize("replaces_a_worker", [False, True], ids=["", "a worker is started again meanwhile"])
+async def test_a_scheduler_that_wakes_when_another_one_serves_exits(
+    model_dir: Path, peace: Peace, replaces_a_worker: bool, tell_of: TellOf
+) -> None:
+    with ExitStack() as stack:
+        cell = PairedCell(model_dir, stack)
+        async with cell.connect(0) as client, cell.connect(1) as successor:
+            load = Load(client, peace)
+            await load.wait_for_state(lambda state: all(rank.is_attached for rank in state.rank_steps))
+            cell.start_second()
+            async with load.keep_in_flight():
+                await load.wait_until_busy(0)
+                cell.first.send_signal(signal.SIGSTOP)
+                hangs = asyncio.create_task(asyncio.sleep(STOP_S))
+                taken_over = Load(successor, peace)
+                await taken_over.wait_until_busy(0)
+                if replaces_a_worker:
+                    cell.replace_worker(1)
+                    await taken_over.wait_until_busy(1)
+                await hangs
+                cell.first.send_signal(signal.SIGCONT)
+                exit_code = await asyncio.to_thread(cell.first.wait, EXIT_TIMEOUT_S)
+                await load.wait_for_progress()
+            state = await successor.wait_until_idle()
+
+    tell_of(load, 1 + state.num_lost_epochs, state)
+    assert exit_code == 1
+    assert load.damage == Damage()
+    assert load.num_resumes > 0
+    # It lost nobody to the one that woke.
+    assert state.num_lost_epochs == int(replaces_a_worker)

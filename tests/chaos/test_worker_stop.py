@@ -1,0 +1,55 @@
+"""Workers that hang: stopped by SIGSTOP, they are given up, killed and started again, or come back too late."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.chaos import Damage, Killer, Load, Peace, TellOf, chaos_cell
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+
+async def test_requests_outlive_workers_that_are_stopped(
+    model_dir: Path, peace: Peace, num_kills: int, tell_of: TellOf
+) -> None:
+    async with chaos_cell(model_dir, "--dp=2", "--health-kill-s=12") as (cell, client):
+        load = Load(client, peace)
+        killer = Killer(cell, load)
+        async with load.keep_in_flight():
+            for _ in range(num_kills):
+                await killer.hit_a_worker(signal.SIGSTOP)
+                await load.settle()
+        state = await client.wait_until_idle()
+        log = cell.log()
+
+    tell_of(load, killer.num_deaths, state)
+    assert load.damage == Damage()
+    assert load.num_answers >= len(peace.requests)
+    assert log.count("had not answered its health check for 12 s") >= num_kills
+
+
+async def test_a_worker_that_hangs_is_noticed_and_comes_back_to_no_harm(
+    model_dir: Path, peace: Peace, tell_of: TellOf
+) -> None:
+    async with chaos_cell(model_dir, "--dp=2", "--health-kill-s=120") as (cell, client):
+        load = Load(client, peace)
+        async with load.keep_in_flight():
+            await load.wait_for_state(lambda state: state.rank_steps[1].num_running >= 10)
+            pid = cell.send_signal("worker 1.0", signal.SIGSTOP)
+            hangs = asyncio.create_task(asyncio.sleep(30))
+            async with asyncio.timeout(20):
+                await load.wait_for_state(lambda state: not state.rank_steps[1].is_attached)
+            await hangs
+            cell.send_signal("worker 1.0", signal.SIGCONT)
+            await load.wait_for_state(lambda state: state.rank_steps[1].is_attached and state.rank_steps[1].num_running)
+        state = await client.wait_until_idle()
+        after = cell.find_processes()
+
+    tell_of(load, 1, state)
+    assert load.damage == Damage()
+    # It needed no new process, and so no new weights.
+    assert after["worker 1.0"].pid == pid

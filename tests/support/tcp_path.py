@@ -1,0 +1,90 @@
+"""A TCP path that can be cut: in one direction or both nothing arrives any more, and neither end is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from types import TracebackType
+
+
+class TcpPath:
+    """Forwards connections to a server of this machine until it is cut.
+
+    As when a network drops all packets: what is sent into a cut stays with the sender's kernel, nobody gets an error,
+    and it arrives when the path is whole again, as retransmission would have it. A connection that is opened meanwhile
+    is accepted and gets no answer; one end's close reaches the other when the path is whole.
+    """
+
+    def __init__(self, target_port: int) -> None:
+        """Prepare a path to 127.0.0.1:`target_port`; entering it opens its own port."""
+        self._target_port = target_port
+        self._to_server = asyncio.Event()
+        self._to_client = asyncio.Event()
+        self._server: asyncio.Server | None = None
+        self._pumps: set[asyncio.Task[None]] = set()
+        self.heal()
+
+    async def __aenter__(self) -> TcpPath:
+        self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._server is not None
+        self._server.close()
+        for pump in self._pumps:
+            pump.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+
+    @property
+    def port(self) -> int:
+        """Where clients connect instead of the server's own port."""
+        assert self._server is not None
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    def cut(self, *, to_server: bool = True, to_client: bool = True) -> None:
+        """Let nothing pass in these directions."""
+        if to_server:
+            self._to_server.clear()
+        if to_client:
+            self._to_client.clear()
+
+    def heal(self) -> None:
+        """Let everything pass again, first of all what was sent meanwhile."""
+        self._to_server.set()
+        self._to_client.set()
+
+    def lose(self) -> None:
+        """Let what was sent into the cut be lost for ever, and all connections with it, as when their sender died."""
+        for pump in self._pumps:
+            pump.cancel()
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            server_reader, server_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
+        except ConnectionError:
+            writer.close()
+            return
+        self._start(_pump(reader, server_writer, self._to_server))
+        self._start(_pump(server_reader, writer, self._to_client))
+
+    def _start(self, pump: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(pump)
+        self._pumps.add(task)
+        task.add_done_callback(self._pumps.discard)
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_whole: asyncio.Event) -> None:
+    try:
+        while data := await reader.read(1 << 16):
+            await is_whole.wait()
+            writer.write(data)
+            await writer.drain()
+        await is_whole.wait()
+    except ConnectionError:
+        # The other end is gone: so is this one.
+        await is_whole.wait()
+    finally:
+        writer.close()
