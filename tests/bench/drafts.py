@@ -25,7 +25,7 @@ from services.worker.config import WorkerSettings
 from services.worker.model_runner import ModelRunner, build_model_runner
 from services.worker.step import EnteringSequence
 from tests.bench.report import Row, compare, print_table, write_json
-from tests.support.cell import ROOT
+from tests.support.processes import ROOT
 from tests.support.worker_steps import decode_step, make_enter, prefill_step
 
 # How many times as many tokens a step must bring, and how many times as many a second, on text that repeats.
@@ -102,8 +102,9 @@ def main() -> None:
     rows: list[Row] = []
     for kind in _kinds(arguments.model_dir):
         for num_seqs in arguments.num_seqs:
-            rows += _measure(plain, drafting, kind, num_seqs, arguments)
-    print_table(rows)
+            measured = list(_measure(plain, drafting, kind, num_seqs, arguments))
+            print_table(measured)
+            rows += measured
     if arguments.json:
         write_json(rows, arguments.json)
 
@@ -114,7 +115,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-seqs", type=int, nargs="+", default=[1, 8], metavar="N", help="sequences at once")
     parser.add_argument("--num-tokens", type=int, default=128, metavar="N", help="tokens of each answer")
     parser.add_argument("--num-draft-tokens", type=int, default=4, metavar="N", help="the worker's setting")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="pairs of runs")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="pairs of runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     return parser.parse_args()
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc
 from lockstep.v1 import common_pb2
+from shared.heartbeat import HEARTBEAT_S
 from shared.limits import TOKEN_DTYPE
 from tests.bench.tokens import VOCABULARY, IntArray, expected_tokens
 
@@ -28,6 +29,8 @@ class Replica:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         stub = exchange_pb2_grpc.ExchangeServiceStub(channel)
         self._call = stub.Exchange(wait_for_ready=True)
+        self._turn = asyncio.Lock()
+        self._beats = asyncio.create_task(self._beat())
         self._random = np.random.default_rng(1)
         self._first_handle = 1
         self._max_tokens = 0
@@ -43,6 +46,8 @@ class Replica:
         """
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             response = await self._call.read()
+            while response is not grpc.aio.EOF and response.HasField("heartbeat"):
+                response = await self._call.read()
         if response is grpc.aio.EOF or not response.HasField("cell_info"):
             raise RuntimeError(f"not the first message of an Exchange: {response}")
 
@@ -65,7 +70,7 @@ class Replica:
             )
             for handle, length in enumerate(prompt_lengths, self._first_handle)
         ]
-        await self._call.write(exchange_pb2.ExchangeRequest(submits=submits))
+        await self._write(exchange_pb2.ExchangeRequest(submits=submits))
 
     async def read_until(self, num_tokens: int) -> float:
         """Read until each request has so many tokens; returns when that was, in seconds of `time.monotonic`."""
@@ -77,6 +82,21 @@ class Replica:
         """Read until every request has ended."""
         while self._num_running:
             await self._read()
+
+    def close(self) -> None:
+        """End the stream."""
+        self._beats.cancel()
+        self._call.cancel()
+
+    async def _write(self, message: exchange_pb2.ExchangeRequest) -> None:
+        async with self._turn:
+            await self._call.write(message)
+
+    async def _beat(self) -> None:
+        """Give signs of life."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            await self._write(exchange_pb2.ExchangeRequest(is_heartbeat=True))
 
     async def _read(self) -> None:
         response = await self._call.read()

@@ -16,7 +16,7 @@ import os
 from pathlib import Path
 
 from tests.bench.peers.turns import Turns
-from tests.bench.report import Row, compare, print_table, write_json
+from tests.bench.report import Row, compare, report
 
 MODULES = {"ours": "lockstep_front_end", "vllm": "vllm_front_end"}
 NUM_SEQS = 512
@@ -45,9 +45,7 @@ def main() -> None:
         compare("  the same, vLLM V1 with its statistics", default_us, "us", reference=own_us),
     ]
     print(f"{len(os.sched_getaffinity(0))} cores, {num_repeats} repeats, {NUM_SEQS} sequences")
-    print_table(rows)
-    if args.json:
-        write_json(rows, args.json)
+    report(rows, args.json)
 
 
 def _parse_args() -> argparse.Namespace:

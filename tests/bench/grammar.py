@@ -17,7 +17,7 @@ from pathlib import Path
 
 from shared.model_dir import eos_token_ids
 from tests.bench.peers.turns import Turns
-from tests.bench.report import Row, compare, limit, print_table, write_json
+from tests.bench.report import Row, compare, limit, report
 
 MODULES = {"ours": "llguidance_grammars", "xgrammar": "xgrammar_grammars"}
 METRICS = {
@@ -41,9 +41,7 @@ def main() -> None:
         own, its = turns.measure(*processes)
     rows = list(_rows(own, its))
     print(f"{len(os.sched_getaffinity(0))} cores, {num_repeats} repeats")
-    print_table(rows)
-    if args.json:
-        write_json(rows, args.json)
+    report(rows, args.json)
 
 
 def _rows(own: Mapping[str, float], its: Mapping[str, float]) -> Iterator[Row]:

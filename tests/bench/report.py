@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
+
+ArgumentT = TypeVar("ArgumentT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,24 @@ def compare(
 def limit(metric: str, value: float, unit: str, *, at_most: float) -> Row:
     """A figure that stands alone and has a bound."""
     return Row(metric, value, unit, target=at_most, met=value <= at_most)
+
+
+def run_sections(
+    sections: Mapping[str, Callable[[ArgumentT], Iterable[Row]]], names: Iterable[str], argument: ArgumentT
+) -> list[Row]:
+    """Run sections of a benchmark, each announced on stderr; returns their rows."""
+    rows: list[Row] = []
+    for name in names:
+        print(f"{name} …", file=sys.stderr)
+        rows += sections[name](argument)
+    return rows
+
+
+def report(rows: Sequence[Row], json_path: Path | None) -> None:
+    """Print the rows, and write them to a file where one is named."""
+    print_table(rows)
+    if json_path is not None:
+        write_json(rows, json_path)
 
 
 def print_table(rows: Sequence[Row]) -> None:

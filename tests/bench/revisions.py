@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tests.bench.peers.protocol import ROOT, start_process
-from tests.bench.report import Row, limit, print_table, write_json
+from tests.bench.report import Row, limit, report
 
 NUM_SEQS = 512
 NUM_STEPS = 256
@@ -50,9 +50,7 @@ def main() -> None:
             "the later by the earlier", statistics.median(after / before for before, after in pairs), "", at_most=TARGET
         ),
     ]
-    print_table(rows)
-    if args.json:
-        write_json(rows, args.json)
+    report(rows, args.json)
 
 
 def _checkout(revision: str) -> Path:

@@ -23,15 +23,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from services.scheduler.waiting_queue import QueuePolicy
 from tests.bench.peers.protocol import Process
 from tests.bench.peers.turns import Turns
-from tests.bench.report import Row, compare, limit, print_table, write_json
+from tests.bench.report import Row, compare, limit, report, run_sections
 
 BLOCK_SIZE = 16
 DECODE_PROMPT_TOKENS = 1024
@@ -85,14 +84,9 @@ def main() -> None:
     """Run the sections asked for, print the table, write the JSON."""
     args = _parse_args()
     bench = Bench(QUICK if args.quick else FULL)
-    rows: list[Row] = []
-    for name in args.only:
-        print(f"{name} …", file=sys.stderr)
-        rows += SECTIONS[name](bench)
+    rows = run_sections(SECTIONS, args.only, bench)
     print(f"{len(os.sched_getaffinity(0))} cores, {bench.effort.num_repeats} repeats")
-    print_table(rows)
-    if args.json:
-        write_json(rows, args.json)
+    report(rows, args.json)
 
 
 def _parse_args() -> argparse.Namespace:
@@ -114,7 +108,8 @@ def _decode(bench: Bench) -> Iterator[Row]:
                 name, target = f"  the same, {NAMES[process.name]}", targets[process.name]
                 yield compare(name, peer_us, "us", reference=step_us, at_least=target)
         yield from _async_rows(bench, ours, vllm)
-        yield from _own_decode_rows(bench, ours)
+        yield from _churn_rows(bench, ours, (nano, vllm))
+        yield from _single_token_block_rows(bench, ours)
         yield from _message_rows(ours)
 
 
@@ -126,30 +121,38 @@ def _async_rows(bench: Bench, ours: Process, vllm: Process) -> Iterator[Row]:
     yield compare("decode step, 512, vLLM V1 async", its["step_us"], "us", reference=own["step_us"])
 
 
-def _own_decode_rows(bench: Bench, ours: Process) -> Iterator[Row]:
-    """Churn and blocks of one token, beside our own plain steps, in turns."""
-    with bench.start("ours", "ours") as (churn, single):
+def _churn_rows(bench: Bench, ours: Process, peers: Sequence[Process]) -> Iterator[Row]:
+    """Requests that come and go, beside our own plain steps and beside the peers, in turns.
+
+    The peers are compared by tokens: of steps with a prefill some bring many tokens and some hardly any.
+    """
+    with bench.start("ours") as (churn,):
+        ours.start("decode", **_decode_arguments(bench, 512))
+        for process in (churn, *peers):
+            process.start(
+                "churn",
+                num_seqs=512,
+                block_size=BLOCK_SIZE,
+                num_prompt_tokens=DECODE_PROMPT_TOKENS,
+                mean_output_tokens=MEAN_OUTPUT_TOKENS,
+                num_steps=4 * bench.effort.num_decode_steps,
+            )
+        plain, own, *others = bench.measure(ours, churn, *peers)
+    tokens_us = own["tokens_512_us"]
+    yield compare("  a step with churn", own["step_us"], "us", reference=plain["step_us"], at_most=CHURN_TARGET)
+    yield Row("512 tokens with churn", tokens_us, "us")
+    for process, figures in zip(peers, others, strict=True):
+        yield compare(f"  the same, {NAMES[process.name]}", figures["tokens_512_us"], "us", reference=tokens_us)
+
+
+def _single_token_block_rows(bench: Bench, ours: Process) -> Iterator[Row]:
+    """Blocks of one token, beside our own plain steps, in turns."""
+    with bench.start("ours") as (single,):
         ours.start("decode", **_decode_arguments(bench, 512))
         single.start("decode", **_decode_arguments(bench, 512, block_size=1))
-        churn.start(
-            "churn",
-            num_seqs=512,
-            block_size=BLOCK_SIZE,
-            num_prompt_tokens=DECODE_PROMPT_TOKENS,
-            mean_output_tokens=MEAN_OUTPUT_TOKENS,
-            num_steps=4 * bench.effort.num_decode_steps,
-        )
-        plain_figures, churn_figures, single_figures = bench.measure(ours, churn, single)
-    step_us = plain_figures["step_us"]
-    yield compare("  a step with churn", churn_figures["step_us"], "us", reference=step_us, at_most=CHURN_TARGET)
-    yield compare("  512 tokens with churn", churn_figures["tokens_512_us"], "us", reference=step_us)
-    yield compare(
-        "decode step, 512, block size 1",
-        single_figures["step_us"],
-        "us",
-        reference=step_us,
-        at_most=BLOCK_SIZE_1_STEP_TARGET,
-    )
+        plain, own = (figures["step_us"] for figures in bench.measure(ours, single))
+    metric = "decode step, 512, block size 1"
+    yield compare(metric, own, "us", reference=plain, at_most=BLOCK_SIZE_1_STEP_TARGET)
 
 
 def _message_rows(ours: Process) -> Iterator[Row]:

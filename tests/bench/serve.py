@@ -29,7 +29,7 @@ from lockstep.v1 import common_pb2, tokenizer_pb2_grpc
 from shared.rpc import make_channel
 from tests.bench.load import Measurement, PromptSource, measure
 from tests.bench.reference import Reference, start_reference
-from tests.bench.report import Row, compare, print_table, write_json
+from tests.bench.report import Row, compare, report
 from tests.support.cell import find_cell_processes, start_cell
 
 # How many times the reference's throughput a cell must reach, by concurrency, and sampling the greedy figure.
@@ -70,9 +70,7 @@ def main() -> None:
         if args.idle:
             rows.append(_measure_idle(processes))
     print(f"{len(os.sched_getaffinity(0))} cores, {args.rounds} rounds, {args.num_prompt_tokens} prompt tokens")
-    print_table(rows)
-    if args.json:
-        write_json(rows, args.json)
+    report(rows, args.json)
 
 
 def _parse_args() -> argparse.Namespace:

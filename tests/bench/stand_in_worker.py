@@ -1,5 +1,10 @@
 """A worker that computes nothing, for benchmarks of the scheduler: WorkerService with a virtual device.
 
+    python -m tests.bench.stand_in_worker --address unix:/tmp/worker --dp-rank 0 --dp-size 2 --step-us 5000
+
+It is one DP rank. By itself it serves until its input ends, and then writes the steps that it has run to stdout, as a
+list of `DeviceStep` fields in JSON.
+
 A step starts on the device when it has arrived and the step before it has ended, and ends a fixed time later; its
 result leaves when it is due, so what runs ahead of the device waits as it would for a real one. The batch is kept
 only so far that each row gets the token its sequence is owed.
@@ -7,19 +12,25 @@ only so far that each row gets the token its sequence is owed.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import json
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import grpc
 import numpy as np
 import numpy.typing as npt
+import uvloop
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
+from shared.heartbeat import HEARTBEAT_S
 from shared.limits import TOKEN_DTYPE
+from shared.rpc import make_server
 from tests.bench.tokens import VOCABULARY, IntArray, expected_tokens
 
 CONTEXT_LENGTH = 131_072
@@ -51,8 +62,12 @@ class StandInWorker(worker_pb2_grpc.WorkerServiceServicer):
         steps: The steps whose results have left, in order.
     """
 
-    def __init__(self, step_s: float, num_blocks: int) -> None:
+    def __init__(self, step_s: float, num_blocks: int, *, dp_rank: int = 0, dp_size: int = 1) -> None:
+        """Be a DP rank, coupled with the others where there are any."""
         self.steps: list[DeviceStep] = []
+        self._layout = worker_pb2.RankLayout(
+            dp_rank=dp_rank, dp_size=dp_size, tp_size=1, has_expert_parallel=dp_size > 1
+        )
         self._step_s = step_s
         self._num_blocks = num_blocks
         self._batch = StandInBatch(0)
@@ -72,6 +87,7 @@ class StandInWorker(worker_pb2_grpc.WorkerServiceServicer):
             logits_width=VOCABULARY,
             num_blocks=self._num_blocks,
             ops_backend="stand-in",
+            layout=self._layout,
         )
 
     async def Execute(
@@ -80,6 +96,8 @@ class StandInWorker(worker_pb2_grpc.WorkerServiceServicer):
         """See worker.proto."""
         arrivals: asyncio.Queue[tuple[float, worker_pb2.StepRequest] | None] = asyncio.Queue()
         reader = asyncio.create_task(_read(request_iterator, arrivals))
+        turn = asyncio.Lock()
+        beats = asyncio.create_task(self._beat(context, turn))
         timer = _Timer()
         ended_at = 0.0
         try:
@@ -90,12 +108,22 @@ class StandInWorker(worker_pb2_grpc.WorkerServiceServicer):
                 result = self._compute(request)
                 await timer.wait_until(ended_at)
                 late_s = time.monotonic() - ended_at
-                await context.write(result)
+                async with turn:
+                    await context.write(result)
                 num_rows = len(result.token_ids) // TOKEN_DTYPE.itemsize
                 self.steps.append(DeviceStep(request.kind, num_rows, arrived_at, started_at, idle_s, late_s))
         finally:
             reader.cancel()
+            beats.cancel()
             timer.close()
+
+    async def _beat(self, context: grpc.aio.ServicerContext, turn: asyncio.Lock) -> None:
+        """Give signs of life beside the results; the first one tells the scheduler that the stream stands."""
+        while True:
+            heartbeat = worker_pb2.Heartbeat(progress=len(self.steps))
+            async with turn:
+                await context.write(worker_pb2.StepResult(heartbeat=heartbeat))
+            await asyncio.sleep(HEARTBEAT_S)
 
     def _compute(self, request: worker_pb2.StepRequest) -> worker_pb2.StepResult:
         return worker_pb2.StepResult(
@@ -135,7 +163,7 @@ class StandInBatch:
         return tokens
 
     def _take_decodes(self, request: worker_pb2.StepRequest) -> SlotColumn:
-        if request.kind == worker_pb2.STEP_KIND_PREFILL:
+        if request.is_dummy or request.kind == worker_pb2.STEP_KIND_PREFILL:
             return np.empty(0, np.int32)
         if request.HasField("decode_slots"):
             return _column(request.decode_slots)
@@ -183,9 +211,34 @@ async def _read(
 ) -> None:
     """Note when each step arrives; None behind the last."""
     async for request in requests:
-        arrivals.put_nowait((time.monotonic(), request))
+        if request.step_id:
+            arrivals.put_nowait((time.monotonic(), request))
     arrivals.put_nowait(None)
 
 
 def _column(data: bytes) -> SlotColumn:
     return np.frombuffer(data, TOKEN_DTYPE)
+
+
+async def _serve(args: argparse.Namespace) -> None:
+    worker = StandInWorker(args.step_us / 1e6, args.num_blocks, dp_rank=args.dp_rank, dp_size=args.dp_size)
+    server = make_server(args.address, [worker], internal=True)
+    await server.start()
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    await server.stop(0)
+    json.dump([astuple(step) for step in worker.steps], sys.stdout)
+
+
+def main() -> None:
+    """Serve until the input ends."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--dp-rank", type=int, default=0)
+    parser.add_argument("--dp-size", type=int, default=1)
+    parser.add_argument("--step-us", type=float, default=0.0, help="what a step takes")
+    parser.add_argument("--num-blocks", type=int, default=16384)
+    uvloop.run(_serve(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

@@ -42,10 +42,11 @@ from lockstep.internal.v1 import worker_pb2
 from shared.rpc import make_channel, make_server
 from tests.bench.exchange_load import Replica
 from tests.bench.machine import CpuTimes
-from tests.bench.report import Row, compare, limit, print_table, write_json
+from tests.bench.report import Row, compare, limit, report
 from tests.bench.stand_in_worker import DeviceStep, StandInWorker
 from tests.bench.tokens import IntArray
-from tests.support.cell import ROOT, STOP_TIMEOUT_S
+from tests.support.cell import STOP_TIMEOUT_S
+from tests.support.processes import ROOT, module_environment
 
 STEP_RATE_TARGET = 0.99
 GAP_TARGET_PERCENT = 3.0
@@ -198,9 +199,7 @@ def main() -> None:
     gc.freeze()
     gc.disable()
     rows = uvloop.run(_run(args, scheduler_core=cores[0]))
-    print_table(rows)
-    if args.json:
-        write_json(rows, args.json)
+    report(rows, args.json)
 
 
 def _parse_args() -> argparse.Namespace:
@@ -253,23 +252,21 @@ async def _start_cell(load: Load, step_s: float, flags: Sequence[str], scheduler
         worker = StandInWorker(step_s, load.num_blocks)
         server = make_server(worker_address, [worker], internal=True)
         await server.start()
-        flags = [f"--listen={listen}", f"--worker={worker_address}", f"--kv-cache-block-size={BLOCK_SIZE}", *flags]
+        flags = [f"--listen={listen}", f"--workers={worker_address}", f"--kv-cache-block-size={BLOCK_SIZE}", *flags]
         with _start_scheduler(flags, scheduler_core) as pid:
             async with make_channel(listen, internal=True) as channel:
                 replica = Replica(channel)
                 await replica.connect()
                 yield Cell(load, step_s, worker=worker, replica=replica, scheduler_pid=pid)
+                replica.close()
         await server.stop(0)
 
 
 @contextlib.contextmanager
 def _start_scheduler(flags: Sequence[str], core: int) -> Iterator[int]:
     """The service's process, alone on its core; yields its id."""
-    # The settings of whoever runs the benchmark must not reach the service.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "protos")])
     command = [sys.executable, "-m", "services.scheduler", "--log-level=warning", *flags]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment)
+    process = subprocess.Popen(command, cwd=ROOT, env=module_environment())
     try:
         os.sched_setaffinity(process.pid, {core})
         yield process.pid

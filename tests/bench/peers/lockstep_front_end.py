@@ -16,7 +16,7 @@ from services.tokenizer.completion import Completion
 from services.tokenizer.detokenizer import make_token_texts
 from services.tokenizer.encoder import load_tokenizer
 from services.tokenizer.generation import Generation
-from services.tokenizer.request_ledger import ResolvedRequest
+from services.tokenizer.resolved_request import ResolvedRequest
 from shared.lifecycle import freeze_garbage
 from shared.limits import TOKEN_DTYPE, SamplingParams
 from tests.bench.peers.contestant import Stopwatch
@@ -65,7 +65,7 @@ class LockstepFrontEnd:
         """Send the requests up a stream, as far as its messages."""
         requests = CellRequests(LOST_AFTER_S)
         link = requests.make_link()
-        requests.open_stream(link)
+        requests.open_stream(link, exchange_pb2.CellInfo())
         handles = []
         for number, prompt in enumerate(prompts):
             request = ResolvedRequest(

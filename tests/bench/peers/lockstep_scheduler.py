@@ -9,7 +9,16 @@ import numpy as np
 
 from lockstep.internal.v1 import exchange_pb2, worker_pb2
 from services.scheduler.engine import Engine
-from services.scheduler.events import Action, Deliver, Event, SendStep, StepReturned, WorkerAttached, WorkerFacts
+from services.scheduler.events import (
+    Action,
+    Beat,
+    Deliver,
+    DomainAttached,
+    Event,
+    SendStep,
+    StepReturned,
+    WorkerFacts,
+)
 from services.scheduler.exchange_codec import decode_request, encode_outputs
 from services.scheduler.policy import CacheSettings, SchedulerPolicy
 from services.scheduler.waiting_queue import QueuePolicy
@@ -45,7 +54,8 @@ class LockstepScheduler:
             max_waiting_tokens=MAX_WAITING * MAX_MODEL_LEN,
         )
         self._engine = Engine(policy, CacheSettings(sizes.block_size))
-        self._handle(lambda: WorkerAttached(WorkerFacts(EPOCH, "", MAX_MODEL_LEN, VOCABULARY, (2,), sizes.num_blocks)))
+        facts = WorkerFacts(EPOCH, "", MAX_MODEL_LEN, VOCABULARY, (2,), sizes.num_blocks)
+        self._handle(lambda: DomainAttached(0, (facts,)))
 
     def settle(self) -> None:
         """See `Contestant`."""
@@ -70,7 +80,7 @@ class LockstepScheduler:
         result_bytes = result.SerializeToString()
         self.step_bytes, self.result_bytes = len(step_bytes), len(result_bytes)
         self._now += STEP_S
-        self._handle(lambda: StepReturned(decode_result(worker_pb2.StepResult.FromString(result_bytes))))
+        self._handle(lambda: StepReturned(0, decode_result(worker_pb2.StepResult.FromString(result_bytes))))
         return self._take_delivered()
 
     def _send(self, message: exchange_pb2.ExchangeRequest) -> None:
@@ -86,11 +96,13 @@ class LockstepScheduler:
 
     def _perform(self, action: Action) -> None:
         match action:
-            case SendStep(step):
+            case SendStep(_, step):
                 self._sent.append(encode_step(step).SerializeToString())
             case Deliver(_, outputs):
                 response = exchange_pb2.ExchangeResponse(outputs=encode_outputs(outputs))
                 self._delivered.append(response.SerializeToString())
+            case Beat():
+                pass
             case _:
                 raise AssertionError(f"unexpected: {action}")
 

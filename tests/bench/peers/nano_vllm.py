@@ -20,7 +20,7 @@ import xxhash
 
 from tests.bench.peers.contestant import MAX_NUM_BATCHED_TOKENS, Request, Sizes, StepTokens, Stopwatch
 from tests.bench.peers.protocol import serve
-from tests.bench.peers.scenarios import Admission, Decode
+from tests.bench.peers.scenarios import Admission, Churn, Decode
 from tests.bench.tokens import expected_tokens
 
 EOS = 2
@@ -304,4 +304,8 @@ def _hash(token_ids: list[int], parent: int) -> int:
 
 
 if __name__ == "__main__":
-    serve({"decode": partial(Decode, NanoVllm), "admission": partial(Admission, NanoVllm)})
+    serve({
+        "decode": partial(Decode, NanoVllm),
+        "churn": partial(Churn, NanoVllm),
+        "admission": partial(Admission, NanoVllm),
+    })  # fmt: skip

@@ -30,7 +30,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.bench.peers.contestant import MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, Request, Sizes, StepTokens, Stopwatch
 from tests.bench.peers.protocol import serve
-from tests.bench.peers.scenarios import Admission, Decode, Memory
+from tests.bench.peers.scenarios import Admission, Churn, Decode, Memory
 from tests.bench.tokens import VOCABULARY, expected_tokens
 
 MODEL_CONFIG = {
@@ -159,6 +159,7 @@ if __name__ == "__main__":
     serve({
         "decode": partial(Decode, VllmScheduler),
         "decode_async": partial(Decode, partial(VllmScheduler, is_async=True)),
+        "churn": partial(Churn, VllmScheduler),
         "admission": partial(Admission, VllmScheduler),
         "memory": partial(Memory, VllmScheduler),
     })  # fmt: skip
