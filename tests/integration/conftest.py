@@ -8,17 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cell import ROOT, Cell, start_cell
+from tests.support.cell import Cell, start_cell
 from tests.support.tiny_llama import write_tiny_llama
-
-REAL_MODEL = ROOT / "models" / "smollm2-135m-instruct"
-
-
-@pytest.fixture(scope="session")
-def real_model() -> Path:
-    """The directory of the real model. Tests that need it fail without it, they are never skipped."""
-    assert (REAL_MODEL / "manifest.json").exists(), "the model is missing: `make test` imports it"
-    return REAL_MODEL
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +97,12 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def reference(real_model: Path) -> Reference:
-    return Reference(real_model)
+def reference(real_model: Path) -> Iterator[Reference]:
+    num_threads = torch.get_num_threads()
+    # Threads that wait for each other by spinning take the cores from the tests beside these.
+    torch.set_num_threads(1)
+    yield Reference(real_model)
+    torch.set_num_threads(num_threads)
 
 
 async def count_differences(client: Client, reference: Reference, prompt: list[int], ours: list[int]) -> int:
@@ -120,18 +125,20 @@ async def count_differences(client: Client, reference: Reference, prompt: list[i
     return num_differences
 
 
-async def test_greedy_tokens_equal_those_of_generate(real_cell: Cell, reference: Reference) -> None:
+# transformers takes seconds for each: `make test` has every tenth.
+@pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.slow)])
+async def test_greedy_tokens_equal_those_of_generate(real_cell: Cell, reference: Reference, every: int) -> None:
     async with connect(real_cell) as client:
         prompts = [reference.tokenizer(text)["input_ids"] for text in TEXTS]
         prompts += [render(reference, messages) for messages in CHATS]
         requests = [text_request(text, max_tokens=NUM_TOKENS) for text in TEXTS]
         requests += [chat_request(*messages, max_tokens=NUM_TOKENS) for messages in CHATS]
-        completions = await client.generate_all(requests)
+        completions = await client.generate_all(requests[::every])
         num_differences = 0
-        for prompt, completion in zip(prompts, completions, strict=True):
+        for prompt, completion in zip(prompts[::every], completions, strict=True):
             assert completion.accepted.num_prompt_tokens == len(prompt)
             num_differences += await count_differences(client, reference, prompt, completion.token_ids)
-    assert len(completions) >= 40
+    assert len(completions) >= 40 / every
     assert num_differences <= MAX_DIFFERENCES
 
 

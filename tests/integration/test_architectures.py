@@ -12,15 +12,8 @@ from lockstep.v1 import scheduler_pb2, tokenizer_pb2
 from services.worker.ops import BACKEND_NAMES
 from tests.support.cell import run_serve, start_cell
 from tests.support.client import connect, token_request
-from tests.support.parity import (
-    SmallModels,
-    TransformersModel,
-    Way,
-    generate,
-    load_paged,
-    make_prompts,
-    wrong_tokens,
-)
+from tests.support.generation import Way, generate
+from tests.support.parity import SmallModels, TransformersModel, load_paged, make_prompts, wrong_tokens
 from tests.support.small_configs import ARCHITECTURES, SMALL_CONFIGS
 from tests.support.small_mtp import MTP_ARCHITECTURES, make_small_mtp_model
 from tests.support.tiny_llama import write_tiny_llama

@@ -148,7 +148,7 @@ def check(case: Case, error: grpc.aio.AioRpcError) -> None:
 
 
 async def test_every_bad_request_is_refused_while_a_neighbour_streams(real_cell: Cell) -> None:
-    story = text_request("Once upon a time", max_tokens=200, ignore_eos=True)
+    story = text_request("Once upon a time", max_tokens=80, ignore_eos=True)
     pids = {role: process.pid for role, process in real_cell.role_to_process.items()}
     async with connect(real_cell) as client:
         alone = await client.generate(story)

@@ -81,7 +81,7 @@ async def test_32_requests_at_once_without_a_prefix_cache(
         assert (await client.wait_until_idle()).num_prefix_hit_tokens == 0
 
 
-@pytest.mark.parametrize("block_size", [1, 16, 32])
+@pytest.mark.parametrize("block_size", [1, 16, pytest.param(32, marks=pytest.mark.slow)])
 async def test_block_sizes_with_a_prefix_cache(
     tiny_model: Path,
     requests: list[tokenizer_pb2.GenerateRequest],
@@ -102,7 +102,7 @@ async def test_block_sizes_with_a_prefix_cache(
     "flags",
     [
         ["--scheduler.max-steps-in-flight=1"],
-        ["--scheduler.max-num-seqs=40", "--scheduler.max-num-batched-tokens=40"],
+        pytest.param(["--scheduler.max-num-seqs=40", "--scheduler.max-num-batched-tokens=40"], marks=pytest.mark.slow),
         [
             "--scheduler.max-num-seqs=40",
             "--scheduler.max-num-batched-tokens=40",

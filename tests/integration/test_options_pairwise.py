@@ -187,9 +187,9 @@ CHUNKS = ("--scheduler.max-num-seqs=16", "--scheduler.max-num-batched-tokens=32"
 @pytest.mark.parametrize(
     ("flags", "counter"),
     [
-        (["--scheduler.max-steps-in-flight=1"], None),
-        ([DRAFTS, "--worker.num-draft-tokens=5"], "num_accepted_draft_tokens"),
-        ([FEW_BLOCKS], "num_preemptions"),
+        pytest.param(["--scheduler.max-steps-in-flight=1"], None, marks=pytest.mark.slow),
+        pytest.param([DRAFTS, "--worker.num-draft-tokens=5"], "num_accepted_draft_tokens", marks=pytest.mark.slow),
+        pytest.param([FEW_BLOCKS], "num_preemptions", marks=pytest.mark.slow),
         ([FEW_BLOCKS, DRAFTS, *CHUNKS], "num_preemptions"),
         pytest.param([DRAFT_MODEL, "--worker.num-draft-tokens=5"], "num_accepted_draft_tokens", marks=pytest.mark.slow),
         pytest.param([FEW_BLOCKS, DRAFT_MODEL, *CHUNKS], "num_preemptions", marks=pytest.mark.slow),

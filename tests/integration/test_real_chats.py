@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -50,7 +50,6 @@ TEXTS = st.lists(st.text(max_size=20) | st.sampled_from(["<|", "<|im_", "|>", "\
 HARMLESS = TEXTS.filter(lambda text: not any(token in text for token in SPECIAL))
 
 
-@settings(deadline=None)
 @given(st.lists(st.builds(Message, ROLES, HARMLESS), min_size=1, max_size=4))
 def test_the_ids_of_a_harmless_chat_equal_those_of_transformers(real: Real, messages: list[Message]) -> None:
     conversation = [{"role": message.role, "content": message.content} for message in messages]
@@ -58,7 +57,6 @@ def test_the_ids_of_a_harmless_chat_equal_those_of_transformers(real: Real, mess
     assert real.encode(messages) == expected["input_ids"]
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.sampled_from([*SPECIAL, "x ", "<|im_", "start|>", "<file_"]), min_size=1, max_size=5).map("".join),
     ROLES,

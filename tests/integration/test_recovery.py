@@ -74,6 +74,7 @@ async def read_on(call: Any, responses: list[tokenizer_pb2.GenerateResponse]) ->
     return completion
 
 
+@pytest.mark.slow
 async def test_streams_go_on_when_the_scheduler_is_killed_and_started_again(cell: SplitCell) -> None:
     requests = make_requests(6)
     async with connect_to(cell) as client:
@@ -93,6 +94,7 @@ async def test_streams_go_on_when_the_scheduler_is_killed_and_started_again(cell
     assert after.num_finished == len(requests)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
 async def test_streams_go_on_when_the_worker_is_killed_and_started_again(tiny_model: Path, depth: int) -> None:
     requests = make_requests(6)

@@ -87,13 +87,13 @@ async def test_one_snapshot_says_what_the_state_says(watched: Watched) -> None:
 async def test_a_scrape_says_what_the_state_says(watched: Watched) -> None:
     state = await watched.serve_some()
     scraped = watched.scrape()
-    assert scraped["lockstep_worker_attached"] == 1
-    assert scraped["lockstep_steps_total prefill"] == state.num_prefill_steps > 0
-    assert scraped["lockstep_steps_total decode"] == state.num_decode_steps > 0
+    assert scraped["lockstep_worker_attached 0"] == 1
+    assert scraped["lockstep_steps_total prefill 0"] == state.num_prefill_steps > 0
+    assert scraped["lockstep_steps_total decode 0"] == state.num_decode_steps > 0
     assert scraped["lockstep_requests_finished_total"] == state.num_finished > 0
     assert scraped["lockstep_prefix_cache_hits_total"] == state.num_prefix_hit_tokens > 0
-    assert scraped["lockstep_kv_cache_blocks cached"] == state.num_cached_blocks > 0
-    assert scraped["lockstep_kv_cache_blocks blank"] == state.num_free_blocks - state.num_cached_blocks
+    assert scraped["lockstep_kv_cache_blocks 0 cached"] == state.num_cached_blocks > 0
+    assert scraped["lockstep_kv_cache_blocks 0 blank"] == state.num_free_blocks - state.num_cached_blocks
     assert scraped["process_resident_memory_bytes"] > 0
 
 
@@ -101,7 +101,7 @@ async def test_an_idle_cell_checks_its_integrity(watched: Watched) -> None:
     await watched.serve_some()
     num_checks_before = watched.scrape()["lockstep_integrity_checks_total"]
     while (scraped := watched.scrape())["lockstep_integrity_checks_total"] == num_checks_before:
-        assert scraped["lockstep_num_requests_running"] == 0
+        assert scraped["lockstep_num_requests_running 0"] == 0
     assert scraped["lockstep_integrity_failures_total"] == 0
 
 

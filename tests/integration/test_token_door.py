@@ -173,7 +173,7 @@ async def test_stop_tokens_and_stop_sequences_end_the_answer(real_cell: Cell) ->
 
 
 async def test_every_bad_request_is_refused_while_a_neighbour_streams(real_cell: Cell) -> None:
-    story = prompt_request([10, 20, 30], max_tokens=100, ignore_eos=True)
+    story = prompt_request([10, 20, 30], max_tokens=60, ignore_eos=True)
     async with connect(real_cell) as client:
         alone = await generate_tokens(client.scheduler, story)
         before = await client.wait_until_idle()

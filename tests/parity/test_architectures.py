@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from services.worker.ops import BACKEND_NAMES
+from tests.support.generation import Way, generate
 from tests.support.pairwise import pairwise_rows
-from tests.support.parity import SmallModels, Way, generate, make_prompts, wrong_rows, wrong_tokens
+from tests.support.parity import SmallModels, make_prompts, wrong_rows, wrong_tokens
 from tests.support.small_configs import ARCHITECTURES, SMALL_CONFIGS
 
 NUM_TOKENS = 64

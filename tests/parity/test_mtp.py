@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from services.worker.forward_context import ForwardContext, forward_context
-from services.worker.loader import load_model
-from services.worker.models.protocol import CausalLM, MtpLayers
+from services.worker.loader import LoadOptions, load_model
+from services.worker.models.protocol import CausalLM
 from services.worker.ops import BACKEND_NAMES, load_ops
 from shared.model_dir import CONFIG, ModelDirectoryError
-from tests.support.paged_model import PagedModel, attention_metadata
+from tests.support.mtp_logits import mtp_of, our_mtp_logits
+from tests.support.paged_model import PagedModel
 from tests.support.parity import LOGIT_TOLERANCE, make_prompts
 from tests.support.small_mtp import WEIGHTS, SmallMtpModel, make_small_mtp_model
 
@@ -28,8 +28,6 @@ FAMILIES = (
     ("Glm4MoeForCausalLM", "query-key-norms"),
 )
 PROMPT = make_prompts([70])[0]
-# A chunk's tokens in the step and their positions, to a row for each.
-Compute = Callable[[slice, Tensor], Tensor]
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids="-".join)
@@ -39,16 +37,12 @@ def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def load(model_dir: Path, backend: str, *, with_mtp: bool = True) -> CausalLM:
-    return load_model(model_dir, load_ops(backend), torch.float32, lambda _: None, with_mtp=with_mtp).model
+    options = LoadOptions(with_mtp=with_mtp)
+    return load_model(model_dir, load_ops(backend), torch.float32, lambda _: None, options=options).model
 
 
 def load_paged(model_dir: Path, backend: str) -> PagedModel:
     return PagedModel(load(model_dir, backend), load_ops(backend), num_blocks=32, block_size=BLOCK_SIZE)
-
-
-def mtp_of(model: CausalLM) -> MtpLayers:
-    assert model.mtp is not None
-    return model.mtp
 
 
 def make(architecture: str, variant: str, directory: Path, *, num_mtp_layers: int) -> SmallMtpModel:
@@ -98,32 +92,6 @@ def their_mtp_logits(small: SmallMtpModel, token_ids: Sequence[int]) -> list[Ten
             past_key_values=None,
         )
         logits.append(small.model.lm_head(hidden)[0])
-    return logits
-
-
-def our_mtp_logits(paged: PagedModel, token_ids: Sequence[int], chunk_size: int) -> list[Tensor]:
-    """Per layer the logits behind each token; everything is computed in chunks of `chunk_size` tokens."""
-    model, mtp, table = paged.model, mtp_of(paged.model), paged.add(token_ids).block_table
-    tokens = torch.tensor(token_ids)
-
-    def in_chunks(num_tokens: int, compute: Compute) -> Tensor:
-        parts = []
-        for start in range(0, num_tokens, chunk_size):
-            end, is_prefill = min(start + chunk_size, num_tokens), chunk_size > 1
-            metadata = attention_metadata([table], [end - start], [end], block_size=BLOCK_SIZE, is_prefill=is_prefill)
-            with forward_context(ForwardContext.for_step(paged.ops, metadata, paged.kv_cache)):
-                parts.append(compute(slice(start, end), torch.arange(start, end)))
-        return torch.cat(parts)
-
-    def layer_states(layer: int, before: Tensor) -> Tensor:
-        following = tokens[layer + 1 :]
-        return in_chunks(len(following), lambda part, places: mtp.forward(before[part], following[part], places, layer))
-
-    states = in_chunks(len(tokens), lambda part, places: model.forward(tokens[part], places))
-    logits = []
-    for layer in range(mtp.num_layers):
-        states = layer_states(layer, states)
-        logits.append(mtp.compute_logits(states))
     return logits
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -17,19 +18,27 @@ import grpc
 import psutil
 
 from lockstep.v1 import tokenizer_pb2_grpc
+from shared.health import wait_until_serving
+from shared.rpc import make_channel
+from tests.support.processes import ROOT, module_environment
 
-ROOT = Path(__file__).parents[2]
 STOP_TIMEOUT_S = 60.0
+
+_READY_TIMEOUT_S = 180.0
+_POLL_S = 0.02
 
 
 class Cell:
     """A running `lockstep serve` and its services. `start_cell` makes one and ends it.
 
+    A service is called as `lockstep serve` calls it: by its role, and of several workers `worker DP.TP`.
+
     Attributes:
         address: Where its tokenizer service answers.
+        scheduler_address: Where its scheduler service answers: a socket in the launcher's private directory.
         ready_line: What it wrote on stdout when it was ready.
         launcher: The process of `lockstep serve`; its stdout is a pipe, read up to the line that says ready.
-        role_to_process: The services' processes, by role.
+        role_to_process: The services' processes when it was ready, by what they are called.
     """
 
     def __init__(self, address: str, launcher: subprocess.Popen[str], log_path: Path) -> None:
@@ -38,23 +47,69 @@ class Cell:
         self._log_path = log_path
         self.ready_line = ""
         self._wait_until_ready()
-        children = psutil.Process(launcher.pid).children()
-        self.role_to_process = {_module(child).removeprefix("services."): child for child in children}
-
-    @property
-    def scheduler_address(self) -> str:
-        """Where its scheduler service answers: a socket in the launcher's private directory."""
-        flags: list[str] = self.role_to_process["scheduler"].cmdline()
-        return next(flag.removeprefix("--listen=") for flag in flags if flag.startswith("--listen="))
+        self.role_to_process = self.find_processes()
+        self._name_to_address = {
+            name: _flag(process.cmdline(), "listen") for name, process in self.role_to_process.items()
+        }
+        self.scheduler_address = self._name_to_address["scheduler"]
 
     @property
     def runtime_dir(self) -> Path:
         """The launcher's private directory."""
         return Path(self.scheduler_address.removeprefix("unix:")).parent
 
+    def find_processes(self) -> dict[str, psutil.Process]:
+        """The services' processes at this moment, by what they are called; those that have exited are missing."""
+        processes = {}
+        for child in psutil.Process(self.launcher.pid).children():
+            # It may end at any moment; one that is only just starting is still the launcher's image.
+            with contextlib.suppress(psutil.Error):
+                command = child.cmdline()
+                if child.status() != psutil.STATUS_ZOMBIE and (name := _name_of(command)) is not None:
+                    processes[name] = child
+        return processes
+
+    def send_signal(self, name: str, signal_number: int) -> int:
+        """Send a service a signal; returns the id of its process.
+
+        Raises:
+            KeyError: it is not running.
+        """
+        process = self.find_processes()[name]
+        process.send_signal(signal_number)
+        pid: int = process.pid
+        return pid
+
+    def kill(self, name: str) -> int:
+        """End a service as `kill -9` does; returns the id that its process had."""
+        return self.send_signal(name, signal.SIGKILL)
+
+    async def wait_until_serving(self, name: str, *, instead_of: int | None = None) -> None:
+        """Wait until a service says that it serves; fails after three minutes.
+
+        Args:
+            name: What it is called.
+            instead_of: Wait for a process with another id than this.
+        """
+        async with asyncio.timeout(_READY_TIMEOUT_S):
+            while True:
+                process = self.find_processes().get(name)
+                if process is not None and process.pid != instead_of:
+                    break
+                await asyncio.sleep(_POLL_S)
+            async with make_channel(self._name_to_address[name], internal=True) as channel:
+                await wait_until_serving(channel)
+
     def log(self) -> str:
         """What the launcher and the services wrote to stderr so far."""
         return self._log_path.read_text(encoding="utf-8")
+
+    def wait_for_log(self, text: str) -> None:
+        """Wait until the launcher or a service has written a text to stderr; fails after a minute."""
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while text not in self.log():
+            assert time.monotonic() < deadline, f"nobody wrote {text!r}"
+            time.sleep(_POLL_S)
 
     def open_channel(self) -> grpc.Channel:
         """A blocking channel to the tokenizer service; the caller closes it. `make_channel` makes async ones."""
@@ -138,9 +193,7 @@ def popen_lockstep(
     *args: str, stderr: IO[str] | int = subprocess.PIPE, temp_dir: str | None = None, **options: Any
 ) -> subprocess.Popen[str]:
     """Start the `lockstep` command; its stdout is a pipe, as is its stderr unless given."""
-    # The settings of whoever runs the tests must not reach the services.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "protos")])
+    environment = module_environment()
     if temp_dir is not None:
         environment["TMPDIR"] = temp_dir
     command = [sys.executable, "-m", "shared.cli", *args]
@@ -166,7 +219,16 @@ def free_port() -> int:
         return port
 
 
-def _module(process: psutil.Process) -> str:
-    """The module that a `python -m MODULE` process runs."""
-    command: list[str] = process.cmdline()
-    return command[command.index("-m") + 1]
+def _name_of(command: list[str]) -> str | None:
+    """What the service is called that a process runs; None when it runs none."""
+    if "-m" not in command or not (module := command[command.index("-m") + 1]).startswith("services."):
+        return None
+    role = module.removeprefix("services.")
+    if any(flag.startswith("--dp-rank=") for flag in command):
+        return f"{role} {_flag(command, 'dp-rank')}.{_flag(command, 'tp-rank')}"
+    return role
+
+
+def _flag(command: list[str], name: str) -> str:
+    """The value of a flag that `lockstep serve` set."""
+    return next(flag.partition("=")[2] for flag in command if flag.startswith(f"--{name}="))

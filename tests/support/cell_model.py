@@ -7,7 +7,7 @@ off-by-one replay changes the output.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from random import Random
@@ -229,6 +229,10 @@ class EagerDrafter(Drafter):
             self._known[slot] += islice(tokens, count)
 
 
+class PoisonedError(Exception):
+    """A step computes a token that kills the process."""
+
+
 class WorkerModel:
     """Holds a batch and KV cells for one epoch. A step that does not fit raises StepMismatchError.
 
@@ -243,6 +247,7 @@ class WorkerModel:
         may_spoil: Callable[[], bool] = lambda: False,
         proposer: LookupProposer | None = None,
         num_draft_tokens: int = 0,
+        poison: Mapping[int, int] | None = None,
     ) -> None:
         """Begin an epoch.
 
@@ -251,19 +256,24 @@ class WorkerModel:
             may_spoil: Asked for each sequence of each step whether its cells are spoilt from now on.
             proposer: Drafts tokens, where any are drafted.
             num_draft_tokens: Most that are drafted for a row.
+            poison: By a request's seed the position whose computation raises PoisonedError; it may change.
         """
         self.num_computed_tokens = 0
+        # Of the last step, a dummy's one token included.
+        self.last_num_tokens = 0
         # Of the last step: the slots of its rows by their numbers, those aside whose sequence has all its tokens, and
         # for each that is not finite the sequence that spoilt it.
         self.last_rows: dict[int, int] = {}
         self.last_spoilers: list[int] = []
         self._block_size = limits.block_size
         self._may_spoil = may_spoil
+        self._poison = poison or {}
         drafter = EagerDrafter(proposer, num_draft_tokens) if proposer and num_draft_tokens else None
         self._batch = InputBatch(limits, drafter=drafter)
         self._cells = np.zeros((limits.num_blocks, limits.block_size), np.uint64)
         self._num_entered = 0
         self._slot_to_number: dict[int, int] = {}
+        self._slot_to_seed: dict[int, int] = {}
         self._spoilt_numbers: set[int] = set()
 
     def run(self, step: Step) -> StepResult:
@@ -276,16 +286,18 @@ class WorkerModel:
         inputs = self._batch.apply(step)
         for enter in step.enters:
             self._slot_to_number[enter.chunk.slot] = self._num_entered
+            self._slot_to_seed[enter.chunk.slot] = enter.seed
             self._num_entered += 1
-        chunk_slots = [chunk.slot for chunk in (*step.chunks, *(enter.chunk for enter in step.enters))]
-        num_decodes = len(inputs.query_lens) - len(chunk_slots)
-        slots = [*inputs.row_slots[:num_decodes].tolist(), *chunk_slots]
-        runs, not_finite_rows = self._forward(inputs, slots)
+        if step.is_dummy:
+            # What it computes is of no sequence; should it be written anywhere, whoever reads it there is wrong.
+            self._cells.reshape(-1)[inputs.slot_mapping[inputs.slot_mapping >= 0]] = chain(0, 0)
+        runs, not_finite_rows = self._forward(inputs, inputs.slots.tolist())
         tokens = np.array([token_id for run in runs for token_id in run], np.int32)
         self._batch.record_sampled(inputs.row_slots, tokens, np.array([len(run) for run in runs], np.int32))
         numbers = range(len(runs)) if inputs.row_numbers is None else inputs.row_numbers.tolist()
         self.last_rows = dict(zip(numbers, inputs.row_slots.tolist(), strict=True))
-        self.num_computed_tokens += len(inputs.token_ids)
+        self.last_num_tokens = len(inputs.token_ids)
+        self.num_computed_tokens += self.last_num_tokens
         counts = np.zeros(inputs.num_result_rows, np.int32)
         counts[list(numbers)] = [len(run) for run in runs]
         return to_result(
@@ -338,6 +350,8 @@ class WorkerModel:
         num_blocks = -(-length // self._block_size)
         states = self._cells[block_table[:num_blocks]].reshape(-1)[:length]
         num_known = length - len(new_tokens)
+        if num_known <= self._poison.get(self._slot_to_seed[slot], -1) < length:
+            raise PoisonedError
         assert states[:num_known].all(), "a cell is read that was never written in this epoch"
         state = int(states[num_known - 1]) if num_known else 0
         if self._may_spoil() or (num_known and int(states[:num_known].max()) >= _SPOILT):

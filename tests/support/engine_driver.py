@@ -1,8 +1,8 @@
-"""Drives the real engine against a worker model, and collects what each request is told."""
+"""Drives the real engine against worker models, and collects what each request is told."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -12,17 +12,22 @@ from services.scheduler.batch import Outputs, RequestEnd, Step, StepResult
 from services.scheduler.engine import Engine
 from services.scheduler.events import (
     Action,
+    Beat,
     ClientMessage,
     Deliver,
+    DomainAttached,
+    DomainLost,
+    DropDomain,
     Event,
     SendStep,
     StepReturned,
     Submission,
-    WorkerAttached,
+    TimePassed,
     WorkerFacts,
+    WorkerHeard,
 )
 from services.scheduler.logprobs import Logprobs
-from services.scheduler.policy import CacheSettings, SchedulerPolicy
+from services.scheduler.policy import CacheSettings, CellTopology, SchedulerPolicy
 from services.scheduler.sequence import Priority
 from services.worker.enter_checks import BatchLimits
 from shared.limits import TOKEN_DTYPE, SamplingParams
@@ -37,7 +42,13 @@ def token_bytes(token_ids: list[int]) -> bytes:
 
 
 def worker_facts(
-    *, num_blocks: int = 64, context_length: int = 512, epoch: int = 1, num_draft_tokens: int = 0
+    *,
+    num_blocks: int = 64,
+    context_length: int = 512,
+    epoch: int = 1,
+    num_draft_tokens: int = 0,
+    numerics_fingerprint: str = "",
+    is_exact: bool = False,
 ) -> WorkerFacts:
     """A worker's answer to an attach; one that drafts does so from all tokens."""
     return WorkerFacts(
@@ -49,7 +60,14 @@ def worker_facts(
         num_blocks,
         num_draft_tokens=num_draft_tokens,
         needs_all_tokens=num_draft_tokens > 0,
+        numerics_fingerprint=numerics_fingerprint,
+        is_exact=is_exact,
     )
+
+
+def attached(facts: WorkerFacts, domain: int = 0, *, num_ranks: int = 1) -> DomainAttached:
+    """A domain is attached, all ranks of which answered the same."""
+    return DomainAttached(domain, (facts,) * num_ranks)
 
 
 def rows_of(outputs: Outputs) -> Iterator[tuple[int, int, list[int]]]:
@@ -111,9 +129,11 @@ class Told:
 
 
 class EngineDriver:
-    """An engine with a worker attached, whose steps run when `step` is called. Time is what the test says.
+    """An engine with all its ranks attached, whose steps run when `step` is called. Time is what the test says.
 
-    A worker that drafts is never wrong about the first choice of what was submitted here, unless its oracle is.
+    While it passes the engine is woken when it asks for it, and all ranks but `silent_ranks` give signs of life, with
+    the `progress` that stands there. A worker that drafts is never wrong about the first choice of what was submitted
+    here, unless its oracle is. `poison`: see `WorkerModel`.
     """
 
     def __init__(
@@ -128,12 +148,18 @@ class EngineDriver:
         attach: bool = True,
         num_draft_tokens: int = 0,
         oracle: Oracle | None = None,
+        topology: CellTopology | None = None,
+        poison: Mapping[int, int] | None = None,
     ) -> None:
         self.now = 0.0
         self.oracle = oracle or Oracle()
+        self.silent_ranks: set[int] = set()
+        self.progress: dict[int, int] = {}
         self._num_draft_tokens = num_draft_tokens
+        self._poison = poison
         policy = replace(policy or SchedulerPolicy(), max_steps_in_flight=depth)
-        self.engine = Engine(policy, CacheSettings(block_size, enable_prefix_caching))
+        self.topology = topology or CellTopology()
+        self.engine = Engine(policy, CacheSettings(block_size, enable_prefix_caching), self.topology)
         self.limits = BatchLimits(
             policy.max_num_seqs,
             policy.max_num_batched_tokens,
@@ -142,33 +168,92 @@ class EngineDriver:
             context_length,
             VOCABULARY,
         )
-        self.worker = self._make_worker()
-        self.sent: list[Step] = []
+        ranks = range(self.topology.dp_size)
+        self.workers = {rank: self._make_worker() for rank in ranks}
+        self.sent_to: dict[int, list[Step]] = {rank: [] for rank in ranks}
+        self.epochs: dict[int, int] = {}
         self.delivered: list[Deliver] = []
         self.told: dict[tuple[int, int], Told] = {}
         self.actions: list[Action] = []
+        self.num_beats = 0
+        self._facts = worker_facts(
+            num_blocks=num_blocks, context_length=context_length, num_draft_tokens=num_draft_tokens
+        )
         if attach:
-            facts = worker_facts(
-                num_blocks=num_blocks, context_length=context_length, num_draft_tokens=num_draft_tokens
-            )
-            self.on_event(WorkerAttached(facts))
+            for domain in range(self.topology.num_domains):
+                self.attach(domain)
+
+    @property
+    def worker(self) -> WorkerModel:
+        """That of the only rank."""
+        (worker,) = self.workers.values()
+        return worker
+
+    @property
+    def sent(self) -> list[Step]:
+        """The steps in flight of the only rank."""
+        (sent,) = self.sent_to.values()
+        return sent
+
+    def attach(self, domain: int = 0, **changes: object) -> list[Action]:
+        """A domain is attached under the next epoch; `changes` are those of its facts."""
+        epoch = max(self.epochs.values(), default=0) + 1
+        facts = replace(self._facts, epoch=epoch, **changes)  # type: ignore[arg-type]
+        return self.on_event(attached(facts, domain, num_ranks=len(self.topology.ranks_of(domain))))
+
+    def lose(self, domain: int = 0) -> list[Action]:
+        """The link to a domain that is attached breaks."""
+        return self.on_event(DomainLost(domain, self.epochs[domain]))
 
     def on_event(self, event: Event) -> list[Action]:
-        """Hand over an event, take in the actions, and check that everything agrees."""
-        if isinstance(event, WorkerAttached):
-            # It holds no sequences, and what was on its way to it is lost.
-            self.worker = self._make_worker()
-            self.sent.clear()
-        actions = self.engine.on_event(event, self.now)
-        for action in actions:
-            if isinstance(action, SendStep):
-                self.sent.append(action.step)
-            elif isinstance(action, Deliver):
-                self.delivered.append(action)
-                self._take(action)
+        """Hand over an event, take in the actions, and check that everything agrees.
+
+        Returns:
+            What the engine said to the event; what it said to time that has passed before is not among it.
+        """
+        self._let_time_pass()
+        if isinstance(event, DomainAttached):
+            # They hold no sequences, and what was on its way to them is lost.
+            self.epochs[event.domain] = event.facts[0].epoch
+            for rank in self.topology.ranks_of(event.domain):
+                self.workers[rank] = self._make_worker()
+                self.sent_to[rank].clear()
+        elif isinstance(event, DomainLost):
+            self._forget_epoch(event.domain, event.epoch)
+        actions = self._hand_over(event, self.now)
         self.actions += actions
         self.engine.check_integrity()
         return actions
+
+    def _let_time_pass(self) -> None:
+        """Wake the engine whenever it asks for it until now; it hears the ranks meanwhile."""
+        while (wakeup := self.engine.next_wakeup()) <= self.now:
+            time = max(wakeup, 0.0)
+            for domain, epoch in list(self.epochs.items()):
+                for rank in self.topology.ranks_of(domain):
+                    if rank not in self.silent_ranks:
+                        self.actions += self._hand_over(WorkerHeard(rank, epoch, self.progress.get(rank, 0)), time)
+            self.actions += self._hand_over(TimePassed(), time)
+
+    def _hand_over(self, event: Event, now: float) -> list[Action]:
+        actions = self.engine.on_event(event, now)
+        beats = [action for action in actions if isinstance(action, Beat)]
+        self.num_beats += len(beats)
+        for action in actions:
+            if isinstance(action, SendStep):
+                self.sent_to[action.rank].append(action.step)
+            elif isinstance(action, DropDomain):
+                self._forget_epoch(action.domain, action.epoch)
+            elif isinstance(action, Deliver):
+                self.delivered.append(action)
+                self._take(action)
+        return [action for action in actions if action not in beats]
+
+    def _forget_epoch(self, domain: int, epoch: int) -> None:
+        if self.epochs.get(domain) == epoch:
+            del self.epochs[domain]
+            for rank in self.topology.ranks_of(domain):
+                self.sent_to[rank].clear()
 
     def submit(
         self,
@@ -180,6 +265,7 @@ class EngineDriver:
         priority: Priority = Priority.NORMAL,
         cache_salt: bytes = b"",
         n: int = 1,
+        is_exact: bool = False,
         **params: object,
     ) -> list[Action]:
         """Submit one request; `params` as in SamplingParams, at most 8 tokens unless said."""
@@ -194,6 +280,7 @@ class EngineDriver:
             priority=priority,
             cache_salt=cache_salt,
             n=n,
+            is_exact=is_exact,
         )
         return self.on_event(ClientMessage(client, [submission]))
 
@@ -202,23 +289,32 @@ class EngineDriver:
         self.told[client, submission.handle] = Told(list(output), num_cached_tokens=0 if output else None)
         return self.on_event(ClientMessage(client, [submission]))
 
-    def step(self) -> StepResult:
-        """Run the oldest step in flight and hand its result back, a second later."""
-        step = self.sent.pop(0)
-        result = self.worker.run(step)
+    def step(self, rank: int = 0) -> StepResult:
+        """Run a rank's oldest step in flight and hand its result back, a second later.
+
+        Raises:
+            PoisonedError: the worker did not survive it; the engine is told nothing.
+        """
+        step = self.sent_to[rank].pop(0)
+        worker = self.workers[rank]
+        result = worker.run(step)
         slots = dict(enumerate(step.batch.row_slots.tolist()))
-        assert self.worker.last_rows.items() <= slots.items(), "scheduler and worker derive other rows"
+        assert worker.last_rows.items() <= slots.items(), "scheduler and worker derive other rows"
         self.now += 1.0
-        self.on_event(StepReturned(result))
+        self.on_event(StepReturned(rank, result))
         return result
 
     def run(self) -> None:
-        """Run steps until there is nothing to do."""
-        while self.sent:
-            self.step()
+        """Run steps, one of each rank in turn, until there is nothing to do."""
+        while any(self.sent_to.values()):
+            for rank, sent in self.sent_to.items():
+                if sent:
+                    self.step(rank)
 
     def _make_worker(self) -> WorkerModel:
-        return WorkerModel(self.limits, proposer=self.oracle, num_draft_tokens=self._num_draft_tokens)
+        return WorkerModel(
+            self.limits, proposer=self.oracle, num_draft_tokens=self._num_draft_tokens, poison=self._poison
+        )
 
     def _take(self, action: Deliver) -> None:
         outputs = action.outputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import itertools
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,16 @@ import numpy as np
 from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc, sampling_pb2
 from lockstep.v1 import common_pb2
 from shared.errors import NotReadyError, ServiceError
+from shared.heartbeat import HEARTBEAT_S
 from shared.limits import TOKEN_DTYPE
 from shared.rpc import to_status
+
+_HEARTBEAT = exchange_pb2.ExchangeRequest(is_heartbeat=True)
+
+
+class _StreamEnd(enum.Enum):
+    EXPLAINED = enum.auto()
+    BROKEN = enum.auto()
 
 
 def column(values: Iterable[int]) -> bytes:
@@ -108,6 +117,7 @@ def make_end(
     num_tokens: int,
     *,
     stop_token_id: int | None = None,
+    num_resumes: int = 0,
 ) -> exchange_pb2.RequestEnd:
     """A finish."""
     return exchange_pb2.RequestEnd(
@@ -115,6 +125,7 @@ def make_end(
         finish_reason=reason,
         stop_token_id=stop_token_id,
         num_completion_tokens=num_tokens,
+        num_resumes=num_resumes,
     )
 
 
@@ -124,11 +135,13 @@ def make_error_end(handle: int, error: ServiceError) -> exchange_pb2.RequestEnd:
 
 
 class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer):
-    """Plays the scheduler: sends what it is given, keeps what it gets.
+    """Plays the scheduler: sends what it is given, keeps what it gets, and gives signs of life.
 
     Attributes:
         num_streams: Streams opened so far.
-        num_messages: Requests received so far.
+        num_messages: Messages received so far, those left out that are nothing but a sign of life.
+        heartbeats: Has an entry for each sign of life received.
+        is_silent: Whether it gives no signs of life.
     """
 
     def __init__(self, cell_info: exchange_pb2.CellInfo) -> None:
@@ -138,8 +151,10 @@ class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer):
         self.submits: asyncio.Queue[exchange_pb2.Submit] = asyncio.Queue()
         self.stop_ats: asyncio.Queue[exchange_pb2.StopAt] = asyncio.Queue()
         self.aborts: asyncio.Queue[int] = asyncio.Queue()
+        self.heartbeats: asyncio.Queue[None] = asyncio.Queue()
+        self.is_silent = False
         self.stream_ended = asyncio.Event()
-        self._outbox: asyncio.Queue[exchange_pb2.ExchangeResponse | None] = asyncio.Queue()
+        self._outbox: asyncio.Queue[exchange_pb2.ExchangeResponse | _StreamEnd] = asyncio.Queue()
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Serve on `server`."""
@@ -158,26 +173,42 @@ class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer):
         self._outbox.put_nowait(exchange_pb2.ExchangeResponse(outputs=outputs))
 
     def end_stream(self) -> None:
-        """End the stream as a scheduler does that goes away."""
-        self._outbox.put_nowait(None)
+        """End the stream as a scheduler does that has a reason."""
+        self._outbox.put_nowait(_StreamEnd.EXPLAINED)
+
+    def break_stream(self) -> None:
+        """End the stream as a scheduler's death does."""
+        self._outbox.put_nowait(_StreamEnd.BROKEN)
 
     async def Exchange(
         self, request_iterator: AsyncIterator[exchange_pb2.ExchangeRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[exchange_pb2.ExchangeResponse]:
         self.num_streams += 1
         self.stream_ended.clear()
-        reader = asyncio.create_task(self._read(request_iterator))
+        tasks = [asyncio.create_task(self._read(request_iterator)), asyncio.create_task(self._beat())]
         try:
-            while (message := await self._outbox.get()) is not None:
+            while not isinstance(message := await self._outbox.get(), _StreamEnd):
                 yield message
-            raise NotReadyError("the scheduler goes away")
+            if message is _StreamEnd.EXPLAINED:
+                raise NotReadyError("the scheduler goes away")
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "connection reset")
         finally:
-            reader.cancel()
+            for task in tasks:
+                task.cancel()
             self.stream_ended.set()
+
+    async def _beat(self) -> None:
+        for progress in itertools.count():
+            if not self.is_silent:
+                heartbeat = exchange_pb2.SchedulerHeartbeat(progress=progress)
+                self._outbox.put_nowait(exchange_pb2.ExchangeResponse(heartbeat=heartbeat))
+            await asyncio.sleep(HEARTBEAT_S)
 
     async def _read(self, requests: AsyncIterator[exchange_pb2.ExchangeRequest]) -> None:
         async for request in requests:
-            self.num_messages += 1
+            if request.is_heartbeat:
+                self.heartbeats.put_nowait(None)
+            self.num_messages += request != _HEARTBEAT
             for submit in request.submits:
                 self.submits.put_nowait(submit)
             for stop_at in request.stop_ats:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import grpc
 
@@ -24,9 +23,7 @@ class GatedWorker(WorkerPeer):
         await self.gate.wait()
         return await super().Attach(request, context)
 
-    async def Execute(
-        self, request_iterator: AsyncIterator[worker_pb2.StepRequest], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[worker_pb2.StepResult]:
-        async for result in super().Execute(request_iterator, context):
-            await self.gate.wait()
-            yield result
+    async def answer(self, request: worker_pb2.StepRequest) -> worker_pb2.StepResult:
+        result = await super().answer(request)
+        await self.gate.wait()
+        return result

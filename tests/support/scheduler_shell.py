@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from lockstep.internal.v1 import exchange_pb2_grpc
+from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc
 from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler.config import SchedulerSettings
 from services.scheduler.server import CellServer
@@ -21,13 +21,43 @@ from shared.rpc import Servicer, make_channel, make_server
 from tests.support.worker_peer import WorkerPeer
 
 
+class ReplicaStream:
+    """A replica's stream without its signs of life: none is sent, and those that come are only counted."""
+
+    def __init__(self, call: grpc.aio.StreamStreamCall) -> None:
+        self._call = call
+        self.num_heartbeats = 0
+
+    async def read(self) -> exchange_pb2.ExchangeResponse:
+        """The next response that is no heartbeat; raises what the call ends with."""
+        while (response := await self._call.read()) is not grpc.aio.EOF:
+            if not response.HasField("heartbeat"):
+                break
+            self.num_heartbeats += 1
+        message: exchange_pb2.ExchangeResponse = response
+        return message
+
+    async def write(self, request: exchange_pb2.ExchangeRequest) -> None:
+        """Send a request."""
+        await self._call.write(request)
+
+    def cancel(self) -> None:
+        """Break the stream."""
+        self._call.cancel()
+
+
 @dataclass
 class Cell:
-    """A scheduler in this process, its worker, and a channel to it."""
+    """A scheduler in this process, its workers by DP rank, and a channel to it."""
 
-    worker: WorkerPeer
+    workers: list[WorkerPeer]
     server: CellServer
     channel: grpc.aio.Channel
+
+    @property
+    def worker(self) -> WorkerPeer:
+        """The worker of DP rank 0."""
+        return self.workers[0]
 
     @property
     def scheduler(self) -> Any:
@@ -39,9 +69,9 @@ class Cell:
         """A stub of SchedulerAdminService."""
         return scheduler_pb2_grpc.SchedulerAdminServiceStub(self.channel)
 
-    def exchange(self) -> grpc.aio.StreamStreamCall:
+    def exchange(self) -> ReplicaStream:
         """A new stream, as a replica opens it."""
-        return exchange_pb2_grpc.ExchangeServiceStub(self.channel).Exchange()
+        return ReplicaStream(exchange_pb2_grpc.ExchangeServiceStub(self.channel).Exchange())
 
     async def state(self) -> scheduler_pb2.GetStateResponse:
         """The cell's state."""
@@ -64,13 +94,19 @@ class Cell:
 
 
 @asynccontextmanager
-async def running_cell(tmp_path: Path, worker: WorkerPeer | None = None, **settings: Any) -> AsyncIterator[Cell]:
-    """A scheduler whose worker is `worker`, or a new one; its sockets are in `tmp_path`, `settings` are more of its."""
-    worker = worker or WorkerPeer()
-    worker_server = make_server(f"unix:{tmp_path}/worker", [worker], internal=True)
-    await worker_server.start()
+async def running_cell(tmp_path: Path, *workers: WorkerPeer, **settings: Any) -> AsyncIterator[Cell]:
+    """A scheduler whose workers are `workers`, or a new one; its sockets are in `tmp_path`, `settings` are its own."""
+    workers = workers or (WorkerPeer(),)
+    is_coupled = settings.get("coupled", False)
+    addresses = [f"unix:{tmp_path}/worker-{rank}" for rank in range(len(workers))]
+    worker_servers = [
+        make_server(address, [worker], internal=True) for address, worker in zip(addresses, workers, strict=True)
+    ]
+    for rank, (worker, worker_server) in enumerate(zip(workers, worker_servers, strict=True)):
+        worker.place(rank, len(workers), is_coupled=is_coupled)
+        await worker_server.start()
     address = f"unix:{tmp_path}/scheduler"
-    scheduler_settings = SchedulerSettings(listen=address, worker=f"unix:{tmp_path}/worker", **settings)
+    scheduler_settings = SchedulerSettings(listen=address, workers=tuple(addresses), **settings)
     health = Health(())
     cell = CellServer(scheduler_settings, "instance", health)
     servicers: list[Servicer] = [
@@ -81,10 +117,11 @@ async def running_cell(tmp_path: Path, worker: WorkerPeer | None = None, **setti
     ]
     server = make_server(address, servicers, internal=True)
     await server.start()
-    link = asyncio.create_task(cell.run_worker_link())
+    links = asyncio.create_task(cell.run_worker_links())
     async with make_channel(address, internal=True) as channel:
-        yield Cell(worker, cell, channel)
-    link.cancel()
-    await asyncio.gather(link, return_exceptions=True)
+        yield Cell(list(workers), cell, channel)
+    links.cancel()
+    await asyncio.gather(links, return_exceptions=True)
     await server.stop(0)
-    await worker_server.stop(0)
+    for worker_server in worker_servers:
+        await worker_server.stop(0)

@@ -14,9 +14,9 @@ from pydantic.fields import FieldInfo
 from services.scheduler.config import SchedulerSettings
 from services.tokenizer.config import TokenizerSettings
 from services.worker.config import WorkerSettings
-from shared.cli.serve import ServeSettings
+from shared.cli.serve_settings import ServeSettings
 from shared.config import ServiceSettings
-from tests.support.cell import ROOT
+from tests.support.processes import ROOT
 
 README = ROOT / "README.md"
 BEGIN = "<!-- Made by `make settings-table`: change the models in services/*/config.py instead. -->\n"
@@ -79,6 +79,8 @@ def _default(field: FieldInfo) -> str:
         return "not set"
     if isinstance(field.default, bool):
         return "on" if field.default else "off"
+    if isinstance(field.default, tuple):
+        return f"`{','.join(field.default)}`" if field.default else "not set"
     return f"`{field.default}`"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -10,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from shared.cli.serve import ROLES, ServeSettings, plan_services, split_service_flags
-from shared.cli.service_process import ServiceCommand
+from shared.cli.cell_plan import ServiceCommand, plan_services
+from shared.cli.serve_settings import ROLES, ServeSettings, split_service_flags
 from shared.health import wait_until_serving
 from shared.rpc import make_channel
-from tests.support.cell import ROOT
+from tests.support.processes import ROOT, module_environment
 
 
 class SplitCell:
@@ -33,8 +32,7 @@ class SplitCell:
 
     def start(self, role: str) -> None:
         """Start a service that is not running."""
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
-        environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "protos")]), "GRPC_VERBOSITY": "ERROR"}
+        environment = module_environment() | {"GRPC_VERBOSITY": "ERROR"}
         command = [sys.executable, "-m", f"services.{role}", *self._commands[role].flags]
         self._processes[role] = subprocess.Popen(command, cwd=ROOT, env=environment)
 

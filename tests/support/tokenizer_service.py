@@ -33,16 +33,23 @@ class Service:
     Attributes:
         stub: A client of it.
         channel: The client's channel.
-        peer: The scheduler it links to.
+        peers: The schedulers that it may link to, in its order.
+        peer_servers: Their servers; stopped, one is dead.
         stop: Set, it stops the service.
         task: Ends with the service's exit code.
     """
 
     stub: Any
     channel: grpc.aio.Channel
-    peer: ExchangePeer
+    peers: list[ExchangePeer]
+    peer_servers: list[grpc.aio.Server]
     stop: asyncio.Event
     task: asyncio.Task[int]
+
+    @property
+    def peer(self) -> ExchangePeer:
+        """The first scheduler."""
+        return self.peers[0]
 
     async def until_health_is(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         """Return once the service's health is `status`."""
@@ -53,13 +60,13 @@ class Service:
                 break
         call.cancel()
 
-    async def link(self) -> None:
-        """Have the peer tell its cell, and wait until the service serves."""
-        self.peer.attach()
+    async def link(self, number: int = 0) -> None:
+        """Have a peer tell its cell, and wait until the service serves."""
+        self.peers[number].attach()
         await self.until_health_is(health_pb2.HealthCheckResponse.SERVING)
 
     async def begin(self, request: tokenizer_pb2.GenerateRequest) -> tuple[Any, exchange_pb2.Submit]:
-        """Start a request: the call, its accepted response read, and what the peer got."""
+        """Start a request: the call, its accepted response read, and what the first peer got."""
         call = self.stub.Generate(request)
         accepted = await call.read()
         assert accepted.HasField("accepted")
@@ -68,39 +75,53 @@ class Service:
 
 @asynccontextmanager
 async def run_tokenizer_service(
-    model_dir: Path, socket_dir: Path, *, model_digest_of_cell: str | None = None, **settings: Any
+    model_dir: Path,
+    socket_dir: Path,
+    *,
+    model_digest_of_cell: str | None = None,
+    exact_fingerprint: str = "",
+    num_schedulers: int = 1,
+    **settings: Any,
 ) -> AsyncIterator[Service]:
-    """Run the service and its peer, which has not told its cell yet; at the end the service must stop cleanly.
+    """Run the service and its peers, which have not told their cell yet; at the end the service must stop cleanly.
 
     Args:
         model_dir: The model.
         socket_dir: For the sockets.
-        model_digest_of_cell: What the peer's cell serves; None for the same model.
+        model_digest_of_cell: What the peers' cell serves; None for the same model.
+        exact_fingerprint: That of the cell.
+        num_schedulers: Peers, each of which is an instance of its own.
         settings: More of the service's settings.
     """
     cell_info = exchange_pb2.CellInfo(
-        scheduler_instance_id="instance",
         model_digest=model_digest_of_cell or model_digest(model_dir),
         context_length=CONTEXT_LENGTH,
         logits_width=VOCABULARY_SIZE,
         eos_token_ids=[IM_END_ID],
         num_pool_tokens=NUM_POOL_TOKENS,
+        exact_fingerprint=exact_fingerprint,
     )
-    peer = ExchangePeer(cell_info)
-    scheduler, address = f"unix:{socket_dir}/scheduler.sock", f"unix:{socket_dir}/tokenizer.sock"
-    peer_server = make_server(scheduler, [peer], internal=True)
-    await peer_server.start()
-    service_settings = TokenizerSettings(listen=address, scheduler=scheduler, model_dir=model_dir, **settings)
+    peers, addresses, peer_servers = [], [], []
+    for number in range(num_schedulers):
+        peer_info = exchange_pb2.CellInfo(scheduler_instance_id=f"instance {number}")
+        peer_info.MergeFrom(cell_info)
+        peers.append(ExchangePeer(peer_info))
+        addresses.append(f"unix:{socket_dir}/scheduler-{number}.sock")
+        peer_servers.append(make_server(addresses[-1], [peers[-1]], internal=True))
+        await peer_servers[-1].start()
+    address = f"unix:{socket_dir}/tokenizer.sock"
+    service_settings = TokenizerSettings(listen=address, scheduler=tuple(addresses), model_dir=model_dir, **settings)
     stop = asyncio.Event()
     task = asyncio.create_task(serve(service_settings, load_model(service_settings), stop))
     async with make_channel(address) as channel:
         stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
         try:
-            yield Service(stub, channel, peer, stop, task)
+            yield Service(stub, channel, peers, peer_servers, stop, task)
         finally:
             stop.set()
             exit_code = await task
-            await peer_server.stop(grace=0)
+            for peer_server in peer_servers:
+                await peer_server.stop(grace=0)
     assert exit_code == 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import grpc
@@ -9,10 +11,12 @@ import numpy as np
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
 from lockstep.v1 import common_pb2
+from services.worker.claim import ClaimLedger
 from services.worker.enter_checks import BatchLimits
-from shared.errors import StaleEpochError
 from shared.limits import TOKEN_DTYPE
 from tests.support.cell_model import VOCABULARY, WorkerModel
+
+_BEAT_S = 0.5
 
 
 def column(data: bytes) -> list[int]:
@@ -22,17 +26,51 @@ def column(data: bytes) -> list[int]:
 
 
 class WorkerPeer(worker_pb2_grpc.WorkerServiceServicer):
-    """Answers steps, but loses the link with its `lose_link_at`th one; keeps every request it got."""
+    """Answers steps, but loses the link with its `lose_link_at`th one; keeps every request that is no heartbeat.
+
+    Who may do what the real claim ledger says.
+
+    Attributes:
+        response: What it answers an offer with, but for its blocks and its last step.
+        attaches: The claims that it accepted.
+        num_refused: Those that it did not.
+        restarts: The restarts that it was asked for, and allowed; it goes on nevertheless.
+        is_silent: Whether it gives no signs of life.
+        num_heard: Signs of life that came.
+    """
 
     def __init__(self, *, num_blocks: int = 64, context_length: int = 512) -> None:
         self.num_blocks = num_blocks
         self.context_length = context_length
-        self.lowest_epoch = 1
+        self.ledger = ClaimLedger()
         self.lose_link_at: int | None = None
-        # What requests leave to the model.
-        self.default_sampling = common_pb2.SamplingParams()
         self.requests: list[worker_pb2.StepRequest] = []
+        self.attaches: list[worker_pb2.AttachRequest] = []
+        self.num_refused = 0
+        self.restarts: list[worker_pb2.RestartRequest] = []
+        self.is_silent = False
+        self.num_heard = 0
+        self.response = worker_pb2.AttachResponse(
+            model_digest="digest",
+            context_length=context_length,
+            logits_width=VOCABULARY,
+            eos_token_ids=[7],
+            ops_backend="model",
+        )
+        self.place(0, 1, is_coupled=False)
+        self._num_streams = 0
         self._model: WorkerModel | None = None
+
+    @property
+    def default_sampling(self) -> common_pb2.SamplingParams:
+        """What requests leave to the model."""
+        return self.response.default_sampling
+
+    def place(self, rank: int, dp_size: int, *, is_coupled: bool) -> None:
+        """Say where it stands in its cell."""
+        self.response.layout.CopyFrom(
+            worker_pb2.RankLayout(dp_rank=rank, dp_size=dp_size, tp_size=1, has_expert_parallel=is_coupled)
+        )
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Serve on `server`."""
@@ -41,9 +79,11 @@ class WorkerPeer(worker_pb2_grpc.WorkerServiceServicer):
     async def Attach(
         self, request: worker_pb2.AttachRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.AttachResponse:
-        if request.epoch < self.lowest_epoch:
-            raise StaleEpochError("the epoch is not above the worker's own", epoch=self.lowest_epoch - 1)
-        self.lowest_epoch = request.epoch + 1
+        last = self.ledger.last_launched
+        self.num_refused += 1
+        self.ledger.offer(request.epoch, request.scheduler_instance_id, time.monotonic())
+        self.num_refused -= 1
+        self.attaches.append(request)
         self._model = WorkerModel(
             BatchLimits(
                 request.max_num_seqs,
@@ -54,22 +94,52 @@ class WorkerPeer(worker_pb2_grpc.WorkerServiceServicer):
                 VOCABULARY,
             )
         )
-        return worker_pb2.AttachResponse(
-            model_digest="digest",
-            context_length=self.context_length,
-            logits_width=VOCABULARY,
-            eos_token_ids=[7],
-            num_blocks=self.num_blocks,
-            ops_backend="model",
-            default_sampling=self.default_sampling,
+        response = worker_pb2.AttachResponse(
+            num_blocks=self.num_blocks, last_step_epoch=last.epoch, last_step_id=last.step_id
         )
+        response.MergeFrom(self.response)
+        return response
+
+    async def Restart(
+        self, request: worker_pb2.RestartRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.RestartResponse:
+        self.ledger.check_restart(request.epoch, request.scheduler_instance_id)
+        self.restarts.append(request)
+        self.ledger = ClaimLedger()
+        return worker_pb2.RestartResponse()
 
     async def Execute(
         self, request_iterator: AsyncIterator[worker_pb2.StepRequest], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[worker_pb2.StepResult]:
-        async for request in request_iterator:
-            self.requests.append(request)
-            if len(self.requests) == self.lose_link_at:
-                return
-            assert self._model is not None
-            yield self._model.answer(request)
+    ) -> None:
+        self._num_streams += 1
+        number = self._num_streams
+        # As a worker does, and for its reason.
+        await context.send_initial_metadata(())
+        beats = asyncio.create_task(self._beat(context))
+        try:
+            async for request in request_iterator:
+                if request.HasField("heartbeat"):
+                    self.num_heard += 1
+                    self.ledger.hear(number, request.epoch, request.scheduler_instance_id, time.monotonic())
+                    continue
+                self.ledger.launch(number, request.epoch, request.step_id, time.monotonic())
+                self.requests.append(request)
+                if len(self.requests) == self.lose_link_at:
+                    return
+                await context.write(await self.answer(request))
+        finally:
+            beats.cancel()
+            self.ledger.end_stream(number)
+
+    async def answer(self, request: worker_pb2.StepRequest) -> worker_pb2.StepResult:
+        """A step's result."""
+        assert self._model is not None
+        return self._model.answer(request)
+
+    async def _beat(self, context: grpc.aio.ServicerContext) -> None:
+        progress = 0
+        while True:
+            progress += 1
+            if not self.is_silent:
+                await context.write(worker_pb2.StepResult(heartbeat=worker_pb2.Heartbeat(progress=progress)))
+            await asyncio.sleep(_BEAT_S)

@@ -47,6 +47,7 @@ class WrappedModel:
         self.context_length = model.context_length
         self.logits_width = model.logits_width
         self.mtp = model.mtp
+        self.has_experts = model.has_experts
         self._model = model
 
     def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:

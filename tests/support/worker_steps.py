@@ -126,7 +126,15 @@ def to_request(step: Step) -> worker_pb2.StepRequest:
         append_block_ids=pack(step.append_block_ids),
         decode_slots=None if step.decode_slots is None else pack(step.decode_slots),
         chunks=[_to_message(chunk) for chunk in step.chunks],
+        is_dummy=step.is_dummy,
+        num_tokens_across_dp=step.num_tokens_across_dp,
+        graph_batch_size=step.graph_batch_size,
     )
+
+
+def heartbeat_request(epoch: int = EPOCH, scheduler: str = "test") -> worker_pb2.StepRequest:
+    """A scheduler's sign of life: a stream's first message."""
+    return worker_pb2.StepRequest(epoch=epoch, scheduler_instance_id=scheduler, heartbeat=worker_pb2.Heartbeat())
 
 
 def _to_message(chunk: PrefillChunk) -> worker_pb2.PrefillChunk:

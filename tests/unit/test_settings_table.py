@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.cell import ROOT
+from tests.support.processes import ROOT, module_environment
 from tests.support.settings_table import BEGIN, END, README, render_tables, with_tables
 
 # Whoever writes the tables needs no torch, and need not wait for it.
@@ -55,7 +55,5 @@ def test_a_readme_without_the_marks_is_refused(readme: str) -> None:
 
 def test_the_models_are_read_without_torch() -> None:
     command = [sys.executable, "-c", CHECK_IMPORTS]
-    result = subprocess.run(
-        command, cwd=ROOT, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}"}, capture_output=True, text=True, check=True
-    )
+    result = subprocess.run(command, cwd=ROOT, env=module_environment(), capture_output=True, text=True, check=True)
     assert result.stdout == "False False\n"

@@ -425,5 +425,5 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.manager.free([seq])
 
 
-BlockManagerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+BlockManagerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60)
 TestBlockManager = BlockManagerMachine.TestCase

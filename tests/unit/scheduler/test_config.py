@@ -6,6 +6,7 @@ import pytest
 
 from services.scheduler.admission import AdmissionPolicy
 from services.scheduler.config import SchedulerSettings
+from services.scheduler.policy import CellTopology
 from services.scheduler.retraction import RetractionPolicy
 from services.scheduler.waiting_queue import QueuePolicy
 from shared.config import load_settings
@@ -19,7 +20,8 @@ from shared.config import load_settings
         ("--max-num-seqs", "0"),
         ("--scheduler-delay-factor", "nan"),
         ("--max-unread-s", "0"),
-        ("--worker", "nowhere"),
+        ("--workers", "127.0.0.1:1,nowhere"),
+        ("--worker-silence-s", "0"),
         ("--listen", "0.0.0.0:1"),
     ],
 )
@@ -36,6 +38,22 @@ def test_a_token_budget_below_a_full_decode_step_is_refused(capsys: pytest.Captu
     with pytest.raises(SystemExit):
         load_settings(SchedulerSettings, [*flags, "31"])
     assert "--max-num-batched-tokens" in capsys.readouterr().err
+
+
+def test_workers_are_given_by_rank_with_commas_between_them() -> None:
+    settings = load_settings(SchedulerSettings, ["--workers", "unix:/a,127.0.0.1:2", "--coupled"])
+    assert settings.workers == ("unix:/a", "127.0.0.1:2")
+    assert settings.topology == CellTopology(2, is_coupled=True)
+
+
+def test_one_worker_is_coupled_with_nobody() -> None:
+    assert load_settings(SchedulerSettings, ["--coupled"]).topology == CellTopology()
+
+
+def test_two_ranks_at_one_address_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_settings(SchedulerSettings, ["--workers=unix:/a,unix:/b,unix:/a"])
+    assert "--workers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 48])

@@ -14,12 +14,11 @@ from services.scheduler.events import (
     CloseClient,
     Exit,
     SendStep,
-    WorkerAttached,
 )
 from services.scheduler.policy import SchedulerPolicy
 from services.scheduler.sequence import FinishReason
 from tests.support.cell_model import VOCABULARY, expected_completion
-from tests.support.engine_driver import EOS, EngineDriver, worker_facts
+from tests.support.engine_driver import EOS, EngineDriver, attached, worker_facts
 
 
 def make_prompt(length: int, start: int = 11) -> list[int]:
@@ -391,7 +390,7 @@ def test_a_handle_used_twice_ends_the_stream() -> None:
 
 def test_without_chunks_a_context_above_the_token_budget_is_refused_at_attach() -> None:
     driver = EngineDriver(policy=SchedulerPolicy(max_num_batched_tokens=600, enable_chunked_prefill=False))
-    actions = driver.on_event(WorkerAttached(worker_facts(context_length=601, epoch=2)))
+    actions = driver.on_event(attached(worker_facts(context_length=601, epoch=2)))
     assert [type(action) for action in actions] == [Exit]
 
 

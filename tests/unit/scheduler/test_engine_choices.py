@@ -13,19 +13,18 @@ from services.scheduler.events import (
     ClientGone,
     ClientMessage,
     CloseClient,
+    DomainLost,
     SendStep,
     StepReturned,
     Submission,
     TimePassed,
-    WorkerAttached,
-    WorkerLost,
 )
 from services.scheduler.policy import SchedulerPolicy
 from services.scheduler.sequence import FinishReason
 from services.scheduler.waiting_queue import QueuePolicy
 from shared.limits import SamplingParams
 from tests.support.cell_model import expected_completion
-from tests.support.engine_driver import EngineDriver, Told, token_bytes, worker_facts
+from tests.support.engine_driver import EngineDriver, Told, attached, token_bytes, worker_facts
 
 # Two full blocks of 16 and a part of a third.
 PROMPT = list(range(100, 140))
@@ -208,8 +207,8 @@ def test_a_lost_worker_is_a_pause_for_every_choice(steps: int) -> None:
     driver.submit(1, PROMPT, n=3, max_tokens=6)
     for _ in range(steps):
         driver.step()
-    driver.on_event(WorkerLost(1))
-    driver.on_event(WorkerAttached(worker_facts(epoch=2)))
+    driver.on_event(DomainLost(0, 1))
+    driver.on_event(attached(worker_facts(epoch=2)))
     driver.run()
     for choice in range(3):
         assert driver.told[1, 1 + choice].tokens == completion(choice, 6)
@@ -227,7 +226,7 @@ def test_a_choice_whose_logits_are_not_finite_fails_alone(bad_choice: int) -> No
         # In its first row.
         bad_rows = np.flatnonzero(step.batch.row_slots == bad_slot).astype(np.int32)
         bad_slot = None if bad_rows.size else bad_slot
-        driver.on_event(StepReturned(replace(driver.worker.run(step), not_finite_rows=bad_rows)))
+        driver.on_event(StepReturned(0, replace(driver.worker.run(step), not_finite_rows=bad_rows)))
     for choice in range(3):
         if choice == bad_choice:
             assert (driver.told[1, 1 + choice].tokens, end_of(driver, 1 + choice)) == ([], "NUMERIC_ERROR")
@@ -293,7 +292,7 @@ def test_a_new_scheduler_checks_each_choice_once_it_has_a_worker() -> None:
         ChoiceSoFar(token_bytes(completion(2, 2))),
     )
     resume(driver, submission(attempt=2, choices_so_far=so_far))
-    driver.on_event(WorkerAttached(worker_facts()))
+    driver.on_event(attached(worker_facts()))
     driver.run()
     ends = [end_of(driver, handle) for handle in (1, 2, 3)]
     assert ends == [FinishReason.MAX_TOKENS, "INVALID_REQUEST", FinishReason.MAX_TOKENS]

@@ -8,13 +8,13 @@ from random import Random
 import numpy as np
 import pytest
 
-from services.scheduler.batch import RequestEnd, StepKind
-from services.scheduler.events import ClientMessage, DropWorker, StepReturned, Submission, WorkerAttached
+from services.scheduler.batch import RequestEnd, StepCounts, StepKind
+from services.scheduler.events import ClientMessage, DropDomain, StepReturned, Submission
 from services.scheduler.policy import SchedulerPolicy
 from services.scheduler.sequence import FinishReason
 from shared.limits import MAX_DRAFT_TOKENS, SamplingOptions, SamplingParams
 from tests.support.cell_model import VOCABULARY, FallibleOracle, expected_completion
-from tests.support.engine_driver import EngineDriver, token_bytes, worker_facts
+from tests.support.engine_driver import EngineDriver, attached, token_bytes, worker_facts
 
 PROMPT = list(range(100, 120))
 
@@ -46,7 +46,7 @@ def test_accepted_drafts_save_steps_and_change_no_token(depth: int, num_draft_to
     assert (reason_of(driver, 1), end_of(driver, 1).num_completion_tokens) == (FinishReason.MAX_TOKENS, 41)
     # The prefill brings the first token. With steps in flight some turn out to have been needless.
     num_needed = -(-40 // (num_draft_tokens + 1))
-    num_steps = driver.engine.state().counters.num_decode_steps
+    num_steps = driver.engine.state().ranks[0].num_steps.decode
     assert num_steps == num_needed if depth == 1 else num_needed <= num_steps < num_needed + depth
 
 
@@ -126,8 +126,7 @@ def test_no_row_is_sent_that_could_not_bring_a_token() -> None:
     driver = EngineDriver(depth=4, num_draft_tokens=8)
     driver.submit(1, PROMPT, max_tokens=3)
     driver.run()
-    counters = driver.engine.state().counters
-    assert (counters.num_prefill_steps, counters.num_decode_steps) == (1, 2)
+    assert driver.engine.state().ranks[0].num_steps == StepCounts(prefill=1, decode=2)
 
 
 def test_counts_are_told_only_where_a_row_has_several_tokens() -> None:
@@ -214,8 +213,8 @@ def test_drafts_take_what_prompts_leave_of_a_steps_budget() -> None:
 
 def test_a_worker_that_drafts_more_than_there_is_room_for_is_refused() -> None:
     driver = EngineDriver(attach=False)
-    actions = driver.on_event(WorkerAttached(worker_facts(num_draft_tokens=MAX_DRAFT_TOKENS + 1)))
-    assert [type(action) for action in actions] == [DropWorker]
+    actions = driver.on_event(attached(worker_facts(num_draft_tokens=MAX_DRAFT_TOKENS + 1)))
+    assert [type(action) for action in actions] == [DropDomain]
     assert not driver.engine.is_ready
 
 
@@ -228,6 +227,6 @@ def test_a_number_of_tokens_that_cannot_be_ends_the_epoch(change: str) -> None:
     token_ids = {"too many": [5, 6, 7, 8], "none": [], "of no draft": [5, 6, VOCABULARY]}[change]
     counts = np.array([len(token_ids)], np.int32)
     told = list(driver.told[1, 1].tokens)
-    actions = driver.on_event(StepReturned(replace(result, token_ids=np.array(token_ids, np.int32), counts=counts)))
-    assert [type(action) for action in actions] == [DropWorker]
+    actions = driver.on_event(StepReturned(0, replace(result, token_ids=np.array(token_ids, np.int32), counts=counts)))
+    assert [type(action) for action in actions] == [DropDomain]
     assert driver.told[1, 1].tokens == told

@@ -8,23 +8,27 @@ import pytest
 from services.scheduler.batch import RequestEnd, StepResult
 from services.scheduler.engine import Engine
 from services.scheduler.events import (
+    Beat,
     ChoiceSoFar,
     ClientMessage,
     Deliver,
-    DropWorker,
+    DomainLost,
+    DropDomain,
+    Exit,
     StepReturned,
     Submission,
     TimePassed,
-    WorkerAttached,
     WorkerFacts,
-    WorkerLost,
+    WorkerHeard,
 )
+from services.scheduler.heartbeat import LEASE_S
 from services.scheduler.policy import CacheSettings, SchedulerPolicy
 from services.scheduler.sequence import FinishReason
 from services.scheduler.step_deadline import FIRST_STEP_S, MIN_STEP_S
+from shared.heartbeat import HEARTBEAT_S
 from shared.limits import SamplingParams
 from tests.support.cell_model import expected_completion
-from tests.support.engine_driver import EOS, EngineDriver, token_bytes, worker_facts
+from tests.support.engine_driver import EOS, EngineDriver, attached, token_bytes, worker_facts
 
 PROMPT = list(range(100, 120))
 
@@ -69,10 +73,10 @@ def test_a_lost_worker_is_a_pause_for_its_requests(depth: int) -> None:
     for _ in range(4):
         driver.step()
     known = list(driver.told[1, 1].tokens)
-    assert driver.on_event(WorkerLost(1)) == []
+    assert driver.on_event(DomainLost(0, 1)) == []
     state = driver.engine.state()
     assert (state.ready, state.num_waiting, state.num_running, state.num_blocks) == (False, 2, 0, 0)
-    driver.on_event(WorkerAttached(worker_facts(epoch=2)))
+    driver.on_event(attached(worker_facts(epoch=2)))
     driver.run()
     assert driver.told[1, 1].tokens[: len(known)] == known
     assert driver.told[1, 1].tokens == expected_completion(PROMPT, 0, 12)
@@ -82,15 +86,15 @@ def test_a_lost_worker_is_a_pause_for_its_requests(depth: int) -> None:
 
 def test_requests_wait_while_the_worker_is_away_but_not_before_the_first_one() -> None:
     engine = Engine(SchedulerPolicy(), CacheSettings())
-    [refused] = engine.on_event(ClientMessage(1, [attempt(1, 1, [])]), 0.0)
+    *_, refused = engine.on_event(ClientMessage(1, [attempt(1, 1, [])]), 0.0)
     assert isinstance(refused, Deliver)
     assert refused.outputs.ends[0].error is not None
     assert refused.outputs.ends[0].error.reason == "NOT_READY"
     driver = EngineDriver()
-    driver.on_event(WorkerLost(1))
+    driver.on_event(DomainLost(0, 1))
     driver.submit(1, PROMPT, max_tokens=3)
     assert driver.told == {}
-    driver.on_event(WorkerAttached(worker_facts(epoch=2)))
+    driver.on_event(attached(worker_facts(epoch=2)))
     driver.run()
     assert driver.told[1, 1].tokens == expected_completion(PROMPT, 0, 3)
 
@@ -99,11 +103,12 @@ def test_results_of_an_epoch_that_ended_and_repeated_ones_are_dropped() -> None:
     driver = EngineDriver(depth=2)
     driver.submit(1, PROMPT, max_tokens=6)
     repeated = driver.step()
-    assert driver.on_event(StepReturned(repeated)) == []
+    assert driver.on_event(StepReturned(0, repeated)) == []
     late = driver.worker.run(driver.sent.pop(0))
-    driver.on_event(WorkerLost(1))
-    driver.on_event(WorkerAttached(worker_facts(epoch=2)))
-    assert driver.on_event(StepReturned(late)) == []
+    driver.on_event(DomainLost(0, 1))
+    driver.on_event(attached(worker_facts(epoch=2)))
+    assert driver.on_event(StepReturned(0, late)) == []
+    assert driver.engine.state().counters.num_late_results == 2
     driver.run()
     assert driver.told[1, 1].tokens == expected_completion(PROMPT, 0, 6)
 
@@ -112,9 +117,9 @@ def test_a_late_result_with_rows_that_are_not_finite_concerns_nobody() -> None:
     driver = EngineDriver(depth=2)
     driver.submit(1, PROMPT, max_tokens=6)
     late = driver.worker.run(driver.sent.pop(0))
-    driver.on_event(WorkerLost(1))
-    driver.on_event(WorkerAttached(worker_facts(epoch=2)))
-    driver.on_event(StepReturned(StepResult(1, late.step_id, late.token_ids, np.array([0], np.int32))))
+    driver.on_event(DomainLost(0, 1))
+    driver.on_event(attached(worker_facts(epoch=2)))
+    driver.on_event(StepReturned(0, StepResult(1, late.step_id, late.token_ids, np.array([0], np.int32))))
     driver.run()
     assert driver.told[1, 1].tokens == expected_completion(PROMPT, 0, 6)
 
@@ -124,29 +129,41 @@ def test_a_result_that_skips_a_step_ends_the_epoch() -> None:
     driver.submit(1, PROMPT, max_tokens=6)
     driver.worker.run(driver.sent.pop(0))
     skipping = driver.worker.run(driver.sent.pop(0))
-    [drop] = driver.on_event(StepReturned(skipping))
-    assert isinstance(drop, DropWorker)
+    [drop] = driver.on_event(StepReturned(0, skipping))
+    assert isinstance(drop, DropDomain)
     assert driver.engine.state().num_waiting == 1
+
+
+def pass_time(driver: EngineDriver, duration_s: float) -> list[DropDomain]:
+    """Let so much time pass; returns what was dropped meanwhile."""
+    num_before = len(driver.actions)
+    driver.now += duration_s
+    driver.on_event(TimePassed())
+    return [action for action in driver.actions[num_before:] if isinstance(action, DropDomain)]
+
+
+def test_a_first_step_of_its_kind_may_compile() -> None:
+    driver = EngineDriver()
+    driver.submit(1, PROMPT, max_tokens=20)
+    assert pass_time(driver, FIRST_STEP_S - 2.0) == []
+    driver.step()
+    # The decode after the prefill is one again.
+    assert pass_time(driver, FIRST_STEP_S - 0.1) == []
+    assert len(pass_time(driver, 0.1 + HEARTBEAT_S)) == 1
 
 
 def test_a_step_that_takes_too_long_ends_the_epoch() -> None:
     driver = EngineDriver()
     driver.submit(1, PROMPT, max_tokens=20)
-    assert driver.engine.next_wakeup() == FIRST_STEP_S
-    # A first step of its kind may compile: the decode after the prefill is one again.
     driver.step()
-    assert driver.engine.next_wakeup() == driver.now + FIRST_STEP_S
+    # It takes a second.
     driver.step()
-    # Now a decode is known to take a second.
-    assert driver.engine.next_wakeup() == driver.now + MIN_STEP_S
     late = driver.worker.run(driver.sent.pop(0))
-    driver.now += MIN_STEP_S - 0.1
-    assert driver.on_event(TimePassed()) == []
-    driver.now += 0.1
-    [drop] = driver.on_event(TimePassed())
-    assert isinstance(drop, DropWorker)
-    assert driver.on_event(StepReturned(late)) == []
-    driver.on_event(WorkerAttached(worker_facts(epoch=2)))
+    assert pass_time(driver, MIN_STEP_S - 0.1) == []
+    [drop] = pass_time(driver, 0.1 + HEARTBEAT_S)
+    assert drop == DropDomain(0, 1, "rank 0 neither answers a step nor gets on")
+    assert driver.on_event(StepReturned(0, late)) == []
+    driver.attach()
     driver.run()
     assert driver.told[1, 1].tokens == expected_completion(PROMPT, 0, 20)
 
@@ -158,14 +175,89 @@ def test_a_worker_that_is_slow_by_its_own_measure_is_given_its_time() -> None:
     driver.now += 6.0
     driver.step()
     # It took 7 s for one token, so 70 s are no hang.
-    assert driver.engine.next_wakeup() == driver.now + 70.0
+    assert pass_time(driver, 69.9) == []
+    assert len(pass_time(driver, 0.1 + HEARTBEAT_S)) == 1
+
+
+def test_a_step_is_no_hang_while_its_worker_gets_on() -> None:
+    driver = EngineDriver()
+    driver.submit(1, PROMPT, max_tokens=20)
+    driver.step()
+    driver.step()
+    for progress in range(1, 30):
+        driver.progress[0] = progress
+        assert pass_time(driver, MIN_STEP_S - 1.0) == []
+    assert len(pass_time(driver, MIN_STEP_S)) == 1
+
+
+@pytest.mark.parametrize("has_work", [True, False])
+def test_a_silent_worker_is_lost_whether_it_has_a_step_or_not(has_work: bool) -> None:
+    policy = SchedulerPolicy(worker_silence_s=3.0)
+    driver = EngineDriver(policy=policy)
+    if has_work:
+        driver.submit(1, PROMPT, max_tokens=20)
+    driver.silent_ranks = {0}
+    assert pass_time(driver, policy.worker_silence_s) == []
+    assert pass_time(driver, 2 * HEARTBEAT_S) == [DropDomain(0, 1, "rank 0 is silent")]
+    driver.attach()
+    driver.silent_ranks = set()
+    driver.run()
+    assert ((1, 1) in driver.told) == has_work
+
+
+def test_signs_of_life_of_an_epoch_that_ended_count_for_nothing() -> None:
+    driver = EngineDriver()
+    driver.attach()
+    driver.silent_ranks = {0}
+    for _ in range(6):
+        driver.now += HEARTBEAT_S
+        driver.on_event(WorkerHeard(0, 1, 7))
+    assert len(pass_time(driver, 2 * HEARTBEAT_S)) == 1
+
+
+def test_the_engine_beats_twice_a_second_and_tells_how_many_steps_it_sent() -> None:
+    driver = EngineDriver(depth=2)
+    driver.submit(1, PROMPT, max_tokens=20)
+    num_beats = driver.num_beats
+    pass_time(driver, 5.0)
+    assert driver.num_beats == num_beats + 10
+    driver.now += HEARTBEAT_S
+    assert driver.engine.on_event(TimePassed(), driver.now)[0] == Beat(2)
+
+
+def test_an_engine_that_was_stopped_for_longer_than_its_lease_exits_and_does_nothing_else() -> None:
+    driver = EngineDriver()
+    driver.submit(1, PROMPT, max_tokens=20)
+    result = driver.worker.run(driver.sent.pop(0))
+    now = driver.now + LEASE_S + HEARTBEAT_S + 0.1
+    for event in (StepReturned(0, result), TimePassed(), ClientMessage(1, [attempt(1, 5, [])])):
+        [action] = driver.engine.on_event(event, now)
+        assert isinstance(action, Exit)
+
+
+def test_a_lease_that_nobody_gave_cannot_run_out() -> None:
+    driver = EngineDriver(attach=False)
+    driver.engine.on_event(TimePassed(), 0.0)
+    assert driver.engine.on_event(TimePassed(), 100.0) == [Beat(0)]
+
+
+def test_what_a_stopped_engine_did_not_hear_is_not_held_against_its_worker() -> None:
+    driver = EngineDriver()
+    driver.submit(1, PROMPT, max_tokens=20)
+    driver.step()
+    driver.step()
+    # For nine seconds nobody calls it. Then the worker's signs come, behind the timer.
+    driver.now += 9.0
+    assert all(not isinstance(action, DropDomain) for action in driver.engine.on_event(TimePassed(), driver.now))
+    driver.run()
+    assert driver.told[1, 1].tokens == expected_completion(PROMPT, 0, 20)
 
 
 def test_a_worker_that_comes_back_with_another_model_is_sent_away() -> None:
     driver = EngineDriver()
-    driver.on_event(WorkerLost(1))
-    [drop] = driver.on_event(WorkerAttached(WorkerFacts(2, "other", 512, 1000, (EOS,), 64)))
-    assert isinstance(drop, DropWorker)
+    driver.on_event(DomainLost(0, 1))
+    [drop] = driver.on_event(attached(WorkerFacts(2, "other", 512, 1000, (EOS,), 64)))
+    assert isinstance(drop, DropDomain)
     assert not driver.engine.is_ready
 
 
@@ -174,8 +266,8 @@ def test_a_smaller_pool_ends_what_can_never_fit_it() -> None:
     driver.submit(1, list(range(100)), max_tokens=50)
     driver.submit(2, PROMPT, max_tokens=4)
     driver.step()
-    driver.on_event(WorkerLost(1))
-    driver.on_event(WorkerAttached(worker_facts(epoch=2, num_blocks=8)))
+    driver.on_event(DomainLost(0, 1))
+    driver.on_event(attached(worker_facts(epoch=2, num_blocks=8)))
     assert reason_of(driver, 1) == "KV_CAPACITY_EXCEEDED"
     driver.run()
     assert driver.told[1, 2].tokens == expected_completion(PROMPT, 0, 4)
@@ -186,7 +278,7 @@ def test_a_request_that_ended_while_its_step_was_in_flight_is_not_queued_again()
     driver.submit(1, PROMPT, max_tokens=6)
     driver.step()
     driver.on_event(ClientMessage(1, aborts=[1]))
-    driver.on_event(WorkerLost(1))
+    driver.on_event(DomainLost(0, 1))
     assert driver.engine.state().num_waiting == 0
 
 
@@ -229,7 +321,7 @@ def test_a_new_scheduler_takes_resubmissions_before_it_has_a_worker() -> None:
     driver.resume(1, attempt(2, 1, expected[:3]), expected[:3])
     driver.resume(1, attempt(2, 2, expected, request_id="complete"), expected)
     driver.on_event(ClientMessage(1, [attempt(2, 3, [5000], request_id="nonsense")]))
-    driver.on_event(WorkerAttached(worker_facts()))
+    driver.on_event(attached(worker_facts()))
     driver.run()
     assert driver.told[1, 1].tokens == expected
     assert finish_of(driver, 2) == (FinishReason.MAX_TOKENS, 12)
@@ -268,14 +360,15 @@ def test_nothing_is_computed_for_a_request_after_its_deadline() -> None:
     driver.on_event(ClientMessage(1, [attempt(1, 1, [], time_left_s=2.5)]))
     driver.on_event(ClientMessage(1, [attempt(1, 2, [], request_id="waits", time_left_s=1.5)]))
     driver.submit(3, PROMPT, max_tokens=3)
+    driver.now = 1.0
+    driver.on_event(TimePassed())
     assert driver.engine.next_wakeup() == 1.5
-    driver.step()
     driver.step()
     assert reason_of(driver, 2) == "DEADLINE_PASSED"
     driver.now = 2.5
     driver.on_event(TimePassed())
     assert reason_of(driver, 1) == "DEADLINE_PASSED"
-    assert driver.told[1, 1].tokens == expected_completion(PROMPT, 0, 2)
+    assert driver.told[1, 1].tokens == expected_completion(PROMPT, 0, 1)
     driver.run()
     assert driver.told[1, 3].tokens == expected_completion(PROMPT, 0, 3)
     assert driver.engine.state().num_used_blocks == 0

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from services.scheduler.batch import StepResult
-from services.scheduler.events import ClientMessage, DropWorker, StepReturned, WorkerAttached, WorkerLost
+from services.scheduler.events import ClientMessage, DomainLost, DropDomain, StepReturned
 from services.scheduler.logprobs import Logprobs
 from services.scheduler.policy import SchedulerPolicy
 from shared.limits import SamplingOptions
 from tests.support.cell_model import VOCABULARY, expected_completion
-from tests.support.engine_driver import EngineDriver, expected_scores, worker_facts
+from tests.support.engine_driver import EngineDriver, attached, expected_scores, worker_facts
 
 PROMPT = list(range(100, 140))
 CHUNKED = SchedulerPolicy(max_num_seqs=8, max_num_batched_tokens=18)
@@ -69,7 +69,7 @@ def test_a_row_that_is_not_finite_takes_nobody_elses() -> None:
     driver.step()
     driver.step()
     step = driver.sent.pop(0)
-    driver.on_event(StepReturned(replace(driver.worker.run(step), not_finite_rows=np.array([0], np.int32))))
+    driver.on_event(StepReturned(0, replace(driver.worker.run(step), not_finite_rows=np.array([0], np.int32))))
     driver.run()
     assert error_of(driver, 1) == "NUMERIC_ERROR"
     for handle in (2, 3):
@@ -142,8 +142,8 @@ def test_a_prompt_that_a_lost_worker_had_begun_repeats_nothing(steps: int) -> No
     driver.submit(1, PROMPT, max_tokens=4, options=SamplingOptions(num_logprobs=1, num_prompt_logprobs=1))
     for _ in range(steps):
         driver.step()
-    driver.on_event(WorkerLost(1))
-    driver.on_event(WorkerAttached(worker_facts(epoch=2)))
+    driver.on_event(DomainLost(0, 1))
+    driver.on_event(attached(worker_facts(epoch=2)))
     # Once a token is known, so is all of the prompt: what is cached is shared again.
     [enter] = driver.sent[0].batch.enters
     assert enter.params.options is not None
@@ -227,7 +227,7 @@ WRONG: list[Callable[[Logprobs], Logprobs]] = [
 
 
 def assert_dropped(driver: EngineDriver, result: StepResult) -> None:
-    assert any(isinstance(action, DropWorker) for action in driver.on_event(StepReturned(result)))
+    assert any(isinstance(action, DropDomain) for action in driver.on_event(StepReturned(0, result)))
 
 
 @pytest.mark.parametrize("spoil", [*WRONG, swap_tokens])

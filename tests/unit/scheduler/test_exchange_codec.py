@@ -10,12 +10,12 @@ import pytest
 
 from lockstep.internal.v1 import exchange_pb2, sampling_pb2
 from lockstep.v1 import common_pb2
-from services.scheduler.batch import Outputs
+from services.scheduler.batch import Outputs, RequestEnd
 from services.scheduler.events import ChoiceSoFar, Submission
 from services.scheduler.exchange_codec import decode_request, encode_outputs
 from services.scheduler.logprobs import Logprobs
-from services.scheduler.sequence import Priority
-from shared.errors import InvalidRequestError
+from services.scheduler.sequence import Finish, FinishReason, Priority
+from shared.errors import InvalidRequestError, NumericError
 from shared.limits import SamplingOptions, SamplingParams
 from shared.sampling_codec import encode_options
 from tests.support.engine_driver import token_bytes
@@ -47,6 +47,8 @@ def test_a_submit_means_what_it_says() -> None:
         choices_so_far=[exchange_pb2.ChoiceSoFar(token_ids=token_bytes([11, 12]))],
         age=timedelta(seconds=2.5),
         time_left=timedelta(seconds=0.25),
+        determinism=common_pb2.DETERMINISM_EXACT,
+        num_earlier_resumes=2,
     )
     params = SamplingParams(9, 0.5, 4, 0.25, 2**64 - 1, True, (5,), ((6, 7), (8,)))
     assert submission == Submission(
@@ -60,6 +62,8 @@ def test_a_submit_means_what_it_says() -> None:
         choices_so_far=(ChoiceSoFar(token_bytes([11, 12])),),
         age_s=2.5,
         time_left_s=0.25,
+        is_exact=True,
+        num_earlier_resumes=2,
     )
 
 
@@ -174,3 +178,13 @@ def test_outputs_have_the_counts_of_their_rows_and_log_probabilities() -> None:
     assert (message.counts, message.token_ids) == (token_bytes([1, 2]), token_bytes([11, 12, 13]))
     assert message.logprobs == encoded
     assert list(message.prompt_logprobs) == [exchange_pb2.PromptLogprobs(handle=9, logprobs=encoded)]
+
+
+def test_an_end_tells_how_often_its_choice_went_on_elsewhere() -> None:
+    ends = [
+        RequestEnd(1, 5, Finish(FinishReason.MAX_TOKENS), num_resumes=2),
+        RequestEnd(2, error=NumericError(""), num_resumes=1),
+        RequestEnd(3, 5, Finish(FinishReason.MAX_TOKENS)),
+    ]
+    message = encode_outputs(Outputs.only_ends(ends))
+    assert [end.num_resumes for end in message.ends] == [2, 1, 0]

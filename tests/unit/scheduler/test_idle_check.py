@@ -50,9 +50,8 @@ class Idleness:
     @property
     def prefixes(self) -> PrefixCache:
         """The books that tests break."""
-        scheduler = self.driver.engine._scheduler
-        assert scheduler is not None
-        return scheduler.blocks._prefixes
+        (rank,) = self.driver.engine._cell.ranks
+        return rank.scheduler.blocks._prefixes
 
 
 def test_an_idle_period_is_checked_once_and_then_nothing_wakes_up() -> None:

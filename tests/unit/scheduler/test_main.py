@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-import os
+import asyncio
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 
-ROOT = Path(__file__).parents[3]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}"}
+from lockstep.v1 import scheduler_pb2_grpc
+from services.scheduler.failpoint import EXIT_CODE
+from services.worker.claim import LEASE_S
+from shared.health import wait_until_serving
+from shared.rpc import make_channel, make_server
+from tests.support.cell_model import expected_completion
+from tests.support.processes import module_environment
+from tests.support.token_client import error_of, generate_tokens, seeded
+from tests.support.worker_peer import WorkerPeer
+
+ENVIRONMENT = module_environment()
 
 
 def run_service(*flags: str) -> subprocess.CompletedProcess[str]:
@@ -38,3 +51,44 @@ def test_a_metrics_address_that_is_none_or_open_to_others_is_named(address: str)
     result = run_service(f"--metrics-listen={address}")
     assert result.returncode == 2
     assert "error: --metrics-listen (or LOCKSTEP_SCHEDULER_METRICS_LISTEN): " in result.stderr
+
+
+@asynccontextmanager
+async def running_service(
+    tmp_path: Path, worker: WorkerPeer, *flags: str
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, grpc.aio.Channel]]:
+    """The service, once it serves with `worker`, and a channel to it."""
+    worker_server = make_server(f"unix:{tmp_path}/worker", [worker], internal=True)
+    await worker_server.start()
+    address = f"unix:{tmp_path}/scheduler"
+    command = [sys.executable, "-m", "services.scheduler", f"--listen={address}", f"--workers=unix:{tmp_path}/worker"]
+    process = await asyncio.create_subprocess_exec(*command, *flags, env=ENVIRONMENT, stderr=asyncio.subprocess.PIPE)
+    try:
+        async with make_channel(address, internal=True) as channel:
+            await wait_until_serving(channel)
+            yield process, channel
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+        await worker_server.stop(0)
+
+
+async def test_a_scheduler_that_was_superseded_says_so_and_fails(tmp_path: Path) -> None:
+    worker = WorkerPeer()
+    async with running_service(tmp_path, worker) as (process, _):
+        worker.ledger.offer(9, "successor", time.monotonic() + LEASE_S + 1)
+        _, log = await process.communicate()
+    assert process.returncode == 1
+    assert "the scheduler ends" in log.decode()
+    assert "scheduler successor holds the workers" in log.decode()
+
+
+async def test_the_failpoint_kills_the_scheduler_that_takes_a_prompt_with_its_token(tmp_path: Path) -> None:
+    async with running_service(tmp_path, WorkerPeer(), "--fail-on-token=77") as (process, channel):
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        harmless = await generate_tokens(stub, seeded([7, 7], max_tokens=2))
+        assert harmless.token_ids == expected_completion([7, 7], 0, 2)
+        error = await error_of(stub.Generate(seeded([1, 77, 2])))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert await process.wait() == EXIT_CODE

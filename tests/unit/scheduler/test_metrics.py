@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.scheduler.engine import Engine
 from services.scheduler.idle_check import IdleCheck
 from services.scheduler.metrics import make_registry
-from services.scheduler.policy import CacheSettings, SchedulerPolicy
+from services.scheduler.policy import RECOVERY_BUCKETS_S, CacheSettings, SchedulerPolicy
 from shared.metrics import serve_metrics
 from tests.support.engine_driver import EngineDriver
 
@@ -48,24 +49,33 @@ async def test_values_are_those_of_the_state(tmp_path: Path) -> None:
     assert (state.num_waiting, state.num_running, state.num_used_blocks, state.counters.num_finished) == (1, 1, 3, 1)
     assert state.num_cached_blocks + state.num_used_blocks < state.num_blocks
     assert state.counters.num_prefix_hit_tokens == 32
+    assert (state.ranks[0].num_steps.prefill, state.ranks[0].num_steps.mixed) == (2, 0)
     assert state.counters.num_draft_tokens == state.counters.num_accepted_tokens > 0
     assert scraped == {
-        "lockstep_worker_attached": 1,
+        "lockstep_worker_attached 0": 1,
         "lockstep_num_requests_waiting": state.num_waiting,
-        "lockstep_num_requests_running": state.num_running,
+        "lockstep_num_requests_running 0": state.num_running,
         "lockstep_requests_finished_total": state.counters.num_finished,
         "lockstep_preemptions_total": state.counters.num_preemptions,
-        "lockstep_kv_cache_usage_ratio": state.num_used_blocks / state.num_blocks,
-        "lockstep_kv_cache_blocks used": state.num_used_blocks,
-        "lockstep_kv_cache_blocks cached": state.num_cached_blocks,
-        "lockstep_kv_cache_blocks blank": state.num_free_blocks - state.num_cached_blocks,
+        "lockstep_kv_cache_usage_ratio 0": state.num_used_blocks / state.num_blocks,
+        "lockstep_kv_cache_blocks 0 used": state.num_used_blocks,
+        "lockstep_kv_cache_blocks 0 cached": state.num_cached_blocks,
+        "lockstep_kv_cache_blocks 0 blank": state.num_free_blocks - state.num_cached_blocks,
         "lockstep_kv_cache_block_size_tokens": state.block_size,
         "lockstep_prefix_cache_queries_total": state.counters.num_prefix_queried_tokens,
         "lockstep_prefix_cache_hits_total": state.counters.num_prefix_hit_tokens,
-        "lockstep_steps_total prefill": state.counters.num_prefill_steps,
-        "lockstep_steps_total decode": state.counters.num_decode_steps,
-        "lockstep_steps_total mixed": state.counters.num_mixed_steps,
-        "lockstep_lost_epochs_total": state.counters.num_lost_epochs,
+        "lockstep_steps_total prefill 0": state.ranks[0].num_steps.prefill,
+        "lockstep_steps_total decode 0": state.ranks[0].num_steps.decode,
+        "lockstep_steps_total mixed 0": 0,
+        "lockstep_steps_total dummy 0": 0,
+        "lockstep_lost_epochs_total": 0,
+        **{f"lockstep_recovery_seconds_bucket {bound}": 0 for bound in (*RECOVERY_BUCKETS_S, "+Inf")},
+        "lockstep_recovery_seconds_count": 0,
+        "lockstep_recovery_seconds_sum": 0,
+        "lockstep_replayed_tokens_total": 0,
+        "lockstep_replay_mismatches_total": 0,
+        "lockstep_poison_requests_total": 0,
+        "lockstep_late_results_total": 0,
         "lockstep_spec_decode_num_draft_tokens_total": state.counters.num_draft_tokens,
         "lockstep_spec_decode_num_accepted_tokens_total": state.counters.num_accepted_tokens,
         "lockstep_integrity_checks_total": 0,
@@ -75,9 +85,25 @@ async def test_values_are_those_of_the_state(tmp_path: Path) -> None:
 
 async def test_a_cell_without_a_worker_can_be_scraped(tmp_path: Path) -> None:
     scraped = values(await scrape(tmp_path / "metrics", Engine(SchedulerPolicy(), CacheSettings())))
-    assert scraped["lockstep_worker_attached"] == 0
-    assert scraped["lockstep_kv_cache_usage_ratio"] == 0
+    assert scraped["lockstep_worker_attached 0"] == 0
+    assert scraped["lockstep_kv_cache_usage_ratio 0"] == 0
     assert sum(value for name, value in scraped.items() if name.startswith("lockstep_kv_cache_blocks")) == 0
+
+
+async def test_recoveries_are_counted_by_how_long_they_took(tmp_path: Path) -> None:
+    driver = EngineDriver()
+    driver.submit(1, [1, 2, 3], max_tokens=9)
+    driver.step()
+    driver.lose()
+    driver.now += 0.2
+    driver.attach()
+    driver.run()
+    scraped = values(await scrape(tmp_path / "metrics", driver.engine))
+    assert (scraped["lockstep_lost_epochs_total"], scraped["lockstep_recovery_seconds_count"]) == (1, 1)
+    buckets = [scraped[f"lockstep_recovery_seconds_bucket {bound}"] for bound in (1.0, 3.0, 100.0)]
+    assert buckets == [0, 1, 1]
+    # The pause, and the step that brought the next token.
+    assert scraped["lockstep_recovery_seconds_sum"] == pytest.approx(1.2)
 
 
 async def test_every_metric_says_what_it_is_and_the_process_has_its_own(tmp_path: Path) -> None:

@@ -16,8 +16,10 @@ from shared.errors import NotReadyError
 from shared.rpc import reason_of, status_from_rpc_error
 from tests.support.cell_model import expected_completion
 from tests.support.engine_driver import token_bytes
+from tests.support.gated_worker import GatedWorker
 from tests.support.health import check_health
-from tests.support.scheduler_shell import running_cell
+from tests.support.scheduler_shell import ReplicaStream, running_cell
+from tests.support.token_client import error_of, reason, seeded
 from tests.support.worker_peer import WorkerPeer, column
 
 
@@ -34,7 +36,7 @@ def submit(handle: int, prompt: list[int], max_tokens: int) -> exchange_pb2.Exch
 
 
 async def read_outputs(
-    call: grpc.aio.StreamStreamCall, num_ends: int
+    call: ReplicaStream, num_ends: int
 ) -> tuple[dict[int, list[int]], list[exchange_pb2.RequestEnd], int]:
     """Read until so many requests ended: tokens by handle, the ends, and the number of messages."""
     tokens: dict[int, list[int]] = {}
@@ -93,7 +95,7 @@ async def test_a_lost_worker_is_a_pause_and_health_follows_it(tmp_path: Path) ->
 
 async def test_an_epoch_above_the_workers_own_is_offered(tmp_path: Path) -> None:
     worker = WorkerPeer()
-    worker.lowest_epoch = 41
+    worker.ledger.offer(40, "another", 0.0)
     async with running_cell(tmp_path, worker) as cell:
         await cell.exchange().read()
         assert cell.server.engine.model is not None
@@ -155,6 +157,57 @@ async def test_a_deadline_closer_than_the_loops_clock_can_tell_disturbs_nobody(t
         tokens, _, _ = await read_outputs(call, 1)
         assert tokens == {1: expected_completion([1, 2, 3], 0, 9)}
         await cell.wait_until_free()
+
+
+async def test_a_replica_is_told_that_its_scheduler_lives_also_before_there_are_workers(tmp_path: Path) -> None:
+    worker = GatedWorker()
+    async with running_cell(tmp_path, worker) as cell:
+        call = cell.exchange()
+        reading = asyncio.create_task(call.read())
+        await cell.wait_until(lambda _: call.num_heartbeats > 1)
+        worker.gate.set()
+        assert (await reading).HasField("cell_info")
+
+
+async def test_a_replica_that_falls_silent_loses_its_stream_and_its_requests(tmp_path: Path) -> None:
+    worker = GatedWorker()
+    worker.gate.set()
+    async with running_cell(tmp_path, worker, worker_silence_s=1.0) as cell:
+        silent, other = cell.exchange(), cell.exchange()
+        await silent.read()
+        await other.read()
+        worker.gate.clear()
+        # From its first sign of life on they are expected of it, and only of it.
+        await silent.write(exchange_pb2.ExchangeRequest(is_heartbeat=True))
+        await silent.write(submit(1, [1, 2, 3], 500))
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await read_outputs(silent, 1)
+        assert reason_of(status_from_rpc_error(error.value)) == "NOT_READY"
+        worker.gate.set()
+        await cell.wait_until_free()
+        await other.write(submit(1, [5], 3))
+        assert (await read_outputs(other, 1))[0] == {1: expected_completion([5], 0, 3)}
+
+
+async def test_replicas_and_direct_clients_are_told_when_the_scheduler_ends(tmp_path: Path) -> None:
+    async with running_cell(tmp_path) as cell:
+        replica = cell.exchange()
+        await replica.read()
+        call = cell.scheduler.Generate(seeded([1], max_tokens=500))
+        first = await call.read()
+        cell.server.close()
+        responses = [first]
+        for error in (
+            await error_of(call, responses),
+            await error_of(cell.scheduler.Generate(seeded([1]))),
+        ):
+            assert (error.code(), reason(error)) == (grpc.StatusCode.UNAVAILABLE, "SCHEDULER_LOST")
+        with pytest.raises(grpc.aio.AioRpcError) as end:
+            await replica.read()
+        assert reason_of(status_from_rpc_error(end.value)) == "SCHEDULER_LOST"
+    # What was told before the end counts: the rest can be asked of another scheduler.
+    tokens = [token_id for response in responses for token_id in response.token_ids]
+    assert tokens == expected_completion([1], 0, 500)[: len(tokens)]
 
 
 async def test_a_replica_that_does_not_read_loses_its_stream() -> None:

@@ -85,6 +85,16 @@ async def test_steps_are_told_by_rank_and_kind(tmp_path: Path) -> None:
     assert (state.num_prefill_steps, state.num_decode_steps) == (2, rank.num_decode_steps)
 
 
+async def test_the_books_are_checked_once_in_an_idle_period_though_signs_of_life_come(tmp_path: Path) -> None:
+    async with running_cell(tmp_path) as cell:
+        await cell.wait_until_ready()
+        await generate_tokens(cell.scheduler, seeded([1], max_tokens=2))
+        await cell.wait_until(lambda _: cell.server.idle_check.num_checks)
+        num_heard = cell.worker.num_heard
+        await cell.wait_until(lambda _: cell.worker.num_heard > num_heard + 4)
+        assert (cell.server.idle_check.num_checks, cell.server.idle_check.num_failures) == (1, 0)
+
+
 async def test_epochs_that_were_lost_are_counted(tmp_path: Path) -> None:
     async with running_cell(tmp_path) as cell:
         await cell.wait_until_ready()

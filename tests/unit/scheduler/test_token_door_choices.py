@@ -187,7 +187,7 @@ async def test_the_prompt_goes_before_the_first_token_also_when_it_comes_while_o
 
 async def test_what_a_request_leaves_open_is_the_models(tmp_path: Path) -> None:
     worker = WorkerPeer()
-    worker.default_sampling = common_pb2.SamplingParams(temperature=0.75, top_k=9, repetition_penalty=1.5)
+    worker.default_sampling.MergeFrom(common_pb2.SamplingParams(temperature=0.75, top_k=9, repetition_penalty=1.5))
     async with running_cell(tmp_path, worker) as cell:
         await cell.wait_until_ready()
         cell_info = (await cell.exchange().read()).cell_info

@@ -28,6 +28,7 @@ from tests.support.token_client import (
     reason,
     seeded,
 )
+from tests.support.worker_peer import WorkerPeer
 
 LIMITS = ModelLimits(context_length=512, logits_width=1000, num_pool_tokens=512)
 
@@ -216,3 +217,39 @@ async def test_only_a_call_that_goes_on_aborts_what_has_its_id() -> None:
 
 def test_output_ids_above_int32_do_not_become_others() -> None:
     assert violations(resumed([2**32 - 1, 2**31])) == {"choices_so_far[0].token_ids[0]": "TOKEN_ID_OUT_OF_RANGE"}
+
+
+async def test_exactness_is_refused_where_the_workers_are_not_exact_and_given_where_they_are(tmp_path: Path) -> None:
+    request = seeded([1], max_tokens=3)
+    request.determinism = common_pb2.DETERMINISM_EXACT
+    async with running_cell(tmp_path) as cell:
+        await cell.wait_until_ready()
+        error = await error_of(cell.scheduler.Generate(request))
+        assert (error.code(), reason(error)) == (grpc.StatusCode.FAILED_PRECONDITION, "EXACT_UNAVAILABLE")
+        assert (await cell.exchange().read()).cell_info.exact_fingerprint == ""
+    worker = WorkerPeer()
+    worker.response.is_exact = True
+    worker.response.numerics_fingerprint = "reference"
+    async with running_cell(tmp_path, worker) as cell:
+        await cell.wait_until_ready()
+        assert (await generate_tokens(cell.scheduler, request)).token_ids == expected_completion([1], 0, 3)
+        assert (await cell.exchange().read()).cell_info.exact_fingerprint == "reference"
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+async def test_a_choice_that_went_on_elsewhere_says_so_and_whether_it_is_the_same(
+    tmp_path: Path, is_exact: bool
+) -> None:
+    worker = WorkerPeer()
+    worker.response.is_exact = is_exact
+    worker.response.numerics_fingerprint = "numerics"
+    worker.lose_link_at = 3
+    async with running_cell(tmp_path, worker) as cell:
+        await cell.wait_until_ready()
+        lost = await generate_tokens(cell.scheduler, seeded([1], max_tokens=9))
+        plain = await generate_tokens(cell.scheduler, seeded([1], max_tokens=9))
+    assert lost.finish is not None
+    assert plain.finish is not None
+    assert lost.finish.recovery == common_pb2.Recovery(resume_count=1, resume_exact=is_exact)
+    assert not plain.finish.HasField("recovery")
+    assert lost.token_ids == plain.token_ids

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from lockstep.internal.v1 import sampling_pb2, worker_pb2
-from services.scheduler.batch import StepKind
+from services.scheduler.batch import ScheduledBatch, Step, StepCounts, StepKind
+from services.scheduler.slot_table import Slots
 from services.scheduler.worker_client import decode_result, encode_step
 from shared.limits import SamplingOptions
 from shared.sampling_codec import decode_options
 from tests.support.engine_driver import EOS, EngineDriver
+
+
+def make_dummy(leave_slots: Sequence[int] = ()) -> ScheduledBatch:
+    """A batch of which nothing is computed."""
+    nobody: Slots = np.empty(0, np.int32)
+    return ScheduledBatch(
+        StepKind.DECODE,
+        num_tokens=0,
+        row_slots=nobody,
+        decode_slots=nobody,
+        partial_slots=[],
+        leave_slots=list(leave_slots),
+        chunks=[],
+        enters=[],
+        append_slots=nobody,
+        append_block_ids=[],
+        skips_rows=False,
+    )
 
 
 def test_a_pure_decode_step_of_32_rows_is_a_few_bytes() -> None:
@@ -58,6 +79,35 @@ def test_a_result_with_a_torn_column_is_no_result(fields: dict[str, Any]) -> Non
 def test_a_result_without_the_newer_fields_is_a_token_a_row() -> None:
     result = decode_result(worker_pb2.StepResult(epoch=1, step_id=1))
     assert (result.counts, result.num_draft_tokens, result.logprobs, result.prompt_logprobs) == (None, 0, None, ())
+
+
+def test_what_was_computed_again_is_told_with_a_plain_result() -> None:
+    message = worker_pb2.StepResult(epoch=1, step_id=1, token_ids=b"1234", num_replayed_tokens=5)
+    result = decode_result(message)
+    assert (result.num_replayed_tokens, result.num_replay_mismatches) == (5, 0)
+    message.num_replay_mismatches = 2
+    assert decode_result(message).num_replay_mismatches == 2
+    assert (result.counts, result.logprobs) == (None, None)
+
+
+def test_a_coupled_step_says_what_all_ranks_compute_and_a_dummy_that_it_is_one() -> None:
+    batch = make_dummy(leave_slots=[3])
+    message = encode_step(Step(1, 7, batch, num_tokens_across_dp=(4, 1), graph_batch_size=8))
+    assert (message.is_dummy, list(message.num_tokens_across_dp), message.graph_batch_size) == (True, [4, 1], 8)
+    assert message.leave_slots == np.array([3], np.int32).tobytes()
+    computing = replace(batch, num_tokens=1)
+    assert not encode_step(Step(1, 7, computing, num_tokens_across_dp=(1, 1))).is_dummy
+
+
+def test_steps_are_counted_by_what_they_compute() -> None:
+    counts = StepCounts()
+    driver = EngineDriver()
+    driver.submit(1, [1, 2], max_tokens=4)
+    while driver.sent:
+        counts.add(driver.sent[0].batch)
+        driver.step()
+    counts.add(make_dummy())
+    assert counts == StepCounts(prefill=1, decode=3, dummy=1)
 
 
 def enter_of(driver: EngineDriver, handle: int, prompt: list[int], **fields: Any) -> worker_pb2.EnterSequence:

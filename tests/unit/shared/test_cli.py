@@ -11,14 +11,13 @@ import grpc
 import pytest
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from shared.cli.client import describe_failure, describe_logprobs, run_client
+from shared.cli.client import describe_failure, describe_logprobs, note_recovery, run_client
 from shared.cli.main import COMMANDS, run
 from shared.cli.request_flags import add_client_flags, request_from
-from shared.cli.serve import ServeSettings, plan_services, split_service_flags
-from shared.config import load_settings
+from shared.cli.serve_settings import split_service_flags
 from shared.errors import NotReadyError
 from shared.rpc import STATUS_DETAILS_KEY, to_status
-from tests.support.cell import ROOT
+from tests.support.processes import ROOT
 
 
 def parse_request(*args: str) -> tokenizer_pb2.GenerateRequest:
@@ -45,83 +44,15 @@ def test_what_follows_a_flag_with_its_value_is_the_launchers() -> None:
     assert split_service_flags(["--worker.a", "1", "MODEL"])[0] == ["MODEL"]
 
 
-@pytest.mark.parametrize("flag", ["--worker.listen", "--scheduler.worker=unix:x", "--tokenizer.model-dir=y"])
+@pytest.mark.parametrize(
+    "flag", ["--worker.listen", "--scheduler.workers=unix:x", "--worker.dp-rank=1", "--tokenizer.model-dir=y"]
+)
 def test_a_flag_that_the_launcher_sets_is_refused_by_name(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         split_service_flags(["MODEL", flag])
 
     assert caught.value.code == 2
     assert capsys.readouterr().err == f"error: {flag.partition('=')[0]} is set by lockstep serve\n"
-
-
-def test_services_are_linked_by_sockets_and_start_worker_first() -> None:
-    settings = load_settings(ServeSettings, ["models/m", "--listen=127.0.0.1:7", "--log-format=json", "--reflection"])
-
-    commands = plan_services(settings, {"worker": ["--ops-backend", "reference"]}, Path("/run/x"))
-
-    shared = ("--log-level=info", "--log-format=json", "--reflection")
-    worker, scheduler = "unix:/run/x/worker.sock", "unix:/run/x/scheduler.sock"
-    assert [(command.role, command.address, command.flags) for command in commands] == [
-        ("worker", worker, (f"--listen={worker}", "--model-dir=models/m", *shared, "--ops-backend", "reference")),
-        ("scheduler", scheduler, (f"--listen={scheduler}", f"--worker={worker}", *shared)),
-        (
-            "tokenizer",
-            "127.0.0.1:7",
-            ("--listen=127.0.0.1:7", f"--scheduler={scheduler}", "--model-dir=models/m", *shared),
-        ),
-    ]
-
-
-def test_a_scheduler_with_an_address_is_linked_by_it() -> None:
-    settings = load_settings(ServeSettings, ["m", "--scheduler-listen=127.0.0.1:8"])
-
-    commands = {command.role: command for command in plan_services(settings, {}, Path("/run/x"))}
-
-    assert commands["scheduler"].address == "127.0.0.1:8"
-    assert "--listen=127.0.0.1:8" in commands["scheduler"].flags
-    assert "--scheduler=127.0.0.1:8" in commands["tokenizer"].flags
-
-
-def test_only_the_tokenizer_is_opened_to_other_machines() -> None:
-    settings = load_settings(ServeSettings, ["m", "--insecure-bind=0.0.0.0:7"])
-
-    commands = plan_services(settings, {}, Path("/run/x"))
-
-    opened = [command.role for command in commands if "--insecure-bind=0.0.0.0:7" in command.flags]
-    assert opened == ["tokenizer"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "worker_flags"),
-    [
-        ([], []),
-        (["--draft-model=models/d"], ["--draft-proposer=model", "--draft-model=models/d"]),
-        (["--draft-model=models/d", "--draft-proposer=model"], ["--draft-proposer=model", "--draft-model=models/d"]),
-        (["--draft-proposer=mtp"], ["--draft-proposer=mtp"]),
-    ],
-)
-def test_the_worker_learns_who_drafts(flags: list[str], worker_flags: list[str]) -> None:
-    settings = load_settings(ServeSettings, ["m", *flags])
-
-    commands = plan_services(settings, {}, Path("/run/x"))
-
-    drafting = [(command.role, flag) for command in commands for flag in command.flags if flag.startswith("--draft")]
-    assert drafting == [("worker", flag) for flag in worker_flags]
-
-
-@pytest.mark.parametrize("flags", [["--draft-proposer=model"], ["--draft-proposer=ngram", "--draft-model=models/d"]])
-def test_a_draft_model_and_its_proposer_go_together(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        load_settings(ServeSettings, ["m", *flags])
-
-    assert "--draft-proposer model and --draft-model go together" in capsys.readouterr().err
-
-
-def test_the_prompt_is_not_among_the_settings_that_are_logged() -> None:
-    settings = load_settings(ServeSettings, ["m", "--prompt=a secret"])
-
-    assert settings.prompt == "a secret"
-    assert "a secret" not in str(settings.model_dump())
 
 
 def test_absent_sampling_flags_stay_absent_and_zeros_are_sent() -> None:
@@ -137,6 +68,29 @@ def test_priority_and_cache_salt_are_sent_when_they_are_given() -> None:
     assert parse_request() == tokenizer_pb2.GenerateRequest(sampling=common_pb2.SamplingParams())
     request = parse_request("--priority=low", "--cache-salt=mine")
     assert (request.priority, request.cache_salt) == (common_pb2.PRIORITY_LOW, "mine")
+
+
+@pytest.mark.parametrize("name", ["exact", "ordinary"])
+def test_determinism_is_sent_when_it_is_given(name: str) -> None:
+    request = parse_request(f"--determinism={name}")
+    assert common_pb2.Determinism.Name(request.determinism) == f"DETERMINISM_{name.upper()}"
+
+
+@pytest.mark.parametrize(
+    ("recovery", "note"),
+    [
+        (None, ""),
+        (common_pb2.Recovery(resume_count=1), "resumed once after a loss; the answer may not be"),
+        (common_pb2.Recovery(resume_count=3, resume_exact=True), "resumed 3 times after a loss; the answer is"),
+    ],
+)
+def test_an_answer_that_was_resumed_is_noted_beside_it(
+    recovery: common_pb2.Recovery | None, note: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    note_recovery(tokenizer_pb2.Finish(recovery=recovery))
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err == (f"note: {note} what it would have been\n" if note else "")
 
 
 def test_every_option_has_a_flag(tmp_path: Path) -> None:

@@ -19,8 +19,10 @@ from shared.errors import ErrorCode, InvalidRequestError, ServiceError, Violatio
         (errors.ContextExceededError, ErrorCode.INVALID_ARGUMENT, "CONTEXT_EXCEEDED"),
         (errors.RequestTooLargeError, ErrorCode.INVALID_ARGUMENT, "REQUEST_TOO_LARGE"),
         (errors.KvCapacityExceededError, ErrorCode.FAILED_PRECONDITION, "KV_CAPACITY_EXCEEDED"),
+        (errors.ExactUnavailableError, ErrorCode.FAILED_PRECONDITION, "EXACT_UNAVAILABLE"),
         (errors.ModelNotFoundError, ErrorCode.NOT_FOUND, "MODEL_NOT_FOUND"),
         (errors.DuplicateRequestError, ErrorCode.ALREADY_EXISTS, "DUPLICATE_REQUEST"),
+        (errors.GroupMismatchError, ErrorCode.FAILED_PRECONDITION, "GROUP_MISMATCH"),
         (errors.NotReadyError, ErrorCode.UNAVAILABLE, "NOT_READY"),
         (errors.DrainingError, ErrorCode.UNAVAILABLE, "DRAINING"),
         (errors.SchedulerLostError, ErrorCode.UNAVAILABLE, "SCHEDULER_LOST"),
@@ -29,6 +31,7 @@ from shared.errors import ErrorCode, InvalidRequestError, ServiceError, Violatio
         (errors.GroupHeldError, ErrorCode.FAILED_PRECONDITION, "GROUP_HELD"),
         (errors.TemplateFailedError, ErrorCode.FAILED_PRECONDITION, "TEMPLATE_FAILED"),
         (errors.NumericError, ErrorCode.INTERNAL, "NUMERIC_ERROR"),
+        (errors.PoisonRequestError, ErrorCode.INTERNAL, "POISON_REQUEST"),
         (errors.InternalError, ErrorCode.INTERNAL, "INTERNAL"),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 from lockstep.v1 import common_pb2, scheduler_pb2
 from shared.errors import (
     ContextExceededError,
+    ExactUnavailableError,
     InvalidRequestError,
     KvCapacityExceededError,
     PromptTooLongError,
@@ -20,9 +21,11 @@ from shared.errors import (
 from shared.limits import DEFAULT_MAX_TOKENS, ModelLimits, SamplingOptions, SamplingParams
 from shared.request_fields import (
     MAX_TIME_LEFT_S,
+    check_exactness,
     raise_violations,
     read_cache_salt,
     read_choices_so_far,
+    read_determinism,
     read_num_choices,
     read_priority,
     read_prompt_token_ids,
@@ -237,6 +240,35 @@ def test_a_priority_that_nobody_knows_is_named(number: int) -> None:
     violations: list[Violation] = []
     read_priority(request.priority, violations)
     assert [(violation.field, violation.reason) for violation in violations] == [("priority", "OUT_OF_RANGE")]
+
+
+@pytest.mark.parametrize(
+    ("given", "is_exact"),
+    [
+        (common_pb2.DETERMINISM_UNSPECIFIED, False),
+        (common_pb2.DETERMINISM_ORDINARY, False),
+        (common_pb2.DETERMINISM_EXACT, True),
+    ],
+)
+def test_an_answer_is_ordinary_unless_it_is_to_be_exact(given: common_pb2.Determinism, is_exact: bool) -> None:
+    violations: list[Violation] = []
+    assert read_determinism(given, violations) is is_exact
+    assert violations == []
+
+
+@pytest.mark.parametrize("number", [-1, 3, 2**31 - 1])
+def test_a_determinism_that_nobody_knows_is_named(number: int) -> None:
+    request = scheduler_pb2.SchedulerServiceGenerateRequest(determinism=number)  # type: ignore[arg-type]
+    violations: list[Violation] = []
+    read_determinism(request.determinism, violations)
+    assert [(violation.field, violation.reason) for violation in violations] == [("determinism", "OUT_OF_RANGE")]
+
+
+def test_only_exactness_that_is_not_to_be_had_is_refused() -> None:
+    check_exactness("", is_exact=False)
+    check_exactness("fingerprint", is_exact=True)
+    with pytest.raises(ExactUnavailableError):
+        check_exactness("", is_exact=True)
 
 
 def test_a_cache_salt_is_measured_in_bytes() -> None:

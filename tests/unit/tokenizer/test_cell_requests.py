@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 
@@ -10,13 +9,17 @@ import pytest
 
 from lockstep.internal.v1 import exchange_pb2, sampling_pb2
 from lockstep.v1 import common_pb2
-from services.tokenizer.cell_requests import CellRequests
-from services.tokenizer.exchange_link import ExchangeLink
-from services.tokenizer.logprobs import Logprobs
-from services.tokenizer.request_ledger import ExchangeError, ResolvedRequest
-from shared.errors import DeadlinePassedError, NotReadyError, SchedulerLostError, ServiceError
+from services.tokenizer.request_ledger import ExchangeError
+from services.tokenizer.resolved_request import ResolvedRequest
+from shared.errors import (
+    DeadlinePassedError,
+    ExactUnavailableError,
+    NotReadyError,
+    SchedulerLostError,
+)
 from shared.limits import SamplingOptions, SamplingParams
 from shared.sampling_codec import decode_options
+from tests.support.cell_requests import Requests, Sink
 from tests.support.exchange_peer import (
     Position,
     PromptRow,
@@ -29,87 +32,6 @@ from tests.support.exchange_peer import (
 )
 
 EOS, MAX_TOKENS = common_pb2.FINISH_REASON_EOS, common_pb2.FINISH_REASON_MAX_TOKENS
-
-
-def own_tokens(logprobs: Logprobs) -> list[int]:
-    """The token of each position."""
-    return [message.token.token_id for message in logprobs.messages(str)]
-
-
-class Sink:
-    """Receives tokens; its choice is stopped at `stop_at` tokens."""
-
-    def __init__(self, stop_at: int | None = None) -> None:
-        self.stop_at = stop_at
-        self.token_ids: list[int] = []
-        self.num_cached_tokens: list[int] = []
-        # Each with the number of tokens before them.
-        self.logprobs: list[tuple[int, list[int]]] = []
-        self.prompt_logprobs: list[int] = []
-        self.ends: list[exchange_pb2.RequestEnd] = []
-        self.error: ServiceError | None = None
-        self.failed = asyncio.Event()
-
-    def begin(self, num_cached_tokens: int) -> None:
-        self.num_cached_tokens.append(num_cached_tokens)
-
-    def receive_logprobs(self, logprobs: Logprobs) -> None:
-        self.logprobs.append((len(self.token_ids), own_tokens(logprobs)))
-
-    def receive_prompt_logprobs(self, logprobs: Logprobs) -> None:
-        self.prompt_logprobs += own_tokens(logprobs)
-
-    def receive(self, token_ids: Sequence[int], end: exchange_pb2.RequestEnd | None) -> int | None:
-        self.token_ids += token_ids
-        if end is not None:
-            self.ends.append(end)
-            return None
-        return self.stop_at if self.stop_at is not None and len(self.token_ids) >= self.stop_at else None
-
-    def fail(self, error: ServiceError) -> None:
-        self.error = error
-        self.failed.set()
-
-
-class Requests(CellRequests):
-    """Requests with a link, which are submitted in the moment they come."""
-
-    def __init__(self, lost_after_s: float = 60.0) -> None:
-        super().__init__(lost_after_s)
-        self.link = self.open_link()
-
-    def open_link(self) -> ExchangeLink:
-        """Open another stream."""
-        self.link = self.make_link()
-        self.open_stream(self.link)
-        return self.link
-
-    async def begin_request(self, sink: Sink, request_id: str = "r", deadline_s: float | None = None) -> int:
-        """A request that was sent up."""
-        handle = self.add(sink, request_id, deadline_s)
-        assert [submit.handle for submit in (await self.next_message()).submits] == [handle]
-        return handle
-
-    def add(self, sink: Sink, request_id: str = "r", deadline_s: float | None = None) -> int:
-        """A request that is not sent up yet."""
-        request = ResolvedRequest(request_id, column([1, 2, 3]), SamplingParams(max_tokens=4))
-        return self.submit(request, [sink], arrived_s=time.monotonic(), deadline_s=deadline_s)
-
-    async def begin_choices(self, *sinks: Sink) -> int:
-        """A request with a choice for each sink that was sent up."""
-        request = ResolvedRequest("r", column([1, 2, 3]), SamplingParams(max_tokens=4), n=len(sinks))
-        handle = self.submit(request, sinks, arrived_s=time.monotonic(), deadline_s=None)
-        assert (await self.next_submit()).n == len(sinks)
-        return handle
-
-    async def next_message(self) -> exchange_pb2.ExchangeRequest:
-        """What goes up next."""
-        return await anext(self.link.messages())
-
-    async def next_submit(self) -> exchange_pb2.Submit:
-        """The only submit of what goes up next."""
-        [submit] = (await self.next_message()).submits
-        return submit
 
 
 async def test_a_submit_carries_everything_about_its_request() -> None:
@@ -149,6 +71,7 @@ async def test_a_submit_carries_everything_about_its_request() -> None:
         cache_salt=b"salt",
         attempt=1,
         n=1,
+        determinism=common_pb2.DETERMINISM_ORDINARY,
     )
 
 
@@ -511,3 +434,30 @@ async def test_outputs_that_make_no_sense_are_refused(message: exchange_pb2.Outp
     assert await requests.begin_request(Sink()) == 1
     with pytest.raises(ExchangeError):
         requests.on_outputs(message)
+
+
+async def test_receivers_are_told_how_often_their_request_went_on() -> None:
+    requests = Requests(exact_fingerprint="a")
+    first, second = Sink(), Sink()
+    handle = await requests.begin_choices(first, second)
+    requests.on_outputs(make_outputs(ends=[make_end(handle, EOS, 0)]))
+    for fingerprint in ("a", "b"):
+        requests.lose_stream(requests.link)
+        requests.open_link(exact_fingerprint=fingerprint)
+        assert (await requests.next_submit()).num_earlier_resumes == len(second.resumes) - 1
+    assert (first.resumes, second.resumes) == ([(0, True)], [(0, True), (1, True), (2, False)])
+    assert (requests.counters.num_resubmissions, requests.counters.num_lost_links) == (2, 2)
+
+
+async def test_an_exact_request_needs_an_exact_cell() -> None:
+    request = ResolvedRequest("r", column([1]), SamplingParams(max_tokens=4), is_exact=True)
+    requests, sink = Requests(), Sink()
+    with pytest.raises(ExactUnavailableError):
+        requests.submit(request, [sink], arrived_s=0.0, deadline_s=None)
+    requests.lose_stream(requests.link)
+    requests.open_link(exact_fingerprint="a")
+    requests.submit(request, [sink], arrived_s=0.0, deadline_s=None)
+    assert (await requests.next_submit()).determinism == common_pb2.DETERMINISM_EXACT
+    requests.lose_stream(requests.link)
+    requests.open_link(exact_fingerprint="b")
+    assert isinstance(sink.error, ExactUnavailableError)

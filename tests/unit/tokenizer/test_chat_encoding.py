@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -109,7 +109,6 @@ def harmless_chats(draw: st.DrawFn) -> Conversation:
     return Conversation(messages, (Tool("t", draw(HARMLESS), draw(OBJECTS)),), variables={"style": draw(HARMLESS)})
 
 
-@settings(deadline=None)
 @given(harmless_chats())
 def test_the_ids_of_any_harmless_chat_equal_those_of_transformers(directory: Path, chat: Conversation) -> None:
     rendered = render_chat(template_of(directory), encoder().control_tokens, chat)
@@ -135,7 +134,6 @@ def hostile_chat(text: str) -> Conversation:
     )
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.sampled_from([*SPECIAL, "x", "<|im_", "start|>", "<|", "\ue000", "</think>", " "]), max_size=6).map(
         "".join

@@ -29,7 +29,17 @@ def test_flags_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("LOCKSTEP_TOKENIZER_NUM_ENCODE_THREADS", "3")
     settings = load("--num-encode-threads=1")
     assert (settings.model_dir, settings.num_encode_threads) == (Path("/models/a"), 1)
-    assert (settings.listen, settings.scheduler) == ("127.0.0.1:50051", "127.0.0.1:50052")
+    assert (settings.listen, settings.scheduler) == ("127.0.0.1:50051", ("127.0.0.1:50052",))
+
+
+@pytest.mark.parametrize("flags", [["--scheduler=unix:a,unix:b"], ["--scheduler=unix:a", "--scheduler=unix:b"]])
+def test_schedulers_are_named_with_commas_between_them_or_one_by_one(flags: list[str]) -> None:
+    assert load("--model-dir=/models/a", *flags).scheduler == ("unix:a", "unix:b")
+
+
+def test_the_environment_names_schedulers_with_commas_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_TOKENIZER_SCHEDULER", "unix:a,127.0.0.1:5")
+    assert load("--model-dir=/models/a").scheduler == ("unix:a", "127.0.0.1:5")
 
 
 @pytest.mark.parametrize(
@@ -41,6 +51,9 @@ def test_flags_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
         ("--max-unread-s=0", "--max-unread-s"),
         ("--model-name=", "--model-name"),
         ("--scheduler=nowhere", "--scheduler"),
+        ("--scheduler=unix:a,nowhere", "--scheduler"),
+        ("--scheduler-silence-s=0.5", "--scheduler-silence-s"),
+        ("--metrics-listen=0.0.0.0:1", "--metrics-listen"),
         ("--listen=0.0.0.0:1", "--listen"),
     ],
 )

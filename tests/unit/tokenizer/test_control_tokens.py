@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models
 
@@ -25,7 +25,6 @@ def test_special_tokens_and_those_written_like_them_are_control_tokens() -> None
     assert contents == {"<s>", "[INST]", "<｜User｜>", "<|user|>"}
 
 
-@settings(deadline=None)
 @given(st.lists(HOSTILE, min_size=1, max_size=3))
 def test_broken_texts_hold_no_control_token_however_they_are_joined(texts: list[str]) -> None:
     broken: list[str] = []
@@ -38,7 +37,6 @@ def test_broken_texts_hold_no_control_token_however_they_are_joined(texts: list[
     assert joined.replace("\ue000", "") == "".join(texts)
 
 
-@settings(deadline=None)
 @given(HOSTILE)
 def test_a_text_that_needs_no_breaking_is_left_as_it_is(text: str) -> None:
     needs = CONTROL.occur_in([text])

@@ -81,6 +81,19 @@ async def test_submits_of_long_prompts_and_outputs_go_in_several_messages() -> N
     assert sent == [[1, 2], [3, 4], [5]]
 
 
+async def test_a_sign_of_life_goes_up_by_itself_or_with_what_piled_up() -> None:
+    link = ExchangeLink(make_submit)
+    link.beat()
+    assert await next_message(link) == exchange_pb2.ExchangeRequest(is_heartbeat=True)
+    link.abort(7)
+    link.beat()
+    link.beat()
+    message = await next_message(link)
+    assert (message.is_heartbeat, read_column(message.abort_handles)) == (True, [7])
+    link.submit(3)
+    assert not (await next_message(link)).is_heartbeat
+
+
 async def test_a_closed_link_has_no_more_messages() -> None:
     link = ExchangeLink(make_submit)
     link.submit(1)

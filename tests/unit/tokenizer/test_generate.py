@@ -366,3 +366,48 @@ async def test_stopping_the_service_ends_all_choices_with_their_call(service: Se
         service.peer.send(Row(handle, 0, [70]), ends=[make_end(handle, MAX_TOKENS, 1)])
     assert len((await read_answer(call)).choices) == 2
     assert await asyncio.wait_for(service.task, 60) == 0
+
+
+EXACT = Request(text="The fox", determinism="DETERMINISM_EXACT")
+UNAVAILABLE = (grpc.StatusCode.FAILED_PRECONDITION, "EXACT_UNAVAILABLE")
+
+
+async def test_exactness_is_refused_where_the_cell_cannot_give_it(service: Service) -> None:
+    assert await error_of(service.stub.Generate(EXACT)) == UNAVAILABLE
+    assert not (await service.stub.GetModelInfo(tokenizer_pb2.GetModelInfoRequest())).has_exact_determinism
+    for determinism in ("DETERMINISM_UNSPECIFIED", "DETERMINISM_ORDINARY"):
+        call, [sent] = await submit(service, Request(text="The fox", determinism=determinism))
+        assert sent.determinism == common_pb2.DETERMINISM_ORDINARY
+        call.cancel()
+
+
+async def test_an_exact_request_goes_on_in_cells_of_one_fingerprint_alone(model_dir: Path, tmp_path: Path) -> None:
+    async with run_tokenizer_service(model_dir, tmp_path, exact_fingerprint="a") as service:
+        await service.link()
+        assert (await service.stub.GetModelInfo(tokenizer_pb2.GetModelInfoRequest())).has_exact_determinism
+        call, [sent] = await submit(service, EXACT)
+        assert sent.determinism == common_pb2.DETERMINISM_EXACT
+        for fingerprint in ("a", "b"):
+            service.peer.cell_info.exact_fingerprint = fingerprint
+            service.peer.end_stream()
+            service.peer.attach()
+            if fingerprint == "a":
+                assert (await service.peer.submits.get()).attempt == 2
+        assert await error_of(call) == UNAVAILABLE
+
+
+async def test_each_choice_tells_its_recoveries(model_dir: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    async with run_tokenizer_service(model_dir, tmp_path, exact_fingerprint="a") as service:
+        await service.link()
+        call, [sent] = await submit(service, Request(text="The fox", sampling={"n": 2}, stop=[" lazy d"]))
+        service.peer.send(ends=[make_end(sent.handle, MAX_TOKENS, 0)])
+        service.peer.end_stream()
+        service.peer.attach()
+        assert (await service.peer.submits.get()).num_earlier_resumes == 1
+        service.peer.send(Row(sent.handle + 1, 0, tokenizer.encode("the lazy dog").ids))
+        undisturbed, resumed = [choice.finish for choice in (await read_answer(call)).choices.values()]
+        assert undisturbed is not None
+        assert not undisturbed.HasField("recovery")
+        assert resumed is not None
+        # Nobody but the replica knows of the end by a stop string.
+        assert resumed.recovery == common_pb2.Recovery(resume_count=1, resume_exact=True)

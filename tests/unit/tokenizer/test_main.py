@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.processes import module_environment
 from tests.support.tiny_tokenizer import write_tiny_tokenizer
 
-ROOT = Path(__file__).parents[3]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}"}
+ENVIRONMENT = module_environment()
 
 # After everything that rendering and serving imports.
 CHECK_IMPORTS = """
@@ -23,6 +23,7 @@ from pathlib import Path
 import services.tokenizer.__main__
 from services.tokenizer.chat_template import load_chat_template
 from services.tokenizer.conversation import Conversation, Message
+from tests.support.processes import ROOT, module_environment
 template = load_chat_template(Path(sys.argv[1]), timeout_s=60.0)
 template.render(template.fields(Conversation((Message("user", "hello"),))))
 print("torch" in sys.modules)
@@ -65,6 +66,17 @@ def test_a_malformed_tokenizer_refuses_the_start(tmp_path: Path) -> None:
     result = run_service(f"--model-dir={tmp_path}", f"--listen=unix:{tmp_path}/sock")
     assert result.returncode == 1
     assert "tokenizer.json" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_taken_address_for_metrics_is_named_and_refuses_the_start(model_dir: Path, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(f"{tmp_path}/taken")
+        other.listen()
+        flags = [f"--model-dir={model_dir}", f"--listen=unix:{tmp_path}/sock"]
+        result = run_service(*flags, f"--metrics-listen=unix:{tmp_path}/taken")
+    assert result.returncode == 1
+    assert "--metrics-listen" in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import re
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.tokenizer.markers import Markers
@@ -18,14 +18,12 @@ def first_of(markers: list[str], text: str) -> tuple[int, str] | None:
     return (min(found)[0], min(found)[2]) if found else None
 
 
-@settings(deadline=None)
 @given(STRINGS, st.text("ab<|", max_size=12))
 def test_the_first_and_longest_marker_is_found(markers: list[str], text: str) -> None:
     match = Markers(*markers).find(text, 0)
     assert (None if match is None else (match.start(), match[0])) == first_of(markers, text)
 
 
-@settings(deadline=None)
 @given(STRINGS, st.text("ab<|", max_size=12), st.integers(0, 3))
 def test_what_may_become_a_marker_is_held(markers: list[str], text: str, start: int) -> None:
     sizes = range(len(text[start:]) + 1)

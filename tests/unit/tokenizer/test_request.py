@@ -257,16 +257,23 @@ def test_what_cannot_fit_is_refused(
 
 
 def test_a_resolved_request_has_its_prompt_as_int32() -> None:
-    request = make_request(request_id="r", priority=common_pb2.PRIORITY_LOW, cache_salt="é")
+    request = make_request(
+        request_id="r",
+        priority=common_pb2.PRIORITY_LOW,
+        cache_salt="é",
+        determinism=common_pb2.DETERMINISM_EXACT,
+    )
     checked = check(request)
     resolved = resolve_request(checked, 0, np.array([1, 49], np.uint32), checked.sampling, LIMITS)
     assert (resolved.request_id, resolved.num_prompt_tokens) == ("r", 2)
     assert resolved.prompt == np.array([1, 49], "<i4").tobytes()
     assert (resolved.priority, resolved.cache_salt) == (common_pb2.PRIORITY_LOW, "é".encode())
+    assert resolved.is_exact
 
 
-def test_priority_and_cache_salt_are_checked() -> None:
-    request = make_request(priority=9, cache_salt="x" * 65)
-    assert refused_fields(request) == {"priority": "OUT_OF_RANGE", "cache_salt": "OUT_OF_RANGE"}
+def test_priority_cache_salt_and_determinism_are_checked() -> None:
+    request = make_request(priority=9, cache_salt="x" * 65, determinism=9)
+    refused = ("priority", "cache_salt", "determinism")
+    assert refused_fields(request) == dict.fromkeys(refused, "OUT_OF_RANGE")
     checked = check(make_request())
-    assert (checked.priority, checked.cache_salt) == (common_pb2.PRIORITY_NORMAL, b"")
+    assert (checked.priority, checked.cache_salt, checked.is_exact) == (common_pb2.PRIORITY_NORMAL, b"", False)

@@ -4,17 +4,19 @@ from collections.abc import Sequence
 
 import pytest
 
-from services.tokenizer.request_ledger import Attempt, ChoiceSoFar, ExchangeError, RequestLedger, ResolvedRequest
-from shared.errors import DeadlinePassedError, SchedulerLostError
+from services.tokenizer.request_ledger import ExchangeError, RequestLedger
+from services.tokenizer.resolved_request import Attempt, ChoiceSoFar, ResolvedRequest
+from services.tokenizer.submit_suspects import SUSPICION_S
+from shared.errors import DeadlinePassedError, ExactUnavailableError, PoisonRequestError, SchedulerLostError
 from shared.limits import SamplingParams
 from tests.support.exchange_peer import column
 
 LOST_AFTER_S = 60.0
 
 
-def make_request(name: str = "r", n: int = 1) -> ResolvedRequest:
+def make_request(name: str = "r", n: int = 1, *, is_exact: bool = False) -> ResolvedRequest:
     sampling = SamplingParams(max_tokens=9, seed=7)
-    return ResolvedRequest(name, column([1, 2, 3]), sampling, priority=1, cache_salt=b"s", n=n)
+    return ResolvedRequest(name, column([1, 2, 3]), sampling, priority=1, cache_salt=b"s", n=n, is_exact=is_exact)
 
 
 class Ledger(RequestLedger):
@@ -46,6 +48,29 @@ class Ledger(RequestLedger):
         self.lose_stream(self.stream, now)
         self.stream, order = self.open_stream()
         return order
+
+    def outlive(self, now: float) -> tuple[list[int], list[int]]:
+        """The scheduler dies and the next one is there.
+
+        Returns:
+            The handles to submit, and those of choices that failed.
+        """
+        self.lose_stream(self.stream, now)
+        ends = self.mourn(now)
+        assert all(isinstance(error, PoisonRequestError) for _, error in ends)
+        self.stream, order = self.open_stream()
+        return order, [handle for handle, _ in ends]
+
+    def submit_all(self, handles: Sequence[int], now: float) -> list[int]:
+        """Submit those that can be; returns them."""
+        return [handle for handle in handles if self.next_attempt(handle, now) is not None]
+
+    def accused(self, num_requests: int) -> list[int]:
+        """Requests of which two schedulers have died by now."""
+        handles = [self.begin_request() for _ in range(num_requests)]
+        self.submit_all(self.outlive(0.0)[0], 0.0)
+        self.outlive(0.0)
+        return handles
 
 
 def test_a_first_attempt_carries_the_request_and_its_times() -> None:
@@ -245,6 +270,133 @@ def test_deadlines_pass_while_requests_wait_for_a_stream() -> None:
     [(ended, error)] = ledger.expire(20.0)
     assert ended == handle
     assert isinstance(error, DeadlinePassedError)
+
+
+def test_what_two_schedulers_died_of_is_tried_by_halves_and_the_others_wait() -> None:
+    ledger = Ledger()
+    harmless = ledger.begin_request(5)
+    suspects = ledger.accused(4)
+    fresh = ledger.add(make_request(), arrived_s=1.0, deadline_s=None)
+    everybody = [harmless, *suspects, fresh]
+    assert [handle for handle in everybody if not ledger.must_wait(handle)] == suspects[:2]
+    assert ledger.submit_all(everybody, 1.0) == suspects[:2]
+    assert ledger.take_released() == []
+    ledger.receive(ledger.stream, suspects[1], 0, [7])
+    assert ledger.take_released() == []
+    ledger.end(ledger.stream, suspects[0])
+    assert ledger.take_released() == suspects[2:3]
+    assert ledger.submit_all(everybody, 2.0) == suspects[2:3]
+    for suspect in suspects[2:]:
+        ledger.next_attempt(suspect, 2.0)
+        ledger.receive(ledger.stream, suspect, 0, [7])
+        released = ledger.take_released()
+    # Who has tokens goes first, then by age.
+    assert (released, ledger.is_trying) == ([harmless, fresh], False)
+
+
+def test_the_request_that_schedulers_die_of_ends_with_all_its_choices() -> None:
+    ledger = Ledger()
+    neighbour = ledger.begin_request(5)
+    first, second = ledger.begin_choices([], [])
+    orders = []
+    for _ in range(2):
+        order, failed = ledger.outlive(0.0)
+        orders.append(ledger.submit_all(order, 0.0))
+        assert failed == []
+        ledger.receive(ledger.stream, neighbour, 1, [6])
+    assert orders == [[neighbour, first], [first]]
+    assert ledger.outlive(0.0) == ([neighbour], [first, second])
+    assert len(ledger) == 1
+
+
+def test_a_token_since_the_submit_clears_a_request() -> None:
+    ledger = Ledger()
+    handle = ledger.begin_request()
+    for index in range(5):
+        assert ledger.outlive(0.0) == ([handle], [])
+        assert ledger.next_attempt(handle, 0.0) is not None
+        # A repeated one is none.
+        assert ledger.receive(ledger.stream, handle, 0, [7] * index) == []
+        assert ledger.receive(ledger.stream, handle, index, [7]) == [7]
+
+
+def test_a_trial_moves_on_when_its_time_is_up() -> None:
+    ledger = Ledger()
+    tried, other = ledger.accused(2)
+    assert ledger.next_wakeup() is None
+    assert ledger.next_attempt(tried, 3.0) is not None
+    assert ledger.next_wakeup() == 3.0 + SUSPICION_S
+    assert ledger.expire(3.0 + SUSPICION_S) == []
+    assert ledger.take_released() == [other]
+
+
+def test_while_there_is_no_stream_a_trial_stands_still() -> None:
+    ledger = Ledger()
+    tried, other = ledger.accused(2)
+    ledger.next_attempt(tried, 3.0)
+    ledger.lose_stream(ledger.stream, 4.0)
+    assert ledger.next_wakeup() == 4.0 + LOST_AFTER_S
+    assert ledger.expire(3.0 + SUSPICION_S) == []
+    assert ledger.open_stream()[1] == [tried]
+    assert ledger.must_wait(other)
+
+
+def test_a_deadline_passes_while_a_request_waits_for_a_trial() -> None:
+    ledger = Ledger()
+    ledger.accused(2)
+    late = ledger.add(make_request(), arrived_s=0.0, deadline_s=5.0)
+    assert ledger.next_wakeup() == 5.0
+    [(ended, error)] = ledger.expire(5.0)
+    assert ended == late
+    assert isinstance(error, DeadlinePassedError)
+
+
+def test_when_all_requests_end_so_does_a_trial() -> None:
+    ledger = Ledger()
+    ledger.accused(2)
+    ledger.remove_all()
+    assert not ledger.is_trying
+
+
+@pytest.mark.parametrize(
+    ("fingerprints", "resumes_exactly"),
+    [("a", [True]), ("aaa", [True, True, True]), ("aba", [True, False, False]), (["", ""], [False, False])],
+)
+def test_resumes_are_exact_while_every_cell_has_one_fingerprint(
+    fingerprints: Sequence[str], resumes_exactly: list[bool]
+) -> None:
+    ledger = Ledger(has_stream=False)
+    handle = ledger.add(make_request(), arrived_s=0.0, deadline_s=None)
+    attempts = []
+    for fingerprint in fingerprints:
+        assert ledger.meet_cell(fingerprint) == []
+        ledger.restart(0.0)
+        attempts.append(ledger.next_attempt(handle, 0.0))
+    told = [(attempt.num_resumes, attempt.resumes_exactly) for attempt in attempts if attempt is not None]
+    assert told == list(enumerate(resumes_exactly))
+
+
+@pytest.mark.parametrize("fingerprint", ["", "b"])
+def test_an_exact_request_ends_where_its_bytes_would_be_others(fingerprint: str) -> None:
+    ledger = Ledger(has_stream=False)
+    ledger.meet_cell("a")
+    ledger.stream, _ = ledger.open_stream()
+    exact = ledger.add(make_request(n=2, is_exact=True), arrived_s=0.0, deadline_s=None)
+    ordinary = ledger.begin_request(5)
+    ledger.next_attempt(exact, 0.0)
+    ledger.lose_stream(ledger.stream, 1.0)
+    assert ledger.meet_cell("a") == []
+    ends = ledger.meet_cell(fingerprint)
+    assert [handle for handle, _ in ends] == [exact, exact + 1]
+    assert all(isinstance(error, ExactUnavailableError) for _, error in ends)
+    assert ledger.open_stream()[1] == [ordinary]
+
+
+def test_an_exact_request_that_no_cell_has_had_takes_any_exact_one() -> None:
+    ledger = Ledger(has_stream=False)
+    handle = ledger.add(make_request(is_exact=True), arrived_s=0.0, deadline_s=None)
+    assert ledger.meet_cell("a") == ledger.meet_cell("b") == []
+    assert [ended for ended, _ in ledger.meet_cell("")] == [handle]
 
 
 def test_a_request_has_a_handle_for_each_choice() -> None:

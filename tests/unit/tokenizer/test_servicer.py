@@ -183,7 +183,8 @@ async def test_a_lost_scheduler_is_a_pause_and_the_next_one_goes_on(service: Ser
     await service.link()
     second = await service.peer.submits.get()
     assert (second.attempt, read_column(second.choices_so_far[0].token_ids)) == (2, ids[:3])
-    for changed in ("attempt", "choices_so_far", "age"):
+    assert second.num_earlier_resumes == 1
+    for changed in ("attempt", "choices_so_far", "age", "num_earlier_resumes"):
         first.ClearField(changed)
         second.ClearField(changed)
     assert second == first
@@ -196,6 +197,7 @@ async def test_a_lost_scheduler_is_a_pause_and_the_next_one_goes_on(service: Ser
     # The stop counts the tokens of both attempts.
     assert (await service.peer.stop_ats.get()).num_tokens == finish.usage.num_completion_tokens == len(all_ids)
     assert finish.usage.num_cached_tokens == 1
+    assert finish.recovery == common_pb2.Recovery(resume_count=1, resume_exact=False)
 
 
 async def test_a_scheduler_that_stays_away_ends_its_requests(model_dir: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from services.tokenizer import structured_output
 from services.tokenizer.grammar_child import TrialLimits
 from services.tokenizer.structured_output import StructuredOutputs
 from shared.errors import InvalidRequestError, QueueFullError, Violation
-from tests.support.cell import ROOT
+from tests.support.processes import module_environment
 
 MIB = 2**20
 LIMITS = TrialLimits(timeout_s=60.0, memory_bytes=1024 * MIB)
@@ -248,7 +248,7 @@ async def test_processes_are_started_when_needed_and_kept(model_dir: Path) -> No
 
 def test_a_process_dies_with_its_parent(model_dir: Path) -> None:
     command = [sys.executable, "-c", PARENT, str(model_dir)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "protos")])}
+    env = module_environment()
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == b"busy\n"

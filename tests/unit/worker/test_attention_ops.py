@@ -102,7 +102,7 @@ def check_attention(ops: Ops, batch: Batch, params: AttentionParams, *, is_prefi
 
 @every_backend
 @given(batch=batches(), params=all_params)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_prefill_attends_to_cached_and_new_tokens_and_to_nothing_else(
     ops: Ops, batch: Batch, params: AttentionParams
 ) -> None:
@@ -111,7 +111,7 @@ def test_prefill_attends_to_cached_and_new_tokens_and_to_nothing_else(
 
 @every_backend
 @given(batch=batches(max_new=1, max_cached=200) | batches(max_new=9, max_cached=200), params=all_params)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_decode_attends_to_the_whole_context_and_to_nothing_else(
     ops: Ops, batch: Batch, params: AttentionParams
 ) -> None:
@@ -119,7 +119,7 @@ def test_decode_attends_to_the_whole_context_and_to_nothing_else(
 
 
 @given(batch=batches(min_cached=1), params=all_params)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_cpu_cuts_prefills_behind_a_prefix_without_changing_them(batch: Batch, params: AttentionParams) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_plan, "_MAX_MASKED_QUERIES", 7)
@@ -127,7 +127,7 @@ def test_cpu_cuts_prefills_behind_a_prefix_without_changing_them(batch: Batch, p
 
 
 @given(batch=batches(max_cached=200), params=all_params)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_cpu_buckets_change_no_result(batch: Batch, params: AttentionParams) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_plan, "_FREE_PADDING", 0)
@@ -137,7 +137,7 @@ def test_cpu_buckets_change_no_result(batch: Batch, params: AttentionParams) -> 
 
 
 @given(batch=batches(max_new=120), params=all_params)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_cpu_cuts_prefills_longer_than_their_window_without_changing_them(
     batch: Batch, params: AttentionParams
 ) -> None:
@@ -147,7 +147,7 @@ def test_cpu_cuts_prefills_longer_than_their_window_without_changing_them(
 
 
 @given(batch=batches(max_new=20), is_prefill=st.booleans())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_cpu_adds_sinks_without_torchs_private_kernel(batch: Batch, is_prefill: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("services.worker.ops.cpu_attention._HAS_FLASH", False)
@@ -203,7 +203,7 @@ def test_one_rows_nan_stays_its_own(ops: Ops, is_prefill: bool, params: Attentio
 
 
 @given(batch=batches(max_new=9), params=all_params, chunk=st.integers(1, 9))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_reference_gives_a_token_the_same_bits_in_any_batch_chunk_and_block(
     batch: Batch, params: AttentionParams, chunk: int
 ) -> None:

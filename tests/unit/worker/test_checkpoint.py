@@ -65,22 +65,38 @@ def test_what_is_returned_is_the_callers_own(tmp_path: Path) -> None:
 
 
 def test_the_digest_names_what_was_read_whatever_the_order(tmp_path: Path) -> None:
-    def digest_of(*reads: tuple[str, slice], tensors: dict[str, Tensor] = TENSORS) -> str:
+    def digest_of(*names: str, tensors: dict[str, Tensor] = TENSORS) -> str:
         with weights_of(tmp_path, tensors) as (weights, files):
-            for name, rows in reads:
-                weights.read(name, tuple(tensors[name].shape), rows=rows)
+            for name in names:
+                weights.read(name, tuple(tensors[name].shape))
             return files.digest()
 
-    first, second, whole = ("table.weight", slice(10)), ("table.weight", slice(10, 20)), ("norm.weight", slice(None))
-    assert digest_of(first, second, whole) == digest_of(whole, second, first, first)
-    assert len({digest_of(first), digest_of(second), digest_of(first, second), digest_of(whole), digest_of()}) == 5
-    changed = {**TENSORS, "table.weight": TENSORS["table.weight"].clone()}
-    changed["table.weight"][15, 0] += 1
-    assert digest_of(first, tensors=changed) == digest_of(first)
-    assert digest_of(second, tensors=changed) != digest_of(second)
+    table, norm = "table.weight", "norm.weight"
+    assert digest_of(table, norm) == digest_of(norm, table, norm)
+    assert len({digest_of(table), digest_of(norm), digest_of(table, norm), digest_of()}) == 4
+    changed = {**TENSORS, table: TENSORS[table].clone()}
+    changed[table][15, 0] += 1
+    assert digest_of(norm, tensors=changed) == digest_of(norm)
+    assert digest_of(table, tensors=changed) != digest_of(table)
 
 
-def test_progress_counts_parts_by_their_share(tmp_path: Path) -> None:
+def test_the_digest_of_parts_is_that_of_the_whole(tmp_path: Path) -> None:
+    tensors = {**TENSORS, "experts.up": torch.arange(24, dtype=torch.float32).view(3, 2, 4)}
+
+    def digest_of(part: slice, dtype: torch.dtype) -> str:
+        with weights_of(tmp_path, tensors, dtype) as (weights, files):
+            weights.read("table.weight", (20, 3), rows=part)
+            weights.linear("up_proj", (5, 7), columns=part)
+            weights.stacked("experts.up", (3, 2, 4), experts=part)
+            return files.digest()
+
+    whole = digest_of(slice(None), torch.float32)
+    assert digest_of(slice(1), torch.bfloat16) == whole
+    # A rank that holds none of it.
+    assert digest_of(slice(0), torch.float32) == whole
+
+
+def test_progress_counts_a_tensor_when_a_part_of_it_is_first_read(tmp_path: Path) -> None:
     save_file({"a.weight": torch.ones(8, 8), "b.weight": torch.ones(64)}, tmp_path / "model.safetensors")
     shares: list[float] = []
     with WeightFiles(tmp_path, shares.append) as files:
@@ -89,7 +105,7 @@ def test_progress_counts_parts_by_their_share(tmp_path: Path) -> None:
         weights.linear("a", (8, 8), rows=slice(4))
         weights.linear("a", (8, 8), rows=slice(4, 8), columns=slice(2))
         weights.read("b.weight", (64,))
-    assert shares == [0.25, 0.3125, 0.8125]
+    assert shares == [0.5, 1.0]
 
 
 def test_tensors_that_are_ignored_may_be_left_unread(tmp_path: Path) -> None:
@@ -123,19 +139,6 @@ def test_memory_beyond_what_files_could_fill_is_refused(tmp_path: Path) -> None:
         assert weights.empty((3, 5)).shape == (3, 5)
         with pytest.raises(ModelDirectoryError, match="too small"):
             weights.empty((10**9, 10**9))
-
-
-def test_experts_read_one_by_one_are_hashed_as_they_are_stored(tmp_path: Path) -> None:
-    stack = torch.arange(24, dtype=torch.float32).view(3, 2, 4)
-
-    def digest_of(experts: list[int], dtype: torch.dtype) -> str:
-        with weights_of(tmp_path, {"experts.up": stack}, dtype) as (weights, files):
-            for expert in experts:
-                weights.stacked("experts.up", (3, 2, 4), experts=slice(expert, expert + 1))
-            return files.digest()
-
-    assert digest_of([0, 1, 2], torch.float32) == digest_of([2, 0, 1], torch.bfloat16)
-    assert digest_of([0, 1], torch.float32) != digest_of([0, 2], torch.float32)
 
 
 def test_experts_of_a_layer_that_is_missing_count_once(tmp_path: Path) -> None:

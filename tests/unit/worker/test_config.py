@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from services.worker.config import WorkerSettings
+from services.worker.layout import RankLayout
 from shared.config import load_settings
 
 
@@ -13,6 +14,7 @@ def test_only_the_model_directory_has_no_default() -> None:
     assert settings.model_dir == Path("/m")
     assert (settings.ops_backend, settings.dtype, settings.kv_cache_memory_gib) == ("cpu", "float32", 1.0)
     assert (settings.kv_cache_num_blocks, settings.num_threads) == (None, None)
+    assert (settings.layout, settings.leader, settings.silence_s) == (RankLayout(), None, 3.0)
     assert (settings.draft_proposer, settings.draft_model, settings.num_draft_tokens) == ("none", None, 4)
 
 
@@ -21,6 +23,47 @@ def test_a_flag_goes_over_the_environment_and_that_over_the_default(monkeypatch:
     monkeypatch.setenv("LOCKSTEP_WORKER_OPS_BACKEND", "reference")
     settings = load_settings(WorkerSettings, ["--model-dir=/from-flag"])
     assert (settings.model_dir, settings.ops_backend) == (Path("/from-flag"), "reference")
+
+
+RENDEZVOUS = ("--rendezvous=127.0.0.1:9", "--domain-start-id=x")
+
+
+def test_the_flags_of_a_coupled_groups_leader_are_its_layout() -> None:
+    flags = ("--dp-rank=1", "--dp-size=2", "--tp-rank=0", "--tp-size=3", "--ep", "--leader=unix:/l", *RENDEZVOUS)
+    settings = load_settings(WorkerSettings, ["--model-dir=/m", *flags])
+    assert settings.layout == RankLayout(1, 2, 0, 3, has_expert_parallel=True)
+
+
+def test_ranks_that_are_not_coupled_need_nobody() -> None:
+    settings = load_settings(WorkerSettings, ["--model-dir=/m", "--dp-rank=1", "--dp-size=2"])
+    assert settings.layout.is_alone
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--dp-rank=1"],
+        ["--tp-rank=2", "--tp-size=2", "--leader=unix:/l", *RENDEZVOUS],
+        # Nobody to follow, or nobody who does.
+        ["--tp-rank=1", "--tp-size=2", *RENDEZVOUS],
+        ["--tp-rank=0", "--tp-size=2", "--leader=unix:/l", *RENDEZVOUS],
+        ["--dp-rank=1", "--dp-size=2", "--ep", *RENDEZVOUS],
+        ["--dp-rank=1", "--dp-size=2", "--leader=unix:/l"],
+        # Nowhere to meet.
+        ["--tp-size=2", "--domain-start-id=x"],
+        ["--tp-size=2", "--rendezvous=127.0.0.1:9"],
+        ["--dp-size=2", "--ep", "--rendezvous=unix:/r", "--domain-start-id=x"],
+        # What a plan cannot know.
+        ["--dp-size=2", "--ep", "--draft-proposer=ngram", *RENDEZVOUS],
+        ["--tp-size=0"],
+        ["--silence-s=0.5"],
+        ["--fail-on-token=-1"],
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(flags: list[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        load_settings(WorkerSettings, ["--model-dir=/m", *flags])
+    assert exit_info.value.code == 2
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import CancelledError
 
 import pytest
@@ -10,23 +9,13 @@ from services.worker.device_loop import DeviceLoop
 from shared.errors import DrainingError
 
 
-@pytest.fixture
-def running() -> Iterator[DeviceLoop]:
-    loop = DeviceLoop()
-    thread = threading.Thread(target=loop.run)
-    thread.start()
-    yield loop
-    loop.stop()
-    thread.join()
-
-
 def fail() -> None:
     raise ValueError("as told")
 
 
-def test_jobs_run_one_after_the_other_in_order_on_one_thread(running: DeviceLoop) -> None:
+def test_jobs_run_one_after_the_other_in_order_on_one_thread(device: DeviceLoop) -> None:
     seen: list[tuple[int, int]] = []
-    jobs = [running.submit(lambda n: seen.append((n, threading.get_ident())), number) for number in range(20)]
+    jobs = [device.submit(lambda n: seen.append((n, threading.get_ident())), number) for number in range(20)]
     for job in jobs:
         job.result()
     assert [number for number, _ in seen] == list(range(20))
@@ -34,13 +23,13 @@ def test_jobs_run_one_after_the_other_in_order_on_one_thread(running: DeviceLoop
     assert len({ident for _, ident in seen}) == 1
 
 
-def test_a_failing_job_fails_alone(running: DeviceLoop) -> None:
+def test_a_failing_job_fails_alone(device: DeviceLoop) -> None:
     with pytest.raises(ValueError, match="as told"):
-        running.submit(fail).result()
-    assert running.submit(lambda: 3).result() == 3
+        device.submit(fail).result()
+    assert device.submit(lambda: 3).result() == 3
 
 
-def test_a_cancelled_job_does_not_run_unless_it_runs_already(running: DeviceLoop) -> None:
+def test_a_cancelled_job_does_not_run_unless_it_runs_already(device: DeviceLoop) -> None:
     started, release = threading.Event(), threading.Event()
     ran: list[str] = []
 
@@ -49,12 +38,12 @@ def test_a_cancelled_job_does_not_run_unless_it_runs_already(running: DeviceLoop
         release.wait()
         return "held"
 
-    first, second = running.submit(hold), running.submit(ran.append, "second")
+    first, second = device.submit(hold), device.submit(ran.append, "second")
     started.wait()
     assert (first.cancel(), second.cancel()) == (False, True)
     release.set()
     assert first.result() == "held"
-    running.submit(ran.append, "third").result()
+    device.submit(ran.append, "third").result()
     assert ran == ["third"]
     with pytest.raises(CancelledError):
         second.result()

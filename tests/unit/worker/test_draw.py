@@ -41,7 +41,7 @@ def random_logits(seed: int, vocabulary: int = 300) -> npt.NDArray[np.float32]:
     min_p=st.just(0.0) | st.floats(1 / 128, 1.0, width=32),
     seed=st.integers(0, 2**32),
 )
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_the_columns_that_survive_are_those_that_survive_transformers_warpers(
     temperature: float, top_k: int, top_p: float, min_p: float, seed: int
 ) -> None:

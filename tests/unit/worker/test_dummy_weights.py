@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from services.worker.dummy_weights import DummyWeights
-from services.worker.loader import LoadedModel, load_model
+from services.worker.loader import LoadedModel, LoadOptions, load_model
 from services.worker.ops import load_ops
 from shared.model_dir import ModelDirectoryError
 from tests.support.paged_model import PagedModel
@@ -21,7 +21,7 @@ SHAPE = (1100, 1001)
 
 
 def load_dummy(model_dir: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> LoadedModel:
-    return load_model(model_dir, load_ops("cpu"), dtype, lambda _: None, dummy_seed=seed)
+    return load_model(model_dir, load_ops("cpu"), dtype, lambda _: None, options=LoadOptions(dummy_seed=seed))
 
 
 def write_config(model_dir: Path, **changes: Any) -> Path:
@@ -104,7 +104,7 @@ def test_loading_a_dummy_can_be_stopped(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        load_model(write_config(tmp_path), load_ops("cpu"), torch.float32, stop, dummy_seed=0)
+        load_model(write_config(tmp_path), load_ops("cpu"), torch.float32, stop, options=LoadOptions(dummy_seed=0))
 
 
 def test_without_a_configuration_there_is_no_dummy(tmp_path: Path) -> None:

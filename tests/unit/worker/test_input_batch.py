@@ -63,7 +63,7 @@ def expect_rows(step_input: StepInput, sequences: dict[int, PlainSequence], quer
     assert [list(query_lens)[index] for index in in_order] == rows
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_any_order_of_changes_gives_the_rows_that_a_plain_model_gives(data: st.DataObject) -> None:
     batch = InputBatch(LIMITS)

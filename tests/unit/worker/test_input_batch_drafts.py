@@ -187,7 +187,7 @@ def test_a_worker_that_drafts_needs_the_cached_tokens() -> None:
         batch.apply(prefill_step(make_enter(2, [5], [10, 11], num_cached_tokens=4)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_drafts_and_any_acceptance_compute_the_tokens_that_are_known(data: st.DataObject) -> None:
     @dataclass

@@ -11,7 +11,7 @@ from services.worker.largest import largest
 
 
 @given(size=st.integers(1, 3000), share=st.floats(0, 1), num_different=st.integers(1, 5000), seed=st.integers(0, 2**32))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_the_largest_are_the_first_of_all_sorted_and_of_equals_the_lower_indices(
     size: int, share: float, num_different: int, seed: int
 ) -> None:

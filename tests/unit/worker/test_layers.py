@@ -12,6 +12,7 @@ from services.worker.checkpoint import CheckpointWeights
 from services.worker.forward_context import ForwardContext, forward_context, get_forward_context
 from services.worker.kv_cache import KvCache, KvCacheSpec, attention_cache
 from services.worker.layers.linear import Linear
+from services.worker.layers.shard import Part, Shard
 from services.worker.ops import load_ops
 from services.worker.weight_files import WeightFiles
 from tests.support.paged_model import attention_metadata
@@ -55,7 +56,8 @@ def test_a_fused_linear_gives_the_outputs_side_by_side(tmp_path: Path) -> None:
         tensors[f"{name}.bias"] = torch.randn(size, generator=generator)
     save_file(tensors, tmp_path / "model.safetensors")
     with WeightFiles(tmp_path) as files:
-        linear = Linear.load(OPS, CheckpointWeights(files, torch.float32), names, sizes, in_features=5, has_bias=True)
+        shard = Shard(OPS, CheckpointWeights(files, torch.float32))
+        linear = Linear.load(shard, names, [Part.whole(size) for size in sizes], inputs=Part.whole(5), has_bias=True)
     x = torch.randn(4, 5, generator=generator)
     expected = torch.cat([x @ tensors[f"{name}.weight"].T + tensors[f"{name}.bias"] for name in names], dim=-1)
     torch.testing.assert_close(linear(x), expected)

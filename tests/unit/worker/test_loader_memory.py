@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from services.worker.dummy_weights import DummyWeights
-from tests.support.cell import ROOT
+from tests.support.processes import ROOT, module_environment
 from tests.support.tiny_llama import TINY_CONFIG, tensor_shapes, write_tiny_llama
 
 SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 8192, "num_hidden_layers": 4, "head_dim": 256}
@@ -74,7 +73,7 @@ def test_the_peak_of_loading_is_at_most_a_fifth_above_the_weights(tmp_path: Path
     result = subprocess.run(
         [sys.executable, "-m", "tests.support.load_memory", str(tmp_path), backend],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'protos'}"},
+        env=module_environment(),
         capture_output=True,
         text=True,
         check=True,

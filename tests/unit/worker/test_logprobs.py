@@ -29,7 +29,7 @@ def as_bytes(logprobs: Logprobs) -> list[bytes]:
     num_different=st.sampled_from([2, 30, 100_000]),
     seed=st.integers(0, 2**32),
 )
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_a_position_has_its_token_and_the_likeliest_ones_in_order(
     vocabulary: int, num_top: int, num_different: int, seed: int
 ) -> None:

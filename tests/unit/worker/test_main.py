@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -14,11 +13,18 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.servicer import SERVICE_NAME
+from tests.support.processes import ROOT, module_environment
 from tests.support.tiny_llama import write_tiny_llama
 from tests.support.worker_runner import generate_alone, load_exact
-from tests.support.worker_steps import decode_step, make_enter, prefill_step, to_request, unpack
+from tests.support.worker_steps import (
+    decode_step,
+    heartbeat_request,
+    make_enter,
+    prefill_step,
+    to_request,
+    unpack,
+)
 
-ROOT = Path(__file__).parents[3]
 WAIT_S = 120  # A hang fails; nothing is measured.
 
 
@@ -35,7 +41,7 @@ def running_worker(model_dir: Path, address: str, *flags: str) -> Iterator[subpr
             *("--ops-backend=reference", "--kv-cache-num-blocks=16", *flags),
         ],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'protos'}"},
+        env=module_environment(),
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -65,8 +71,8 @@ def test_a_worker_process_loads_serves_steps_and_stops_at_a_signal(model_dir: Pa
         )
         assert (attached.num_blocks, attached.ops_backend) == (16, "reference")
         steps = [prefill_step(make_enter(0, [5, 9, 2], [3, 4])), decode_step(step_id=2)]
-        results = stub.Execute(to_request(step) for step in steps)
-        tokens = [unpack(result.token_ids)[0] for result in results]
+        results = stub.Execute(iter([heartbeat_request(), *(to_request(step) for step in steps)]))
+        tokens = [unpack(result.token_ids)[0] for result in results if not result.HasField("heartbeat")]
         assert tokens == generate_alone(load_exact(model_dir), [5, 9, 2], 2)
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=WAIT_S)

@@ -115,7 +115,7 @@ latent_batches = batches() | batches(max_new=5, max_cached=200)
 
 @every_backend
 @given(batch=latent_batches, is_prefill=st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_latents_are_keys_and_their_beginnings_values(ops: Ops, batch: Batch, is_prefill: bool) -> None:
     step = LatentStep(batch, is_prefill=is_prefill)
     output = step.attend(ops)
@@ -126,7 +126,7 @@ def test_latents_are_keys_and_their_beginnings_values(ops: Ops, batch: Batch, is
 
 @every_backend
 @given(batch=latent_batches, is_prefill=st.booleans(), num_selected=st.integers(1, 80))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_sparse_attention_sees_the_best_positions_and_the_lower_of_equal_ones(
     ops: Ops, batch: Batch, is_prefill: bool, num_selected: int
 ) -> None:
@@ -135,7 +135,7 @@ def test_sparse_attention_sees_the_best_positions_and_the_lower_of_equal_ones(
 
 
 @given(batch=latent_batches, is_prefill=st.booleans(), num_selected=st.integers(1, 80))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_cpu_computes_sparse_attention_in_rounds_of_any_size(batch: Batch, is_prefill: bool, num_selected: int) -> None:
     step = LatentStep(batch, is_prefill=is_prefill)
     with pytest.MonkeyPatch.context() as patch:
@@ -210,7 +210,7 @@ def padded(metadata: AttentionMetadata, row: int) -> AttentionMetadata:
 
 
 @given(batch=batches(max_new=9), num_selected=st.none() | st.integers(1, 60), chunk=st.integers(1, 9))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_reference_gives_a_token_the_same_bits_in_any_batch_chunk_and_block(
     batch: Batch, num_selected: int | None, chunk: int
 ) -> None:

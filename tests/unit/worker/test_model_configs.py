@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from services.worker.dummy_weights import DummyWeights
+from services.worker.layers.shard import Shard
 from services.worker.models.config import ConfigValues
 from services.worker.models.llama import qwen_windows
 from services.worker.models.plain_attention import FULL, SLIDING, windows_by_type
@@ -52,7 +53,7 @@ def build(architecture: str, changes: Mapping[str, Any] | None = None) -> Causal
     """A model with random weights; a change to None leaves the value out."""
     config = {**COMMON, **CONFIGS[architecture], **(changes or {}), "architectures": [architecture]}
     config = {name: value for name, value in config.items() if value is not None}
-    return loader_for(config)(config, DummyWeights(1, torch.float32), load_ops("cpu"))
+    return loader_for(config)(config, Shard(load_ops("cpu"), DummyWeights(1, torch.float32)))
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)

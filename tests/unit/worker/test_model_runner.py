@@ -1,16 +1,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from services.worker.config import WorkerSettings
+from services.worker.layout import RankLayout
 from services.worker.loader import LoadedModel
-from services.worker.model_runner import KvCacheSize, ModelRunner, numerics_fingerprint
-from services.worker.ops import load_ops
+from services.worker.model_runner import KvCacheSize, ModelRunner, build_model_runner, numerics_fingerprint
+from services.worker.ops import BACKEND_NAMES, load_ops
 from services.worker.step import Step
 from shared.errors import StaleEpochError, StepMismatchError
+from shared.model_dir import ModelDirectoryError
 from tests.support.tiny_llama import write_tiny_llama
 from tests.support.worker_runner import GIB, WrappedModel, generate_alone, load_exact, make_runner
 from tests.support.worker_steps import decode_step, make_chunk, make_enter, mixed_step, prefill_step
@@ -146,6 +150,27 @@ def test_a_row_that_is_not_finite_is_told_and_harms_no_neighbour(loaded: LoadedM
     assert [output.not_finite_rows.tolist() for output in outputs] == [[0]] * 3
     rows = [list(row) for row in zip(*(output.token_ids.tolist() for output in outputs), strict=True)]
     assert rows[1:] == [generate_alone(loaded, prompt, 3) for prompt in PROMPTS[1:]]
+
+
+def test_a_layout_is_in_the_fingerprint_as_far_as_results_depend_on_it(loaded: LoadedModel) -> None:
+    def fingerprints(backend: str, *layouts: RankLayout) -> set[str]:
+        return {numerics_fingerprint(loaded, load_ops(backend), layout) for layout in layouts}
+
+    # Replicas, and ranks of one group.
+    alike = [RankLayout(rank, 2, tp_rank, 2) for rank in range(2) for tp_rank in range(2)]
+    spread = [replace(layout, has_expert_parallel=True) for layout in alike]
+    for backend in BACKEND_NAMES:
+        assert len(fingerprints(backend, *alike)) == len(fingerprints(backend, *spread)) == 1
+        assert len(fingerprints(backend, RankLayout(), alike[0])) == 2
+    assert len(fingerprints("reference", *alike, *spread)) == 1
+    # Whose sums have another order.
+    assert len(fingerprints("cpu", *alike, *spread)) == 2
+
+
+def test_a_model_without_experts_has_none_to_spread(tmp_path: Path) -> None:
+    settings = WorkerSettings(model_dir=write_tiny_llama(tmp_path), ep=True)
+    with pytest.raises(ModelDirectoryError, match="no experts"):
+        build_model_runner(settings, lambda _: None)
 
 
 def test_the_fingerprint_tells_apart_what_results_depend_on(loaded: LoadedModel) -> None:

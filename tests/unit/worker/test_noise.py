@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.noise import NoisePurpose, gumbel, noise_words
@@ -57,7 +57,6 @@ def test_this_files_philox_gives_the_published_answers(
     purpose=st.sampled_from(NoisePurpose),
     choice=st.integers(0, 2**32 - 1),
 )
-@settings(deadline=None)
 def test_a_columns_word_is_a_function_of_key_and_counter(
     seed: int, position: int, column: int, purpose: NoisePurpose, choice: int
 ) -> None:

@@ -91,7 +91,7 @@ def test_of_equally_good_groups_the_lower_is_chosen(ops: Ops) -> None:
 
 
 @given(seed=st.integers(0, 10**6), num_tokens=st.integers(1, 9), num_experts=st.sampled_from([8, 12, 20]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_reference_chooses_and_weighs_a_token_alike_in_any_batch(seed: int, num_tokens: int, num_experts: int) -> None:
     ops, generator = load_ops("reference"), torch.Generator().manual_seed(seed)
     logits = torch.randn(num_tokens, num_experts, generator=generator)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -121,7 +121,6 @@ def test_a_filtered_draw_uses_the_noise_of_the_columns_that_survive() -> None:
     temperature=st.floats(1 / 8, 2.0, width=32),
     seed=st.integers(0, 20),
 )
-@settings(deadline=None)
 def test_what_survives_is_what_sorting_everything_leaves(
     top_k: int, top_p: float, temperature: float, seed: int
 ) -> None:

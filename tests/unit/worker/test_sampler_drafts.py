@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -83,7 +83,6 @@ def test_tokens_are_the_same_alone_and_in_a_batch() -> None:
     seed=st.integers(0, 2**32),
     temperature=st.sampled_from([0.0, 1.0]),
 )
-@settings(deadline=None)
 def test_a_row_gets_the_drafts_that_were_drawn_and_one_token_more(
     drafts: list[list[int]], seed: int, temperature: float
 ) -> None:

@@ -56,7 +56,6 @@ def transformed(processor: LogitsProcessor, tokens: Sequence[int], logits: Float
 
 
 @given(prompt=st.lists(token_ids, min_size=1), completion=completions, penalty=st.floats(1 / 64, 10.0, width=32))
-@settings(deadline=None)
 def test_repetition_penalty_is_that_of_transformers(prompt: list[int], completion: list[int], penalty: float) -> None:
     state = make_state(SamplingOptions(repetition_penalty=penalty), prompt=prompt, completion=completion)
     logits = random_logits(1)
@@ -66,7 +65,7 @@ def test_repetition_penalty_is_that_of_transformers(prompt: list[int], completio
 
 
 @given(completion=completions, words=bad_words)
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_bad_words_are_those_of_transformers(completion: list[int], words: tuple[tuple[int, ...], ...]) -> None:
     state = make_state(SamplingOptions(bad_words=words), completion=completion)
     logits = random_logits(2)
@@ -87,7 +86,6 @@ def test_bad_words_do_not_begin_in_the_prompt() -> None:
 
 
 @given(num_prompt=st.integers(1, 5), num_completion=st.integers(0, 8), min_tokens=st.integers(0, 8))
-@settings(deadline=None)
 def test_min_tokens_are_those_of_transformers(num_prompt: int, num_completion: int, min_tokens: int) -> None:
     tokens = [9] * (num_prompt + num_completion)
     state = make_state(SamplingOptions(min_tokens=min_tokens), prompt=tokens[:num_prompt], stop_token_ids=[3, 8])
@@ -97,7 +95,6 @@ def test_min_tokens_are_those_of_transformers(num_prompt: int, num_completion: i
 
 
 @given(biases=biases)
-@settings(deadline=None)
 def test_logit_bias_is_that_of_transformers(biases: dict[int, float]) -> None:
     state = make_state(SamplingOptions(logit_bias=tuple(sorted(biases.items()))))
     logits = random_logits(4)
@@ -109,7 +106,6 @@ def test_logit_bias_is_that_of_transformers(biases: dict[int, float]) -> None:
 
 
 @given(prompt=st.lists(token_ids, min_size=1), completion=completions, presence=penalties, frequency=penalties)
-@settings(deadline=None)
 def test_presence_and_frequency_penalties_count_the_completion(
     prompt: list[int], completion: list[int], presence: float, frequency: float
 ) -> None:
@@ -159,7 +155,7 @@ def plainly_processed(
     completion=completions,
     stops=st.lists(token_ids, max_size=3),
 )
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_options_together_apply_one_after_the_other(
     options: SamplingOptions, prompt: list[int], completion: list[int], stops: list[int]
 ) -> None:
@@ -171,7 +167,7 @@ def test_options_together_apply_one_after_the_other(
 
 
 @given(options=options_of_all_kinds, tokens=st.lists(token_ids, min_size=6, max_size=20), data=st.data())
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_tokens_known_and_tokens_drawn_count_the_same_in_pieces_of_any_size(
     options: SamplingOptions, tokens: list[int], data: st.DataObject
 ) -> None:

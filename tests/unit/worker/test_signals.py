@@ -2,11 +2,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.support.processes import ROOT
 
 # The signal goes to another thread while the main one sleeps, waiting for a job: it was seen so in a hundred looks.
 PROGRAM = """

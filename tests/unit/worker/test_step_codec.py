@@ -12,7 +12,7 @@ from services.worker.step import EnteringSequence, Logprobs, StepOutput
 from services.worker.step_codec import parse_step, to_result
 from shared.errors import StepMismatchError
 from shared.limits import SamplingOptions
-from tests.support.worker_steps import column, make_enter, prefill_step, to_request, unpack
+from tests.support.worker_steps import column, decode_step, make_enter, prefill_step, to_request, unpack
 
 EVERY_OPTION = SamplingOptions(
     min_p=0.25,
@@ -93,6 +93,15 @@ def test_options_whose_columns_do_not_fit_are_refused(name: str, value: bytes | 
         parse_step(request)
 
 
+def test_a_step_says_what_coupled_ranks_compute() -> None:
+    coupled = replace(decode_step(), is_dummy=True, num_tokens_across_dp=(7, 1, 4000), graph_batch_size=16)
+    for step in (coupled, decode_step()):
+        parsed = parse_step(worker_pb2.StepRequest.FromString(to_request(step).SerializeToString()))
+        assert parsed.is_dummy is step.is_dummy
+        assert parsed.num_tokens_across_dp == step.num_tokens_across_dp
+        assert parsed.graph_batch_size == step.graph_batch_size
+
+
 LOGPROBS = Logprobs(
     indexes=column([0, 2]),
     ranks=column([1, 40]),
@@ -103,7 +112,15 @@ LOGPROBS = Logprobs(
 OUTPUT = StepOutput(3, 4, column([5, 6, 7]), column([1]), 250)
 
 
-RARE = {"counts", "num_draft_tokens", "logprobs", "prompt_logprobs", "failed_grammar_rows"}
+RARE = {
+    "counts",
+    "num_draft_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "failed_grammar_rows",
+    "num_replayed_tokens",
+    "num_replay_mismatches",
+}
 
 
 def test_a_plain_result_says_nothing_of_what_is_rare() -> None:
@@ -122,8 +139,11 @@ def test_a_result_carries_counts_and_log_probabilities() -> None:
             logprobs=LOGPROBS,
             prompt_logprobs=((6, LOGPROBS), (2, replace(LOGPROBS, ranks=column([3, 4])))),
             failed_grammar_rows=column([2]),
+            num_replayed_tokens=64,
+            num_replay_mismatches=3,
         )
     )
+    assert (result.num_replayed_tokens, result.num_replay_mismatches) == (64, 3)
     assert unpack(result.failed_grammar_rows) == [2]
     assert (unpack(result.counts), result.num_draft_tokens) == ([0, 2, 1], 9)
     assert [chunk.slot for chunk in result.prompt_logprobs] == [6, 2]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.tokenizer.replies.json_reading import read_value
@@ -36,7 +36,6 @@ def read(text: str, *, piece_size: int = 1) -> tuple[str, str]:
         fed += piece_size
 
 
-@settings(deadline=None)
 @given(VALUES, st.booleans(), st.sampled_from([None, 1, "\t "]), st.integers(1, 40))
 def test_a_value_is_read_to_its_end_and_no_further(
     value: object, ascii_only: bool, indent: int | str | None, size: int
@@ -45,7 +44,6 @@ def test_a_value_is_read_to_its_end_and_no_further(
     assert read(text + "}", piece_size=size) == (text, "read")
 
 
-@settings(deadline=None)
 @given(VALUES, st.data())
 def test_a_value_that_is_cut_off_has_ended(value: object, data: st.DataObject) -> None:
     text = json.dumps({"a": [value]})
@@ -57,7 +55,6 @@ def test_a_value_that_is_cut_off_has_ended(value: object, data: st.DataObject) -
     assert '"' not in text[len(taken) : cut].replace('\\"', "")
 
 
-@settings(deadline=None)
 @given(st.text('{}[]",:\\ue0123-+.Etruefalsn \n\x01a', max_size=20))
 def test_whatever_python_reads_is_read_and_nothing_else(text: str) -> None:
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.tokenizer.config import TokenizerSettings
@@ -86,14 +86,12 @@ def cut(text: str, positions: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None)
 @given(text=REPLIES, positions=st.lists(st.integers(0, 200), max_size=12))
 def test_the_parts_do_not_depend_on_the_cuts(name: str, text: str, positions: list[int]) -> None:
     assert parse(name, cut(text, positions)) == parse(name, [text]) == parse(name, list(text))
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None)
 @given(text=REPLIES)
 def test_what_makes_no_call_is_text_to_the_last_character(name: str, text: str) -> None:
     # Reasoning stands at the beginning; harmony's messages lose their headers.
@@ -104,7 +102,6 @@ def test_what_makes_no_call_is_text_to_the_last_character(name: str, text: str) 
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None)
 @given(text=REPLIES)
 def test_arguments_are_json_or_the_beginning_of_it(name: str, text: str) -> None:
     for part in parse(name, list(text)):
@@ -124,14 +121,12 @@ def _is_json_beginning(text: str) -> bool:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None)
 @given(text=st.text("abc <{|｜\n", max_size=30))
 def test_text_without_markup_is_text(name: str, text: str) -> None:
     assert parse(name, list(text)) == ([said(text)] if text else [])
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None)
 @given(text=REPLIES)
 def test_without_tools_there_are_no_calls(name: str, text: str) -> None:
     assert not any(isinstance(part, ToolCallPart) for part in parse(name, list(text), tools=()))
@@ -211,7 +206,6 @@ def test_special_tokens_are_needed_only_where_markup_is_made_of_them(name: str) 
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if REPLY_PARSERS[name].markup])
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(["<|eot|>", "<|e", "ot|>", "a", "<|", "|>"]), max_size=8))
 def test_special_tokens_without_meaning_are_dropped_from_text_that_holds_them(name: str, fragments: list[str]) -> None:
     special_tokens = REPLY_PARSERS[name].markup | {"<|eot|>"}

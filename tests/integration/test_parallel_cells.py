@@ -1,0 +1,170 @@
+"""Cells of many ranks: tokens are those of one worker, whatever ranks share the work.
+
+On `reference`. TP changes the order of sums, so two sizes of it may differ where two logits are all but equal; at one
+size nothing else changes a byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.v1 import tokenizer_pb2
+from tests.support.cell import start_cell
+from tests.support.client import connect, token_request
+from tests.support.pairwise import pairwise_rows
+from tests.support.parity import TransformersModel, make_prompts, wrong_tokens
+from tests.support.small_configs import SMALL_CONFIGS
+from tests.support.small_models import build_model, write_small_model
+
+MAX_PROCESSES = 8
+NUM_TOKENS = 24
+PROMPTS = make_prompts((1, 40, 16, 70, 5, 33, 40, 9), seed=4)
+
+# A dense family, and each that has experts. Heads that 2 and 3 ranks can share, and shared ones that they cannot.
+_HEADS = {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8}
+_LATENT_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {**_HEADS, "num_key_value_heads": 1},
+    "Qwen3MoeForCausalLM": _HEADS,
+    "MixtralForCausalLM": _HEADS,
+    "GptOssForCausalLM": _HEADS,
+    "Glm4MoeForCausalLM": _HEADS,
+    "DeepseekV32ForCausalLM": _LATENT_HEADS,
+}
+DENSE_FAMILIES = ("LlamaForCausalLM",)
+
+# The real model has 9 heads over 3 of keys and values.
+REAL_TP = 3
+NUM_REAL_REQUESTS = 24
+# Two tokens whose logits are closer may change places where sums go in another order.
+MIN_MARGIN = 1e-3
+
+Tokens = list[list[int]]
+
+
+def cases() -> Iterator[Any]:
+    """Family, tp, dp and ep, each two of them in each combination that there can be; `make test` has one."""
+    factors: dict[str, list[Any]] = {"family": list(FAMILIES), "tp": [1, 2, 3], "dp": [1, 2, 4], "ep": [False, True]}
+    fast = {("Qwen3MoeForCausalLM", 2, 2, True)}
+    rows = {(row["family"], row["tp"], row["dp"], row["ep"]) for row in pairwise_rows(factors, seed=1)}
+    possible = {
+        (family, tp, dp, ep and family not in DENSE_FAMILIES) for family, tp, dp, ep in rows if tp * dp <= MAX_PROCESSES
+    }
+    for case in sorted(possible | fast):
+        yield pytest.param(*case, marks=() if case in fast else (pytest.mark.slow,))
+
+
+class Models:
+    """Small models of the families, each made once, with what one worker or one TP group says."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._theirs: dict[str, TransformersModel] = {}
+        self._alone: dict[tuple[str, int], Tokens] = {}
+
+    def directory_of(self, family: str) -> Path:
+        """Where the model is."""
+        model_dir = self._directory / family
+        if family not in self._theirs:
+            config = next(iter(SMALL_CONFIGS[family].values()))
+            model = build_model(family, {**config, **FAMILIES[family]})
+            write_small_model(model, model_dir)
+            self._theirs[family] = TransformersModel(model)
+        return model_dir
+
+    def theirs(self, family: str) -> TransformersModel:
+        """transformers' model."""
+        self.directory_of(family)
+        return self._theirs[family]
+
+    async def alone(self, family: str, tp: int) -> Tokens:
+        """What a cell of one DP rank says."""
+        if (family, tp) not in self._alone:
+            self._alone[family, tp] = await ask(self.directory_of(family), tp=tp)
+        return self._alone[family, tp]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("families"))
+
+
+def requests() -> list[tokenizer_pb2.GenerateRequest]:
+    """Each prompt greedy, and sampled."""
+    greedy = [token_request(prompt, max_tokens=NUM_TOKENS, ignore_eos=True) for prompt in PROMPTS]
+    sampled = [
+        token_request(prompt, max_tokens=NUM_TOKENS, ignore_eos=True, temperature=1.0, top_p=0.95, seed=number)
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    return greedy + sampled
+
+
+async def ask(model_dir: Path, *, tp: int = 1, dp: int = 1, ep: bool = False) -> Tokens:
+    """What a cell says to all requests at once, in prefills of a few prompts."""
+    layout = [f"--tp={tp}", f"--dp={dp}", *(["--ep"] if ep else [])]
+    limits = ["--scheduler.max-num-seqs=16", "--scheduler.max-num-batched-tokens=64"]
+    with start_cell(model_dir, "--worker.ops-backend=reference", *layout, *limits) as cell:
+        async with connect(cell) as client:
+            # The cell serves from the first rank on.
+            await client.wait_until(lambda state: all(rank.is_attached for rank in state.rank_steps))
+            completions = await client.generate_all(requests())
+            state = await client.wait_until_idle()
+    assert len(state.rank_steps) == dp
+    # Every rank had its share.
+    assert all(rank.num_prefill_steps for rank in state.rank_steps)
+    return [completion.token_ids for completion in completions]
+
+
+@pytest.mark.parametrize(("family", "tp", "dp", "ep"), list(cases()))
+async def test_tokens_do_not_depend_on_the_ranks(models: Models, family: str, tp: int, dp: int, ep: bool) -> None:
+    tokens = await ask(models.directory_of(family), tp=tp, dp=dp, ep=ep)
+    theirs = models.theirs(family)
+    for prompt, completion in zip(PROMPTS, tokens, strict=False):
+        assert len(completion) == NUM_TOKENS
+        assert wrong_tokens(theirs, prompt, completion) == []
+    assert tokens == await models.alone(family, tp)
+
+
+@pytest.mark.slow
+async def test_a_rank_that_is_idle_for_long_keeps_in_step(models: Models) -> None:
+    model_dir = models.directory_of("Qwen3MoeForCausalLM")
+    requests = [
+        token_request(prompt, max_tokens=300, ignore_eos=True) for prompt in make_prompts((20, 35, 9, 50), seed=5)
+    ]
+    with start_cell(model_dir, "--worker.ops-backend=reference", "--dp=2", "--ep") as cell:
+        async with connect(cell) as client:
+            alone = [await client.generate(request) for request in requests]
+            idle = await client.wait_until_idle()
+            together = await client.generate_all(requests)
+            state = await client.wait_until_idle()
+    num_steps = sum(len(completion.token_ids) for completion in alone)
+    assert num_steps > 1_000
+    # One rank computed while the other one had nothing: in each step it took part with a token of nobody's.
+    assert sum(rank.num_dummy_steps for rank in idle.rank_steps) == num_steps
+    assert [completion.token_ids for completion in alone] == [completion.token_ids for completion in together]
+    assert state.num_free_blocks == state.num_blocks
+
+
+@pytest.mark.slow
+async def test_the_real_models_heads_are_shared_by_three(real_model: Path) -> None:
+    requests = [
+        token_request(prompt, max_tokens=NUM_TOKENS, num_logprobs=2)
+        for prompt in make_prompts([5 + 3 * number for number in range(NUM_REAL_REQUESTS)], seed=6)
+    ]
+    answers = []
+    for tp in (1, REAL_TP):
+        with start_cell(real_model, "--worker.ops-backend=reference", f"--tp={tp}") as cell:
+            async with connect(cell) as client:
+                answers.append(await client.generate_all(requests))
+    for alone, shared in zip(*answers, strict=True):
+        assert shared.token_ids
+        for position, token, other in zip(alone.logprobs, alone.token_ids, shared.token_ids, strict=False):
+            if token != other:
+                best, second = (top.logprob for top in position.top)
+                assert best - second < MIN_MARGIN
+                # What follows is another text.
+                break

@@ -1,0 +1,108 @@
+"""Requests in a cell that a test plays: it reads what goes up, and says what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from lockstep.internal.v1 import exchange_pb2
+from services.tokenizer.cell_requests import CellRequests
+from services.tokenizer.exchange_link import ExchangeLink
+from services.tokenizer.logprobs import Logprobs
+from services.tokenizer.resolved_request import ResolvedRequest
+from shared.errors import ServiceError
+from shared.limits import SamplingParams
+from tests.support.exchange_peer import column
+
+
+def own_tokens(logprobs: Logprobs) -> list[int]:
+    """The token of each position."""
+    return [message.token.token_id for message in logprobs.messages(str)]
+
+
+class Sink:
+    """Receives tokens; its choice is stopped at `stop_at` tokens."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.stop_at = stop_at
+        self.resumes: list[tuple[int, bool]] = []
+        self.token_ids: list[int] = []
+        self.num_cached_tokens: list[int] = []
+        # Each with the number of tokens before them.
+        self.logprobs: list[tuple[int, list[int]]] = []
+        self.prompt_logprobs: list[int] = []
+        self.ends: list[exchange_pb2.RequestEnd] = []
+        self.error: ServiceError | None = None
+        self.failed = asyncio.Event()
+
+    def submitted(self, num_resumes: int, *, is_exact: bool) -> None:
+        """See `Receiver`."""
+        self.resumes.append((num_resumes, is_exact))
+
+    def begin(self, num_cached_tokens: int) -> None:
+        """See `Receiver`."""
+        self.num_cached_tokens.append(num_cached_tokens)
+
+    def receive_logprobs(self, logprobs: Logprobs) -> None:
+        """See `Receiver`."""
+        self.logprobs.append((len(self.token_ids), own_tokens(logprobs)))
+
+    def receive_prompt_logprobs(self, logprobs: Logprobs) -> None:
+        """See `Receiver`."""
+        self.prompt_logprobs += own_tokens(logprobs)
+
+    def receive(self, token_ids: Sequence[int], end: exchange_pb2.RequestEnd | None) -> int | None:
+        """See `Receiver`."""
+        self.token_ids += token_ids
+        if end is not None:
+            self.ends.append(end)
+            return None
+        return self.stop_at if self.stop_at is not None and len(self.token_ids) >= self.stop_at else None
+
+    def fail(self, error: ServiceError) -> None:
+        """See `Receiver`."""
+        self.error = error
+        self.failed.set()
+
+
+class Requests(CellRequests):
+    """Requests with a link, which are submitted in the moment they come."""
+
+    def __init__(self, lost_after_s: float = 60.0, exact_fingerprint: str = "") -> None:
+        super().__init__(lost_after_s)
+        self.link = self.open_link("first", exact_fingerprint)
+
+    def open_link(self, instance_id: str = "next", exact_fingerprint: str = "") -> ExchangeLink:
+        """Open another stream, of this scheduler."""
+        self.link = self.make_link()
+        info = exchange_pb2.CellInfo(scheduler_instance_id=instance_id, exact_fingerprint=exact_fingerprint)
+        self.open_stream(self.link, info)
+        return self.link
+
+    async def begin_request(self, sink: Sink, request_id: str = "r", deadline_s: float | None = None) -> int:
+        """A request that was sent up."""
+        handle = self.add(sink, request_id, deadline_s)
+        assert [submit.handle for submit in (await self.next_message()).submits] == [handle]
+        return handle
+
+    def add(self, sink: Sink, request_id: str = "r", deadline_s: float | None = None) -> int:
+        """A request that is not sent up yet."""
+        request = ResolvedRequest(request_id, column([1, 2, 3]), SamplingParams(max_tokens=4))
+        return self.submit(request, [sink], arrived_s=time.monotonic(), deadline_s=deadline_s)
+
+    async def begin_choices(self, *sinks: Sink) -> int:
+        """A request with a choice for each sink that was sent up."""
+        request = ResolvedRequest("r", column([1, 2, 3]), SamplingParams(max_tokens=4), n=len(sinks))
+        handle = self.submit(request, sinks, arrived_s=time.monotonic(), deadline_s=None)
+        assert (await self.next_submit()).n == len(sinks)
+        return handle
+
+    async def next_message(self) -> exchange_pb2.ExchangeRequest:
+        """What goes up next."""
+        return await anext(self.link.messages())
+
+    async def next_submit(self) -> exchange_pb2.Submit:
+        """The only submit of what goes up next."""
+        [submit] = (await self.next_message()).submits
+        return submit

@@ -1,0 +1,63 @@
+"""Processes that run the steps of a cell's ranks, kept from one model to the next."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+from services.worker.layout import RankLayout
+from services.worker.step import Step
+from tests.support.cell import free_port
+from tests.support.processes import LineProcesses
+from tests.support.step_process import StepAnswer, StepJob
+from tests.support.worker_steps import to_request
+
+
+class StepPool:
+    """Ranks that load any model and run any steps."""
+
+    def __init__(self) -> None:
+        self._processes = LineProcesses("tests.support.step_process")
+        self._start_ids = itertools.count()
+
+    def run(
+        self, model_dir: Path, layouts: Sequence[RankLayout], steps: Sequence[Sequence[Step]], *, backend: str
+    ) -> list[StepAnswer]:
+        """What the ranks of one failure domain answer.
+
+        Args:
+            model_dir: The model that they load.
+            layouts: The ranks' places.
+            steps: Of each DP rank, in order; all ranks of its group run them.
+            backend: Of the ops.
+        """
+        common = {
+            "model_dir": str(model_dir),
+            "ops_backend": backend,
+            "num_threads": 1,
+            "kv_cache_num_blocks": 64,
+            "rendezvous": f"127.0.0.1:{free_port()}",
+            "domain_start_id": f"start {next(self._start_ids)}",
+        }
+        jobs = [
+            StepJob(
+                {
+                    **common,
+                    "dp_rank": layout.dp_rank,
+                    "dp_size": layout.dp_size,
+                    "tp_rank": layout.tp_rank,
+                    "tp_size": layout.tp_size,
+                    "ep": layout.has_expert_parallel,
+                    # Nobody asks it: there are no RPCs here.
+                    "leader": "127.0.0.1:1" if layout.follows else None,
+                },
+                [to_request(step).SerializeToString().hex() for step in steps[layout.dp_rank]],
+            )
+            for layout in layouts
+        ]
+        return [StepAnswer.from_line(line) for line in self._processes.ask([job.to_line() for job in jobs])]
+
+    def close(self) -> None:
+        """End the processes."""
+        self._processes.close()

@@ -1,0 +1,73 @@
+"""One rank that runs steps without a scheduler: `python -m tests.support.step_process`.
+
+Each line of its standard input is a `StepJob`, each line of its output the `StepAnswer`. Whatever goes wrong ends the
+process, so that its partners notice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lockstep.internal.v1 import worker_pb2
+from services.worker.config import WorkerSettings
+from services.worker.model_runner import build_model_runner
+from services.worker.step_codec import parse_step, to_result
+
+
+@dataclass(frozen=True)
+class StepJob:
+    """A model to load, and the steps of one epoch."""
+
+    # Of `WorkerSettings`.
+    settings: dict[str, Any]
+    # Serialized `StepRequest`s, in hex.
+    steps: list[str]
+
+    def to_line(self) -> str:
+        """As it is sent."""
+        return json.dumps(asdict(self)) + "\n"
+
+
+@dataclass(frozen=True)
+class StepAnswer:
+    """What the steps gave."""
+
+    # Serialized `StepResult`s without their times, in hex.
+    results: list[str]
+    fingerprint: str
+    progress: int
+
+    @classmethod
+    def from_line(cls, line: str) -> StepAnswer:
+        """As it was sent."""
+        return cls(**json.loads(line))
+
+
+def run_job(job: StepJob) -> StepAnswer:
+    """Load the model, and run the steps."""
+    runner = build_model_runner(WorkerSettings(**job.settings), lambda _: None)
+    runner.attach(block_size=16, max_num_seqs=8, max_num_batched_tokens=1024)
+    results = [_run_step(runner, bytes.fromhex(step)).hex() for step in job.steps]
+    return StepAnswer(results, runner.numerics_fingerprint, runner.progress)
+
+
+def _run_step(runner: Any, request: bytes) -> bytes:
+    result = to_result(runner.run_step(parse_step(worker_pb2.StepRequest.FromString(request))))
+    result.ClearField("device_time_us")
+    return result.SerializeToString(deterministic=True)
+
+
+def main() -> None:
+    """Do all jobs."""
+    for line in sys.stdin:
+        print(json.dumps(asdict(run_job(StepJob(**json.loads(line))))), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
+    # As workers leave: connections end with the process.
+    os._exit(0)

@@ -1,0 +1,30 @@
+"""Ranks of one model as threads of this process: for tests of what runs outside of a forward pass of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import TypeVar
+
+from services.worker.communicators import Rendezvous, make_parallel
+from services.worker.layout import RankLayout
+from services.worker.parallel import Parallel
+from tests.support.cell import free_port
+
+Result = TypeVar("Result")
+# Longer than anything here takes: a rank whose partners failed ends there.
+_TIMEOUT = timedelta(seconds=30)
+
+
+def run_ranks(
+    layouts: list[RankLayout], function: Callable[[Parallel], Result], *, is_exact: bool = True
+) -> list[Result]:
+    """What `function` returns on each rank of one failure domain; they meet and connect as processes do."""
+    rendezvous = Rendezvous(f"127.0.0.1:{free_port()}", "threads", timeout=_TIMEOUT)
+
+    def run(layout: RankLayout) -> Result:
+        return function(make_parallel(layout, rendezvous, is_exact=is_exact))
+
+    with ThreadPoolExecutor(len(layouts)) as pool:
+        return list(pool.map(run, layouts))

@@ -1,0 +1,91 @@
+"""Worker processes of one failure domain, started as a launcher would, without a scheduler."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.support.cell import free_port
+from tests.support.processes import ROOT, module_environment
+
+# A hang fails; nothing is measured.
+WAIT_S = 120
+
+
+@dataclass
+class WorkerProcess:
+    """One process of a group."""
+
+    process: subprocess.Popen[bytes]
+    address: str
+    log_path: Path
+
+    def wait(self) -> int:
+        """Wait for it to end; returns its exit code."""
+        return self.process.wait(WAIT_S)
+
+    def log(self) -> str:
+        """What it wrote to stderr so far."""
+        return self.log_path.read_text(encoding="utf-8")
+
+    def wait_until_serving(self) -> None:
+        """Return when it says that it can be used.
+
+        Raises:
+            RuntimeError: it ended, or did not say so in time; the message has its log.
+        """
+        request = health_pb2.HealthCheckRequest()
+        try:
+            with grpc.insecure_channel(self.address) as channel:
+                watch = health_pb2_grpc.HealthStub(channel).Watch(request, wait_for_ready=True, timeout=WAIT_S)
+                if any(response.status == health_pb2.HealthCheckResponse.SERVING for response in watch):
+                    return
+        except grpc.RpcError as error:
+            raise RuntimeError(f"the worker did not begin to serve:\n{self.log()}") from error
+
+
+@contextlib.contextmanager
+def start_group(model_dir: Path, directory: Path, tp_size: int, *flags: str) -> Iterator[list[WorkerProcess]]:
+    """Start a TP group on the exact backend, wait until it can be used, and kill what is left of it at the end.
+
+    Args:
+        model_dir: The model.
+        directory: For sockets and logs.
+        tp_size: How many processes; the leader is the first.
+        flags: More of the worker's, for all of them.
+    """
+    addresses = [f"unix:{directory / f'{rank}.sock'}" for rank in range(tp_size)]
+    domain = [f"--tp-size={tp_size}", f"--rendezvous=127.0.0.1:{free_port()}", f"--domain-start-id={uuid.uuid4().hex}"]
+    with contextlib.ExitStack() as stack:
+        group = []
+        for rank, address in enumerate(addresses):
+            place = [f"--listen={address}", f"--tp-rank={rank}", *([f"--leader={addresses[0]}"] if rank else [])]
+            group.append(stack.enter_context(_start(model_dir, address, directory, *domain, *place, *flags)))
+        for process in group:
+            process.wait_until_serving()
+        yield group
+
+
+@contextlib.contextmanager
+def _start(model_dir: Path, address: str, directory: Path, *flags: str) -> Iterator[WorkerProcess]:
+    log_path = directory / f"{Path(address).stem}.log"
+    command = [sys.executable, "-m", "services.worker", f"--model-dir={model_dir}", "--ops-backend=reference"]
+    environment = module_environment()
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            [*command, "--kv-cache-num-blocks=16", "--num-threads=1", *flags], cwd=ROOT, env=environment, stderr=log
+        )
+    try:
+        yield WorkerProcess(process, address, log_path)
+    finally:
+        # Also what is stopped.
+        process.kill()
+        process.wait()

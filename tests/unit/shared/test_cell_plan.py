@@ -1,0 +1,167 @@
+"""Which processes a cell consists of, and what each is told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from shared.cli.cell_plan import ServiceCommand, make_start_flags, plan_services
+from shared.cli.serve_settings import ServeSettings
+from shared.config import load_settings
+
+RUNTIME_DIR = Path("/run/x")
+
+
+def plan(*flags: str, service_flags: Mapping[str, Sequence[str]] | None = None) -> dict[str, ServiceCommand]:
+    """The commands by their names, in the order of their start."""
+    settings = load_settings(ServeSettings, ["models/m", *flags])
+    return {command.name: command for command in plan_services(settings, service_flags or {}, RUNTIME_DIR)}
+
+
+def workers_of(commands: Mapping[str, ServiceCommand]) -> dict[str, dict[str, str]]:
+    """The flags of the workers with their values, by rank."""
+    return {
+        command.rank: dict(flag.removeprefix("--").partition("=")[::2] for flag in command.flags)
+        for command in commands.values()
+        if command.role == "worker"
+    }
+
+
+def test_services_are_linked_by_sockets_and_start_worker_first() -> None:
+    commands = plan(
+        "--listen=127.0.0.1:7",
+        "--log-format=json",
+        "--reflection",
+        service_flags={"worker": ["--ops-backend", "reference"]},
+    )
+
+    shared = ("--log-level=info", "--log-format=json", "--reflection")
+    worker, scheduler = "unix:/run/x/worker.sock", "unix:/run/x/scheduler.sock"
+    assert [(name, command.address, command.flags) for name, command in commands.items()] == [
+        ("worker", worker, (f"--listen={worker}", "--model-dir=models/m", *shared, "--ops-backend", "reference")),
+        ("scheduler", scheduler, (f"--listen={scheduler}", f"--workers={worker}", *shared)),
+        (
+            "tokenizer",
+            "127.0.0.1:7",
+            ("--listen=127.0.0.1:7", f"--scheduler={scheduler}", "--model-dir=models/m", *shared),
+        ),
+    ]
+
+
+def test_a_scheduler_with_an_address_is_linked_by_it() -> None:
+    commands = plan("--scheduler-listen=127.0.0.1:8")
+
+    assert commands["scheduler"].address == "127.0.0.1:8"
+    assert "--listen=127.0.0.1:8" in commands["scheduler"].flags
+    assert "--scheduler=127.0.0.1:8" in commands["tokenizer"].flags
+
+
+def test_only_the_tokenizer_is_opened_to_other_machines() -> None:
+    commands = plan("--insecure-bind=0.0.0.0:7", "--dp=2")
+
+    assert [name for name, command in commands.items() if "--insecure-bind=0.0.0.0:7" in command.flags] == ["tokenizer"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "worker_flags"),
+    [
+        ([], []),
+        (["--draft-model=models/d"], ["--draft-proposer=model", "--draft-model=models/d"]),
+        (["--draft-model=models/d", "--draft-proposer=model"], ["--draft-proposer=model", "--draft-model=models/d"]),
+        (["--draft-proposer=mtp"], ["--draft-proposer=mtp"]),
+    ],
+)
+def test_the_worker_learns_who_drafts(flags: list[str], worker_flags: list[str]) -> None:
+    drafting = [(c.role, flag) for c in plan(*flags).values() for flag in c.flags if flag.startswith("--draft")]
+
+    assert drafting == [("worker", flag) for flag in worker_flags]
+
+
+def test_every_worker_knows_its_place_and_its_groups_leader() -> None:
+    commands = plan("--tp=2", "--dp=2")
+
+    places = {
+        rank: (flags["dp-rank"], flags["dp-size"], flags["tp-rank"], flags["tp-size"], flags.get("leader"))
+        for rank, flags in workers_of(commands).items()
+    }
+    assert places == {
+        "0.0": ("0", "2", "0", "2", None),
+        "0.1": ("0", "2", "1", "2", "unix:/run/x/worker-0.0.sock"),
+        "1.0": ("1", "2", "0", "2", None),
+        "1.1": ("1", "2", "1", "2", "unix:/run/x/worker-1.0.sock"),
+    }
+    assert [command.domain for command in commands.values()] == [
+        *("worker 0", "worker 0", "worker 1", "worker 1"),
+        *("scheduler", "tokenizer"),
+    ]
+
+
+def test_the_scheduler_is_told_of_the_leaders_only() -> None:
+    scheduler = plan("--tp=2", "--dp=2")["scheduler"]
+
+    assert "--workers=unix:/run/x/worker-0.0.sock,unix:/run/x/worker-1.0.sock" in scheduler.flags
+    assert "--coupled" not in scheduler.flags
+
+
+def test_replicas_with_expert_parallelism_are_one_domain_behind_the_first_leader() -> None:
+    commands = plan("--tp=2", "--dp=2", "--ep")
+
+    workers = workers_of(commands)
+    assert {rank: flags.get("leader") for rank, flags in workers.items()} == {
+        "0.0": None,
+        "0.1": "unix:/run/x/worker-0.0.sock",
+        "1.0": "unix:/run/x/worker-0.0.sock",
+        "1.1": "unix:/run/x/worker-1.0.sock",
+    }
+    assert all("ep" in flags for flags in workers.values())
+    assert {command.domain for command in commands.values() if command.role == "worker"} == {"workers"}
+    assert "--coupled" in commands["scheduler"].flags
+
+
+def test_experts_split_over_one_replica_leave_its_scheduler_as_it_is() -> None:
+    commands = plan("--tp=2", "--ep")
+
+    assert "--coupled" not in commands["scheduler"].flags
+    assert {command.domain for command in commands.values() if command.role == "worker"} == {"worker 0"}
+
+
+def test_workers_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+
+    assert {flags["num-threads"] for flags in workers_of(plan("--tp=3")).values()} == {"2"}
+    assert {flags["num-threads"] for flags in workers_of(plan("--tp=4", "--dp=4")).values()} == {"1"}
+    assert "num-threads" not in workers_of(plan())[""]
+
+
+@pytest.mark.parametrize("given", [["--num-threads=5"], ["--num-threads", "5"]])
+def test_threads_that_were_given_are_not_divided(given: list[str]) -> None:
+    worker = plan("--dp=2", service_flags={"worker": given})["worker 1.0"]
+
+    assert [flag for flag in worker.flags if flag.startswith("--num-threads")] == given[:1]
+
+
+@pytest.mark.parametrize(("flags", "is_coupled"), [([], False), (["--ep"], True)])
+def test_workers_started_elsewhere_are_only_linked(flags: list[str], is_coupled: bool) -> None:
+    commands = plan("--workers=10.0.0.1:1,10.0.0.2:2", *flags)
+
+    assert list(commands) == ["scheduler", "tokenizer"]
+    assert "--workers=10.0.0.1:1,10.0.0.2:2" in commands["scheduler"].flags
+    assert ("--coupled" in commands["scheduler"].flags) is is_coupled
+
+
+def test_each_start_of_a_domain_is_told_apart_from_all_others() -> None:
+    domain = [command for command in plan("--tp=2").values() if command.role == "worker"]
+
+    starts = [make_start_flags(domain) for _ in range(2)]
+
+    for rendezvous, start_id in starts:
+        assert rendezvous.startswith("--rendezvous=127.0.0.1:")
+        assert start_id.startswith("--domain-start-id=")
+    assert starts[0][1] != starts[1][1]
+
+
+def test_a_process_without_partners_needs_no_rendezvous() -> None:
+    assert [make_start_flags([command]) for command in plan("--dp=2").values()] == [[]] * 4

@@ -1,0 +1,57 @@
+"""The flags of `lockstep serve` itself: which go together."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.cli.serve_settings import ServeSettings
+from shared.config import load_settings
+
+
+def load(*flags: str) -> ServeSettings:
+    return load_settings(ServeSettings, ["m", *flags])
+
+
+def test_the_prompt_is_not_among_the_settings_that_are_logged() -> None:
+    settings = load("--prompt=a secret")
+
+    assert settings.prompt == "a secret"
+    assert "a secret" not in str(settings.model_dump())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--draft-proposer=model"], "--draft-proposer model and --draft-model go together"),
+        (["--draft-proposer=ngram", "--draft-model=d"], "--draft-proposer model and --draft-model go together"),
+        (["--workers=a:1", "--tp=1"], "--tp does not go with --workers"),
+        (["--workers=a:1,b:2", "--dp=3"], "--dp 3 does not go with 2 --workers"),
+        (["--workers=a:1", "--draft-proposer=ngram"], "--draft-proposer and --draft-model do not go with --workers"),
+        (["--workers=nowhere"], "--workers (or LOCKSTEP_SERVE_WORKERS): must be unix:PATH or HOST:PORT"),
+        (["--dp=0"], "--dp (or LOCKSTEP_SERVE_DP)"),
+    ],
+)
+def test_flags_that_make_no_sense_together_are_refused(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        load(*flags)
+
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [[], ["--dp=2"]])
+def test_workers_started_elsewhere_say_how_many_replicas_there_are(flags: list[str]) -> None:
+    settings = load("--workers=10.0.0.1:1,10.0.0.2:2", *flags)
+
+    assert settings.workers == ("10.0.0.1:1", "10.0.0.2:2")
+    assert settings.num_replicas == 2
+
+
+def test_only_replicas_with_expert_parallelism_are_coupled() -> None:
+    coupled = [flags for flags in ([], ["--dp=2"], ["--ep"], ["--tp=2", "--ep"]) if load(*flags).is_coupled]
+
+    assert coupled == []
+    assert load("--dp=2", "--ep").is_coupled
+    assert load("--workers=a:1,b:2", "--ep").is_coupled

@@ -1,0 +1,75 @@
+"""What tests of a worker's services share."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from services.worker.device_loop import DeviceLoop
+from services.worker.loader import LoadedModel
+from services.worker.servicer import STUCK_S
+from shared.rpc import make_channel, make_server
+from tests.support.tiny_llama import write_tiny_llama
+from tests.support.worker_runner import load_exact, make_runner
+from tests.support.worker_service import Worker
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """A small random model."""
+    return load_exact(write_tiny_llama(tmp_path_factory.mktemp("model"), changes={"num_hidden_layers": 2}))
+
+
+@pytest.fixture
+def device() -> Iterator[DeviceLoop]:
+    """A device whose jobs run on a thread of their own."""
+    loop = DeviceLoop()
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    yield loop
+    loop.stop()
+    thread.join()
+
+
+@pytest.fixture
+def stuck_s() -> float:
+    """After how long a worker says that it is stuck."""
+    return STUCK_S
+
+
+@pytest.fixture
+async def loading_worker(device: DeviceLoop, stuck_s: float, tmp_path: Path) -> AsyncIterator[Worker]:
+    """A served worker whose weights are not there yet."""
+    address = f"unix:{tmp_path / 'worker.sock'}"
+    async with make_channel(address, internal=True) as channel:
+        worker = Worker(device, channel, stuck_s)
+        server = make_server(address, [worker.servicer], internal=True)
+        await server.start()
+        yield worker
+        await server.stop(0)
+
+
+@pytest.fixture
+def worker(loading_worker: Worker, loaded: LoadedModel) -> Worker:
+    """A served worker."""
+    loading_worker.open(make_runner(loaded))
+    return loading_worker
+
+
+@pytest.fixture
+def hold_device(device: DeviceLoop) -> Iterator[Callable[[], threading.Event]]:
+    """Keep the device busy until the event returned is set."""
+    holds: list[threading.Event] = []
+
+    def hold() -> threading.Event:
+        release = threading.Event()
+        device.submit(release.wait)
+        holds.append(release)
+        return release
+
+    yield hold
+    for release in holds:
+        release.set()
