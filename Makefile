@@ -65,7 +65,7 @@ parity: $(INSTALLED) $(STUBS) $(MODEL_READY) ## our models against transformers
 	@$(PYTEST) tests/parity
 
 chaos: $(INSTALLED) $(STUBS) $(MODEL_READY) ## services that are killed, stopped and cut off under load: KILLS (20) of each kind
-	@$(PYTEST) tests/chaos --chaos-kills $(KILLS) --durations=0
+	@$(PYTEST) tests/chaos --chaos-kills $(KILLS) --timeout=3600 --durations=0
 
 bench: $(INSTALLED) $(STUBS) $(MODEL_READY) ## throughput and latency of a cell, beside transformers' generate
 	@$(BIN)/python -m tests.bench.serve $(MODEL) --reference --temperature 1 --idle

@@ -13,7 +13,7 @@ from tests.support.chaos import WORKER_FLAGS, Damage, Load, Peace, TellOf, chaos
 from tests.support.processes import start_service
 from tests.support.tcp_path import TcpPath
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = pytest.mark.slow
 
 DIRECTIONS = {
     "to the worker": {"to_client": False},

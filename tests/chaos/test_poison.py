@@ -16,7 +16,7 @@ from tests.support.cell import Cell
 from tests.support.chaos import MAGIC_TOKEN, Damage, Killer, Load, Peace, TellOf, chaos_cell
 from tests.support.client import Client, token_request
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = pytest.mark.slow
 
 # How many times as often as in other tests services are killed from outside.
 OUTSIDE_FACTOR = 2.5

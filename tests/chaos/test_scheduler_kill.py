@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.chaos import Damage, Killer, Load, Peace, TellOf, chaos_cell
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = pytest.mark.slow
 
 
 async def test_requests_outlive_schedulers_that_are_killed(

@@ -17,7 +17,7 @@ from tests.support.chaos import SCHEDULER_FLAGS, TOKENIZER_FLAGS, WORKER_FLAGS, 
 from tests.support.client import Client, connect
 from tests.support.processes import start_service
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = pytest.mark.slow
 
 STOP_S = 60.0
 EXIT_TIMEOUT_S = 60.0

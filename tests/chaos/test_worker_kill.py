@@ -9,7 +9,7 @@ import pytest
 from lockstep.v1 import common_pb2
 from tests.support.chaos import Damage, Killer, Load, Peace, State, TellOf, chaos_cell, learn, mixed_requests
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = pytest.mark.slow
 
 # What a process of the real model costs in time, those of the small one do five times.
 REAL_FACTOR = 0.2

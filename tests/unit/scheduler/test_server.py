@@ -148,8 +148,9 @@ async def test_a_deadline_closer_than_the_loops_clock_can_tell_disturbs_nobody(t
         call = cell.exchange()
         await call.read()
         hurried = cell.server.connect()
-        # Several events in one turn of the loop, whose clock stands still meanwhile.
-        for handle in range(1, 5):
+        # Several events in one turn of the loop, whose clock stands still meanwhile. Their ids are no one else's: they
+        # may still be in flight when the next request comes.
+        for handle in range(2, 6):
             message = submit(handle, [4, 5], 400)
             message.submits[0].time_left.FromMicroseconds(200)
             cell.server.on_event(decode_request(hurried.number, message))
