@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cell import free_port
 from tests.support.chaos import WORKER_FLAGS, Damage, Load, Peace, TellOf, chaos_cell
+from tests.support.ports import free_port
 from tests.support.processes import start_service
 from tests.support.tcp_path import TcpPath
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cell import free_port
 from tests.support.chaos import SCHEDULER_FLAGS, TOKENIZER_FLAGS, WORKER_FLAGS, Damage, Load, Peace, TellOf
 from tests.support.client import Client, connect
+from tests.support.ports import free_port
 from tests.support.processes import start_service
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.support.cell import free_port, run_serve
+from tests.support.cell import run_serve
+from tests.support.ports import free_port
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 NORM = "model.norm.weight"

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from tests.support.cell import Cell, free_port, popen_lockstep
+from tests.support.cell import Cell, popen_lockstep
 from tests.support.client import chat_request, connect, text_request
+from tests.support.ports import free_port
 
 GREEDY = "--temperature=0"
 LONG = "--max-tokens=2000"

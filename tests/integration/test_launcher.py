@@ -13,8 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.cell import STOP_TIMEOUT_S, Cell, free_port, popen_lockstep, run_serve, start_cell
+from tests.support.cell import STOP_TIMEOUT_S, Cell, popen_lockstep, run_serve, start_cell
 from tests.support.client import text_request
+from tests.support.ports import free_port
 from tests.support.processes import start_service
 
 ROLES = ("worker", "scheduler", "tokenizer")

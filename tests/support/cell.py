@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ import psutil
 from lockstep.v1 import tokenizer_pb2_grpc
 from shared.health import wait_until_serving
 from shared.rpc import make_channel
+from tests.support.ports import free_port
 from tests.support.processes import ROOT, module_environment
 
 STOP_TIMEOUT_S = 60.0
@@ -209,14 +209,6 @@ def run_serve(*args: str) -> subprocess.CompletedProcess[str]:
         finally:
             launcher.kill()
     return subprocess.CompletedProcess(args, launcher.returncode, stdout, stderr)
-
-
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on at this moment."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def _name_of(command: list[str]) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
-from tests.support.cell import free_port
+from tests.support.ports import free_port
 from tests.support.processes import start_service
 
 _POLL_S = 0.1

@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from tests.support.cell import free_port
+from tests.support.ports import free_port
 from tests.support.processes import LineProcesses
 from tests.support.rank_process import RankJob, result_file
 

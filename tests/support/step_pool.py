@@ -8,7 +8,7 @@ from pathlib import Path
 
 from services.worker.layout import RankLayout
 from services.worker.step import Step
-from tests.support.cell import free_port
+from tests.support.ports import free_port
 from tests.support.processes import LineProcesses
 from tests.support.step_process import StepAnswer, StepJob
 from tests.support.worker_steps import to_request

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -10,7 +11,7 @@ from typing import TypeVar
 from services.worker.communicators import Rendezvous, make_parallel
 from services.worker.layout import RankLayout
 from services.worker.parallel import Parallel
-from tests.support.cell import free_port
+from tests.support.ports import free_port
 
 Result = TypeVar("Result")
 # Longer than anything here takes: a rank whose partners failed ends there.
@@ -22,9 +23,13 @@ def run_ranks(
 ) -> list[Result]:
     """What `function` returns on each rank of one failure domain; they meet and connect as processes do."""
     rendezvous = Rendezvous(f"127.0.0.1:{free_port()}", "threads", timeout=_TIMEOUT)
+    # Who has met the others may be done before they have met it, and takes its connections away.
+    have_met = threading.Barrier(len(layouts), timeout=_TIMEOUT.total_seconds())
 
     def run(layout: RankLayout) -> Result:
-        return function(make_parallel(layout, rendezvous, is_exact=is_exact))
+        parallel = make_parallel(layout, rendezvous, is_exact=is_exact)
+        have_met.wait()
+        return function(parallel)
 
     with ThreadPoolExecutor(len(layouts)) as pool:
         return list(pool.map(run, layouts))

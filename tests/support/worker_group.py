@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.support.cell import free_port
+from tests.support.ports import free_port
 from tests.support.processes import ROOT, module_environment
 
 # A hang fails; nothing is measured.

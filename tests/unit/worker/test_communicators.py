@@ -13,7 +13,7 @@ from torch import Tensor
 from services.worker.communicators import Rendezvous, make_parallel
 from services.worker.layout import RankLayout
 from services.worker.parallel import SINGLE, Communicator, Parallel, sum_in_order
-from tests.support.cell import free_port
+from tests.support.ports import free_port
 from tests.support.thread_ranks import run_ranks
 
 # Of a sum that Gloo makes by a ring.
