@@ -82,6 +82,8 @@ def test_services_do_not_outlive_a_launcher_that_is_killed(tiny_model: Path) -> 
     with start_cell(tiny_model) as cell:
         pidfds = [os.pidfd_open(process.pid) for process in cell.role_to_process.values()]
         cell.launcher.kill()
+        # Its services may be seen to end before it is.
+        assert cell.launcher.wait(STOP_TIMEOUT_S) == -signal.SIGKILL
 
         for pidfd in pidfds:
             has_ended, _, _ = select.select([pidfd], [], [], STOP_TIMEOUT_S)
