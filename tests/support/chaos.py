@@ -229,13 +229,13 @@ class Killer:
         await self._hit("scheduler", signal_number)
 
     async def hit_anything(self) -> None:
-        """Kill a worker or the scheduler, or stop a worker."""
-        match self._random.choice(("worker", "stopped worker", "scheduler")):
-            case "worker":
+        """Kill a worker, stop a worker, or kill the scheduler: each in its turn."""
+        match self.num_deaths % 3:
+            case 0:
                 await self.hit_a_worker()
-            case "stopped worker":
+            case 1:
                 await self.hit_a_worker(signal.SIGSTOP)
-            case "scheduler":
+            case 2:
                 await self.hit_the_scheduler()
 
     async def _hit(self, name: str, signal_number: int) -> None:
