@@ -4,6 +4,9 @@ from __future__ import annotations
 
 # DESIGN section 7, "Noticing".
 HEARTBEAT_S = 0.5
+# How long workers keep a silent scheduler's claim: it may be dead behind a link that does not say so. One that was
+# silent for longer must assume that another one has them, so both sides go by this. DESIGN section 7, "The epoch".
+LEASE_S = 10.0
 
 
 class Silence:

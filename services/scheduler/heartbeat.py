@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from shared.heartbeat import HEARTBEAT_S
+from shared.heartbeat import HEARTBEAT_S, LEASE_S
 
-# How long workers keep a silent scheduler's claim: DESIGN section 7, "The epoch".
-LEASE_S = 10.0
 # An engine that nobody woke for so much longer than it asked for was stopped, and heard nobody meanwhile.
 _PAUSE_S = 1.0
 

@@ -20,9 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shared.errors import GroupHeldError, StaleEpochError, StepMismatchError
-
-# A holder that was silent for so long may be dead behind a link that does not say so (DESIGN section 7).
-LEASE_S = 10.0
+from shared.heartbeat import LEASE_S
 
 
 class LaunchedStep(NamedTuple):

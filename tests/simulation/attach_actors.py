@@ -26,8 +26,9 @@ from services.scheduler.attach import (
 )
 from services.scheduler.events import DomainAttached, DomainLost, WorkerFacts
 from services.scheduler.policy import CellTopology
-from services.worker.claim import LEASE_S, ClaimLedger
+from services.worker.claim import ClaimLedger
 from shared.errors import ServiceError, StaleEpochError
+from shared.heartbeat import LEASE_S
 
 T = TypeVar("T")
 

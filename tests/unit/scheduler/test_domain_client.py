@@ -10,8 +10,8 @@ from pathlib import Path
 import grpc
 
 from lockstep.internal.v1 import worker_pb2
-from services.worker.claim import LEASE_S
 from shared.errors import StaleEpochError
+from shared.heartbeat import LEASE_S
 from tests.support.cell_model import expected_completion
 from tests.support.gated_worker import GatedWorker
 from tests.support.scheduler_shell import Cell, running_cell

@@ -21,11 +21,10 @@ from services.scheduler.events import (
     WorkerFacts,
     WorkerHeard,
 )
-from services.scheduler.heartbeat import LEASE_S
 from services.scheduler.policy import CacheSettings, SchedulerPolicy
 from services.scheduler.sequence import FinishReason
 from services.scheduler.step_deadline import FIRST_STEP_S, MIN_STEP_S
-from shared.heartbeat import HEARTBEAT_S
+from shared.heartbeat import HEARTBEAT_S, LEASE_S
 from shared.limits import SamplingParams
 from tests.support.cell_model import expected_completion
 from tests.support.engine_driver import EOS, EngineDriver, attached, token_bytes, worker_facts

@@ -16,8 +16,8 @@ import pytest
 
 from lockstep.v1 import scheduler_pb2_grpc
 from services.scheduler.failpoint import EXIT_CODE
-from services.worker.claim import LEASE_S
 from shared.health import wait_until_serving
+from shared.heartbeat import LEASE_S
 from shared.rpc import make_channel, make_server
 from tests.support.cell_model import expected_completion
 from tests.support.processes import module_environment

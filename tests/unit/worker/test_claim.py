@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from services.worker.claim import LEASE_S, ClaimLedger
+from services.worker.claim import ClaimLedger
 from shared.errors import GroupHeldError, ServiceError, StaleEpochError, StepMismatchError
+from shared.heartbeat import LEASE_S
 
 
 def claimed(epoch: int = 1, holder: str = "one", *, stream: int | None = 1) -> ClaimLedger:
