@@ -138,13 +138,17 @@ class Engine:
         pause_s = self._heartbeat.beat(now)
         # Before anybody goes on: nothing is computed for a request whose deadline has passed.
         actions: list[Action] = [Beat(self._cell.num_steps), *self._desk.expire(now)]
+        faults: list[tuple[Domain, str]] = []
         for domain in self._cell.domains:
             if pause_s:
                 domain.forgive(pause_s, now)
             fault = domain.find_fault(now)
             if fault is not None:
-                actions += self._drop(domain, fault, now, accuses_rows=True)
-        return actions
+                faults.append((domain, fault))
+        # All are given up before anybody goes on: what one had must not be sent to the next, which is lost as well.
+        for domain, fault in faults:
+            actions += self._drop(domain, fault, now, accuses_rows=True)
+        return actions + self._go_on(now) if faults else actions
 
     def _on_domain_attached(self, domain: Domain, facts: tuple[WorkerFacts, ...], now: float) -> list[Action]:
         context_length = facts[0].context_length
@@ -183,7 +187,7 @@ class Engine:
         """End a domain's epoch, because of what it did."""
         assert domain.epoch is not None
         drop = DropDomain(domain.number, domain.epoch, reason)
-        return [drop, *self._lose(domain, now, accuses_rows=accuses_rows), *self._go_on(now)]
+        return [drop, *self._lose(domain, now, accuses_rows=accuses_rows)]
 
     def _on_step_returned(self, rank_number: int, result: StepResult, now: float) -> list[Action]:
         rank = self._cell.ranks[rank_number]
@@ -193,7 +197,7 @@ class Engine:
             return []
         nonsense = self._find_nonsense(rank_number, result)
         if nonsense is not None:
-            return self._drop(domain, nonsense, now, accuses_rows=False)
+            return self._drop(domain, nonsense, now, accuses_rows=False) + self._go_on(now)
         rank.heard_at = now
         outputs = self._cell.postprocess(rank, result, now)
         self._desk.take_ends(outputs)

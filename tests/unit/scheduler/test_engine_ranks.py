@@ -204,6 +204,20 @@ def test_a_silent_rank_is_lost_alone_where_ranks_are_not_coupled() -> None:
     assert [rank.is_attached for rank in driver.engine.state().ranks] == [True, False, True]
 
 
+def test_a_request_that_ran_on_one_of_two_ranks_lost_in_one_moment_is_not_tried_on_the_other() -> None:
+    driver = EngineDriver(topology=CellTopology(dp_size=2))
+    submit_many(driver, 1)
+    driver.silent_ranks = {0, 1}
+    driver.now = 5.0
+    driver.on_event(TimePassed())
+    drops = [action.domain for action in driver.actions if isinstance(action, DropDomain)]
+    assert (drops, [len(sent) for sent in driver.sent_to.values()]) == ([0, 1], [0, 0])
+    driver.silent_ranks = set()
+    driver.attach(0)
+    driver.run()
+    check_told(driver, 1)
+
+
 def test_an_idle_rank_takes_newcomers_that_wait_on_another() -> None:
     driver = EngineDriver(topology=CellTopology(dp_size=2), policy=SchedulerPolicy(max_num_seqs=1))
     driver.submit(1, make_prompt(20), max_tokens=2)
