@@ -202,12 +202,13 @@ class EpochWatch:
 
     def lose(self) -> Iterator[Entry]:
         """The epoch is over: who stood in the steps that had not returned, each for each of them, dead ones too."""
-        for entered in self._batch.values():
-            entered.entry.max_resumes += 1
         in_flight = [entry for sent in self.in_flight for entry in sent.entries]
+        in_batch = {entered.entry for entered in self._batch.values()}
+        for entry in in_batch.union(in_flight):
+            # What has ended with this event was told its number before.
+            entry.max_resumes += entry.is_live
         for entry in set(in_flight):
-            entry.min_resumes += 1
-            entry.max_resumes += entry not in {entered.entry for entered in self._batch.values()}
+            entry.min_resumes += entry.is_live
             entry.num_in_flight = 0
         return iter(in_flight)
 

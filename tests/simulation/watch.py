@@ -90,12 +90,13 @@ class EngineWatch:
             return
         must = Said()
         self._ended.clear()
+        # A request whose deadline passes in the moment in which a rank is given up has ended before.
+        self._expire(must, now)
         for action in actions:
             if isinstance(action, DropDomain) and action.reason.startswith("rank "):
                 # It looks after its ranks before anything else.
                 assert self._is_overdue(action.domain, now), "the engine drops a good rank"
                 self._drop(action.domain, action.epoch, must)
-        self._expire(must, now)
         self._take_in(event, must, now)
         said = self._take_actions(actions, now)
         assert said == must, f"the engine said {said}, it must say {must}"

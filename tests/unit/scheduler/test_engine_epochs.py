@@ -204,6 +204,16 @@ def test_a_silent_worker_is_lost_whether_it_has_a_step_or_not(has_work: bool) ->
     assert ((1, 1) in driver.told) == has_work
 
 
+def test_a_deadline_that_passes_in_the_moment_in_which_a_worker_is_lost_comes_first() -> None:
+    driver = EngineDriver()
+    given_up_at = 3.0 + HEARTBEAT_S
+    driver.on_event(ClientMessage(1, [attempt(1, 1, [], time_left_s=given_up_at)]))
+    driver.silent_ranks = {0}
+    assert pass_time(driver, given_up_at) == [DropDomain(0, 1, "rank 0 is silent")]
+    assert (reason_of(driver, 1), end_of(driver, 1).num_resumes) == ("DEADLINE_PASSED", 0)
+    assert not driver.engine.state().num_suspects
+
+
 def test_signs_of_life_of_an_epoch_that_ended_count_for_nothing() -> None:
     driver = EngineDriver()
     driver.attach()
