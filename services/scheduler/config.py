@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -12,6 +12,12 @@ from services.scheduler.policy import CacheSettings, CellTopology, SchedulerPoli
 from services.scheduler.retraction import RetractionPolicy
 from services.scheduler.waiting_queue import QueuePolicy
 from shared.config import Addresses, LocalAddress, ServiceSettings
+
+# As the workers propose.
+Auto = Literal["auto"]
+
+# A worker's proposal may be less than a prompt, which without chunks has to fit a step. ATOM's default.
+_TOKENS_WITHOUT_CHUNKS = 16384
 
 
 class SchedulerSettings(ServiceSettings):
@@ -41,8 +47,10 @@ class SchedulerSettings(ServiceSettings):
         default=None, description="Address to serve metrics for Prometheus on, as GET /metrics over HTTP."
     )
     max_num_seqs: int = Field(default=512, ge=1, le=65536, description="Most sequences that run at once.")
-    max_num_batched_tokens: int = Field(
-        default=16384, ge=1, description="Most tokens computed in one step: its token budget."
+    max_num_batched_tokens: Annotated[int, Field(ge=1)] | Auto = Field(
+        default="auto",
+        description="Most tokens computed in one step: its token budget. With auto, prompt tokens alone are counted, "
+        "and the worker proposes how many: 512 on a CPU, 16384 on a GPU; 16384 without --enable-chunked-prefill.",
     )
     kv_cache_block_size: int = Field(default=16, description="Tokens per KV block: 1, or a multiple of 16.")
     enable_prefix_caching: bool = Field(default=True, description="Share the KV blocks of equal prefixes.")
@@ -60,8 +68,10 @@ class SchedulerSettings(ServiceSettings):
     enable_chunked_prefill: bool = Field(
         default=True, description="Compute a prompt that does not fit a step's token budget over several steps."
     )
-    enable_mixed_steps: bool = Field(
-        default=False, description="Let decodes join prefill steps, and prompts fill what they leave of the budget."
+    enable_mixed_steps: bool | Auto = Field(
+        default="auto",
+        description="Let decodes join prefill steps, and prompts fill what they leave of the budget: true, false, or "
+        "as the worker proposes: on a CPU yes, on a GPU no.",
     )
 
     queue_policy: Literal["fcfs", "priority", "longest_prefix"] = Field(
@@ -134,14 +144,14 @@ class SchedulerSettings(ServiceSettings):
 
     @model_validator(mode="after")
     def _check_budget(self) -> SchedulerSettings:
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            # A decode step has a token for each sequence that runs.
+        # A decode step has a token for each sequence that runs; with auto they do not count.
+        if self.max_num_batched_tokens != "auto" and self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError("--max-num-batched-tokens must be at least --max-num-seqs")
         return self
 
     @model_validator(mode="after")
     def _check_mixed_steps(self) -> SchedulerSettings:
-        if self.enable_mixed_steps and not self.enable_chunked_prefill:
+        if self.enable_mixed_steps is True and not self.enable_chunked_prefill:
             raise ValueError("--enable-mixed-steps needs --enable-chunked-prefill")
         return self
 
@@ -157,11 +167,11 @@ class SchedulerSettings(ServiceSettings):
         """The part that the scheduler decides by."""
         return SchedulerPolicy(
             max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_batched_tokens=self._max_num_batched_tokens,
             delay_factor=self.scheduler_delay_factor,
             max_steps_in_flight=self.max_steps_in_flight,
             enable_chunked_prefill=self.enable_chunked_prefill,
-            enable_mixed_steps=self.enable_mixed_steps,
+            enable_mixed_steps=None if self.enable_mixed_steps == "auto" else self.enable_mixed_steps,
             queue_policy=QueuePolicy(self.queue_policy),
             max_age_s=self.max_queue_age_s,
             admission_policy=AdmissionPolicy(self.admission_policy),
@@ -174,6 +184,12 @@ class SchedulerSettings(ServiceSettings):
             max_prefill_wait_steps=self.max_prefill_wait_steps,
             worker_silence_s=self.worker_silence_s,
         )
+
+    @property
+    def _max_num_batched_tokens(self) -> int | None:
+        if self.max_num_batched_tokens != "auto":
+            return self.max_num_batched_tokens
+        return None if self.enable_chunked_prefill else max(_TOKENS_WITHOUT_CHUNKS, self.max_num_seqs)
 
     @property
     def topology(self) -> CellTopology:

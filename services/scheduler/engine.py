@@ -31,6 +31,7 @@ from services.scheduler.policy import CacheSettings, CellTopology, SchedulerCoun
 from services.scheduler.request_desk import RequestDesk, deliver
 from services.scheduler.requests import RequestTable
 from services.scheduler.state import CellState
+from services.scheduler.step_budget import StepBudget
 from shared.limits import ModelLimits
 
 _ONE_RANK = CellTopology()
@@ -151,8 +152,8 @@ class Engine:
         return actions + self._go_on(now) if faults else actions
 
     def _on_domain_attached(self, domain: Domain, facts: tuple[WorkerFacts, ...], now: float) -> list[Action]:
-        context_length = facts[0].context_length
-        if not self._policy.enable_chunked_prefill and self._policy.max_num_batched_tokens < context_length:
+        context_length, budget = facts[0].context_length, StepBudget.of(self._policy, facts[0])
+        if not self._policy.enable_chunked_prefill and budget.max_prompt_tokens < context_length:
             # A prompt of the full context could never be computed.
             return [Exit(f"max_num_batched_tokens is below the model's context of {context_length}")]
         actions: list[Action] = []

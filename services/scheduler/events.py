@@ -33,6 +33,10 @@ class WorkerFacts:
     """Equal where results are bitwise equal."""
     is_exact: bool = False
     """Whether a row's bits depend on nothing but its own tokens."""
+    proposed_prompt_tokens: int = 16384
+    """Most prompt tokens of a step, where nobody set a budget."""
+    proposes_mixed_steps: bool = False
+    """Whether prompts and decodes are computed in one step, where nobody said."""
 
 
 @dataclass(frozen=True, slots=True)

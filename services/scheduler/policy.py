@@ -13,14 +13,17 @@ RECOVERY_BUCKETS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 @dataclass(frozen=True, slots=True)
 class SchedulerPolicy:
-    """How the scheduler decides; defaults are ATOM's, and chunks for prompts that do not fit a step."""
+    """How the scheduler decides; defaults are ATOM's, and chunks for prompts that do not fit a step.
+
+    Of what may be None a rank goes by what its workers propose. See `step_budget`.
+    """
 
     max_num_seqs: int = 512
-    max_num_batched_tokens: int = 16384
+    max_num_batched_tokens: int | None = 16384
     delay_factor: float = 0.0
     max_steps_in_flight: int = 2
     enable_chunked_prefill: bool = True
-    enable_mixed_steps: bool = False
+    enable_mixed_steps: bool | None = False
     max_waiting_requests: int = 1024
     max_waiting_tokens: int = 2_000_000
     max_prompt_logprob_bytes: int = 256 * 1024 * 1024

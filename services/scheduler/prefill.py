@@ -12,6 +12,7 @@ from services.scheduler.policy import SchedulerCounters, SchedulerPolicy
 from services.scheduler.prefix_cache import CachedPrefix
 from services.scheduler.running_batch import RunningBatch
 from services.scheduler.sequence import TOKEN_BYTES, Sequence, SequenceType
+from services.scheduler.step_budget import StepBudget
 from services.scheduler.stops import watched_tokens
 from services.scheduler.waiting_queue import WaitingQueue
 from shared.limits import SamplingParams
@@ -60,6 +61,7 @@ class PrefillPlanner:
     ) -> None:
         self._new_token_ratio = new_token_ratio
         self._policy = policy
+        self._budget = StepBudget.of(policy, facts)
         self._waiting = waiting
         self._running = running
         self._blocks = running.blocks
@@ -159,8 +161,8 @@ class PrefillPlanner:
         """How many of a waiting sequence's new tokens go with this step; 0 when it waits for another one."""
         if num_new_tokens <= budget:
             return num_new_tokens
-        fits_no_step = num_new_tokens > self._policy.max_num_batched_tokens
-        may_chunk = self._policy.enable_chunked_prefill and (fits_no_step or self._policy.enable_mixed_steps)
+        fits_no_step = num_new_tokens > self._budget.max_prompt_tokens
+        may_chunk = self._policy.enable_chunked_prefill and (fits_no_step or self._budget.mixes)
         return budget if may_chunk else 0
 
     def _take_tokens(self, seq: Sequence, num_tokens: int, prefill: Prefill) -> bytes:

@@ -28,6 +28,7 @@ from services.scheduler.prefill import Prefill, PrefillPlanner
 from services.scheduler.result_taker import ResultTaker
 from services.scheduler.running_batch import RunningBatch
 from services.scheduler.sequence import Numerics, Sequence, SequenceStatus
+from services.scheduler.step_budget import StepBudget
 from services.scheduler.step_deadline import StepDeadline
 from services.scheduler.waiting_queue import QueuePolicy, WaitingQueue
 
@@ -78,6 +79,7 @@ class Scheduler:
 
     def begin_epoch(self, facts: WorkerFacts) -> None:
         """Start anew with a worker's empty pool and no step sent; nothing runs."""
+        self._budget = StepBudget.of(self._policy, facts)
         self.blocks = BlockManager(
             facts.num_blocks, self._cache.block_size, enable_prefix_caching=self._cache.enable_prefix_caching
         )
@@ -179,8 +181,8 @@ class Scheduler:
     def plan(self, now: float, *, may_prefill: bool = True) -> ScheduledBatch | None:
         """Plan the next step: a prefill when the gate is open and one fits, else a decode of all that run.
 
-        With mixed steps, decodes join a prefill, and what they leave of the budget is the prefill's. It must be sent
-        before anything else happens.
+        With mixed steps, decodes join a prefill, which gets what they leave of the budget (see `StepBudget`). The plan
+        must be sent before anything else happens.
 
         Args:
             now: The time.
@@ -191,11 +193,11 @@ class Scheduler:
         """
         if may_prefill:
             self._make_way(now)
-        if self._policy.enable_mixed_steps:
+        if self._budget.mixes:
             decodes = self._decode.plan(now)
-            prefill = self._plan_prefill(self._policy.max_num_batched_tokens - len(decodes.rows), may_prefill, now)
+            prefill = self._plan_prefill(self._budget.left_by(len(decodes.rows)), may_prefill, now)
         else:
-            prefill = self._plan_prefill(self._policy.max_num_batched_tokens, may_prefill, now)
+            prefill = self._plan_prefill(self._budget.max_prompt_tokens, may_prefill, now)
             decodes = self._decode.plan(now) if prefill.is_empty else Decodes()
         if not decodes.rows.size and prefill.is_empty:
             return None

@@ -238,7 +238,7 @@ class CellServer:
             scheduler_instance_id=self.instance_id,
             block_size=settings.kv_cache_block_size,
             max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_num_batched_tokens=settings.policy.max_num_batched_tokens,
         )
         return DomainClient(
             DomainAttach(domain, self._topology, standing),

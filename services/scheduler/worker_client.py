@@ -275,6 +275,8 @@ def _read_acceptance(rank: int, epoch: int, response: worker_pb2.AttachResponse)
         response.default_sampling.SerializeToString(),
         response.numerics_fingerprint,
         response.is_exact,
+        response.proposed_prompt_tokens,
+        response.proposes_mixed_steps,
     )
     layout = response.layout
     is_coupled = layout.has_expert_parallel and layout.dp_size > 1

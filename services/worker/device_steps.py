@@ -60,7 +60,7 @@ class DeviceSteps:
             self.runner.attach(
                 block_size=request.block_size,
                 max_num_seqs=request.max_num_seqs,
-                max_num_batched_tokens=request.max_num_batched_tokens,
+                max_num_batched_tokens=_max_num_tokens(request, self.runner),
             )
         return num_blocks
 
@@ -82,6 +82,13 @@ class DeviceSteps:
             return
         if not self._is_alone and not isinstance(error, DrainingError):
             self._end.fail_step(error=str(error))
+
+
+def _max_num_tokens(request: worker_pb2.AttachRequest, runner: ModelRunner) -> int:
+    """Most tokens of a step of the epoch; see worker.proto."""
+    if request.HasField("max_num_batched_tokens"):
+        return request.max_num_batched_tokens
+    return runner.step_proposal.num_prompt_tokens + request.max_num_seqs
 
 
 def _brought(step: Step) -> Iterator[Int32Column]:

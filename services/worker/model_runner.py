@@ -32,6 +32,7 @@ from services.worker.replay import ReplayScorer
 from services.worker.sampler import SampledTokens, Sampler
 from services.worker.step import Int32Column, PromptLogprobs, Step, StepOutput
 from services.worker.step_input import StepInput
+from services.worker.step_proposal import propose_steps
 from shared.errors import StaleEpochError
 from shared.model_dir import ModelDirectoryError
 
@@ -89,6 +90,8 @@ class ModelRunner:
         self.layout: RankLayout = layout
         self.ops_backend: str = ops.name
         self.is_exact: bool = ops.is_exact
+        # A model is made on torch's default device.
+        self.step_proposal = propose_steps(torch.get_default_device().type)
         self.numerics_fingerprint: str = numerics_fingerprint(loaded, ops, layout)
 
     @property

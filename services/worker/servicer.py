@@ -199,6 +199,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             layout=to_layout_message(self._layout),
             is_stuck=is_stuck,
             last_step_epoch=epoch.last_launched.epoch,
+            proposed_prompt_tokens=runner.step_proposal.num_prompt_tokens,
+            proposes_mixed_steps=runner.step_proposal.mixes,
         )
 
 
@@ -215,10 +217,13 @@ async def _fewest(blocks: list[asyncio.Future[int]]) -> int:
 
 
 def _check_sizes(request: worker_pb2.AttachRequest, runner: ModelRunner) -> None:
+    sizes = {"block_size": request.block_size, "max_num_seqs": request.max_num_seqs}
+    if request.HasField("max_num_batched_tokens"):
+        sizes["max_num_batched_tokens"] = request.max_num_batched_tokens
     violations = [
-        Violation(name, "OUT_OF_RANGE", f"must be between 1 and {limit}")
-        for name, limit in _MAX_SIZES.items()
-        if not 1 <= getattr(request, name) <= limit
+        Violation(name, "OUT_OF_RANGE", f"must be between 1 and {_MAX_SIZES[name]}")
+        for name, size in sizes.items()
+        if not 1 <= size <= _MAX_SIZES[name]
     ]
     if violations:
         raise InvalidRequestError.from_violations(violations)

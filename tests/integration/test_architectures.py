@@ -23,7 +23,7 @@ SERVED_FAST = ("DeepseekV32ForCausalLM", "GptOssForCausalLM", "Glm4MoeForCausalL
 PROMPTS = make_prompts((1, 70, 16, 40, 5, 33, 100, 40), seed=9)
 NUM_TOKENS = 32
 # Prompts in chunks, beside decodes.
-CHUNKS = ("--scheduler.max-num-seqs=8", "--scheduler.max-num-batched-tokens=32", "--scheduler.enable-mixed-steps")
+CHUNKS = ("--scheduler.max-num-seqs=8", "--scheduler.max-num-batched-tokens=32", "--scheduler.enable-mixed-steps=true")
 
 
 def serve_cases() -> list[Any]:

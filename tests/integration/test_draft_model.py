@@ -21,7 +21,7 @@ FLAGS = (
     "--worker.kv-cache-num-blocks=14",
     "--scheduler.max-num-batched-tokens=32",
     "--scheduler.max-num-seqs=8",
-    "--scheduler.enable-mixed-steps",
+    "--scheduler.enable-mixed-steps=true",
 )
 
 

@@ -106,7 +106,7 @@ async def test_block_sizes_with_a_prefix_cache(
         [
             "--scheduler.max-num-seqs=40",
             "--scheduler.max-num-batched-tokens=40",
-            "--scheduler.enable-mixed-steps",
+            "--scheduler.enable-mixed-steps=true",
             "--scheduler.max-steps-in-flight=3",
         ],
     ],

@@ -184,7 +184,7 @@ class EpochWatch:
         assert len(self._batch) <= policy.max_num_seqs, "more sequences than may be"
         chunks = [*batch.chunks, *(enter.chunk for enter in batch.enters)]
         num_tokens = len(batch.decode_slots) + sum(chunk.num_tokens for chunk in chunks)
-        assert num_tokens == batch.num_tokens <= policy.max_num_batched_tokens, "more tokens than a step may have"
+        assert num_tokens == batch.num_tokens <= self._settings.max_step_tokens, "more tokens than a step may have"
         assert num_tokens or self._settings.topology.is_coupled, "a step that computes nothing"
         assert policy.enable_mixed_steps or not len(batch.decode_slots) or not chunks, "prompts and decodes in a step"
         is_whole = all(not chunk.num_later_tokens for chunk in chunks)
@@ -304,7 +304,7 @@ class EpochWatch:
             # Choices of a request arrive together.
             ahead.update(other for other in self._live.values() if other.arrived_at <= entry.arrived_at)
             self._num_steps_waited[entry] += 1
-            bound = max_steps_to_admission(len(ahead), MAX_REQUEST_TOKENS, policy.max_num_batched_tokens)
+            bound = max_steps_to_admission(len(ahead), MAX_REQUEST_TOKENS, self._settings.max_step_tokens)
             # Coupled ranks wait for each other with their prompts.
             bound *= 1 + policy.max_prefill_wait_steps
             assert self._num_steps_waited[entry] <= bound, "a request waits longer than it may"

@@ -7,7 +7,7 @@ import pytest
 from services.scheduler.policy import SchedulerPolicy
 from tests.simulation.coupled_cells import LOADS, Arrival, Load, run_atom, run_ours
 
-POLICY = SchedulerPolicy(max_num_seqs=64, max_num_batched_tokens=4096)
+POLICY = SchedulerPolicy(max_num_seqs=64, max_num_batched_tokens=4096, enable_mixed_steps=False)
 SEEDS = (1, 2, 3)
 # Bursts of twice as many requests as ranks are spread evenly by turns alone: nothing is left to do better.
 COMPARED_LOADS = [load for load in LOADS if not load.name.startswith("bursts")]

@@ -10,6 +10,7 @@ from services.scheduler.events import WorkerFacts
 from services.scheduler.policy import CacheSettings, CellTopology, SchedulerPolicy
 from services.scheduler.retraction import RetractionPolicy
 from services.scheduler.sequence import Finish, FinishReason, Priority
+from services.scheduler.step_budget import StepBudget
 from services.scheduler.waiting_queue import QueuePolicy
 from services.worker.enter_checks import BatchLimits
 from shared.limits import NO_OPTIONS, SamplingOptions, SamplingParams
@@ -62,11 +63,16 @@ class CellSettings:
         )
 
     @property
+    def max_step_tokens(self) -> int:
+        """Most tokens of a step."""
+        return StepBudget.of(self.policy, self.worker_facts(1)).max_tokens
+
+    @property
     def batch_limits(self) -> BatchLimits:
         """What scheduler and worker agree on."""
         return BatchLimits(
             self.policy.max_num_seqs,
-            self.policy.max_num_batched_tokens,
+            self.max_step_tokens,
             self.cache.block_size,
             self.num_blocks,
             CONTEXT_LENGTH,

@@ -29,6 +29,7 @@ from services.scheduler.events import (
 from services.scheduler.logprobs import Logprobs
 from services.scheduler.policy import CacheSettings, CellTopology, SchedulerPolicy
 from services.scheduler.sequence import Priority
+from services.scheduler.step_budget import StepBudget
 from services.worker.enter_checks import BatchLimits
 from shared.limits import TOKEN_DTYPE, SamplingParams
 from tests.support.cell_model import VOCABULARY, Oracle, WorkerModel, expected_completion, logprobs_of
@@ -160,9 +161,12 @@ class EngineDriver:
         policy = replace(policy or SchedulerPolicy(), max_steps_in_flight=depth)
         self.topology = topology or CellTopology()
         self.engine = Engine(policy, CacheSettings(block_size, enable_prefix_caching), self.topology)
+        self._facts = worker_facts(
+            num_blocks=num_blocks, context_length=context_length, num_draft_tokens=num_draft_tokens
+        )
         self.limits = BatchLimits(
             policy.max_num_seqs,
-            policy.max_num_batched_tokens,
+            StepBudget.of(policy, self._facts).max_tokens,
             block_size,
             num_blocks,
             context_length,
@@ -176,9 +180,6 @@ class EngineDriver:
         self.told: dict[tuple[int, int], Told] = {}
         self.actions: list[Action] = []
         self.num_beats = 0
-        self._facts = worker_facts(
-            num_blocks=num_blocks, context_length=context_length, num_draft_tokens=num_draft_tokens
-        )
         if attach:
             for domain in range(self.topology.num_domains):
                 self.attach(domain)

@@ -85,12 +85,13 @@ def _default(field: FieldInfo) -> str:
 
 
 def _choices(annotation: Any) -> Iterator[object]:
-    """The values of a Literal, also of one that may be None."""
+    """The values of a Literal, also of one that may be None; none where something else is possible as well."""
     if get_origin(annotation) is Literal:
         yield from get_args(annotation)
     elif get_origin(annotation) in (Union, types.UnionType):
-        for member in get_args(annotation):
-            yield from _choices(member)
+        members = [member for member in get_args(annotation) if member is not types.NoneType]
+        if len(members) == 1:
+            yield from _choices(members[0])
 
 
 def _is_positional(field: FieldInfo) -> bool:

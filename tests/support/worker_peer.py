@@ -56,6 +56,7 @@ class WorkerPeer(worker_pb2_grpc.WorkerServiceServicer):
             logits_width=VOCABULARY,
             eos_token_ids=[7],
             ops_backend="model",
+            proposed_prompt_tokens=16384,
         )
         self.place(0, 1, is_coupled=False)
         self._num_streams = 0
@@ -87,7 +88,7 @@ class WorkerPeer(worker_pb2_grpc.WorkerServiceServicer):
         self._model = WorkerModel(
             BatchLimits(
                 request.max_num_seqs,
-                request.max_num_batched_tokens,
+                request.max_num_batched_tokens or self.response.proposed_prompt_tokens + request.max_num_seqs,
                 request.block_size,
                 self.num_blocks,
                 self.context_length,

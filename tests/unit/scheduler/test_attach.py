@@ -150,7 +150,16 @@ def test_a_group_that_stands_elsewhere_is_not_used(place: GroupPlace) -> None:
     assert "group 1" in retry_of(commands).reason
 
 
-@pytest.mark.parametrize("change", [{"model_digest": "other"}, {"is_exact": True}, {"num_draft_tokens": 1}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_digest": "other"},
+        {"is_exact": True},
+        {"num_draft_tokens": 1},
+        {"proposed_prompt_tokens": 512},
+        {"proposes_mixed_steps": True},
+    ],
+)
 def test_groups_that_differ_in_what_they_must_share_are_not_used(change: dict[str, Any]) -> None:
     attach = offered()
     attach.on_event(accepted(0), 5.0)

@@ -18,6 +18,9 @@ from shared.config import load_settings
         ("--kv-cache-block-size", "8"),
         ("--kv-cache-block-size", "24"),
         ("--max-num-seqs", "0"),
+        ("--max-num-batched-tokens", "0"),
+        ("--max-num-batched-tokens", "many"),
+        ("--enable-mixed-steps", "perhaps"),
         ("--scheduler-delay-factor", "nan"),
         ("--max-unread-s", "0"),
         ("--workers", "127.0.0.1:1,nowhere"),
@@ -38,6 +41,32 @@ def test_a_token_budget_below_a_full_decode_step_is_refused(capsys: pytest.Captu
     with pytest.raises(SystemExit):
         load_settings(SchedulerSettings, [*flags, "31"])
     assert "--max-num-batched-tokens" in capsys.readouterr().err
+
+
+def test_without_flags_the_workers_propose_the_token_budget_and_mixed_steps() -> None:
+    policy = load_settings(SchedulerSettings, ["--max-num-seqs", "60000"]).policy
+    assert (policy.max_num_batched_tokens, policy.enable_mixed_steps) == (None, None)
+    flags = ["--max-num-seqs=60000", "--max-num-batched-tokens=auto", "--enable-mixed-steps=auto"]
+    assert load_settings(SchedulerSettings, flags).policy == policy
+
+
+@pytest.mark.parametrize(("value", "is_enabled"), [("true", True), ("false", False), ("on", True)])
+def test_flags_go_before_what_workers_propose(value: str, is_enabled: bool) -> None:
+    flags = ["--max-num-batched-tokens=4096", f"--enable-mixed-steps={value}"]
+    policy = load_settings(SchedulerSettings, flags).policy
+    assert (policy.max_num_batched_tokens, policy.enable_mixed_steps) == (4096, is_enabled)
+
+
+def test_prompts_that_must_fit_a_step_have_a_budget_that_no_worker_lowers() -> None:
+    flags = ["--no-enable-chunked-prefill", "--max-num-seqs"]
+    assert load_settings(SchedulerSettings, [*flags, "512"]).policy.max_num_batched_tokens == 16384
+    assert load_settings(SchedulerSettings, [*flags, "20000"]).policy.max_num_batched_tokens == 20000
+
+
+def test_mixed_steps_need_chunks(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_settings(SchedulerSettings, ["--enable-mixed-steps=true", "--no-enable-chunked-prefill"])
+    assert "--enable-chunked-prefill" in capsys.readouterr().err
 
 
 def test_workers_are_given_by_rank_with_commas_between_them() -> None:

@@ -18,9 +18,20 @@ from services.worker.model_runner import ModelRunner
 from services.worker.ngram_drafts import LookupProposer, NgramProposer
 from services.worker.sampling_defaults import SamplingDefaults
 from services.worker.step import Int32Column
+from services.worker.step_proposal import StepProposal, propose_steps
 from tests.support.worker_runner import WrappedModel, generate_alone, make_runner
-from tests.support.worker_service import PROMPTS, Worker, error_of, prefill_of, read, request, rest_of
-from tests.support.worker_steps import column, decode_step, pack, unpack
+from tests.support.worker_service import (
+    PROMPTS,
+    Worker,
+    attach_request,
+    blocks_of,
+    error_of,
+    prefill_of,
+    read,
+    request,
+    rest_of,
+)
+from tests.support.worker_steps import column, decode_step, make_enter, pack, prefill_step, unpack
 
 
 class RightProposer(LookupProposer):
@@ -55,6 +66,30 @@ async def test_attach_tells_what_the_worker_drafts(loading_worker: Worker, loade
     loading_worker.open(make_runner(loaded, drafting=Drafting(NgramProposer(), 6)))
     response = await loading_worker.attach(2)
     assert (response.num_draft_tokens, response.needs_all_tokens) == (6, True)
+
+
+async def test_a_worker_on_a_cpu_proposes_few_prompt_tokens_beside_all_decodes(worker: Worker) -> None:
+    response = await worker.attach(1)
+    assert (response.proposed_prompt_tokens, response.proposes_mixed_steps) == (512, True)
+    assert propose_steps("cuda") == StepProposal(16384, mixes=False)
+
+
+async def test_where_nobody_sets_a_budget_a_step_has_what_is_proposed_and_a_token_of_each_sequence(
+    loading_worker: Worker, loaded: LoadedModel
+) -> None:
+    runner = make_runner(loaded)
+    runner.step_proposal = StepProposal(4, mixes=True)
+    loading_worker.open(runner)
+    claim = attach_request(1, max_num_seqs=3)
+    claim.ClearField("max_num_batched_tokens")
+    await loading_worker.stub.Attach(claim)
+    fitting = prefill_step(make_enter(0, list(range(7)), blocks_of(0)), step_id=1)
+    assert [len(tokens) for tokens in await loading_worker.run(fitting)] == [1]
+    claim.epoch = 2
+    await loading_worker.stub.Attach(claim)
+    above = prefill_step(make_enter(0, list(range(8)), blocks_of(0)), step_id=1)
+    code, reason, _ = await error_of(loading_worker.run(above, epoch=2))
+    assert (code, reason) == (grpc.StatusCode.FAILED_PRECONDITION, "STEP_MISMATCH")
 
 
 async def test_attach_tells_what_requests_leave_to_the_model(loading_worker: Worker, loaded: LoadedModel) -> None:
