@@ -133,6 +133,13 @@ class QueueFullError(ServiceError):
     reason = "QUEUE_FULL"
 
 
+class NotSupportedError(ServiceError):
+    """The request asks for what this release cannot do, or cannot do with this model."""
+
+    code = ErrorCode.UNIMPLEMENTED
+    reason = "NOT_SUPPORTED"
+
+
 class NotReadyError(ServiceError):
     """The service is loading, or is not linked to what it needs."""
 

@@ -42,17 +42,18 @@ class GrammarLibrary:
         Args:
             model_dir: The model's directory.
             eos_token_ids: What ends a text; if there is none, the token that the tokenizer itself ends texts with.
-            num_tokens: Tokens that masks are to have at least; absent, they have the tokenizer's.
+            num_tokens: Tokens of the model, which masks have: the tokenizer may know fewer or more. Absent, masks have
+                the tokenizer's.
 
         Raises:
-            ModelDirectoryError: the tokenizer is missing or malformed.
+            ModelDirectoryError: the tokenizer is missing or malformed, or of a kind that the library does not know.
         """
         path = model_dir / TOKENIZER
         try:
             self.tokenizer = _load_tokenizer(path.read_text(encoding="utf-8"), list(eos_token_ids), num_tokens)
         except (OSError, ValueError) as error:
             raise ModelDirectoryError(f"{path}: {error}") from error
-        self.num_tokens: int = self.tokenizer.vocab_size
+        self.num_tokens: int = num_tokens or self.tokenizer.vocab_size
 
     def compile(self, grammar: str) -> LLMatcher:
         """A matcher at the beginning of a text.
@@ -70,7 +71,7 @@ class GrammarLibrary:
         End-of-sequence tokens may where the text may end. They alone may once it has ended, and when the matcher fails,
         which `matcher.is_error` tells: nothing fits behind the text, or following it costs too much.
         """
-        words = np.empty((self.num_tokens + 31) // 32, np.uint32)
+        words = np.empty((self.tokenizer.vocab_size + 31) // 32, np.uint32)
         matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         return np.unpackbits(words.view(np.uint8), count=self.num_tokens, bitorder="little").view(np.bool_)
 

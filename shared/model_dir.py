@@ -53,18 +53,36 @@ def model_digest(model_dir: Path) -> str:
     return digest.hexdigest()
 
 
+def vocabulary_size(model_dir: Path) -> int | None:
+    """Tokens that the model knows, by its configuration; None where that does not say.
+
+    Raises:
+        ModelDirectoryError: the file is malformed.
+    """
+    size = read_json(model_dir, CONFIG).get("vocab_size")
+    if size is not None and (type(size) is not int or size < 1):
+        raise ModelDirectoryError(f"{model_dir / CONFIG}: vocab_size is {size!r}, not a whole number from 1")
+    return size
+
+
 def eos_token_ids(model_dir: Path) -> tuple[int, ...]:
     """End-of-sequence tokens: the generation configuration's, else the model configuration's; may be empty.
 
     Raises:
-        ModelDirectoryError: a file is malformed.
+        ModelDirectoryError: a file is malformed, or the model does not know such a token.
     """
-    value: object = None
+    name, value = GENERATION_CONFIG, None
     if (model_dir / GENERATION_CONFIG).exists():
         value = read_json(model_dir, GENERATION_CONFIG).get("eos_token_id")
     if value is None:
-        value = read_json(model_dir, CONFIG).get("eos_token_id")
+        name, value = CONFIG, read_json(model_dir, CONFIG).get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(token_id, int) and token_id >= 0 for token_id in ids):
-        raise ModelDirectoryError(f"{model_dir}: eos_token_id is no token id or list of them")
+    if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+        raise ModelDirectoryError(f"{model_dir / name}: eos_token_id is {value!r}, no token id or list of them")
+    size = vocabulary_size(model_dir)
+    if size is not None and ids and max(ids) >= size:
+        raise ModelDirectoryError(
+            f"{model_dir / name}: eos_token_id is {value!r}, but by {CONFIG} the vocabulary has {size} tokens, so ids "
+            f"are below that"
+        )
     return tuple(ids)

@@ -23,7 +23,7 @@ from llguidance import LLMatcher
 from services.tokenizer.grammar_source import grammar_source
 from shared.grammar import GrammarError, GrammarLibrary, check_matcher
 from shared.limits import MAX_GRAMMAR_BYTES
-from shared.model_dir import eos_token_ids
+from shared.model_dir import eos_token_ids, vocabulary_size
 
 _MAX_MESSAGE_LENGTH = 500
 # A grammar may be cheap to compile and dear to follow.
@@ -45,7 +45,8 @@ class GrammarTrial:
     def __init__(self, library: GrammarLibrary) -> None:
         self._library = library
         tokens = map(library.tokenizer.greedy_tokenize, _CLOSERS)
-        self._closers = np.array([token_ids[0] for token_ids in tokens if len(token_ids) == 1], np.int64)
+        closers = [token_ids[0] for token_ids in tokens if len(token_ids) == 1]
+        self._closers = np.array([token_id for token_id in closers if token_id < library.num_tokens], np.int64)
         self._eos_token_ids = library.tokenizer.eos_tokens
 
     def run(self, kind: str, text: str) -> str:
@@ -115,7 +116,8 @@ def main() -> int:
     _die_with(args.parent_pid)
     resource.setrlimit(resource.RLIMIT_AS, (args.memory_bytes, args.memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    trial = GrammarTrial(GrammarLibrary(args.model_dir, eos_token_ids(args.model_dir)))
+    eos_ids, num_tokens = eos_token_ids(args.model_dir), vocabulary_size(args.model_dir)
+    trial = GrammarTrial(GrammarLibrary(args.model_dir, eos_ids, num_tokens))
     # Getting ready must not take long; trying may when the machine is busy.
     os.nice(_NICENESS)
     _answer({"is_ready": True})

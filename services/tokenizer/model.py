@@ -9,6 +9,7 @@ from services.tokenizer.config import TokenizerSettings
 from services.tokenizer.detokenizer import TokenTexts, make_token_texts
 from services.tokenizer.encoder import Encoder, load_tokenizer
 from services.tokenizer.grammar_child import TrialLimits
+from services.tokenizer.model_checks import can_compile_grammars, warn_of_unknown_tokens
 from services.tokenizer.prompts import PromptEncoder
 from services.tokenizer.reply_parsers import ReplyParsers, load_reply_parsers
 from services.tokenizer.structured_output import StructuredOutputs
@@ -31,9 +32,11 @@ def load_model(settings: TokenizerSettings) -> ServedModel:
     """Read the model's directory.
 
     Raises:
-        ModelDirectoryError: a file is missing or malformed, or the chat template does not render a plain message.
+        ModelDirectoryError: a file is missing or malformed, an EOS token is one that the model does not know, or the
+            chat template does not render a plain message.
     """
     tokenizer = load_tokenizer(settings.model_dir)
+    warn_of_unknown_tokens(tokenizer, settings.model_dir)
     encoder = Encoder(tokenizer, num_threads=settings.num_encode_threads)
     template = load_chat_template(settings.model_dir, timeout_s=settings.template_timeout_s)
     prompts = PromptEncoder(encoder, template)
@@ -44,5 +47,5 @@ def load_model(settings: TokenizerSettings) -> ServedModel:
         prompts,
         make_token_texts(tokenizer),
         load_reply_parsers(settings.model_dir, prompts, name=settings.reply_parser),
-        StructuredOutputs(settings.model_dir, grammar_limits),
+        StructuredOutputs(settings.model_dir, grammar_limits, can_compile=can_compile_grammars(settings.model_dir)),
     )

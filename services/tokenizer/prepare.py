@@ -47,6 +47,7 @@ class RequestPreparer:
             TemplateFailedError: a conversation, and the model has no template.
             RequestTooLargeError: a conversation whose rendered text is too large.
             PromptTooLongError, ContextExceededError, KvCapacityExceededError: a prompt does not fit.
+            NotSupportedError: a constrained text, and no grammar can be compiled for the model.
         """
         sampling = request.sampling
         if request.bad_words:

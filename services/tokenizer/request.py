@@ -17,7 +17,7 @@ from services.tokenizer.chat_request import chat_text_bytes, read_chat
 from services.tokenizer.conversation import Conversation
 from services.tokenizer.resolved_request import ResolvedRequest
 from services.tokenizer.text_size import check_text_bytes
-from shared.errors import ModelNotFoundError, Violation
+from shared.errors import InvalidRequestError, ModelNotFoundError, Violation
 from shared.limits import TOKEN_DTYPE, ModelLimits, SamplingParams, check_prompt
 from shared.request_fields import (
     raise_violations,
@@ -157,7 +157,10 @@ def resolve_request(
         InvalidRequestError: the prompt has no token, or one that the model does not know.
         PromptTooLongError, ContextExceededError, KvCapacityExceededError: it does not fit.
     """
-    check_prompt(prompt_token_ids, limits, field=f"{request.field_prefix(index)}prompt")
+    field = f"{request.field_prefix(index)}prompt"
+    if isinstance(request.prompts[index], str | Conversation):
+        _check_known(prompt_token_ids, limits.logits_width, field)
+    check_prompt(prompt_token_ids, limits, field=field)
     sampling = resolve_max_tokens(sampling, prompt_token_ids.size, limits, has_max_tokens=request.has_max_tokens)
     prompt = prompt_token_ids.astype(TOKEN_DTYPE).tobytes()
     return ResolvedRequest(
@@ -169,6 +172,17 @@ def resolve_request(
         request.n,
         is_exact=request.is_exact,
     )
+
+
+def _check_known(token_ids: TokenIds, logits_width: int, field: str) -> None:
+    """Refuse a text for which the tokenizer has a token that the model has not.
+
+    Raises:
+        InvalidRequestError: it is such a text.
+    """
+    if token_ids.size and (token_id := int(token_ids.max())) >= logits_width:
+        description = f"the tokenizer makes token {token_id} of it, and the model knows only ids below {logits_width}"
+        raise InvalidRequestError.from_violations([Violation(field, "TOKEN_ID_OUT_OF_RANGE", description)])
 
 
 def _check_prompts(

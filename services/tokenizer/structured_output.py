@@ -20,7 +20,7 @@ from pathlib import Path
 
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.grammar_child import GrammarChild, GrammarRefusedError, TrialLimits
-from shared.errors import InvalidRequestError, QueueFullError, Violation
+from shared.errors import InvalidRequestError, NotSupportedError, QueueFullError, Violation
 
 MAX_FORM_BYTES = 512 * 1024
 MAX_CHOICES = 1024
@@ -38,9 +38,16 @@ class StructuredOutputs:
     The processes that try grammars are started when there is something to try. They end with `close`, or this process.
     """
 
-    def __init__(self, model_dir: Path, limits: TrialLimits) -> None:
-        """Compile for the model of a directory; no grammar may cost more than `limits` say."""
+    def __init__(self, model_dir: Path, limits: TrialLimits, *, can_compile: bool = True) -> None:
+        """Compile for the model of a directory; no grammar may cost more than `limits` say.
+
+        Args:
+            model_dir: The model's directory.
+            limits: Of each grammar.
+            can_compile: Whether the grammar library knows the model's tokenizer; else every form is refused.
+        """
         self._model_dir = model_dir
+        self._can_compile = can_compile
         self._limits = limits
         self._idle: list[GrammarChild] = []
         self._turns = asyncio.Semaphore(_NUM_CHILDREN)
@@ -57,9 +64,12 @@ class StructuredOutputs:
         Raises:
             InvalidRequestError: it is too large, malformed, asks for what a grammar cannot promise, no text fits it
                 (`GRAMMAR_INVALID`), or it costs too much (`GRAMMAR_TOO_COMPLEX`).
+            NotSupportedError: no form can be had with this model.
             QueueFullError: too many others wait for theirs.
         """
         kind, text = _read_form(form, field)
+        if not self._can_compile:
+            raise NotSupportedError(f"{field}: grammars cannot be compiled for this model's tokenizer")
         key = hashlib.sha256(f"{kind}:{text}".encode()).digest()
         outcome = self._outcomes.get(key)
         if outcome is None:

@@ -41,7 +41,6 @@ class GrammarCompiler:
             ModelDirectoryError: the tokenizer is missing or malformed.
         """
         self._library = GrammarLibrary(model_dir, eos_token_ids, logits_width)
-        self._logits_width = logits_width
         self._only_the_end = np.zeros(logits_width, np.bool_)
         self._only_the_end[list(eos_token_ids)] = True
         # At the beginning of their text, and never advanced: a copy takes 20 µs. The least recently used one is first.
@@ -77,7 +76,7 @@ class GrammarCompiler:
         """What `matcher` allows, [logits_width]; without one, only the end."""
         if matcher is None:
             return self._only_the_end
-        return self._library.allowed_tokens(matcher)[: self._logits_width]
+        return self._library.allowed_tokens(matcher)
 
     def prepare(self, matcher: GrammarMatcher) -> None:
         """Have its mask computed soon, in another thread."""
@@ -131,6 +130,10 @@ class GrammarMatcher:
         mask = self._compiler.mask(matcher)
         if matcher is not None and matcher.is_error():
             self._fail(matcher.stop_reason())
+        elif not mask.any():
+            # The tokenizer may know more tokens than the model.
+            self._fail("it needs a token that the model does not have")
+            return self._compiler.mask(None)
         return mask
 
     def _begun(self) -> LLMatcher | None:

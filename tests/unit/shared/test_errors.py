@@ -22,6 +22,7 @@ from shared.errors import ErrorCode, InvalidRequestError, ServiceError, Violatio
         (errors.ExactUnavailableError, ErrorCode.FAILED_PRECONDITION, "EXACT_UNAVAILABLE"),
         (errors.ModelNotFoundError, ErrorCode.NOT_FOUND, "MODEL_NOT_FOUND"),
         (errors.DuplicateRequestError, ErrorCode.ALREADY_EXISTS, "DUPLICATE_REQUEST"),
+        (errors.NotSupportedError, ErrorCode.UNIMPLEMENTED, "NOT_SUPPORTED"),
         (errors.GroupMismatchError, ErrorCode.FAILED_PRECONDITION, "GROUP_MISMATCH"),
         (errors.NotReadyError, ErrorCode.UNAVAILABLE, "NOT_READY"),
         (errors.DrainingError, ErrorCode.UNAVAILABLE, "DRAINING"),

@@ -60,6 +60,7 @@ def test_bytes_that_move_between_the_files_change_the_digest(tmp_path: Path) -> 
         ({"eos_token_id": 2}, {"eos_token_id": [7]}, (7,)),
         ({"eos_token_id": 2}, {}, (2,)),
         ({"eos_token_id": 0}, None, (0,)),
+        ({"vocab_size": 10}, {"eos_token_id": 9}, (9,)),
         ({}, None, ()),
     ],
 )
@@ -69,7 +70,23 @@ def test_the_generation_configuration_names_the_eos_tokens_first(
     assert eos_token_ids(write_model(tmp_path, config=config, generation=generation)) == expected
 
 
-@pytest.mark.parametrize("value", ["2", [2, "3"], -1, 2.5])
+@pytest.mark.parametrize(
+    ("config", "generation", "message"),
+    [
+        ({"vocab_size": 10}, {"eos_token_id": 10}, r"generation_config\.json: eos_token_id is 10, .* has 10 tokens"),
+        ({"vocab_size": 10}, {"eos_token_id": [2, 99]}, r"generation_config\.json: eos_token_id is \[2, 99\]"),
+        ({"vocab_size": 10, "eos_token_id": 11}, None, r"/config\.json: eos_token_id is 11, .* has 10 tokens"),
+        ({"vocab_size": "10", "eos_token_id": 1}, None, r"config\.json: vocab_size is '10'"),
+    ],
+)
+def test_an_eos_token_that_the_model_does_not_know_is_refused_by_name(
+    tmp_path: Path, config: object, generation: object, message: str
+) -> None:
+    with pytest.raises(ModelDirectoryError, match=message):
+        eos_token_ids(write_model(tmp_path, config=config, generation=generation))
+
+
+@pytest.mark.parametrize("value", ["2", [2, "3"], -1, 2.5, True])
 def test_an_eos_token_that_is_no_id_is_refused(tmp_path: Path, value: object) -> None:
     with pytest.raises(ModelDirectoryError, match="eos_token_id"):
         eos_token_ids(write_model(tmp_path, config={"eos_token_id": value}))

@@ -12,10 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from llguidance import LLMatcher
+from tokenizers import Tokenizer
 
 from services.worker import grammar as worker_grammar
 from services.worker.grammar import GrammarCompiler
-from shared.model_dir import ModelDirectoryError
+from shared.model_dir import TOKENIZER, ModelDirectoryError
 from tests.support.grammar_texts import TextWriter
 from tests.support.tiny_tokenizer import ENDOFTEXT_ID, IM_END_ID, VOCABULARY_SIZE, write_tiny_tokenizer
 
@@ -162,6 +163,22 @@ def test_more_grammars_than_are_kept_compiled_all_work(model_dir: Path, monkeypa
     writer = TextWriter(model_dir, WIDTH)
     for _ in range(2):
         assert all(writer.fits(regex_grammar(letter), letter) for letter in "abcd")
+
+
+def test_a_text_that_needs_a_token_which_the_model_lacks_ends(
+    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = Tokenizer.from_file(str(model_dir / TOKENIZER))
+    tokenizer.add_tokens(["<call>"])
+    tokenizer.save(str(tmp_path / TOKENIZER))
+    compiler = GrammarCompiler(tmp_path, VOCABULARY_SIZE, [IM_END_ID])
+    matcher = compiler.matcher("start: /a*/ <[420]>")
+    assert matcher.mask().shape == (VOCABULARY_SIZE,)
+    assert not matcher.has_failed
+    matcher = compiler.matcher("start: <[420]>")
+    assert ids(matcher.mask()) == [IM_END_ID]
+    assert matcher.has_failed
+    assert [record.message for record in caplog.records] == ["a grammar cannot be followed"]
 
 
 def test_a_grammar_that_does_not_compile_ends_its_text_and_is_not_quoted(

@@ -196,6 +196,13 @@ def test_a_configuration_that_cannot_be_run_is_refused(
         load(model_dir)
 
 
+def test_an_eos_token_outside_the_vocabulary_is_refused_before_the_weights_are_read(model_dir: Path) -> None:
+    (model_dir / "generation_config.json").write_text('{"eos_token_id": [2, 512]}')
+    (model_dir / WEIGHTS).unlink()
+    with pytest.raises(ModelDirectoryError, match=r"generation_config\.json: eos_token_id is \[2, 512\].* 512 tokens"):
+        load(model_dir)
+
+
 def test_older_names_of_rope_parameters_are_read(model_dir: Path) -> None:
     expected = logits_of(load(model_dir))
     change_config(model_dir, rope_parameters=..., rope_theta=10000.0, rope_scaling=None)
