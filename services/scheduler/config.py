@@ -11,7 +11,7 @@ from services.scheduler.admission import AdmissionPolicy
 from services.scheduler.policy import CacheSettings, CellTopology, SchedulerPolicy
 from services.scheduler.retraction import RetractionPolicy
 from services.scheduler.waiting_queue import QueuePolicy
-from shared.config import Addresses, LocalAddress, ServiceSettings
+from shared.config import Addresses, LocalAddress, ServiceSettings, load_settings
 
 # As the workers propose.
 Auto = Literal["auto"]
@@ -200,3 +200,8 @@ class SchedulerSettings(ServiceSettings):
     def cache(self) -> CacheSettings:
         """The part that the KV cache is run by."""
         return CacheSettings(self.kv_cache_block_size, self.enable_prefix_caching)
+
+
+if __name__ == "__main__":
+    # `lockstep serve` asks whether the flags are good, before it starts anything.
+    load_settings(SchedulerSettings)

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from shared.config import Addresses, LocalAddress, ServiceSettings
+from shared.config import Addresses, LocalAddress, ServiceSettings, load_settings
 
 
 class TokenizerSettings(ServiceSettings):
@@ -79,3 +79,8 @@ class TokenizerSettings(ServiceSettings):
     def served_model_name(self) -> str:
         """The name that requests may give."""
         return self.model_name or self.model_dir.resolve().name
+
+
+if __name__ == "__main__":
+    # `lockstep serve` asks whether the flags are good, before it starts anything.
+    load_settings(TokenizerSettings)

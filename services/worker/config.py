@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from services.worker.layout import RankLayout
-from shared.config import Address, DraftProposerName, LocalAddress, ServiceSettings
+from shared.config import Address, DraftProposerName, LocalAddress, ServiceSettings, load_settings
 from shared.limits import MAX_DRAFT_TOKENS
 
 
@@ -131,3 +131,8 @@ class WorkerSettings(ServiceSettings):
         if (self.draft_proposer == "model") is not (self.draft_model is not None):
             raise ValueError("--draft-proposer model and --draft-model go together")
         return self
+
+
+if __name__ == "__main__":
+    # `lockstep serve` asks whether the flags are good, before it starts anything.
+    load_settings(WorkerSettings)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -14,9 +15,10 @@ from pathlib import Path
 
 import grpc
 
-from shared.cli.cell_plan import plan_services
+from shared.cli.cell_plan import ServiceCommand, plan_services
 from shared.cli.cell_processes import CellProcesses
 from shared.cli.client import answer_once, describe_failure
+from shared.cli.preflight import RefusedError, check_cell
 from shared.cli.serve_settings import ServeSettings, split_service_flags
 from shared.cli.supervisor import RestartPolicy
 from shared.config import load_settings, log_settings
@@ -30,6 +32,9 @@ logger = logging.getLogger(__name__)
 def main(argv: Sequence[str]) -> int:
     """Serve until told to stop; returns the exit code, 0 when every service stopped cleanly."""
     own_args, service_flags = split_service_flags(argv)
+    for role, flags in service_flags.items():
+        if not {"--help", "--h"}.isdisjoint(flags):
+            return subprocess.run([sys.executable, "-m", f"services.{role}.config", "--help"], check=False).returncode
     settings = load_settings(ServeSettings, own_args)
     if settings.workers and service_flags["worker"]:
         print("error: --worker.X does not go with --workers, which are started elsewhere", file=sys.stderr)
@@ -40,31 +45,45 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _serve(settings: ServeSettings, service_flags: Mapping[str, Sequence[str]], stop: asyncio.Event) -> int:
-    policy = RestartPolicy(settings.health_kill_s, settings.max_restart_delay_s)
     with tempfile.TemporaryDirectory(prefix="lockstep-") as runtime_dir:
         commands = plan_services(settings, service_flags, Path(runtime_dir))
-        scheduler = next(command.address for command in commands if command.role == "scheduler")
-        # A JSON record names its service itself.
-        cell = CellProcesses(commands, policy, has_prefixes=settings.log_format == "text")
-        running = asyncio.create_task(cell.run())
-        serving = asyncio.create_task(_bring_up(settings, cell, scheduler))
-        stopped = asyncio.create_task(stop.wait())
-        await asyncio.wait({running, serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (serving, stopped):
-            task.cancel()
-        cell.end()
-        ran, exit_code, _ = await asyncio.gather(running, serving, stopped, return_exceptions=True)
-        problems = await cell.stop()
-    for bug in (ran, exit_code):
+        try:
+            await check_cell(settings, commands)
+        except RefusedError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        problems = await _run_cell(settings, commands, stop)
+    if not problems:
+        logger.info("ended", extra={"reason": "told to stop" if stop.is_set() else "the prompt is answered"})
+    # The cause comes last: whoever looks at the end of the output sees it.
+    for problem in reversed(problems):
+        print(f"error: {problem}", file=sys.stderr)
+    return int(bool(problems))
+
+
+async def _run_cell(settings: ServeSettings, commands: Sequence[ServiceCommand], stop: asyncio.Event) -> list[str]:
+    """Run the cell until it is to stop or fails; returns what was not well, the cause of other trouble first."""
+    policy = RestartPolicy(settings.health_kill_s, settings.max_restart_delay_s)
+    scheduler = next(command.address for command in commands if command.role == "scheduler")
+    # A JSON record names its service itself.
+    cell = CellProcesses(commands, policy, has_prefixes=settings.log_format == "text")
+    running = asyncio.create_task(cell.run())
+    serving = asyncio.create_task(_bring_up(settings, cell, scheduler))
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait({running, serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (serving, stopped):
+        task.cancel()
+    cell.end()
+    ran, failure, _ = await asyncio.gather(running, serving, stopped, return_exceptions=True)
+    problems = await cell.stop()
+    for bug in (ran, failure):
         if isinstance(bug, Exception):
             raise bug
-    for problem in problems:
-        print(f"error: {problem}", file=sys.stderr)
-    return (exit_code if isinstance(exit_code, int) else 0) or int(bool(problems))
+    return [failure, *problems] if isinstance(failure, str) else problems
 
 
-async def _bring_up(settings: ServeSettings, cell: CellProcesses, scheduler_address: str) -> int:
-    """Say when the cell serves, and answer the only prompt; returns the exit code when that was all."""
+async def _bring_up(settings: ServeSettings, cell: CellProcesses, scheduler_address: str) -> str | None:
+    """Say when the cell serves, and answer the only prompt; returns when that was all, and with what went wrong."""
     await cell.has_served.wait()
     # Closed channels keep their connections until the cycles that hold them are collected.
     freeze_garbage()
@@ -72,20 +91,23 @@ async def _bring_up(settings: ServeSettings, cell: CellProcesses, scheduler_addr
         f"ready: serving {settings.model_dir.name} on {settings.bind_address}, scheduler on {scheduler_address}",
         flush=True,
     )
-    exit_code = 0
+    failure = None
     if settings.prompt is not None:
-        exit_code = await _answer_prompt(settings.bind_address, settings.prompt)
-    if not settings.exit_after_prompt:
-        await asyncio.Event().wait()
-    return exit_code
+        failure = await _answer_prompt(settings.bind_address, settings.prompt)
+    if settings.exit_after_prompt:
+        return failure
+    if failure is not None:
+        print(f"error: {failure}", file=sys.stderr)
+    await asyncio.Event().wait()
+    return None
 
 
-async def _answer_prompt(address: str, prompt: str) -> int:
+async def _answer_prompt(address: str, prompt: str) -> str | None:
+    """Stream the answer; returns why there is none, or not all of it."""
     print(f"\n> {prompt}", flush=True)
     try:
         async with make_channel(address) as channel:
             await answer_once(channel, prompt)
     except grpc.aio.AioRpcError as error:
-        print(f"error: {describe_failure(error)}", file=sys.stderr)
-        return 1
-    return 0
+        return f"the prompt was not answered: {describe_failure(error)}"
+    return None

@@ -84,6 +84,12 @@ class ServeSettings(ServiceSettings):
         return self
 
     @model_validator(mode="after")
+    def _check_addresses(self) -> ServeSettings:
+        if self.scheduler_listen == self.bind_address:
+            raise ValueError("--scheduler-listen is the address of the tokenizer: each needs its own")
+        return self
+
+    @model_validator(mode="after")
     def _check_draft_model(self) -> ServeSettings:
         if self.draft_proposer is not None and (self.draft_proposer == "model") is not (self.draft_model is not None):
             raise ValueError("--draft-proposer model and --draft-model go together")

@@ -14,6 +14,7 @@ from tests.support.cell import run_serve, start_cell
 from tests.support.client import connect, token_request
 from tests.support.generation import Way, generate
 from tests.support.parity import SmallModels, TransformersModel, load_paged, make_prompts, wrong_tokens
+from tests.support.ports import free_port
 from tests.support.small_configs import ARCHITECTURES, SMALL_CONFIGS
 from tests.support.small_mtp import MTP_ARCHITECTURES, make_small_mtp_model
 from tests.support.tiny_llama import write_tiny_llama
@@ -98,7 +99,7 @@ async def test_drafts_by_multi_token_prediction_change_no_token(
 
 def test_an_unknown_architecture_is_refused_with_the_list_of_known_ones(tmp_path: Path) -> None:
     model_dir = write_tiny_llama(tmp_path / "model", changes={"architectures": ["BloomForCausalLM"]})
-    served = run_serve(str(model_dir))
+    served = run_serve(str(model_dir), f"--listen=127.0.0.1:{free_port()}")
     assert served.returncode == 1
     assert "BloomForCausalLM" in served.stderr
     assert [name for name in ARCHITECTURES if name not in served.stderr] == []

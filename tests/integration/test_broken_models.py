@@ -74,7 +74,7 @@ def test_a_broken_model_is_told_and_ends_everything(
     damage(model)
     result = run_serve(str(model), f"--listen=127.0.0.1:{free_port()}")
     assert result.returncode == 1
-    assert "the worker exited with code 1" in result.stderr
-    (line,) = [line for line in result.stderr.splitlines() if "cannot load the model" in line]
-    assert all(word in line for word in words)
+    *_, last_line = result.stderr.splitlines()
+    assert last_line.startswith("error: the worker exited with code 1: cannot load the model error=")
+    assert all(word in last_line for word in words)
     assert "Traceback" not in result.stderr

@@ -11,6 +11,7 @@ import pytest
 from lockstep.v1 import scheduler_pb2
 from tests.support.cell import run_serve, start_cell
 from tests.support.client import connect, token_request
+from tests.support.ports import free_port
 from tests.support.tiny_llama import write_noisy_copy, write_tiny_llama
 
 NUM_TOKENS = 41
@@ -63,12 +64,12 @@ async def test_answers_do_not_depend_on_the_draft_model(tiny_model: Path, tmp_pa
     ("flags", "message"),
     [
         (["--draft-model={other}"], "its vocabulary has 300 tokens, not 512"),
-        (["--draft-model={missing}"], "config.json"),
         (["--draft-proposer=mtp"], "no layers for multi-token prediction"),
     ],
 )
 def test_who_cannot_draft_is_refused_at_start(tiny_model: Path, tmp_path: Path, flags: list[str], message: str) -> None:
     other = write_tiny_llama(tmp_path / "other", changes={"vocab_size": 300})
-    served = run_serve(str(tiny_model), *(flag.format(other=other, missing=tmp_path / "none") for flag in flags))
+    listen = f"--listen=127.0.0.1:{free_port()}"
+    served = run_serve(str(tiny_model), listen, *(flag.format(other=other) for flag in flags))
     assert served.returncode == 1
     assert message in served.stderr

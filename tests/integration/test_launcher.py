@@ -101,13 +101,24 @@ def test_a_signal_while_the_services_start_stops_them_cleanly(tiny_model: Path) 
         assert launcher.returncode == 0, log
 
 
-@pytest.mark.parametrize("role", ROLES)
-def test_a_service_refuses_a_flag_it_does_not_know(tiny_model: Path, role: str) -> None:
-    result = run_serve(str(tiny_model), free_address(), f"--{role}.no-such-flag=1")
+def refused(*args: str) -> str:
+    """Run `lockstep serve` with arguments that it refuses before it starts anything; returns its last line."""
+    result = run_serve(*args)
+    assert result.returncode == 2
+    assert "started" not in result.stderr
+    return result.stderr.splitlines()[-1]
 
-    assert result.returncode == 1
-    assert "--no-such-flag" in result.stderr
-    assert f"error: the {role} exited with code 2" in result.stderr
+
+@pytest.mark.parametrize(
+    ("flag", "problem"),
+    [
+        ("--worker.no-such-flag=1", "the worker refuses its settings: unrecognized arguments: --no-such-flag=1"),
+        ("--scheduler.max-num-seqs=many", "the scheduler refuses its settings: --max-num-seqs (or LOCKSTEP_SCHEDULER_"),
+        ("--tokenizer.num-encode-threads=0", "the tokenizer refuses its settings: --num-encode-threads (or LOCKSTEP_"),
+    ],
+)
+def test_a_bad_flag_of_a_service_is_refused_before_anything_starts(tiny_model: Path, flag: str, problem: str) -> None:
+    assert refused(str(tiny_model), free_address(), flag).startswith(f"error: {problem}")
 
 
 @pytest.mark.parametrize(
@@ -129,24 +140,25 @@ def test_the_launcher_names_a_setting_it_refuses(arguments: list[str], name: str
     assert f"error: {name}" in result.stderr.replace("lockstep serve: ", "").replace("argument ", "")
 
 
-def test_a_taken_port_is_told_and_ends_everything(tiny_model: Path) -> None:
+@pytest.mark.parametrize("flag", ["--listen", "--scheduler-listen"])
+def test_a_taken_port_is_told_before_anything_starts(tiny_model: Path, flag: str) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         address = f"127.0.0.1:{other.getsockname()[1]}"
 
-        result = run_serve(str(tiny_model), f"--listen={address}")
+        line = refused(str(tiny_model), free_address(), f"{flag}={address}")
 
-    assert result.returncode == 1
-    assert address in result.stderr
-    assert "error: the tokenizer exited with code" in result.stderr
+    assert line == f"error: cannot listen on {address}: Address already in use"
 
 
-def test_a_model_directory_that_is_none_is_named(tmp_path: Path) -> None:
-    result = run_serve(str(tmp_path), free_address())
+def test_a_model_directory_that_is_none_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    assert refused(str(tmp_path), free_address()) == f"error: {tmp_path} is no model's directory: it has no config.json"
 
-    assert result.returncode == 1
-    assert str(tmp_path / "config.json") in result.stderr
+
+def test_a_draft_model_that_is_none_is_refused_before_anything_starts(tiny_model: Path, tmp_path: Path) -> None:
+    missing = tmp_path / "none"
+    assert refused(str(tiny_model), free_address(), f"--draft-model={missing}") == f"error: {missing} is no directory"
 
 
 def test_a_cell_can_be_of_workers_that_somebody_else_started(tiny_model: Path, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ def test_the_prompt_is_not_among_the_settings_that_are_logged() -> None:
         (["--workers=a:1", "--tp=1"], "--tp does not go with --workers"),
         (["--workers=a:1,b:2", "--dp=3"], "--dp 3 does not go with 2 --workers"),
         (["--workers=a:1", "--draft-proposer=ngram"], "--draft-proposer and --draft-model do not go with --workers"),
+        (["--listen=unix:x", "--scheduler-listen=unix:x"], "--scheduler-listen is the address of the tokenizer"),
         (["--workers=nowhere"], "--workers (or LOCKSTEP_SERVE_WORKERS): must be unix:PATH or HOST:PORT"),
         (["--dp=0"], "--dp (or LOCKSTEP_SERVE_DP)"),
     ],
