@@ -13,8 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.cell import STOP_TIMEOUT_S, Cell, popen_lockstep, run_serve, start_cell
+from tests.support.cell import Cell, popen_lockstep, run_serve, start_cell
 from tests.support.client import text_request
+from tests.support.patience import PATIENCE_S
 from tests.support.ports import free_port
 from tests.support.processes import start_service
 
@@ -83,10 +84,10 @@ def test_services_do_not_outlive_a_launcher_that_is_killed(tiny_model: Path) -> 
         pidfds = [os.pidfd_open(process.pid) for process in cell.role_to_process.values()]
         cell.launcher.kill()
         # Its services may be seen to end before it is.
-        assert cell.launcher.wait(STOP_TIMEOUT_S) == -signal.SIGKILL
+        assert cell.launcher.wait(PATIENCE_S) == -signal.SIGKILL
 
         for pidfd in pidfds:
-            has_ended, _, _ = select.select([pidfd], [], [], STOP_TIMEOUT_S)
+            has_ended, _, _ = select.select([pidfd], [], [], PATIENCE_S)
             assert has_ended
             os.close(pidfd)
 

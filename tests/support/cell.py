@@ -19,12 +19,10 @@ import psutil
 from lockstep.v1 import tokenizer_pb2_grpc
 from shared.health import wait_until_serving
 from shared.rpc import make_channel
+from tests.support.patience import PATIENCE_S
 from tests.support.ports import free_port
 from tests.support.processes import ROOT, module_environment
 
-STOP_TIMEOUT_S = 60.0
-
-_READY_TIMEOUT_S = 180.0
 _POLL_S = 0.02
 
 
@@ -85,13 +83,13 @@ class Cell:
         return self.send_signal(name, signal.SIGKILL)
 
     async def wait_until_serving(self, name: str, *, instead_of: int | None = None) -> None:
-        """Wait until a service says that it serves; fails after three minutes.
+        """Wait until a service says that it serves; fails after five minutes.
 
         Args:
             name: What it is called.
             instead_of: Wait for a process with another id than this.
         """
-        async with asyncio.timeout(_READY_TIMEOUT_S):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 process = self.find_processes().get(name)
                 if process is not None and process.pid != instead_of:
@@ -105,8 +103,8 @@ class Cell:
         return self._log_path.read_text(encoding="utf-8")
 
     def wait_for_log(self, text: str) -> None:
-        """Wait until the launcher or a service has written a text to stderr; fails after a minute."""
-        deadline = time.monotonic() + STOP_TIMEOUT_S
+        """Wait until the launcher or a service has written a text to stderr; fails after five minutes."""
+        deadline = time.monotonic() + PATIENCE_S
         while text not in self.log():
             assert time.monotonic() < deadline, f"nobody wrote {text!r}"
             time.sleep(_POLL_S)
@@ -123,7 +121,7 @@ class Cell:
 
     def wait(self) -> int:
         """Wait for the launcher to end; returns its exit code."""
-        return self.launcher.wait(STOP_TIMEOUT_S)
+        return self.launcher.wait(PATIENCE_S)
 
     def stop(self, signal_number: int = signal.SIGTERM) -> int:
         """Ask the launcher to end and wait for it; returns its exit code."""
@@ -205,7 +203,7 @@ def run_serve(*args: str) -> subprocess.CompletedProcess[str]:
     """Run `lockstep serve` with arguments that make it end by itself."""
     with popen_lockstep("serve", *args) as launcher:
         try:
-            stdout, stderr = launcher.communicate(timeout=STOP_TIMEOUT_S)
+            stdout, stderr = launcher.communicate(timeout=PATIENCE_S)
         finally:
             launcher.kill()
     return subprocess.CompletedProcess(args, launcher.returncode, stdout, stderr)

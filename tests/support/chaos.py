@@ -18,6 +18,7 @@ from lockstep.v1 import common_pb2, scheduler_pb2, tokenizer_pb2
 from shared.rpc import reason_of, status_from_rpc_error
 from tests.support.cell import Cell, start_cell
 from tests.support.client import Answer, Client, Completion, connect, token_request
+from tests.support.patience import PATIENCE_S
 
 State = scheduler_pb2.GetStateResponse
 
@@ -32,7 +33,6 @@ WORKER_FLAGS = ("--kv-cache-num-blocks=4096", f"--silence-s={_SILENCE_S}")
 SCHEDULER_FLAGS = (f"--worker-silence-s={_SILENCE_S}",)
 TOKENIZER_FLAGS = (f"--scheduler-silence-s={_SILENCE_S}",)
 _STOP_STRINGS = ("an", "th", "o ", "e,", "ing", "..", "q", "zz")
-_PATIENCE_S = 180.0
 _RETRY_S = 0.2
 _POLL_S = 0.02
 
@@ -130,9 +130,9 @@ class Load:
                 self._is_ending = True
 
     async def wait_for_progress(self) -> None:
-        """Wait until something more arrives; fails after three minutes."""
+        """Wait until something more arrives; fails after five minutes."""
         before = self.num_responses
-        async with asyncio.timeout(_PATIENCE_S):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 if self.num_responses > before:
                     return
@@ -148,8 +148,8 @@ class Load:
         await self.wait_for_progress()
 
     async def wait_for_state(self, condition: Callable[[State], object]) -> State:
-        """Wait until the scheduler, which may be away, says that the state is as wanted; fails after three minutes."""
-        async with asyncio.timeout(_PATIENCE_S):
+        """Wait until the scheduler, which may be away, says that the state is as wanted; fails after five minutes."""
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 try:
                     state = await self._client.state()

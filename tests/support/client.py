@@ -12,6 +12,7 @@ import grpc
 
 from lockstep.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 from shared.rpc import make_channel
+from tests.support.patience import PATIENCE_S
 
 
 class CellAddresses(Protocol):
@@ -158,7 +159,7 @@ class Client:
         return state
 
     async def wait_until_idle(self) -> scheduler_pb2.GetStateResponse:
-        """Wait until no request holds blocks or waits; fails after a minute."""
+        """Wait until no request holds blocks or waits; fails after five minutes."""
         return await self.wait_until(
             lambda state: not (state.num_used_blocks or state.num_waiting or state.num_running)
         )
@@ -166,8 +167,8 @@ class Client:
     async def wait_until(
         self, condition: Callable[[scheduler_pb2.GetStateResponse], object]
     ) -> scheduler_pb2.GetStateResponse:
-        """Wait until the scheduler's state is as wanted, and return it; fails after a minute."""
-        async with asyncio.timeout(60):
+        """Wait until the scheduler's state is as wanted, and return it; fails after five minutes."""
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 state = await self.state()
                 if condition(state):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.support.patience import PATIENCE_S
 
-async def check_health(channel: grpc.aio.Channel, *, timeout_s: float) -> bool:
-    """Whether the server behind `channel` says that it serves; False when it does not answer in time."""
+
+async def check_health(channel: grpc.aio.Channel) -> bool:
+    """Whether the server behind `channel` says that it serves; False when it gives no answer."""
     stub = health_pb2_grpc.HealthStub(channel)
     try:
-        response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
     except grpc.aio.AioRpcError:
         return False
     return bool(response.status == health_pb2.HealthCheckResponse.SERVING)

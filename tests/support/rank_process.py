@@ -27,10 +27,11 @@ from services.worker.parallel import Parallel
 from tests.support.generation import Way, generate
 from tests.support.mtp_logits import our_mtp_logits
 from tests.support.paged_model import PagedModel
+from tests.support.patience import PATIENCE_S
 
 _NUM_BLOCKS = 2048
 # Longer than any step of a small model takes where all cores are busy.
-_TIMEOUT = timedelta(seconds=300)
+_TIMEOUT = timedelta(seconds=PATIENCE_S)
 
 
 @dataclass(frozen=True)

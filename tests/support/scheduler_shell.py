@@ -18,6 +18,7 @@ from services.scheduler.server import CellServer
 from services.scheduler.servicer import ExchangeServicer, SchedulerAdminServicer, SchedulerServicer
 from shared.health import Health
 from shared.rpc import Servicer, make_channel, make_server
+from tests.support.patience import PATIENCE_S
 from tests.support.worker_peer import WorkerPeer
 
 
@@ -79,17 +80,17 @@ class Cell:
         return state
 
     async def wait_until(self, condition: Callable[[scheduler_pb2.GetStateResponse], object]) -> None:
-        """Wait until the cell's state is as wanted; fails after a minute."""
-        async with asyncio.timeout(60):
+        """Wait until the cell's state is as wanted; fails after five minutes."""
+        async with asyncio.timeout(PATIENCE_S):
             while not condition(await self.state()):
                 pass
 
     async def wait_until_ready(self) -> None:
-        """Wait until the worker is attached; fails after a minute."""
+        """Wait until the worker is attached; fails after five minutes."""
         await self.wait_until(lambda state: state.ready)
 
     async def wait_until_free(self) -> None:
-        """Wait until no request waits and no block is used; fails after a minute."""
+        """Wait until no request waits and no block is used; fails after five minutes."""
         await self.wait_until(lambda state: not (state.num_used_blocks or state.num_waiting))
 
 

@@ -11,11 +11,12 @@ from typing import TypeVar
 from services.worker.communicators import Rendezvous, make_parallel
 from services.worker.layout import RankLayout
 from services.worker.parallel import Parallel
+from tests.support.patience import PATIENCE_S
 from tests.support.ports import free_port
 
 Result = TypeVar("Result")
 # Longer than anything here takes: a rank whose partners failed ends there.
-_TIMEOUT = timedelta(seconds=30)
+_TIMEOUT = timedelta(seconds=PATIENCE_S)
 
 
 def run_ranks(

@@ -13,11 +13,9 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.support.patience import PATIENCE_S
 from tests.support.ports import free_port
 from tests.support.processes import ROOT, module_environment
-
-# A hang fails; nothing is measured.
-WAIT_S = 120
 
 
 @dataclass
@@ -30,7 +28,7 @@ class WorkerProcess:
 
     def wait(self) -> int:
         """Wait for it to end; returns its exit code."""
-        return self.process.wait(WAIT_S)
+        return self.process.wait(PATIENCE_S)
 
     def log(self) -> str:
         """What it wrote to stderr so far."""
@@ -45,7 +43,7 @@ class WorkerProcess:
         request = health_pb2.HealthCheckRequest()
         try:
             with grpc.insecure_channel(self.address) as channel:
-                watch = health_pb2_grpc.HealthStub(channel).Watch(request, wait_for_ready=True, timeout=WAIT_S)
+                watch = health_pb2_grpc.HealthStub(channel).Watch(request, wait_for_ready=True, timeout=PATIENCE_S)
                 if any(response.status == health_pb2.HealthCheckResponse.SERVING for response in watch):
                     return
         except grpc.RpcError as error:

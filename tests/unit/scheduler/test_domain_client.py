@@ -14,6 +14,7 @@ from shared.errors import StaleEpochError
 from shared.heartbeat import LEASE_S
 from tests.support.cell_model import expected_completion
 from tests.support.gated_worker import GatedWorker
+from tests.support.patience import PATIENCE_S
 from tests.support.scheduler_shell import Cell, running_cell
 from tests.support.token_client import error_of, generate_tokens, seeded
 from tests.support.worker_peer import WorkerPeer
@@ -162,7 +163,7 @@ async def test_a_scheduler_whose_worker_another_one_has_taken_does_nothing_more(
         await call.read()
         # The lease ran out, by the worker's clock.
         cell.worker.ledger.offer(9, "successor", time.monotonic() + LEASE_S + 1)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             await cell.server.failed.wait()
         num_steps = len(cell.worker.requests)
         error = await error_of(cell.scheduler.Generate(seeded([1]), timeout=1))

@@ -20,6 +20,7 @@ from shared.health import wait_until_serving
 from shared.heartbeat import LEASE_S
 from shared.rpc import make_channel, make_server
 from tests.support.cell_model import expected_completion
+from tests.support.patience import PATIENCE_S
 from tests.support.processes import module_environment
 from tests.support.token_client import error_of, generate_tokens, seeded
 from tests.support.worker_peer import WorkerPeer
@@ -30,7 +31,7 @@ ENVIRONMENT = module_environment()
 def run_service(*flags: str) -> subprocess.CompletedProcess[str]:
     """Run the service to its end."""
     command = [sys.executable, "-m", "services.scheduler", *flags]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
 @pytest.mark.parametrize("flag", ["--listen", "--metrics-listen"])

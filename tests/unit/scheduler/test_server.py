@@ -81,7 +81,7 @@ async def test_a_lost_worker_is_a_pause_and_health_follows_it(tmp_path: Path) ->
     async with running_cell(tmp_path) as cell:
         call = cell.exchange()
         await call.read()
-        assert await check_health(cell.channel, timeout_s=5)
+        assert await check_health(cell.channel)
         cell.worker.lose_link_at = 4
         await call.write(submit(1, [1, 2, 3], 9))
         tokens, ends, _ = await read_outputs(call, 1)
@@ -90,7 +90,7 @@ async def test_a_lost_worker_is_a_pause_and_health_follows_it(tmp_path: Path) ->
         # The worker was attached again under a higher epoch.
         assert cell.worker.requests[-1].epoch > 1
         assert cell.server.engine.state().counters.num_lost_epochs == 1
-        assert await check_health(cell.channel, timeout_s=5)
+        assert await check_health(cell.channel)
 
 
 async def test_an_epoch_above_the_workers_own_is_offered(tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ async def test_a_call_that_ends_early_frees_its_blocks(tmp_path: Path, ends_by: 
     async with running_cell(tmp_path, worker) as cell:
         await cell.wait_until_ready()
         worker.gate.clear()
-        call = cell.scheduler.Generate(endless(), timeout=1.0 if ends_by == "deadline" else None)
+        call = cell.scheduler.Generate(endless(), timeout=3.0 if ends_by == "deadline" else None)
         await call.read()
         assert (await cell.state()).num_used_blocks == 1
         if ends_by == "cancel":

@@ -35,14 +35,14 @@ async def test_a_server_is_not_serving_until_it_says_so(tmp_path: Path) -> None:
     address = f"unix:{tmp_path / 'x'}"
     health = Health(("some.Service",))
     async with running_server(address, health), make_channel(address) as channel:
-        assert not await check_health(channel, timeout_s=10)
+        assert not await check_health(channel)
 
         await health.set_serving(True)
-        assert await check_health(channel, timeout_s=10)
+        assert await check_health(channel)
         assert health.is_serving
 
         await health.set_serving(False)
-        assert not await check_health(channel, timeout_s=10)
+        assert not await check_health(channel)
 
 
 async def test_each_service_has_the_servers_health(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ async def test_each_service_has_the_servers_health(tmp_path: Path) -> None:
 
 async def test_a_server_that_is_absent_is_not_serving(tmp_path: Path) -> None:
     async with make_channel(f"unix:{tmp_path / 'x'}") as channel:
-        assert not await check_health(channel, timeout_s=10)
+        assert not await check_health(channel)
 
 
 async def test_waiting_spans_a_server_that_comes_late_and_gets_ready_later(tmp_path: Path) -> None:

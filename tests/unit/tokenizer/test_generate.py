@@ -20,6 +20,7 @@ from shared.rpc import reason_of, status_from_rpc_error
 from shared.sampling_codec import decode_options
 from tests.support.client import Answer, read_answer
 from tests.support.exchange_peer import Position, PromptRow, Row, make_end, make_error_end, read_column
+from tests.support.patience import PATIENCE_S
 from tests.support.tiny_tokenizer import CONTEXT_LENGTH, IM_END, IM_END_ID
 from tests.support.tokenizer_service import NUM_POOL_TOKENS, Service, run_tokenizer_service
 
@@ -365,7 +366,7 @@ async def test_stopping_the_service_ends_all_choices_with_their_call(service: Se
         handle = sent.handle + number
         service.peer.send(Row(handle, 0, [70]), ends=[make_end(handle, MAX_TOKENS, 1)])
     assert len((await read_answer(call)).choices) == 2
-    assert await asyncio.wait_for(service.task, 60) == 0
+    assert await asyncio.wait_for(service.task, PATIENCE_S) == 0
 
 
 EXACT = Request(text="The fox", determinism="DETERMINISM_EXACT")

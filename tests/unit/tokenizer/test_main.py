@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.patience import PATIENCE_S
 from tests.support.processes import module_environment
 from tests.support.tiny_tokenizer import write_tiny_tokenizer
 
@@ -33,12 +34,12 @@ print("torch" in sys.modules)
 def run_service(*flags: str) -> subprocess.CompletedProcess[str]:
     """Run the service to its end."""
     command = [sys.executable, "-m", "services.tokenizer", *flags]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
 def test_the_process_has_no_torch(model_dir: Path) -> None:
     command = [sys.executable, "-c", CHECK_IMPORTS, str(model_dir)]
-    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=True)
+    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     assert result.stdout == "False\n"
 
 
@@ -90,5 +91,5 @@ def test_a_signal_stops_it_cleanly_without_a_cell(model_dir: Path, tmp_path: Pat
             if json.loads(line)["message"] == "serving":
                 break
         process.send_signal(stop_signal)
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0

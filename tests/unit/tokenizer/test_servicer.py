@@ -136,7 +136,7 @@ async def test_cancelling_a_call_aborts_its_request_alone(service: Service) -> N
 
 
 async def test_a_passed_deadline_aborts_the_request(service: Service) -> None:
-    call = service.stub.Generate(HELLO, timeout=2)
+    call = service.stub.Generate(HELLO, timeout=3)
     submit = await service.peer.submits.get()
     assert await service.peer.aborts.get() == submit.handle
     assert await call.code() == grpc.StatusCode.DEADLINE_EXCEEDED

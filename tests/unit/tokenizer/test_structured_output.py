@@ -21,6 +21,7 @@ from services.tokenizer import structured_output
 from services.tokenizer.grammar_child import TrialLimits
 from services.tokenizer.structured_output import StructuredOutputs
 from shared.errors import InvalidRequestError, QueueFullError, Violation
+from tests.support.patience import PATIENCE_S
 from tests.support.processes import module_environment
 
 MIB = 2**20
@@ -254,7 +255,7 @@ def test_a_process_dies_with_its_parent(model_dir: Path) -> None:
         assert parent.stdout.readline() == b"busy\n"
         (child,) = psutil.Process(parent.pid).children()
         parent.send_signal(signal.SIGKILL)
-    assert psutil.wait_procs([child], timeout=60)[1] == []
+    assert psutil.wait_procs([child], timeout=PATIENCE_S)[1] == []
 
 
 async def test_a_process_that_does_not_get_ready_is_no_fault_of_the_request(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.servicer import SERVICE_NAME
+from tests.support.patience import PATIENCE_S
 from tests.support.processes import ROOT, module_environment
 from tests.support.tiny_llama import write_tiny_llama
 from tests.support.worker_runner import generate_alone, load_exact
@@ -24,8 +25,6 @@ from tests.support.worker_steps import (
     to_request,
     unpack,
 )
-
-WAIT_S = 120  # A hang fails; nothing is measured.
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +54,7 @@ def running_worker(model_dir: Path, address: str, *flags: str) -> Iterator[subpr
 def wait_for_server(channel: grpc.Channel) -> Iterator[int]:
     """The health of the worker, from its first answer on."""
     request = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
-    for response in health_pb2_grpc.HealthStub(channel).Watch(request, wait_for_ready=True, timeout=WAIT_S):
+    for response in health_pb2_grpc.HealthStub(channel).Watch(request, wait_for_ready=True, timeout=PATIENCE_S):
         yield response.status
 
 
@@ -75,7 +74,7 @@ def test_a_worker_process_loads_serves_steps_and_stops_at_a_signal(model_dir: Pa
         tokens = [unpack(result.token_ids)[0] for result in results if not result.HasField("heartbeat")]
         assert tokens == generate_alone(load_exact(model_dir), [5, 9, 2], 2)
         process.send_signal(signal.SIGTERM)
-        _, log = process.communicate(timeout=WAIT_S)
+        _, log = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, log
     assert "loading weights percent=100" in log
     assert not (tmp_path / "worker.sock").exists()
@@ -87,7 +86,7 @@ def test_a_signal_stops_a_worker_from_its_first_answer_on(model_dir: Path, tmp_p
     with running_worker(model_dir, address) as process, grpc.insecure_channel(address) as channel:
         next(wait_for_server(channel))
         process.send_signal(number)
-        _, log = process.communicate(timeout=WAIT_S)
+        _, log = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, log
 
 
@@ -101,7 +100,7 @@ def test_a_configuration_alone_is_served_with_dummy_weights(model_dir: Path, tmp
 
 def test_a_directory_that_is_no_model_ends_the_process_with_one_clear_line(tmp_path: Path) -> None:
     with running_worker(tmp_path, f"unix:{tmp_path / 'worker.sock'}") as process:
-        _, log = process.communicate(timeout=WAIT_S)
+        _, log = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     errors = [line for line in log.splitlines() if "ERROR" in line]
     assert len(errors) == 1
@@ -114,7 +113,7 @@ def test_a_taken_address_is_refused_and_its_owner_is_left_alone(model_dir: Path,
     with running_worker(model_dir, address), grpc.insecure_channel(address) as channel:
         next(wait_for_server(channel))
         with running_worker(model_dir, address) as second:
-            _, log = second.communicate(timeout=WAIT_S)
+            _, log = second.communicate(timeout=PATIENCE_S)
         assert second.returncode == 1
         assert "already in use" in log
         assert health_pb2.HealthCheckResponse.SERVING in wait_for_server(channel)

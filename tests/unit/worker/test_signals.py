@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from tests.support.patience import PATIENCE_S
 from tests.support.processes import ROOT
 
 # The signal goes to another thread while the main one sleeps, waiting for a job: it was seen so in a hundred looks.
@@ -35,6 +36,6 @@ print("stopped")
 def test_a_signal_that_another_thread_gets_stops_a_sleeping_main_thread(name: str) -> None:
     program = PROGRAM.replace("SIGNAL", name)
     result = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert (result.returncode, result.stdout) == (0, "stopped\n"), result.stderr
