@@ -44,7 +44,7 @@ from tests.bench.exchange_load import Replica
 from tests.bench.report import Row, compare, report, run_sections
 from tests.bench.stand_in_worker import DeviceStep
 from tests.simulation.coupled_cells import LOADS, Load, Outcome, run_atom, run_ours
-from tests.support.cell import STOP_TIMEOUT_S
+from tests.support.patience import PATIENCE_S
 from tests.support.processes import ROOT, module_environment
 
 NUM_RANKS = (1, 2, 4)
@@ -205,7 +205,7 @@ def _start_worker(directory: str, rank: int, num_ranks: int, step_us: float) -> 
 
 def _idle_s(worker: subprocess.Popen[str], began_at: float, ended_at: float) -> float:
     """End a worker; returns how long its device was idle before each of the decode steps of a time, on average."""
-    output, _ = worker.communicate(timeout=STOP_TIMEOUT_S)
+    output, _ = worker.communicate(timeout=PATIENCE_S)
     steps = [DeviceStep(*fields) for fields in json.loads(output)]
     idle_s = [
         step.idle_s
@@ -232,7 +232,7 @@ def _started(module_and_flags: Sequence[str]) -> Iterator[subprocess.Popen[str]]
         yield process
     finally:
         process.terminate()
-        process.communicate(timeout=STOP_TIMEOUT_S)
+        process.communicate(timeout=PATIENCE_S)
 
 
 def _start(module_and_flags: Sequence[str]) -> subprocess.Popen[str]:

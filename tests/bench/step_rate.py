@@ -45,7 +45,7 @@ from tests.bench.machine import CpuTimes
 from tests.bench.report import Row, compare, limit, report
 from tests.bench.stand_in_worker import DeviceStep, StandInWorker
 from tests.bench.tokens import IntArray
-from tests.support.cell import STOP_TIMEOUT_S
+from tests.support.patience import PATIENCE_S
 from tests.support.processes import ROOT, module_environment
 
 STEP_RATE_TARGET = 0.99
@@ -272,7 +272,7 @@ def _start_scheduler(flags: Sequence[str], core: int) -> Iterator[int]:
         yield process.pid
     finally:
         process.terminate()
-        process.wait(STOP_TIMEOUT_S)
+        process.wait(PATIENCE_S)
 
 
 def _summarise(repeats: Sequence[Repeat], name: str, *, ideal: float, has_target: bool) -> Iterator[Row]:

@@ -15,7 +15,6 @@ from tests.support.cell import start_cell
 from tests.support.client import connect, token_request
 from tests.support.generation import Way, generate
 from tests.support.parity import SmallModels, TransformersModel, load_paged, make_prompts, wrong_tokens
-from tests.support.ports import free_port
 from tests.support.small_configs import ARCHITECTURES, SMALL_CONFIGS
 from tests.support.small_mtp import MTP_ARCHITECTURES, make_small_mtp_model
 from tests.support.tiny_llama import write_tiny_llama
