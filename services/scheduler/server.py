@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from google.protobuf.message import Message
 
@@ -46,19 +46,37 @@ logger = logging.getLogger(__name__)
 
 # A replica that does not read for this long loses its stream: the steps never wait for it.
 MAX_UNREAD_S = 5.0
+# What was queued for a replica when its link was closed leaves within this time, or never.
+LAST_WORDS_S = 0.5
 
 
 class ClientLink:
-    """One replica's stream as the shell sees it: messages to send, or the error that ends it."""
+    """One replica's stream as the shell sees it: messages to send, and in the end why there are no more.
 
-    def __init__(self, number: int, silence_s: float = math.inf) -> None:
-        """Make a link; a replica that has given signs of life and gives none for `silence_s` any more loses it."""
+    Attributes:
+        closed: Once the link is closed, the error that the stream ends with, or None for OK.
+    """
+
+    def __init__(self, number: int, on_close: Callable[[], None], silence_s: float = math.inf) -> None:
+        """Make a link in the running event loop.
+
+        Args:
+            number: The engine's number for the replica.
+            on_close: Called in a turn of its own once the link is closed, whoever closed it.
+            silence_s: A replica that has given signs of life and gives none for so long loses its link.
+        """
         self.number = number
+        self.closed: asyncio.Future[ServiceError | None] = asyncio.get_running_loop().create_future()
+        self._on_close = on_close
         self._silence = Silence(silence_s)
         self._gives_signs = False
-        self._outbox: asyncio.Queue[tuple[float, Message] | ServiceError | None] = asyncio.Queue()
+        self._outbox: asyncio.Queue[tuple[float, Message] | None] = asyncio.Queue()
         self._oldest_unread_at: float | None = None
-        self.is_closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more will be sent than what is queued."""
+        return self.closed.done()
 
     def send(self, message: Message, now: float) -> None:
         """Queue a message; the link is closed when its reader has taken none for too long."""
@@ -86,16 +104,16 @@ class ClientLink:
             self.close(NotReadyError("the replica was silent"))
 
     def close(self, error: ServiceError | None) -> None:
-        """End the stream behind what is queued: with an error, or with OK."""
+        """End the stream after what is queued, if the replica takes that: with an error, or with OK."""
         if not self.is_closed:
-            self.is_closed = True
-            self._outbox.put_nowait(error)
+            self.closed.set_result(error)
+            self._outbox.put_nowait(None)
+            # Not now: the engine's actions may be in the middle of being carried out.
+            self.closed.get_loop().call_soon(self._on_close)
 
     async def messages(self) -> AsyncIterator[Message]:
-        """What to send, in order; raises the error that the link was closed with."""
+        """What to send, in order, until the link is closed."""
         while (entry := await self._outbox.get()) is not None:
-            if isinstance(entry, ServiceError):
-                raise entry
             self._oldest_unread_at, message = entry
             yield message
             if self._outbox.empty():
@@ -105,7 +123,8 @@ class ClientLink:
 class CellServer:
     """Runs one engine: its links to replicas and to workers, and its door for direct calls.
 
-    Once the engine, or the attach of a domain, has asked for the end, nothing is done any more: `failed` is set.
+    Once the engine, or the attach of a domain, has asked for the end, or a bug has left the engine and the world
+    apart, nothing is done any more: `failed` is set.
     """
 
     def __init__(self, settings: SchedulerSettings, instance_id: str, health: Health) -> None:
@@ -115,6 +134,7 @@ class CellServer:
         self.engine = Engine(settings.policy, settings.cache, self._topology)
         self.door = TokenDoor(lambda: self.engine.model_limits, self.on_event, self._default_sampling)
         self.failed = asyncio.Event()
+        self._has_bug = False
         self._health = health
         self._clients: dict[int, ClientLink] = {}
         self._client_numbers = itertools.count(1)
@@ -128,6 +148,11 @@ class CellServer:
         standing = Standing(instance_id)
         self._domains = [self._make_domain(domain, standing) for domain in range(self._topology.num_domains)]
 
+    @property
+    def num_clients(self) -> int:
+        """Replicas that are linked."""
+        return len(self._clients)
+
     async def run_worker_links(self) -> None:
         """Keep the workers attached until cancelled."""
         # The first beat, which has the next ones follow.
@@ -137,11 +162,16 @@ class CellServer:
                 tasks.create_task(domain.run())
 
     def close(self) -> None:
-        """Tell all clients that this scheduler ends; they may bring their requests to the next one."""
+        """Tell all clients that this scheduler ends; they may bring their requests to the next one.
+
+        After a bug replicas are told nothing: one of their requests may be what this scheduler died of, and they find
+        it only among deaths that nobody explains.
+        """
         error = SchedulerLostError("the scheduler ends; send the request again, with its output so far")
         self.door.close(error)
-        for client in self._clients.values():
-            client.close(error)
+        if not self._has_bug:
+            for client in self._clients.values():
+                client.close(error)
 
     def is_idle(self) -> bool:
         """Whether nothing runs and nothing waits."""
@@ -150,22 +180,34 @@ class CellServer:
 
     def connect(self) -> ClientLink:
         """Take in a replica; it is told about the cell as soon as there are workers."""
-        client = ClientLink(next(self._client_numbers), self._settings.worker_silence_s)
-        self._clients[client.number] = client
+        number = next(self._client_numbers)
+        client = ClientLink(number, lambda: self.disconnect(client), self._settings.worker_silence_s)
+        self._clients[number] = client
         self._send_cell_info(client)
         return client
 
     def disconnect(self, client: ClientLink) -> None:
-        """Forget a replica whose stream ended, and its requests."""
-        del self._clients[client.number]
-        self.on_event(ClientGone(client.number))
+        """Forget a replica whose stream ended, or ends, and its requests; nothing happens the second time."""
+        if self._clients.pop(client.number, None) is not None:
+            self.on_event(ClientGone(client.number))
 
     def on_event(self, event: Event) -> None:
-        """Hand an event to the engine and do what it says."""
+        """Hand an event to the engine and do what it says; it raises nothing.
+
+        An exception is a bug, after which the engine's state may be another one than the world's: the process ends.
+        """
         if self.failed.is_set():
             return
         if self._failpoint is not None:
             self._failpoint.check(event)
+        try:
+            self._handle(event)
+        except Exception:
+            logger.exception("the scheduler ends: a bug", extra={"event": type(event).__name__})
+            self._has_bug = True
+            self.failed.set()
+
+    def _handle(self, event: Event) -> None:
         now = self._loop.time()
         was_ready, was_known = self.engine.is_ready, self.engine.model is not None
         actions = self.engine.on_event(event, now)

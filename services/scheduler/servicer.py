@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
 
 import grpc
 
 from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc
 from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler.exchange_codec import decode_request
-from services.scheduler.server import CellServer, ClientLink
+from services.scheduler.server import LAST_WORDS_S, CellServer, ClientLink
 from services.scheduler.state import RankState
-from shared.errors import ServiceError
+from shared.errors import InternalError, ServiceError
 from shared.request_fields import read_time_left
 from shared.response_writer import ResponseWriter
 
@@ -39,27 +40,51 @@ class ExchangeServicer(exchange_pb2_grpc.ExchangeServiceServicer):
     ) -> None:
         """See exchange.proto."""
         client = self._cell.connect()
-        reader = asyncio.create_task(self._read(request_iterator, client))
+        tasks = [
+            asyncio.create_task(self._read(request_iterator, client)),
+            asyncio.create_task(self._write(client, context)),
+        ]
         try:
-            # Written, not yielded: a generator that is cancelled in the middle of a write ends only when it is
-            # collected, and the replica's requests would hold their blocks until then.
-            async for message in client.messages():
-                await context.write(message)
+            # Whatever ends a task closes the link, and a link that is closed does not wait for a replica that does
+            # not read.
+            error = await asyncio.shield(client.closed)
+            await asyncio.wait(tasks[1:], timeout=LAST_WORDS_S)
+            if error is not None:
+                raise error
         finally:
-            reader.cancel()
+            for task in tasks:
+                task.cancel()
             self._cell.disconnect(client)
 
     async def _read(self, requests: AsyncIterator[exchange_pb2.ExchangeRequest], client: ClientLink) -> None:
-        try:
+        with _closing(client):
             async for message in requests:
                 if message.is_heartbeat:
                     client.hear()
                 if message.submits or message.stop_ats or message.abort_handles:
                     self._cell.on_event(decode_request(client.number, message))
-        except ServiceError as error:
-            client.close(error)
-        else:
-            client.close(None)
+
+    async def _write(self, client: ClientLink, context: grpc.aio.ServicerContext) -> None:
+        # Written, not yielded: a generator that is cancelled in the middle of a write ends only when it is collected,
+        # and the replica's requests would hold their blocks until then.
+        with _closing(client), suppress(grpc.aio.BaseError):
+            # An error here says that the stream is over, which its handler is told as well.
+            async for message in client.messages():
+                await context.write(message)
+
+
+@contextmanager
+def _closing(client: ClientLink) -> Iterator[None]:
+    """Close a replica's link when the block ends: with the error that ended it, a bug's without its text."""
+    try:
+        yield
+    except ServiceError as error:
+        client.close(error)
+    except Exception:
+        logger.exception("a replica's stream ends: a bug", extra={"client": client.number})
+        client.close(InternalError("internal error"))
+    else:
+        client.close(None)
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):

@@ -113,7 +113,7 @@ class GroupLink:
         try:
             await self._receive(call, epoch)
             logger.warning("the worker ended the step stream", extra={"rank": self._rank, "epoch": epoch})
-        except (grpc.aio.AioRpcError, ValueError, TimeoutError) as error:
+        except (grpc.aio.AioRpcError, _ResultError, TimeoutError) as error:
             facts = {"rank": self._rank, "epoch": epoch, "error": _describe(error)}
             logger.warning("the link to the worker broke", extra=facts)
             if isinstance(error, grpc.aio.AioRpcError):
@@ -147,7 +147,7 @@ class GroupLink:
         self._on_attach_event(StreamOpened(self._rank, epoch))
         async for message in messages:
             if message.step_id:
-                self._on_event(StepReturned(self._rank, decode_result(message)))
+                self._on_event(StepReturned(self._rank, _read_result(message)))
             else:
                 self._on_event(WorkerHeard(self._rank, epoch, message.heartbeat.progress))
 
@@ -168,6 +168,10 @@ class GroupLink:
         """Take a new connection the next time when nobody answers over this one."""
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             await self.close()
+
+
+class _ResultError(Exception):
+    """A worker's result cannot be parsed."""
 
 
 def encode_step(step: Step) -> worker_pb2.StepRequest:
@@ -226,6 +230,18 @@ def decode_result(message: worker_pb2.StepResult) -> StepResult:
         num_replayed_tokens=message.num_replayed_tokens,
         num_replay_mismatches=message.num_replay_mismatches,
     )
+
+
+def _read_result(message: worker_pb2.StepResult) -> StepResult:
+    """Parse a result.
+
+    Raises:
+        _ResultError: it cannot be; another `ValueError` on its way is a bug of ours.
+    """
+    try:
+        return decode_result(message)
+    except ValueError as error:
+        raise _ResultError(str(error)) from error
 
 
 def _encode_entering(entering: EnteringSequence) -> worker_pb2.EnterSequence:

@@ -7,13 +7,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
 import pytest
 
+from lockstep.internal.v1 import exchange_pb2_grpc
 from lockstep.v1 import scheduler_pb2_grpc
 from services.scheduler.failpoint import EXIT_CODE
 from shared.health import wait_until_serving
@@ -22,7 +23,7 @@ from shared.rpc import make_channel, make_server
 from tests.support.cell_model import expected_completion
 from tests.support.patience import PATIENCE_S
 from tests.support.processes import module_environment
-from tests.support.token_client import error_of, generate_tokens, seeded
+from tests.support.token_client import error_of, generate_tokens, reason, seeded
 from tests.support.worker_peer import WorkerPeer
 
 ENVIRONMENT = module_environment()
@@ -54,15 +55,28 @@ def test_a_metrics_address_that_is_none_or_open_to_others_is_named(address: str)
     assert "error: --metrics-listen (or LOCKSTEP_SCHEDULER_METRICS_LISTEN): " in result.stderr
 
 
+# The service with a bug: whatever a client submits makes its engine raise.
+WITH_BUG = """
+import sys
+from services.scheduler import __main__, request_desk
+
+def fail(*_):
+    raise ValueError("planted")
+
+request_desk.RequestDesk.on_message = fail
+sys.exit(__main__.main())
+"""
+
+
 @asynccontextmanager
 async def running_service(
-    tmp_path: Path, worker: WorkerPeer, *flags: str
+    tmp_path: Path, worker: WorkerPeer, *flags: str, program: Sequence[str] = ("-m", "services.scheduler")
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, grpc.aio.Channel]]:
     """The service, once it serves with `worker`, and a channel to it."""
     worker_server = make_server(f"unix:{tmp_path}/worker", [worker], internal=True)
     await worker_server.start()
     address = f"unix:{tmp_path}/scheduler"
-    command = [sys.executable, "-m", "services.scheduler", f"--listen={address}", f"--workers=unix:{tmp_path}/worker"]
+    command = [sys.executable, *program, f"--listen={address}", f"--workers=unix:{tmp_path}/worker"]
     process = await asyncio.create_subprocess_exec(*command, *flags, env=ENVIRONMENT, stderr=asyncio.subprocess.PIPE)
     try:
         async with make_channel(address, internal=True) as channel:
@@ -93,3 +107,17 @@ async def test_the_failpoint_kills_the_scheduler_that_takes_a_prompt_with_its_to
         error = await error_of(stub.Generate(seeded([1, 77, 2])))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         assert await process.wait() == EXIT_CODE
+
+
+async def test_a_bug_ends_the_process_and_replicas_are_given_no_reason_so_that_they_suspect_a_request(
+    tmp_path: Path,
+) -> None:
+    async with running_service(tmp_path, WorkerPeer(), program=("-c", WITH_BUG)) as (process, channel):
+        replica = exchange_pb2_grpc.ExchangeServiceStub(channel).Exchange()
+        await replica.read()
+        error = await error_of(scheduler_pb2_grpc.SchedulerServiceStub(channel).Generate(seeded([1])))
+        assert (error.code(), reason(error)) == (grpc.StatusCode.UNAVAILABLE, "SCHEDULER_LOST")
+        assert reason(await error_of(replica)) is None
+        _, log = await process.communicate()
+    assert process.returncode == 1
+    assert "ValueError: planted" in log.decode()

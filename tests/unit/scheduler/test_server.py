@@ -8,8 +8,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from lockstep.internal.v1 import exchange_pb2
+from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc
 from lockstep.v1 import common_pb2
+from services.scheduler.events import Action, ClientMessage
 from services.scheduler.exchange_codec import decode_request
 from services.scheduler.server import MAX_UNREAD_S, ClientLink
 from shared.errors import NotReadyError
@@ -18,6 +19,7 @@ from tests.support.cell_model import expected_completion
 from tests.support.engine_driver import token_bytes
 from tests.support.gated_worker import GatedWorker
 from tests.support.health import check_health
+from tests.support.narrow_channel import open_narrow_channel
 from tests.support.scheduler_shell import ReplicaStream, running_cell
 from tests.support.token_client import error_of, reason, seeded
 from tests.support.worker_peer import WorkerPeer, column
@@ -211,22 +213,125 @@ async def test_replicas_and_direct_clients_are_told_when_the_scheduler_ends(tmp_
     assert tokens == expected_completion([1], 0, 500)[: len(tokens)]
 
 
-async def test_a_replica_that_does_not_read_loses_its_stream() -> None:
-    link = ClientLink(1)
+async def test_a_replica_that_stops_reading_loses_its_stream_and_its_requests_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.scheduler.server.MAX_UNREAD_S", 0.2)
+    worker = GatedWorker()
+    worker.gate.set()
+    async with running_cell(tmp_path, worker) as cell, open_narrow_channel(f"unix:{tmp_path}/scheduler") as channel:
+        stuck = ReplicaStream(exchange_pb2_grpc.ExchangeServiceStub(channel).Exchange())
+        await stuck.read()
+        await stuck.write(submit(1, [1, 2, 3], 400))
+        # By then its window is full, and the write of one more message waits.
+        await cell.wait_until(lambda state: state.num_decode_steps > 100)
+        worker.gate.clear()
+        await cell.wait_until(lambda state: not state.num_running + state.num_waiting)
+        worker.gate.set()
+        await cell.wait_until_free()
+        assert (await cell.state()).num_decode_steps < 390
+        # Once it reads on, it learns why.
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await read_outputs(stuck, 1)
+        assert reason_of(status_from_rpc_error(error.value)) == "NOT_READY"
+
+
+async def test_the_handler_of_a_replica_that_does_not_read_waits_for_it_no_longer(tmp_path: Path) -> None:
+    async with running_cell(tmp_path) as cell, open_narrow_channel(f"unix:{tmp_path}/scheduler") as channel:
+        stuck = ReplicaStream(exchange_pb2_grpc.ExchangeServiceStub(channel).Exchange())
+        await stuck.read()
+        await stuck.write(submit(1, [1, 2, 3], 400))
+        await cell.wait_until(lambda state: state.num_finished)
+        message = submit(2, [1], 1)
+        message.submits[0].prompt_token_ids = b"torn!"
+        await stuck.write(message)
+        assert cell.server.num_clients == 1
+        await cell.wait_until(lambda _: not cell.server.num_clients)
+
+
+@pytest.mark.parametrize("ends_by", ["cancel", "torn message"])
+async def test_a_stream_that_ends_in_the_middle_of_a_write_is_no_bug(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, ends_by: str
+) -> None:
+    async with running_cell(tmp_path) as cell, open_narrow_channel(f"unix:{tmp_path}/scheduler") as channel:
+        stuck = ReplicaStream(exchange_pb2_grpc.ExchangeServiceStub(channel).Exchange())
+        await stuck.read()
+        await stuck.write(submit(1, [1, 2, 3], 500))
+        await cell.wait_until(lambda state: state.num_decode_steps > 100)
+        if ends_by == "cancel":
+            stuck.cancel()
+        else:
+            message = submit(2, [1], 1)
+            message.submits[0].prompt_token_ids = b"torn!"
+            await stuck.write(message)
+        await cell.wait_until_free()
+    assert "bug" not in caplog.text
+
+
+async def test_a_bug_ends_the_scheduler_and_is_not_taken_for_a_broken_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = GatedWorker()
+    worker.gate.set()
+    async with running_cell(tmp_path, worker) as cell:
+        await cell.wait_until_ready()
+        worker.gate.clear()
+        call = cell.scheduler.Generate(seeded([1], max_tokens=500))
+        await call.read()
+
+        def fail(*_: object) -> list[Action]:
+            raise ValueError("planted")
+
+        monkeypatch.setattr(cell.server.engine, "on_event", fail)
+        worker.gate.set()
+        await cell.server.failed.wait()
+        cell.server.close()
+        error = await error_of(call)
+        assert (error.code(), reason(error)) == (grpc.StatusCode.UNAVAILABLE, "SCHEDULER_LOST")
+    assert "ValueError: planted" in caplog.text
+    assert "the link to the worker broke" not in caplog.text
+
+
+async def test_a_bug_in_reading_a_replicas_message_ends_its_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> ClientMessage:
+        raise KeyError("planted")
+
+    async with running_cell(tmp_path) as cell:
+        replica = cell.exchange()
+        await replica.read()
+        monkeypatch.setattr("services.scheduler.servicer.decode_request", fail)
+        await replica.write(submit(1, [1, 2, 3], 5))
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await read_outputs(replica, 1)
+        assert reason_of(status_from_rpc_error(error.value)) == "INTERNAL"
+        monkeypatch.undo()
+        other = cell.exchange()
+        await other.read()
+        await other.write(submit(1, [5], 3))
+        assert (await read_outputs(other, 1))[0] == {1: expected_completion([5], 0, 3)}
+
+
+async def test_a_replica_that_does_not_read_is_forgotten_once() -> None:
+    closed: list[None] = []
+    link = ClientLink(1, lambda: closed.append(None))
     message = exchange_pb2.ExchangeResponse()
     link.send(message, 10.0)
     link.send(message, 10.0 + MAX_UNREAD_S)
     assert not link.is_closed
-    link.send(message, 10.1 + MAX_UNREAD_S)
-    assert link.is_closed
-    received: list[object] = []
-    with pytest.raises(NotReadyError):
-        await read_all(link, received)
-    assert len(received) == 2
+    for _ in range(2):
+        link.send(message, 10.1 + MAX_UNREAD_S)
+    assert isinstance(await link.closed, NotReadyError)
+    # Not in the middle of what the engine wants done.
+    assert not closed
+    assert len([message async for message in link.messages()]) == 2
+    await asyncio.sleep(0)
+    assert len(closed) == 1
 
 
 async def test_a_replica_that_reads_keeps_its_stream_however_long_it_lives() -> None:
-    link = ClientLink(1)
+    link = ClientLink(1, lambda: None)
     received: list[object] = []
     reader = asyncio.create_task(read_all(link, received))
     for now in (10.0, 100.0, 1000.0):
@@ -240,5 +345,4 @@ async def test_a_replica_that_reads_keeps_its_stream_however_long_it_lives() -> 
 
 
 async def read_all(link: ClientLink, received: list[object]) -> None:
-    async for message in link.messages():
-        received.append(message)  # noqa: PERF401 - what came before an error counts
+    received += [message async for message in link.messages()]
