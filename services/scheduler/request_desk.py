@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from services.scheduler.batch import Outputs, OutputsByClient, RequestEnd
+from services.scheduler.batch import OutputsByClient, RequestEnd
 from services.scheduler.cell import Cell
 from services.scheduler.cell_facts import CellFacts
 from services.scheduler.events import Action, ClientMessage, CloseClient, Deliver, Submission
@@ -34,7 +34,7 @@ class RequestDesk:
     what may wait hold for the cell as a whole.
 
     Invariant: a choice is known here from its submission until its end has been handed to its client, the client has
-    aborted its request, or a later attempt of the same request has taken its place.
+    aborted its request, or a later attempt of the same request has taken its place; its client is told that as well.
     """
 
     def __init__(self, policy: SchedulerPolicy, requests: RequestTable, cell: Cell, facts: CellFacts) -> None:
@@ -46,23 +46,24 @@ class RequestDesk:
     def on_message(self, message: ClientMessage, now: float) -> list[Action]:
         """Take in what a client wants."""
         client = message.client
-        ends: list[RequestEnd] = []
+        outputs = OutputsByClient()
         for submission in message.submissions:
             if self._requests.is_taken(client, submission.handle, submission.n):
-                return [CloseClient(client, InvalidRequestError("a handle was used twice"))]
+                return [*deliver(outputs), CloseClient(client, InvalidRequestError("a handle was used twice"))]
             try:
-                ends += self._submit(client, submission, now)
+                self._submit(client, submission, outputs, now)
             except ServiceError as error:
-                ends += [RequestEnd(submission.handle + choice, error=error) for choice in submission.open_choices]
+                for choice in submission.open_choices:
+                    outputs.add_end(client, RequestEnd(submission.handle + choice, error=error))
         for handle, num_tokens in message.stop_ats:
             seq = self._requests.remove_choice(client, handle)
             if seq is not None:
-                ends.append(self._cell.stop_at(seq, num_tokens, now))
+                outputs.add_end(client, self._cell.stop_at(seq, num_tokens, now))
         for handle in message.aborts:
             request = self._requests.by_handle(client, handle)
             if request is not None:
                 self._abort(request, now)
-        return [Deliver(client, Outputs.only_ends(ends))] if ends else []
+        return deliver(outputs)
 
     def on_client_gone(self, client: int, now: float) -> None:
         """Abort a client's requests."""
@@ -112,11 +113,14 @@ class RequestDesk:
             for end in client_outputs.ends:
                 self._requests.remove_choice(client, end.handle)
 
-    def _submit(self, client: int, submission: Submission, now: float) -> list[RequestEnd]:
+    def _submit(self, client: int, submission: Submission, outputs: OutputsByClient, now: float) -> None:
         """Check a request and queue its choices; a later attempt takes the place of an earlier one.
 
-        Returns:
-            The ends of choices whose output so far shows that they had ended.
+        Args:
+            client: Whose it is.
+            submission: The request.
+            outputs: Gets the ends of choices whose output so far shows that they had ended, and of an earlier attempt.
+            now: The time.
 
         Raises:
             ServiceError: it cannot be served; nothing has changed.
@@ -124,7 +128,7 @@ class RequestDesk:
         if self._facts.model is None and submission.attempt == 1:
             raise NotReadyError("no worker has been attached yet")
         earlier = self._requests.by_id(submission.request_id)
-        if earlier is not None and earlier.attempt >= submission.attempt:
+        if earlier is not None and not _is_superseded(earlier, client, submission.attempt):
             raise DuplicateRequestError("a request with this id is in flight", request_id=submission.request_id)
         if submission.time_left_s is not None and submission.time_left_s <= 0:
             raise DeadlinePassedError("the request's deadline passed")
@@ -132,15 +136,22 @@ class RequestDesk:
         finishes = [(seq, self._check_sequence(seq)) for seq in request.choices]
         self._check_room(request, now)
         if earlier is not None:
-            self._abort(earlier, now)
+            self._supersede(earlier, client, outputs, now)
         request.choices = [seq for seq, finish in finishes if finish is None]
         if request.choices:
             self._queue(request, now)
-        return [
-            RequestEnd(seq.handle, seq.num_stored_tokens - seq.num_prompt_tokens, finish, num_resumes=seq.num_resumes)
-            for seq, finish in finishes
-            if finish is not None
-        ]
+        for seq, finish in finishes:
+            if finish is not None:
+                num_tokens = seq.num_stored_tokens - seq.num_prompt_tokens
+                outputs.add_end(client, RequestEnd(seq.handle, num_tokens, finish, num_resumes=seq.num_resumes))
+
+    def _supersede(self, earlier: Request, client: int, outputs: OutputsByClient, now: float) -> None:
+        """End an earlier attempt, whose place one of `client` takes; whoever waits for it is told."""
+        error: ServiceError = AbortedByCallError("a later call took the request's place")
+        if earlier.client != client:
+            error = DuplicateRequestError("another client goes on with this request id", request_id=earlier.id)
+        for seq in self._abort(earlier, now):
+            outputs.add_end(seq.client, RequestEnd.failure(seq, error))
 
     def _queue(self, request: Request, now: float) -> None:
         self._requests.add(request)
@@ -216,6 +227,14 @@ class RequestDesk:
             for seq in self._abort(request, now):
                 outputs.add_end(seq.client, RequestEnd.failure(seq, error))
         return deliver(outputs)
+
+
+def _is_superseded(earlier: Request, client: int, attempt: int) -> bool:
+    """Whether an attempt of `client` takes the place of one in flight: a later one does.
+
+    So does any but the first of the same client: direct calls, which are one, do not count beyond their second.
+    """
+    return attempt > earlier.attempt or (attempt > 1 and client == earlier.client)
 
 
 def deliver(outputs: OutputsByClient) -> list[Action]:

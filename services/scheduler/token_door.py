@@ -129,27 +129,36 @@ class TokenDoor:
         self.deliver(Outputs.only_ends([RequestEnd(handle, error=error) for handle in self._choices]))
 
     def deliver(self, outputs: Outputs) -> None:
-        """Hand out what the engine told the door; the calls send it in turns of their own."""
+        """Hand out what the engine told the door; the calls send it in turns of their own.
+
+        What is for a call that has just ended is dropped: its abort is on its way to the engine.
+        """
         is_turn_due = bool(self._to_wake)
         for start in outputs.starts:
-            self._choices[start.handle].usage.num_cached_tokens = start.num_cached_tokens
+            if start.handle in self._choices:
+                self._choices[start.handle].usage.num_cached_tokens = start.num_cached_tokens
         for handle, prompt_logprobs in outputs.prompt_logprobs:
-            self._with_news(self._choices[handle]).call.prompt_logprobs.append(prompt_logprobs)
-        handles = (outputs.handles if outputs.counts is None else np.repeat(outputs.handles, outputs.counts)).tolist()
-        for handle, token_id in zip(handles, outputs.token_ids.tolist(), strict=True):
-            self._with_news(self._choices[handle]).token_ids.append(token_id)
-        if outputs.logprobs is not None:
-            for position in outputs.logprobs.positions():
-                self._choices[handles[position.index]].logprobs.append(position)
+            if handle in self._choices:
+                self._with_news(self._choices[handle]).call.prompt_logprobs.append(prompt_logprobs)
+        self._deliver_tokens(outputs)
         for end in outputs.ends:
-            self._with_news(self._choices.pop(end.handle)).end = end
+            if end.handle in self._choices:
+                self._with_news(self._choices.pop(end.handle)).end = end
         if self._to_wake and not is_turn_due:
             self._loop.call_soon(self._wake_some)
 
+    def _deliver_tokens(self, outputs: Outputs) -> None:
+        choices = self._choices
+        handles = (outputs.handles if outputs.counts is None else np.repeat(outputs.handles, outputs.counts)).tolist()
+        for handle, token_id in zip(handles, outputs.token_ids.tolist(), strict=True):
+            if handle in choices:
+                self._with_news(choices[handle]).token_ids.append(token_id)
+        if outputs.logprobs is not None:
+            for position in outputs.logprobs.positions():
+                if handles[position.index] in choices:
+                    choices[handles[position.index]].logprobs.append(position)
+
     def _submit(self, submission: Submission) -> TokenStream:
-        if submission.attempt > 1:
-            # The call that had the request, if it still lives, must not wait for tokens that go elsewhere.
-            self._on_event(AbortRequest(submission.request_id))
         num_tokens = [len(so_far.output) // TOKEN_DTYPE.itemsize for so_far in submission.choices_so_far]
         stream = TokenStream(
             len(submission.prompt) // TOKEN_DTYPE.itemsize, num_tokens or [0] * submission.n, submission.open_choices
@@ -205,7 +214,7 @@ def resolve_request(
     """Check every field, and resolve what the request left open.
 
     One that brings the choices so far of an earlier call is a second attempt, however many there were: what is still
-    in flight of them is aborted before it is submitted.
+    in flight of them ends when it is accepted.
 
     Args:
         handle: That of its first choice.

@@ -194,7 +194,7 @@ def _later_attempts_are_duplicates(patch: Patch) -> None:
     patch.setattr(
         RequestDesk,
         "_submit",
-        lambda self, client, submission, now: submit(self, client, replace(submission, attempt=1), now),
+        lambda self, client, submission, *rest: submit(self, client, replace(submission, attempt=1), *rest),
     )
 
 
@@ -203,10 +203,10 @@ def _earlier_attempts_run_on(patch: Patch) -> None:
     """Of a resubmitted request both attempts run."""
     submit = RequestDesk._submit
 
-    def submit_beside(self: RequestDesk, client: int, submission: Submission, now: float) -> Any:
+    def submit_beside(self: RequestDesk, *args: Any) -> Any:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(RequestTable, "by_id", lambda *_: None)
-            return submit(self, client, submission, now)
+            return submit(self, *args)
 
     patch.setattr(RequestDesk, "_submit", submit_beside)
 

@@ -201,7 +201,7 @@ class EngineWatch:
             must.ends.update(((client, submission.handle + choice), refusal) for choice in submission.open_choices)
             return
         for entry in earlier:
-            self._forget(entry)
+            self._end(entry, must, "ABORTED_BY_CALL" if entry.key[0] == client else "DUPLICATE_REQUEST")
         is_charged = 0 in submission.open_choices and not _num_tokens_so_far(submission, 0)
         for choice in submission.open_choices:
             entry = Entry(

@@ -310,8 +310,20 @@ def test_a_later_attempt_takes_the_place_of_an_earlier_one() -> None:
     driver.resume(2, attempt(2, 7, expected[:1]), expected[:1])
     driver.run()
     assert driver.told[2, 7].tokens == expected
-    assert (len(driver.told[1, 1].tokens), driver.told[1, 1].end) == (told, None)
+    # Whoever waits for the earlier one learns that it gets no more.
+    assert (reason_of(driver, 1), len(driver.told[1, 1].tokens)) == ("DUPLICATE_REQUEST", told)
     assert driver.engine.state().num_used_blocks == 0
+
+
+def test_a_later_attempt_that_is_refused_leaves_the_earlier_one_alone() -> None:
+    expected = expected_completion(PROMPT, 0, 12)
+    driver = EngineDriver()
+    driver.on_event(ClientMessage(1, [attempt(1, 1, [])]))
+    driver.step()
+    driver.on_event(ClientMessage(2, [attempt(2, 7, [5000])]))
+    assert reason_of(driver, 7, client=2) == "INVALID_REQUEST"
+    driver.run()
+    assert driver.told[1, 1].tokens == expected
 
 
 @pytest.mark.parametrize("number", [1, 2])

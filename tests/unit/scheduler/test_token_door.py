@@ -30,6 +30,7 @@ from tests.support.token_client import (
     error_of,
     generate_tokens,
     prompt_request,
+    read_to_end,
     reason,
     seeded,
 )
@@ -261,6 +262,80 @@ async def test_a_call_that_ends_early_frees_its_blocks(tmp_path: Path, ends_by: 
         await cell.wait_until_free()
         # What was in flight at depth 2, and no more.
         assert len(worker.requests) == 2
+
+
+async def test_a_deadline_that_passes_while_its_call_is_cancelled_loses_no_step(tmp_path: Path) -> None:
+    worker = GatedWorker()
+    worker.num_blocks = 8
+    worker.gate.set()
+    loop = asyncio.get_running_loop()
+
+    def wait_until_passed() -> None:
+        while loop.time() <= passed_at:
+            pass
+
+    async with running_cell(tmp_path, worker) as cell:
+        await cell.wait_until_ready()
+        worker.gate.clear()
+        runs = asyncio.create_task(generate_tokens(cell.scheduler, seeded([1] * 80, max_tokens=1)))
+        await cell.wait_until(lambda state: state.num_used_blocks)
+        accepted = asyncio.Event()
+
+        async def write(_: Response) -> None:
+            accepted.set()
+
+        large = asyncio.create_task(cell.server.door.generate(seeded([2] * 90, max_tokens=1), write, time_left_s=1.0))
+        await accepted.wait()
+        passed_at = loop.time() + 1.0
+        # It waits for the large one, whose end lets its step be sent.
+        small = asyncio.create_task(generate_tokens(cell.scheduler, seeded([3], max_tokens=2)))
+        await cell.wait_until(lambda state: state.num_waiting == 2)
+        # The loop is busy until its deadline has passed, and the call's turn comes before the engine's timer's.
+        loop.call_soon(wait_until_passed)
+        large.cancel()
+        await asyncio.wait([large])
+        worker.gate.set()
+        assert (await small).token_ids == expected_completion([3], 0, 2)
+        assert (await runs).token_ids == expected_completion([1] * 80, 0, 1)
+        assert not cell.server.failed.is_set()
+
+
+async def test_a_call_that_is_superseded_by_a_replicas_request_is_told(tmp_path: Path) -> None:
+    worker = GatedWorker()
+    worker.gate.set()
+    async with running_cell(tmp_path, worker) as cell:
+        replica = cell.exchange()
+        await replica.read()
+        worker.gate.clear()
+        call = cell.scheduler.Generate(endless("same"))
+        await call.read()
+        submit = exchange_pb2.Submit(
+            handle=1, request_id="same", prompt_token_ids=token_bytes(PROMPT), max_tokens=2, top_p=1.0, attempt=2
+        )
+        await replica.write(exchange_pb2.ExchangeRequest(submits=[submit]))
+        error = await error_of(call)
+        assert (error.code(), reason(error)) == (grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_REQUEST")
+        worker.gate.set()
+        await cell.wait_until_free()
+
+
+async def test_a_later_call_that_is_refused_leaves_the_earlier_one_alone(tmp_path: Path) -> None:
+    worker = GatedWorker()
+    worker.gate.set()
+    async with running_cell(tmp_path, worker) as cell:
+        await cell.wait_until_ready()
+        worker.gate.clear()
+        call = cell.scheduler.Generate(endless("same"))
+        responses = [await call.read()]
+        refused = endless("same")
+        refused.determinism = common_pb2.DETERMINISM_EXACT
+        refused.choices_so_far.add(token_ids=expected_completion(PROMPT, 0, 1))
+        error = await error_of(cell.scheduler.Generate(refused))
+        assert (error.code(), reason(error)) == (grpc.StatusCode.FAILED_PRECONDITION, "EXACT_UNAVAILABLE")
+        worker.gate.set()
+        await read_to_end(call, responses)
+    tokens = [token_id for response in responses for token_id in response.token_ids]
+    assert tokens == expected_completion(PROMPT, 0, 500)
 
 
 async def test_abort_ends_a_call_behind_its_tokens(tmp_path: Path) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import grpc
 import pytest
 
 from lockstep.v1 import common_pb2
-from services.scheduler.events import AbortRequest, ChoiceSoFar, ClientMessage, Event
+from services.scheduler.events import ChoiceSoFar, ClientMessage, Event
 from services.scheduler.sequence import Priority
 from services.scheduler.token_door import TokenDoor, resolve_request
 from shared.errors import DeadlinePassedError, InvalidRequestError
@@ -197,22 +196,6 @@ async def test_the_deadline_of_a_call_reaches_the_engine(tmp_path: Path) -> None
     # What travels is rounded up a little.
     assert 40 < first.time_left_s < 60
     assert second.time_left_s is None
-
-
-async def test_only_a_call_that_goes_on_aborts_what_has_its_id() -> None:
-    events: list[Event] = []
-    door = TokenDoor(lambda: LIMITS, events.append)
-
-    async def write(_: Response) -> None:
-        pass
-
-    calls = [asyncio.create_task(door.generate(request, write)) for request in (endless("a"), resumed([4]))]
-    await asyncio.sleep(0)
-    kinds = [type(event) for event in events]
-    assert kinds == [ClientMessage, AbortRequest, ClientMessage]
-    for call in calls:
-        call.cancel()
-    await asyncio.gather(*calls, return_exceptions=True)
 
 
 def test_output_ids_above_int32_do_not_become_others() -> None:
