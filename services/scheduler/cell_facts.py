@@ -29,6 +29,8 @@ class CellFacts:
         for rank_facts in facts:
             if rank_facts.num_draft_tokens > MAX_DRAFT_TOKENS:
                 return f"it drafts more than {MAX_DRAFT_TOKENS} tokens"
+            if not rank_facts.proposed_prompt_tokens:
+                return "it proposes no tokens of prompts for a step"
             if _model_of(rank_facts) != _model_of(self.model or rank_facts):
                 return "it serves another model"
         return None

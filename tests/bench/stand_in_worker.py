@@ -87,6 +87,7 @@ class StandInWorker(worker_pb2_grpc.WorkerServiceServicer):
             logits_width=VOCABULARY,
             num_blocks=self._num_blocks,
             ops_backend="stand-in",
+            proposed_prompt_tokens=16384,
             layout=self._layout,
         )
 

@@ -60,6 +60,8 @@ class GatherBucket:
     slots: Rows
     # [num_rows, 1, num_queries, length], 0 or -inf; None: everything is seen.
     mask: Tensor | None
+    # Of a single piece without a window: tokens before its queries, which see all of them, and each other causally.
+    num_before: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +241,7 @@ def _gather_bucket(
     window: int | None,
 ) -> GatherBucket:
     lengths = np.array([piece.context_len for piece in group], dtype=np.int64)
+    is_plain = len(group) == 1 and window is None
     slots = _context_slots(group, lengths, block_tables, kv_cache.block_size)
     return GatherBucket(
         query_rows=_as_rows(query_rows),
@@ -247,6 +250,7 @@ def _gather_bucket(
         length=slots.shape[1],
         slots=_as_rows(slots.ravel()),
         mask=_mask(group, lengths, window, kv_cache.layers[0][0].dtype),
+        num_before=group[0].context_len - group[0].num_queries if is_plain else 0,
     )
 
 

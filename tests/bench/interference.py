@@ -1,0 +1,198 @@
+"""What long prompts do to answers that stream, and what that costs the prompts, on a CPU.
+
+    python -m tests.bench.interference models/smollm2-135m-instruct --json interference.json
+    python -m tests.bench.interference models/smollm2-135m-instruct --num-prompts 4 --num-prompt-tokens 2048
+
+Answers stream; then prompts are submitted all at once, and each ends with its first token. While prompts are computed,
+the gaps between what a client gets of an answer are its inter-token latencies (ITL). They are held against what a lone
+chunk takes: the mean over the chunks of a prompt of the same length on the idle cell. Beside it is a prompt of one
+chunk, which attends to nothing before it.
+
+The same is measured with the settings of a GPU, 16384 tokens a step and prefill first: so much faster could prompts be.
+Both cells run at the same time, and take turns, round by round; figures are medians over the rounds. No two prompts
+share a prefix.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import statistics
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import numpy as np
+import uvloop
+
+from lockstep.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
+from shared.rpc import make_channel
+from tests.bench.load import PromptSource
+from tests.bench.report import Row, compare, report
+from tests.support.cell import start_cell
+
+CHUNK_TOKENS = 512
+PREFILL_FIRST = ("--scheduler.max-num-batched-tokens=16384", "--scheduler.enable-mixed-steps=false")
+# An inter-token latency by a lone chunk's time, and prompt tokens per second by those of prefill first.
+ITL_TARGET = 3.0
+THROUGHPUT_TARGET = 0.9
+NUM_STREAM_PROMPT_TOKENS = 16
+NUM_LONE_CHUNKS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round on one cell, in seconds.
+
+    Attributes:
+        one_chunk_s: What a prompt of one chunk takes alone.
+        lone_chunk_s: What a chunk takes on average of a long prompt that is alone.
+        gaps_s: Between what clients got of their answers while prompts were computed.
+        tokens_per_s: Of the prompts.
+    """
+
+    one_chunk_s: float
+    lone_chunk_s: float
+    gaps_s: list[float]
+    tokens_per_s: float
+
+
+def main() -> None:
+    """Run the rounds, print the table, write the JSON."""
+    args = _parse_args()
+    flags = ["--log-level=warning", *args.serve_flag]
+    with (
+        start_cell(args.model_dir, *flags) as mixed,
+        start_cell(args.model_dir, *flags, *PREFILL_FIRST) as prefill_first,
+    ):
+        rounds = uvloop.run(_run(args, (mixed.address, prefill_first.address)))
+    print(f"{len(os.sched_getaffinity(0))} cores, {args.rounds} rounds, {args.num_streams} streams")
+    print(f"{args.num_prompts} prompts of {args.num_prompt_tokens} tokens")
+    report(list(_summarise(*rounds)), args.json)
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_dir", type=Path, help="the model that is served")
+    parser.add_argument("--num-streams", type=int, default=8, help="answers that stream")
+    parser.add_argument("--num-prompts", type=int, default=64)
+    parser.add_argument("--num-prompt-tokens", type=int, default=8000)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--serve-flag", action="append", default=[], help="a flag for both cells")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    return parser.parse_args()
+
+
+async def _run(args: argparse.Namespace, addresses: Sequence[str]) -> list[list[Round]]:
+    """The rounds of each cell."""
+    rounds: list[list[Round]] = [[] for _ in addresses]
+    async with contextlib.AsyncExitStack() as stack:
+        channels = [await stack.enter_async_context(make_channel(address)) for address in addresses]
+        loads = [Load(tokenizer_pb2_grpc.TokenizerServiceStub(channel), args) for channel in channels]
+        for _ in range(args.rounds):
+            for load, measured in zip(loads, rounds, strict=True):
+                measured.append(await load.run())
+    return rounds
+
+
+class Load:
+    """What one cell is asked for."""
+
+    def __init__(self, stub: tokenizer_pb2_grpc.TokenizerServiceStub, args: argparse.Namespace) -> None:
+        self._stub = stub
+        self._num_streams = args.num_streams
+        self._num_prompts = args.num_prompts
+        self._num_prompt_tokens = args.num_prompt_tokens
+        self._prompts = PromptSource(args.num_prompt_tokens)
+        self._chunks = PromptSource(CHUNK_TOKENS, seed=2)
+        self._stream_prompts = PromptSource(NUM_STREAM_PROMPT_TOKENS, seed=3)
+
+    async def run(self) -> Round:
+        """One round."""
+        # The first ones warm up.
+        lone_s = [await self._compute(prompt) for prompt in self._chunks.take(1 + NUM_LONE_CHUNKS)][1:]
+        [long_prompt] = self._prompts.take(1)
+        num_chunks = self._num_prompt_tokens / CHUNK_TOKENS
+        lone_chunk_s = await self._compute(long_prompt) / num_chunks
+        arrivals: list[list[float]] = [[] for _ in range(self._num_streams)]
+        async with self._streaming(arrivals):
+            started_at = time.perf_counter()
+            await asyncio.gather(*map(self._compute, self._prompts.take(self._num_prompts)))
+            ended_at = time.perf_counter()
+        tokens_per_s = self._num_prompts * self._num_prompt_tokens / (ended_at - started_at)
+        gaps_s = [gap for times in arrivals for gap in _gaps(times, started_at, ended_at)]
+        return Round(statistics.median(lone_s), lone_chunk_s, gaps_s, tokens_per_s)
+
+    async def _compute(self, prompt: Sequence[int]) -> float:
+        """Seconds until the first token behind a prompt, which is all that is asked for."""
+        started_at = time.perf_counter()
+        async for response in self._generate(prompt, 1):
+            usage = response.finish.usage
+        if usage.num_completion_tokens != 1 or usage.num_cached_tokens:
+            raise RuntimeError(f"not the load that was asked for: {usage}")
+        return time.perf_counter() - started_at
+
+    @contextlib.asynccontextmanager
+    async def _streaming(self, arrivals: Sequence[list[float]]) -> AsyncIterator[None]:
+        """Answers stream, all of which have begun; notes when something of each came."""
+        begun = [asyncio.Event() for _ in arrivals]
+        prompts = self._stream_prompts.take(len(arrivals))
+        tasks = [asyncio.create_task(self._stream(*each)) for each in zip(prompts, arrivals, begun, strict=True)]
+        try:
+            for event in begun:
+                await event.wait()
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+        if not all(isinstance(end, asyncio.CancelledError) for end in ended):
+            raise RuntimeError("an answer ended before the prompts did")
+
+    async def _stream(self, prompt: Sequence[int], arrivals: list[float], begun: asyncio.Event) -> None:
+        # As long as the context allows.
+        async for response in self._generate(prompt, 8000):
+            if response.token_ids:
+                arrivals.append(time.perf_counter())
+                begun.set()
+
+    def _generate(
+        self, prompt: Sequence[int], max_tokens: int
+    ) -> grpc.aio.UnaryStreamCall[tokenizer_pb2.GenerateRequest, tokenizer_pb2.GenerateResponse]:
+        sampling = common_pb2.SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        tokens = common_pb2.TokenSequence(token_ids=prompt)
+        return self._stub.Generate(tokenizer_pb2.GenerateRequest(tokens=tokens, sampling=sampling))
+
+
+def _gaps(times: Sequence[float], started_at: float, ended_at: float) -> Iterator[float]:
+    """The gaps that lie in a stretch of time, at least in part; the last may be open."""
+    for earlier, later in zip(times, [*times[1:], ended_at], strict=True):
+        if later > started_at and earlier < ended_at:
+            yield later - earlier
+
+
+def _summarise(mixed: Sequence[Round], prefill_first: Sequence[Round]) -> Iterator[Row]:
+    lone_chunk_ms = 1e3 * statistics.median(one.lone_chunk_s for one in mixed)
+    one_chunk_ms = 1e3 * statistics.median(one.one_chunk_s for one in mixed)
+    yield Row("a lone prompt of one chunk", one_chunk_ms, "ms")
+    yield Row("a lone chunk, mean of a long prompt's", lone_chunk_ms, "ms")
+    p99_ms = _percentile_ms(mixed, 99)
+    yield compare("ITL p99 beside prompts", p99_ms, "ms", reference=lone_chunk_ms, at_most=ITL_TARGET)
+    yield compare("  the same, by a prompt of one chunk", p99_ms, "ms", reference=one_chunk_ms)
+    yield Row("  median", _percentile_ms(mixed, 50), "ms")
+    yield Row("  p99, prefill first", _percentile_ms(prefill_first, 99), "ms")
+    yield Row("  longest, prefill first", _percentile_ms(prefill_first, 100), "ms")
+    own, other = (statistics.median(one.tokens_per_s for one in rounds) for rounds in (mixed, prefill_first))
+    yield compare("prompt tokens, beside prefill first", own, "tokens/s", reference=other, at_least=THROUGHPUT_TARGET)
+
+
+def _percentile_ms(rounds: Sequence[Round], percentile: int) -> float:
+    return 1e3 * statistics.median(float(np.percentile(one.gaps_s, percentile)) for one in rounds)
+
+
+if __name__ == "__main__":
+    main()
