@@ -10,7 +10,6 @@ import asyncio
 import enum
 import logging
 import os
-import sys
 from collections.abc import Callable
 
 from services.worker.device_loop import DeviceLoop
@@ -39,7 +38,7 @@ class ExitCode(enum.IntEnum):
 def end_process(code: ExitCode, reason: str, **fields: object) -> None:
     """End the process now, without any clean-up. From any thread."""
     logger.log(logging.INFO if code is ExitCode.STOPPED else logging.ERROR, reason, extra={"exit_code": code, **fields})
-    sys.stderr.flush()
+    logging.shutdown()
     os._exit(code)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import grpc
@@ -18,6 +18,7 @@ from shared.cli.cell_plan import ServiceCommand, make_start_flags
 from shared.cli.serve_settings import ROLES
 from shared.cli.service_process import ServiceProcess
 from shared.cli.supervisor import Kill, RestartPolicy, StartDomain, Supervisor
+from shared.line_writer import LineWriter
 from shared.rpc import make_channel
 
 logger = logging.getLogger(__name__)
@@ -38,12 +39,15 @@ class CellProcesses:
         has_served: Set once every process has served.
     """
 
-    def __init__(self, commands: Sequence[ServiceCommand], policy: RestartPolicy, *, has_prefixes: bool) -> None:
+    def __init__(
+        self, commands: Sequence[ServiceCommand], policy: RestartPolicy, writer: LineWriter, *, has_prefixes: bool
+    ) -> None:
         """Start nothing yet.
 
         Args:
             commands: In the order of their start.
             policy: When processes are killed and started again.
+            writer: Takes what they write.
             has_prefixes: Whether each line that a process writes begins with its name.
         """
         self.has_served = asyncio.Event()
@@ -54,6 +58,7 @@ class CellProcesses:
         self._supervisor = Supervisor(names, policy)
         self._check_period_s = min(_MAX_CHECK_PERIOD_S, policy.health_kill_s / _CHECKS_BEFORE_KILL)
         self._prefix_width = max(len(command.name) for command in commands) if has_prefixes else 0
+        self._writer = writer
         self._running: dict[str, ServiceProcess] = {}
         # Those that exited before the cell served. The first of them is why it ends.
         self._ended: list[ServiceProcess] = []
@@ -100,11 +105,14 @@ class CellProcesses:
         commands = self._domain_to_commands[domain]
         start_flags = make_start_flags(commands)
         for command in commands:
-            line_prefix = f"{command.name:<{self._prefix_width}} | " if self._prefix_width else ""
-            service = await ServiceProcess.start(command, start_flags, line_prefix=line_prefix)
+            service = await ServiceProcess.start(command, start_flags, self._make_write(command))
             self._running[command.name] = service
             logger.info("started", extra=_fields(service))
             watchers.add(self._watch(service, watchers))
+
+    def _make_write(self, command: ServiceCommand) -> Callable[[bytes], None]:
+        prefix = f"{command.name:<{self._prefix_width}} | ".encode() if self._prefix_width else b""
+        return lambda line: self._writer.write(prefix + line + b"\n")
 
     def _kill(self, name: str, reason: str) -> None:
         logger.warning("killing", extra={**_fields(self._running[name]), "reason": reason})

@@ -47,9 +47,14 @@ def run_client(body: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
-        # Whoever reads has seen enough, as `head` does. Python flushes stdout once more when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever reads has seen enough, as `head` does.
+        abandon_stdout()
     return 0
+
+
+def abandon_stdout() -> None:
+    """Write no more to stdout, which nobody reads: Python flushes it once more when it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def describe_failure(error: grpc.aio.AioRpcError) -> str:

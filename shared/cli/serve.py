@@ -17,12 +17,13 @@ import grpc
 
 from shared.cli.cell_plan import ServiceCommand, plan_services
 from shared.cli.cell_processes import CellProcesses
-from shared.cli.client import answer_once, describe_failure
+from shared.cli.client import abandon_stdout, answer_once, describe_failure
 from shared.cli.preflight import RefusedError, check_cell
 from shared.cli.serve_settings import ServeSettings, split_service_flags
 from shared.cli.supervisor import RestartPolicy
 from shared.config import load_settings, log_settings
 from shared.lifecycle import freeze_garbage, run_service
+from shared.line_writer import LineWriter
 from shared.logging import configure_logging
 from shared.rpc import make_channel
 
@@ -39,12 +40,14 @@ def main(argv: Sequence[str]) -> int:
     if settings.workers and service_flags["worker"]:
         print("error: --worker.X does not go with --workers, which are started elsewhere", file=sys.stderr)
         return 2
-    configure_logging(service="serve", level=settings.log_level, log_format=settings.log_format)
+    writer = configure_logging(service="serve", level=settings.log_level, log_format=settings.log_format)
     log_settings(settings)
-    return run_service(lambda stop: _serve(settings, service_flags, stop))
+    return run_service(lambda stop: _serve(settings, service_flags, writer, stop))
 
 
-async def _serve(settings: ServeSettings, service_flags: Mapping[str, Sequence[str]], stop: asyncio.Event) -> int:
+async def _serve(
+    settings: ServeSettings, service_flags: Mapping[str, Sequence[str]], writer: LineWriter, stop: asyncio.Event
+) -> int:
     with tempfile.TemporaryDirectory(prefix="lockstep-") as runtime_dir:
         commands = plan_services(settings, service_flags, Path(runtime_dir))
         try:
@@ -52,7 +55,7 @@ async def _serve(settings: ServeSettings, service_flags: Mapping[str, Sequence[s
         except RefusedError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-        problems = await _run_cell(settings, commands, stop)
+        problems = await _run_cell(settings, commands, writer, stop)
     if not problems:
         logger.info("ended", extra={"reason": "told to stop" if stop.is_set() else "the prompt is answered"})
     # The cause comes last: whoever looks at the end of the output sees it.
@@ -61,12 +64,14 @@ async def _serve(settings: ServeSettings, service_flags: Mapping[str, Sequence[s
     return int(bool(problems))
 
 
-async def _run_cell(settings: ServeSettings, commands: Sequence[ServiceCommand], stop: asyncio.Event) -> list[str]:
+async def _run_cell(
+    settings: ServeSettings, commands: Sequence[ServiceCommand], writer: LineWriter, stop: asyncio.Event
+) -> list[str]:
     """Run the cell until it is to stop or fails; returns what was not well, the cause of other trouble first."""
     policy = RestartPolicy(settings.health_kill_s, settings.max_restart_delay_s)
     scheduler = next(command.address for command in commands if command.role == "scheduler")
     # A JSON record names its service itself.
-    cell = CellProcesses(commands, policy, has_prefixes=settings.log_format == "text")
+    cell = CellProcesses(commands, policy, writer, has_prefixes=settings.log_format == "text")
     running = asyncio.create_task(cell.run())
     serving = asyncio.create_task(_bring_up(settings, cell, scheduler))
     stopped = asyncio.create_task(stop.wait())
@@ -87,19 +92,26 @@ async def _bring_up(settings: ServeSettings, cell: CellProcesses, scheduler_addr
     await cell.has_served.wait()
     # Closed channels keep their connections until the cycles that hold them are collected.
     freeze_garbage()
-    print(
-        f"ready: serving {settings.model_dir.name} on {settings.bind_address}, scheduler on {scheduler_address}",
-        flush=True,
-    )
-    failure = None
-    if settings.prompt is not None:
-        failure = await _answer_prompt(settings.bind_address, settings.prompt)
+    try:
+        failure = await _say_ready(settings, scheduler_address)
+    except OSError as error:
+        abandon_stdout()
+        failure = f"stdout cannot be written: {error}"
     if settings.exit_after_prompt:
         return failure
     if failure is not None:
         print(f"error: {failure}", file=sys.stderr)
     await asyncio.Event().wait()
     return None
+
+
+async def _say_ready(settings: ServeSettings, scheduler_address: str) -> str | None:
+    """Say that the cell serves, and answer the only prompt; returns why that failed."""
+    print(
+        f"ready: serving {settings.model_dir.name} on {settings.bind_address}, scheduler on {scheduler_address}",
+        flush=True,
+    )
+    return None if settings.prompt is None else await _answer_prompt(settings.bind_address, settings.prompt)
 
 
 async def _answer_prompt(address: str, prompt: str) -> str | None:

@@ -5,33 +5,42 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from shared.cli.cell_plan import ServiceCommand
 from shared.cli.child_process import start_child
 from shared.cli.last_words import LastWords
 
-_MAX_LINE_BYTES = 1 << 20
+_MAX_LINE_BYTES = 1 << 16
 _OUTPUT_GRACE_S = 1.0
 
 
 class ServiceProcess:
-    """A service's process. What it writes comes out of the launcher's stderr, each line behind its name."""
+    """A service's process. What it writes goes on line by line."""
 
-    def __init__(self, command: ServiceCommand, process: asyncio.subprocess.Process, line_prefix: str) -> None:
+    def __init__(
+        self, command: ServiceCommand, process: asyncio.subprocess.Process, write: Callable[[bytes], None]
+    ) -> None:
         self.command = command
         self._process = process
         self._last_words = LastWords()
-        self._output = asyncio.create_task(self._copy_output(line_prefix.encode()))
+        self._output = asyncio.create_task(self._copy_output(write))
         self._problem: str | None = None
         self._kill_reason: str | None = None
 
     @classmethod
-    async def start(cls, command: ServiceCommand, start_flags: Sequence[str], *, line_prefix: str) -> ServiceProcess:
-        """Start `python -m services.ROLE`. Call it from the main thread: the child dies when its starter does."""
+    async def start(
+        cls, command: ServiceCommand, start_flags: Sequence[str], write: Callable[[bytes], None]
+    ) -> ServiceProcess:
+        """Start `python -m services.ROLE`. Call it from the main thread: the child dies when its starter does.
+
+        Args:
+            command: What is started.
+            start_flags: More flags, of this start.
+            write: Takes each of its lines, without the newline.
+        """
         process = await start_child(f"services.{command.role}", [*command.flags, *start_flags])
-        return cls(command, process, line_prefix)
+        return cls(command, process, write)
 
     @property
     def pid(self) -> int:
@@ -81,15 +90,12 @@ class ServiceProcess:
         if returncode not in (0, -signal.SIGTERM):
             self._problem = f"{self._describe(returncode)} when asked to stop"
 
-    async def _copy_output(self, prefix: bytes) -> None:
+    async def _copy_output(self, write: Callable[[bytes], None]) -> None:
         """Copy whole lines until the end, so that those of several services do not mix."""
-        source, sink = self._process.stdout, sys.stderr.buffer
-        assert source is not None
-        async for lines in _read_lines(source):
-            for line in lines:
-                self._last_words.add(line)
-            sink.write(b"".join(prefix + line + b"\n" for line in lines))
-            sink.flush()
+        assert self._process.stdout is not None
+        async for line in _read_lines(self._process.stdout):
+            self._last_words.add(line)
+            write(line)
 
     def _describe(self, returncode: int) -> str:
         if self._kill_reason is not None:
@@ -97,16 +103,17 @@ class ServiceProcess:
         return f"the {self.command.name} {_describe_exit(returncode)}"
 
 
-async def _read_lines(source: asyncio.StreamReader) -> AsyncIterator[list[bytes]]:
-    """The lines that came, until the end; one that is too long comes in parts."""
+async def _read_lines(source: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """Each line until the end; one that is too long comes in parts."""
     rest = b""
     while chunk := await source.read(_MAX_LINE_BYTES):
         *lines, rest = (rest + chunk).split(b"\n")
         if len(rest) > _MAX_LINE_BYTES:
             lines, rest = [*lines, rest], b""
-        yield lines
+        for line in lines:
+            yield line
     if rest:
-        yield [rest]
+        yield rest
 
 
 def _describe_exit(returncode: int) -> str:

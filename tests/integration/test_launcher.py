@@ -13,9 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lockstep.v1 import tokenizer_pb2_grpc
+from shared.health import wait_until_serving
+from shared.rpc import make_channel
 from tests.support.cell import Cell, popen_lockstep, run_serve, start_cell
 from tests.support.client import text_request
 from tests.support.patience import PATIENCE_S
+from tests.support.pipes import full_pipe
 from tests.support.ports import free_port
 from tests.support.processes import start_service
 
@@ -120,6 +124,24 @@ def refused(*args: str) -> str:
 )
 def test_a_bad_flag_of_a_service_is_refused_before_anything_starts(tiny_model: Path, flag: str, problem: str) -> None:
     assert refused(str(tiny_model), free_address(), flag).startswith(f"error: {problem}")
+
+
+async def test_a_cell_whose_output_nobody_reads_serves_and_stops(tiny_model: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with (
+        full_pipe() as (reader, stderr),
+        popen_lockstep("serve", str(tiny_model), f"--listen={address}", stderr=stderr) as launcher,
+    ):
+        assert launcher.stdout is not None
+        launcher.stdout.close()
+        async with make_channel(address) as channel:
+            await wait_until_serving(channel)
+            # Until now its log was not read; from now on it cannot be.
+            os.close(reader)
+            stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
+            assert [response async for response in stub.Generate(text_request("Hello", max_tokens=3))]
+        launcher.terminate()
+        assert launcher.wait(PATIENCE_S) == 0
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from lockstep.internal.v1 import exchange_pb2_grpc
 from lockstep.v1 import scheduler_pb2_grpc
@@ -22,6 +23,7 @@ from shared.heartbeat import LEASE_S
 from shared.rpc import make_channel, make_server
 from tests.support.cell_model import expected_completion
 from tests.support.patience import PATIENCE_S
+from tests.support.pipes import full_pipe
 from tests.support.processes import module_environment
 from tests.support.token_client import error_of, generate_tokens, reason, seeded
 from tests.support.worker_peer import WorkerPeer
@@ -87,6 +89,18 @@ async def running_service(
             process.kill()
         await process.communicate()
         await worker_server.stop(0)
+
+
+async def test_a_service_whose_log_nobody_reads_answers_and_stops(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/scheduler"
+    with full_pipe() as (_, stderr):
+        command = [sys.executable, "-m", "services.scheduler", f"--listen={address}", f"--workers=unix:{tmp_path}/none"]
+        process = await asyncio.create_subprocess_exec(*command, env=ENVIRONMENT, stderr=stderr)
+        async with make_channel(address, internal=True) as channel:
+            check = health_pb2_grpc.HealthStub(channel).Check
+            assert await check(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=60)
+        process.terminate()
+        assert await process.wait() == 0
 
 
 async def test_a_scheduler_that_was_superseded_says_so_and_fails(tmp_path: Path) -> None:

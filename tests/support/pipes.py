@@ -1,0 +1,39 @@
+"""Pipes that nobody reads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def full_pipe() -> Iterator[tuple[int, int]]:
+    """A pipe that takes not a byte more: its reading end and its writing end, which blocks whoever writes."""
+    reader, writer = os.pipe()
+    try:
+        fill(writer)
+        yield reader, writer
+    finally:
+        for fd in (reader, writer):
+            # The test may have closed it.
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+def fill(writer: int) -> None:
+    """Write to a pipe until it takes no more."""
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"\n" * 4096)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"\n")
+    os.set_blocking(writer, True)
+
+
+def read_lines(reader: int) -> list[str]:
+    """The lines of a pipe until its writers have closed it, without the empty ones."""
+    with open(reader, encoding="utf-8", closefd=False) as file:
+        return [line.rstrip("\n") for line in file if line.strip()]

@@ -1,0 +1,114 @@
+"""Whoever writes to stderr never waits for its reader."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from shared.line_writer import MAX_WAITING_BYTES, LineWriter
+from tests.support.pipes import full_pipe, read_lines
+from tests.support.processes import module_environment
+
+WAIT_S = 60.0
+
+# A process that logs much more than a pipe and the buffer take, and ends by an exception.
+TALKER = """
+import logging
+from shared.logging import configure_logging
+configure_logging(service="talker", level="INFO", log_format="text")
+for number in range(4000):
+    logging.info("line %d %s", number, "x" * 1000)
+raise SystemExit("the end")
+"""
+
+TALKING = [sys.executable, "-c", TALKER]
+
+
+def make_writer(fd: int) -> LineWriter:
+    return LineWriter(fd, lambda num_lines: f"{num_lines} lost")
+
+
+def test_lines_are_written_in_order_and_drained() -> None:
+    reader, fd = os.pipe()
+    writer = make_writer(fd)
+    for number in range(1000):
+        writer.write(f"{number}\n".encode())
+    writer.drain(WAIT_S)
+    os.close(fd)
+    assert read_lines(reader) == [str(number) for number in range(1000)]
+    os.close(reader)
+
+
+def test_what_does_not_fit_is_dropped_and_counted_in_its_place() -> None:
+    line = b"x" * 1023 + b"\n"
+    num_kept = MAX_WAITING_BYTES // len(line)
+    with full_pipe() as (reader, fd):
+        writer = make_writer(fd)
+        # The first may be with the thread already, which waits.
+        for _ in range(num_kept + 100):
+            writer.write(line)
+        lines = []
+        with open(reader, encoding="utf-8", closefd=False) as file:
+            while not (lines and lines[-1].endswith("lost")):
+                lines += [text for text in [file.readline().strip()] if text]
+            writer.write(b"after\n")
+            assert file.readline() == "after\n"
+    *kept, loss = lines
+    assert len(kept) + int(loss.split()[0]) == num_kept + 100
+    assert len(kept) in (num_kept, num_kept + 1)
+
+
+def test_lines_that_nobody_can_read_any_more_are_counted_too() -> None:
+    reader, fd = os.pipe()
+    writer = make_writer(fd)
+    os.close(reader)
+    for _ in range(3):
+        writer.write(b"lost\n")
+    writer.drain(WAIT_S)
+    reader, new_fd = os.pipe()
+    os.dup2(new_fd, fd)
+    writer.write(b"again\n")
+    writer.drain(WAIT_S)
+    for number in (fd, new_fd):
+        os.close(number)
+    assert read_lines(reader) == ["3 lost", "again"]
+    os.close(reader)
+
+
+def test_a_file_that_somebody_made_non_blocking_loses_nothing() -> None:
+    with full_pipe() as (reader, fd):
+        os.set_blocking(fd, False)
+        writer = make_writer(fd)
+        writer.write(b"late\n")
+        with open(reader, encoding="utf-8", closefd=False) as file:
+            while not (line := file.readline().strip()):
+                pass
+    assert line == "late"
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_process_whose_stderr_nobody_reads_ends(is_closed: bool) -> None:
+    with full_pipe() as (reader, fd):
+        process = subprocess.Popen(TALKING, stderr=fd, env=module_environment())
+        if is_closed:
+            os.close(reader)
+        assert process.wait(WAIT_S) == 1
+
+
+def test_a_process_without_stderr_ends() -> None:
+    command = ["sh", "-c", 'exec "$@" 2>&-', "sh", *TALKING]
+    assert subprocess.run(command, env=module_environment(), timeout=WAIT_S, check=False).returncode == 1
+
+
+def test_a_process_tells_its_last_words_whole() -> None:
+    result = subprocess.run(TALKING, stderr=subprocess.PIPE, env=module_environment(), check=False)
+    *records, last = result.stderr.decode().splitlines()
+    assert last == "the end"
+    numbers = [int(match[1]) for record in records if (match := re.search(r"line (\d+) x+$", record))]
+    losses = [int(match[1]) for record in records if (match := re.search(r"not be written num_lines=(\d+)$", record))]
+    assert numbers == sorted(numbers)
+    assert len(numbers) + sum(losses) == 4000
