@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from services.scheduler.batch import PrefillChunk, ScheduledBatch, Step, StepKind
 from services.scheduler.waiting_queue import QueuePolicy, max_steps_to_admission
 from tests.simulation.step_stream import Answer
-from tests.simulation.workload import MAX_REQUEST_TOKENS, CellSettings, Expected, RequestPlan, number_of
+from tests.simulation.workload import CellSettings, Expected, RequestPlan, number_of
 
 # DESIGN section 7, "Noticing".
 _STEP_DEADLINE_S = 10.0
@@ -304,7 +304,8 @@ class EpochWatch:
             # Choices of a request arrive together.
             ahead.update(other for other in self._live.values() if other.arrived_at <= entry.arrived_at)
             self._num_steps_waited[entry] += 1
-            bound = max_steps_to_admission(len(ahead), MAX_REQUEST_TOKENS, self._settings.max_step_tokens)
+            settings = self._settings
+            bound = max_steps_to_admission(len(ahead), settings.max_request_tokens, settings.max_step_tokens)
             # Coupled ranks wait for each other with their prompts.
             bound *= 1 + policy.max_prefill_wait_steps
             assert self._num_steps_waited[entry] <= bound, "a request waits longer than it may"

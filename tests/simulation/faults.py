@@ -48,6 +48,7 @@ class Fault(enum.Enum):
     ABORT_CALL = "abort_call"
     CACHE_FLUSH = "cache_flush"
     QUEUE_FULL = "queue_full"
+    LONG_ANSWER = "long_answer"
 
 
 # How likely each is at each of its opportunities; rates are drawn around this.
@@ -95,6 +96,7 @@ _LIKELIHOOD = {
     Fault.ABORT_CALL: 0.1,
     # At each cell.
     Fault.QUEUE_FULL: 1.0,
+    Fault.LONG_ANSWER: 0.2,
 }
 
 # What ends an epoch at once, and what does so after a while, whatever it computes.

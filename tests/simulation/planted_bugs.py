@@ -26,7 +26,7 @@ from services.scheduler.row_tokens import RowTokens
 from services.scheduler.running_batch import RunningBatch
 from services.scheduler.scheduler import Scheduler
 from services.scheduler.sequence import TOKEN_BYTES, Sequence, SequenceStatus
-from services.scheduler.slot_table import IntColumn, Slots, SlotTable
+from services.scheduler.slot_table import RUN_TOKENS, IntColumn, Slots, SlotTable
 from services.scheduler.step_deadline import StepDeadline
 from services.scheduler.waiting_queue import WaitingQueue
 from services.worker.claim import ClaimLedger
@@ -241,6 +241,21 @@ def _bad_kv_stays_cached(patch: Patch) -> None:
 def _rows_that_are_not_finite_count(patch: Patch) -> None:
     """The token of a row that means nothing goes to its client."""
     patch.setattr(ResultTaker, "_fail_not_finite", lambda *_: None)
+
+
+@_planted(Fault.LONG_ANSWER)
+def _the_ring_wraps_wrongly(patch: Patch) -> None:
+    """Tokens that are stored from both ends of a row's ring come in the wrong order."""
+    flush = SlotTable.flush
+
+    def flush_swapped(self: SlotTable, seq: Sequence) -> None:
+        start, ring = seq.num_stored_tokens, 2 * RUN_TOKENS
+        flush(self, seq)
+        to_the_end = (ring - start % ring) * TOKEN_BYTES
+        news = seq.token_bytes[start * TOKEN_BYTES :]
+        seq.token_bytes[start * TOKEN_BYTES :] = news[to_the_end:] + news[:to_the_end]
+
+    patch.setattr(SlotTable, "flush", flush_swapped)
 
 
 # Overlap, chunks and preemption.

@@ -73,6 +73,8 @@ class Report:
     num_preemptions: int
     num_accepted_tokens: int
     """Of the drafts."""
+    max_completion_tokens: int
+    """Of the longest answer that came whole."""
     ends: Counter[str]
     """How choices ended: by finish reason or error."""
     faults: Counter[Fault]
@@ -112,7 +114,7 @@ class Simulation:
         self._kinds = frozenset(self._mix.rates)
         self._settings = CellSettings.draw(self._rng, self._mix)
         oracle = FallibleOracle(self._rng, share_right=self._settings.share_right)
-        self._workload = Workload(self._rng, self._mix, oracle, self._settings.poison)
+        self._workload = Workload(self._rng, self._mix, oracle, self._settings)
         self._plans: list[RequestPlan] = []
         self._told: list[Told] = []
         self._num_live = 0
@@ -156,6 +158,7 @@ class Simulation:
             len(schedulers),
             sum(one.num_preemptions for one in counters),
             sum(one.num_accepted_tokens for one in counters),
+            max(told.num_completion_tokens for told in self._told),
             Counter(_describe_end(told) for told in self._told),
             self._mix.counts,
         )

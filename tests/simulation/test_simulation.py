@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from services.scheduler.slot_table import RUN_TOKENS
 from tests.simulation.faults import Fault
 from tests.simulation.simulation import MIN_EVENTS, MIN_REQUESTS, SimulationError, simulate
 
@@ -79,6 +80,12 @@ def test_some_cells_draft_and_some_do_not() -> None:
     num_accepted_tokens = [simulate(seed, []).num_accepted_tokens for seed in range(10)]
     assert min(num_accepted_tokens) == 0
     assert max(num_accepted_tokens) > 100
+
+
+def test_some_answers_are_so_long_that_their_tokens_come_round() -> None:
+    longest = [simulate(seed, [Fault.LONG_ANSWER]).max_completion_tokens for seed in range(10)]
+    assert min(longest) < RUN_TOKENS
+    assert max(longest) > 2 * RUN_TOKENS
 
 
 def test_a_seed_that_fails_says_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,14 +17,19 @@ from shared.limits import NO_OPTIONS, SamplingOptions, SamplingParams
 from tests.simulation.faults import Fault, FaultMix
 from tests.support.cell_model import VOCABULARY, Oracle, expected_completion
 
-CONTEXT_LENGTH = 192
 EOS_TOKEN_IDS = tuple(range(7, 22))
 
 _MAX_PROMPT_TOKENS = 96
 _MAX_COMPLETION_TOKENS = 56
+_CONTEXT_LENGTH = 192
+# In cells where answers may be long, those of a few requests: the tokens of a running sequence then come round a ring.
+# A few more prompts end just before that.
+_LONG_COMPLETION_TOKENS = (601, 700)
+_LONG_PROMPT_TOKENS = (496, 511)
+_LONG_CONTEXT_LENGTH = 832
+_MAX_LONG_ANSWERS = 2
 # Of so many requests one may be followed up.
 _NUM_RECENT = 8
-MAX_REQUEST_TOKENS = _MAX_PROMPT_TOKENS + _MAX_COMPLETION_TOKENS
 # A seed's low bits tell which request it is: that is how steps, which name only slots, are told apart.
 _NUMBER_BITS = 20
 
@@ -36,6 +41,7 @@ class CellSettings:
     topology: CellTopology
     policy: SchedulerPolicy
     cache: CacheSettings
+    context_length: int
     # Of each rank's pool.
     num_blocks: int
     # Most tokens that the worker drafts for a row, and how many of its drafts are right.
@@ -54,7 +60,7 @@ class CellSettings:
         return WorkerFacts(
             epoch,
             "digest",
-            CONTEXT_LENGTH,
+            self.context_length,
             VOCABULARY,
             EOS_TOKEN_IDS,
             self.num_blocks,
@@ -68,6 +74,17 @@ class CellSettings:
         return StepBudget.of(self.policy, self.worker_facts(1)).max_tokens
 
     @property
+    def has_long_answers(self) -> bool:
+        """Whether a few completions may be long."""
+        return self.context_length == _LONG_CONTEXT_LENGTH
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Most tokens of a prompt and its completion."""
+        longest = _LONG_COMPLETION_TOKENS[1] if self.has_long_answers else _MAX_COMPLETION_TOKENS
+        return _MAX_PROMPT_TOKENS + longest
+
+    @property
     def batch_limits(self) -> BatchLimits:
         """What scheduler and worker agree on."""
         return BatchLimits(
@@ -75,7 +92,7 @@ class CellSettings:
             self.max_step_tokens,
             self.cache.block_size,
             self.num_blocks,
-            CONTEXT_LENGTH,
+            self.context_length,
             VOCABULARY,
         )
 
@@ -89,12 +106,13 @@ class CellSettings:
         max_num_batched_tokens = rng.choice([16, 48, 600])
         mixes = rng.random() < 0.3
         max_waiting_requests = rng.randint(3, 10) if Fault.QUEUE_FULL in mix.rates else 1024
+        context_length = _LONG_CONTEXT_LENGTH if mix.strikes(Fault.LONG_ANSWER, rng) else _CONTEXT_LENGTH
         policy = SchedulerPolicy(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             delay_factor=rng.choice([0.0, 0.0, 1.5]),
             max_steps_in_flight=rng.randint(1, 4),
-            enable_chunked_prefill=mixes or max_num_batched_tokens < CONTEXT_LENGTH or rng.random() < 0.5,
+            enable_chunked_prefill=mixes or max_num_batched_tokens < context_length or rng.random() < 0.5,
             enable_mixed_steps=mixes,
             max_waiting_requests=max_waiting_requests,
             # A few prompts at once, or as many as like.
@@ -107,10 +125,13 @@ class CellSettings:
         )
         # The smallest pool just holds the longest request.
         num_pool_tokens = rng.choice([160, 160, 256, 800])
+        if context_length == _LONG_CONTEXT_LENGTH:
+            num_pool_tokens = max(num_pool_tokens, rng.choice([800, 1024]))
         return cls(
             topology,
             policy,
             CacheSettings(block_size, rng.random() < 0.8),
+            context_length,
             num_pool_tokens // block_size,
             # Coupled ranks draft nothing: what a rank computes in a step must be known before.
             num_draft_tokens=rng.randint(1, 8) if rng.random() < 0.5 and not topology.is_coupled else 0,
@@ -181,16 +202,19 @@ def number_of(seed: int) -> int:
 class Workload:
     """Draws one request after the other; prompts share prefixes, and some go on where an answer ended."""
 
-    def __init__(self, rng: Random, mix: FaultMix, oracle: Oracle, poison: dict[int, int]) -> None:
-        """Draw from `rng`; `oracle` learns the answers, `poison` which requests kill, by their seeds and where."""
+    def __init__(self, rng: Random, mix: FaultMix, oracle: Oracle, settings: CellSettings) -> None:
+        """Draw from `rng`; `oracle` learns the answers, `settings.poison` which requests kill, by seed and where."""
         self._rng = rng
         self._mix = mix
         self._oracle = oracle
-        self._poison = poison
+        self._poison = settings.poison
         self._num_drawn = 0
+        self._num_long_answers_left = _MAX_LONG_ANSWERS if settings.has_long_answers else 0
         # Prompts with their answers, and their salts.
         self._texts: list[tuple[list[int], bytes]] = []
-        self._prefixes = [[rng.randrange(VOCABULARY) for _ in range(_MAX_PROMPT_TOKENS)] for _ in range(3)]
+        self._has_long_prompts = settings.has_long_answers
+        longest = _LONG_PROMPT_TOKENS[1] if self._has_long_prompts else _MAX_PROMPT_TOKENS
+        self._prefixes = [[rng.randrange(VOCABULARY) for _ in range(longest)] for _ in range(3)]
         self._shares_prompts = rng.random() < 0.7
         self._completion_scale = rng.choice([8, 30, _MAX_COMPLETION_TOKENS])
 
@@ -199,15 +223,17 @@ class Workload:
         rng, number = self._rng, self._num_drawn
         self._num_drawn += 1
         prompt, cache_salt = self._draw_follow_up() or (self._draw_prompt(), rng.choice([b"", b"", b"salt"]))
-        max_tokens = rng.randint(1, self._completion_scale)
+        is_long = self._num_long_answers_left > 0 and len(prompt) <= _MAX_PROMPT_TOKENS and rng.random() < 0.2
+        self._num_long_answers_left -= is_long
+        max_tokens = rng.randint(*_LONG_COMPLETION_TOKENS) if is_long else rng.randint(1, self._completion_scale)
         seed = rng.getrandbits(64 - _NUMBER_BITS) << _NUMBER_BITS | number
         is_poison = self._poisons(seed, len(prompt))
-        n = rng.choice([2, 3, 8]) if rng.random() < 0.2 and not is_poison else 1
+        n = rng.choice([2, 3, 8]) if rng.random() < 0.2 and not (is_poison or is_long) else 1
         completions = [expected_completion(prompt, seed, max_tokens, choice) for choice in range(n)]
         for completion in completions:
             # What stands behind a stop as well: runs of drafts go on there.
             self._oracle.learn(prompt, completion)
-        params = self._draw_params(completions[0], seed)
+        params = self._draw_params(completions[0], seed, may_end_early=not is_long)
         text_stop_token = completions[0][rng.randrange(max_tokens)] if self._strikes(Fault.TEXT_STOP) else None
         by_cell = [_expect(completion, params, None) for completion in completions]
         self._texts.append((prompt + by_cell[0].tokens, cache_salt))
@@ -244,19 +270,21 @@ class Workload:
     def _draw_prompt(self) -> list[int]:
         rng = self._rng
         length = rng.choice([1, 15, 16, 17, 32, 33, 48, 65, _MAX_PROMPT_TOKENS])
+        if self._has_long_prompts and rng.random() < 0.2:
+            length = rng.randint(*_LONG_PROMPT_TOKENS)
         num_shared = rng.choice([0, length // 2, length - 1, length]) if self._shares_prompts else 0
         shared = rng.choice(self._prefixes)[:num_shared]
         return shared + [rng.randrange(VOCABULARY) for _ in range(length - num_shared)]
 
-    def _draw_params(self, completion: list[int], seed: int) -> SamplingParams:
+    def _draw_params(self, completion: list[int], seed: int, *, may_end_early: bool) -> SamplingParams:
         rng = self._rng
-        at = rng.randrange(len(completion))
+        at = rng.randrange(len(completion)) if may_end_early else len(completion) - 1
         stop_token_ids = (completion[at],) if rng.random() < 0.15 else ()
         stop_sequence = tuple(completion[max(0, at - rng.randint(0, 3)) : at + 1])
         return SamplingParams(
             max_tokens=len(completion),
             seed=seed,
-            ignore_eos=rng.random() < 0.5,
+            ignore_eos=rng.random() < 0.5 or not may_end_early,
             stop_token_ids=stop_token_ids,
             stop_token_sequences=(stop_sequence,) if rng.random() < 0.15 else (),
             options=self._draw_options(len(completion)),
