@@ -49,6 +49,7 @@ class Fault(enum.Enum):
     CACHE_FLUSH = "cache_flush"
     QUEUE_FULL = "queue_full"
     LONG_ANSWER = "long_answer"
+    UNEQUAL_POOLS = "unequal_pools"
 
 
 # How likely each is at each of its opportunities; rates are drawn around this.
@@ -97,6 +98,7 @@ _LIKELIHOOD = {
     # At each cell.
     Fault.QUEUE_FULL: 1.0,
     Fault.LONG_ANSWER: 0.2,
+    Fault.UNEQUAL_POOLS: 0.5,
 }
 
 # What ends an epoch at once, and what does so after a while, whatever it computes.

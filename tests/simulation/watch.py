@@ -364,7 +364,7 @@ class EngineWatch:
 
     def _check_integrity(self, engine: Engine) -> None:
         self._num_blocks_unchecked += _BLOCKS_PER_EVENT
-        if self._num_blocks_unchecked >= self._settings.num_blocks * self._settings.topology.dp_size:
+        if self._num_blocks_unchecked >= sum(self._settings.num_blocks):
             self._num_blocks_unchecked = 0
             engine.check_integrity()
 

@@ -240,7 +240,7 @@ class SimulatedWorker:
         self._offer = None
         if not is_stuck:
             self._model = WorkerModel(
-                self._settings.batch_limits,
+                self._settings.batch_limits(self._rank),
                 may_spoil=lambda: self._strikes(Fault.NOT_FINITE),
                 proposer=self._oracle,
                 num_draft_tokens=self._settings.num_draft_tokens,
@@ -248,7 +248,7 @@ class SimulatedWorker:
             )
         topology = self._settings.topology
         place = GroupPlace(self._rank, topology.dp_size, 1, topology.is_coupled)
-        facts = self._settings.worker_facts(offer.epoch)
+        facts = self._settings.worker_facts(offer.epoch, self._rank)
         offer.answer(Accepted(self._rank, offer.epoch, facts, place, offer.last_step, is_stuck))
 
     def _supersede(self) -> None:

@@ -42,8 +42,8 @@ class CellSettings:
     policy: SchedulerPolicy
     cache: CacheSettings
     context_length: int
-    # Of each rank's pool.
-    num_blocks: int
+    # Of each rank's pool, by rank.
+    num_blocks: tuple[int, ...]
     # Most tokens that the worker drafts for a row, and how many of its drafts are right.
     num_draft_tokens: int
     share_right: float
@@ -55,15 +55,15 @@ class CellSettings:
     # By its seed, a request and the position that kills whoever computes it.
     poison: dict[int, int] = field(default_factory=dict)
 
-    def worker_facts(self, epoch: int) -> WorkerFacts:
-        """What each rank answers to an attach."""
+    def worker_facts(self, epoch: int, rank: int = 0) -> WorkerFacts:
+        """What a rank answers to an attach."""
         return WorkerFacts(
             epoch,
             "digest",
             self.context_length,
             VOCABULARY,
             EOS_TOKEN_IDS,
-            self.num_blocks,
+            self.num_blocks[rank],
             num_draft_tokens=self.num_draft_tokens,
             needs_all_tokens=self.num_draft_tokens > 0,
         )
@@ -84,14 +84,13 @@ class CellSettings:
         longest = _LONG_COMPLETION_TOKENS[1] if self.has_long_answers else _MAX_COMPLETION_TOKENS
         return _MAX_PROMPT_TOKENS + longest
 
-    @property
-    def batch_limits(self) -> BatchLimits:
-        """What scheduler and worker agree on."""
+    def batch_limits(self, rank: int) -> BatchLimits:
+        """What the scheduler and a rank agree on."""
         return BatchLimits(
             self.policy.max_num_seqs,
             self.max_step_tokens,
             self.cache.block_size,
-            self.num_blocks,
+            self.num_blocks[rank],
             self.context_length,
             VOCABULARY,
         )
@@ -115,8 +114,10 @@ class CellSettings:
             enable_chunked_prefill=mixes or max_num_batched_tokens < context_length or rng.random() < 0.5,
             enable_mixed_steps=mixes,
             max_waiting_requests=max_waiting_requests,
-            # A few prompts at once, or as many as like.
-            max_prompt_logprob_bytes=rng.choice([2**13, 2**28]) if Fault.QUEUE_FULL in mix.rates else 2**28,
+            # Those of a few prompts of any length at once, or of as many as like.
+            max_prompt_logprob_bytes=rng.choice([48 * context_length, 2**28])
+            if Fault.QUEUE_FULL in mix.rates
+            else 2**28,
             queue_policy=rng.choice(list(QueuePolicy)),
             max_age_s=rng.choice([0.5, 10.0]),
             admission_policy=rng.choice(list(AdmissionPolicy)),
@@ -127,12 +128,15 @@ class CellSettings:
         num_pool_tokens = rng.choice([160, 160, 256, 800])
         if context_length == _LONG_CONTEXT_LENGTH:
             num_pool_tokens = max(num_pool_tokens, rng.choice([800, 1024]))
+        num_blocks = [num_pool_tokens // block_size] * dp_size
+        if mix.strikes(Fault.UNEQUAL_POOLS, rng):
+            num_blocks = [number + rng.choice([0, 1, number]) for number in num_blocks]
         return cls(
             topology,
             policy,
             CacheSettings(block_size, rng.random() < 0.8),
             context_length,
-            num_pool_tokens // block_size,
+            tuple(num_blocks),
             # Coupled ranks draft nothing: what a rank computes in a step must be known before.
             num_draft_tokens=rng.randint(1, 8) if rng.random() < 0.5 and not topology.is_coupled else 0,
             share_right=rng.choice([0.2, 0.7, 0.95]),
