@@ -45,6 +45,8 @@ class Fault(enum.Enum):
     DEADLINE = "deadline"
     TEXT_STOP = "text_stop"
     POISON = "poison"
+    GRAMMAR = "grammar"
+    GRAMMAR_FAILURE = "grammar_failure"
     ABORT_CALL = "abort_call"
     CACHE_FLUSH = "cache_flush"
     QUEUE_FULL = "queue_full"
@@ -94,6 +96,8 @@ _LIKELIHOOD = {
     Fault.DEADLINE: 0.2,
     Fault.TEXT_STOP: 0.3,
     Fault.POISON: 0.15,
+    Fault.GRAMMAR: 0.15,
+    Fault.GRAMMAR_FAILURE: 0.1,
     Fault.ABORT_CALL: 0.1,
     # At each cell.
     Fault.QUEUE_FULL: 1.0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from services.scheduler import intake
@@ -15,6 +16,7 @@ from services.scheduler.logprobs import Logprobs
 from services.scheduler.prefill import PrefillPlanner
 from services.scheduler.request_desk import RequestDesk
 from services.scheduler.requests import Request, RequestTable
+from services.scheduler.result_taker import ResultTaker
 from services.scheduler.sequence import Finish, Sequence
 from services.scheduler.stops import find_finish
 from services.scheduler.waiting_queue import WaitingQueue
@@ -148,6 +150,21 @@ def _prompts_are_charged_for_good(patch: Patch) -> None:
         self.num_prompt_logprob_bytes += request.num_prompt_logprob_bytes
 
     patch.setattr(RequestTable, "_forget", keep)
+
+
+# Grammars.
+
+
+@_planted(Fault.GRAMMAR_FAILURE)
+def _tokens_behind_a_grammars_end_are_told(patch: Patch) -> None:
+    """A row whose grammar cannot be followed any further brings a token like any other."""
+    take = ResultTaker.take
+    no_rows = np.empty(0, np.int32)
+    patch.setattr(
+        ResultTaker,
+        "take",
+        lambda self, result, now: take(self, replace(result, failed_grammar_rows=no_rows), now),
+    )
 
 
 # Requests, their ends and their attempts.

@@ -27,6 +27,7 @@ _RESTART_S = (0.1, 3.0)
 # What may end a request with which error.
 _CAUSES = {
     "NUMERIC_ERROR": Fault.NOT_FINITE,
+    "INVALID_REQUEST": Fault.GRAMMAR_FAILURE,
     "DEADLINE_PASSED": Fault.DEADLINE,
     "ABORTED_BY_CALL": Fault.ABORT_CALL,
     "POISON_REQUEST": Fault.POISON,
@@ -311,6 +312,7 @@ class Simulation:
                 return
             assert fault in self._kinds, f"{plan.request_id} got {told.error} without a cause"
             assert fault is not Fault.DEADLINE or plan.patience_s is not None, "a deadline that nobody gave"
+            assert fault is not Fault.GRAMMAR_FAILURE or expected.finish is None, "its grammar could be followed"
             assert fault is not Fault.ABORT_CALL or plan.abort_call_after_s is not None, "nobody called for its end"
 
 

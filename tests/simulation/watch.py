@@ -218,7 +218,8 @@ class EngineWatch:
                 min_resumes=submission.num_earlier_resumes,
                 max_resumes=submission.num_earlier_resumes,
             )
-            assert entry.num_tokens < len(entry.expected.tokens), "a replica submits what has ended"
+            is_over = entry.num_tokens >= len(entry.expected.tokens) and entry.expected.finish is not None
+            assert not is_over, "a replica submits what has ended"
             self._entries[entry.key] = self._live[entry.number] = entry
 
     def _find_refusal(self, submission: Submission, plan: RequestPlan, earlier: list[Entry]) -> str | None:
@@ -279,7 +280,7 @@ class EngineWatch:
             self._drop(self._settings.topology.domain_of(rank), epoch.number, must, accuses_rows=False)
             return
         epoch.signs.heard_at = epoch.signs.got_on_at = now
-        not_finite_rows = result.not_finite_rows.tolist()
+        not_finite_rows, failed_grammar_rows = result.not_finite_rows.tolist(), result.failed_grammar_rows.tolist()
         step = epoch.take_answer(answer, not_finite_rows)
         if step.is_decode:
             for entered in step.rows:
@@ -293,6 +294,9 @@ class EngineWatch:
                 continue
             if row in not_finite_rows:
                 self._end(entered.entry, must, "NUMERIC_ERROR")
+            elif row in failed_grammar_rows:
+                # What the row brought before counts for nothing either.
+                self._end(entered.entry, must, "INVALID_REQUEST")
             else:
                 self._take_tokens(entered.entry, count, must)
 
@@ -318,7 +322,7 @@ class EngineWatch:
         if not first:
             must.starts[entry.key] = entry.num_cached_tokens
         entry.num_tokens += len(tokens)
-        if entry.num_tokens == len(expected.tokens):
+        if entry.num_tokens == len(expected.tokens) and expected.finish is not None:
             self._end(entry, must, (expected.finish, entry.num_tokens))
 
     def _drop(self, domain: int, epoch: int, must: Said, *, accuses_rows: bool = True) -> None:

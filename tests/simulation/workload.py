@@ -15,7 +15,7 @@ from services.scheduler.waiting_queue import QueuePolicy
 from services.worker.enter_checks import BatchLimits
 from shared.limits import NO_OPTIONS, SamplingOptions, SamplingParams
 from tests.simulation.faults import Fault, FaultMix
-from tests.support.cell_model import VOCABULARY, Oracle, expected_completion
+from tests.support.cell_model import VOCABULARY, HashGrammar, Oracle, expected_completion
 
 EOS_TOKEN_IDS = tuple(range(7, 22))
 
@@ -149,10 +149,10 @@ class CellSettings:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What an undisturbed run says: the tokens of the completion, and why it finished."""
+    """What an undisturbed run says: the tokens of the completion, and why it finished; None: its grammar fails then."""
 
     tokens: list[int]
-    finish: Finish
+    finish: Finish | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,11 +233,12 @@ class Workload:
         seed = rng.getrandbits(64 - _NUMBER_BITS) << _NUMBER_BITS | number
         is_poison = self._poisons(seed, len(prompt))
         n = rng.choice([2, 3, 8]) if rng.random() < 0.2 and not (is_poison or is_long) else 1
-        completions = [expected_completion(prompt, seed, max_tokens, choice) for choice in range(n)]
+        grammar = self._draw_grammar(max_tokens)
+        completions = [_complete(prompt, seed, max_tokens, choice, grammar) for choice in range(n)]
         for completion in completions:
             # What stands behind a stop as well: runs of drafts go on there.
             self._oracle.learn(prompt, completion)
-        params = self._draw_params(completions[0], seed, may_end_early=not is_long)
+        params = self._draw_params(completions[0], seed, grammar, may_end_early=not is_long)
         text_stop_token = completions[0][rng.randrange(max_tokens)] if self._strikes(Fault.TEXT_STOP) else None
         by_cell = [_expect(completion, params, None) for completion in completions]
         self._texts.append((prompt + by_cell[0].tokens, cache_salt))
@@ -280,7 +281,15 @@ class Workload:
         shared = rng.choice(self._prefixes)[:num_shared]
         return shared + [rng.randrange(VOCABULARY) for _ in range(length - num_shared)]
 
-    def _draw_params(self, completion: list[int], seed: int, *, may_end_early: bool) -> SamplingParams:
+    def _draw_grammar(self, max_tokens: int) -> str | None:
+        """The text of a `HashGrammar`; None: the answer has no grammar."""
+        if self._strikes(Fault.GRAMMAR_FAILURE):
+            return str(self._rng.randrange(max_tokens))
+        return str(max_tokens) if self._strikes(Fault.GRAMMAR) else None
+
+    def _draw_params(
+        self, completion: list[int], seed: int, grammar: str | None, *, may_end_early: bool
+    ) -> SamplingParams:
         rng = self._rng
         at = rng.randrange(len(completion)) if may_end_early else len(completion) - 1
         stop_token_ids = (completion[at],) if rng.random() < 0.15 else ()
@@ -291,15 +300,17 @@ class Workload:
             ignore_eos=rng.random() < 0.5 or not may_end_early,
             stop_token_ids=stop_token_ids,
             stop_token_sequences=(stop_sequence,) if rng.random() < 0.15 else (),
-            options=self._draw_options(len(completion)),
+            options=self._draw_options(len(completion), grammar),
         )
 
-    def _draw_options(self, max_tokens: int) -> SamplingOptions | None:
+    def _draw_options(self, max_tokens: int, grammar: str | None) -> SamplingOptions | None:
         rng = self._rng
         options = SamplingOptions(
-            min_tokens=rng.randint(1, max_tokens) if rng.random() < 0.15 else 0,
+            # A worker draws no stop before; here it does, unless it looks at what may be drawn.
+            min_tokens=rng.randint(1, max_tokens) if rng.random() < 0.15 and grammar is None else 0,
             num_logprobs=rng.choice([0, 1, 3]) if rng.random() < 0.2 else None,
             num_prompt_logprobs=rng.choice([0, 2]) if rng.random() < 0.2 else None,
+            grammar=grammar or "",
         )
         return None if options == NO_OPTIONS else options
 
@@ -307,13 +318,22 @@ class Workload:
         return self._mix.strikes(fault, self._rng)
 
 
+def _complete(prompt: list[int], seed: int, max_tokens: int, choice: int, grammar: str | None) -> list[int]:
+    """What a worker draws; after its grammar has failed nobody is told of it."""
+    matcher = None if grammar is None else HashGrammar(grammar)
+    return expected_completion(prompt, seed, max_tokens, choice, grammar=matcher)
+
+
 def _expect(completion: list[int], params: SamplingParams, text_stop_token: int | None) -> Expected:
     """The part of a completion up to its first stop.
 
     A stop string is looked for in the text, and the token that ends a completion by EOS or a stop token has none.
     """
+    fails_after = params.options.grammar if params.options is not None else ""
     for length in range(1, len(completion) + 1):
         tokens = completion[:length]
+        if fails_after and length > int(fails_after):
+            return Expected(tokens[:-1], None)
         finish = _find_finish(tokens, params)
         is_silent = finish is not None and finish.reason in (FinishReason.EOS, FinishReason.STOP_TOKEN)
         if tokens[-1] == text_stop_token and not is_silent:

@@ -23,6 +23,7 @@ from services.worker.drafts import Drafter, Drafts
 from services.worker.enter_checks import BatchLimits
 from services.worker.input_batch import InputBatch
 from services.worker.ngram_drafts import LookupProposer
+from services.worker.sampling_state import SamplingState
 from services.worker.step import Int32Column, Logprobs, StepOutput
 from services.worker.step_codec import parse_step, to_result
 from services.worker.step_input import StepInput
@@ -55,8 +56,41 @@ def noise_of(seed: int, choice: int) -> int:
     return (seed + choice * 0xA24BAED4963EE407) & _MASK
 
 
-def expected_completion(prompt: list[int], seed: int, num_tokens: int, choice: int = 0) -> list[int]:
-    """What an undisturbed worker generates."""
+class HashGrammar:
+    """Plays a worker's matcher: which half of the tokens may come next depends on all that came before.
+
+    Its text is the number of tokens after which it cannot be followed any further.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.has_failed = False
+        self._fails_after = int(text)
+        self._num_tokens = 0
+        self._state = 0
+
+    def mask(self) -> npt.NDArray[np.bool_]:
+        """The tokens that may come next."""
+        self.has_failed = self._num_tokens >= self._fails_after
+        return np.arange(VOCABULARY) % 2 == self._state % 2
+
+    def advance(self, token_id: int) -> None:
+        """Take in the completion's next token."""
+        assert token_id % 2 == self._state % 2, "a token that the grammar does not allow"
+        self._num_tokens += 1
+        self._state = chain(self._state, token_id) >> 1
+
+    def prepare(self) -> None:
+        """Nothing takes long here."""
+
+    def nearest(self, token_id: int) -> int:
+        """The token that is drawn where a worker without a grammar draws this one."""
+        return token_id if token_id % 2 == self._state % 2 else (token_id + 1) % VOCABULARY
+
+
+def expected_completion(
+    prompt: list[int], seed: int, num_tokens: int, choice: int = 0, *, grammar: HashGrammar | None = None
+) -> list[int]:
+    """What an undisturbed worker generates; `grammar` has seen nothing yet."""
     seed = noise_of(seed, choice)
     state = attended = 0
     for token_id in prompt:
@@ -65,22 +99,42 @@ def expected_completion(prompt: list[int], seed: int, num_tokens: int, choice: i
     completion: list[int] = []
     for position in range(len(prompt), len(prompt) + num_tokens):
         token_id = draw(attended & _MASK, seed, position)
+        if grammar is not None:
+            token_id = grammar.nearest(token_id)
+            grammar.advance(token_id)
         state = chain(state, token_id)
         attended += state
         completion.append(token_id)
     return completion
 
 
-def _draw_run(states: _States, seed: int, drafts: list[int]) -> list[int]:
-    """The tokens behind a row's cells, of which those of its drafts are the last: as far as the drafts are drawn."""
+def _draw_run(states: _States, seed: int, drafts: list[int], sampling: SamplingState | None) -> tuple[list[int], bool]:
+    """The tokens after a row's cells, of which those of its drafts are the last: as far as the drafts are drawn.
+
+    Returns:
+        They, and whether the row's grammar could be followed that far.
+    """
     num_cells = len(states) - len(drafts)
     run: list[int] = []
     for draft in [*drafts, None]:
-        run.append(draw(int(states[:num_cells].sum()), seed, num_cells))
-        if run[-1] != draft:
+        token_id = draw(int(states[:num_cells].sum()), seed, num_cells)
+        if sampling is not None and sampling.options.grammar:
+            token_id = _nearest_allowed(token_id, sampling, num_cells)
+            has_failed = sampling.has_failed
+            sampling.append(token_id)
+            if has_failed:
+                return [*run, token_id], False
+        run.append(token_id)
+        if token_id != draft:
             break
         num_cells += 1
-    return run
+    return run, True
+
+
+def _nearest_allowed(token_id: int, sampling: SamplingState, position: int) -> int:
+    """The first token from `token_id` on, round the vocabulary, that may be drawn."""
+    logits = -((np.arange(VOCABULARY) - token_id) % VOCABULARY).astype(np.float32)
+    return int(sampling.process(logits, position).argmax())
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +323,7 @@ class WorkerModel:
         self._may_spoil = may_spoil
         self._poison = poison or {}
         drafter = EagerDrafter(proposer, num_draft_tokens) if proposer and num_draft_tokens else None
-        self._batch = InputBatch(limits, drafter=drafter)
+        self._batch = InputBatch(limits, make_matcher=HashGrammar, drafter=drafter)
         self._cells = np.zeros((limits.num_blocks, limits.block_size), np.uint64)
         self._num_entered = 0
         self._slot_to_number: dict[int, int] = {}
@@ -291,7 +345,7 @@ class WorkerModel:
         if step.is_dummy:
             # What it computes is of no sequence; should it be written anywhere, whoever reads it there is wrong.
             self._cells.reshape(-1)[inputs.slot_mapping[inputs.slot_mapping >= 0]] = chain(0, 0)
-        runs, not_finite_rows = self._forward(inputs, inputs.slots.tolist())
+        runs, not_finite_rows, failed_grammar_rows = self._forward(inputs, inputs.slots.tolist())
         tokens = np.array([token_id for run in runs for token_id in run], np.int32)
         self._batch.record_sampled(inputs.row_slots, tokens, np.array([len(run) for run in runs], np.int32))
         numbers = range(len(runs)) if inputs.row_numbers is None else inputs.row_numbers.tolist()
@@ -311,11 +365,16 @@ class WorkerModel:
                 num_draft_tokens=len(inputs.sampling.draft_token_ids),
                 logprobs=_row_logprobs(inputs, runs, not_finite_rows),
                 prompt_logprobs=_prompt_logprobs(inputs),
+                failed_grammar_rows=np.array([numbers[row] for row in failed_grammar_rows], np.int32),
             )
         )
 
-    def _forward(self, inputs: StepInput, slots: list[int]) -> tuple[list[list[int]], list[int]]:
-        """Compute the sequences in `slots` one behind the other; returns the rows' tokens, and which rows are bad."""
+    def _forward(self, inputs: StepInput, slots: list[int]) -> tuple[list[list[int]], list[int], list[int]]:
+        """Compute the sequences in `slots` one after the other.
+
+        Returns:
+            The rows' tokens, which rows are not finite, and of which the grammar has failed.
+        """
         starts = inputs.cu_seqlens_q.tolist()
         lengths = inputs.context_lens.tolist()
         seeds = list(map(noise_of, inputs.sampling.seed.tolist(), inputs.sampling.choice.tolist()))
@@ -329,6 +388,7 @@ class WorkerModel:
         ]
         runs: list[list[int]] = []
         not_finite_rows: list[int] = []
+        failed_grammar_rows: list[int] = []
         self.last_spoilers = []
         drafts = iter(inputs.sampling.draft_token_ids.tolist())
         counts = inputs.sampling.draft_counts
@@ -336,13 +396,15 @@ class WorkerModel:
             its_drafts = list(islice(drafts, 0 if counts is None else int(counts[row])))
             worst = int(states[index].max())
             if worst < _SPOILT:
-                runs.append(_draw_run(states[index], seeds[row], its_drafts))
+                run, is_followed = _draw_run(states[index], seeds[row], its_drafts, inputs.sampling.states.get(row))
+                runs.append(run)
+                failed_grammar_rows += [] if is_followed else [row]
                 continue
             # It means nothing, but it is a token.
             runs.append([0])
             not_finite_rows.append(row)
             self.last_spoilers.append(int(states[index][states[index] >= _SPOILT][0]) - _SPOILT)
-        return runs, not_finite_rows
+        return runs, not_finite_rows, failed_grammar_rows
 
     def _compute(self, slot: int, block_table: Int32Column, length: int, new_tokens: list[int]) -> _States:
         """Write the cells of a sequence's newest tokens; returns the states of all its `length` cells, copied."""
