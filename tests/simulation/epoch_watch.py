@@ -148,6 +148,9 @@ class EpochWatch:
         self._batch: dict[int, Entered] = {}
         # By slot, where the prompt is not sent whole.
         self._num_later: dict[int, int] = {}
+        # By slot, of what a sequence entered with: its blocks, and the tokens whose computation was sent.
+        self._prompt_blocks: dict[int, list[int]] = {}
+        self._num_sent_tokens: dict[int, int] = {}
         self._num_steps = 0
         self._num_entered = 0
         # The step that told it, by the sequence that computes what is not finite.
@@ -181,6 +184,7 @@ class EpochWatch:
             del self._batch[slot]
             self._num_later.pop(slot, None)
         self._enter(batch, now)
+        self._check_sharing(batch)
         assert len(self._batch) <= policy.max_num_seqs, "more sequences than may be"
         chunks = [*batch.chunks, *(enter.chunk for enter in batch.enters)]
         num_tokens = len(batch.decode_slots) + sum(chunk.num_tokens for chunk in chunks)
@@ -251,6 +255,22 @@ class EpochWatch:
             after_step = self._num_steps - 1 - len(self.in_flight)
             self._batch[enter.chunk.slot] = Entered(entry, self._num_entered, after_step, is_scored)
             self._num_entered += 1
+            self._prompt_blocks[enter.chunk.slot] = enter.block_ids.tolist()
+            self._num_sent_tokens[enter.chunk.slot] = enter.num_cached_tokens
+
+    def _check_sharing(self, batch: ScheduledBatch) -> None:
+        """Check that only what may be shared is: nothing, or nothing that the same step computes."""
+        block_size = self._settings.cache.block_size
+        computed: set[int] = set()
+        for chunk in [*batch.chunks, *(enter.chunk for enter in batch.enters)]:
+            start = self._num_sent_tokens[chunk.slot]
+            end = self._num_sent_tokens[chunk.slot] = start + chunk.num_tokens
+            computed.update(self._prompt_blocks[chunk.slot][start // block_size : -(-end // block_size)])
+        for enter in batch.enters:
+            shared = enter.block_ids[: enter.num_cached_tokens // block_size].tolist()
+            assert self._settings.cache.enable_prefix_caching or not shared, "a prefix is shared that must not be"
+            is_computed_before = self._settings.policy.share_in_step or computed.isdisjoint(shared)
+            assert is_computed_before, "a prefix is shared in the step that computes it"
 
     def _take_chunks(self, chunks: list[PrefillChunk]) -> list[tuple[Entered, int]]:
         """Note how far prompts are computed; who enters later finds the full blocks of those before it."""

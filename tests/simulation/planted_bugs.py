@@ -220,6 +220,23 @@ def _one_cached_block_too_many(patch: Patch) -> None:
 
 
 @_planted()
+def _prefixes_are_shared_where_that_is_off(patch: Patch) -> None:
+    """Blocks of other sequences are found although prefix caching is off."""
+    make = BlockManager.__init__
+
+    def make_sharing(self: BlockManager, num_blocks: int, block_size: int, *, enable_prefix_caching: bool) -> None:
+        make(self, num_blocks, block_size, enable_prefix_caching=True)
+
+    patch.setattr(BlockManager, "__init__", make_sharing)
+
+
+@_planted()
+def _a_step_shares_what_it_computes(patch: Patch) -> None:
+    """Sequences share prefixes with others that enter with the same step, although that is off."""
+    patch.setattr(Prefill, "computes_any", lambda *_: False)
+
+
+@_planted()
 def _salts_are_ignored(patch: Patch) -> None:
     """Requests of different salts share prefixes."""
     find_prefix = BlockManager.find_prefix
@@ -299,6 +316,12 @@ def _parked_sequences_lose_tokens(patch: Patch) -> None:
             take_back(self, *args)
 
     patch.setattr(Preemption, "take_back", forget)
+
+
+@_planted(Fault.CANCEL, Fault.ABORT_CALL, Fault.DEADLINE, Fault.TEXT_STOP)
+def _a_parked_row_outlives_its_abort(patch: Patch) -> None:
+    """A preempted sequence that ends while its last steps are in flight still counts as parked: nobody enters."""
+    patch.setattr(Preemption, "forget_parked", lambda *_: None)
 
 
 @_planted()
