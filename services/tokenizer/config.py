@@ -49,7 +49,9 @@ class TokenizerSettings(ServiceSettings):
         allow_inf_nan=False,
         description="A client that takes nothing of its answer for so many seconds loses it.",
     )
-    num_encode_threads: int = Field(default=2, ge=1, le=64, description="Threads that encode, decode and render.")
+    num_encode_threads: int = Field(
+        default=2, ge=1, le=64, description="Threads that encode, decode and render; long texts have one of their own."
+    )
 
     template_timeout_s: float = Field(
         default=10.0,

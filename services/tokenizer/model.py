@@ -37,9 +37,9 @@ def load_model(settings: TokenizerSettings) -> ServedModel:
     """
     tokenizer = load_tokenizer(settings.model_dir)
     warn_of_unknown_tokens(tokenizer, settings.model_dir)
-    encoder = Encoder(tokenizer, num_threads=settings.num_encode_threads)
+    encoder = Encoder(tokenizer)
     template = load_chat_template(settings.model_dir, timeout_s=settings.template_timeout_s)
-    prompts = PromptEncoder(encoder, template)
+    prompts = PromptEncoder(encoder, template, num_threads=settings.num_encode_threads)
     grammar_limits = TrialLimits(settings.grammar_timeout_s, round(settings.grammar_memory_gib * 2**30))
     return ServedModel(
         settings.served_model_name,

@@ -48,6 +48,7 @@ class RequestPreparer:
             RequestTooLargeError: a conversation whose rendered text is too large.
             PromptTooLongError, ContextExceededError, KvCapacityExceededError: a prompt does not fit.
             NotSupportedError: a constrained text, and no grammar can be compiled for the model.
+            QueueFullError: too much text waits to be encoded, or too many grammars to be compiled.
         """
         sampling = request.sampling
         if request.bad_words:
@@ -60,7 +61,7 @@ class RequestPreparer:
         prompt, prompts = request.prompts[index], self._model.prompts
         make_parser: Callable[[], ReplyParser | None] = _no_parser
         if isinstance(prompt, Conversation):
-            text, token_ids = await prompts.render_chat(prompt)
+            text, token_ids = await prompts.render_chat(prompt, self._limits().context_length)
             if prompt.callable_tools:
                 calls = tokenizer_pb2.StructuredOutput(grammar=self._model.reply_parsers.call_grammar(prompt, text))
                 field = f"{request.field_prefix(index)}chat.tools"
@@ -69,7 +70,7 @@ class RequestPreparer:
                 skips = request.form.skips_special_tokens
                 make_parser = partial(self._model.reply_parsers.make, prompt, text, skips_special_tokens=skips)
         else:
-            token_ids = await prompts.encode(prompt)
+            token_ids = await prompts.encode(prompt, self._limits().context_length)
         # That took its time: the cell may be another one by now.
         resolved = resolve_request(request, index, token_ids, sampling, self._limits())
         return PreparedPrompt(resolved, await self._echo(request, prompt, token_ids), make_parser)

@@ -12,6 +12,7 @@ from services.tokenizer.live_requests import LiveRequests
 from services.tokenizer.model import ServedModel
 from services.tokenizer.scheduler_client import Cell, SchedulerClient
 from services.tokenizer.text_size import check_text
+from shared.errors import InvalidRequestError, Violation
 from shared.limits import check_token_ids
 from shared.request_fields import read_time_left
 from shared.response_writer import ResponseWriter
@@ -47,9 +48,9 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self, request: tokenizer_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> tokenizer_pb2.TokenizeResponse:
         """Encode text."""
-        self._cell()
+        cell = self._cell()
         check_text(request.text)
-        token_ids = await self._model.prompts.encode_text(request.text)
+        token_ids = await self._model.prompts.encode_text(request.text, cell.limits.context_length)
         return tokenizer_pb2.TokenizeResponse(token_ids=token_ids.tolist())
 
     async def Detokenize(
@@ -57,6 +58,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     ) -> tokenizer_pb2.DetokenizeResponse:
         """Decode token ids."""
         cell = self._cell()
+        _check_num_ids(len(request.token_ids), cell.limits.context_length)
         token_ids = np.array(request.token_ids, np.uint32)
         check_token_ids(token_ids, cell.limits.logits_width, field="token_ids")
         return tokenizer_pb2.DetokenizeResponse(text=await self._model.prompts.decode(token_ids))
@@ -65,8 +67,8 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self, request: tokenizer_pb2.RenderChatRequest, context: grpc.aio.ServicerContext
     ) -> tokenizer_pb2.RenderChatResponse:
         """Render a conversation and encode it."""
-        self._cell()
-        text, token_ids = await self._model.prompts.render_chat(check_chat(request.chat))
+        context_length = self._cell().limits.context_length
+        text, token_ids = await self._model.prompts.render_chat(check_chat(request.chat), context_length)
         return tokenizer_pb2.RenderChatResponse(text=text, token_ids=token_ids.tolist())
 
     async def GetModelInfo(
@@ -88,3 +90,9 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     def _cell(self) -> Cell:
         self._live.check_open()
         return self._scheduler.cell()
+
+
+def _check_num_ids(num_ids: int, context_length: int) -> None:
+    if num_ids > context_length:
+        violation = Violation("token_ids", "OUT_OF_RANGE", f"at most {context_length}, the model's context")
+        raise InvalidRequestError.from_violations([violation])

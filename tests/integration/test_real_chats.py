@@ -14,6 +14,8 @@ from services.tokenizer.chat_encoding import render_chat
 from services.tokenizer.chat_template import ChatTemplate, load_chat_template
 from services.tokenizer.conversation import Conversation, Message
 from services.tokenizer.encoder import Encoder, load_tokenizer
+from services.tokenizer.text_cuts import TextCutter
+from tests.support.many_tokenizers import TEXTS as ODD_TEXTS
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<repo_name>", "<file_sep>", "<jupyter_output>"]
 
@@ -25,7 +27,7 @@ class Real:
         template = load_chat_template(directory, timeout_s=60.0)
         assert template is not None
         self.template: ChatTemplate = template
-        self.encoder = Encoder(load_tokenizer(directory), num_threads=1)
+        self.encoder = Encoder(load_tokenizer(directory))
         self.reference: Any = AutoTokenizer.from_pretrained(directory)
 
     def encode(self, messages: list[Message]) -> list[int]:
@@ -55,6 +57,13 @@ def test_the_ids_of_a_harmless_chat_equal_those_of_transformers(real: Real, mess
     conversation = [{"role": message.role, "content": message.content} for message in messages]
     expected = real.reference.apply_chat_template(conversation, add_generation_prompt=True)
     assert real.encode(messages) == expected["input_ids"]
+
+
+@given(ODD_TEXTS)
+def test_the_tokens_of_a_texts_parts_are_those_of_the_text(real: Real, text: str) -> None:
+    parts = TextCutter(real.encoder.tokenizer, part_length=1).parts(text)
+    ids_of = real.encoder.encode_pieces
+    assert [token for part in parts for token in ids_of([part]).tolist()] == ids_of([text]).tolist()
 
 
 @given(

@@ -134,10 +134,10 @@ def test_the_templates_own_file_comes_first(tmp_path: Path) -> None:
 
 async def test_a_model_without_a_template_takes_no_conversations(tmp_path: Path) -> None:
     write_tiny_tokenizer(tmp_path, chat_template=None)
-    prompts = PromptEncoder(Encoder(tiny_tokenizer(), num_threads=1), load(tmp_path))
+    prompts = PromptEncoder(Encoder(tiny_tokenizer()), load(tmp_path))
     assert not prompts.has_chat_template
     with pytest.raises(TemplateFailedError):
-        await prompts.encode(Conversation((USER,)))
+        await prompts.encode(Conversation((USER,)), 256)
 
 
 def test_a_template_that_is_no_text_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,14 @@ from shared.model_dir import model_digest
 from shared.rpc import reason_of, status_from_rpc_error
 from tests.support.exchange_peer import Row, make_end, make_error_end, make_outputs, read_column
 from tests.support.narrow_channel import WINDOW_BYTES, open_narrow_channel
-from tests.support.tiny_tokenizer import CHATML, IM_END_ID, IM_START_ID, VOCABULARY_SIZE, write_tiny_tokenizer
+from tests.support.tiny_tokenizer import (
+    CHATML,
+    CONTEXT_LENGTH,
+    IM_END_ID,
+    IM_START_ID,
+    VOCABULARY_SIZE,
+    write_tiny_tokenizer,
+)
 from tests.support.tokenizer_service import NUM_POOL_TOKENS, Service, read_rest, run_tokenizer_service
 
 HELLO = tokenizer_pb2.GenerateRequest(text="The fox")
@@ -322,6 +329,7 @@ async def test_a_cell_of_another_model_is_refused(
 
 
 BIG = "x" * (3 * 1024 * 1024 + 1)
+LONG = "The fox " * 50_000
 
 
 @pytest.mark.parametrize(
@@ -406,6 +414,19 @@ async def test_text_becomes_ids_and_back(service: Service, tokenizer: Tokenizer)
             tokenizer_pb2.DetokenizeRequest(token_ids=[1, 2**32 - 1]),
             "INVALID_REQUEST",
             {"token_ids[1]": "TOKEN_ID_OUT_OF_RANGE"},
+        ),
+        ("Tokenize", tokenizer_pb2.TokenizeRequest(text=LONG), "PROMPT_TOO_LONG", {}),
+        (
+            "Detokenize",
+            tokenizer_pb2.DetokenizeRequest(token_ids=[70] * (CONTEXT_LENGTH + 1)),
+            "INVALID_REQUEST",
+            {"token_ids": "OUT_OF_RANGE"},
+        ),
+        (
+            "RenderChat",
+            tokenizer_pb2.RenderChatRequest(chat={"messages": [{"role": 2, "content": LONG}]}),
+            "PROMPT_TOO_LONG",
+            {},
         ),
         ("RenderChat", tokenizer_pb2.RenderChatRequest(), "INVALID_REQUEST", {"chat.messages": "OUT_OF_RANGE"}),
         (
