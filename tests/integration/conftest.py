@@ -14,8 +14,8 @@ from tests.support.tiny_llama import write_tiny_llama
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a small random model, which loads at once."""
-    return write_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
+    """The directory of a small random model of two layers: what is tested happens around its steps."""
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny-llama"), changes={"num_hidden_layers": 2})
 
 
 @pytest.fixture(scope="session")

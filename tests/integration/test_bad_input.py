@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -222,25 +223,26 @@ async def test_bad_ids_and_texts_are_refused_by_the_other_methods_too(real_cell:
 
 
 @pytest.fixture(scope="module")
-def small_cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
-    """A pool of 128 tokens, less than the context of 512, and a template that refuses some messages."""
-    model_dir = write_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
+def small_cell(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
+    """A pool of 384 tokens, less than the context of 512, one request at once, and a template that refuses some."""
+    model_dir = Path(shutil.copytree(tiny_model, tmp_path_factory.mktemp("strict") / "model"))
     template = model_dir / CHAT_TEMPLATE
     guard = "{% if 'forbidden' in messages[-1]['content'] %}{{ raise_exception('not this') }}{% endif %}"
     template.write_text(guard + template.read_text(encoding="utf-8"), encoding="utf-8")
-    with start_cell(model_dir, "--worker.kv-cache-num-blocks=8") as cell:
+    flags = ("--worker.kv-cache-num-blocks=24", "--scheduler.max-num-seqs=1", "--scheduler.max-waiting-requests=1")
+    with start_cell(model_dir, *flags) as cell:
         yield cell
 
 
 async def test_a_prompt_that_the_pool_can_never_hold_is_refused(small_cell: Cell) -> None:
     async with connect(small_cell) as client:
-        error = await refusal(client, token_request([5] * 100, max_tokens=29))
+        error = await refusal(client, token_request([5] * 356, max_tokens=29))
         assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert reason_of(status_from_rpc_error(error)) == "KV_CAPACITY_EXCEEDED"
-        completion = await client.generate(token_request([5] * 100, max_tokens=28, ignore_eos=True))
+        completion = await client.generate(token_request([5] * 356, max_tokens=28, ignore_eos=True))
         assert len(completion.token_ids) == 28
         # Without a limit of its own, a request gets the room that is left.
-        unlimited = await client.generate(token_request([5] * 100, ignore_eos=True))
+        unlimited = await client.generate(token_request([5] * 356, ignore_eos=True))
         assert unlimited.accepted.max_tokens == 28
 
 
@@ -252,24 +254,21 @@ async def test_messages_that_make_the_template_fail_are_refused(small_cell: Cell
         await client.generate(chat_request(("user", "something else"), max_tokens=2))
 
 
-async def test_a_full_queue_refuses_at_once_and_says_when_to_come_again(tiny_model: Path) -> None:
-    flags = ["--scheduler.max-num-seqs=1", "--scheduler.max-waiting-requests=1"]
-    with start_cell(tiny_model, *flags) as cell:
-        async with connect(cell) as client:
-            long = token_request([5] * 10, max_tokens=400, ignore_eos=True)
-            running = asyncio.create_task(client.generate(long))
-            await client.wait_until(lambda state: state.num_running)
-            waiting = asyncio.create_task(client.generate(token_request([6], max_tokens=2, ignore_eos=True)))
-            await client.wait_until(lambda state: state.num_waiting)
-            error = await refusal(client, token_request([7], max_tokens=2))
-            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            status = status_from_rpc_error(error)
-            assert reason_of(status) == "QUEUE_FULL"
-            retry_info = error_details_pb2.RetryInfo()
-            assert any(detail.Unpack(retry_info) for detail in status.details)
-            assert retry_info.retry_delay.ToMilliseconds() > 0
-            assert len((await running).token_ids) == 400
-            assert len((await waiting).token_ids) == 2
+async def test_a_full_queue_refuses_at_once_and_says_when_to_come_again(small_cell: Cell) -> None:
+    async with connect(small_cell) as client:
+        running = asyncio.create_task(client.generate(token_request([5], max_tokens=380, ignore_eos=True)))
+        await client.wait_until(lambda state: state.num_running)
+        waiting = asyncio.create_task(client.generate(token_request([6], max_tokens=2, ignore_eos=True)))
+        await client.wait_until(lambda state: state.num_waiting)
+        error = await refusal(client, token_request([7], max_tokens=2))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        status = status_from_rpc_error(error)
+        assert reason_of(status) == "QUEUE_FULL"
+        retry_info = error_details_pb2.RetryInfo()
+        assert any(detail.Unpack(retry_info) for detail in status.details)
+        assert retry_info.retry_delay.ToMilliseconds() > 0
+        assert len((await running).token_ids) == 380
+        assert len((await waiting).token_ids) == 2
 
 
 def test_a_template_that_fails_for_a_plain_message_refuses_the_start(tmp_path: Path) -> None:

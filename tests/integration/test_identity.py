@@ -12,7 +12,6 @@ import pytest
 from lockstep.v1 import tokenizer_pb2
 from tests.support.cell import Cell, start_cell
 from tests.support.client import Client, Completion, connect, token_request
-from tests.support.tiny_llama import write_tiny_llama
 
 NUM_REQUESTS = 32
 NUM_TOKENS = 32
@@ -49,11 +48,6 @@ def outputs(completions: list[Completion]) -> list[tuple[list[int], str]]:
 
 
 @pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
-
-
-@pytest.fixture(scope="module")
 def plain_cell(tiny_model: Path) -> Iterator[Cell]:
     with start_cell(tiny_model, REFERENCE, "--scheduler.no-enable-prefix-caching") as cell:
         yield cell
@@ -81,38 +75,29 @@ async def test_32_requests_at_once_without_a_prefix_cache(
         assert (await client.wait_until_idle()).num_prefix_hit_tokens == 0
 
 
-@pytest.mark.parametrize("block_size", [1, 16, pytest.param(32, marks=pytest.mark.slow)])
-async def test_block_sizes_with_a_prefix_cache(
-    tiny_model: Path,
-    requests: list[tokenizer_pb2.GenerateRequest],
-    alone: list[tuple[list[int], str]],
-    block_size: int,
-) -> None:
-    with start_cell(tiny_model, REFERENCE, f"--scheduler.kv-cache-block-size={block_size}") as cell:
-        async with connect(cell) as client:
-            assert outputs(await client.generate_all(requests)) == alone
-            # Again, now from the cache.
-            assert outputs(await client.generate_all(requests)) == alone
-            state = await client.wait_until_idle()
-    assert state.num_prefix_hit_tokens > 0
-    assert state.num_cached_blocks > 0
-
-
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--scheduler.max-steps-in-flight=1"],
-        pytest.param(["--scheduler.max-num-seqs=40", "--scheduler.max-num-batched-tokens=40"], marks=pytest.mark.slow),
+        ["--scheduler.kv-cache-block-size=1", "--scheduler.max-steps-in-flight=1"],
         [
+            "--scheduler.kv-cache-block-size=16",
             "--scheduler.max-num-seqs=40",
             "--scheduler.max-num-batched-tokens=40",
             "--scheduler.enable-mixed-steps=true",
             "--scheduler.max-steps-in-flight=3",
         ],
+        pytest.param(
+            [
+                "--scheduler.kv-cache-block-size=32",
+                "--scheduler.max-num-seqs=40",
+                "--scheduler.max-num-batched-tokens=40",
+            ],
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["no overlap", "chunks", "chunks in mixed steps"],
+    ids=["blocks of 1, no overlap", "blocks of 16, chunks in mixed steps", "blocks of 32, chunks"],
 )
-async def test_overlap_and_chunks(
+async def test_block_sizes_overlap_and_chunks_with_a_prefix_cache(
     tiny_model: Path,
     requests: list[tokenizer_pb2.GenerateRequest],
     alone: list[tuple[list[int], str]],
@@ -121,6 +106,11 @@ async def test_overlap_and_chunks(
     with start_cell(tiny_model, REFERENCE, *flags) as cell:
         async with connect(cell) as client:
             assert outputs(await client.generate_all(requests)) == alone
+            # Again, now from the cache.
+            assert outputs(await client.generate_all(requests)) == alone
+            state = await client.wait_until_idle()
+    assert state.num_prefix_hit_tokens > 0
+    assert state.num_cached_blocks > 0
 
 
 async def test_a_pool_so_small_that_sequences_are_preempted(
