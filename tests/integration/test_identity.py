@@ -14,7 +14,7 @@ from tests.support.cell import Cell, start_cell
 from tests.support.client import Client, Completion, connect, token_request
 
 NUM_REQUESTS = 32
-NUM_TOKENS = 32
+NUM_TOKENS = 20
 REFERENCE = "--worker.ops-backend=reference"
 
 

@@ -21,7 +21,7 @@ from tests.support.tiny_llama import write_noisy_copy
 
 REFERENCE = "--worker.ops-backend=reference"
 BATCH = 16
-MAX_TOKENS = 40
+MAX_TOKENS = 24
 VOCABULARY = 512
 
 # What each option is set to; None leaves it out.
@@ -38,7 +38,7 @@ SAMPLING: dict[str, tuple[Any, ...]] = {
     "bad_words": (None, [[270], [17, 33], [40, 41, 42]]),
     "min_tokens": (None, 12),
     "stop_token_ids": (None, [*range(20, 24)]),
-    "stop_token_sequences": (None, [[50, 60], *([token_id] for token_id in range(100, 107))]),
+    "stop_token_sequences": (None, [[300, 300, 300], *([token_id] for token_id in range(100, 107))]),
     "ignore_eos": (None, True),
     "num_logprobs": (None, 0, 4),
     "num_prompt_logprobs": (None, 2),
