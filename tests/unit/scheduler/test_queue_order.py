@@ -254,16 +254,16 @@ def comparisons_per_round(policy: QueuePolicy, num_waiting: int, *, is_shuffled:
 
 
 @pytest.mark.parametrize("policy", list(QueuePolicy))
-def test_a_round_costs_the_same_with_a_hundred_thousand_waiting(policy: QueuePolicy) -> None:
-    many, few = (comparisons_per_round(policy, number, is_shuffled=False) for number in (100_000, 10))
+def test_a_round_costs_the_same_with_twenty_thousand_waiting(policy: QueuePolicy) -> None:
+    many, few = (comparisons_per_round(policy, number, is_shuffled=False) for number in (20_000, 10))
     assert many < few + 10
 
 
 @pytest.mark.parametrize("policy", list(QueuePolicy))
-def test_a_round_costs_little_more_when_a_hundred_thousand_came_in_disorder(policy: QueuePolicy) -> None:
-    many, few = (comparisons_per_round(policy, number, is_shuffled=True) for number in (100_000, 10))
-    # A heap of 100,000 is 13 levels higher than one of 10.
-    assert many < few + 13 * 6
+def test_a_round_costs_little_more_when_twenty_thousand_came_in_disorder(policy: QueuePolicy) -> None:
+    many, few = (comparisons_per_round(policy, number, is_shuffled=True) for number in (20_000, 10))
+    # A heap of 20,000 is 11 levels higher than one of 10.
+    assert many < few + 11 * 6
 
 
 @pytest.mark.parametrize("policy", list(QueuePolicy))
