@@ -233,11 +233,11 @@ def _max_tokens_count_from_the_resubmission(patch: Patch) -> None:
     """The output so far counts as prompt: a resumed request gets max_tokens more."""
     submit = RequestDesk._submit
 
-    def submit_as_prompt(self: RequestDesk, client: int, submission: Submission, now: float) -> Any:
+    def submit_as_prompt(self: RequestDesk, client: int, submission: Submission, *rest: Any) -> Any:
         if submission.n > 1 or not submission.choices_so_far:
-            return submit(self, client, submission, now)
+            return submit(self, client, submission, *rest)
         prompt = submission.prompt + submission.choices_so_far[0].output
-        return submit(self, client, replace(submission, prompt=prompt, choices_so_far=()), now)
+        return submit(self, client, replace(submission, prompt=prompt, choices_so_far=()), *rest)
 
     patch.setattr(RequestDesk, "_submit", submit_as_prompt)
 
