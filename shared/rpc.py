@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import grpc
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
-from grpc_reflection.v1alpha import reflection
 
 from shared.errors import InternalError, ServiceError
+from shared.reflection import serve_reflection
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def make_server(
         address: unix:PATH or HOST:PORT; port 0 takes any.
         servicers: Add themselves to the server.
         internal: Whether it speaks inside a cell, where messages may be large.
-        service_names: Full names that reflection tells; none turns reflection off.
+        service_names: Full names that reflection tells, beside health; none turns reflection off.
 
     Raises:
         RuntimeError: the address is taken or not usable.
@@ -85,7 +85,7 @@ def make_server(
     for servicer in servicers:
         servicer.add_to(server)
     if service_names:
-        reflection.enable_server_reflection([*service_names, reflection.SERVICE_NAME], server)
+        serve_reflection(server, service_names)
     server.add_insecure_port(address)
     return server
 

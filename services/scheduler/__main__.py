@@ -8,22 +8,14 @@ import sys
 import uuid
 
 from services.scheduler.config import SchedulerSettings
+from services.scheduler.listeners import CELL_SERVICES, PUBLIC_SERVICES, make_servers
 from services.scheduler.metrics import make_registry
 from services.scheduler.server import CellServer
-from services.scheduler.servicer import (
-    ADMIN_SERVICE,
-    EXCHANGE_SERVICE,
-    SCHEDULER_SERVICE,
-    ExchangeServicer,
-    SchedulerAdminServicer,
-    SchedulerServicer,
-)
 from shared.config import load_settings, log_settings
 from shared.health import Health
 from shared.lifecycle import collect_garbage_between_steps, freeze_garbage, run_service
 from shared.logging import configure_logging
 from shared.metrics import serve_metrics
-from shared.rpc import Servicer, make_server
 
 logger = logging.getLogger(__name__)
 
@@ -33,24 +25,17 @@ _STOP_GRACE_S = 0.5
 
 async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> int:
     """Serve until `stop` is set or the cell fails; returns the process's exit code."""
-    served = (SCHEDULER_SERVICE, ADMIN_SERVICE, EXCHANGE_SERVICE)
-    health = Health(served)
+    health = Health((*PUBLIC_SERVICES, *CELL_SERVICES))
     cell = CellServer(settings, uuid.uuid4().hex, health)
-    servicers: list[Servicer] = [
-        ExchangeServicer(cell),
-        SchedulerServicer(cell, settings.max_unread_s),
-        SchedulerAdminServicer(cell),
-        health,
-    ]
-    names = served if settings.reflection else ()
     try:
-        server = make_server(settings.bind_address, servicers, internal=True, service_names=names)
+        servers = make_servers(settings, cell, health)
         metrics_server = await _serve_metrics(settings, cell)
     except RuntimeError as error:
         logger.error("cannot serve", extra={"error": str(error)})
         return 1
-    await server.start()
-    logger.info("serving", extra={"address": settings.bind_address})
+    for server in servers:
+        await server.start()
+    logger.info("serving", extra={"address": settings.bind_address, "cell_address": settings.cell_bind_address})
     freeze_garbage()
     tasks = [cell.run_worker_links(), collect_garbage_between_steps(cell.is_idle), stop.wait(), cell.failed.wait()]
     ends = [asyncio.create_task(task) for task in tasks]
@@ -60,7 +45,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> int:
     for task in ends:
         task.cancel()
     results = await asyncio.gather(*ends, return_exceptions=True)
-    await server.stop(_STOP_GRACE_S)
+    await asyncio.gather(*(server.stop(_STOP_GRACE_S) for server in servers))
     if metrics_server is not None:
         metrics_server.close()
     for result in results:
@@ -88,6 +73,8 @@ def main() -> int:
     settings = load_settings(SchedulerSettings)
     configure_logging(service="scheduler", level=settings.log_level, log_format=settings.log_format)
     log_settings(settings)
+    if settings.insecure_cell_bind is not None:
+        logger.warning("serving the cell without encryption", extra={"address": settings.insecure_cell_bind})
     return run_service(lambda stop: serve(settings, stop))
 
 

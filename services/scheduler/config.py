@@ -11,7 +11,7 @@ from services.scheduler.admission import AdmissionPolicy
 from services.scheduler.policy import CacheSettings, CellTopology, SchedulerPolicy
 from services.scheduler.retraction import RetractionPolicy
 from services.scheduler.waiting_queue import QueuePolicy
-from shared.config import Addresses, LocalAddress, ServiceSettings, load_settings
+from shared.config import Address, Addresses, LocalAddress, ServiceSettings, load_settings
 
 # As the workers propose.
 Auto = Literal["auto"]
@@ -26,7 +26,16 @@ class SchedulerSettings(ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="LOCKSTEP_SCHEDULER_", cli_prog_name="python -m services.scheduler")
 
     listen: LocalAddress = Field(
-        default="127.0.0.1:50052", description="Address to serve on: unix:PATH, or HOST:PORT on loopback."
+        default="127.0.0.1:50052",
+        description="Address for clients that bring tokens, and for `lockstep top`: unix:PATH, or HOST:PORT on "
+        "loopback.",
+    )
+    cell_listen: LocalAddress = Field(
+        default="127.0.0.1:50054",
+        description="Address for tokenizer services and operators: unix:PATH, or HOST:PORT on loopback.",
+    )
+    insecure_cell_bind: Address | None = Field(
+        default=None, description="Serve unencrypted on this address instead of --cell-listen, whoever can reach it."
     )
     workers: Addresses = Field(
         default=("127.0.0.1:50053",),
@@ -161,6 +170,11 @@ class SchedulerSettings(ServiceSettings):
         if value != 1 and (value < 16 or value % 16):
             raise ValueError("must be 1 or a multiple of 16")
         return value
+
+    @property
+    def cell_bind_address(self) -> str:
+        """The address to serve the cell on."""
+        return self.insecure_cell_bind or self.cell_listen
 
     @property
     def policy(self) -> SchedulerPolicy:

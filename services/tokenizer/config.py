@@ -24,9 +24,10 @@ class TokenizerSettings(ServiceSettings):
         default=None, min_length=1, description="The name that requests may give; the directory's own if not set."
     )
     scheduler: Addresses = Field(
-        default=("127.0.0.1:50052",),
+        default=("127.0.0.1:50054",),
         min_length=1,
-        description="Addresses of the cell's schedulers, with commas between them; the first one that serves is used.",
+        description="Addresses of the cell's schedulers (their --cell-listen), with commas between them; the first one "
+        "that serves is used.",
     )
     scheduler_silence_s: float = Field(
         default=3.0,

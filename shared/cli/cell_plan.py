@@ -48,11 +48,12 @@ def plan_services(
     workers = [] if settings.workers else list(_plan_workers(settings, worker_flags, runtime_dir))
     leaders = settings.workers or [worker.address for worker in workers[:: settings.tp]]
     scheduler = settings.scheduler_listen or f"unix:{runtime_dir / 'scheduler.sock'}"
-    scheduler_links = [f"--listen={scheduler}", f"--workers={','.join(leaders)}"]
+    cell = f"unix:{runtime_dir / 'cell.sock'}"
+    scheduler_links = [f"--listen={scheduler}", f"--cell-listen={cell}", f"--workers={','.join(leaders)}"]
     if settings.is_coupled:
         scheduler_links.append("--coupled")
     bind = f"--insecure-bind={settings.insecure_bind}" if settings.insecure_bind else f"--listen={settings.listen}"
-    tokenizer_links = [bind, f"--scheduler={scheduler}", f"--model-dir={settings.model_dir}"]
+    tokenizer_links = [bind, f"--scheduler={cell}", f"--model-dir={settings.model_dir}"]
     role_to_links = {
         "scheduler": (scheduler, scheduler_links),
         "tokenizer": (settings.bind_address, tokenizer_links),

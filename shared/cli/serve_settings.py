@@ -17,7 +17,8 @@ ROLES = ("worker", "scheduler", "tokenizer")
 
 _OWN_FLAGS = frozenset(
     (
-        *("listen", "insecure-bind", "model-dir", "scheduler", "workers", "coupled", "ep", "no-ep"),
+        *("listen", "insecure-bind", "cell-listen", "insecure-cell-bind"),
+        *("model-dir", "scheduler", "workers", "coupled", "ep", "no-ep"),
         *("dp-rank", "dp-size", "tp-rank", "tp-size", "leader", "rendezvous", "domain-start-id"),
     )
 )

@@ -156,8 +156,9 @@ async def _measure_cell(num_ranks: int, step_us: float, *, depth: int, num_steps
     """Let all ranks decode in lockstep for so many steps."""
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as directory:
         workers = [_start_worker(directory, rank, num_ranks, step_us) for rank in range(num_ranks)]
-        listen = f"unix:{directory}/scheduler"
-        flags = [f"--listen={listen}", f"--max-steps-in-flight={depth}", f"--max-num-seqs={ROWS_PER_RANK}"]
+        listen = f"unix:{directory}/cell"
+        flags = [f"--listen=unix:{directory}/scheduler", f"--cell-listen={listen}"]
+        flags += [f"--max-steps-in-flight={depth}", f"--max-num-seqs={ROWS_PER_RANK}"]
         flags.append("--workers=" + ",".join(f"unix:{directory}/worker-{rank}" for rank in range(num_ranks)))
         if num_ranks > 1:
             flags.append("--coupled")

@@ -248,11 +248,12 @@ async def _measure(cell: Cell, name: str, *, num_repeats: int, max_tries: int) -
 @contextlib.asynccontextmanager
 async def _start_cell(load: Load, step_s: float, flags: Sequence[str], scheduler_core: int) -> AsyncIterator[Cell]:
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as directory:
-        listen, worker_address = f"unix:{directory}/scheduler", f"unix:{directory}/worker"
+        listen, worker_address = f"unix:{directory}/cell", f"unix:{directory}/worker"
         worker = StandInWorker(step_s, load.num_blocks)
         server = make_server(worker_address, [worker], internal=True)
         await server.start()
-        flags = [f"--listen={listen}", f"--workers={worker_address}", f"--kv-cache-block-size={BLOCK_SIZE}", *flags]
+        links = [f"--listen=unix:{directory}/scheduler", f"--cell-listen={listen}", f"--workers={worker_address}"]
+        flags = [*links, f"--kv-cache-block-size={BLOCK_SIZE}", *flags]
         with _start_scheduler(flags, scheduler_core) as pid:
             async with make_channel(listen, internal=True) as channel:
                 replica = Replica(channel)

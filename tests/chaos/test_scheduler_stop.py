@@ -40,10 +40,11 @@ class PairedCell:
         self._stack = stack
         self._workers = [f"127.0.0.1:{free_port()}" for _ in range(NUM_RANKS)]
         self._schedulers = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+        self._cell_addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
         self._tokenizer = f"127.0.0.1:{free_port()}"
         self._rank_to_process = {rank: self._start_worker(rank) for rank in range(NUM_RANKS)}
         self.first = self._start_scheduler(0)
-        schedulers = f"--scheduler={','.join(self._schedulers)}"
+        schedulers = f"--scheduler={','.join(self._cell_addresses)}"
         self._start("tokenizer", f"--listen={self._tokenizer}", schedulers, *TOKENIZER_FLAGS)
 
     def start_second(self) -> None:
@@ -67,8 +68,9 @@ class PairedCell:
         return self._start("worker", *place, "--ops-backend=reference", "--num-threads=1", *WORKER_FLAGS)
 
     def _start_scheduler(self, number: int) -> subprocess.Popen[bytes]:
-        workers = f"--workers={','.join(self._workers)}"
-        service = start_service("scheduler", f"--listen={self._schedulers[number]}", workers, *SCHEDULER_FLAGS)
+        links = [f"--listen={self._schedulers[number]}", f"--cell-listen={self._cell_addresses[number]}"]
+        links.append(f"--workers={','.join(self._workers)}")
+        service = start_service("scheduler", *links, *SCHEDULER_FLAGS)
         return self._stack.enter_context(service)
 
     def _start(self, role: str, *flags: str) -> subprocess.Popen[bytes]:

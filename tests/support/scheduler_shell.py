@@ -14,10 +14,10 @@ import grpc
 from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc
 from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler.config import SchedulerSettings
+from services.scheduler.listeners import make_servers
 from services.scheduler.server import CellServer
-from services.scheduler.servicer import ExchangeServicer, SchedulerAdminServicer, SchedulerServicer
 from shared.health import Health
-from shared.rpc import Servicer, make_channel, make_server
+from shared.rpc import make_channel, make_server
 from tests.support.patience import PATIENCE_S
 from tests.support.worker_peer import WorkerPeer
 
@@ -49,11 +49,12 @@ class ReplicaStream:
 
 @dataclass
 class Cell:
-    """A scheduler in this process, its workers by DP rank, and a channel to it."""
+    """A scheduler in this process, its workers by DP rank, and a channel to each of its listeners."""
 
     workers: list[WorkerPeer]
     server: CellServer
     channel: grpc.aio.Channel
+    cell_channel: grpc.aio.Channel
 
     @property
     def worker(self) -> WorkerPeer:
@@ -68,11 +69,11 @@ class Cell:
     @property
     def admin(self) -> Any:
         """A stub of SchedulerAdminService."""
-        return scheduler_pb2_grpc.SchedulerAdminServiceStub(self.channel)
+        return scheduler_pb2_grpc.SchedulerAdminServiceStub(self.cell_channel)
 
     def exchange(self) -> ReplicaStream:
         """A new stream, as a replica opens it."""
-        return ReplicaStream(exchange_pb2_grpc.ExchangeServiceStub(self.channel).Exchange())
+        return ReplicaStream(exchange_pb2_grpc.ExchangeServiceStub(self.cell_channel).Exchange())
 
     async def state(self) -> scheduler_pb2.GetStateResponse:
         """The cell's state."""
@@ -106,23 +107,19 @@ async def running_cell(tmp_path: Path, *workers: WorkerPeer, **settings: Any) ->
     for rank, (worker, worker_server) in enumerate(zip(workers, worker_servers, strict=True)):
         worker.place(rank, len(workers), is_coupled=is_coupled)
         await worker_server.start()
-    address = f"unix:{tmp_path}/scheduler"
-    scheduler_settings = SchedulerSettings(listen=address, workers=tuple(addresses), **settings)
+    address, cell_address = f"unix:{tmp_path}/scheduler", f"unix:{tmp_path}/cell"
+    scheduler_settings = SchedulerSettings(
+        listen=address, cell_listen=cell_address, workers=tuple(addresses), **settings
+    )
     health = Health(())
     cell = CellServer(scheduler_settings, "instance", health)
-    servicers: list[Servicer] = [
-        ExchangeServicer(cell),
-        SchedulerServicer(cell, scheduler_settings.max_unread_s),
-        SchedulerAdminServicer(cell),
-        health,
-    ]
-    server = make_server(address, servicers, internal=True)
-    await server.start()
+    servers = make_servers(scheduler_settings, cell, health)
+    for server in servers:
+        await server.start()
     links = asyncio.create_task(cell.run_worker_links())
-    async with make_channel(address, internal=True) as channel:
-        yield Cell(list(workers), cell, channel)
+    async with make_channel(address) as channel, make_channel(cell_address, internal=True) as cell_channel:
+        yield Cell(list(workers), cell, channel, cell_channel)
     links.cancel()
     await asyncio.gather(links, return_exceptions=True)
-    await server.stop(0)
-    for worker_server in worker_servers:
-        await worker_server.stop(0)
+    for server in (*servers, *worker_servers):
+        await server.stop(0)

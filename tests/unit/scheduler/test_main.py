@@ -37,13 +37,14 @@ def run_service(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
-@pytest.mark.parametrize("flag", ["--listen", "--metrics-listen"])
+@pytest.mark.parametrize("flag", ["--listen", "--cell-listen", "--metrics-listen"])
 def test_a_taken_address_is_named_and_refuses_the_start(flag: str, tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         address = f"127.0.0.1:{other.getsockname()[1]}"
-        result = run_service(f"--listen=unix:{tmp_path}/scheduler", f"{flag}={address}")
+        free = [f"--listen=unix:{tmp_path}/scheduler", f"--cell-listen=unix:{tmp_path}/cell"]
+        result = run_service(*free, f"{flag}={address}")
     assert result.returncode == 1
     assert address in result.stderr
     assert flag != "--metrics-listen" or "--metrics-listen" in result.stderr
@@ -78,10 +79,11 @@ async def running_service(
     worker_server = make_server(f"unix:{tmp_path}/worker", [worker], internal=True)
     await worker_server.start()
     address = f"unix:{tmp_path}/scheduler"
-    command = [sys.executable, *program, f"--listen={address}", f"--workers=unix:{tmp_path}/worker"]
+    links = [f"--listen={address}", f"--cell-listen=unix:{tmp_path}/cell", f"--workers=unix:{tmp_path}/worker"]
+    command = [sys.executable, *program, *links]
     process = await asyncio.create_subprocess_exec(*command, *flags, env=ENVIRONMENT, stderr=asyncio.subprocess.PIPE)
     try:
-        async with make_channel(address, internal=True) as channel:
+        async with make_channel(address) as channel:
             await wait_until_serving(channel)
             yield process, channel
     finally:
@@ -126,8 +128,11 @@ async def test_the_failpoint_kills_the_scheduler_that_takes_a_prompt_with_its_to
 async def test_a_bug_ends_the_process_and_replicas_are_given_no_reason_so_that_they_suspect_a_request(
     tmp_path: Path,
 ) -> None:
-    async with running_service(tmp_path, WorkerPeer(), program=("-c", WITH_BUG)) as (process, channel):
-        replica = exchange_pb2_grpc.ExchangeServiceStub(channel).Exchange()
+    async with (
+        running_service(tmp_path, WorkerPeer(), program=("-c", WITH_BUG)) as (process, channel),
+        make_channel(f"unix:{tmp_path}/cell", internal=True) as cell_channel,
+    ):
+        replica = exchange_pb2_grpc.ExchangeServiceStub(cell_channel).Exchange()
         await replica.read()
         error = await error_of(scheduler_pb2_grpc.SchedulerServiceStub(channel).Generate(seeded([1])))
         assert (error.code(), reason(error)) == (grpc.StatusCode.UNAVAILABLE, "SCHEDULER_LOST")

@@ -219,7 +219,7 @@ async def test_a_replica_that_stops_reading_loses_its_stream_and_its_requests_at
     monkeypatch.setattr("services.scheduler.server.MAX_UNREAD_S", 0.2)
     worker = GatedWorker()
     worker.gate.set()
-    async with running_cell(tmp_path, worker) as cell, open_narrow_channel(f"unix:{tmp_path}/scheduler") as channel:
+    async with running_cell(tmp_path, worker) as cell, open_narrow_channel(f"unix:{tmp_path}/cell") as channel:
         stuck = ReplicaStream(exchange_pb2_grpc.ExchangeServiceStub(channel).Exchange())
         await stuck.read()
         await stuck.write(submit(1, [1, 2, 3], 400))
@@ -237,7 +237,7 @@ async def test_a_replica_that_stops_reading_loses_its_stream_and_its_requests_at
 
 
 async def test_the_handler_of_a_replica_that_does_not_read_waits_for_it_no_longer(tmp_path: Path) -> None:
-    async with running_cell(tmp_path) as cell, open_narrow_channel(f"unix:{tmp_path}/scheduler") as channel:
+    async with running_cell(tmp_path) as cell, open_narrow_channel(f"unix:{tmp_path}/cell") as channel:
         stuck = ReplicaStream(exchange_pb2_grpc.ExchangeServiceStub(channel).Exchange())
         await stuck.read()
         await stuck.write(submit(1, [1, 2, 3], 400))
@@ -253,7 +253,7 @@ async def test_the_handler_of_a_replica_that_does_not_read_waits_for_it_no_longe
 async def test_a_stream_that_ends_in_the_middle_of_a_write_is_no_bug(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, ends_by: str
 ) -> None:
-    async with running_cell(tmp_path) as cell, open_narrow_channel(f"unix:{tmp_path}/scheduler") as channel:
+    async with running_cell(tmp_path) as cell, open_narrow_channel(f"unix:{tmp_path}/cell") as channel:
         stuck = ReplicaStream(exchange_pb2_grpc.ExchangeServiceStub(channel).Exchange())
         await stuck.read()
         await stuck.write(submit(1, [1, 2, 3], 500))

@@ -40,23 +40,25 @@ def test_services_are_linked_by_sockets_and_start_worker_first() -> None:
 
     shared = ("--log-level=info", "--log-format=json", "--reflection")
     worker, scheduler = "unix:/run/x/worker.sock", "unix:/run/x/scheduler.sock"
+    cell = "unix:/run/x/cell.sock"
     assert [(name, command.address, command.flags) for name, command in commands.items()] == [
         ("worker", worker, (f"--listen={worker}", "--model-dir=models/m", *shared, "--ops-backend", "reference")),
-        ("scheduler", scheduler, (f"--listen={scheduler}", f"--workers={worker}", *shared)),
+        ("scheduler", scheduler, (f"--listen={scheduler}", f"--cell-listen={cell}", f"--workers={worker}", *shared)),
         (
             "tokenizer",
             "127.0.0.1:7",
-            ("--listen=127.0.0.1:7", f"--scheduler={scheduler}", "--model-dir=models/m", *shared),
+            ("--listen=127.0.0.1:7", f"--scheduler={cell}", "--model-dir=models/m", *shared),
         ),
     ]
 
 
-def test_a_scheduler_with_an_address_is_linked_by_it() -> None:
+def test_a_scheduler_with_an_address_keeps_the_cells_own_private() -> None:
     commands = plan("--scheduler-listen=127.0.0.1:8")
 
     assert commands["scheduler"].address == "127.0.0.1:8"
     assert "--listen=127.0.0.1:8" in commands["scheduler"].flags
-    assert "--scheduler=127.0.0.1:8" in commands["tokenizer"].flags
+    assert "--cell-listen=unix:/run/x/cell.sock" in commands["scheduler"].flags
+    assert "--scheduler=unix:/run/x/cell.sock" in commands["tokenizer"].flags
 
 
 def test_only_the_tokenizer_is_opened_to_other_machines() -> None:

@@ -29,7 +29,7 @@ def test_flags_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("LOCKSTEP_TOKENIZER_NUM_ENCODE_THREADS", "3")
     settings = load("--num-encode-threads=1")
     assert (settings.model_dir, settings.num_encode_threads) == (Path("/models/a"), 1)
-    assert (settings.listen, settings.scheduler) == ("127.0.0.1:50051", ("127.0.0.1:50052",))
+    assert (settings.listen, settings.scheduler) == ("127.0.0.1:50051", ("127.0.0.1:50054",))
 
 
 @pytest.mark.parametrize("flags", [["--scheduler=unix:a,unix:b"], ["--scheduler=unix:a", "--scheduler=unix:b"]])

@@ -1,0 +1,45 @@
+"""What each of the scheduler's listeners serves."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from pathlib import Path
+
+import grpc
+import pytest
+
+from lockstep.internal.v1 import exchange_pb2_grpc
+from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc
+from shared.health import wait_until_serving
+from tests.support.scheduler_shell import running_cell
+
+
+async def code_of(call: Awaitable[object]) -> grpc.StatusCode:
+    """The status that a call fails with."""
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await call
+    code: grpc.StatusCode = error.value.code()
+    return code
+
+
+async def test_direct_clients_reach_neither_exchange_nor_admin(tmp_path: Path) -> None:
+    async with running_cell(tmp_path) as cell:
+        await cell.wait_until_ready()
+        exchange = exchange_pb2_grpc.ExchangeServiceStub(cell.channel).Exchange()
+        admin = scheduler_pb2_grpc.SchedulerAdminServiceStub(cell.channel)
+        assert await code_of(exchange.read()) is grpc.StatusCode.UNIMPLEMENTED
+        request = scheduler_pb2.FlushPrefixCacheRequest()
+        assert await code_of(admin.FlushPrefixCache(request)) is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_the_cells_listener_takes_no_direct_calls(tmp_path: Path) -> None:
+    async with running_cell(tmp_path) as cell:
+        await cell.wait_until_ready()
+        scheduler = scheduler_pb2_grpc.SchedulerServiceStub(cell.cell_channel)
+        assert await code_of(scheduler.GetState(scheduler_pb2.GetStateRequest())) is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_both_listeners_tell_the_same_health(tmp_path: Path) -> None:
+    async with running_cell(tmp_path) as cell:
+        for channel in (cell.channel, cell.cell_channel):
+            await wait_until_serving(channel)
