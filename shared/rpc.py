@@ -8,15 +8,20 @@ from __future__ import annotations
 import errno
 import inspect
 import logging
+import math
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
 from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from shared.errors import InternalError, ServiceError
+from shared.errors import InternalError, InvalidRequestError, QueueFullError, ServiceError
 from shared.reflection import serve_reflection
 
 logger = logging.getLogger(__name__)
@@ -37,6 +42,17 @@ _CONNECT_TIMEOUT_MS = 3_000
 METADATA_SOFT_BYTES = 8 * 1024
 METADATA_HARD_BYTES = 16 * 1024
 
+# Calls that have come and that the event loop has not taken yet. gRPC's own bounds (1000, drawn by lot, and 3000) end
+# calls with a bare CANCELLED while a burst waits for its turn, and neighbours with it.
+MAX_PENDING_CALLS = 20_000
+# Calls that are served at once; what is above is refused by us, with a reason and a time to come back.
+MAX_OPEN_CALLS = 16_384
+_RETRY_DELAY_S = 1.0
+# A launcher that is refused would take the process for dead.
+_NEVER_REFUSED = frozenset({"/grpc.health.v1.Health/Check"})
+
+_PARSE_LOG_PERIOD_S = 10.0
+
 _KEEPALIVE_OPTIONS = (
     ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
@@ -44,6 +60,8 @@ _KEEPALIVE_OPTIONS = (
     # As many as are due, though no message comes.
     ("grpc.http2.max_pings_without_data", 0),
 )
+
+_UNPARSED = object()
 
 _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -55,7 +73,12 @@ class Servicer(Protocol):
 
 
 def make_server(
-    address: str, servicers: Sequence[Servicer], *, internal: bool = False, service_names: Sequence[str] = ()
+    address: str,
+    servicers: Sequence[Servicer],
+    *,
+    internal: bool = False,
+    service_names: Sequence[str] = (),
+    max_open_calls: int = MAX_OPEN_CALLS,
 ) -> grpc.aio.Server:
     """Make a server that listens on `address`; it is not started yet.
 
@@ -64,6 +87,7 @@ def make_server(
         servicers: Add themselves to the server.
         internal: Whether it speaks inside a cell, where messages may be large.
         service_names: Full names that reflection tells, beside health; none turns reflection off.
+        max_open_calls: Calls that are served at once; more are refused with QUEUE_FULL.
 
     Raises:
         RuntimeError: the address is taken or not usable.
@@ -72,6 +96,8 @@ def make_server(
         ("grpc.so_reuseport", 0),
         ("grpc.max_metadata_size", METADATA_SOFT_BYTES),
         ("grpc.absolute_max_metadata_size", METADATA_HARD_BYTES),
+        ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
     ]
     if internal:
         options += [
@@ -81,7 +107,7 @@ def make_server(
         ]
     if address.startswith("unix:"):
         refuse_taken_socket(address.removeprefix("unix:"))
-    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options)
+    server = grpc.aio.server(interceptors=[ErrorInterceptor(max_open_calls)], options=options)
     for servicer in servicers:
         servicer.add_to(server)
     if service_names:
@@ -154,7 +180,15 @@ class StatusError(ServiceError):
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Turns what a method raises into a status; unknown errors are logged and become INTERNAL without their text."""
+    """Turns what a method raises into a status; unknown errors are logged and become INTERNAL without their text.
+
+    It also refuses what is no message, and calls above the number that may be open at once.
+    """
+
+    def __init__(self, max_open_calls: int) -> None:
+        self._max_open_calls = max_open_calls
+        self._num_open_calls = 0
+        self._parse_log = _ParseLog()
 
     async def intercept_service(
         self,
@@ -170,10 +204,59 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
             behavior = getattr(handler, kind)
             if behavior is not None:
-                guarded = _guard(behavior, method)
+                read = self._check_messages if handler.request_streaming else self._check_message
+                guarded = _guard(behavior, method, partial(self._open_call, method), partial(read, method))
                 make_handler = getattr(grpc, f"{kind}_rpc_method_handler")
-                return make_handler(guarded, handler.request_deserializer, handler.response_serializer)
+                deserialize = partial(_deserialize, handler.request_deserializer)
+                return make_handler(guarded, deserialize, handler.response_serializer)
         return handler
+
+    @contextmanager
+    def _open_call(self, method: str) -> Iterator[None]:
+        """Count a call while it is served.
+
+        Raises:
+            QueueFullError: too many are open.
+        """
+        if self._num_open_calls >= self._max_open_calls and method not in _NEVER_REFUSED:
+            raise QueueFullError(
+                "too many calls are open", retry_delay_s=_RETRY_DELAY_S, max_calls=self._max_open_calls
+            )
+        self._num_open_calls += 1
+        try:
+            yield
+        finally:
+            self._num_open_calls -= 1
+
+    def _check_message(self, method: str, message: Any) -> Any:
+        """The message unchanged.
+
+        Raises:
+            InvalidRequestError: it is none.
+        """
+        if message is _UNPARSED:
+            self._parse_log.note(method, time.monotonic())
+            raise InvalidRequestError("the message cannot be parsed: it is torn, or a string in it is not UTF-8")
+        return message
+
+    async def _check_messages(self, method: str, messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        async for message in messages:
+            yield self._check_message(method, message)
+
+
+class _ParseLog:
+    """Tells of messages that cannot be parsed, in one line now and then: whoever sends them may send many."""
+
+    def __init__(self) -> None:
+        self._num_untold = 0
+        self._told_at = -math.inf
+
+    def note(self, method: str, now: float) -> None:
+        """A call of `method` brought one."""
+        self._num_untold += 1
+        if now - self._told_at >= _PARSE_LOG_PERIOD_S:
+            logger.warning("messages cannot be parsed", extra={"method": method, "num_messages": self._num_untold})
+            self._num_untold, self._told_at = 0, now
 
 
 def refuse_taken_socket(path: str) -> None:
@@ -195,13 +278,35 @@ def refuse_taken_socket(path: str) -> None:
         raise RuntimeError(f"unix:{path}: address already in use")
 
 
-def _guard(behavior: Callable[..., Any], method: str) -> Callable[..., Any]:
+def _deserialize(deserializer: Callable[[bytes], Any], data: bytes) -> Any:
+    """The message; what is none is refused where errors become statuses, since here gRPC would take it for a bug."""
+    try:
+        return deserializer(data)
+    except (DecodeError, ValueError):
+        return _UNPARSED
+
+
+def _guard(
+    behavior: Callable[..., Any],
+    method: str,
+    open_call: Callable[[], AbstractContextManager[None]],
+    read: Callable[[Any], Any],
+) -> Callable[..., Any]:
+    """The method's behaviour, whose errors become statuses.
+
+    Args:
+        behavior: What the servicer has.
+        method: Its full name.
+        open_call: Refuses a call, or counts it while it is open.
+        read: Refuses what is no message, in a request or in a stream of them.
+    """
     if inspect.isasyncgenfunction(behavior):
 
         async def guarded_stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
             try:
-                async for response in behavior(request, context):
-                    yield response
+                with open_call():
+                    async for response in behavior(read(request), context):
+                        yield response
             except Exception as error:  # noqa: BLE001 - this is the RPC boundary
                 await _abort(context, method, error)
 
@@ -209,7 +314,8 @@ def _guard(behavior: Callable[..., Any], method: str) -> Callable[..., Any]:
 
     async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
-            return await behavior(request, context)
+            with open_call():
+                return await behavior(read(request), context)
         except Exception as error:  # noqa: BLE001 - this is the RPC boundary
             await _abort(context, method, error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,9 +13,11 @@ from typing import Any
 import grpc
 import pytest
 from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from lockstep.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from shared.errors import InvalidRequestError, KvCapacityExceededError, Violation
+from shared.health import Health
 from shared.rpc import StatusError, make_channel, make_server, reason_of, status_from_rpc_error
 
 Failure = Callable[[grpc.aio.ServicerContext], Awaitable[None]]
@@ -120,6 +123,92 @@ async def test_a_method_may_abort_by_itself(tmp_path: Path) -> None:
     code, status = await fail_unary(tmp_path, abort)
 
     assert (code, status.message, reason_of(status)) == (grpc.StatusCode.ABORTED, "as it says", None)
+
+
+class EchoServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
+    """Waits until it may answer, and counts the calls that wait."""
+
+    def __init__(self) -> None:
+        self.may_answer = asyncio.Event()
+        self.calls: asyncio.Queue[None] = asyncio.Queue()
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(self, server)
+        exchange = {"Echo": grpc.stream_stream_rpc_method_handler(self.echo, tokenizer_pb2.TokenizeRequest.FromString)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Streams", exchange),))
+
+    async def Tokenize(self, request: Any, context: Any) -> tokenizer_pb2.TokenizeResponse:
+        self.calls.put_nowait(None)
+        await self.may_answer.wait()
+        return tokenizer_pb2.TokenizeResponse()
+
+    async def echo(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[bytes]:
+        async for request in requests:
+            yield request.text.encode()
+
+
+@asynccontextmanager
+async def echo_channel(tmp_path: Path, **limits: int) -> AsyncIterator[tuple[EchoServicer, grpc.aio.Channel]]:
+    address = f"unix:{tmp_path / 'x'}"
+    servicer, health = EchoServicer(), Health(())
+    server = make_server(address, [servicer, health], **limits)
+    await server.start()
+    try:
+        async with make_channel(address) as channel:
+            yield servicer, channel
+    finally:
+        await server.stop(None)
+
+
+# A string field of one byte that is no UTF-8, and a field that is longer than the message.
+UNPARSABLE = [b"\x0a\x01\xff", b"\x0a\x7fx"]
+
+
+@pytest.mark.parametrize("message", UNPARSABLE)
+async def test_a_message_that_cannot_be_parsed_is_an_invalid_request(
+    tmp_path: Path, message: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with echo_channel(tmp_path) as (_, channel):
+        tokenize = channel.unary_unary("/lockstep.v1.TokenizerService/Tokenize")
+        for _ in range(3):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await tokenize(message)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert reason_of(status_from_rpc_error(caught.value)) == "INVALID_REQUEST"
+    [record] = caplog.records
+    assert (record.message, record.exc_info) == ("messages cannot be parsed", None)
+
+
+@pytest.mark.parametrize("message", UNPARSABLE)
+async def test_a_stream_ends_at_a_message_that_cannot_be_parsed(tmp_path: Path, message: bytes) -> None:
+    async with echo_channel(tmp_path) as (_, channel):
+        call = channel.stream_stream("/test.Streams/Echo")(iter([b"\x0a\x01a", message]))
+        assert await call.read() == b"a"
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert reason_of(status_from_rpc_error(caught.value)) == "INVALID_REQUEST"
+
+
+async def test_calls_above_the_bound_are_told_when_to_come_back_and_health_answers_all_the_same(
+    tmp_path: Path,
+) -> None:
+    async with echo_channel(tmp_path, max_open_calls=2) as (servicer, channel):
+        stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
+        open_calls = [asyncio.ensure_future(stub.Tokenize(tokenizer_pb2.TokenizeRequest())) for _ in range(2)]
+        for _ in open_calls:
+            await servicer.calls.get()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Tokenize(tokenizer_pb2.TokenizeRequest())
+        status = status_from_rpc_error(caught.value)
+        retry_info = error_details_pb2.RetryInfo()
+        assert (caught.value.code(), reason_of(status)) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+        assert status.details[1].Unpack(retry_info)
+        assert retry_info.retry_delay.seconds == 1
+        await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        servicer.may_answer.set()
+        await asyncio.gather(*open_calls)
+        await stub.Tokenize(tokenizer_pb2.TokenizeRequest())
 
 
 async def test_a_taken_port_is_refused() -> None:
