@@ -8,6 +8,7 @@ Source: llguidance, https://github.com/guidance-ai/llguidance.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,6 +28,15 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 _SILENT = 0
+
+# What the library advises that only whoever calls it could do, and what is said instead.
+_ADVICE_TO_CALLERS = (
+    (
+        re.compile(r"oneOf constraints are not supported\. Enable .*"),
+        '"oneOf" is supported only where its options plainly exclude each other; "anyOf" has no such rule',
+    ),
+    (re.compile(r"either increase limits\.\w+ or disable limits\.\w+"), "a terminal is too complex"),
+)
 
 
 class GrammarError(ValueError):
@@ -84,6 +94,8 @@ def check_matcher(matcher: LLMatcher) -> None:
     """
     if matcher.is_error():
         message = matcher.get_error().partition("\n<non-verbose/>")[0]
+        for advice, instead in _ADVICE_TO_CALLERS:
+            message = advice.sub(instead, message)
         raise GrammarError("no text fits" if message.startswith("NoExtension") else message)
 
 

@@ -34,7 +34,8 @@ MAX_BAD_WORD_LENGTH = 32
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_PENALTY = 2.0
-MAX_REPETITION_PENALTY = 10.0
+MIN_REPETITION_PENALTY = 0.1
+MAX_REPETITION_PENALTY = 2.0
 MAX_GRAMMAR_BYTES = 1024 * 1024
 # Most tokens that are drafted for a sequence in one step.
 MAX_DRAFT_TOKENS = 8
@@ -237,8 +238,10 @@ def _sampling_violations(params: SamplingParams, logits_width: int) -> Iterator[
 def _option_violations(options: SamplingOptions, max_tokens: int, logits_width: int) -> Iterator[_Fault]:
     if not 0.0 <= options.min_p <= 1.0:
         yield _not_between("min_p", options.min_p, 0.0, 1.0)
-    if not 0.0 < options.repetition_penalty <= MAX_REPETITION_PENALTY:
-        yield _not_above_zero("repetition_penalty", options.repetition_penalty, MAX_REPETITION_PENALTY)
+    if not MIN_REPETITION_PENALTY <= options.repetition_penalty <= MAX_REPETITION_PENALTY:
+        yield _not_between(
+            "repetition_penalty", options.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        )
     for field, penalty in (
         ("presence_penalty", options.presence_penalty),
         ("frequency_penalty", options.frequency_penalty),

@@ -161,8 +161,8 @@ class _ChatReader:
             return {}
         try:
             return read_json_object(text)
-        except ValueError:
-            self._refuse(field, "must be a JSON object")
+        except ValueError as error:
+            self._refuse(field, f"must be a JSON object: {error}")
             return {}
 
     def _read_tools(self, tools: Sequence[tokenizer_pb2.Tool]) -> tuple[Tool, ...]:

@@ -39,6 +39,14 @@ class TrialLimits:
     cpu_s: float = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class TriedGrammar:
+    """A grammar in the library's form, and how many bytes each of its texts has at least."""
+
+    source: str
+    shortest_bytes: int
+
+
 class GrammarChild:
     """A running process, which tries one grammar at a time."""
 
@@ -88,8 +96,8 @@ class GrammarChild:
         """Whether it runs, and is not in the middle of anything."""
         return not self._is_spent and self._process.poll() is None
 
-    async def try_grammar(self, kind: str, text: str) -> str:
-        """The grammar in the library's form; see `grammar_source`.
+    async def try_grammar(self, kind: str, text: str) -> TriedGrammar:
+        """Compile the grammar of a form; see `grammar_source`.
 
         Afterwards the process may not be usable; then it is to be killed.
 
@@ -107,8 +115,7 @@ class GrammarChild:
         self._is_spent = answer["is_last"]
         if "problem" in answer:
             raise GrammarRefusedError(answer["problem"], is_too_complex=answer["is_too_complex"])
-        grammar: str = answer["grammar"]
-        return grammar
+        return TriedGrammar(answer["grammar"], answer["shortest_bytes"])
 
     def kill(self) -> None:
         """End the process, if it has not ended; threads that wait for its answer return."""

@@ -15,7 +15,8 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from services.tokenizer.conversation import JsonObject
-from services.tokenizer.json_schema import STRICT_JSON, check_schema
+from services.tokenizer.json_schema import MAX_SCHEMA_DEPTH, STRICT_JSON, check_schema
+from services.tokenizer.json_values import read_json
 from shared.grammar import GrammarError
 
 # Enough to indent with; a model that has begun a run of spaces may find no end of it.
@@ -41,9 +42,9 @@ def grammar_source(kind: str, text: str) -> str:
 
 def _read_json_schema(text: str) -> str:
     try:
-        schema = json.loads(text)
+        schema = read_json(text, max_depth=MAX_SCHEMA_DEPTH)
     except ValueError as error:
-        raise GrammarError(f"no JSON: {error}") from None
+        raise GrammarError(f"no JSON schema: {error}") from None
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher
 
 from services.tokenizer.grammar_source import grammar_source
+from services.tokenizer.shortest_text import shortest_text
 from shared.grammar import GrammarError, GrammarLibrary, check_matcher
 from shared.limits import MAX_GRAMMAR_BYTES
 from shared.model_dir import eos_token_ids, vocabulary_size
@@ -135,7 +136,8 @@ def main() -> int:
 
 def _try(trial: GrammarTrial, request: dict[str, str]) -> dict[str, object]:
     try:
-        return {"grammar": trial.run(request["kind"], request["text"])}
+        kind, text = request["kind"], request["text"]
+        return {"grammar": trial.run(kind, text), "shortest_bytes": shortest_text(kind, text)}
     except GrammarError as error:
         message = str(error)
     except MemoryError:

@@ -18,7 +18,7 @@ from shared.model_dir import model_digest
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model as text sees it."""
+    """The model as text sees it; no token is the text of more than `longest_token_bytes`."""
 
     name: str
     digest: str
@@ -26,6 +26,7 @@ class ServedModel:
     texts: TokenTexts
     reply_parsers: ReplyParsers
     structured_outputs: StructuredOutputs
+    longest_token_bytes: int
 
 
 def load_model(settings: TokenizerSettings) -> ServedModel:
@@ -48,4 +49,5 @@ def load_model(settings: TokenizerSettings) -> ServedModel:
         make_token_texts(tokenizer),
         load_reply_parsers(settings.model_dir, prompts, name=settings.reply_parser),
         StructuredOutputs(settings.model_dir, grammar_limits, can_compile=can_compile_grammars(settings.model_dir)),
+        max(len(token.encode()) for token in tokenizer.get_vocab(with_added_tokens=True)),
     )

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.bad_words import add_bad_words, spellings
-from services.tokenizer.conversation import Conversation
+from services.tokenizer.conversation import Conversation, Tool
 from services.tokenizer.model import ServedModel
 from services.tokenizer.replies import ReplyParser
 from services.tokenizer.request import CheckedRequest, Prompt, TokenIds, resolve_request
 from services.tokenizer.resolved_request import ResolvedRequest
+from services.tokenizer.shortest_text import shortest_json, too_long
 from shared.errors import Violation
 from shared.limits import NO_OPTIONS, ModelLimits, SamplingParams
 from shared.request_fields import raise_violations
@@ -65,6 +66,7 @@ class RequestPreparer:
             if prompt.callable_tools:
                 calls = tokenizer_pb2.StructuredOutput(grammar=self._model.reply_parsers.call_grammar(prompt, text))
                 field = f"{request.field_prefix(index)}chat.tools"
+                _check_arguments_fit(prompt.callable_tools, field, self._max_bytes())
                 sampling = await self._with_grammar(sampling, calls, field)
             if not request.form.is_raw:
                 skips = request.form.skips_special_tokens
@@ -94,8 +96,29 @@ class RequestPreparer:
     async def _with_grammar(
         self, sampling: SamplingParams, form: tokenizer_pb2.StructuredOutput, field: str
     ) -> SamplingParams:
-        grammar = await self._model.structured_outputs.compile(form, field=field)
+        grammar = await self._model.structured_outputs.compile(form, field=field, max_bytes=self._max_bytes())
         return replace(sampling, options=replace(sampling.options or NO_OPTIONS, grammar=grammar))
+
+    def _max_bytes(self) -> int:
+        """Bytes of text that no request can exceed."""
+        limits = self._limits()
+        return min(limits.context_length, limits.num_pool_tokens) * self._model.longest_token_bytes
+
+
+def _check_arguments_fit(tools: Sequence[Tool], field: str, max_bytes: int) -> None:
+    """Refuse tools whose shortest arguments are too long for any call.
+
+    Raises:
+        InvalidRequestError: naming them.
+    """
+    name_to_size = {tool.name: shortest_json(tool.parameters) for tool in tools}
+    raise_violations(
+        [
+            Violation(field, "GRAMMAR_TOO_COMPLEX", f"{name}: {too_long(size, max_bytes)}")
+            for name, size in name_to_size.items()
+            if size > max_bytes
+        ]
+    )
 
 
 def _no_parser() -> None:

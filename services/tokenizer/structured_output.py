@@ -20,6 +20,7 @@ from pathlib import Path
 
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.grammar_child import GrammarChild, GrammarRefusedError, TrialLimits
+from services.tokenizer.shortest_text import MAX_BYTES, too_long
 from shared.errors import InvalidRequestError, NotSupportedError, QueueFullError, Violation
 
 MAX_FORM_BYTES = 512 * 1024
@@ -54,12 +55,15 @@ class StructuredOutputs:
         self._num_waiting = 0
         self._outcomes = _Outcomes()
 
-    async def compile(self, form: tokenizer_pb2.StructuredOutput, *, field: str = "structured_output") -> str:
+    async def compile(
+        self, form: tokenizer_pb2.StructuredOutput, *, field: str = "structured_output", max_bytes: int = MAX_BYTES
+    ) -> str:
         """The grammar of a form, as `SamplingOptions.grammar` has it.
 
         Args:
             form: As it came; nothing in it was checked.
             field: The request's field that it is, for violations.
+            max_bytes: No text is longer, for want of context.
 
         Raises:
             InvalidRequestError: it is too large, malformed, asks for what a grammar cannot promise, no text fits it
@@ -81,6 +85,8 @@ class StructuredOutputs:
         if outcome.problem:
             reason = "GRAMMAR_TOO_COMPLEX" if outcome.is_too_complex else "GRAMMAR_INVALID"
             raise _refusal(f"{field}.{kind}", reason, outcome.problem)
+        if outcome.shortest_bytes > max_bytes:
+            raise _refusal(f"{field}.{kind}", "GRAMMAR_TOO_COMPLEX", too_long(outcome.shortest_bytes, max_bytes))
         return outcome.grammar
 
     def close(self) -> None:
@@ -105,7 +111,8 @@ class StructuredOutputs:
     async def _try(self, kind: str, text: str) -> _Outcome:
         child = self._take_idle() or await GrammarChild.start(self._model_dir, self._limits)
         try:
-            return _Outcome(grammar=await child.try_grammar(kind, text))
+            tried = await child.try_grammar(kind, text)
+            return _Outcome(grammar=tried.source, shortest_bytes=tried.shortest_bytes)
         except GrammarRefusedError as error:
             return _Outcome(problem=str(error), is_too_complex=error.is_too_complex)
         except TimeoutError:
@@ -133,6 +140,7 @@ class _Outcome:
     """What came of a form: a grammar, or a problem."""
 
     grammar: str = ""
+    shortest_bytes: int = 0
     problem: str = ""
     is_too_complex: bool = False
     is_lasting: bool = True

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.worker.step import Int32Column
-from shared.limits import MAX_LOGIT_BIAS, MAX_PENALTY, MAX_REPETITION_PENALTY, SamplingOptions
+from shared.limits import MAX_LOGIT_BIAS, MAX_PENALTY, MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, SamplingOptions
 
 _FloatRow = npt.NDArray[np.float32]
 _TokenIds = npt.NDArray[np.int64]
@@ -216,7 +216,7 @@ def _check_options(options: SamplingOptions, logits_width: int) -> None:
             raise ValueError("a token id is out of range")
     is_good = (
         0.0 <= options.min_p <= 1.0
-        and 0.0 < options.repetition_penalty <= MAX_REPETITION_PENALTY
+        and MIN_REPETITION_PENALTY <= options.repetition_penalty <= MAX_REPETITION_PENALTY
         and abs(options.presence_penalty) <= MAX_PENALTY
         and abs(options.frequency_penalty) <= MAX_PENALTY
         and all(abs(bias) <= MAX_LOGIT_BIAS for _, bias in options.logit_bias)

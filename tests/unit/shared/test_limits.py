@@ -73,8 +73,8 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 OPTION_EDGES: list[dict[str, Any]] = [
     {"min_p": 0.0},
     {"min_p": 1.0},
-    {"repetition_penalty": 1e-9},
-    {"repetition_penalty": 10.0},
+    {"repetition_penalty": 0.1},
+    {"repetition_penalty": 2.0},
     {"presence_penalty": -2.0},
     {"frequency_penalty": 2.0},
     {"logit_bias": ((0, -100.0), (49, 100.0))},
@@ -91,8 +91,8 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"min_p": float("nan")}, "min_p", "NOT_FINITE"),
     ({"min_p": -0.1}, "min_p", "OUT_OF_RANGE"),
     ({"min_p": 1.1}, "min_p", "OUT_OF_RANGE"),
-    ({"repetition_penalty": 0.0}, "repetition_penalty", "OUT_OF_RANGE"),
-    ({"repetition_penalty": 10.1}, "repetition_penalty", "OUT_OF_RANGE"),
+    ({"repetition_penalty": 0.09}, "repetition_penalty", "OUT_OF_RANGE"),
+    ({"repetition_penalty": 2.01}, "repetition_penalty", "OUT_OF_RANGE"),
     ({"repetition_penalty": float("inf")}, "repetition_penalty", "NOT_FINITE"),
     ({"presence_penalty": -2.1}, "presence_penalty", "OUT_OF_RANGE"),
     ({"presence_penalty": float("-inf")}, "presence_penalty", "NOT_FINITE"),
@@ -177,7 +177,7 @@ def test_what_passes_is_in_range(options: SamplingOptions) -> None:
     assert all(-100 <= bias <= 100 for _, bias in options.logit_bias)
     assert all(1 <= len(run) <= 32 for run in options.bad_words)
     assert 0 <= options.min_p <= 1
-    assert 0 < options.repetition_penalty <= 10
+    assert 0.1 <= options.repetition_penalty <= 2
     assert -2 <= options.presence_penalty <= 2
     assert -2 <= options.frequency_penalty <= 2
     assert options.min_tokens <= 9

@@ -16,7 +16,7 @@ from services.tokenizer.model import load_model
 from shared.model_dir import CHAT_TEMPLATE, GENERATION_CONFIG, TOKENIZER, ModelDirectoryError
 from shared.rpc import reason_of, status_from_rpc_error
 from tests.support.tiny_tokenizer import VOCABULARY_SIZE, tiny_tokenizer, write_tiny_tokenizer
-from tests.support.tokenizer_service import Service, read_rest, run_tokenizer_service
+from tests.support.tokenizer_service import Service, run_tokenizer_service
 
 CALL = "<call>"
 # Writes a token that the model lacks, whatever the messages are.
@@ -57,7 +57,7 @@ def with_unreadable_tokenizer(directory: Path) -> None:
 async def refusal(service: Service, request: Request) -> tuple[grpc.StatusCode, str | None, str]:
     """Status, reason and message of a request that must not reach the cell."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await read_rest(service.stub.Generate(request))
+        await service.stub.Generate(request).read()
     assert service.peer.submits.empty()
     error = caught.value
     return error.code(), reason_of(status_from_rpc_error(error)), str(error.details())
@@ -91,7 +91,8 @@ async def test_what_needs_a_token_that_the_model_lacks_is_told_at_start_and_refu
             grammar_refusal = await refusal(service, grammar)
             # Whatever else is asked for works.
             json_request = Request(text="The fox", structured_output=Form(json_schema='{"type": "integer"}'))
-            await service.begin(json_request)
+            call, _ = await service.begin(json_request)
+            call.cancel()
     (warning,) = caplog.records
     assert "tokens that the model does not" in warning.message
     assert (warning.__dict__["num_unknown"], warning.__dict__["unknown"]) == (2, "420 <call>, 421 </call>")
@@ -110,9 +111,10 @@ async def test_structured_output_that_the_library_cannot_compile_is_told_at_star
         async with run_tokenizer_service(directory, tmp_path) as service:
             await service.link()
             refused = await refusal(service, Request(text="The fox", structured_output=Form(regex="[a-z]+")))
-            _, submit = await service.begin(
+            call, submit = await service.begin(
                 Request(text="The fox", sampling=common_pb2.SamplingParams(min_tokens=2, max_tokens=3))
             )
+            call.cancel()
             assert submit.max_tokens == 3
     (warning,) = caplog.records
     assert "structured output" in warning.message

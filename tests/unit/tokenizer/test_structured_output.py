@@ -73,10 +73,10 @@ def wait_for_end(child: psutil.Process) -> None:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
 
 
-async def violation_of(outputs: StructuredOutputs, form: Form, **options: str) -> Violation:
+async def violation_of(outputs: StructuredOutputs, form: Form, *, field: str = "structured_output") -> Violation:
     """Why a form is refused."""
     with pytest.raises(InvalidRequestError) as caught:
-        await outputs.compile(form, **options)
+        await outputs.compile(form, field=field)
     (violation,) = caught.value.violations
     return violation
 

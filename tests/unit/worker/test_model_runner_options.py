@@ -85,7 +85,7 @@ def test_log_probabilities_count_in_the_tokens_of_the_step(loaded: LoadedModel) 
 
 def test_a_cached_prefix_counts_for_penalties(loaded: LoadedModel) -> None:
     prompt = [*PROMPT, 60, 33, 21, 4]
-    options = SamplingOptions(repetition_penalty=10.0)
+    options = SamplingOptions(repetition_penalty=2.0)
     expected = tokens_of(loaded, Request(prompt, 4, options=options))[0]
     runner = make_runner(loaded)
     runner.attach(block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
