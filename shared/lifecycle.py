@@ -1,4 +1,4 @@
-"""How a service's process begins and ends: one event loop, a clean stop on SIGTERM or SIGINT."""
+"""How a service's process begins and ends: one event loop, a clean stop on SIGTERM, SIGINT or SIGHUP."""
 
 from __future__ import annotations
 
@@ -18,9 +18,15 @@ _NEVER = 2**31 - 1
 def run_service(main: Callable[[asyncio.Event], Awaitable[int]]) -> int:
     """Run `main` on a uvloop event loop until it returns the process's exit code.
 
-    The event it is passed is set by SIGTERM and SIGINT; `main` then stops what it serves and returns.
+    The event it is passed is set by the stop signals; `main` then stops what it serves and returns.
     """
     return uvloop.run(_with_signals(main))
+
+
+def stop_signals() -> list[signal.Signals]:
+    """What asks a process to end: also its terminal when it goes, unless that is ignored, as `nohup` has it."""
+    signals = [signal.SIGTERM, signal.SIGINT]
+    return signals if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*signals, signal.SIGHUP]
 
 
 def freeze_garbage() -> None:
@@ -58,6 +64,6 @@ async def collect_garbage_between_steps(is_idle: Callable[[], bool]) -> None:
 async def _with_signals(main: Callable[[asyncio.Event], Awaitable[int]]) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         loop.add_signal_handler(number, stop.set)
     return await main(stop)

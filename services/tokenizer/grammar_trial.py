@@ -7,7 +7,6 @@ JSON, until the input ends. The kernel ends it when a grammar costs more than on
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import re
@@ -25,13 +24,13 @@ from services.tokenizer.shortest_text import shortest_text
 from shared.grammar import GrammarError, GrammarLibrary, check_matcher
 from shared.limits import MAX_GRAMMAR_BYTES
 from shared.model_dir import eos_token_ids, vocabulary_size
+from shared.parent import make_end_with_parent
 
 _MAX_MESSAGE_LENGTH = 500
 # A grammar may be cheap to compile and dear to follow.
 _NUM_TRIAL_TOKENS = 256
 # What ends something in most notations: tokens drawn blindly would never get out of the first string.
 _CLOSERS = '"}])>;,:.\n 0'
-_PR_SET_PDEATHSIG = 1
 _NICENESS = 5
 
 # How the library says that a limit is reached.
@@ -114,7 +113,7 @@ def main() -> int:
     parser.add_argument("--cpu-s", type=float, required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
     args = parser.parse_args()
-    _die_with(args.parent_pid)
+    make_end_with_parent(args.parent_pid)()
     resource.setrlimit(resource.RLIMIT_AS, (args.memory_bytes, args.memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     eos_ids, num_tokens = eos_token_ids(args.model_dir), vocabulary_size(args.model_dir)
@@ -154,14 +153,6 @@ def _memory_bytes() -> int:
     """The address space in use."""
     num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     return num_pages * resource.getpagesize()
-
-
-def _die_with(parent_pid: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # It may have ended before the kernel was asked.
-    if os.getppid() != parent_pid:
-        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from services.tokenizer.conversation import JsonObject, JsonValue
 from services.tokenizer.template_rendering import render_template
 from services.tokenizer.text_size import MAX_TEXT_BYTES
 from shared.model_dir import ModelDirectoryError
+from shared.parent import make_end_with_parent
 
 MAX_MEMORY_BYTES = 512 * 1024 * 1024
 
@@ -72,7 +73,7 @@ def try_template(
     )
     try:
         child = subprocess.run(
-            [sys.executable, "-m", __spec__.name],
+            [sys.executable, "-m", __spec__.name, str(os.getpid())],
             input=trial.encode(),
             capture_output=True,
             timeout=timeout_s,
@@ -91,6 +92,7 @@ def try_template(
 
 def main() -> int:
     """The trial's process."""
+    make_end_with_parent(int(sys.argv[1]))()
     trial = json.load(sys.stdin)
     _limit_resources(trial["timeout_s"])
 
@@ -140,7 +142,7 @@ def _rendered(render: Callable[[JsonObject], str], messages: list[JsonValue], to
 
 
 def _limit_resources(timeout_s: float) -> None:
-    """Bound what is taken on top of what the interpreter has already, and outlive the parent by a second at most."""
+    """Bound what is taken on top of what the interpreter has already."""
     num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     address_space = num_pages * resource.getpagesize() + MAX_MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))

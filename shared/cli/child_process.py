@@ -6,13 +6,11 @@ A child lives in a session of its own, so that Ctrl-C reaches the launcher alone
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
-import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-_PR_SET_PDEATHSIG = 1
+from shared.parent import make_end_with_parent
 
 # gRPC's core would tell on stderr of every connection that ends.
 _DEFAULT_ENVIRONMENT = {"GRPC_VERBOSITY": "ERROR"}
@@ -33,21 +31,5 @@ async def start_child(module: str, flags: Sequence[str]) -> asyncio.subprocess.P
         stderr=asyncio.subprocess.STDOUT,
         env={**_DEFAULT_ENVIRONMENT, **os.environ},
         start_new_session=True,
-        preexec_fn=_die_with_parent(),
+        preexec_fn=make_end_with_parent(os.getpid()),
     )
-
-
-def _die_with_parent() -> Callable[[], None] | None:
-    """What the child runs before its program, so that the kernel kills it when this process ends."""
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None).prctl
-    parent = os.getpid()
-
-    def ask_the_kernel() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        # The parent may have ended before the kernel was asked.
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return ask_the_kernel

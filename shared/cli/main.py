@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
 from shared.cli import chat, generate, serve, top
 
@@ -37,10 +37,11 @@ def run(argv: Sequence[str]) -> int:
     return 2
 
 
-def _import(argv: Sequence[str]) -> int:
-    # The importer needs torch, which this process must not load. Its libraries' progress bars end in no newline.
+def _import(argv: Sequence[str]) -> NoReturn:
+    # The importer needs torch, which this process must not load: it becomes the importer's, so that whatever ends it
+    # leaves nothing. The libraries' progress bars end in no newline.
     command = [sys.executable, "-m", "services.worker.importer", *argv]
-    return subprocess.run(command, env={"TQDM_DISABLE": "1", **os.environ}, check=False).returncode
+    os.execve(sys.executable, command, {"TQDM_DISABLE": "1", **os.environ})  # noqa: S606 - no shell is wanted
 
 
 COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {

@@ -55,7 +55,7 @@ async def _serve(
         except RefusedError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-        problems = await _run_cell(settings, commands, writer, stop)
+        problems = [] if stop.is_set() else await _run_cell(settings, commands, writer, stop)
     if not problems:
         logger.info("ended", extra={"reason": "told to stop" if stop.is_set() else "the prompt is answered"})
     # The cause comes last: whoever looks at the end of the output sees it.

@@ -26,7 +26,6 @@ import math
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -45,7 +44,7 @@ from tests.bench.report import Row, compare, report, run_sections
 from tests.bench.stand_in_worker import DeviceStep
 from tests.simulation.coupled_cells import LOADS, Load, Outcome, run_atom, run_ours
 from tests.support.patience import PATIENCE_S
-from tests.support.processes import ROOT, module_environment
+from tests.support.processes import ROOT, module_command, module_environment
 
 NUM_RANKS = (1, 2, 4)
 NUM_WARM_UP_STEPS = 50
@@ -238,7 +237,7 @@ def _started(module_and_flags: Sequence[str]) -> Iterator[subprocess.Popen[str]]
 
 def _start(module_and_flags: Sequence[str]) -> subprocess.Popen[str]:
     environment = module_environment() | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", *module_and_flags]
+    command = module_command(*module_and_flags)
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

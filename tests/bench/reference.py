@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, module_command
 
 
 class Reference:
@@ -41,7 +41,7 @@ class Reference:
 @contextlib.contextmanager
 def start_reference(model_dir: Path) -> Iterator[Reference]:
     """Start the process; it has loaded the model when its first answer comes, and waits without computing."""
-    command = [sys.executable, "-m", "tests.bench.reference", str(model_dir)]
+    command = module_command("tests.bench.reference", str(model_dir))
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield Reference(process)

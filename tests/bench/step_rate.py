@@ -46,7 +46,7 @@ from tests.bench.report import Row, compare, limit, report
 from tests.bench.stand_in_worker import DeviceStep, StandInWorker
 from tests.bench.tokens import IntArray
 from tests.support.patience import PATIENCE_S
-from tests.support.processes import ROOT, module_environment
+from tests.support.processes import ROOT, module_command, module_environment
 
 STEP_RATE_TARGET = 0.99
 GAP_TARGET_PERCENT = 3.0
@@ -266,7 +266,7 @@ async def _start_cell(load: Load, step_s: float, flags: Sequence[str], scheduler
 @contextlib.contextmanager
 def _start_scheduler(flags: Sequence[str], core: int) -> Iterator[int]:
     """The service's process, alone on its core; yields its id."""
-    command = [sys.executable, "-m", "services.scheduler", "--log-level=warning", *flags]
+    command = module_command("services.scheduler", "--log-level=warning", *flags)
     process = subprocess.Popen(command, cwd=ROOT, env=module_environment())
     try:
         os.sched_setaffinity(process.pid, {core})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import select
 import signal
 import socket
 import subprocess
@@ -81,29 +80,6 @@ def test_a_cell_stops_cleanly_while_a_service_waits_for_its_next_start(tiny_mode
 
         assert cell.stop() == 0
         assert_nothing_is_left(cell, runtime_dir)
-
-
-def test_services_do_not_outlive_a_launcher_that_is_killed(tiny_model: Path) -> None:
-    with start_cell(tiny_model) as cell:
-        pidfds = [os.pidfd_open(process.pid) for process in cell.role_to_process.values()]
-        cell.launcher.kill()
-        # Its services may be seen to end before it is.
-        assert cell.launcher.wait(PATIENCE_S) == -signal.SIGKILL
-
-        for pidfd in pidfds:
-            has_ended, _, _ = select.select([pidfd], [], [], PATIENCE_S)
-            assert has_ended
-            os.close(pidfd)
-
-
-def test_a_signal_while_the_services_start_stops_them_cleanly(tiny_model: Path) -> None:
-    with popen_lockstep("serve", str(tiny_model), free_address()) as launcher:
-        assert launcher.stderr is not None
-        while "started role=tokenizer" not in (line := launcher.stderr.readline()):
-            assert line, "the launcher ended before it had started the services"
-        launcher.terminate()
-        _, log = launcher.communicate()
-        assert launcher.returncode == 0, log
 
 
 def refused(*args: str) -> str:

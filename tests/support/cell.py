@@ -21,7 +21,7 @@ from shared.health import wait_until_serving
 from shared.rpc import make_channel
 from tests.support.patience import PATIENCE_S
 from tests.support.ports import free_port
-from tests.support.processes import ROOT, module_environment
+from tests.support.processes import ROOT, module_command, module_environment
 
 _POLL_S = 0.02
 
@@ -194,9 +194,10 @@ def popen_lockstep(
     environment = module_environment()
     if temp_dir is not None:
         environment["TMPDIR"] = temp_dir
-    command = [sys.executable, "-m", "shared.cli", *args]
     options = {"stdout": subprocess.PIPE, **options}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=stderr, text=True, **options)
+    return subprocess.Popen(
+        module_command("shared.cli", *args), cwd=ROOT, env=environment, stderr=stderr, text=True, **options
+    )
 
 
 def run_serve(*args: str) -> subprocess.CompletedProcess[str]:

@@ -12,6 +12,25 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
+# What a process runs first. Not a `preexec_fn`: with gRPC's handlers of forks some children die before they begin.
+_BEGIN = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from shared.parent import make_end_with_parent
+make_end_with_parent(int(sys.argv[2]))()
+os.execv(sys.executable, [sys.executable, *sys.argv[3:]])
+"""
+
+
+def python_command(*args: str) -> list[str]:
+    """The command that runs Python as a process that ends with this one, however that ends."""
+    return [sys.executable, "-I", "-S", "-c", _BEGIN, str(ROOT), str(os.getpid()), *args]
+
+
+def module_command(module: str, *args: str) -> list[str]:
+    """The command that runs a module of this checkout, as a process that ends with this one, however that ends."""
+    return python_command("-m", module, *args)
+
 
 def module_environment() -> dict[str, str]:
     """What a module of this checkout needs, without the settings of whoever runs the tests: they are not for it."""
@@ -22,8 +41,7 @@ def module_environment() -> dict[str, str]:
 @contextmanager
 def start_service(role: str, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
     """A service that no launcher knows of, which will serve after a while; it is killed at the end, also if stopped."""
-    command = [sys.executable, "-m", f"services.{role}", *flags]
-    with subprocess.Popen(command, cwd=ROOT, env=module_environment()) as process:
+    with subprocess.Popen(module_command(f"services.{role}", *flags), cwd=ROOT, env=module_environment()) as process:
         try:
             yield process
         finally:
@@ -75,7 +93,7 @@ class LineProcesses:
         self._processes.clear()
 
     def _start(self) -> None:
-        command = [sys.executable, "-m", self._module, str(len(self._processes))]
+        command = module_command(self._module, str(len(self._processes)))
         self._processes.append(
             subprocess.Popen(
                 command,

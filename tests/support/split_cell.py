@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from shared.cli.cell_plan import ServiceCommand, plan_services
 from shared.cli.serve_settings import ROLES, ServeSettings, split_service_flags
 from shared.health import wait_until_serving
 from shared.rpc import make_channel
-from tests.support.processes import ROOT, module_environment
+from tests.support.processes import ROOT, module_command, module_environment
 
 
 class SplitCell:
@@ -33,7 +32,7 @@ class SplitCell:
     def start(self, role: str) -> None:
         """Start a service that is not running."""
         environment = module_environment() | {"GRPC_VERBOSITY": "ERROR"}
-        command = [sys.executable, "-m", f"services.{role}", *self._commands[role].flags]
+        command = module_command(f"services.{role}", *self._commands[role].flags)
         self._processes[role] = subprocess.Popen(command, cwd=ROOT, env=environment)
 
     async def wait_until_serving(self, role: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.patience import PATIENCE_S
 from tests.support.ports import free_port
-from tests.support.processes import ROOT, module_environment
+from tests.support.processes import ROOT, module_command, module_environment
 
 
 @dataclass
@@ -75,7 +74,7 @@ def start_group(model_dir: Path, directory: Path, tp_size: int, *flags: str) -> 
 @contextlib.contextmanager
 def _start(model_dir: Path, address: str, directory: Path, *flags: str) -> Iterator[WorkerProcess]:
     log_path = directory / f"{Path(address).stem}.log"
-    command = [sys.executable, "-m", "services.worker", f"--model-dir={model_dir}", "--ops-backend=reference"]
+    command = module_command("services.worker", f"--model-dir={model_dir}", "--ops-backend=reference")
     environment = module_environment()
     with log_path.open("wb") as log:
         process = subprocess.Popen(

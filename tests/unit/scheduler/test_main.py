@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -24,7 +23,7 @@ from shared.rpc import make_channel, make_server
 from tests.support.cell_model import expected_completion
 from tests.support.patience import PATIENCE_S
 from tests.support.pipes import full_pipe
-from tests.support.processes import module_environment
+from tests.support.processes import module_command, module_environment, python_command
 from tests.support.token_client import error_of, generate_tokens, reason, seeded
 from tests.support.worker_peer import WorkerPeer
 
@@ -33,7 +32,7 @@ ENVIRONMENT = module_environment()
 
 def run_service(*flags: str) -> subprocess.CompletedProcess[str]:
     """Run the service to its end."""
-    command = [sys.executable, "-m", "services.scheduler", *flags]
+    command = module_command("services.scheduler", *flags)
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
@@ -80,7 +79,7 @@ async def running_service(
     await worker_server.start()
     address = f"unix:{tmp_path}/scheduler"
     links = [f"--listen={address}", f"--cell-listen=unix:{tmp_path}/cell", f"--workers=unix:{tmp_path}/worker"]
-    command = [sys.executable, *program, *links]
+    command = python_command(*program, *links)
     process = await asyncio.create_subprocess_exec(*command, *flags, env=ENVIRONMENT, stderr=asyncio.subprocess.PIPE)
     try:
         async with make_channel(address) as channel:
@@ -96,7 +95,8 @@ async def running_service(
 async def test_a_service_whose_log_nobody_reads_answers_and_stops(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/scheduler"
     with full_pipe() as (_, stderr):
-        command = [sys.executable, "-m", "services.scheduler", f"--listen={address}", f"--workers=unix:{tmp_path}/none"]
+        links = [f"--listen={address}", f"--cell-listen=unix:{tmp_path}/cell", f"--workers=unix:{tmp_path}/none"]
+        command = module_command("services.scheduler", *links)
         process = await asyncio.create_subprocess_exec(*command, env=ENVIRONMENT, stderr=stderr)
         async with make_channel(address, internal=True) as channel:
             check = health_pb2_grpc.HealthStub(channel).Check

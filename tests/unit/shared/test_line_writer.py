@@ -51,7 +51,7 @@ def test_what_does_not_fit_is_dropped_and_counted_in_its_place() -> None:
         # The first may be with the thread already, which waits.
         for _ in range(num_kept + 100):
             writer.write(line)
-        lines = []
+        lines: list[str] = []
         with open(reader, encoding="utf-8", closefd=False) as file:
             while not (lines and lines[-1].endswith("lost")):
                 lines += [text for text in [file.readline().strip()] if text]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.patience import PATIENCE_S
-from tests.support.processes import module_environment
+from tests.support.processes import module_command, module_environment
 from tests.support.tiny_tokenizer import write_tiny_tokenizer
 
 ENVIRONMENT = module_environment()
@@ -33,7 +33,7 @@ print("torch" in sys.modules)
 
 def run_service(*flags: str) -> subprocess.CompletedProcess[str]:
     """Run the service to its end."""
-    command = [sys.executable, "-m", "services.tokenizer", *flags]
+    command = module_command("services.tokenizer", *flags)
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
@@ -84,7 +84,7 @@ def test_a_taken_address_for_metrics_is_named_and_refuses_the_start(model_dir: P
 @pytest.mark.parametrize("stop_signal", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_it_cleanly_without_a_cell(model_dir: Path, tmp_path: Path, stop_signal: signal.Signals) -> None:
     flags = [f"--model-dir={model_dir}", f"--listen=unix:{tmp_path}/sock", f"--scheduler=unix:{tmp_path}/none"]
-    command = [sys.executable, "-m", "services.tokenizer", *flags, "--log-format=json"]
+    command = module_command("services.tokenizer", *flags, "--log-format=json")
     with subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         for line in process.stderr:

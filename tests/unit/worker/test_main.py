@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.servicer import SERVICE_NAME
 from tests.support.patience import PATIENCE_S
-from tests.support.processes import ROOT, module_environment
+from tests.support.processes import ROOT, module_command, module_environment
 from tests.support.tiny_llama import write_tiny_llama
 from tests.support.worker_runner import generate_alone, load_exact
 from tests.support.worker_steps import (
@@ -36,7 +35,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def running_worker(model_dir: Path, address: str, *flags: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "services.worker", f"--model-dir={model_dir}", f"--listen={address}"),
+            *module_command("services.worker", f"--model-dir={model_dir}", f"--listen={address}"),
             *("--ops-backend=reference", "--kv-cache-num-blocks=16", *flags),
         ],
         cwd=ROOT,
