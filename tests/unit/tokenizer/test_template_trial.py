@@ -1,9 +1,20 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+
+import psutil
 import pytest
 
 from services.tokenizer.template_trial import TemplateFeatures, try_template
 from shared.model_dir import ModelDirectoryError
+from tests.support.processes import ROOT, module_environment
+
+# One that never ends.
+PARENT = """
+from services.tokenizer.template_trial import try_template
+try_template("{% for i in range(10 ** 4) %}{% for j in range(10 ** 5) %}{% endfor %}{% endfor %}", (), timeout_s=600)
+"""
 
 # The forms in which templates write the calls of a message: Qwen3's, DeepSeek-V3's, and one that writes none.
 CALLS_AS_OBJECTS = """\
@@ -73,3 +84,11 @@ def test_a_template_that_eats_memory_is_refused() -> None:
     source = "{% set ns = namespace(a=['x']) %}{% for _ in range(64) %}{% set ns.a = ns.a + ns.a %}{% endfor %}"
     with pytest.raises(ModelDirectoryError, match="MemoryError"):
         attempt(source)
+
+
+def test_a_trial_ends_with_its_parent() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], cwd=ROOT, env=module_environment()) as parent:
+        while not (trials := psutil.Process(parent.pid).children()):
+            assert parent.poll() is None
+        parent.kill()
+    assert psutil.wait_procs(trials, timeout=60)[1] == []
