@@ -14,13 +14,12 @@ import pytest
 
 from tests.support.chaos import SCHEDULER_FLAGS, TOKENIZER_FLAGS, WORKER_FLAGS, Damage, Load, Peace, TellOf
 from tests.support.client import Client, connect
+from tests.support.patience import PATIENCE_S
 from tests.support.ports import free_port
 from tests.support.processes import start_service
 
 pytestmark = pytest.mark.slow
 
-STOP_S = 60.0
-EXIT_TIMEOUT_S = 60.0
 NUM_RANKS = 2
 
 
@@ -90,15 +89,13 @@ async def test_a_scheduler_that_wakes_when_another_one_serves_exits(
             async with load.keep_in_flight():
                 await load.wait_until_busy(0)
                 cell.first.send_signal(signal.SIGSTOP)
-                hangs = asyncio.create_task(asyncio.sleep(STOP_S))
                 taken_over = Load(successor, peace)
                 await taken_over.wait_until_busy(0)
                 if replaces_a_worker:
                     cell.replace_worker(1)
                     await taken_over.wait_until_busy(1)
-                await hangs
                 cell.first.send_signal(signal.SIGCONT)
-                exit_code = await asyncio.to_thread(cell.first.wait, EXIT_TIMEOUT_S)
+                exit_code = await asyncio.to_thread(cell.first.wait, PATIENCE_S)
                 await load.wait_for_progress()
             state = await successor.wait_until_idle()
 

@@ -13,11 +13,16 @@ class TcpPath:
     As when a network drops all packets: what is sent into a cut stays with the sender's kernel, nobody gets an error,
     and it arrives when the path is whole again, as retransmission would have it. A connection that is opened meanwhile
     is accepted and gets no answer; one end's close reaches the other when the path is whole.
+
+    Attributes:
+        num_connections: How many have been opened.
     """
 
     def __init__(self, target_port: int) -> None:
         """Prepare a path to 127.0.0.1:`target_port`; entering it opens its own port."""
+        self.num_connections = 0
         self._target_port = target_port
+        self._connected = asyncio.Condition()
         self._to_server = asyncio.Event()
         self._to_client = asyncio.Event()
         self._server: asyncio.Server | None = None
@@ -56,6 +61,11 @@ class TcpPath:
         self._to_server.set()
         self._to_client.set()
 
+    async def wait_for_connections(self, count: int) -> None:
+        """Wait until so many have been opened."""
+        async with self._connected:
+            await self._connected.wait_for(lambda: self.num_connections >= count)
+
     def lose(self) -> None:
         """Let what was sent into the cut be lost for ever, and all connections with it, as when their sender died."""
         for pump in self._pumps:
@@ -69,6 +79,9 @@ class TcpPath:
             return
         self._start(_pump(reader, server_writer, self._to_server))
         self._start(_pump(server_reader, writer, self._to_client))
+        async with self._connected:
+            self.num_connections += 1
+            self._connected.notify_all()
 
     def _start(self, pump: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(pump)
