@@ -100,7 +100,7 @@ def main() -> None:
         for proposer in ("none", "ngram")
     )
     rows: list[Row] = []
-    for kind in _kinds(arguments.model_dir):
+    for kind in _kinds(arguments.model_dir, arguments.num_prompts):
         for num_seqs in arguments.num_seqs:
             measured = list(_measure(plain, drafting, kind, num_seqs, arguments))
             print_table(measured)
@@ -113,6 +113,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir", type=Path, help="the model")
     parser.add_argument("--num-seqs", type=int, nargs="+", default=[1, 8], metavar="N", help="sequences at once")
+    parser.add_argument("--num-prompts", type=int, metavar="N", help="so many of each kind; by default all")
     parser.add_argument("--num-tokens", type=int, default=128, metavar="N", help="tokens of each answer")
     parser.add_argument("--num-draft-tokens", type=int, default=4, metavar="N", help="the worker's setting")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="pairs of runs")
@@ -120,7 +121,7 @@ def _parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _kinds(model_dir: Path) -> list[Kind]:
+def _kinds(model_dir: Path, num_prompts: int | None) -> list[Kind]:
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
 
     def chat(text: str) -> list[int]:
@@ -134,9 +135,9 @@ def _kinds(model_dir: Path) -> list[Kind]:
     edit = "Rewrite this code with type hints removed. Give only the code.\n```python\n{}\n```"
     summary = "Summarize the following text in a few sentences:\n\n{}"
     return [
-        Kind("code edit", [chat(edit.format(code)) for code in codes], 0.0, repeats_itself=True),
-        Kind("summary", [chat(summary.format(text)) for text in texts], 0.0, repeats_itself=True),
-        Kind("open question", [chat(question) for question in QUESTIONS], 1.0, repeats_itself=False),
+        Kind("code edit", [chat(edit.format(code)) for code in codes[:num_prompts]], 0.0, repeats_itself=True),
+        Kind("summary", [chat(summary.format(text)) for text in texts[:num_prompts]], 0.0, repeats_itself=True),
+        Kind("open question", [chat(question) for question in QUESTIONS[:num_prompts]], 1.0, repeats_itself=False),
     ]
 
 

@@ -41,6 +41,7 @@ class CoupledEngine:
         policy = SchedulerPolicy(
             max_num_seqs=num_rows,
             max_num_batched_tokens=num_rows * _NUM_PROMPT_TOKENS,
+            enable_mixed_steps=False,
             max_waiting_requests=dp_size * num_rows,
         )
         self._engine = Engine(policy, CacheSettings(), CellTopology(dp_size, is_coupled=dp_size > 1))

@@ -19,6 +19,8 @@ from tests.bench.peers.turns import Turns
 from tests.bench.report import Row, compare, report
 
 MODULES = {"ours": "lockstep_front_end", "vllm": "vllm_front_end"}
+SCENARIOS = (("ours", "detokenize"), ("vllm", "detokenize"), ("vllm", "detokenize_with_statistics"))
+PEER_METRICS = ("  the same, vLLM V1", "  the same, vLLM V1 with its statistics")
 NUM_SEQS = 512
 TARGET = 6.0
 
@@ -34,16 +36,14 @@ def main() -> None:
         "num_steps": num_steps,
         "num_repeats": num_repeats,
     }
-    with turns.start("ours", "vllm", "vllm") as (ours, plain, default):
-        ours.start("detokenize", **arguments)
-        plain.start("detokenize", **arguments)
-        default.start("detokenize_with_statistics", **arguments)
-        own_us, plain_us, default_us = (figures["token_us"] for figures in turns.measure(ours, plain, default))
-    rows = [
-        Row("front end, a token", own_us, "us"),
-        compare("  the same, vLLM V1", plain_us, "us", reference=own_us, at_least=TARGET),
-        compare("  the same, vLLM V1 with its statistics", default_us, "us", reference=own_us),
-    ]
+    scenarios = SCENARIOS[:1] if args.without_peers else SCENARIOS
+    with turns.start(*(name for name, _ in scenarios)) as processes:
+        for process, (_, scenario) in zip(processes, scenarios, strict=True):
+            process.start(scenario, **arguments)
+        own_us, *peers_us = (figures["token_us"] for figures in turns.measure(*processes))
+    rows = [Row("front end, a token", own_us, "us")]
+    for metric, target, peer_us in zip(PEER_METRICS, (TARGET, None), peers_us, strict=False):
+        rows.append(compare(metric, peer_us, "us", reference=own_us, at_least=target))
     print(f"{len(os.sched_getaffinity(0))} cores, {num_repeats} repeats, {NUM_SEQS} sequences")
     report(rows, args.json)
 
@@ -52,6 +52,7 @@ def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir", type=Path, help="a model directory with a tokenizer")
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
+    parser.add_argument("--without-peers", action="store_true", help="ours alone; nothing is installed")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     return parser.parse_args()
 

@@ -35,33 +35,36 @@ def main() -> None:
     num_repeats = 1 if args.quick else 5
     turns = Turns(MODULES, num_repeats)
     arguments = {"model_dir": str(args.model_dir), "eos_token_id": eos_token_ids(args.model_dir)[0]}
-    with turns.start("ours", "xgrammar") as processes:
+    with turns.start(*(["ours"] if args.without_peers else ["ours", "xgrammar"])) as processes:
         for process in processes:
             process.start("suite", **arguments)
-        own, its = turns.measure(*processes)
-    rows = list(_rows(own, its))
+        own, *others = turns.measure(*processes)
+    rows = list(_rows(own, *others))
     print(f"{len(os.sched_getaffinity(0))} cores, {num_repeats} repeats")
     report(rows, args.json)
 
 
-def _rows(own: Mapping[str, float], its: Mapping[str, float]) -> Iterator[Row]:
+def _rows(own: Mapping[str, float], its: Mapping[str, float] | None = None) -> Iterator[Row]:
     for name, metric in METRICS.items():
         if name in ("bad_percent", "misfit_percent"):
             yield limit(metric, own[name], "%", at_most=0)
         else:
             yield Row(metric, own[name], "%")
-        yield Row("  the same, xgrammar", its[name], "%")
+        if its is not None:
+            yield Row("  the same, xgrammar", its[name], "%")
     for what in ("compile", "mask"):
         for suffix, name in TIMES.items():
             value = own[f"{what}_{suffix}_us"]
             yield Row(f"{what}, {name}", value, "us")
-            yield compare("  the same, xgrammar", its[f"{what}_{suffix}_us"], "us", reference=value)
+            if its is not None:
+                yield compare("  the same, xgrammar", its[f"{what}_{suffix}_us"], "us", reference=value)
 
 
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir", type=Path, help="a model directory with a byte-level tokenizer")
     parser.add_argument("--quick", action="store_true", help="one repeat")
+    parser.add_argument("--without-peers", action="store_true", help="ours alone; nothing is installed")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     return parser.parse_args()
 

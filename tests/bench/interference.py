@@ -41,7 +41,7 @@ PREFILL_FIRST = ("--scheduler.max-num-batched-tokens=16384", "--scheduler.enable
 ITL_TARGET = 3.0
 THROUGHPUT_TARGET = 0.9
 NUM_STREAM_PROMPT_TOKENS = 16
-NUM_LONE_CHUNKS = 5
+NUM_LONE_CHUNKS = 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,6 +111,7 @@ def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few short repeats")
     parser.add_argument("--step-ms", type=float, default=5.0, help="what a step takes where one is sent ahead")
+    parser.add_argument("--num-ranks", type=int, nargs="+", default=list(NUM_RANKS), metavar="N", help="of wall")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="the sections to run")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     args = parser.parse_args()
@@ -123,7 +124,7 @@ def _parse_args() -> argparse.Namespace:
 
 def _wall(args: argparse.Namespace) -> Iterator[Row]:
     num_steps, step_us = args.effort.num_steps, args.step_ms * 1e3
-    for num_ranks in NUM_RANKS:
+    for num_ranks in args.num_ranks:
         measured = Measured()
         for _ in range(args.effort.num_repeats):
             measured.null.append(uvloop.run(_measure_cell(num_ranks, 0.0, depth=1, num_steps=num_steps)))

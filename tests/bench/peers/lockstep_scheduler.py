@@ -49,6 +49,7 @@ class LockstepScheduler:
         policy = SchedulerPolicy(
             max_num_seqs=sizes.max_num_seqs,
             max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+            enable_mixed_steps=False,
             queue_policy=queue_policy,
             max_waiting_requests=MAX_WAITING,
             max_waiting_tokens=MAX_WAITING * MAX_MODEL_LEN,

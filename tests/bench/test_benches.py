@@ -1,0 +1,63 @@
+"""Every script here runs: in its shortest form, and without peers that live in environments of their own."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import ROOT, module_environment
+
+MODEL = str(ROOT / "models" / "smollm2-135m-instruct")
+SCRIPT_TO_FLAGS = {
+    "drafts": [MODEL, "--num-seqs=1", "--num-prompts=1", "--num-tokens=4", "--repeats=1"],
+    "front_end": [MODEL, "--quick", "--without-peers"],
+    "grammar": [MODEL, "--quick", "--without-peers"],
+    "interference": [MODEL, "--num-streams=2", "--num-prompts=1", "--num-prompt-tokens=600"],
+    # What the simulation compares has tests of its own.
+    "lockstep": ["--quick", "--num-ranks=2", "--only", "wall", "cpu"],
+    "revisions": ["HEAD", "HEAD", "--pairs=1"],
+    # The other sections have peers.
+    "scheduler": ["--quick", "--only=curves"],
+    "serve": [
+        MODEL,
+        *("--concurrency", "1", "2"),
+        *("--reference", "--idle=1", "--temperature=1", "--rounds=1"),
+        *("--num-prompt-tokens=8", "--num-output-tokens=4"),
+    ],
+    "step_rate": ["--quick", "--step-ms=2", "--num-seqs=16"],
+}
+# What scripts are made of: these measure nothing by themselves.
+PARTS = {
+    "engine_steps",
+    "exchange_load",
+    "gloo_rank",
+    "load",
+    "machine",
+    "reference",
+    "report",
+    "stand_in_worker",
+    "tokens",
+}
+
+
+def test_no_script_is_left_out() -> None:
+    files = {path.stem for path in Path(__file__).parent.glob("*.py")}
+    assert files - {Path(__file__).stem} == SCRIPT_TO_FLAGS.keys() | PARTS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPT_TO_FLAGS)
+def test_a_script_runs_and_every_figure_is_a_number(script: str, tmp_path: Path) -> None:
+    json_path = tmp_path / "rows.json"
+    command = [sys.executable, "-m", f"tests.bench.{script}", *SCRIPT_TO_FLAGS[script], f"--json={json_path}"]
+    subprocess.run(command, cwd=ROOT, env=module_environment(), check=True)
+    rows = json.loads(json_path.read_text(encoding="utf-8"))
+    assert rows
+    for row in rows:
+        figures = [row["value"], *(row[name] for name in ("reference", "ratio") if row[name] is not None)]
+        assert all(map(math.isfinite, figures)), row
