@@ -8,31 +8,76 @@ of its rules.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 from services.scheduler.events import DomainAttached, DomainLost, Exit, WorkerFacts
 from services.scheduler.policy import CellTopology
+from shared.heartbeat import LEASE_S
 
-# Between one round of offers and the next: a worker that restarts takes seconds.
+# Between one round and the next, on average: a worker that restarts takes seconds.
 RETRY_DELAY_S = 0.5
+
+# Offered to no group: it asks which scheduler holds it.
+QUESTION = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """Another scheduler that a group has named as its live holder in every answer since a moment."""
+
+    instance_id: str
+    since: float
 
 
 @dataclass(slots=True)
 class Standing:
     """What a scheduler is among those that want its workers; the domains of a cell share one.
 
-    `held_epoch` is the highest that any group has answered to hold for it, 0 while none ever did. Of two schedulers
-    that both held groups the one with the lower goes, whichever groups they meet at: a cell is never shared for long.
+    One that never held a domain takes nothing while another scheduler holds any group that answers. One that did goes
+    when another scheduler has held one of its groups for the lease, and holds it under a higher epoch than any that it
+    holds itself: of two that each hold a part of a cell exactly one goes.
     """
 
     instance_id: str
-    held_epoch: int = 0
+    num_groups: int
+    draw: Callable[[], float]
+    """Returns numbers from 0 to 1, drawn uniformly."""
+    has_held: bool = False
+    """Whether it ever held a domain."""
+    domain_to_epoch: dict[int, int] = field(default_factory=dict)
+    """The epochs that it holds now, those whose streams are being opened included."""
+    group_to_rival: dict[int, Rival | None] = field(default_factory=dict)
+    """By group that has been asked: the rival that its last answer named."""
 
-    def is_below(self, epoch: int, holder: str) -> bool:
-        """Whether it has to go for a scheduler that holds a group; who never held one may wait."""
-        is_other = holder not in ("", self.instance_id)
-        return is_other and self.held_epoch > 0 and (self.held_epoch, self.instance_id) < (epoch, holder)
+    def note_holder(self, group: int, holder: str, now: float) -> None:
+        """A group has answered, or cannot be reached; `holder` is the live holder that it named, or empty."""
+        rival = self.group_to_rival.get(group)
+        if holder in ("", self.instance_id):
+            self.group_to_rival[group] = None
+        elif rival is None or rival.instance_id != holder:
+            self.group_to_rival[group] = Rival(holder, now)
+
+    def find_obstacle(self) -> str | None:
+        """Why it has to wait before it offers; None when it may offer."""
+        if self.has_held:
+            return None
+        for group, rival in self.group_to_rival.items():
+            if rival is not None:
+                return f"scheduler {rival.instance_id} holds group {group}"
+        return "not every group has been asked" if len(self.group_to_rival) < self.num_groups else None
+
+    def find_lasting_rivals(self, groups: Iterable[int], now: float) -> dict[int, str]:
+        """The rivals that some of these groups have named for longer than the lease, by group."""
+        rivals = ((group, self.group_to_rival.get(group)) for group in groups)
+        return {
+            group: rival.instance_id for group, rival in rivals if rival is not None and now - rival.since > LEASE_S
+        }
+
+    def is_below(self, epoch: int, rival: str) -> bool:
+        """Whether it has to go for a rival that holds a group under an epoch."""
+        own_epoch = max(self.domain_to_epoch.values(), default=0)
+        return self.has_held and (own_epoch, self.instance_id) < (epoch, rival)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +109,14 @@ class Accepted:
 class Refused:
     """A group did not take the epoch that it was offered, or gave no answer.
 
-    `held_epoch` and `holder` are what it holds and for which scheduler, where it says so.
+    `held_epoch` is its own epoch, and `holder` the scheduler that holds it now, empty when none does. `held_epoch` is
+    None where it gave no answer, and may have taken the epoch.
     """
 
     group: int
     epoch: int
     reason: str
-    held_epoch: int = 0
+    held_epoch: int | None = None
     holder: str = ""
 
 
@@ -88,7 +134,7 @@ class StreamBroken:
 
     group: int
     epoch: int
-    held_epoch: int = 0
+    held_epoch: int | None = None
     holder: str = ""
 
 
@@ -109,7 +155,7 @@ AttachEvent = Accepted | Refused | StreamOpened | StreamBroken | Dropped | Retry
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Offer a group an epoch; exactly one `Accepted` or `Refused` follows."""
+    """Offer a group an epoch, or ask it with `QUESTION`; exactly one `Accepted` or `Refused` follows."""
 
     group: int
     epoch: int
@@ -150,6 +196,7 @@ Command = Offer | Restart | OpenStreams | CloseStreams | RetryAt | DomainAttache
 
 class _Phase(enum.Enum):
     WAITING = enum.auto()
+    ASKING = enum.auto()
     OFFERING = enum.auto()
     OPENING = enum.auto()
     ATTACHED = enum.auto()
@@ -160,9 +207,11 @@ class DomainAttach:
     """The scheduler's half of one domain's attach; the worker's half is its claim.
 
     A round offers one epoch to all groups and waits for all answers. It ends with streams to all groups, or with
-    another round later. `DomainAttached` and `DomainLost` of an epoch alternate; between them every group holds it.
+    another round later. `DomainAttached` and `DomainLost` of an epoch alternate; between them every group holds it. A
+    scheduler that never held a domain begins each round by asking.
 
-    Invariant: no two rounds of a scheduler offer the same epoch, and what comes back from an earlier one is ignored.
+    Invariant: an epoch is offered again only if every group has refused it, and what comes back from an earlier round
+    is ignored.
     """
 
     def __init__(self, domain: int, topology: CellTopology, standing: Standing) -> None:
@@ -173,16 +222,19 @@ class DomainAttach:
         self._phase = _Phase.WAITING
         # Of the present round, or of the last one.
         self._epoch = 0
-        self._highest_epoch = 0
         self._answers: dict[int, Accepted | Refused] = {}
         self._opened: set[int] = set()
+        # Those named by earlier answers when the round began: the next answer that names one is the last.
+        self._lasting_rivals: dict[int, str] = {}
+        # The highest that a group may have.
+        self._highest_epoch = 0
 
     def on_event(self, event: AttachEvent, now: float) -> list[Command]:
         """Take in what happened at `now` (seconds of a monotonic clock); returns what is to be done, in order."""
         match event:
             case RetryDue() if self._phase is _Phase.WAITING:
-                return self._offer()
-            case Accepted() | Refused() if self._phase is _Phase.OFFERING and event.epoch == self._epoch:
+                return self._offer(now) if self._standing.has_held else self._ask(now)
+            case Accepted() | Refused() if self._is_asked and event.epoch == self._epoch:
                 return self._on_answer(event, now)
             case StreamOpened() if self._phase is _Phase.OPENING and event.epoch == self._epoch:
                 return self._on_opened(event.group)
@@ -193,28 +245,55 @@ class DomainAttach:
         return []
 
     @property
+    def _is_asked(self) -> bool:
+        return self._phase in (_Phase.ASKING, _Phase.OFFERING)
+
+    @property
     def _has_streams(self) -> bool:
         return self._phase in (_Phase.OPENING, _Phase.ATTACHED)
 
-    def _offer(self) -> list[Command]:
-        self._epoch = self._highest_epoch = self._highest_epoch + 1
-        self._phase = _Phase.OFFERING
+    def _ask(self, now: float) -> list[Command]:
+        return self._begin_round(_Phase.ASKING, QUESTION, now)
+
+    def _offer(self, now: float) -> list[Command]:
+        return self._begin_round(_Phase.OFFERING, self._highest_epoch + 1, now)
+
+    def _begin_round(self, phase: _Phase, epoch: int, now: float) -> list[Command]:
+        self._phase, self._epoch = phase, epoch
         self._answers.clear()
         self._opened.clear()
-        return [Offer(group, self._epoch) for group in self._groups]
+        self._lasting_rivals = self._standing.find_lasting_rivals(self._groups, now)
+        return [Offer(group, epoch) for group in self._groups]
 
     def _on_answer(self, answer: Accepted | Refused, now: float) -> list[Command]:
         self._answers.setdefault(answer.group, answer)
         if isinstance(answer, Accepted):
-            self._standing.held_epoch = max(self._standing.held_epoch, answer.epoch)
-        elif self._standing.is_below(answer.held_epoch, answer.holder):
-            return [self._exit(answer.holder)]
+            self._note_holder(answer.group, answer.epoch, "", now)
         else:
-            self._highest_epoch = max(self._highest_epoch, answer.held_epoch)
+            self._note_holder(answer.group, answer.held_epoch, answer.holder, now)
+            if self._is_last_refusal(answer):
+                return [self._exit(answer.holder)]
         return self._conclude(now) if len(self._answers) == len(self._groups) else []
+
+    def _note_holder(self, group: int, epoch: int | None, holder: str, now: float) -> None:
+        """A group has told its epoch and its holder; without an epoch it gave no answer."""
+        self._highest_epoch = max(self._highest_epoch, self._epoch if epoch is None else epoch)
+        self._standing.note_holder(group, holder, now)
+
+    def _is_last_refusal(self, refusal: Refused) -> bool:
+        """Whether two refusals, more than the lease apart, have named a live rival that this scheduler goes for.
+
+        The later one was asked for when the lease was over: the rival lived when the earlier one was given.
+        """
+        if refusal.held_epoch is None or refusal.holder != self._lasting_rivals.get(refusal.group):
+            return False
+        return self._standing.is_below(refusal.held_epoch, refusal.holder)
 
     def _conclude(self, now: float) -> list[Command]:
         """All groups have answered."""
+        if self._phase is _Phase.ASKING:
+            obstacle = self._standing.find_obstacle()
+            return self._offer(now) if obstacle is None else [self._retry(now, obstacle)]
         answers = [self._answers[group] for group in self._groups]
         accepted = [answer for answer in answers if isinstance(answer, Accepted)]
         reason = _find_reason_to_restart(accepted)
@@ -225,6 +304,7 @@ class DomainAttach:
         if reason is not None:
             return [self._retry(now, reason)]
         self._phase = _Phase.OPENING
+        self._standing.domain_to_epoch[self._domain] = self._epoch
         return [OpenStreams(self._epoch)]
 
     def _find_disagreement(self, accepted: list[Accepted]) -> str | None:
@@ -245,6 +325,7 @@ class DomainAttach:
         if len(self._opened) < len(self._groups):
             return []
         self._phase = _Phase.ATTACHED
+        self._standing.has_held = True
         answers = (self._answers[group] for group in self._groups)
         return [DomainAttached(self._domain, tuple(answer.facts for answer in answers if isinstance(answer, Accepted)))]
 
@@ -252,13 +333,15 @@ class DomainAttach:
         commands: list[Command] = [CloseStreams(self._epoch)]
         if self._phase is _Phase.ATTACHED:
             commands.append(DomainLost(self._domain, self._epoch))
-        if self._standing.is_below(event.held_epoch, event.holder):
-            return [*commands, self._exit(event.holder)]
+        if event.held_epoch is not None:
+            self._note_holder(event.group, event.held_epoch, event.holder, now)
         return [*commands, self._retry(now, f"the stream to group {event.group} broke")]
 
     def _retry(self, now: float, reason: str) -> RetryAt:
         self._phase = _Phase.WAITING
-        return RetryAt(now + RETRY_DELAY_S, reason)
+        self._standing.domain_to_epoch.pop(self._domain, None)
+        # Drawn, so that two schedulers do not take the groups from each other for ever.
+        return RetryAt(now + RETRY_DELAY_S * (0.5 + self._standing.draw()), reason)
 
     def _exit(self, holder: str) -> Exit:
         self._phase = _Phase.GONE

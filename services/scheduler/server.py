@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 import math
+import random
 from collections.abc import AsyncIterator, Callable
 
 from google.protobuf.message import Message
@@ -145,7 +146,7 @@ class CellServer:
         self._timer: asyncio.Handle | None = None
         self._timer_at = 0.0
         self._failpoint = None if settings.fail_on_token is None else SubmitFailpoint(settings.fail_on_token)
-        standing = Standing(instance_id)
+        standing = Standing(instance_id, self._topology.dp_size, random.SystemRandom().random)
         self._domains = [self._make_domain(domain, standing) for domain in range(self._topology.num_domains)]
 
     @property

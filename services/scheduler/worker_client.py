@@ -16,7 +16,15 @@ import numpy as np
 from google.rpc import error_details_pb2, status_pb2
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
-from services.scheduler.attach import Accepted, AttachEvent, GroupPlace, Refused, StreamBroken, StreamOpened
+from services.scheduler.attach import (
+    QUESTION,
+    Accepted,
+    AttachEvent,
+    GroupPlace,
+    Refused,
+    StreamBroken,
+    StreamOpened,
+)
 from services.scheduler.batch import EnteringSequence, PrefillChunk, Step, StepKind, StepResult
 from services.scheduler.events import Event, StepReturned, WorkerFacts, WorkerHeard
 from services.scheduler.logprobs import Logprobs
@@ -80,12 +88,13 @@ class GroupLink:
             self._outbox.put_nowait(progress)
 
     async def offer(self, epoch: int) -> None:
-        """Offer an epoch."""
+        """Offer an epoch, or ask with `QUESTION`, which is answered at once."""
         request = worker_pb2.AttachRequest()
         request.CopyFrom(self._attach_request)
         request.epoch = epoch
         try:
-            response = await self._stub().Attach(request, timeout=OFFER_TIMEOUT_S)
+            timeout_s = ANSWER_TIMEOUT_S if epoch == QUESTION else OFFER_TIMEOUT_S
+            response = await self._stub().Attach(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             await self._leave_dead_connection(error)
             status = status_from_rpc_error(error)
@@ -306,14 +315,14 @@ def _read_acceptance(rank: int, epoch: int, response: worker_pb2.AttachResponse)
     )
 
 
-def _read_holder(status: status_pb2.Status) -> tuple[int, str]:
-    """The epoch that a group holds and for whom, where a refusal says so; else 0 and nobody."""
+def _read_holder(status: status_pb2.Status) -> tuple[int | None, str]:
+    """A group's own epoch and its live holder, which a refusal tells; None where the group gave no answer."""
     info = error_details_pb2.ErrorInfo()
     for detail in status.details:
         if detail.Unpack(info):
             epoch = info.metadata.get("epoch", "")
             return int(epoch) if epoch.isdecimal() else 0, info.metadata.get("holder", "")
-    return 0, ""
+    return None, ""
 
 
 def _describe(error: Exception) -> str:

@@ -3,7 +3,8 @@
 The whole interface, which tests/simulation model-checks together with the scheduler's side:
 
     ClaimLedger()                               nobody holds it: epoch 0
-    offer(epoch, scheduler_instance_id, now)    Attach: fences what is older, or raises and changes nothing
+    offer(epoch, scheduler_instance_id, now)    Attach: fences what is older, or raises and changes nothing; epoch 0 is
+                                                above none, and so only asks who holds the group
     hear(stream, epoch, scheduler_instance_id, now)
                                                 a heartbeat on an Execute stream: its first message is one
     launch(stream, epoch, step_id, now)         a step on an Execute stream: the device gets it when this returns
@@ -55,14 +56,14 @@ class ClaimLedger:
         """Begin an epoch; nothing older is launched from now on.
 
         Raises:
-            StaleEpochError: it is not above the present one; nothing has changed.
+            StaleEpochError: it is not above the present one, as 0 never is; nothing has changed.
             GroupHeldError: another scheduler has a live stream and was heard within the lease; nothing has changed.
         """
         if epoch <= self.epoch:
-            raise self.stale("the epoch offered is not above the group's own")
+            raise self.stale("the epoch offered is not above the group's own", now)
         # A holder's own new epoch supersedes its old one, whose end may not have reached us yet.
-        if scheduler_instance_id != self.holder and self._is_held(now):
-            raise self._held("another scheduler holds this group")
+        if self.live_holder(now) not in ("", scheduler_instance_id):
+            raise self._held("another scheduler holds this group", now)
         self.epoch, self.holder = epoch, scheduler_instance_id
         self.is_open, self.stream, self.next_step_id = True, None, 1
 
@@ -76,9 +77,9 @@ class ClaimLedger:
             GroupHeldError: another stream is the epoch's.
         """
         if (epoch, scheduler_instance_id) != (self.epoch, self.holder) or not self.is_open:
-            raise self.stale("a heartbeat of another epoch")
+            raise self.stale("a heartbeat of another epoch", now)
         if self.stream not in (None, stream):
-            raise self._held("this is not the stream of the epoch's steps")
+            raise self._held("this is not the stream of the epoch's steps", now)
         self.stream, self.heard_at = stream, now
 
     def launch(self, stream: int, epoch: int, step_id: int, now: float) -> None:
@@ -90,9 +91,9 @@ class ClaimLedger:
             StepMismatchError: it is not the epoch's next step.
         """
         if epoch != self.epoch or not self.is_open:
-            raise self.stale("a step of another epoch")
+            raise self.stale("a step of another epoch", now)
         if stream != self.stream:
-            raise self._held("this is not the stream of the epoch's steps")
+            raise self._held("this is not the stream of the epoch's steps", now)
         self.heard_at = now
         if step_id != self.next_step_id:
             raise StepMismatchError("not the next step", step_id=step_id, expected=self.next_step_id)
@@ -111,14 +112,16 @@ class ClaimLedger:
             StaleEpochError: it does not hold the group under this epoch.
         """
         if not epoch or (epoch, scheduler_instance_id) != (self.epoch, self.holder):
-            raise self.stale("the caller does not hold the group under this epoch")
+            raise StaleEpochError("the caller does not hold the group under this epoch", epoch=self.epoch)
 
-    def stale(self, message: str) -> StaleEpochError:
-        """The error that names the present epoch and its holder."""
-        return StaleEpochError(message, epoch=self.epoch, holder=self.holder)
+    def live_holder(self, now: float) -> str:
+        """The scheduler that keeps others out; empty when none does, since its stream has ended or it is silent."""
+        is_live = self.is_open and self.stream is not None and now - self.heard_at <= LEASE_S
+        return self.holder if is_live else ""
 
-    def _held(self, message: str) -> GroupHeldError:
-        return GroupHeldError(message, epoch=self.epoch, holder=self.holder)
+    def stale(self, message: str, now: float) -> StaleEpochError:
+        """The error that names the present epoch, and its holder while that is live."""
+        return StaleEpochError(message, epoch=self.epoch, holder=self.live_holder(now))
 
-    def _is_held(self, now: float) -> bool:
-        return self.is_open and self.stream is not None and now - self.heard_at <= LEASE_S
+    def _held(self, message: str, now: float) -> GroupHeldError:
+        return GroupHeldError(message, epoch=self.epoch, holder=self.live_holder(now))

@@ -25,7 +25,7 @@ from services.worker.layout import RankLayout
 from services.worker.link import to_layout_message
 from services.worker.step_codec import parse_step, to_result
 from services.worker.step_stream import Epoch, StepStream, retrieve
-from shared.errors import InvalidRequestError, NotReadyError, Violation
+from shared.errors import InvalidRequestError, NotReadyError, StaleEpochError, Violation
 from shared.heartbeat import HEARTBEAT_S
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         may_be_stuck = epoch.last_launched != NOTHING_LAUNCHED
         await asyncio.wait({epoch.ready}, timeout=self._stuck_s if may_be_stuck else None)
         if epoch is not self._epoch:
-            raise self._ledger.stale("another Attach came in between")
+            raise self._stale("another Attach came in between")
         is_stuck = not epoch.ready.done()
         num_blocks = steps.runner.num_blocks(request.block_size) if is_stuck else epoch.ready.result()
         logger.info(
@@ -98,12 +98,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """See worker.proto."""
         epoch, steps = self._epoch, self._steps
         if epoch is None or steps is None or not self._ledger.is_open:
-            raise self._ledger.stale("no epoch is claimed")
+            raise self._stale("no epoch is claimed")
         stream = epoch.open_stream(next(self._stream_numbers))
         try:
             await asyncio.shield(epoch.ready)
             if epoch is not self._epoch or not self._ledger.is_open:
-                raise self._ledger.stale("the epoch was superseded")
+                raise self._stale("the epoch was superseded")
             # By itself: a write that is cancelled while it sends the headers leaves a call that never ends.
             await context.send_initial_metadata(())
             stream.read_by(asyncio.create_task(self._read_steps(requests, stream, steps)))
@@ -111,7 +111,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         except asyncio.CancelledError:
             if epoch is self._epoch:
                 raise
-            raise self._ledger.stale("the epoch was superseded") from None
+            raise self._stale("the epoch was superseded") from None
         finally:
             self._ledger.end_stream(stream.number)
             epoch.close_stream(stream)
@@ -179,6 +179,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             async with writing:
                 await context.write(worker_pb2.StepResult(epoch=epoch.number, heartbeat=heartbeat))
             await asyncio.sleep(HEARTBEAT_S)
+
+    def _stale(self, message: str) -> StaleEpochError:
+        return self._ledger.stale(message, time.monotonic())
 
     def _describe(
         self, runner: ModelRunner, epoch: Epoch, *, num_blocks: int, is_stuck: bool

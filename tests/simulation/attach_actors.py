@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import enum
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from services.scheduler.attach import (
@@ -24,7 +25,7 @@ from services.scheduler.attach import (
     StreamBroken,
     StreamOpened,
 )
-from services.scheduler.events import DomainAttached, DomainLost, WorkerFacts
+from services.scheduler.events import DomainAttached, DomainLost, Exit, WorkerFacts
 from services.scheduler.policy import CellTopology
 from services.worker.claim import ClaimLedger
 from shared.errors import ServiceError, StaleEpochError
@@ -34,6 +35,9 @@ T = TypeVar("T")
 
 # A step that a device got: who sent it, and its numbers.
 Launch = tuple[str, int, int]
+
+# A moment for which the lease is over. All else happens at 0.
+_LONG_AGO = -LEASE_S - 1.0
 
 
 class ProtocolError(AssertionError):
@@ -78,8 +82,8 @@ class SchedulerActor:
 
     def __init__(self, instance_id: str, topology: CellTopology) -> None:
         self.instance_id = instance_id
-        standing = Standing(instance_id)
-        self._attaches = [DomainAttach(domain, topology, standing) for domain in range(topology.num_domains)]
+        self._standing = Standing(instance_id, topology.dp_size, _draw_nothing)
+        self._attaches = [DomainAttach(domain, topology, self._standing) for domain in range(topology.num_domains)]
         # By domain: the epoch that is attached, and the steps sent under it.
         self.attached: dict[int, int] = {}
         self.num_sent: dict[int, int] = {}
@@ -88,15 +92,40 @@ class SchedulerActor:
         self.awaited: list[frozenset[int]] = [frozenset()] * topology.num_domains
         self.is_retry_due = [True] * topology.num_domains
         self.has_exited = False
+        self.has_attached = False
+        # By domain: the highest epoch that its groups are known to hold, or may hold.
+        self.known_epochs = [0] * topology.num_domains
+        # By group: the other scheduler that its last answer named, and whether that was dead when it was named first.
+        self._named: dict[int, tuple[str, bool]] = {}
 
-    def handle(self, domain: int, event: AttachEvent) -> tuple[Command, ...]:
-        """Hand an event to a domain's attach; returns its commands, and does those that concern nobody else."""
+    def handle(self, domain: int, event: AttachEvent, is_holder_alive: bool = False) -> tuple[Command, ...]:
+        """Hand an event to a domain's attach; returns its commands, and does those that concern nobody else.
+
+        Raises:
+            ProtocolError: it offers what it must not, or goes for a rival that was dead.
+        """
         if isinstance(event, Accepted | Refused) and event.epoch == self.epochs[domain]:
+            if event.group in self.awaited[domain]:
+                self._hear(domain, event, is_holder_alive)
             self.awaited[domain] -= {event.group}
+        elif isinstance(event, StreamBroken) and self._is_refusal(domain, event):
+            self._hear(domain, event, is_holder_alive)
         commands = tuple(self._attaches[domain].on_event(event, 0.0))
         for command in commands:
+            self._check(domain, event, command)
             self._note(domain, command)
         return commands
+
+    def pass_lease(self) -> None:
+        """So much time passes that whoever was named as a holder has been for longer than the lease.
+
+        That matters to no scheduler that never held a domain.
+        """
+        if not self.has_attached:
+            return
+        for group, rival in self._standing.group_to_rival.items():
+            if rival is not None:
+                self._standing.group_to_rival[group] = replace(rival, since=_LONG_AGO)
 
     def send_step(self, domain: int) -> int:
         """Send a step of the attached epoch; returns its number."""
@@ -109,6 +138,28 @@ class SchedulerActor:
         self.attached.clear()
         self.num_sent.clear()
 
+    def _is_refusal(self, domain: int, event: StreamBroken) -> bool:
+        is_present = event.epoch == self.epochs[domain] and not self.is_retry_due[domain]
+        return is_present and event.held_epoch is not None
+
+    def _hear(self, domain: int, answer: Accepted | Refused | StreamBroken, is_holder_alive: bool) -> None:
+        epoch = answer.epoch if isinstance(answer, Accepted) else answer.held_epoch
+        self.known_epochs[domain] = max(self.known_epochs[domain], self.epochs[domain] if epoch is None else epoch)
+        holder = "" if isinstance(answer, Accepted) else answer.holder
+        if holder in ("", self.instance_id):
+            self._named.pop(answer.group, None)
+        elif self._named.get(answer.group, ("", False))[0] != holder:
+            self._named[answer.group] = (holder, not is_holder_alive)
+
+    def _check(self, domain: int, event: AttachEvent, command: Command) -> None:
+        match command:
+            case Offer(_, epoch) if epoch > self.known_epochs[domain] + 1:
+                raise ProtocolError(f"scheduler {self.instance_id} raises its epoch to {epoch} by itself")
+            case Offer(_, epoch) if epoch and self._named and not self.has_attached:
+                raise ProtocolError(f"scheduler {self.instance_id} takes what it only has to wait for")
+            case Exit() if not isinstance(event, Refused) or self._named[event.group][1]:
+                raise ProtocolError(f"scheduler {self.instance_id} goes for a rival that was dead")
+
     def _note(self, domain: int, command: Command) -> None:
         match command:
             case Offer(group, epoch):
@@ -118,6 +169,7 @@ class SchedulerActor:
                 self.is_retry_due[domain], self.awaited[domain] = True, frozenset()
             case DomainAttached(_, facts):
                 self.attached[domain], self.num_sent[domain] = facts[0].epoch, 0
+                self.has_attached = True
             case DomainLost():
                 del self.attached[domain], self.num_sent[domain]
 
@@ -168,6 +220,10 @@ class GroupActor:
         """A stream has ended."""
         self.ledger.end_stream(stream)
 
+    def pass_lease(self) -> None:
+        """So much time passes that a holder that gives no sign of life has lost the group."""
+        self.ledger.heard_at = _LONG_AGO
+
     def is_restart_allowed(self, epoch: int, instance_id: str) -> bool:
         """Whether the processes end when they are asked so."""
         try:
@@ -183,6 +239,10 @@ class GroupActor:
 def _held(error: ServiceError) -> tuple[int, str]:
     """The epoch and the holder that a refusal names."""
     return int(error.values.get("epoch", "0")), error.values.get("holder", "")
+
+
+def _draw_nothing() -> float:
+    return 0.0
 
 
 def _freeze(value: Any) -> Hashable:

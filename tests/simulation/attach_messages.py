@@ -33,11 +33,12 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """An event on its way to a scheduler."""
+    """An event on its way to a scheduler, and whether the holder that it names lived when it was sent."""
 
     instance_id: str
     slot: int
     event: ReplyEvent
+    is_holder_alive: bool
 
 
 class Stream(NamedTuple):

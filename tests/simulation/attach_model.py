@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from services.scheduler.attach import (
+    QUESTION,
     Accepted,
     AttachEvent,
     CloseStreams,
@@ -53,7 +54,7 @@ class AttachModel:
     def has_room(self, state: State, *, num_epochs: int, num_lives: int) -> bool:
         """Whether so many epochs above all others may be offered yet, and schedulers so often be started again."""
         epochs = [
-            *(max(self.schedulers[number].epochs) for number in state.schedulers),
+            *(max(self.schedulers[number].known_epochs) for number in state.schedulers),
             *(self.groups[number].ledger.epoch for number in state.groups),
             *(message.epoch for message in state.messages if isinstance(message, Request)),
         ]
@@ -64,6 +65,10 @@ class AttachModel:
     def is_served(self, state: State) -> bool:
         """Whether one scheduler has all domains attached, and every group is open for it."""
         return any(self._serves(self.schedulers[number], state) for number in state.schedulers)
+
+    def is_alone(self, state: State) -> bool:
+        """Whether at most one scheduler lives."""
+        return sum(not self.schedulers[number].has_exited for number in state.schedulers) <= 1
 
     def check(self, state: State) -> None:
         """Check what must hold where nothing is on its way any more.
@@ -82,7 +87,15 @@ class AttachModel:
                         raise ProtocolError(f"scheduler {scheduler.instance_id} goes on without group {group}")
 
     def moves(self, state: State) -> Iterator[Move]:
-        """Every move from a state."""
+        """Every move from a state that stays within the bounds."""
+        return (move for move in self._moves(state) if self._is_within_bounds(move.state))
+
+    def _is_within_bounds(self, state: State) -> bool:
+        return all(
+            message.epoch <= self._bounds.max_epoch for message in state.messages if isinstance(message, Request)
+        )
+
+    def _moves(self, state: State) -> Iterator[Move]:
         may_fail = state.num_faults < self._bounds.max_faults
         for slot in range(self._num_schedulers):
             yield from self._scheduler_moves(state, slot, may_fail=may_fail)
@@ -90,9 +103,13 @@ class AttachModel:
             if isinstance(message, Stream):
                 yield from self._stream_moves(state, message, may_fail=may_fail)
             elif isinstance(message, Request):
-                yield from self._request_moves(state, message, may_fail=may_fail)
+                if not _is_overtaking(state, message):
+                    yield from self._request_moves(state, message, may_fail=may_fail)
             else:
                 yield from self._reply_moves(state, message, may_fail=may_fail)
+        later = self._pass_lease(state)
+        if later != state:
+            yield Move("a lease passes", "", later)
         if may_fail:
             for group in range(self._topology.dp_size):
                 yield Move("a group dies", group, self._restart_group(_fault(state), group), True)
@@ -105,8 +122,13 @@ class AttachModel:
                 yield Move("is started again", name, self._replace_scheduler(state, slot))
             return
         for domain in range(self._topology.num_domains):
-            if scheduler.is_retry_due[domain] and scheduler.epochs[domain] < self._bounds.max_epoch:
-                yield Move("offers", name, self._handle(state, slot, domain, RetryDue()))
+            if scheduler.is_retry_due[domain]:
+                begins = f"begins a round with domain {domain}"
+                yield Move(begins, name, self._begin_round(state, slot, domain))
+                if may_fail and not scheduler.has_attached:
+                    for group in self._topology.ranks_of(domain):
+                        after = self._begin_round(_fault(state), slot, domain, deaf_group=group)
+                        yield Move(f"{begins} and does not reach group {group}", name, after, True)
             if scheduler.num_sent.get(domain, self._bounds.max_steps) < self._bounds.max_steps:
                 yield Move("sends a step", name, self._send_step(state, slot, domain))
             for group in scheduler.awaited[domain]:
@@ -150,7 +172,7 @@ class AttachModel:
             yield Move("breaks at the scheduler", stream, broken, True)
         ledger = self._ledger(state, stream.group)
         if ledger.epoch > stream.epoch:
-            cut = self._end_stream(rest, stream, ledger.epoch, ledger.holder)
+            cut = self._end_stream(rest, stream, ledger.epoch, ledger.live_holder(0.0))
             yield Move("is cut", stream, cut)
 
     def _deliver_request(self, state: State, request: Request, *, is_lease_over: bool) -> State:
@@ -169,24 +191,45 @@ class AttachModel:
     def _repeat(self, state: State, request: Request) -> State:
         return _send(self._deliver_request(_fault(state), request, is_lease_over=False), request)
 
+    def _begin_round(self, state: State, slot: int, domain: int, *, deaf_group: int | None = None) -> State:
+        """Let a round begin; what it asks is answered at once.
+
+        What is late about an answer may as well be late about the offer that follows it.
+        """
+        number, commands = self.schedulers.call(state.schedulers[slot], "handle", domain, RetryDue(), False)
+        state = state._replace(schedulers=_with(state.schedulers, slot, number))
+        instance_id = self.schedulers[number].instance_id
+        for command in commands:
+            if command.epoch != QUESTION:
+                state = self._perform(state, slot, domain, command)
+                continue
+            answer = Refused(command.group, QUESTION, "no answer came")
+            if command.group != deaf_group:
+                _, answer = self.groups.call(state.groups[command.group], "offer", QUESTION, instance_id, False)
+            is_holder_alive = self._lives(state, answer.holder)
+            state = self._handle(state, slot, domain, answer, is_holder_alive=is_holder_alive)
+        return state
+
     def _reply(self, state: State, instance_id: str, slot: int, event: ReplyEvent) -> State:
         """Send an event to a scheduler.
 
         One that it only takes note of has arrived at once: when it does makes no difference to anybody, and that there
         is no answer at all is a move of its own.
         """
-        reply = Reply(instance_id, slot, event)
         if not self._is_there(state, slot, instance_id):
             return state
+        is_holder_alive = isinstance(event, Refused | StreamBroken) and self._lives(state, event.holder)
+        reply = Reply(instance_id, slot, event, is_holder_alive)
         domain = self._topology.domain_of(event.group)
-        number, commands = self.schedulers.call(state.schedulers[slot], "handle", domain, event)
+        number, commands = self.schedulers.call(state.schedulers[slot], "handle", domain, event, is_holder_alive)
         return _send(state, reply) if commands else state._replace(schedulers=_with(state.schedulers, slot, number))
 
     def _deliver_reply(self, state: State, reply: Reply) -> State:
         """Hand it to its scheduler, unless that is gone."""
         if not self._is_there(state, reply.slot, reply.instance_id):
             return state
-        return self._handle(state, reply.slot, self._topology.domain_of(reply.event.group), reply.event)
+        domain = self._topology.domain_of(reply.event.group)
+        return self._handle(state, reply.slot, domain, reply.event, is_holder_alive=reply.is_holder_alive)
 
     def _deliver_item(self, state: State, stream: Stream) -> State:
         """Let a stream bring its next item; it ends when that is refused."""
@@ -202,7 +245,7 @@ class AttachModel:
         state = _send(state, left)
         return state if event is None else self._reply(state, stream.instance_id, stream.slot, event)
 
-    def _end_stream(self, state: State, stream: Stream, held_epoch: int = 0, holder: str = "") -> State:
+    def _end_stream(self, state: State, stream: Stream, held_epoch: int | None = None, holder: str = "") -> State:
         """End a stream, which is not among the messages any more, at the group; the scheduler hears of it later."""
         number, _ = self.groups.call(state.groups[stream.group], "end_stream", stream.number)
         state = state._replace(groups=_with(state.groups, stream.group, number))
@@ -211,9 +254,11 @@ class AttachModel:
         event = StreamBroken(stream.group, stream.epoch, held_epoch, holder)
         return self._reply(state, stream.instance_id, stream.slot, event)
 
-    def _handle(self, state: State, slot: int, domain: int, event: AttachEvent) -> State:
+    def _handle(
+        self, state: State, slot: int, domain: int, event: AttachEvent, *, is_holder_alive: bool = False
+    ) -> State:
         """Hand an event to a scheduler and do what it says."""
-        number, commands = self.schedulers.call(state.schedulers[slot], "handle", domain, event)
+        number, commands = self.schedulers.call(state.schedulers[slot], "handle", domain, event, is_holder_alive)
         state = state._replace(schedulers=_with(state.schedulers, slot, number))
         for command in commands:
             state = self._perform(state, slot, domain, command)
@@ -262,6 +307,23 @@ class AttachModel:
         )
         return state._replace(messages=messages)
 
+    def _pass_lease(self, state: State) -> State:
+        """A lease passes: holders that give no signs of life any more lose their groups."""
+        heard = {
+            (message.group, message.epoch, message.instance_id)
+            for message in state.messages
+            if isinstance(message, Stream) and not message.is_closed
+        }
+        groups, schedulers = list(state.groups), list(state.schedulers)
+        for group, number in enumerate(groups):
+            ledger = self.groups[number].ledger
+            if ledger.live_holder(0.0) and (group, ledger.epoch, ledger.holder) not in heard:
+                groups[group], _ = self.groups.call(number, "pass_lease")
+        for slot, number in enumerate(schedulers):
+            if not self.schedulers[number].has_exited:
+                schedulers[slot], _ = self.schedulers.call(number, "pass_lease")
+        return state._replace(groups=tuple(groups), schedulers=tuple(schedulers))
+
     def _end_scheduler(self, state: State, slot: int) -> State:
         """A scheduler's process ends; its streams' other ends do not know yet."""
         number, _ = self.schedulers.call(state.schedulers[slot], "exit")
@@ -308,16 +370,23 @@ class AttachModel:
         scheduler = self.schedulers[state.schedulers[slot]]
         return scheduler.instance_id == instance_id and not scheduler.has_exited
 
+    def _lives(self, state: State, instance_id: str) -> bool:
+        return any(self._is_there(state, slot, instance_id) for slot in range(self._num_schedulers))
+
     def _serves(self, scheduler: SchedulerActor, state: State) -> bool:
         if len(scheduler.attached) < self._topology.num_domains:
             return False
-        ledgers = [self.groups[number].ledger for number in state.groups]
-        return all(
-            ledger.is_open
-            and (ledger.epoch, ledger.holder)
-            == (scheduler.attached[self._topology.domain_of(group)], scheduler.instance_id)
-            for group, ledger in enumerate(ledgers)
-        )
+        open_streams = {
+            (message.group, message.instance_id, message.epoch)
+            for message in state.messages
+            if isinstance(message, Stream) and not message.is_closed
+        }
+        for group, number in enumerate(state.groups):
+            ledger = self.groups[number].ledger
+            claim = (scheduler.instance_id, scheduler.attached[self._topology.domain_of(group)])
+            if not ledger.is_open or (ledger.holder, ledger.epoch) != claim or (group, *claim) not in open_streams:
+                return False
+        return True
 
     def _check_collectives(self, state: State, group: int) -> None:
         """Check that coupled groups meet in the collectives of one step: the n-th of one is the n-th of the other.
@@ -330,6 +399,17 @@ class AttachModel:
             others = self.groups[state.groups[partner]].launches
             if any(own != other for own, other in zip(launches, others, strict=False)):
                 raise ProtocolError(f"group {group} met group {partner} in another step: {launches}, {others}")
+
+
+def _is_overtaking(state: State, request: Request) -> bool:
+    """Whether its sender asked the group for a restart before, on the same connection, and that has not arrived."""
+    return any(
+        isinstance(other, Request)
+        and other.is_restart
+        and (other.instance_id, other.group) == (request.instance_id, request.group)
+        and other.epoch < request.epoch
+        for other in state.messages
+    )
 
 
 def _with(numbers: tuple[int, ...], index: int, number: int) -> tuple[int, ...]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 from services.scheduler.policy import CellTopology
 from tests.simulation.attach_actors import ProtocolError
 from tests.simulation.attach_messages import Bounds, State
 from tests.simulation.attach_model import AttachModel
+from tests.simulation.fair_runs import find_dead_ends, find_fair_circles, find_origins
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class Search:
 
 
 _COUPLED_GROUPS = CellTopology(2, is_coupled=True)
+_OTHER_GROUPS = CellTopology(2)
 
 # Two schedulers want two coupled groups, and either may have to start again once.
 COUPLED = Search(_COUPLED_GROUPS, Bounds(max_epoch=3, max_steps=1, max_faults=0, max_lives=2), 2, 1)
@@ -46,16 +49,32 @@ SUCCESSION = Search(
     _COUPLED_GROUPS, Bounds(max_epoch=4, max_steps=1, max_faults=1, max_lives=3), 2, 1, num_schedulers=1
 )
 # Two schedulers want two groups that are not coupled, so that each may get one.
-SPLIT = Search(CellTopology(2), Bounds(max_epoch=3, max_steps=1, max_faults=0, max_lives=1), 2, 0)
+SPLIT = Search(_OTHER_GROUPS, Bounds(max_epoch=3, max_steps=0, max_faults=0, max_lives=1), 2, 0)
+# The same, and one thing goes wrong: the healthy one of two may die, or one of the groups.
+SPLIT_FAULTS = Search(_OTHER_GROUPS, Bounds(max_epoch=2, max_steps=0, max_faults=1, max_lives=1), 1, 0)
+# One scheduler after the other has two groups that are not coupled.
+HEIR = Search(_OTHER_GROUPS, Bounds(max_epoch=3, max_steps=0, max_faults=1, max_lives=2), 1, 1, num_schedulers=1)
+# A scheduler and a group die together, and the next scheduler has the other group's old epoch to step over.
+PAIR = Search(_OTHER_GROUPS, Bounds(max_epoch=3, max_steps=0, max_faults=2, max_lives=2), 1, 1, num_schedulers=1)
 # Two schedulers want one group, and one thing goes wrong.
 ONE_GROUP = Search(CellTopology(1), Bounds(max_epoch=3, max_steps=1, max_faults=1, max_lives=2), 2, 1)
+# The same and two things: a holder is silent for a lease, and the one that took its group dies. Both may die: it does
+# not tell who is served in the end.
+TAKEN_GROUP = Search(CellTopology(1), Bounds(max_epoch=3, max_steps=0, max_faults=2, max_lives=1), 4, 0)
 
 SEARCHES = {
     "two schedulers, coupled groups": COUPLED,
-    "two schedulers, coupled groups, a fault": FAULTS,
     "one scheduler after the other": SUCCESSION,
     "two schedulers, groups that are not coupled": SPLIT,
     "two schedulers, one group, a fault": ONE_GROUP,
+    "one scheduler after the other, groups that are not coupled, a fault": HEIR,
+}
+# Half a million states.
+WIDE_SEARCHES = {
+    "two schedulers, one group, two faults": TAKEN_GROUP,
+    "two schedulers, coupled groups, a fault": FAULTS,
+    "two schedulers, groups that are not coupled, a fault": SPLIT_FAULTS,
+    "one scheduler after the other, groups that are not coupled, two faults": PAIR,
 }
 
 
@@ -110,32 +129,49 @@ class AttachSearch:
 
     def _expand(self, position: int) -> None:
         state = self._states[position]
+        is_served = self._model.is_served(state)
         try:
             self._model.check(state)
             for move in self._model.moves(state):
                 self._num_moves += 1
                 number = self._add(move.state, position)
-                if not move.is_fault:
-                    self._froms.append(position)
-                    self._tos.append(number)
+                if move.is_fault:
+                    continue
+                if is_served and not self._model.is_served(move.state):
+                    raise ProtocolError(f"{move.whom} {move.what}, and the cell is served no longer")
+                self._froms.append(position)
+                self._tos.append(number)
         except ProtocolError as error:
             raise ProtocolError(f"{error}, after:\n{self._way_to(position)}") from None
 
     def _check_progress(self, spare_epochs: int, spare_lives: int) -> None:
-        sources: list[list[int]] = [[] for _ in self._states]
-        for origin, number in zip(self._froms, self._tos, strict=True):
-            sources[number].append(origin)
-        served = [number for number, state in enumerate(self._states) if self._model.is_served(state)]
-        may_be_served = set(served)
-        while served:
-            for origin in sources[served.pop()]:
-                if origin not in may_be_served:
-                    may_be_served.add(origin)
-                    served.append(origin)
+        """Check that the cell may be served from wherever there is room, and must be where one scheduler is alone."""
+        served = {number for number, state in enumerate(self._states) if self._model.is_served(state)}
+        may_be_served = find_origins(served, self._edges())
+        may_stay_unserved = self._find_unserved(served)
         for number, state in enumerate(self._states):
-            has_room = self._model.has_room(state, num_epochs=spare_epochs, num_lives=spare_lives)
-            if has_room and number not in may_be_served:
+            if not self._model.has_room(state, num_epochs=spare_epochs, num_lives=spare_lives):
+                continue
+            if number not in may_be_served:
                 raise ProtocolError(f"the cell is never served again, after:\n{self._way_to(number)}")
+            if number in may_stay_unserved:
+                raise ProtocolError(f"the only scheduler never serves the cell, after:\n{self._way_to(number)}")
+
+    def _find_unserved(self, served: set[int]) -> set[int]:
+        """The states from which a fair run without faults, and with at most one scheduler, need not serve the cell."""
+        alone = {number for number, state in enumerate(self._states) if self._model.is_alone(state)}
+        unserved = alone - served
+        edges = [(origin, number) for origin, number in self._edges() if origin in unserved and number in alone]
+        circles = find_fair_circles(unserved, edges, self._moves_alone)
+        return find_origins(find_dead_ends(unserved, edges) | circles, edges)
+
+    def _moves_alone(self, number: int) -> Iterator[tuple[Hashable, int]]:
+        for move in self._model.moves(self._states[number]):
+            if not move.is_fault and self._model.is_alone(move.state):
+                yield (move.what, move.whom), self._numbers[move.state]
+
+    def _edges(self) -> Iterator[tuple[int, int]]:
+        return zip(self._froms, self._tos, strict=True)
 
     def _way_to(self, number: int) -> str:
         """The moves from the first state to one, a line each."""

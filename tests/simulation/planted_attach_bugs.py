@@ -10,7 +10,8 @@ import pytest
 from services.scheduler import attach
 from services.scheduler.attach import Accepted, AttachEvent, Command, DomainAttach, Refused, Standing
 from services.worker.claim import ClaimLedger, LaunchedStep
-from tests.simulation.attach_search import FAULTS, ONE_GROUP, SPLIT, SUCCESSION, Search
+from shared.errors import StaleEpochError
+from tests.simulation.attach_search import FAULTS, ONE_GROUP, SPLIT, SUCCESSION, TAKEN_GROUP, Search
 
 Patch = pytest.MonkeyPatch
 
@@ -104,6 +105,45 @@ def _refusals_teach_nothing(patch: Patch) -> None:
 def _nobody_goes(patch: Patch) -> None:
     """Two schedulers that each hold a part of a cell keep it for ever."""
     patch.setattr(Standing, "is_below", lambda *_: False)
+
+
+@planted(SUCCESSION)
+def _the_dead_are_named_as_holders(patch: Patch) -> None:
+    """Whoever asks waits for ever for a scheduler whose stream has ended."""
+    patch.setattr(
+        ClaimLedger,
+        "stale",
+        lambda self, message, now: StaleEpochError(message, epoch=self.epoch, holder=self.holder),
+    )
+
+
+@planted(SPLIT)
+def _a_standby_offers(patch: Patch) -> None:
+    """A scheduler that holds nothing takes a group as soon as it can, though another one serves the cell."""
+    patch.setattr(DomainAttach, "_ask", DomainAttach._offer)
+
+
+@planted(TAKEN_GROUP)
+def _refusals_raise_the_epoch(patch: Patch) -> None:
+    """Whoever is refused comes with a higher epoch each time, and wins over who holds more."""
+    offer = DomainAttach._offer
+
+    def raise_epoch(self: DomainAttach, now: float) -> list[Command]:
+        self._highest_epoch = max(self._highest_epoch, self._epoch)
+        return offer(self, now)
+
+    patch.setattr(DomainAttach, "_offer", raise_epoch)
+
+
+@planted(TAKEN_GROUP)
+def _the_first_refusal_ends_a_scheduler(patch: Patch) -> None:
+    """A scheduler goes for a rival that died before its stream ended, and none is left."""
+
+    def is_last(self: DomainAttach, refusal: Refused) -> bool:
+        is_named = refusal.holder not in ("", self._standing.instance_id)
+        return is_named and self._standing.is_below(refusal.held_epoch or 0, refusal.holder)
+
+    patch.setattr(DomainAttach, "_is_last_refusal", is_last)
 
 
 @planted(FAULTS)

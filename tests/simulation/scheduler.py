@@ -68,7 +68,7 @@ class SchedulerProcess:
         self._timer: float | None = None
         self._is_timer_background = False
         self._lateness_s = 0.0
-        standing = Standing(self.instance_id)
+        standing = Standing(self.instance_id, settings.topology.dp_size, rng.random)
         self._links = [
             DomainLink(number, self, standing, settings, clock, rng, mix=mix, workers=workers)
             for number, workers in enumerate(domains)

@@ -107,7 +107,7 @@ class SimulatedWorker:
     def offer(self, epoch: int, instance_id: str, answer: OfferAnswer) -> None:
         """`Attach` arrives; it is answered when what was launched has returned, or has not for long."""
         if not self._is_up:
-            answer(Refused(self._rank, epoch, "NOT_READY"))
+            answer(Refused(self._rank, epoch, "NOT_READY", 0))
             return
         before = self._claim.last_launched
         try:
@@ -276,7 +276,7 @@ class SimulatedWorker:
         return True
 
     def _holder(self) -> Holder:
-        return Holder(self._claim.epoch, self._claim.holder)
+        return Holder(self._claim.epoch, self._claim.live_holder(self._clock.now))
 
     def _begin(self) -> None:
         """The device begins the oldest step that it was given."""

@@ -8,8 +8,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
+import pytest
 
 from lockstep.internal.v1 import worker_pb2
+from services.scheduler import attach
 from shared.errors import StaleEpochError
 from shared.heartbeat import LEASE_S
 from tests.support.cell_model import expected_completion
@@ -155,14 +157,16 @@ async def test_an_idle_worker_is_told_that_its_scheduler_lives(tmp_path: Path) -
 
 
 async def test_a_scheduler_whose_worker_another_one_has_taken_does_nothing_more(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(attach, "LEASE_S", 0.1)
     async with running_cell(tmp_path) as cell:
         await cell.wait_until_ready()
         call = cell.scheduler.Generate(seeded([1], max_tokens=500))
         await call.read()
         # The lease ran out, by the worker's clock.
         cell.worker.ledger.offer(9, "successor", time.monotonic() + LEASE_S + 1)
+        cell.worker.ledger.hear(1000, 9, "successor", time.monotonic())
         async with asyncio.timeout(PATIENCE_S):
             await cell.server.failed.wait()
         num_steps = len(cell.worker.requests)

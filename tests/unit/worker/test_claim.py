@@ -50,7 +50,16 @@ def test_a_newcomer_is_refused_until_the_holder_has_been_silent_for_the_lease() 
     assert refusal(lambda: ledger.offer(2, "two", 9.0 + LEASE_S)) == held
     ledger.offer(2, "two", 9.1 + LEASE_S)
     assert (ledger.epoch, ledger.holder) == (2, "two")
-    assert refusal(lambda: ledger.hear(1, 1, "one", 30.0)) == (StaleEpochError, {"epoch": "2", "holder": "two"})
+    assert refusal(lambda: ledger.hear(1, 1, "one", 30.0)) == (StaleEpochError, {"epoch": "2", "holder": ""})
+
+
+@pytest.mark.parametrize("epoch", [0, 3])
+def test_a_refusal_names_a_holder_only_while_it_is_live(epoch: int) -> None:
+    ledger = claimed(3)
+    assert refusal(lambda: ledger.offer(epoch, "two", LEASE_S))[1] == {"epoch": "3", "holder": "one"}
+    assert refusal(lambda: ledger.offer(epoch, "two", LEASE_S + 0.1))[1] == {"epoch": "3", "holder": ""}
+    ledger.end_stream(1)
+    assert refusal(lambda: ledger.offer(epoch, "two", 0.1))[1] == {"epoch": "3", "holder": ""}
 
 
 def test_a_holder_without_a_stream_keeps_nobody_out() -> None:
@@ -84,7 +93,7 @@ def test_a_holders_own_higher_epoch_supersedes_its_open_stream() -> None:
     ledger = claimed(1)
     ledger.launch(1, 1, 1, 0.0)
     ledger.offer(2, "one", 0.1)
-    assert refusal(lambda: ledger.launch(1, 1, 2, 0.2)) == (StaleEpochError, {"epoch": "2", "holder": "one"})
+    assert refusal(lambda: ledger.launch(1, 1, 2, 0.2)) == (StaleEpochError, {"epoch": "2", "holder": ""})
     ledger.hear(2, 2, "one", 0.2)
     ledger.launch(2, 2, 1, 0.2)
 
@@ -134,5 +143,5 @@ def test_only_the_holder_of_the_epoch_may_ask_for_a_restart() -> None:
 def test_a_stream_of_another_scheduler_is_not_the_epochs_though_the_number_is_the_same() -> None:
     # A group that was restarted gives out a number again.
     ledger = claimed(1, "two", stream=None)
-    assert refusal(lambda: ledger.hear(1, 1, "one", 0.0)) == (StaleEpochError, {"epoch": "1", "holder": "two"})
+    assert refusal(lambda: ledger.hear(1, 1, "one", 0.0)) == (StaleEpochError, {"epoch": "1", "holder": ""})
     ledger.hear(2, 1, "two", 0.0)

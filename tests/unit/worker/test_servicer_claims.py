@@ -29,7 +29,7 @@ async def test_an_epoch_that_is_not_above_the_workers_own_is_stale(worker: Worke
     for epoch in (1, 5):
         code, reason, values = await error_of(worker.attach(epoch, "two"))
         assert (code, reason) == (grpc.StatusCode.FAILED_PRECONDITION, "STALE_EPOCH")
-        assert (values["epoch"], values["holder"]) == ("5", "one")
+        assert (values["epoch"], values["holder"]) == ("5", "")
     await worker.attach(6, "two")
 
 
@@ -43,6 +43,22 @@ async def test_an_open_stream_keeps_another_scheduler_out_until_it_ends(worker: 
     await call.done_writing()
     assert await rest_of(call) == []
     await worker.attach(2, "two")
+
+
+async def test_epoch_0_asks_who_holds_the_group_and_changes_nothing(worker: Worker) -> None:
+    await worker.attach(3, "one")
+    call = await worker.execute(3, "one")
+    await call.write(request(prefill_of(), epoch=3))
+    await read(call)
+    code, reason, values = await error_of(worker.attach(0, "two"))
+    assert (code, reason) == (grpc.StatusCode.FAILED_PRECONDITION, "STALE_EPOCH")
+    assert (values["epoch"], values["holder"]) == ("3", "one")
+    await call.write(request(decode_step(step_id=2), epoch=3))
+    assert (await read(call)).step_id == 2
+    await call.done_writing()
+    assert await rest_of(call) == []
+    _, _, values = await error_of(worker.attach(0, "two"))
+    assert (values["epoch"], values["holder"]) == ("3", "")
 
 
 async def test_a_schedulers_own_new_epoch_supersedes_its_open_stream(worker: Worker) -> None:
@@ -177,7 +193,7 @@ async def test_a_worker_whose_step_does_not_return_says_that_it_is_stuck_and_hol
     response = await attach_when_free(worker, 2, "one")
     assert (response.is_stuck, response.num_blocks) == (True, 64)
     _, reason, values = await error_of(worker.attach(2, "two"))
-    assert (reason, values["holder"]) == ("STALE_EPOCH", "one")
+    assert (reason, values["epoch"]) == ("STALE_EPOCH", "2")
     release.set()
     # What was stuck may come back after all.
     assert len(await worker.run(prefill_of(), epoch=2)) == 1
@@ -200,7 +216,7 @@ async def test_only_the_epochs_holder_may_restart_the_process(worker: Worker) ->
     for epoch, scheduler in ((2, "one"), (3, "two")):
         restart = worker_pb2.RestartRequest(epoch=epoch, scheduler_instance_id=scheduler)
         code, reason, values = await error_of(worker.stub.Restart(restart))
-        assert (code, reason, values["holder"]) == (grpc.StatusCode.FAILED_PRECONDITION, "STALE_EPOCH", "one")
+        assert (code, reason, values["epoch"]) == (grpc.StatusCode.FAILED_PRECONDITION, "STALE_EPOCH", "3")
     await worker.stub.Restart(worker_pb2.RestartRequest(epoch=3, scheduler_instance_id="one"))
     assert await worker.ended.get() is ExitCode.RESTART
     assert worker.ended.empty()
