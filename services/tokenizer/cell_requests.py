@@ -72,7 +72,7 @@ class CellRequests:
     """
 
     def __init__(self, lost_after_s: float) -> None:
-        """Begin in the running event loop, without a stream; requests wait `lost_after_s` for the next one."""
+        """Begin in the running event loop, without a stream; requests wait `lost_after_s` for a live scheduler."""
         self.counters = Counters()
         self._ledger = RequestLedger(lost_after_s, time.monotonic())
         self._receivers: dict[int, Receiver] = {}
@@ -159,6 +159,12 @@ class CellRequests:
             self._link, self._died_s = None, died_s
             self._ledger.lose_stream(self._stream, time.monotonic())
             self._expire()
+
+    def hear_scheduler(self) -> None:
+        """A scheduler lives, though it does not serve yet: what waits for it is not lost."""
+        if self._link is None:
+            self._ledger.hear_scheduler(time.monotonic())
+            self._arm_timer()
 
     def fail_all(self, error: ServiceError) -> None:
         """End all requests with an error."""

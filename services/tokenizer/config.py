@@ -39,7 +39,8 @@ class TokenizerSettings(ServiceSettings):
         default=60.0,
         ge=0.0,
         allow_inf_nan=False,
-        description="Requests in flight wait so many seconds for a scheduler that was lost.",
+        description="Requests in flight wait so many seconds for a scheduler that was lost. One that lives and waits "
+        "for its workers is not lost.",
     )
     metrics_listen: LocalAddress | None = Field(
         default=None, description="Address to serve metrics for Prometheus on, as GET /metrics over HTTP."

@@ -88,11 +88,13 @@ class RequestLedger:
         """Begin without a request and without a stream.
 
         Args:
-            lost_after_s: How long requests wait for a stream.
+            lost_after_s: How long requests without a stream wait for a sign of life of a scheduler.
             now: When that begins to count.
         """
         self._lost_after_s = lost_after_s
-        self._without_stream_since: float | None = now
+        self._has_stream = False
+        # When a scheduler lived last, while there is no stream.
+        self._lived_s = now
         self._exact_fingerprint = ""
         self._suspects = SubmitSuspects()
         self._stream = 0
@@ -156,7 +158,7 @@ class RequestLedger:
         self._detach()
         self._suspects.void()
         self._suspects.take_change()
-        self._without_stream_since = None
+        self._has_stream = True
         self._stream += 1
         return self._stream, self._next_handles()
 
@@ -175,9 +177,13 @@ class RequestLedger:
 
     def lose_stream(self, stream: int, now: float) -> None:
         """A stream has ended: its requests wait for the next one. Nothing changes unless it is the present one."""
-        if stream == self._stream and self._without_stream_since is None:
+        if stream == self._stream and self._has_stream:
             self._detach()
-            self._without_stream_since = now
+            self._has_stream, self._lived_s = False, now
+
+    def hear_scheduler(self, now: float) -> None:
+        """A scheduler lives, though it does not serve yet: it waits for its workers."""
+        self._lived_s = now
 
     def next_attempt(self, handle: int, now: float) -> Attempt | None:
         """Submit a request on the present stream, once.
@@ -186,7 +192,7 @@ class RequestLedger:
             What to send; None when the request has ended, must wait, was submitted on this stream before, or there is
             none.
         """
-        if self._without_stream_since is not None or handle not in self._unsent or self.must_wait(handle):
+        if not self._has_stream or handle not in self._unsent or self.must_wait(handle):
             return None
         live = self._unsent.pop(handle)
         live.stream = self._stream
@@ -305,10 +311,9 @@ class RequestLedger:
         Returns:
             The handles of their choices that had not ended, with the errors.
         """
-        since = self._without_stream_since
-        if since is not None and now - since >= self._lost_after_s:
+        if not self._has_stream and now - self._lived_s >= self._lost_after_s:
             return [(handle, SchedulerLostError("the cell's scheduler was lost")) for handle in self.remove_all()]
-        if since is None:
+        if self._has_stream:
             self._suspects.close_old(now)
         late = [
             handle for handle, live in self._unsent.items() if live.deadline_s is not None and live.deadline_s <= now
@@ -321,8 +326,8 @@ class RequestLedger:
         if not self._unsent:
             return None
         times = [live.deadline_s for live in self._unsent.values() if live.deadline_s is not None]
-        if self._without_stream_since is not None:
-            times.append(self._without_stream_since + self._lost_after_s)
+        if not self._has_stream:
+            times.append(self._lived_s + self._lost_after_s)
         elif (closing := self._suspects.next_closing()) is not None:
             times.append(closing)
         return min(times, default=None)

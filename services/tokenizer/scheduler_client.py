@@ -166,7 +166,9 @@ class SchedulerClient:
             self.requests.on_outputs(response.outputs)
         elif self._cell is None and kind == "cell_info":
             await self._accept_cell(link, response.cell_info)
-        elif kind != "heartbeat":
+        elif kind == "heartbeat":
+            self.requests.hear_scheduler()
+        else:
             raise ExchangeError("cell_info comes first, and once")
 
     async def _accept_cell(self, link: ExchangeLink, info: exchange_pb2.CellInfo) -> None:

@@ -69,8 +69,9 @@ class ServeSettings(ServiceSettings):
         default=30.0,
         ge=0.5,
         allow_inf_nan=False,
-        description="A process that exits is started again after 0.5 s, the next time after twice as long, and so on "
-        "up to so many seconds; from the beginning once it has served for a minute.",
+        description="A process that exits before it is ready is started again after 0.5 s, the next time after twice "
+        "as long, and so on up to so many seconds. One that was ready is started again at once, and after 5 s from the "
+        "fourth time within a minute on.",
     )
     # Excluded from the settings that are logged: no prompt is.
     prompt: str | None = Field(

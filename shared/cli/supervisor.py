@@ -4,10 +4,13 @@ Sans-I/O: what happened and when it did go in, what to do comes out.
 
 Processes that cannot go on without each other are one failure domain: when one of them exits, all leave and all start
 again. Before the cell has served for the first time nothing is started again, since a wrong flag is wrong every time.
+Later, what was ready can start: it does so at once, and only what dies again and again has to wait. What exits before
+it is ready waits longer each time.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,8 +18,10 @@ MIN_DELAY_S = 0.5
 
 # The others of a domain notice the exit, and leave by themselves; whoever cannot is stuck in a collective or stopped.
 _LEAVE_S = 2.0
-# Whoever has served for so long begins with the shortest delay again.
-_WELL_S = 60.0
+# What was ready is started again at once so many times within this time, and after a delay from then on.
+_NUM_AT_ONCE = 3
+_AT_ONCE_WITHIN_S = 60.0
+_LATER_DELAY_S = 5.0
 # A process answers nothing while it imports its libraries, which takes long on a busy machine.
 _START_FACTOR = 10.0
 # A launcher that was not run for so long (stopped, or starved) heard nobody: that is its own fault.
@@ -31,7 +36,7 @@ class RestartPolicy:
     health_kill_s: float = 30.0
     """Who has not answered a health check for so long is killed."""
     max_delay_s: float = 30.0
-    """The longest delay of a start; it doubles from `MIN_DELAY_S`."""
+    """The longest delay of a start; that of what exits before it is ready doubles from `MIN_DELAY_S`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +70,23 @@ class _Process:
 
 @dataclass(slots=True)
 class _Domain:
-    """`served_at` is when the last of its processes began to serve, since their start; `delay_s` that of this start."""
+    """`is_ready` says whether all of its processes have served since their start; `delay_s` is that of this start."""
 
     names: Sequence[str]
     start_at: float | None
     processes: dict[str, _Process] = field(default_factory=dict)
     delay_s: float = 0.0
-    served_at: float | None = None
+    is_ready: bool = False
     has_served: bool = False
+    # That of the last start if it fell before it was ready, else 0.
+    last_early_delay_s: float = 0.0
+    # When it fell though it was ready: the last times.
+    fell_at: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_AT_ONCE))
     kill_rest_at: float | None = None
 
     def start(self, now: float) -> None:
-        self.start_at = self.kill_rest_at = self.served_at = None
+        self.start_at = self.kill_rest_at = None
+        self.is_ready = False
         self.processes = {name: _Process(now) for name in self.names}
 
     def watched(self) -> dict[str, _Process]:
@@ -86,8 +96,13 @@ class _Domain:
     def break_up(self, now: float, max_delay_s: float) -> None:
         """The first of its processes has exited."""
         self.kill_rest_at = now + _LEAVE_S
-        has_done_well = self.served_at is not None and now - self.served_at >= _WELL_S
-        self.delay_s = MIN_DELAY_S if has_done_well else min(max(2 * self.delay_s, MIN_DELAY_S), max_delay_s)
+        if not self.is_ready:
+            self.delay_s = self.last_early_delay_s = min(max(2 * self.last_early_delay_s, MIN_DELAY_S), max_delay_s)
+            return
+        self.last_early_delay_s = 0.0
+        is_often = len(self.fell_at) == _NUM_AT_ONCE and now - self.fell_at[0] <= _AT_ONCE_WITHIN_S
+        self.delay_s = min(_LATER_DELAY_S, max_delay_s) if is_often else 0.0
+        self.fell_at.append(now)
 
 
 class Supervisor:
@@ -117,7 +132,7 @@ class Supervisor:
             return False
         state.has_served = True
         if all(other.has_served for other in domain.processes.values()):
-            domain.served_at, domain.has_served = now, True
+            domain.is_ready = domain.has_served = True
         return True
 
     def on_exit(self, process: str, now: float) -> float | None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import pytest
-
 from shared.cli.supervisor import Action, Kill, RestartPolicy, StartDomain, Supervisor
 
 GROUP = ("worker 0.0", "worker 0.1")
@@ -79,35 +77,49 @@ def test_before_the_cell_served_an_exit_ends_it() -> None:
     assert cell.exit("worker 0.0") is None
 
 
-def test_a_process_that_exits_is_started_again_after_half_a_second() -> None:
+def fall(cell: Cell, process: str, *, is_ready: bool) -> float:
+    """Let a process exit, which is ready again afterwards or not; returns after how long it was started again."""
+    cell.exit(process)
+    [(delay_s, action)] = cell.pass_time(40)
+    assert action == StartDomain(process)
+    if is_ready:
+        cell.serve()
+    return delay_s
+
+
+def test_what_was_ready_is_started_again_at_once_three_times_and_then_after_five_seconds() -> None:
     cell = Cell().serve()
-
-    assert cell.exit("scheduler") == 0.5
-    assert list(cell.pass_time(10)) == [(0.5, StartDomain("scheduler"))]
-
-
-def test_the_delay_doubles_up_to_its_limit() -> None:
-    cell = Cell(max_delay_s=5.0).serve()
     delays = []
-    for _ in range(6):
-        cell.exit("scheduler")
-        [(delay, action)] = cell.pass_time(6)
-        assert action == StartDomain("scheduler")
-        delays.append(delay)
+    for _ in range(5):
+        delays.append(cell.exit("scheduler"))
+        assert StartDomain("scheduler") in [action for _, action in cell.pass_time(6)]
+        cell.serve()
 
-    assert delays == [0.5, 1.0, 2.0, 4.0, 5.0, 5.0]
+    assert delays == [0.0, 0.0, 0.0, 5.0, 5.0]
 
 
-@pytest.mark.parametrize(("served_s", "delay_s"), [(59.0, 2.0), (61.0, 0.5)])
-def test_who_served_for_a_minute_begins_with_the_shortest_delay_again(served_s: float, delay_s: float) -> None:
+def test_what_was_ready_and_dies_once_in_a_while_is_always_started_again_at_once() -> None:
     cell = Cell().serve()
-    for _ in range(2):
-        cell.exit("scheduler")
-        list(cell.pass_time(2))
-    cell.serve()
-    list(cell.pass_time(served_s))
 
-    assert cell.exit("scheduler") == delay_s
+    assert [fall(cell, "scheduler", is_ready=True) for _ in range(6)] == [TICK_S] * 6
+
+
+def test_the_delay_of_what_exits_before_it_is_ready_doubles_up_to_its_limit() -> None:
+    cell = Cell(max_delay_s=5.0).serve()
+
+    delays = [fall(cell, "scheduler", is_ready=False) for _ in range(6)]
+
+    assert delays == [TICK_S, 0.5, 1.0, 2.0, 4.0, 5.0]
+
+
+def test_what_became_ready_begins_with_the_shortest_delay_again() -> None:
+    cell = Cell().serve()
+    for _ in range(3):
+        fall(cell, "scheduler", is_ready=False)
+    fall(cell, "scheduler", is_ready=True)
+
+    assert fall(cell, "scheduler", is_ready=False) == TICK_S
+    assert fall(cell, "scheduler", is_ready=False) == 0.5
 
 
 def test_a_domain_starts_again_when_all_of_it_has_exited() -> None:
@@ -117,7 +129,7 @@ def test_a_domain_starts_again_when_all_of_it_has_exited() -> None:
     assert list(cell.pass_time(1)) == []
     cell.exit("worker 0.0")
 
-    assert list(cell.pass_time(10)) == [(0.5, StartDomain("worker 0"))]
+    assert list(cell.pass_time(10)) == [(TICK_S, StartDomain("worker 0"))]
 
 
 def test_what_is_left_of_a_domain_is_killed_once_after_two_seconds() -> None:
@@ -127,7 +139,7 @@ def test_what_is_left_of_a_domain_is_killed_once_after_two_seconds() -> None:
 
     assert list(cell.pass_time(10)) == [(2.0, Kill("worker 0.1", "another process of its failure domain had exited"))]
     cell.exit("worker 0.1")
-    assert list(cell.pass_time(10)) == [(0.5, StartDomain("worker 0"))]
+    assert list(cell.pass_time(10)) == [(TICK_S, StartDomain("worker 0"))]
 
 
 def test_domains_do_not_fall_with_each_other() -> None:
@@ -146,7 +158,7 @@ def test_a_started_domain_can_fall_again_before_it_serves() -> None:
         cell.exit(process)
     list(cell.pass_time(1))
 
-    assert cell.exit("worker 0.1") == 1.0
+    assert cell.exit("worker 0.1") == 0.5
     assert [action for _, action in cell.pass_time(2)] == [
         Kill("worker 0.0", "another process of its failure domain had exited")
     ]
@@ -171,7 +183,7 @@ def test_an_answer_counts_when_it_says_that_the_process_does_not_serve() -> None
 def test_a_process_that_starts_may_be_silent_for_longer() -> None:
     cell = Cell(health_kill_s=8.0).serve()
     cell.exit("scheduler")
-    list(cell.pass_time(0.5))
+    list(cell.pass_time(TICK_S))
 
     assert [time for time, _ in cell.pass_time(100)] == [80.0]
 

@@ -230,6 +230,17 @@ def test_a_stream_in_time_starts_the_wait_anew() -> None:
     assert ledger.next_wakeup() == 60.0 + LOST_AFTER_S
 
 
+def test_the_time_in_which_a_scheduler_lives_and_does_not_serve_yet_does_not_count() -> None:
+    ledger = Ledger()
+    ledger.begin_request(5)
+    ledger.lose_stream(ledger.stream, 100.0)
+    for now in (110.0, 150.0, 200.0):
+        ledger.hear_scheduler(now)
+        assert ledger.expire(now + LOST_AFTER_S - 1.0) == []
+    assert ledger.next_wakeup() == 200.0 + LOST_AFTER_S
+    assert len(ledger.expire(200.0 + LOST_AFTER_S)) == 1
+
+
 def test_with_no_time_to_wait_requests_end_with_their_stream() -> None:
     ledger = Ledger(lost_after_s=0.0)
     ledger.begin_request(5)

@@ -92,6 +92,21 @@ async def test_the_only_scheduler_is_waited_for_as_long_as_it_lives(model_dir: P
         assert service.peer.num_streams == 1
 
 
+async def test_a_scheduler_that_waits_for_its_workers_is_not_lost(model_dir: Path, tmp_path: Path) -> None:
+    async with run_tokenizer_service(model_dir, tmp_path, scheduler_lost_s=2.0) as service:
+        await service.link()
+        call, _ = await service.begin(HELLO)
+        service.peer.end_stream()
+        # Twice a second.
+        for _ in range(7):
+            await service.peer.heartbeats.get()
+        service.peer.attach()
+        again = await service.peer.submits.get()
+        service.peer.send(Row(again.handle, 0, [70]), ends=[make_end(again.handle, MAX_TOKENS, 1)])
+        _, token_ids, _ = await read_rest(call)
+        assert token_ids == [70]
+
+
 async def test_schedulers_are_tried_in_turn_until_one_serves(model_dir: Path, tmp_path: Path) -> None:
     async with run_tokenizer_service(model_dir, tmp_path, num_schedulers=2, scheduler_silence_s=1.0) as service:
         for peer in service.peers:
