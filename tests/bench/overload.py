@@ -1,0 +1,53 @@
+"""What a flood of calls, and one of streams that are opened and reset, ends with: only OK and QUEUE_FULL.
+
+    python -m tests.bench.overload models/smollm2-135m-instruct --json overload.json
+
+It starts a cell, and floods its tokenizer and its scheduler in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+
+from tests.bench.report import Row, limit, report
+from tests.support.cell import Cell, start_cell
+from tests.support.flood import Outcomes, flood_with_calls, flood_with_resets
+
+
+def main() -> None:
+    """Flood, print the table, write the JSON."""
+    args = _parse_args()
+    with start_cell(args.model_dir) as cell:
+        rows = asyncio.run(_flood(cell, args.calls, args.resets))
+    report(rows, args.json)
+
+
+async def _flood(cell: Cell, num_calls: int, num_resets: int) -> list[Row]:
+    rows = []
+    for name, address in (("tokenizer", cell.address), ("scheduler", cell.scheduler_address)):
+        is_scheduler = name == "scheduler"
+        calls = await flood_with_calls(address, num_calls, is_scheduler=is_scheduler)
+        rows += _describe(f"{name}, {num_calls} calls at once", calls)
+        resets = await flood_with_resets(address, num_resets, is_scheduler=is_scheduler)
+        rows += _describe(f"{name}, beside {num_resets} resets", resets)
+    return rows
+
+
+def _describe(name: str, outcomes: Outcomes) -> list[Row]:
+    expected = [Row(f"{name}: {reason}", outcomes.counts[reason], "calls") for reason in ("OK", "QUEUE_FULL")]
+    return [*expected, limit(f"{name}: anything else", sum(outcomes.unexpected.values()), "calls", at_most=0)]
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_dir", type=Path, help="a model directory")
+    parser.add_argument("--calls", type=int, default=2000, help="calls at once (default: %(default)s)")
+    parser.add_argument("--resets", type=int, default=20_000, help="streams to reset (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Floods of calls and resets against the services of a real cell: only OK and QUEUE_FULL, and neighbours unharmed.
+
+The same with more of both: `python -m tests.bench.overload`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.cell import Cell, start_cell
+from tests.support.flood import flood_with_calls, flood_with_resets
+
+pytestmark = pytest.mark.slow
+
+# Above gRPC's own bound, at which it draws by lot.
+NUM_CALLS = 1500
+NUM_RESETS = 4000
+
+
+@pytest.fixture(scope="module")
+def cell(tiny_model: Path) -> Iterator[Cell]:
+    with start_cell(tiny_model) as cell:
+        yield cell
+
+
+@pytest.mark.parametrize("is_scheduler", [False, True], ids=["tokenizer", "scheduler"])
+async def test_a_flood_of_calls_is_served_or_told_that_the_queue_is_full(cell: Cell, is_scheduler: bool) -> None:
+    address = cell.scheduler_address if is_scheduler else cell.address
+    outcomes = await flood_with_calls(address, NUM_CALLS, is_scheduler=is_scheduler)
+    assert not outcomes.unexpected
+    assert outcomes.counts.total() == NUM_CALLS
+
+
+@pytest.mark.parametrize("is_scheduler", [False, True], ids=["tokenizer", "scheduler"])
+async def test_streams_that_are_opened_and_reset_harm_no_neighbour(cell: Cell, is_scheduler: bool) -> None:
+    address = cell.scheduler_address if is_scheduler else cell.address
+    outcomes = await flood_with_resets(address, NUM_RESETS, is_scheduler=is_scheduler)
+    assert not outcomes.unexpected
+    assert outcomes.counts["OK"]
