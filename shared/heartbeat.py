@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import math
+
 # DESIGN section 7, "Noticing".
 HEARTBEAT_S = 0.5
 # How long workers keep a silent scheduler's claim: it may be dead behind a link that does not say so. One that was
 # silent for longer must assume that another one has them, so both sides go by this. DESIGN section 7, "The epoch".
 LEASE_S = 10.0
+
+
+def next_beat_at(now: float, period_s: float = HEARTBEAT_S) -> float:
+    """When the sign of life after one at `now` is due, in seconds of the monotonic clock.
+
+    Every process of a machine gives its signs at the same multiples of the period, so that an idle cell wakes once for
+    all of them: gRPC's threads look for more work some ten times after each message. Signs are a period apart on
+    average, and never less than half of it: one that is late takes the place of the next one at the most.
+    """
+    return (math.floor(now / period_s + 0.5) + 1) * period_s
 
 
 class Silence:
@@ -25,7 +37,7 @@ class Silence:
         self._num_beats = 0
 
     def beat(self) -> bool:
-        """Note a sign of our own, given every `HEARTBEAT_S`; returns whether the silence is too long by now."""
+        """Note a sign of our own, given when `next_beat_at` says; returns whether the silence is too long by now."""
         is_over = self._num_beats >= self._max_beats
         self._num_beats += 1
         return is_over

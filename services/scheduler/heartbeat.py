@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.heartbeat import HEARTBEAT_S, LEASE_S
+from shared.heartbeat import HEARTBEAT_S, LEASE_S, next_beat_at
 
 # An engine that nobody woke for so much longer than it asked for was stopped, and heard nobody meanwhile.
 _PAUSE_S = 1.0
@@ -26,5 +26,5 @@ class Heartbeat:
         """Note a beat; returns for how long the engine was stopped before it, 0 when it was not."""
         pause_s = 0.0 if self._last_at is None else now - self._last_at - HEARTBEAT_S
         self._last_at = now
-        self.next_at = now + HEARTBEAT_S
+        self.next_at = next_beat_at(now)
         return pause_s if pause_s > _PAUSE_S else 0.0

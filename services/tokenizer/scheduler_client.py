@@ -18,7 +18,7 @@ from services.tokenizer.cell_requests import CellRequests
 from services.tokenizer.exchange_link import ExchangeLink
 from services.tokenizer.request_ledger import ExchangeError
 from shared.errors import NotReadyError, SchedulerLostError
-from shared.heartbeat import HEARTBEAT_S, Silence
+from shared.heartbeat import Silence, next_beat_at
 from shared.limits import ModelLimits
 from shared.rpc import make_channel, reason_of, status_from_rpc_error
 
@@ -132,8 +132,8 @@ class SchedulerClient:
         silence = Silence(self._silence_s)
         while not silence.beat():
             link.beat()
-            heard_s = link.heard_s
-            await asyncio.wait([reader], timeout=HEARTBEAT_S)
+            heard_s, now = link.heard_s, time.monotonic()
+            await asyncio.wait([reader], timeout=next_beat_at(now) - now)
             if reader.done():
                 return reader.result()
             if link.heard_s != heard_s:

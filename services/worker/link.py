@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import time
 import zlib
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Generic, TypeVar
@@ -14,7 +15,7 @@ import grpc
 from lockstep.internal.v1 import worker_pb2
 from services.worker.layout import RankLayout
 from services.worker.step import StepOutput
-from shared.heartbeat import HEARTBEAT_S, Silence
+from shared.heartbeat import Silence, next_beat_at
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,8 @@ class Link(Generic[MessageT]):
     async def _beat(self) -> None:
         while not self._silence.beat():
             self.send(self._make_heartbeat())
-            await asyncio.sleep(HEARTBEAT_S)
+            now = time.monotonic()
+            await asyncio.sleep(next_beat_at(now) - now)
 
     async def _leave(self, closing: asyncio.Event, reading: asyncio.Task[bool]) -> None:
         await closing.wait()

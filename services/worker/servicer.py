@@ -26,7 +26,7 @@ from services.worker.link import to_layout_message
 from services.worker.step_codec import parse_step, to_result
 from services.worker.step_stream import Epoch, StepStream, retrieve
 from shared.errors import InvalidRequestError, NotReadyError, StaleEpochError, Violation
-from shared.heartbeat import HEARTBEAT_S
+from shared.heartbeat import next_beat_at
 
 if TYPE_CHECKING:
     # The RPC server answers before torch is imported.
@@ -178,7 +178,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             heartbeat = worker_pb2.Heartbeat(progress=runner.progress)
             async with writing:
                 await context.write(worker_pb2.StepResult(epoch=epoch.number, heartbeat=heartbeat))
-            await asyncio.sleep(HEARTBEAT_S)
+            now = time.monotonic()
+            await asyncio.sleep(next_beat_at(now) - now)
 
     def _stale(self, message: str) -> StaleEpochError:
         return self._ledger.stale(message, time.monotonic())

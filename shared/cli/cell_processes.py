@@ -18,6 +18,7 @@ from shared.cli.cell_plan import ServiceCommand, make_start_flags
 from shared.cli.serve_settings import ROLES
 from shared.cli.service_process import ServiceProcess
 from shared.cli.supervisor import Kill, RestartPolicy, StartDomain, Supervisor
+from shared.heartbeat import next_beat_at
 from shared.line_writer import LineWriter
 from shared.rpc import make_channel
 
@@ -145,7 +146,9 @@ class CellProcesses:
                         logger.info("ready", extra=_fields(service))
                     if self._supervisor.has_served:
                         self.has_served.set()
-                await asyncio.sleep(self._check_period_s if is_serving else _START_CHECK_PERIOD_S)
+                now = self._loop.time()
+                period_s = self._check_period_s if is_serving else _START_CHECK_PERIOD_S
+                await asyncio.sleep(next_beat_at(now, period_s) - now)
 
     async def _ask(self, stub: Any) -> bool | None:
         """Whether a process says that it serves; None when it does not answer in time."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from shared.heartbeat import HEARTBEAT_S, Silence
+from shared.heartbeat import HEARTBEAT_S, Silence, next_beat_at
 
 
 def num_beats_until_over(silence: Silence) -> int:
@@ -27,3 +29,11 @@ def test_whoever_is_heard_starts_anew() -> None:
         assert not silence.beat()
         silence.hear()
     assert num_beats_until_over(silence) == 2
+
+
+@given(st.floats(0.0, 1e6))
+def test_beats_are_at_the_same_moments_for_all_and_never_close_together(now: float) -> None:
+    at = next_beat_at(now)
+    assert at % HEARTBEAT_S == 0
+    assert 0.5 * HEARTBEAT_S <= at - now <= 1.5 * HEARTBEAT_S
+    assert next_beat_at(at) == at + HEARTBEAT_S
