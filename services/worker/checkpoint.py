@@ -117,7 +117,7 @@ class CheckpointWeights:
         """See `ModelWeights`. Logs what dequantising costs, once per format."""
         for name in self._files.names:
             is_ignored = name.startswith(self._ignored_prefixes) or name.endswith(self._ignored_suffixes)
-            if name not in self._known and not is_ignored:
+            if name not in self._known and not is_ignored and not self._is_empty(name):
                 self._problems.add("no place in this architecture", name)
         if self._problems:
             raise self._problems.error(self._files.model_dir)
@@ -126,6 +126,11 @@ class CheckpointWeights:
                 "no kernel for this format: its weights were dequantised at load, activations stay as they are",
                 extra={"format": label, **cost.fields()},
             )
+
+    def _is_empty(self, name: str) -> bool:
+        """Whether a tensor has no values: transformers writes those of parts that a model does not have."""
+        header = self._files.header(name)
+        return header is not None and 0 in header.shape
 
     def _linear_format(self, name: str) -> LayerFormat:
         """The layer's format. A matrix in a float dtype is what it is, whatever the configuration says of its class."""

@@ -70,6 +70,8 @@ def _scaled(name: str, values: Tensor, *, is_tied: bool) -> Tensor:
         return 0.3 * values
     if name.endswith("embed_tokens.weight") and not is_tied:
         return values
+    if not values.numel():
+        return values
     is_head = name.endswith(("embed_tokens.weight", "lm_head.weight"))
     is_decisive = name.endswith(("q_proj.weight", "k_proj.weight", "q_b_proj.weight", "gate.weight", "router.weight"))
     gain = LOGIT_SCALE if is_head else 2.0 if is_decisive else 1.0

@@ -126,8 +126,9 @@ class YarnScaling:
 
     factor: float
     original_max_positions: int
-    # None: as the paper or DeepSeek has it; see `attention_factor`.
+    # None: as the paper or DeepSeek has it, times `attn_factor`; see `attention_factor`.
     given_attention_factor: float | None = None
+    attn_factor: float = 1.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     # DeepSeek's: what temperatures are computed with; 0 where a checkpoint has none.
@@ -138,12 +139,16 @@ class YarnScaling:
 
     @property
     def attention_factor(self) -> float:
-        """See `RopeScaling`."""
+        """See `RopeScaling`.
+
+        `attn_factor`, which transformers does not know, multiplies what is computed, as in vLLM's YaRN; an
+        `attention_factor` is the whole factor, as in transformers and in vLLM's pull request 46280.
+        """
         if self.given_attention_factor is not None:
             return self.given_attention_factor
         if self.mscale and self.mscale_all_dim:
-            return self._temperature(self.mscale) / self._temperature(self.mscale_all_dim)
-        return self._temperature(1.0)
+            return self.attn_factor * self._temperature(self.mscale) / self._temperature(self.mscale_all_dim)
+        return self.attn_factor * self._temperature(1.0)
 
     @property
     def score_factor(self) -> float:
@@ -212,16 +217,24 @@ def _read_yarn(values: Mapping[str, Any], max_positions: int | None) -> YarnScal
     if factor is None and max_positions is not None:
         factor = max_positions / original
     given = values.get("attention_factor")
+    for name, value in _UNCHANGING.items():
+        if values.get(name, value) not in (None, value):
+            raise ValueError(f"{name} is {values[name]!r}, only {value!r} is supported")
     return YarnScaling(
         factor=float(factor),
         original_max_positions=original,
         given_attention_factor=None if given is None else float(given),
+        attn_factor=1.0 if values.get("attn_factor") is None else float(values["attn_factor"]),
         beta_fast=float(values.get("beta_fast") or 32),
         beta_slow=float(values.get("beta_slow") or 1),
         mscale=float(values.get("mscale") or 0),
         mscale_all_dim=float(values.get("mscale_all_dim") or 0),
         is_truncated=bool(values.get("truncate", True)),
     )
+
+
+# What else vLLM's YaRN takes, and with which value it changes nothing.
+_UNCHANGING: Mapping[str, object] = {"extrapolation_factor": 1, "apply_yarn_scaling": True}
 
 
 def _original_max_positions(values: Mapping[str, Any], max_positions: int | None) -> int:

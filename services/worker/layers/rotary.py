@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -76,7 +77,8 @@ class RopeConfig:
     def _check(self) -> None:
         """Compute a few angles: parameters that give none finite describe no rotation."""
         angles = self.scaling.angles(self.theta, 8, torch.arange(4, dtype=torch.float32))
-        if not (bool(angles.isfinite().all()) and 0 < self.partial_rotary_factor <= 1):
+        has_factor = 0 < self.scaling.attention_factor < math.inf
+        if not (bool(angles.isfinite().all()) and has_factor and 0 < self.partial_rotary_factor <= 1):
             raise ValueError("its parameters give no rotation")
 
 

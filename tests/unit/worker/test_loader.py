@@ -17,6 +17,8 @@ from services.worker.loader import LoadedModel, load_model
 from services.worker.ops import load_ops
 from shared.model_dir import ModelDirectoryError, model_digest
 from tests.support.paged_model import PagedModel
+from tests.support.small_configs import SMALL_CONFIGS
+from tests.support.small_models import build_model, write_small_model
 from tests.support.tiny_llama import TINY_CONFIG, write_tiny_llama
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -114,6 +116,19 @@ def test_tensors_that_nobody_needs_are_ignored(model_dir: Path) -> None:
 
     change_weights(model_dir, add)
     assert torch.equal(logits_of(load(model_dir)), expected)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_tensors_without_values_are_no_leftovers(tmp_path: Path) -> None:
+    values = {**SMALL_CONFIGS["DeepseekV3ForCausalLM"]["plain"], "n_shared_experts": 0}
+    model = build_model("DeepseekV3ForCausalLM", values)
+    write_small_model(model, tmp_path)
+    empty = [name for name, tensor in model.state_dict().items() if not tensor.numel()]
+    assert any("shared_experts" in name for name in empty)
+    prompt = torch.tensor([[5, 9, 300]])
+    with torch.no_grad():
+        expected = model(prompt).logits[0]
+    torch.testing.assert_close(logits_of(load(tmp_path)), expected, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from services.worker.layers.rope_scaling import DynamicNtkScaling, LinearScaling, Llama3Scaling, PlainRope, YarnScaling
 from services.worker.layers.rotary import RopeConfig, Rotary
@@ -146,6 +148,50 @@ def test_yarn_raises_the_temperature_as_the_paper_or_as_the_checkpoint_says() ->
     assert both.score_factor == pytest.approx(paper**2)
     assert RopeConfig(1e4, both).score_factor == both.score_factor
     assert RopeConfig(1e4).score_factor == 1.0
+
+
+def yarn(**parameters: object) -> RopeConfig:
+    """A configuration's YaRN."""
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6}
+    return RopeConfig.from_json({"rope_scaling": rope | parameters})
+
+
+def test_an_attn_factor_multiplies_what_yarn_computes() -> None:
+    # As in DeepSeek-R1-0528-Qwen3-8B, where it takes back what the paper multiplies by.
+    assert yarn(attn_factor=0.8782488562869419).scaling.attention_factor == pytest.approx(1.0)
+    latent = {"mscale": 1.0, "mscale_all_dim": 0.5}
+    whole = yarn(**latent).scaling.attention_factor
+    assert yarn(attn_factor=0.5, **latent).scaling.attention_factor == pytest.approx(whole / 2)
+    assert yarn(attn_factor=0.5, **latent).score_factor == yarn(**latent).score_factor
+    assert yarn(attn_factor=0.5, attention_factor=0.7).scaling.attention_factor == 0.7
+    assert yarn(attn_factor=None, attention_factor=None) == yarn()
+    assert yarn(attn_factor=1.0, extrapolation_factor=1.0, apply_yarn_scaling=True) == yarn()
+
+
+@pytest.mark.parametrize("parameters", [{}, {"attention_factor": 0.8}, {"mscale": 1.0, "mscale_all_dim": 0.5}])
+def test_yarns_attention_factor_is_that_of_transformers(parameters: dict[str, float]) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "rope_theta": 1e6}
+    config = LlamaConfig(max_position_embeddings=2048, rope_parameters=rope | parameters)
+    _, expected = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+    read = RopeConfig.from_json({"max_position_embeddings": 2048, "rope_parameters": rope | parameters})
+    assert read.scaling.attention_factor == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"attn_factor": "much"}, "much"),
+        ({"attn_factor": 0.0}, "no rotation"),
+        ({"attn_factor": math.nan}, "no rotation"),
+        ({"attention_factor": math.inf}, "no rotation"),
+        ({"attention_factor": -1.0}, "no rotation"),
+        ({"extrapolation_factor": 0.5}, "extrapolation_factor is 0.5, only 1 is supported"),
+        ({"apply_yarn_scaling": False}, "apply_yarn_scaling is False, only True"),
+    ],
+)
+def test_what_yarn_cannot_be_scaled_by_is_refused_by_name(parameters: dict[str, object], message: str) -> None:
+    with pytest.raises(ModelDirectoryError, match=message):
+        yarn(**parameters)
 
 
 def test_a_token_under_dynamic_ntk_turns_as_if_it_were_the_last() -> None:
