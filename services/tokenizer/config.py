@@ -59,7 +59,7 @@ class TokenizerSettings(ServiceSettings):
         default=10.0,
         gt=0.0,
         allow_inf_nan=False,
-        description="A chat template that takes longer for a plain message at start is refused.",
+        description="A chat template that uses more seconds of a processor for a plain message at start is refused.",
     )
     reply_parser: Literal["auto", "none", "hermes", "llama3_json", "deepseek_v3", "harmony", "glm4"] = Field(
         default="auto",
@@ -67,10 +67,10 @@ class TokenizerSettings(ServiceSettings):
     )
 
     grammar_timeout_s: float = Field(
-        default=10.0,
+        default=2.0,
         gt=0.0,
         allow_inf_nan=False,
-        description="A request whose structured output takes longer to compile is refused.",
+        description="A request whose structured output uses more seconds of a processor to compile is refused.",
     )
     grammar_memory_gib: float = Field(
         default=1.0,

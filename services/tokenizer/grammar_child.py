@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from services.tokenizer.trial_limits import cpu_problem, wall_clock_s, was_out_of_cpu
 
 _MODULE = "services.tokenizer.grammar_trial"
 _START_TIMEOUT_S = 60.0
@@ -34,9 +35,8 @@ class TrialLimits:
     process, whose beginnings take 220 MiB.
     """
 
-    timeout_s: float
+    cpu_s: float
     memory_bytes: int
-    cpu_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +103,12 @@ class GrammarChild:
 
         Raises:
             GrammarRefusedError: it is malformed, no text fits it, or it costs too much.
-            TimeoutError: there is no answer in time.
+            TimeoutError: there is no answer although the wall clock gives it far more time than it may use.
             RuntimeError: the process failed.
         """
         self._is_spent = True
         request = json.dumps({"kind": kind, "text": text}).encode() + b"\n"
-        async with asyncio.timeout(self._limits.timeout_s):
+        async with asyncio.timeout(wall_clock_s(self._limits.cpu_s)):
             answer = await asyncio.to_thread(self._ask, request)
         if answer is None:
             raise self._cause_of_death()
@@ -147,10 +147,8 @@ class GrammarChild:
 
     def _cause_of_death(self) -> Exception:
         returncode = self._process.wait()
-        if returncode == -signal.SIGPROF:
-            return GrammarRefusedError(
-                f"it takes more than {self._limits.cpu_s:g} s of a processor", is_too_complex=True
-            )
+        if was_out_of_cpu(returncode):
+            return GrammarRefusedError(cpu_problem(self._limits.cpu_s), is_too_complex=True)
         if returncode < 0:
             limit_mib = self._limits.memory_bytes // 2**20
             return GrammarRefusedError(f"it takes more than {limit_mib} MiB of memory", is_too_complex=True)

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import resource
-import signal
 import sys
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from llguidance import LLMatcher
 
 from services.tokenizer.grammar_source import grammar_source
 from services.tokenizer.shortest_text import shortest_text
+from services.tokenizer.trial_limits import limit_cpu
 from shared.grammar import GrammarError, GrammarLibrary, check_matcher
 from shared.limits import MAX_GRAMMAR_BYTES
 from shared.model_dir import eos_token_ids, vocabulary_size
@@ -125,9 +125,9 @@ def main() -> int:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     for line in sys.stdin.buffer:
         # Past it the kernel ends the process.
-        signal.setitimer(signal.ITIMER_PROF, args.cpu_s)
+        limit_cpu(args.cpu_s)
         answer = _try(trial, json.loads(line))
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        limit_cpu(0.0)
         # What a grammar leaves behind must not count against the next.
         _answer({**answer, "is_last": _memory_bytes() > args.memory_bytes / 2})
     return 0

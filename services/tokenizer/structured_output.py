@@ -1,6 +1,6 @@
 """What the answer's text has to look like: from the form that a request gives to a grammar that is known to work.
 
-    outputs = StructuredOutputs(model_dir, TrialLimits(timeout_s=10.0, memory_bytes=2**30))
+    outputs = StructuredOutputs(model_dir, TrialLimits(cpu_s=2.0, memory_bytes=2**30))
     grammar = await outputs.compile(tokenizer_pb2.StructuredOutput(json_schema='{"type": "integer"}'))
     grammar = await outputs.compile(tokenizer_pb2.StructuredOutput(grammar='start: "yes" | "no"'), field="chat")
 
@@ -21,6 +21,7 @@ from pathlib import Path
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.grammar_child import GrammarChild, GrammarRefusedError, TrialLimits
 from services.tokenizer.shortest_text import MAX_BYTES, too_long
+from services.tokenizer.trial_limits import wall_clock_s
 from shared.errors import InvalidRequestError, NotSupportedError, QueueFullError, Violation
 
 MAX_FORM_BYTES = 512 * 1024
@@ -117,7 +118,7 @@ class StructuredOutputs:
             return _Outcome(problem=str(error), is_too_complex=error.is_too_complex)
         except TimeoutError:
             # The machine may be too busy just now.
-            problem = f"it takes more than {self._limits.timeout_s:g} s"
+            problem = f"it takes more than {wall_clock_s(self._limits.cpu_s):g} s"
             return _Outcome(problem=problem, is_too_complex=True, is_lasting=False)
         finally:
             if child.is_usable:

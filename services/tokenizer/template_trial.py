@@ -20,6 +20,7 @@ from pathlib import Path
 from services.tokenizer.conversation import JsonObject, JsonValue
 from services.tokenizer.template_rendering import render_template
 from services.tokenizer.text_size import MAX_TEXT_BYTES
+from services.tokenizer.trial_limits import cpu_problem, limit_cpu, wall_clock_s, was_out_of_cpu
 from shared.model_dir import ModelDirectoryError
 from shared.parent import make_end_with_parent
 
@@ -61,11 +62,11 @@ def try_template(
     Args:
         source: The template.
         special_tokens: Names and texts of those that it may use.
-        timeout_s: For the process, in seconds.
+        timeout_s: Seconds of a processor for the trial, the start of its process aside.
         has_tools: It is only for conversations with tools.
 
     Raises:
-        ModelDirectoryError: it does not render a plain message, in `timeout_s` and 512 MiB.
+        ModelDirectoryError: it does not render a plain message, in `timeout_s` of a processor and 512 MiB.
     """
     tools: list[JsonValue] | None = [_TOOL] if has_tools else None
     trial = json.dumps(
@@ -76,13 +77,15 @@ def try_template(
             [sys.executable, "-m", __spec__.name, str(os.getpid())],
             input=trial.encode(),
             capture_output=True,
-            timeout=timeout_s,
+            timeout=wall_clock_s(timeout_s),
             check=True,
             env={"PYTHONPATH": os.pathsep.join(sys.path)},
         )
     except subprocess.TimeoutExpired:
-        raise _refusal(f"not within {timeout_s:g} s") from None
+        raise _refusal(f"not within {wall_clock_s(timeout_s):g} s") from None
     except subprocess.CalledProcessError as error:
+        if was_out_of_cpu(error.returncode):
+            raise _refusal(cpu_problem(timeout_s)) from None
         raise _refusal(f"the trial ended with {error.returncode}") from None
     result = json.loads(child.stdout)
     if "error" in result:
@@ -94,7 +97,8 @@ def main() -> int:
     """The trial's process."""
     make_end_with_parent(int(sys.argv[1]))()
     trial = json.load(sys.stdin)
-    _limit_resources(trial["timeout_s"])
+    _limit_memory()
+    limit_cpu(trial["timeout_s"])
 
     def render(fields: JsonObject) -> str:
         return render_template(trial["source"], trial["special_tokens"], fields)
@@ -141,13 +145,11 @@ def _rendered(render: Callable[[JsonObject], str], messages: list[JsonValue], to
         return ""
 
 
-def _limit_resources(timeout_s: float) -> None:
+def _limit_memory() -> None:
     """Bound what is taken on top of what the interpreter has already."""
     num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     address_space = num_pages * resource.getpagesize() + MAX_MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
-    cpu_s = int(timeout_s) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
 
 
 def _refusal(cause: str) -> ModelDirectoryError:

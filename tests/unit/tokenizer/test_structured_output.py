@@ -25,7 +25,7 @@ from tests.support.patience import PATIENCE_S
 from tests.support.processes import module_environment
 
 MIB = 2**20
-LIMITS = TrialLimits(timeout_s=60.0, memory_bytes=1024 * MIB)
+LIMITS = TrialLimits(cpu_s=2.0, memory_bytes=1024 * MIB)
 YES_NO = tokenizer_pb2.StructuredOutput(grammar='start: "yes" | "no"')
 # Ten seconds and 400 MiB.
 DEAR = tokenizer_pb2.StructuredOutput(json_schema='{"type": "integer", "multipleOf": 999983}')
@@ -38,7 +38,7 @@ from services.tokenizer.grammar_child import TrialLimits
 from services.tokenizer.structured_output import StructuredOutputs
 
 async def main():
-    outputs = StructuredOutputs(Path(sys.argv[1]), TrialLimits(60.0, 2**30, 60.0))
+    outputs = StructuredOutputs(Path(sys.argv[1]), TrialLimits(60.0, 2**30))
     await outputs.compile(tokenizer_pb2.StructuredOutput(grammar='start: "a"'))
     form = tokenizer_pb2.StructuredOutput(json_schema='{"type": "integer", "multipleOf": 999983}')
     trial = asyncio.create_task(outputs.compile(form))
@@ -71,6 +71,13 @@ def wait_for_end(child: psutil.Process) -> None:
     """Wait until a process has ended, and leave it to the event loop to take note."""
     with contextlib.suppress(ChildProcessError):
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+
+
+def pass_time(monkeypatch: pytest.MonkeyPatch, passed_s: float) -> None:
+    """Have the event loop's clock show so much more."""
+    loop = asyncio.get_running_loop()
+    now = loop.time
+    monkeypatch.setattr(loop, "time", lambda: now() + passed_s)
 
 
 async def violation_of(outputs: StructuredOutputs, form: Form, *, field: str = "structured_output") -> Violation:
@@ -142,9 +149,8 @@ async def test_a_violation_names_the_field_that_it_is_told(model_dir: Path) -> N
 @pytest.mark.parametrize(
     ("limits", "text"),
     [
-        (TrialLimits(timeout_s=60.0, memory_bytes=1024 * MIB, cpu_s=0.2), "0.2 s of a processor"),
-        (TrialLimits(timeout_s=60.0, memory_bytes=256 * MIB, cpu_s=60.0), "256 MiB of memory"),
-        (TrialLimits(timeout_s=0.5, memory_bytes=1024 * MIB, cpu_s=60.0), "0.5 s"),
+        (TrialLimits(cpu_s=0.2, memory_bytes=1024 * MIB), "0.2 s of a processor"),
+        (TrialLimits(cpu_s=60.0, memory_bytes=256 * MIB), "256 MiB of memory"),
     ],
 )
 async def test_a_grammar_that_costs_too_much_is_given_up_and_the_next_one_compiles(
@@ -165,7 +171,7 @@ async def test_hostile_grammars_at_once_disturb_no_other(model_dir: Path) -> Non
     ]
     hostile += [Form(regex="(" * number) for number in range(1, 30)]
     good = [Form(regex=f"good{number}") for number in range(20)]
-    with outputs_for(model_dir, TrialLimits(timeout_s=60.0, memory_bytes=1024 * MIB, cpu_s=0.3)) as outputs:
+    with outputs_for(model_dir, TrialLimits(cpu_s=0.3, memory_bytes=1024 * MIB)) as outputs:
         refused = asyncio.gather(*(violation_of(outputs, form) for form in hostile))
         grammars = await asyncio.gather(*(outputs.compile(form) for form in good))
         assert all(f"good{number}" in grammar for number, grammar in enumerate(grammars))
@@ -182,12 +188,32 @@ async def test_a_form_that_was_tried_is_not_tried_again(model_dir: Path) -> None
     assert await violation_of(outputs, bad) == violation
 
 
-async def test_a_grammar_that_took_too_long_is_tried_again(model_dir: Path) -> None:
-    with outputs_for(model_dir, TrialLimits(timeout_s=1e-9, memory_bytes=1024 * MIB)) as outputs:
-        await violation_of(outputs, YES_NO)
-    outputs._limits = LIMITS
-    assert "yes" in await outputs.compile(YES_NO)
-    outputs.close()
+def test_a_process_without_a_processor_has_a_minute_and_then_its_grammar_may_be_tried_again(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = children()
+
+    async def try_without_processor(outputs: StructuredOutputs) -> None:
+        await outputs.compile(YES_NO)
+        (child,) = [child for child in children() if child not in others]
+        # As a machine does that has other work.
+        child.suspend()
+        trial = asyncio.ensure_future(outputs.compile(Form(regex="[a-c]")))
+        await asyncio.sleep(0)
+        pass_time(monkeypatch, 30.0)
+        await asyncio.sleep(0)
+        child.resume()
+        assert "[a-c]" in await trial
+        child.suspend()
+        refused = asyncio.ensure_future(violation_of(outputs, Form(regex="[d-f]")))
+        await asyncio.sleep(0)
+        pass_time(monkeypatch, 61.0)
+        assert (await refused).description == "it takes more than 60 s"
+        assert "[d-f]" in await outputs.compile(Form(regex="[d-f]"))
+
+    # Not uvloop, whose clock cannot be turned.
+    with outputs_for(model_dir) as outputs, asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+        runner.run(try_without_processor(outputs))
 
 
 async def test_forms_that_are_not_remembered_any_more_are_compiled_again(
@@ -216,7 +242,7 @@ async def test_a_request_too_many_is_told_so(model_dir: Path, monkeypatch: pytes
 
 async def test_a_request_that_is_given_up_takes_its_process_with_it(model_dir: Path) -> None:
     others = children()
-    with outputs_for(model_dir, TrialLimits(timeout_s=60.0, memory_bytes=1024 * MIB, cpu_s=60.0)) as outputs:
+    with outputs_for(model_dir, TrialLimits(cpu_s=60.0, memory_bytes=1024 * MIB)) as outputs:
         await outputs.compile(YES_NO)
         (child,) = [child for child in children() if child not in others]
         trial = asyncio.ensure_future(outputs.compile(DEAR))
