@@ -89,11 +89,17 @@ SettingsT = TypeVar("SettingsT", bound=BaseSettings)
 def load_settings(settings_type: type[SettingsT], argv: Sequence[str] | None = None) -> SettingsT:
     """Read a service's settings; on a bad one say which on stderr and exit with code 2.
 
+    So it does under `python -O`, too: that takes out every assertion, and with them the integrity check of a cell,
+    which would then find all in order for ever.
+
     Args:
         settings_type: The service's model.
         argv: Flags without the program's name; None takes the process's own.
     """
     args = list(sys.argv[1:] if argv is None else argv)
+    if not __debug__:
+        sys.stderr.write("error: python's -O (or PYTHONOPTIMIZE) takes out the checks of integrity: start without it\n")
+        raise SystemExit(2)
     try:
         return CliApp.run(settings_type, cli_args=args)
     except ValidationError as error:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 
 import pytest
 from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from shared.config import ServiceSettings, check_address, check_local_address, load_settings, log_settings
+from tests.support.processes import module_environment
 
 
 class ExampleSettings(ServiceSettings):
@@ -98,3 +101,21 @@ def test_insecure_bind_replaces_the_address_with_a_warning(caplog: pytest.LogCap
 
     assert settings.bind_address == "0.0.0.0:7"
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["services.scheduler"], ["services.tokenizer"], ["services.worker"], ["shared.cli", "serve"]],
+    ids=lambda command: command[0],
+)
+def test_no_service_starts_without_assertions(command: list[str]) -> None:
+    result = subprocess.run(
+        [sys.executable, "-O", "-m", *command, "--help"],
+        env=module_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "-O (or PYTHONOPTIMIZE) takes out the checks of integrity" in result.stderr
