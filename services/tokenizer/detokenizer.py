@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
@@ -16,6 +17,9 @@ from typing import Protocol
 from tokenizers import Tokenizer, decoders
 
 _REPLACEMENT = "\ufffd"
+
+# A token that is one byte, in vocabularies of pieces; `ByteFallback` decodes it.
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 # A window is cut once it holds this many ids, and keeps so many as context: a decoder may look at what stands before.
 _MAX_WINDOW = 64
@@ -41,8 +45,8 @@ class TokenTexts(Protocol):
     def detokenizer(self, *, skips_special_tokens: bool = True) -> Detokenizer:
         """A new one; special tokens have no text where they are skipped."""
 
-    def text_of(self, token_id: int) -> str:
-        """A token's text by itself, a special one's too: bytes that are no UTF-8 as U+FFFD, nothing for no token."""
+    def bytes_of(self, token_id: int) -> bytes:
+        """A token's bytes by itself, a special one's too: of a part of a character those; none for no token."""
 
 
 def make_token_texts(tokenizer: Tokenizer) -> TokenTexts:
@@ -96,9 +100,9 @@ class ByteLevelTexts:
             return ByteLevelDetokenizer(self._plain_byte_of, self._plain_text_of)
         return ByteLevelDetokenizer(self._byte_of, self._text_of)
 
-    def text_of(self, token_id: int) -> str:
-        """See `TokenTexts.text_of`."""
-        return self._byte_of.get(token_id, b"").decode(errors="replace")
+    def bytes_of(self, token_id: int) -> bytes:
+        """See `TokenTexts.bytes_of`."""
+        return self._byte_of.get(token_id, b"")
 
 
 class WindowTexts:
@@ -119,13 +123,14 @@ class WindowTexts:
             return WindowDetokenizer(self._tokenizer.decode, self._special)
         return WindowDetokenizer(partial(self._tokenizer.decode, skip_special_tokens=False), frozenset())
 
-    def text_of(self, token_id: int) -> str:
-        """See `TokenTexts.text_of`."""
+    def bytes_of(self, token_id: int) -> bytes:
+        """See `TokenTexts.bytes_of`."""
         token = self._tokenizer.id_to_token(token_id)
         if token is None or token_id in self._special:
-            return token or ""
-        text: str = self._tokenizer.decode([*self._context, token_id])
-        return text[len(self._context_text) :]
+            return (token or "").encode()
+        text: str = self._tokenizer.decode([*self._context, token_id])[len(self._context_text) :]
+        byte = _BYTE_TOKEN.fullmatch(token)
+        return bytes.fromhex(byte[1]) if byte is not None and text == _REPLACEMENT else text.encode()
 
 
 class ByteLevelDetokenizer:

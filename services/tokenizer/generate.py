@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.choice import Choice, Extras
@@ -20,13 +21,19 @@ from services.tokenizer.scheduler_client import SchedulerClient
 from shared.errors import DeadlinePassedError, ServiceError
 from shared.limits import NO_OPTIONS
 from shared.request_fields import check_exactness
-from shared.response_writer import ResponseWriter
 from shared.rpc import StatusError, reason_of
 
 logger = logging.getLogger(__name__)
 
 # At most a mebibyte of text: a client's library takes messages of 4.
 _ECHO_CHARACTERS = 256 * 1024
+
+
+class Writer(Protocol):
+    """Takes the responses of a call, in order."""
+
+    async def write(self, response: tokenizer_pb2.GenerateResponse) -> None:
+        """Take one; returns when there is room for another."""
 
 
 class GenerateCall:
@@ -37,7 +44,7 @@ class GenerateCall:
         model: ServedModel,
         scheduler: SchedulerClient,
         live: LiveRequests,
-        writer: ResponseWriter,
+        writer: Writer,
         *,
         time_left_s: float | None,
     ) -> None:
@@ -141,7 +148,7 @@ class GenerateCall:
         )
 
     def _logprob_queue(self, num_top: int | None) -> LogprobQueue | None:
-        return None if num_top is None else LogprobQueue(num_top, self._model.texts.text_of)
+        return None if num_top is None else LogprobQueue(num_top, self._model.texts.bytes_of)
 
     async def _begin(self, index: int, prompt: PreparedPrompt) -> None:
         """Tell how a prompt was understood, and echo it."""

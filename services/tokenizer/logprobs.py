@@ -45,11 +45,11 @@ class Logprobs:
         """Those of the last so many positions."""
         return self.part(len(self) - num_positions, len(self))
 
-    def messages(self, text_of: Callable[[int], str]) -> Iterator[common_pb2.PositionLogprobs]:
-        """What clients are told, position after position, the texts by `text_of`."""
+    def messages(self, bytes_of: Callable[[int], bytes]) -> Iterator[common_pb2.PositionLogprobs]:
+        """What clients are told, position after position, the texts by `bytes_of`."""
         first, last = int(self.bounds[0]), int(self.bounds[-1])
         entries = [
-            common_pb2.TokenLogprob(token_id=token_id, logprob=value, text=text_of(token_id))
+            _token_message(token_id, value, bytes_of(token_id))
             for token_id, value in zip(
                 self.token_ids[first:last].tolist(), self.values[first:last].tolist(), strict=True
             )
@@ -100,11 +100,11 @@ def read_prompt_logprobs(message: sampling_pb2.Logprobs) -> Logprobs:
 class LogprobQueue:
     """What has come and not left yet, in order."""
 
-    def __init__(self, num_top: int, text_of: Callable[[int], str]) -> None:
-        """Begin empty, for `num_top` tokens beside each position's own; `text_of` gives a token's text by itself."""
+    def __init__(self, num_top: int, bytes_of: Callable[[int], bytes]) -> None:
+        """Begin empty, for `num_top` tokens beside each position's own; `bytes_of` gives a token's bytes by itself."""
         # What one response takes.
         self.max_positions = max(1, _ENTRIES_PER_RESPONSE // (1 + num_top))
-        self._text_of = text_of
+        self._bytes_of = bytes_of
         self._parts: deque[Logprobs] = deque()
 
     def __bool__(self) -> bool:
@@ -122,7 +122,15 @@ class LogprobQueue:
                 self._parts.appendleft(part.part(num_positions, len(part)))
                 part = part.part(0, num_positions)
             num_positions -= len(part)
-            yield from part.messages(self._text_of)
+            yield from part.messages(self._bytes_of)
+
+
+def _token_message(token_id: int, logprob: float, data: bytes) -> common_pb2.TokenLogprob:
+    try:
+        return common_pb2.TokenLogprob(token_id=token_id, logprob=logprob, text=data.decode())
+    except UnicodeDecodeError:
+        text = data.decode(errors="replace")
+        return common_pb2.TokenLogprob(token_id=token_id, logprob=logprob, text=text, text_bytes=data)
 
 
 def _read_columns(message: sampling_pb2.Logprobs) -> Logprobs:

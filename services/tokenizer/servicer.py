@@ -7,11 +7,12 @@ import numpy as np
 
 from lockstep.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from services.tokenizer.chat_request import check_chat
-from services.tokenizer.generate import GenerateCall
+from services.tokenizer.generate import GenerateCall, Writer
 from services.tokenizer.live_requests import LiveRequests
 from services.tokenizer.model import ServedModel
 from services.tokenizer.scheduler_client import Cell, SchedulerClient
 from services.tokenizer.text_size import check_text
+from services.tokenizer.whole_answer import WholeAnswer
 from shared.errors import InvalidRequestError, Violation
 from shared.limits import check_token_ids
 from shared.request_fields import read_time_left
@@ -39,10 +40,15 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
 
     async def Generate(self, request: tokenizer_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         """Continue a prompt; the responses are written to `context`."""
-        writer = ResponseWriter(context, self._max_unread_s)
-        time_left_s = read_time_left(context.time_remaining())
-        call = GenerateCall(self._model, self._scheduler, self._live, writer, time_left_s=time_left_s)
-        await call.serve(request)
+        await self._generate(request, ResponseWriter(context, self._max_unread_s), context)
+
+    async def Complete(
+        self, request: tokenizer_pb2.CompleteRequest, context: grpc.aio.ServicerContext
+    ) -> tokenizer_pb2.CompleteResponse:
+        """Continue a prompt; all responses in one."""
+        answer = WholeAnswer()
+        await self._generate(request.request, answer, context)
+        return answer.message()
 
     async def Tokenize(
         self, request: tokenizer_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
@@ -86,6 +92,13 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             has_chat_template=self._model.prompts.has_chat_template,
             has_exact_determinism=bool(cell.exact_fingerprint),
         )
+
+    async def _generate(
+        self, request: tokenizer_pb2.GenerateRequest, writer: Writer, context: grpc.aio.ServicerContext
+    ) -> None:
+        time_left_s = read_time_left(context.time_remaining())
+        call = GenerateCall(self._model, self._scheduler, self._live, writer, time_left_s=time_left_s)
+        await call.serve(request)
 
     def _cell(self) -> Cell:
         self._live.check_open()

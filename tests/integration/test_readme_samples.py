@@ -33,8 +33,10 @@ def start_sample(language: str, source: str, address: str, directory: Path) -> s
     node = str(Path(executable.ROOT_DIR) / "bin" / "node")
     command = [sys.executable if language == "python" else node, str(path)]
     paths = {"PYTHONPATH": "protos", "NODE_PATH": str(ROOT / "tests/integration/node/node_modules")}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, text=True, cwd=ROOT, env={**os.environ, **paths}, **pipes)
+    environment = {**os.environ, **paths}
+    return subprocess.Popen(
+        command, text=True, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
 
 
 def end_of(process: subprocess.Popen[str]) -> tuple[int, str, str]:

@@ -18,7 +18,7 @@ from tests.support.exchange_peer import column
 
 def own_tokens(logprobs: Logprobs) -> list[int]:
     """The token of each position."""
-    return [message.token.token_id for message in logprobs.messages(str)]
+    return [message.token.token_id for message in logprobs.messages(lambda _: b"")]
 
 
 class Sink:

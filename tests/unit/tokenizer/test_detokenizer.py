@@ -138,16 +138,17 @@ def test_a_window_shows_special_tokens_where_they_are_not_skipped(sentencepiece:
     assert text == sentencepiece.decode(ids, skip_special_tokens=False)
 
 
-def test_a_token_has_a_text_by_itself() -> None:
+def test_a_token_has_bytes_by_itself() -> None:
     texts = make_token_texts(TINY)
-    assert texts.text_of(BYTES_TO_ID[b" the"]) == " the"
-    assert texts.text_of(byte_id(0xF0)) == REPLACEMENT
-    assert texts.text_of(IM_END_ID) == "<|im_end|>"
-    assert texts.text_of(VOCABULARY_SIZE) == ""
+    assert texts.bytes_of(BYTES_TO_ID[b" the"]) == b" the"
+    assert texts.bytes_of(byte_id(0xF0)) == b"\xf0"
+    assert texts.bytes_of(IM_END_ID) == b"<|im_end|>"
+    assert texts.bytes_of(VOCABULARY_SIZE) == b""
 
 
-def test_a_piece_has_a_text_by_itself_its_space_included(sentencepiece: Tokenizer) -> None:
+def test_a_piece_has_bytes_by_itself_its_space_included(sentencepiece: Tokenizer) -> None:
     texts = make_token_texts(sentencepiece)
     ids = sentencepiece_ids(sentencepiece, "▁hello", "!", "<s>", "é")
-    assert [texts.text_of(i) for i in ids] == [" hello", "!", "<s>", REPLACEMENT, REPLACEMENT]
-    assert texts.text_of(10_000) == ""
+    assert [texts.bytes_of(i) for i in ids] == [b" hello", b"!", b"<s>", b"\xc3", b"\xa9"]
+    assert texts.bytes_of(1 + ord("A")) == b"A"
+    assert texts.bytes_of(10_000) == b""

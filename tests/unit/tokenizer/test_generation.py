@@ -261,9 +261,14 @@ def position(token_id: int, num_top: int) -> Position:
     return Position(1, [(token_id, -0.5), *((ord("a") + place, -0.5 - place) for place in range(num_top))])
 
 
+def bytes_of(token_id: int) -> bytes:
+    """Letters are themselves; other tokens are parts of characters."""
+    return bytes([token_id]) if 128 <= token_id < 256 else chr(token_id).encode()
+
+
 def with_logprobs(num_top: int) -> Extras:
     """For the log-probabilities of tokens and of the prompt."""
-    queue, prompt_queue = LogprobQueue(num_top, chr), LogprobQueue(num_top, chr)
+    queue, prompt_queue = LogprobQueue(num_top, bytes_of), LogprobQueue(num_top, bytes_of)
     return Extras(logprobs=queue, prompt_logprobs=prompt_queue)
 
 
@@ -288,6 +293,15 @@ async def test_each_token_has_its_log_probability_beside_it() -> None:
     assert first.token == common_pb2.TokenLogprob(token_id=100, logprob=-3.0, rank=7, text="d")
     assert list(first.top) == [common_pb2.TokenLogprob(token_id=97, logprob=-0.5, rank=1, text="a")]
     assert [(entry.text, entry.rank, entry.logprob) for entry in last.top] == [("a", 1, -0.5), ("b", 2, -1.5)]
+
+
+async def test_a_part_of_a_character_has_its_bytes_beside_its_text() -> None:
+    queue = LogprobQueue(0, bytes_of)
+    parts = [*"é".encode(), ord("a")]
+    outputs = make_outputs(Row(1, 0, parts, logprobs=[position(token_id, 0) for token_id in parts]))
+    queue.put(read_row_logprobs(outputs)[1])
+    told = [(place.token.text, place.token.text_bytes) for place in queue.take(3)]
+    assert told == [("\ufffd", b"\xc3"), ("\ufffd", b"\xa9"), ("a", b"")]
 
 
 async def test_what_stands_behind_a_stop_string_has_no_log_probability() -> None:
