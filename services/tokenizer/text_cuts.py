@@ -20,9 +20,10 @@ _WINDOW_LENGTH = 64 * 1024
 
 _SPACE_MARK = "▁"
 
-# The rules by which tokenizers find words, GPT-2's, which `ByteLevel` has built in, aside. Of each holds: a word ends
-# before a space that follows anything but space, and between a line's only end and a letter; a run of letters ends
-# before punctuation other than an apostrophe; no rule looks behind its word, and only runs of space look ahead.
+# The rules by which tokenizers find words; GPT-2's is built into `ByteLevel`. All of them agree in this: no word goes
+# on from anything but space to a space, from letters to punctuation other than an apostrophe, or from a single line
+# end, after anything but space, to a letter. None looks at what comes before its word, and only those of runs of space
+# look at what comes after it.
 _CASED_WORDS = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
