@@ -55,7 +55,7 @@ def _equal_epochs_are_accepted(patch: Patch) -> None:
     offer = ClaimLedger.offer
 
     def accept(self: ClaimLedger, epoch: int, scheduler_instance_id: str, now: float) -> None:
-        if epoch == self.epoch:
+        if epoch == self.epoch > 0:
             self.epoch -= 1
         offer(self, epoch, scheduler_instance_id, now)
 
@@ -75,8 +75,8 @@ def _streams_are_not_asked_whose_they_are(patch: Patch) -> None:
 
 @planted(SUCCESSION)
 def _claims_outlive_their_streams(patch: Patch) -> None:
-    """The end of a stream ends no claim: nobody can take the group of a scheduler that is gone."""
-    patch.setattr(ClaimLedger, "end_stream", lambda *_: None)
+    """Neither its end nor silence ends a claim: no scheduler can take the group of one that is gone."""
+    patch.setattr(ClaimLedger, "live_holder", lambda self, _: self.holder if self.stream is not None else "")
 
 
 @planted(FAULTS)
