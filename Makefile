@@ -11,6 +11,7 @@ JOBS ?= 2
 SEEDS ?= 100
 FIRST_SEED ?= 0
 KILLS ?= 20
+PAIRS ?= 50
 PROMPT ?= Why is the sky blue? Answer in two sentences.
 
 VENV := .venv
@@ -65,8 +66,8 @@ simulate: $(INSTALLED) $(STUBS) ## the cell under random faults: SEEDS (100), FI
 parity: $(INSTALLED) $(STUBS) $(MODEL_READY) ## our models against transformers
 	@$(PYTEST) tests/parity
 
-chaos: $(INSTALLED) $(STUBS) $(MODEL_READY) ## services that are killed, stopped and cut off under load: KILLS (20) of each kind
-	@$(PYTEST) tests/chaos --chaos-kills $(KILLS) --timeout=3600 --durations=0
+chaos: $(INSTALLED) $(STUBS) $(MODEL_READY) ## services that are killed, stopped and cut off under load: KILLS (20) of each kind, PAIRS (50) together
+	@$(PYTEST) tests/chaos --chaos-kills $(KILLS) --chaos-pairs $(PAIRS) --timeout=7200 --durations=0
 
 bench: $(INSTALLED) $(STUBS) $(MODEL_READY) ## throughput and latency of a cell, beside transformers' generate
 	@$(BIN)/python -m tests.bench.serve $(MODEL) --reference --temperature 1 --idle

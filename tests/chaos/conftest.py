@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.chaos import Load, Peace, State, TellOf, learn, mixed_requests
+from tests.support.small_configs import SMALL_CONFIGS
+from tests.support.small_models import build_model, write_small_model
 from tests.support.tiny_llama import write_tiny_llama
 
+MOE_ARCHITECTURE = "Qwen3MoeForCausalLM"
 _REPORTS = pytest.StashKey[list[str]]()
 
 
@@ -21,9 +24,23 @@ def num_kills(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="session")
+def num_pairs(request: pytest.FixtureRequest) -> int:
+    """How often services die together: `--chaos-pairs`."""
+    count: int = request.config.getoption("--chaos-pairs")
+    return count
+
+
+@pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random model of two layers: what is tested happens between the steps."""
     return write_tiny_llama(tmp_path_factory.mktemp("chaos"), changes={"num_hidden_layers": 2})
+
+
+@pytest.fixture(scope="session")
+def moe_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random model whose experts two ranks share."""
+    values = next(iter(SMALL_CONFIGS[MOE_ARCHITECTURE].values()))
+    return write_small_model(build_model(MOE_ARCHITECTURE, values), tmp_path_factory.mktemp("moe"))
 
 
 @pytest.fixture(scope="session")

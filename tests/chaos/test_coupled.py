@@ -10,24 +10,14 @@ import pytest
 
 from tests.support.chaos import WORKER_FLAGS, Damage, Load, Peace, TellOf, chaos_cell, learn, mixed_requests
 from tests.support.coupled_workers import CoupledWorkers
-from tests.support.small_configs import SMALL_CONFIGS
-from tests.support.small_models import build_model, write_small_model
 from tests.support.tcp_path import TcpPath
 
 pytestmark = pytest.mark.slow
 
-ARCHITECTURE = "Qwen3MoeForCausalLM"
 # For the other group to begin the step that the cut one does not get.
 STEP_S = 0.5
 # Of the test's kills: those that are found out by waiting for 10 s and starting the domain again take long.
 FACTOR = 0.4
-
-
-@pytest.fixture(scope="module")
-def moe_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random model whose experts two ranks share."""
-    values = next(iter(SMALL_CONFIGS[ARCHITECTURE].values()))
-    return write_small_model(build_model(ARCHITECTURE, values), tmp_path_factory.mktemp("moe"))
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import random
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -33,6 +34,17 @@ WORKER_FLAGS = ("--kv-cache-num-blocks=4096", f"--silence-s={_SILENCE_S}")
 SCHEDULER_FLAGS = (f"--worker-silence-s={_SILENCE_S}",)
 TOKENIZER_FLAGS = (f"--scheduler-silence-s={_SILENCE_S}",)
 _STOP_STRINGS = ("an", "th", "o ", "e,", "ing", "..", "q", "zz")
+_SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 30},
+            "ages": {"type": "array", "items": {"type": "integer"}},
+        },
+        "required": ["name", "ages"],
+        "additionalProperties": False,
+    }
+)
 _RETRY_S = 0.2
 _POLL_S = 0.02
 
@@ -83,6 +95,11 @@ def mixed_requests(
 ) -> list[tokenizer_pb2.GenerateRequest]:
     """Requests of every kind, each with a seed of its own: equal ones get equal answers on an exact backend."""
     return [_mixed_request(number, determinism) for number in range(count)]
+
+
+def stateful_requests(count: int) -> list[tokenizer_pb2.GenerateRequest]:
+    """Requests whose next token depends on more than the tokens before it; exact, and each with a seed of its own."""
+    return [_stateful_request(number) for number in range(count)]
 
 
 def facts_of(answer: Answer) -> Facts:
@@ -217,8 +234,7 @@ class Killer:
 
     async def hit_a_worker(self, signal_number: int = signal.SIGKILL) -> None:
         """Kill or stop any worker whose rank runs much, and wait until another process serves in its place."""
-        names = [name for name in self._cell.role_to_process if name.startswith("worker")]
-        name = self._random.choice(names)
+        name = self._random.choice(self._workers())
         rank = dp_rank_of(name)
         await self._load.wait_until_busy(rank)
         await self._hit(name, signal_number)
@@ -237,6 +253,28 @@ class Killer:
                 await self.hit_a_worker(signal.SIGSTOP)
             case 2:
                 await self.hit_the_scheduler()
+
+    async def hit_the_scheduler_and_a_worker(self) -> None:
+        """Kill a worker whose rank runs much and at once the scheduler, and wait until others serve in their place."""
+        name = self._random.choice(self._workers())
+        await self._load.wait_until_busy(dp_rank_of(name))
+        await self._kill_together([name, "scheduler"])
+
+    async def hit_the_scheduler_and_all_workers(self) -> None:
+        """Kill all workers and the scheduler while much runs, and wait until others serve in their place."""
+        await self._load.wait_for_state(lambda state: state.num_running >= MIN_RUNNING)
+        await self._kill_together([*self._workers(), "scheduler"])
+
+    def _workers(self) -> list[str]:
+        return [name for name in self._cell.role_to_process if name.startswith("worker")]
+
+    async def _kill_together(self, names: Sequence[str]) -> None:
+        processes = self._cell.find_processes()
+        for name in names:
+            processes[name].kill()
+        self.num_deaths += len(names)
+        for name in names:
+            await self._cell.wait_until_serving(name, instead_of=processes[name].pid)
 
     async def _hit(self, name: str, signal_number: int) -> None:
         pid = self._cell.send_signal(name, signal_number)
@@ -313,6 +351,28 @@ def _mixed_request(number: int, determinism: common_pb2.Determinism) -> tokenize
             sampling |= {"min_p": 0.02, "ignore_eos": True, "temperature": 1.5}
     request = token_request(prompt, **sampling)
     request.MergeFrom(tokenizer_pb2.GenerateRequest(determinism=determinism, **fields))
+    return request
+
+
+def _stateful_request(number: int) -> tokenizer_pb2.GenerateRequest:
+    prompt = [3 + (number * 29 + position * position) % 400 for position in range(2 + number % 20)]
+    sampling: dict[str, Any] = {"max_tokens": 60 + 10 * (number % 5), "seed": number, "temperature": 1.0}
+    fields: dict[str, Any] = {}
+    match number % 4:
+        case 0:
+            sampling |= {"n": 3}
+            fields |= {"structured_output": tokenizer_pb2.StructuredOutput(json_schema=_SCHEMA)}
+        case 1:
+            fields |= {"stop": _STOP_STRINGS}
+            sampling |= {"ignore_eos": True}
+        case 2:
+            sampling |= {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+            sampling |= {"ignore_eos": True}
+        case 3:
+            sampling |= {"num_logprobs": 3, "num_prompt_logprobs": 2, "ignore_eos": True}
+    request = token_request(prompt, **sampling)
+    exact = common_pb2.DETERMINISM_EXACT
+    request.MergeFrom(tokenizer_pb2.GenerateRequest(determinism=exact, **fields))
     return request
 
 
