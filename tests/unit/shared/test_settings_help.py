@@ -1,0 +1,53 @@
+"""What `--help` says of settings."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from pydantic_settings import BaseSettings
+
+from services.scheduler.config import SchedulerSettings
+from services.tokenizer.config import TokenizerSettings
+from services.worker.config import WorkerSettings
+from shared.cli.serve_settings import ServeSettings
+from shared.config import load_settings
+
+# What no person types.
+PYTHON = re.compile(r"\b(str|int|float|bool|tuple|None|Path|True|False|Annotated|Literal)\b|\(\)")
+
+
+def help_of(settings_type: type[BaseSettings], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as caught:
+        load_settings(settings_type, ["--help"])
+    assert caught.value.code == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("settings_type", [ServeSettings, SchedulerSettings, TokenizerSettings, WorkerSettings])
+def test_help_has_no_words_of_python(settings_type: type[BaseSettings], capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(settings_type, capsys)
+
+    assert text.startswith(f"usage: {settings_type.model_config['cli_prog_name']} ")
+    assert PYTHON.findall(text) == []
+
+
+def test_help_says_what_a_flag_takes_and_what_it_is_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(ServeSettings, capsys)
+
+    assert "--tp N Workers" in text
+    assert "--health-kill-s SECONDS A process" in text
+    assert (
+        "--insecure-bind ADDRESS Serve unencrypted on this address instead of --listen, whoever can reach it. --"
+        in text
+    )
+    assert "--workers ADDRESS,... Use" in text
+    assert "--draft-model PATH " in text
+    assert "--draft-proposer {none,ngram,mtp,model} Who" in text
+    assert "Serve gRPC reflection. (default: off)" in text
+    assert "(default: 127.0.0.1:50051)" in text
+    assert "arguments: MODEL_DIR Directory" in text
+
+
+def test_a_required_flag_is_told_as_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "in Hugging Face's layout. (required)" in help_of(TokenizerSettings, capsys)
