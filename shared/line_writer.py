@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 MAX_WAITING_BYTES = 1 << 20
 
+_ERASE_LINE = b"\r\x1b[K"
+
 
 class LineWriter:
     """Writes lines to a file descriptor, in order.
@@ -29,6 +31,7 @@ class LineWriter:
         self._num_waiting_bytes = 0
         self._num_dropped = 0
         self._is_writing = False
+        self._status = b""
         # A signal's handler may write in the middle of a write: the lock can be taken twice.
         self._changed = threading.Condition(threading.RLock())
         threading.Thread(target=self._run, name="stderr", daemon=True).start()
@@ -44,6 +47,12 @@ class LineWriter:
             self._num_waiting_bytes += len(lines)
             self._changed.notify_all()
 
+    def show(self, status: str) -> None:
+        """Keep a text below all lines, or none if it is empty. Only for a terminal: each line erases it first."""
+        with self._changed:
+            self._status = status.encode()
+        self.write(b"")
+
     def drain(self, timeout_s: float) -> None:
         """Wait until all is written, for `timeout_s` at most."""
         with self._changed:
@@ -51,6 +60,7 @@ class LineWriter:
 
     def _run(self) -> None:
         num_lost = 0
+        shown = b""
         while True:
             num_dropped, lines = self._next()
             num_lost += num_dropped
@@ -58,7 +68,8 @@ class LineWriter:
                 if num_lost:
                     self._write_all(f"{self._describe_loss(num_lost)}\n".encode())
                     num_lost = 0
-                self._write_all(lines)
+                erase, shown = _ERASE_LINE if shown else b"", self._status
+                self._write_all(erase + lines + shown)
             except OSError:
                 num_lost += lines.count(b"\n")
 
@@ -93,11 +104,20 @@ class ErrorStream(io.TextIOBase):
     def __init__(self, writer: LineWriter, fd: int) -> None:
         self._writer = writer
         self._fd = fd
+        self._begun = ""
 
     def write(self, text: str) -> int:
-        """Take a text, which need not be whole lines."""
-        self._writer.write(text.encode(errors="backslashreplace"))
+        """Take a text; a line that it begins waits for its end, or for `flush`."""
+        lines, newline, self._begun = (self._begun + text).rpartition("\n")
+        if newline:
+            self._writer.write(f"{lines}\n".encode(errors="backslashreplace"))
         return len(text)
+
+    def flush(self) -> None:
+        """Have a line written that was only begun."""
+        if self._begun:
+            begun, self._begun = self._begun, ""
+            self._writer.write(begun.encode(errors="backslashreplace"))
 
     def writable(self) -> bool:
         """It is."""

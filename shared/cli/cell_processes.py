@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shared.cli.cell_plan import ServiceCommand, make_start_flags
+from shared.cli.loading_bar import LoadingBar
 from shared.cli.serve_settings import ROLES
 from shared.cli.service_process import ServiceProcess
 from shared.cli.supervisor import Kill, RestartPolicy, StartDomain, Supervisor
@@ -60,6 +62,7 @@ class CellProcesses:
         self._check_period_s = min(_MAX_CHECK_PERIOD_S, policy.health_kill_s / _CHECKS_BEFORE_KILL)
         self._prefix_width = max(len(command.name) for command in commands) if has_prefixes else 0
         self._writer = writer
+        self._bar = LoadingBar(writer.show) if has_prefixes and sys.stderr.isatty() else None
         self._running: dict[str, ServiceProcess] = {}
         # Those that exited before the cell served. The first of them is why it ends.
         self._ended: list[ServiceProcess] = []
@@ -113,7 +116,12 @@ class CellProcesses:
 
     def _make_write(self, command: ServiceCommand) -> Callable[[bytes], None]:
         prefix = f"{command.name:<{self._prefix_width}} | ".encode() if self._prefix_width else b""
-        return lambda line: self._writer.write(prefix + line + b"\n")
+
+        def write(line: bytes) -> None:
+            if self._bar is None or not self._bar.take(command.name, line):
+                self._writer.write(prefix + line + b"\n")
+
+        return write
 
     def _kill(self, name: str, reason: str) -> None:
         logger.warning("killing", extra={**_fields(self._running[name]), "reason": reason})
@@ -126,6 +134,8 @@ class CellProcesses:
         checks.cancel()
         name = service.command.name
         del self._running[name]
+        if self._bar is not None:
+            self._bar.drop(name)
         delay_s = self._supervisor.on_exit(name, self._loop.time())
         if delay_s is None:
             self._ended.append(service)

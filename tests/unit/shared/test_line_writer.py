@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from shared.line_writer import MAX_WAITING_BYTES, LineWriter
+from shared.line_writer import MAX_WAITING_BYTES, ErrorStream, LineWriter
 from tests.support.pipes import full_pipe, read_lines
 from tests.support.processes import module_environment
 
@@ -77,6 +77,37 @@ def test_lines_that_nobody_can_read_any_more_are_counted_too() -> None:
         os.close(number)
     assert read_lines(reader) == ["3 lost", "again"]
     os.close(reader)
+
+
+def test_a_status_stays_below_the_lines_until_there_is_none() -> None:
+    reader, fd = os.pipe()
+    writer = make_writer(fd)
+    # Each by itself: else the writer may not have come to the status yet that the next one replaces.
+    writer.show("50 %")
+    writer.drain(WAIT_S)
+    writer.write(b"a line\n")
+    writer.drain(WAIT_S)
+    writer.show("")
+    writer.drain(WAIT_S)
+    assert os.read(reader, 100) == b"50 %" + b"\r\x1b[Ka line\n50 %" + b"\r\x1b[K"
+    for number in (reader, fd):
+        os.close(number)
+
+
+def test_a_stream_writes_whole_lines_and_what_is_flushed() -> None:
+    reader, fd = os.pipe()
+    writer = make_writer(fd)
+    stream = ErrorStream(writer, fd)
+    stream.write("a ")
+    stream.write("line\nand ")
+    writer.drain(WAIT_S)
+    assert os.read(reader, 100) == b"a line\n"
+    stream.flush()
+    writer.drain(WAIT_S)
+    assert os.read(reader, 100) == b"and "
+    assert (stream.isatty(), stream.fileno()) == (False, fd)
+    for number in (reader, fd):
+        os.close(number)
 
 
 def test_a_file_that_somebody_made_non_blocking_loses_nothing() -> None:

@@ -1,0 +1,43 @@
+"""One bar for the weights that all workers of a cell load, on the terminal of the launcher."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+_WIDTH = 40
+
+# As a worker logs it; see `services/worker/loading_progress.py`.
+_PROGRESS = re.compile(rb"\d\d:\d\d:\d\d INFO worker: loading weights percent=(\d+)")
+
+
+class LoadingBar:
+    """Reads the workers' log, and shows how far the slowest is of those that are loading."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        """`show` takes the bar each time that it changes; an empty text for none."""
+        self._show = show
+        self._name_to_percent: dict[str, int] = {}
+
+    def take(self, name: str, line: bytes) -> bool:
+        """Look at a line of a process; returns whether the bar says what it says."""
+        match = _PROGRESS.fullmatch(line)
+        if match is None:
+            return False
+        self._set(name, int(match[1]))
+        return True
+
+    def drop(self, name: str) -> None:
+        """A process has ended, which may have been loading."""
+        if name in self._name_to_percent:
+            self._set(name, 100)
+
+    def _set(self, name: str, percent: int) -> None:
+        self._name_to_percent[name] = percent
+        if percent >= 100:
+            del self._name_to_percent[name]
+        self._show(_draw(min(self._name_to_percent.values())) if self._name_to_percent else "")
+
+
+def _draw(percent: int) -> str:
+    return f"loading weights [{'#' * (percent * _WIDTH // 100):{_WIDTH}}] {percent:3} %"
