@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from lockstep.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
+from shared.cli.doors import WrongDoorError
 from shared.rpc import reason_of, status_from_rpc_error
 
 _INTERRUPTED = 130
@@ -43,6 +44,9 @@ def run_client(body: Callable[[], None]) -> int:
         sys.stdout.flush()
     except grpc.aio.AioRpcError as error:
         print(f"error: {describe_failure(error)}", file=sys.stderr)
+        return 1
+    except WrongDoorError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return _INTERRUPTED

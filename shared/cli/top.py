@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 
 from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc
 from shared.cli.client import run_client
+from shared.cli.doors import SCHEDULER, explain_wrong_door
+from shared.cli.running_cells import find_cells
 from shared.rpc import make_channel
 
 DEFAULT_SCHEDULER = "127.0.0.1:50052"
@@ -34,7 +36,9 @@ def main(argv: Sequence[str]) -> int:
         prog="lockstep top", description="Show a cell's queue, KV blocks and steps, refreshed until Ctrl-C."
     )
     parser.add_argument(
-        "--target", default=DEFAULT_SCHEDULER, metavar="ADDRESS", help="the scheduler's address (default: %(default)s)"
+        "--target",
+        metavar="ADDRESS",
+        help=f"the scheduler's address (default: that of the cell that runs here, else {DEFAULT_SCHEDULER})",
     )
     parser.add_argument(
         "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="between refreshes (default: %(default)g)"
@@ -42,7 +46,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--once", action="store_true", help="print one snapshot and exit")
     args = parser.parse_args(argv)
     num_snapshots = 1 if args.once else None
-    return run_client(lambda: asyncio.run(_show(args.target, args.interval, num_snapshots)))
+    target = args.target or _find_scheduler()
+    return run_client(lambda: asyncio.run(_show(target, args.interval, num_snapshots)))
 
 
 def render(
@@ -85,16 +90,28 @@ def render(
     return "".join(f"{line.rstrip()}\n" for line in lines)
 
 
+def _find_scheduler() -> str:
+    """The scheduler of the newest cell here; what else there is, is told on stderr."""
+    cells = find_cells()
+    if not cells:
+        print(f"note: no cell of `lockstep serve` runs here; asking {DEFAULT_SCHEDULER}", file=sys.stderr)
+        return DEFAULT_SCHEDULER
+    for cell in cells[1:]:
+        print(f"note: {cell.model} runs here too: --target={cell.scheduler_address}", file=sys.stderr)
+    return cells[0].scheduler_address
+
+
 async def _show(target: str, interval_s: float, num_snapshots: int | None) -> None:
     """Print that many snapshots, or one after the other until cancelled.
 
     Raises:
         grpc.aio.AioRpcError: the scheduler did not answer.
+        WrongDoorError: another service did.
     """
     is_terminal = sys.stdout.isatty() and num_snapshots is None
     before: scheduler_pb2.GetStateResponse | None = None
     before_at = 0.0
-    async with make_channel(target) as channel:
+    async with make_channel(target) as channel, explain_wrong_door(channel, target, SCHEDULER):
         stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         for number in itertools.count(1):
             state = await stub.GetState(scheduler_pb2.GetStateRequest(), timeout=_DEADLINE_S)

@@ -9,6 +9,8 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from tests.support.cell import Cell, popen_lockstep
 from tests.support.client import chat_request, connect, text_request
@@ -16,6 +18,9 @@ from tests.support.ports import free_port
 
 GREEDY = "--temperature=0"
 LONG = "--max-tokens=2000"
+
+# What the editor of lines tells the terminal when it begins to read, and when it has read.
+READS, READS_NO_MORE = "\x1b[?2004h", "\x1b[?2004l"
 
 
 def run_client(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -118,18 +123,48 @@ async def test_ctrl_c_cancels_the_call(real_cell: Cell) -> None:
     assert state.num_running == 0
 
 
-def test_ctrl_c_in_a_conversation_ends_the_answer_alone(real_cell: Cell) -> None:
-    command = ("chat", f"--target={real_cell.address}", LONG)
+def test_ctrl_c_in_a_conversation_ends_the_answer_and_twice_it_leaves(
+    real_cell: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # This terminal does not say where its cursor is.
+    monkeypatch.setenv("PROMPT_TOOLKIT_NO_CPR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    command = ("chat", f"--target={real_cell.address}", "--system=You tell stories.", LONG)
     with (
         terminal() as (person, program),
         popen_lockstep(*command, stdin=program, stdout=program, stderr=program) as process,
     ):
-        read_until(person, "> ")
-        os.write(person, b"Tell me a very long story.\n")
-        read_until(person, "story.\r\n")
+        greeting = read_until(person, READS)
+        assert f"smollm2-135m-instruct on {real_cell.address}. /help lists the commands" in greeting
+        os.write(person, b"/system\r")
+        assert "You tell stories." in read_until(person, READS)
+        # Two lines: Alt-Enter is the escape key and then Enter.
+        os.write(person, b"Tell me a\x1b\rvery long story.\r")
+        read_until(person, READS_NO_MORE)
         os.read(person, 1)
         process.send_signal(signal.SIGINT)
-        read_until(person, "\r\n> ")
-        os.write(person, b"\x04")
+        assert "Ctrl-C again leaves." in read_until(person, READS)
+        os.write(person, b"/reset\r")
+        read_until(person, READS)
+        os.write(person, b"\x03")
+        assert "Ctrl-C again leaves." in read_until(person, READS)
+        os.write(person, b"\x03")
 
-        assert process.wait() == 0
+        assert process.wait() == 130
+
+
+def test_a_prompt_may_come_from_stdin(real_cell: Cell) -> None:
+    prompt = "The capital of\nFrance is"
+    flags = (f"--target={real_cell.address}", GREEDY, "--max-tokens=8")
+
+    result = run_client("generate", *flags, "-", stdin=f"{prompt}\n")
+
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == expected_text(real_cell, text_request(prompt, max_tokens=8)) + "\n"
+
+
+def test_a_scheduler_is_no_door_for_a_chat(real_cell: Cell) -> None:
+    result = run_client("chat", f"--target={real_cell.scheduler_address}", stdin="hello\n")
+
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"error: {real_cell.scheduler_address} is the scheduler's address: `lockstep chat`")

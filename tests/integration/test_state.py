@@ -60,8 +60,8 @@ def watched(tiny_model: Path) -> Iterator[Watched]:
         yield Watched(cell, scheduler, f"http://{metrics}/metrics")
 
 
-def run_top(*args: str) -> subprocess.CompletedProcess[str]:
-    with popen_lockstep("top", *args) as process:
+def run_top(*args: str, temp_dir: str | None = None) -> subprocess.CompletedProcess[str]:
+    with popen_lockstep("top", *args, temp_dir=temp_dir) as process:
         stdout, stderr = process.communicate()
     return subprocess.CompletedProcess(args, process.returncode, stdout, stderr)
 
@@ -83,6 +83,13 @@ async def test_one_snapshot_says_what_the_state_says(watched: Watched) -> None:
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == render(watched.scheduler_address, state)
     assert state.num_prefix_hit_tokens > 0
+
+
+async def test_the_cell_that_runs_here_is_found_without_a_target(watched: Watched) -> None:
+    state = await watched.serve_some()
+    result = run_top("--once", temp_dir=watched.cell.temp_dir)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == render(watched.scheduler_address, state)
 
 
 async def test_a_scrape_says_what_the_state_says(watched: Watched) -> None:
@@ -138,4 +145,4 @@ def test_a_scheduler_that_is_not_there_is_told() -> None:
 def test_a_server_that_is_no_scheduler_is_told(watched: Watched) -> None:
     result = run_top("--once", f"--target={watched.cell.address}")
     assert result.returncode == 1
-    assert result.stderr.startswith("error: UNIMPLEMENTED: ")
+    assert result.stderr.startswith(f"error: {watched.cell.address} is the tokenizer's address: `lockstep top` asks ")

@@ -56,6 +56,11 @@ class Cell:
         """The launcher's private directory."""
         return Path(self.scheduler_address.removeprefix("unix:")).parent
 
+    @property
+    def temp_dir(self) -> str:
+        """What its launcher has as TMPDIR."""
+        return str(self._log_path.parent)
+
     def find_processes(self) -> dict[str, psutil.Process]:
         """The services' processes at this moment, by what they are called; those that have exited are missing."""
         processes = {}

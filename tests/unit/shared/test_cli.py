@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -186,6 +187,11 @@ def test_a_failure_without_a_reason_has_none() -> None:
 def test_an_unknown_command_shows_the_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(argv) == 2
     assert "lockstep COMMAND" in capsys.readouterr().err
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert re.fullmatch(r"lockstep \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

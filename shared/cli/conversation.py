@@ -1,0 +1,63 @@
+"""A conversation with the model: what was said, and the next answer to it."""
+
+from __future__ import annotations
+
+import grpc
+
+from lockstep.v1 import tokenizer_pb2
+from shared.cli.client import Answer, stream_answer
+
+
+class Conversation:
+    """Keeps the turns that were answered, also in part; one that fails, or has no answer at all, leaves no trace.
+
+    Attributes:
+        system: How the model is to behave; empty: as it does by itself.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        request: tokenizer_pb2.GenerateRequest,
+        system: str = "",
+        timeout_s: float | None = None,
+    ) -> None:
+        """Begin one; `request` says all but the messages."""
+        self.system = system
+        self._channel = channel
+        self._request = request
+        self._timeout_s = timeout_s
+        self._messages: list[tokenizer_pb2.ChatMessage] = []
+
+    def reset(self) -> None:
+        """Forget the turns."""
+        self._messages.clear()
+
+    async def answer(self, turn: str) -> None:
+        """Stream the answer to the terminal; cancelled, what has come is kept as the answer.
+
+        Raises:
+            grpc.aio.AioRpcError: the call failed.
+        """
+        question = tokenizer_pb2.ChatMessage(role=tokenizer_pb2.ROLE_USER, content=turn)
+        request = tokenizer_pb2.GenerateRequest()
+        request.CopyFrom(self._request)
+        if self.system:
+            request.chat.messages.add(role=tokenizer_pb2.ROLE_SYSTEM, content=self.system)
+        request.chat.messages.extend([*self._messages, question])
+        answer = Answer()
+        try:
+            await stream_answer(self._channel, request, answer, timeout_s=self._timeout_s)
+        except grpc.aio.AioRpcError:
+            raise
+        except BaseException:
+            self._keep(question, answer)
+            raise
+        self._keep(question, answer)
+
+    def _keep(self, question: tokenizer_pb2.ChatMessage, answer: Answer) -> None:
+        if answer.text or answer.reasoning:
+            reply = tokenizer_pb2.ChatMessage(
+                role=tokenizer_pb2.ROLE_ASSISTANT, content=answer.text, reasoning=answer.reasoning
+            )
+            self._messages += [question, reply]

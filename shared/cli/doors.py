@@ -1,0 +1,59 @@
+"""Which service answers at an address, for somebody who asked the wrong one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+TOKENIZER = "lockstep.v1.TokenizerService"
+SCHEDULER = "lockstep.v1.SchedulerService"
+
+_DEADLINE_S = 5.0
+
+_SERVICE_TO_NAME = {
+    TOKENIZER: "the tokenizer",
+    SCHEDULER: "the scheduler",
+    "lockstep.internal.v1.WorkerService": "a worker",
+}
+_SERVICE_TO_ADVICE = {
+    TOKENIZER: "`lockstep chat` and `lockstep generate` ask the tokenizer, at the address that `lockstep serve` has as "
+    "--listen",
+    SCHEDULER: "`lockstep top` asks the scheduler; without --target it finds the cell that `lockstep serve` runs here",
+}
+
+
+class WrongDoorError(Exception):
+    """Another service answers at an address; the message says which, and where the right one is."""
+
+
+@contextlib.asynccontextmanager
+async def explain_wrong_door(channel: grpc.aio.Channel, target: str, service: str) -> AsyncIterator[None]:
+    """Say more where a call of `service` fails because another service answers at `target`.
+
+    Raises:
+        WrongDoorError: that is so.
+    """
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+            raise
+        other = await _find_other(channel, service)
+        if other is None:
+            raise
+        raise WrongDoorError(
+            f"{target} is {_SERVICE_TO_NAME[other]}'s address: {_SERVICE_TO_ADVICE[service]}"
+        ) from None
+
+
+async def _find_other(channel: grpc.aio.Channel, service: str) -> str | None:
+    """The service that the server has, of those that are not `service`; None if it has that, or none."""
+    health = health_pb2_grpc.HealthStub(channel)
+    for name in (service, *_SERVICE_TO_NAME):
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await health.Check(health_pb2.HealthCheckRequest(service=name), timeout=_DEADLINE_S)
+            return None if name == service else name
+    return None

@@ -1,0 +1,65 @@
+"""The cells that `lockstep serve` runs on this machine, so that a command finds one without being told where it is.
+
+Each launcher writes a file into its own private directory and holds a lock on it, which goes with the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+# Of the launchers' private directories.
+DIRECTORY_PREFIX = "lockstep-"
+_NAME = "cell.json"
+
+
+@dataclass(frozen=True, slots=True)
+class RunningCell:
+    """A cell of this user: the directory's name of its model, and where its two services for clients answer."""
+
+    model: str
+    address: str
+    scheduler_address: str
+
+
+@contextlib.contextmanager
+def publish_cell(directory: Path, cell: RunningCell) -> Iterator[None]:
+    """Let `find_cells` find a cell, from now until the end."""
+    path = directory / _NAME
+    with path.open("w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        json.dump(asdict(cell), file)
+        file.flush()
+        yield
+
+
+def find_cells() -> list[RunningCell]:
+    """The cells of this user that run, the newest first."""
+    paths = Path(tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}*/{_NAME}")
+    found = [(started_at, cell) for started_at, cell in map(_read, paths) if cell is not None]
+    return [cell for _, cell in sorted(found, key=lambda pair: pair[0], reverse=True)]
+
+
+def _read(path: Path) -> tuple[float, RunningCell | None]:
+    """When a file was written, and its cell; None if it is another user's, or its launcher is gone."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        # Nobody else can put anything into a private directory of this user.
+        if path.parent.lstat().st_uid == os.geteuid():
+            with path.open(encoding="utf-8") as file:
+                if _is_locked(file.fileno()):
+                    return os.fstat(file.fileno()).st_mtime, RunningCell(**json.load(file))
+    return 0.0, None
+
+
+def _is_locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False

@@ -1,0 +1,40 @@
+"""What a person types into a terminal, with an editor of lines and a history that lasts as long as the process."""
+
+from __future__ import annotations
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+
+class TypedTurns:
+    """Reads turn by turn. Enter sends one; Alt-Enter, and a text that is pasted, may give it more lines."""
+
+    def __init__(self) -> None:
+        self._session: PromptSession[str] = PromptSession(
+            multiline=True, key_bindings=_key_bindings(), prompt_continuation="  "
+        )
+
+    async def read(self) -> str | None:
+        """The next turn; None when there is no more.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C was typed.
+        """
+        try:
+            return await self._session.prompt_async("> ")
+        except EOFError:
+            return None
+
+
+def _key_bindings() -> KeyBindings:
+    bindings = KeyBindings()
+
+    @bindings.add("enter")
+    def _send(event: KeyPressEvent) -> None:
+        event.current_buffer.validate_and_handle()
+
+    @bindings.add("escape", "enter")
+    def _begin_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return bindings

@@ -1,0 +1,71 @@
+"""Commands find the cells of this user that run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from shared.cli.running_cells import RunningCell, find_cells, publish_cell
+from tests.support.processes import ROOT, module_environment
+
+OLD, NEW = (RunningCell(name, f"unix:/{name}/tokenizer", f"unix:/{name}/scheduler") for name in ("old", "new"))
+
+# A launcher that is killed.
+LAUNCHER = """
+import os, signal, sys
+from pathlib import Path
+from shared.cli.running_cells import RunningCell, publish_cell
+with publish_cell(Path(sys.argv[1]), RunningCell("m", "a", "b")):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def temp_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def make_directory(temp_dir: Path, name: str) -> Path:
+    directory = temp_dir / f"lockstep-{name}"
+    directory.mkdir(mode=0o700)
+    return directory
+
+
+def test_cells_that_run_are_found_newest_first_and_gone_after_their_end(temp_dir: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(publish_cell(make_directory(temp_dir, "1"), OLD))
+        os.utime(temp_dir / "lockstep-1" / "cell.json", (1, 1))
+        with publish_cell(make_directory(temp_dir, "2"), NEW):
+            assert find_cells() == [NEW, OLD]
+        assert find_cells() == [OLD]
+    assert find_cells() == []
+
+
+def test_what_a_killed_launcher_left_is_no_cell(temp_dir: Path) -> None:
+    directory = make_directory(temp_dir, "killed")
+    subprocess.run([sys.executable, "-c", LAUNCHER, str(directory)], cwd=ROOT, env=module_environment(), check=False)
+    assert (directory / "cell.json").exists()
+    assert find_cells() == []
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"model": "x"}'])
+def test_a_file_that_is_no_cells_is_passed_over(temp_dir: Path, text: str) -> None:
+    directory = make_directory(temp_dir, "odd")
+    with publish_cell(directory, OLD):
+        (directory / "cell.json").write_text(text)
+        assert find_cells() == []
+
+
+def test_another_users_directory_is_not_looked_into(temp_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = make_directory(temp_dir, "theirs")
+    # Opening it would wait for a writer.
+    os.mkfifo(directory / "cell.json")
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert find_cells() == []
