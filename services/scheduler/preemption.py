@@ -9,8 +9,9 @@ from services.scheduler.batch import StepRecord
 from services.scheduler.policy import SchedulerCounters, SchedulerPolicy
 from services.scheduler.retraction import pick_victim
 from services.scheduler.running_batch import RunningBatch
-from services.scheduler.sequence import Sequence, SequenceStatus, SequenceType
-from services.scheduler.waiting_queue import WaitingQueue
+from services.scheduler.sequence import Priority, Sequence, SequenceStatus, SequenceType
+from services.scheduler.slot_table import Slots
+from services.scheduler.waiting_queue import QueuePolicy, WaitingQueue
 
 
 class Preemption:
@@ -38,8 +39,12 @@ class Preemption:
         self._counters = counters
 
     def retract(self, now: float) -> Sequence:
-        """Preempt the running sequence that the retraction policy picks, because blocks ran out; returns it."""
-        order = self._running.order
+        """Preempt the running sequence that the retraction policy picks, because blocks ran out; returns it.
+
+        Where classes go first, the policy picks among the lowest: what made way for an urgent one does not take its
+        blocks back by growing.
+        """
+        order = self._least_urgent(now)
         num_completion_tokens = self._slots.num_tokens - self._slots.num_prompt_tokens
         victim = pick_victim(self._policy.retraction_policy, order, num_completion_tokens)
         seq = self._slots.sequence_at(int(order[victim]))
@@ -61,7 +66,7 @@ class Preemption:
         num_missing_blocks = num_blocks - self._blocks.num_free_blocks - self._running.num_coming_blocks()
         num_missing_slots = 1 - self._slots.num_free_slots - len(self._running.retiring())
         victims: list[Sequence] = []
-        for seq in self._lower_classes(urgent, now):
+        for seq in self._lower_classes(urgent.priority, now):
             if num_missing_blocks <= 0 and num_missing_slots <= 0:
                 break
             victims.append(seq)
@@ -107,10 +112,21 @@ class Preemption:
         parked = [seq for seq in self._running.retiring() if seq.status is SequenceStatus.WAITING]
         assert self.num_parked == len(parked), "parked"
 
-    def _lower_classes(self, urgent: Sequence, now: float) -> list[Sequence]:
-        """Running sequences that give way to `urgent`, in the order in which they do."""
+    def _least_urgent(self, now: float) -> Slots:
+        """The slots among which the retraction policy picks, in the order of their entry; at least one."""
+        order = self._running.order
+        if self._policy.queue_policy is not QueuePolicy.PRIORITY:
+            return order
+        lower = self._lower_classes(Priority.HIGH, now)
+        if not lower:
+            return order
+        slots = [seq.slot for seq in reversed(lower) if seq.priority == lower[0].priority]
+        return np.array(slots, order.dtype)
+
+    def _lower_classes(self, priority: Priority, now: float) -> list[Sequence]:
+        """Running sequences that give way to one of `priority`, in the order in which they do."""
         order = self._running.order[::-1]
-        order = order[self._slots.priority[order] > urgent.priority]
+        order = order[self._slots.priority[order] > priority]
         ranked = order[np.argsort(-self._slots.priority[order], kind="stable")]
         sequences = [self._slots.sequence_at(int(slot)) for slot in ranked]
         return [seq for seq in sequences if not self._waiting.is_aged(seq, now)]

@@ -71,6 +71,26 @@ def test_a_higher_class_preempts_as_few_as_needed_when_blocks_run_out(depth: int
         assert driver.told[1, handle].tokens == expected_completion(prompt(20, handle), 0, 10)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("retraction", RetractionPolicy)
+def test_a_row_that_others_made_way_for_does_not_give_way_to_their_growth(
+    retraction: RetractionPolicy, depth: int
+) -> None:
+    driver = EngineDriver(num_blocks=8, policy=by_priority(retraction_policy=retraction), depth=depth)
+    for handle in (1, 2, 3):
+        driver.submit(handle, prompt(20, handle), priority=Priority.LOW, max_tokens=70)
+    driver.step()
+    driver.submit(4, prompt(40, 100), priority=Priority.HIGH, max_tokens=20)
+    num_entries = 0
+    while (1, 4) not in driver.told or driver.told[1, 4].end is None:
+        num_entries += sum(entering.num_prompt_tokens == 40 for entering in driver.sent[0].batch.enters)
+        driver.step()
+    assert num_entries == 1
+    driver.run()
+    for handle in (1, 2, 3):
+        assert driver.told[1, handle].tokens == expected_completion(prompt(20, handle), 0, 70)
+
+
 def test_nobody_is_preempted_when_it_would_not_be_enough() -> None:
     driver = EngineDriver(num_blocks=8, policy=by_priority())
     driver.submit(1, prompt(40), priority=Priority.HIGH, max_tokens=20)
