@@ -221,7 +221,8 @@ class Outputs:
 
     `handles` uint32 and `first_indexes` int32 (of the row's first token among the completion tokens): [num_rows].
     `token_ids` int32: the rows' tokens one behind the other, `counts` of each row; None is one each. `logprobs` count
-    their positions in `token_ids`; `prompt_logprobs` are by handle.
+    their positions in `token_ids`; `prompt_logprobs` are by handle. `resumes` are handles that go on after a loss, with
+    how often they have by now.
     """
 
     handles: np.ndarray[tuple[int], np.dtype[np.uint32]]
@@ -232,6 +233,7 @@ class Outputs:
     counts: IntColumn | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
+    resumes: list[tuple[int, int]] = field(default_factory=list)
 
     @classmethod
     def only_ends(cls, ends: list[RequestEnd]) -> Outputs:
@@ -269,6 +271,10 @@ class OutputsByClient:
     def add_start(self, client: int, start: RequestStart) -> None:
         """Add a choice that began."""
         self._of(client).starts.append(start)
+
+    def add_resume(self, seq: Sequence) -> None:
+        """Add a choice that goes on after a loss."""
+        self._of(seq.client).resumes.append((seq.handle, seq.num_resumes))
 
     def add_end(self, client: int, end: RequestEnd) -> None:
         """Add a choice that ended."""

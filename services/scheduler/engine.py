@@ -6,7 +6,7 @@ one seed. `server` wraps it and decides nothing.
 
 from __future__ import annotations
 
-from services.scheduler.batch import StepResult
+from services.scheduler.batch import OutputsByClient, StepResult
 from services.scheduler.cell import Cell
 from services.scheduler.cell_facts import CellFacts
 from services.scheduler.domain import Domain
@@ -42,7 +42,7 @@ class Engine:
 
     A failure domain is held for an epoch, which ends when a link breaks, when an answer makes no sense, or when a rank
     is silent or does not get on. Its requests then wait, with the tokens they have, for the next rank; their clients
-    are told nothing, unless one of them turns out to kill its workers.
+    are told no more than that, unless one of them turns out to kill its workers.
 
     The engine gives signs of life. One that was stopped for longer than its workers keep its claim must assume that
     another one has them: it asks for its process to end, whatever it is told.
@@ -180,7 +180,13 @@ class Engine:
         """A domain's epoch has ended; see `Cell.lose`."""
         sequences, poison = self._cell.lose(domain, now, accuses_rows=accuses_rows)
         self._facts.update(self._cell.domains)
-        actions = [] if poison is None else self._desk.end_poison(poison, now)
+        resumes = OutputsByClient()
+        for seq in sequences:
+            if seq.num_resumes and seq.leave_time is None:
+                resumes.add_resume(seq)
+        actions = deliver(resumes)
+        if poison is not None:
+            actions += self._desk.end_poison(poison, now)
         exact = [seq for seq in sequences if seq.exact_fingerprint is not None and seq.leave_time is None]
         return actions + self._desk.end_unservable(exact, now)
 

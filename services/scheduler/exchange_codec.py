@@ -70,6 +70,8 @@ def encode_outputs(outputs: Outputs) -> exchange_pb2.Outputs:
         message.logprobs.CopyFrom(encode_logprobs(outputs.logprobs))
     for handle, logprobs in outputs.prompt_logprobs:
         message.prompt_logprobs.add(handle=handle, logprobs=encode_logprobs(logprobs))
+    for handle, num_resumes in outputs.resumes:
+        message.resumes.add(handle=handle, num_resumes=num_resumes)
     return message
 
 

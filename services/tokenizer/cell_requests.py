@@ -48,6 +48,9 @@ class Receiver(Protocol):
     def submitted(self, num_resumes: int, *, is_exact: bool) -> None:
         """Its request goes to a scheduler, after so many recoveries; whether neither they nor others change a byte."""
 
+    def resumed(self, num_resumes: int) -> None:
+        """It goes on after a loss in the cell, so many in all by now."""
+
     def begin(self, num_cached_tokens: int) -> None:
         """Take the number of prompt tokens that were cached; once, before the first tokens."""
 
@@ -177,6 +180,9 @@ class CellRequests:
         Raises:
             ExchangeError: columns do not fit each other, or tokens are missing.
         """
+        for resume in outputs.resumes:
+            if resume.handle in self._receivers:
+                self._receivers[resume.handle].resumed(resume.num_resumes)
         for start in outputs.starts:
             if self._ledger.begin(self._stream, start.handle):
                 self._receivers[start.handle].begin(start.num_cached_tokens)

@@ -115,6 +115,10 @@ class Choice:
         """Take how often it has gone on by now, and whether its bytes are those of an undisturbed run."""
         self.num_resumes, self.resumes_exactly = num_resumes, is_exact
 
+    def resumed(self, num_resumes: int) -> None:
+        """Take how often it has gone on by now: a stop string ends it before the cell's end tells."""
+        self.num_resumes = num_resumes
+
     def begin(self, num_cached_tokens: int) -> None:
         """Take what the first tokens come with: how much of the prompt was cached."""
         self.usage.num_cached_tokens = num_cached_tokens

@@ -40,6 +40,10 @@ class Sink:
         """See `Receiver`."""
         self.resumes.append((num_resumes, is_exact))
 
+    def resumed(self, num_resumes: int) -> None:
+        """See `Receiver`."""
+        self.resumes.append((num_resumes, self.resumes[-1][1]))
+
     def begin(self, num_cached_tokens: int) -> None:
         """See `Receiver`."""
         self.num_cached_tokens.append(num_cached_tokens)

@@ -412,3 +412,19 @@ async def test_each_choice_tells_its_recoveries(model_dir: Path, tmp_path: Path,
         assert resumed is not None
         # Nobody but the replica knows of the end by a stop string.
         assert resumed.recovery == common_pb2.Recovery(resume_count=1, resume_exact=True)
+
+
+async def test_a_choice_that_a_stop_string_ends_tells_what_its_cell_lost(
+    model_dir: Path, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    async with run_tokenizer_service(model_dir, tmp_path) as service:
+        await service.link()
+        call, [sent] = await submit(service, Request(text="The fox", stop=[" lazy d"]))
+        service.peer.send_outputs(
+            exchange_pb2.Outputs(resumes=[exchange_pb2.ChoiceResume(handle=sent.handle, num_resumes=2)])
+        )
+        service.peer.send(Row(sent.handle, 0, tokenizer.encode("the lazy dog").ids))
+        [choice] = (await read_answer(call)).choices.values()
+        assert choice.finish is not None
+        assert choice.finish.reason == common_pb2.FINISH_REASON_STOP_STRING
+        assert choice.finish.recovery == common_pb2.Recovery(resume_count=2)
