@@ -40,8 +40,8 @@ from shared.limits import (
     default_max_tokens,
 )
 
-# A caller that waits longer has no deadline: whoever sets none may send the longest time there is.
-MAX_TIME_LEFT_S = 365 * 86400.0
+# A deadline that is further away is taken for this one.
+MAX_TIME_LEFT_S = 3600.0
 
 _PRIORITIES = frozenset(common_pb2.Priority.values()) - {common_pb2.PRIORITY_UNSPECIFIED}
 _DETERMINISMS = frozenset(common_pb2.Determinism.values())
@@ -192,8 +192,8 @@ def read_choices_so_far(
 
 
 def read_time_left(time_remaining_s: float | None) -> float | None:
-    """How long a caller waits, in seconds, by what its call says; None is for ever."""
-    return None if time_remaining_s is None or time_remaining_s > MAX_TIME_LEFT_S else time_remaining_s
+    """How long a caller waits, in seconds, by what its call says: an hour at most, or for ever, which is None."""
+    return None if time_remaining_s is None else min(time_remaining_s, MAX_TIME_LEFT_S)
 
 
 def resolve_max_tokens(

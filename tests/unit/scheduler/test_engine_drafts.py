@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from services.scheduler.batch import RequestEnd, StepCounts, StepKind
-from services.scheduler.events import ClientMessage, DropDomain, StepReturned, Submission
+from services.scheduler.events import ClientMessage, Deliver, DropDomain, StepReturned, Submission
 from services.scheduler.policy import SchedulerPolicy
 from services.scheduler.sequence import FinishReason
 from shared.limits import MAX_DRAFT_TOKENS, SamplingOptions, SamplingParams
