@@ -41,7 +41,7 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -I protos -I "$(SITE)"
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run demo test test-slow simulate lint protos settings-table parity chaos bench bench-peers bench-drafts bench-lockstep clean
+.PHONY: help run demo test test-slow simulate lint protos settings-table parity chaos bench bench-peers bench-drafts bench-lockstep bench-interference clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' Makefile
@@ -81,6 +81,9 @@ bench-drafts: $(INSTALLED) $(STUBS) $(MODEL_READY) ## what n-gram drafts change 
 
 bench-lockstep: $(INSTALLED) $(STUBS) ## what it costs to keep ranks in step, beside an all-reduce before each step
 	@$(BIN)/python -m tests.bench.lockstep
+
+bench-interference: $(INSTALLED) $(STUBS) $(MODEL_READY) ## what 64 long prompts do to answers that stream: about an hour
+	@$(BIN)/python -m tests.bench.interference $(MODEL)
 
 lint: $(INSTALLED) $(STUBS) ## style, types, import rules, protos
 	@$(BIN)/ruff check
