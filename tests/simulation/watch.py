@@ -364,7 +364,8 @@ class EngineWatch:
             assert not is_idle, "requests wait, the workers are idle, and no step is sent"
         wakeup = engine.next_wakeup()
         assert wakeup > now, "the engine wants to be woken in the past"
-        assert wakeup <= self._last_beat_at + _BEAT_S, "it does not beat"
+        # One that was late is followed by the next but one at the latest: see `next_beat_at`.
+        assert wakeup <= self._last_beat_at + 1.5 * _BEAT_S, "it does not beat"
 
     def _check_integrity(self, engine: Engine) -> None:
         self._num_blocks_unchecked += _BLOCKS_PER_EVENT
