@@ -31,6 +31,12 @@ def num_pairs(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="session")
+def num_requests(num_kills: int) -> int:
+    """How many are in flight; fewer where there are few kills: after many of them all are computed anew."""
+    return 200 if num_kills > 5 else 100
+
+
+@pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random model of two layers: what is tested happens between the steps."""
     return write_tiny_llama(tmp_path_factory.mktemp("chaos"), changes={"num_hidden_layers": 2})
@@ -44,9 +50,9 @@ def moe_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def peace(model_dir: Path) -> Peace:
-    """200 requests of every kind, and what they get when nothing dies."""
-    return asyncio.run(learn(model_dir, mixed_requests(200)))
+def peace(model_dir: Path, num_requests: int) -> Peace:
+    """Requests of every kind, and what they get when nothing dies."""
+    return asyncio.run(learn(model_dir, mixed_requests(num_requests)))
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 # For the other group to begin the step that the cut one does not get.
 STEP_S = 0.5
-# Of the test's kills: those that are found out by waiting for 10 s and starting the domain again take long.
+# Of the test's kills: those that are found out by waiting for seconds and starting the domain again take long.
 FACTOR = 0.4
 
 

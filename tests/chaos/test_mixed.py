@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.chaos import Damage, Killer, Load, Peace, TellOf, chaos_cell
+from tests.support.chaos import HEALTH_KILL_S, Damage, Killer, Load, Peace, TellOf, chaos_cell
 
 pytestmark = pytest.mark.slow
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 async def test_requests_outlive_whatever_dies_or_hangs(
     model_dir: Path, peace: Peace, num_kills: int, tell_of: TellOf
 ) -> None:
-    async with chaos_cell(model_dir, "--dp=2", "--health-kill-s=12") as (cell, client):
+    async with chaos_cell(model_dir, "--dp=2", f"--health-kill-s={HEALTH_KILL_S}") as (cell, client):
         load = Load(client, peace)
         killer = Killer(cell, load)
         async with load.keep_in_flight():

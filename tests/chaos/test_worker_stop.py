@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 from pathlib import Path
 
 import pytest
 
-from tests.support.chaos import Damage, Killer, Load, Peace, TellOf, chaos_cell
+from tests.support.chaos import HEALTH_KILL_S, Damage, Killer, Load, Peace, TellOf, chaos_cell
 
 pytestmark = pytest.mark.slow
+
+# Of the test's kills: a third of those in `test_mixed.py` are stops, too.
+FACTOR = 0.6
 
 
 async def test_requests_outlive_workers_that_are_stopped(
     model_dir: Path, peace: Peace, num_kills: int, tell_of: TellOf
 ) -> None:
-    async with chaos_cell(model_dir, "--dp=2", "--health-kill-s=12") as (cell, client):
+    num_stops = max(1, round(FACTOR * num_kills))
+    async with chaos_cell(model_dir, "--dp=2", f"--health-kill-s={HEALTH_KILL_S}") as (cell, client):
         load = Load(client, peace)
         killer = Killer(cell, load)
         async with load.keep_in_flight():
-            for _ in range(num_kills):
+            for _ in range(num_stops):
                 await killer.hit_a_worker(signal.SIGSTOP)
                 await load.settle()
         state = await client.wait_until_idle()
@@ -29,7 +32,7 @@ async def test_requests_outlive_workers_that_are_stopped(
     tell_of(load, killer.num_deaths, state)
     assert load.damage == Damage()
     assert load.num_answers >= len(peace.requests)
-    assert log.count("had not answered its health check for 12 s") >= num_kills
+    assert log.count(f"had not answered its health check for {HEALTH_KILL_S} s") >= num_stops
 
 
 async def test_a_worker_that_hangs_is_noticed_and_comes_back_to_no_harm(
@@ -40,10 +43,9 @@ async def test_a_worker_that_hangs_is_noticed_and_comes_back_to_no_harm(
         async with load.keep_in_flight():
             await load.wait_for_state(lambda state: state.rank_steps[1].num_running >= 10)
             pid = cell.send_signal("worker 1.0", signal.SIGSTOP)
-            hangs = asyncio.create_task(asyncio.sleep(30))
-            async with asyncio.timeout(20):
-                await load.wait_for_state(lambda state: not state.rank_steps[1].is_attached)
-            await hangs
+            await load.wait_for_state(lambda state: not state.rank_steps[1].is_attached)
+            # The other rank has taken over what it had.
+            await load.wait_for_progress()
             cell.send_signal("worker 1.0", signal.SIGCONT)
             await load.wait_for_state(lambda state: state.rank_steps[1].is_attached and state.rank_steps[1].num_running)
         state = await client.wait_until_idle()

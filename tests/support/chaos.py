@@ -29,7 +29,9 @@ MIN_RUNNING = 10
 MAGIC_TOKEN = 500
 
 # Many processes share few cores here: one that computes may be silent for longer than on a machine of its own.
-_SILENCE_S = 10
+_SILENCE_S = 6
+# A process that hangs is killed after it has been given up.
+HEALTH_KILL_S = 8
 WORKER_FLAGS = ("--kv-cache-num-blocks=4096", f"--silence-s={_SILENCE_S}")
 SCHEDULER_FLAGS = (f"--worker-silence-s={_SILENCE_S}",)
 TOKENIZER_FLAGS = (f"--scheduler-silence-s={_SILENCE_S}",)
