@@ -20,9 +20,8 @@ from google.rpc import error_details_pb2
 from lockstep.v1 import tokenizer_pb2
 from shared.model_dir import CHAT_TEMPLATE
 from shared.rpc import reason_of, status_from_rpc_error
-from tests.support.cell import Cell, run_serve, start_cell
+from tests.support.cell import Cell, start_cell
 from tests.support.client import Client, chat_request, connect, text_request, token_request
-from tests.support.tiny_llama import write_tiny_llama
 
 VOCABULARY = 49_152
 CONTEXT = 8_192
@@ -269,12 +268,3 @@ async def test_a_full_queue_refuses_at_once_and_says_when_to_come_again(small_ce
         assert retry_info.retry_delay.ToMilliseconds() > 0
         assert len((await running).token_ids) == 380
         assert len((await waiting).token_ids) == 2
-
-
-def test_a_template_that_fails_for_a_plain_message_refuses_the_start(tmp_path: Path) -> None:
-    model_dir = write_tiny_llama(tmp_path)
-    (model_dir / CHAT_TEMPLATE).write_text("{{ messages.nothing.nowhere }}", encoding="utf-8")
-    result = run_serve(str(model_dir), "--listen=127.0.0.1:0")
-    assert result.returncode != 0
-    assert "tokenizer" in result.stderr
-    assert "template" in result.stderr

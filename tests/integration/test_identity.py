@@ -15,6 +15,7 @@ from tests.support.client import Client, Completion, connect, token_request
 
 NUM_REQUESTS = 32
 NUM_TOKENS = 20
+NUM_REAL_TOKENS = 10
 REFERENCE = "--worker.ops-backend=reference"
 
 
@@ -149,12 +150,14 @@ async def test_cancelled_neighbours_give_their_blocks_back_and_disturb_nobody(
 # Each row reads all weights: a minute and more.
 @pytest.mark.slow
 async def test_the_real_model_alone_together_and_preempted(real_model: Path) -> None:
-    requests = make_requests(49_152, count=8, max_prompt=32)
+    requests = make_requests(49_152, count=6, max_prompt=32)
+    for request in requests:
+        request.sampling.max_tokens = NUM_REAL_TOKENS
     with start_cell(real_model, REFERENCE) as cell:
         async with connect(cell) as client:
             expected = outputs(await run_alone(client, requests))
             assert outputs(await client.generate_all(requests)) == expected
-    with start_cell(real_model, REFERENCE, "--worker.kv-cache-num-blocks=16") as cell:
+    with start_cell(real_model, REFERENCE, "--worker.kv-cache-num-blocks=6") as cell:
         async with connect(cell) as client:
             assert outputs(await client.generate_all(requests)) == expected
             assert (await client.wait_until_idle()).num_preemptions > 0

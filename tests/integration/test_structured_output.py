@@ -6,7 +6,6 @@ import asyncio
 import json
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import grpc
 import pytest
@@ -18,6 +17,7 @@ from tests.support.cell import Cell, start_cell
 from tests.support.client import Client, Completion, connect
 from tests.support.grammar_texts import CLOSERS
 from tests.support.json_schema_suite import SuiteSchema, read_suite
+from tests.support.tiny_llama import write_tiny_llama
 from tests.support.tiny_tokenizer import tiny_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -33,9 +33,9 @@ Form = tokenizer_pb2.StructuredOutput
 
 
 @pytest.fixture(scope="module")
-def cell(tiny_model: Path) -> Iterator[Cell]:
-    """A cell of a small random model."""
-    with start_cell(tiny_model) as cell:
+def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
+    """A cell of a small random model whose texts come to an end often enough."""
+    with start_cell(write_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))) as cell:
         yield cell
 
 

@@ -25,7 +25,7 @@ def cell(tiny_model: Path) -> Iterator[Cell]:
         yield cell
 
 
-def make_requests(count: int, *, max_tokens: int = 100) -> list[tokenizer_pb2.GenerateRequest]:
+def make_requests(count: int, *, max_tokens: int = 200) -> list[tokenizer_pb2.GenerateRequest]:
     """Requests long enough to be in the middle of their answer when a service is killed."""
     return [
         token_request(
