@@ -41,6 +41,8 @@ class Fault(enum.Enum):
     SCHEDULER_STOP = "scheduler_stop"
     REPLICA_GONE = "replica_gone"
     # Clients.
+    DIRECT_CALL = "direct_call"
+    SLOW_READER = "slow_reader"
     CANCEL = "cancel"
     DEADLINE = "deadline"
     TEXT_STOP = "text_stop"
@@ -91,7 +93,10 @@ _LIKELIHOOD = {
     Fault.SCHEDULER_STOP: 0.01,
     Fault.REPLICA_GONE: 0.01,
     Fault.CACHE_FLUSH: 0.03,
+    # At each response of a direct call.
+    Fault.SLOW_READER: 0.01,
     # At each request.
+    Fault.DIRECT_CALL: 0.3,
     Fault.CANCEL: 0.2,
     Fault.DEADLINE: 0.2,
     Fault.TEXT_STOP: 0.3,

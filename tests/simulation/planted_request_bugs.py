@@ -19,6 +19,7 @@ from services.scheduler.requests import Request, RequestTable
 from services.scheduler.result_taker import ResultTaker
 from services.scheduler.sequence import Finish, Sequence
 from services.scheduler.stops import find_finish
+from services.scheduler.token_door import TokenDoor
 from services.scheduler.waiting_queue import WaitingQueue
 from services.tokenizer.request_ledger import RequestLedger
 from tests.simulation.faults import Fault
@@ -165,6 +166,29 @@ def _tokens_behind_a_grammars_end_are_told(patch: Patch) -> None:
         "take",
         lambda self, result, now: take(self, replace(result, failed_grammar_rows=no_rows), now),
     )
+
+
+# Direct calls.
+
+
+@_planted(Fault.DIRECT_CALL, Fault.CANCEL)
+def _direct_requests_go_with_their_first_choice(patch: Patch) -> None:
+    """A direct call that is cancelled when its first choice has ended does not abort the others."""
+    forget = TokenDoor._forget
+
+    def forget_first(self: TokenDoor, submission: Submission) -> None:
+        if submission.handle in self._choices:
+            forget(self, submission)
+        for choice in range(submission.n):
+            self._choices.pop(submission.handle + choice, None)
+
+    patch.setattr(TokenDoor, "_forget", forget_first)
+
+
+@_planted(Fault.DIRECT_CALL)
+def _of_direct_calls_with_news_one_is_woken(patch: Patch) -> None:
+    """What a step brings to the second direct call and those after it is never sent."""
+    patch.setattr(TokenDoor, "_wake_some", lambda self: self._to_wake.popleft().wake())
 
 
 # Requests, their ends and their attempts.

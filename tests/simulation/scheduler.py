@@ -23,18 +23,23 @@ from services.scheduler.events import (
     TimePassed,
 )
 from services.scheduler.exchange_codec import decode_request
+from services.scheduler.token_door import DOOR_CLIENT, TokenDoor
 from services.scheduler.worker_client import decode_result, encode_step
 from tests.simulation.clock import Clock
+from tests.simulation.direct_calls import DirectCall
 from tests.simulation.domain import SimulatedDomain
 from tests.simulation.domain_link import DomainLink
 from tests.simulation.exchange import ExchangeStream
 from tests.simulation.faults import FaultMix
 from tests.simulation.step_stream import Answer
+from tests.simulation.virtual_loop import VirtualLoop
 from tests.simulation.watch import EngineWatch
 from tests.simulation.workload import CellSettings
 
 # A loop that has nothing to do but to beat is simulated as a slow one, but not as one that was stopped.
 _LATENESS_S = 0.9
+# What else there is to do at the moment of a deadline comes before its timer, or after.
+_TIMER_LATENESSES_S = (0.0, 0.005)
 
 
 class SchedulerProcess:
@@ -61,8 +66,14 @@ class SchedulerProcess:
         self.is_alive = True
         self.num_steps = 0
         self.streams: dict[int, ExchangeStream] = {}
+        # In the order in which they began.
+        self.calls: dict[DirectCall, None] = {}
+        self.loop = VirtualLoop(clock, self.when_running)
+        with self.loop.running():
+            self.door = TokenDoor(lambda: self.engine.model_limits, self.on_event)
         self._topology = settings.topology
         self._clock = clock
+        self._timer_lateness_s = rng.choice(_TIMER_LATENESSES_S)
         self._on_exit = on_exit
         self._stopped_until = 0.0
         self._timer: float | None = None
@@ -88,6 +99,8 @@ class SchedulerProcess:
             link.close()
         for stream in list(self.streams.values()):
             stream.break_()
+        for call in list(self.calls):
+            call.break_()
 
     def exit(self, reason: str) -> None:
         """The process ends by its own decision."""
@@ -116,6 +129,13 @@ class SchedulerProcess:
         """Its replicas give it up, and it does not know."""
         for stream in self.streams.values():
             stream.break_(scheduler_notices=False)
+        for call in list(self.calls):
+            call.break_(server_notices=False)
+
+    def check_calls(self) -> None:
+        """Check that the engine goes on with nothing for calls that have ended."""
+        handles = {seq.handle for seq in self.engine._requests.choices() if seq.client == DOOR_CLIENT}
+        assert not self.is_alive or handles == set(self.door._choices), "a request goes on without its call"
 
     def check_end(self) -> None:
         """Check an engine that has nothing more to do."""
@@ -180,6 +200,8 @@ class SchedulerProcess:
                 self.num_steps += 1
                 link = self._links[self._topology.domain_of(rank)]
                 link.send(rank, encode_step(step).SerializeToString(), step.step_id)
+            case Deliver(client, outputs) if client == DOOR_CLIENT:
+                self.door.deliver(outputs)
             case Deliver(client, outputs):
                 if client in self.streams:
                     self.streams[client].send_outputs(outputs)
@@ -196,7 +218,7 @@ class SchedulerProcess:
 
     def _arm_timer(self) -> None:
         wakeup = self.engine.next_wakeup()
-        wakeup = min(wakeup + self._lateness_s, self.watch.first_deadline(wakeup))
+        wakeup = min(wakeup + self._lateness_s, self.watch.first_deadline(wakeup)) + self._timer_lateness_s
         # Who has nothing to do beats as long as anything else goes on.
         is_background = not self.watch.has_work
         if self._timer is not None and self._timer <= wakeup and is_background >= self._is_timer_background:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from random import Random
 
 from tests.simulation.clock import Clock
+from tests.simulation.direct_calls import DirectClient
 from tests.simulation.domain import SimulatedDomain
 from tests.simulation.exchange import Ends, ExchangeStream
 from tests.simulation.faults import Fault, FaultMix
@@ -33,6 +34,7 @@ _CAUSES = {
     "POISON_REQUEST": Fault.POISON,
     "QUEUE_FULL": Fault.QUEUE_FULL,
     "REPLICA_GONE": Fault.REPLICA_GONE,
+    "CLIENT_TOO_SLOW": Fault.SLOW_READER,
 }
 _SCHEDULER_ENDS = (Fault.SCHEDULER_RESTART, Fault.SCHEDULER_STOP)
 _ZOMBIE_S = (0.0, 3.0)
@@ -175,11 +177,19 @@ class Simulation:
         plan = self._workload.draw()
         self._plans.append(plan)
         self._num_live += plan.n
-        self._told += self._rng.choice(self._replicas).serve(plan)
+        self._told += self._serve(plan)
         if plan.abort_call_after_s is not None:
             self.clock.after(plan.abort_call_after_s, lambda: self._abort_request(plan))
         self._disturb()
         self.clock.after(self._rng.expovariate(1.0 / self._settings.mean_gap_s), self._arrive)
+
+    def _serve(self, plan: RequestPlan) -> list[Told]:
+        """Let a replica serve a request, or, where no text is looked at, the scheduler by itself."""
+        if plan.text_stop_token is not None or plan.options.grammar or not self._strikes(Fault.DIRECT_CALL):
+            return self._rng.choice(self._replicas).serve(plan)
+        return DirectClient(
+            plan, self.clock, self._rng, self._mix, find_server=lambda: self._scheduler, on_over=self._on_over
+        ).told
 
     def _disturb(self) -> None:
         if self._strikes(Fault.SCHEDULER_RESTART):

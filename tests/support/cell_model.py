@@ -71,7 +71,8 @@ class HashGrammar:
     def mask(self) -> npt.NDArray[np.bool_]:
         """The tokens that may come next."""
         self.has_failed = self._num_tokens >= self._fails_after
-        return np.arange(VOCABULARY) % 2 == self._state % 2
+        is_allowed: npt.NDArray[np.bool_] = np.arange(VOCABULARY) % 2 == self._state % 2
+        return is_allowed
 
     def advance(self, token_id: int) -> None:
         """Take in the completion's next token."""
