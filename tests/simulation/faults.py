@@ -47,6 +47,7 @@ class Fault(enum.Enum):
     DEADLINE = "deadline"
     TEXT_STOP = "text_stop"
     POISON = "poison"
+    SAME_ID = "same_id"
     GRAMMAR = "grammar"
     GRAMMAR_FAILURE = "grammar_failure"
     ABORT_CALL = "abort_call"
@@ -101,6 +102,7 @@ _LIKELIHOOD = {
     Fault.DEADLINE: 0.2,
     Fault.TEXT_STOP: 0.3,
     Fault.POISON: 0.15,
+    Fault.SAME_ID: 0.1,
     Fault.GRAMMAR: 0.15,
     Fault.GRAMMAR_FAILURE: 0.1,
     Fault.ABORT_CALL: 0.1,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from services.scheduler import intake
+from services.scheduler.batch import OutputsByClient
 from services.scheduler.endings import Endings
 from services.scheduler.engine import Engine
 from services.scheduler.events import Action, ClientGone, ClientMessage, Event, Submission, TimePassed
@@ -250,6 +251,16 @@ def _earlier_attempts_run_on(patch: Patch) -> None:
             return submit(self, *args)
 
     patch.setattr(RequestDesk, "_submit", submit_beside)
+
+
+@_planted(Fault.SAME_ID, Fault.STREAM_BREAK)
+def _a_superseded_client_is_told_nothing(patch: Patch) -> None:
+    """A client whose request another one goes on with waits for an answer that never comes."""
+
+    def supersede(self: RequestDesk, earlier: Request, _client: int, _outputs: OutputsByClient, now: float) -> None:
+        self._abort(earlier, now)
+
+    patch.setattr(RequestDesk, "_supersede", supersede)
 
 
 @_planted(Fault.STREAM_BREAK, Fault.SCHEDULER_RESTART)

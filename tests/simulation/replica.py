@@ -111,6 +111,10 @@ class Replica:
         elif self._resubmits_at_once:
             self._open_stream(self._stream)
 
+    def is_serving(self, request_id: str) -> bool:
+        """Whether a request with an id is under way here: there is no second one then."""
+        return any(told.plan.request_id == request_id for told in self._told.values())
+
     def serve(self, plan: RequestPlan) -> list[Told]:
         """Take in a client's request; returns what will be told of its choices."""
         request = ResolvedRequest(

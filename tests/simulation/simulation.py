@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from tests.simulation.clock import Clock
@@ -35,6 +35,7 @@ _CAUSES = {
     "QUEUE_FULL": Fault.QUEUE_FULL,
     "REPLICA_GONE": Fault.REPLICA_GONE,
     "CLIENT_TOO_SLOW": Fault.SLOW_READER,
+    "DUPLICATE_REQUEST": Fault.SAME_ID,
 }
 _SCHEDULER_ENDS = (Fault.SCHEDULER_RESTART, Fault.SCHEDULER_STOP)
 _ZOMBIE_S = (0.0, 3.0)
@@ -175,6 +176,8 @@ class Simulation:
             self._mix.rates.clear()
             return
         plan = self._workload.draw()
+        if all(replica.is_serving(plan.request_id) for replica in self._replicas):
+            plan = replace(plan, request_id=plan.own_id)
         self._plans.append(plan)
         self._num_live += plan.n
         self._told += self._serve(plan)
@@ -184,9 +187,14 @@ class Simulation:
         self.clock.after(self._rng.expovariate(1.0 / self._settings.mean_gap_s), self._arrive)
 
     def _serve(self, plan: RequestPlan) -> list[Told]:
-        """Let a replica serve a request, or, where no text is looked at, the scheduler by itself."""
-        if plan.text_stop_token is not None or plan.options.grammar or not self._strikes(Fault.DIRECT_CALL):
-            return self._rng.choice(self._replicas).serve(plan)
+        """Let a replica serve a request, or, where no text is looked at, the scheduler by itself.
+
+        Two that share an id are served by different ones.
+        """
+        is_plain = plan.text_stop_token is None and not plan.options.grammar and plan.request_id == plan.own_id
+        if not is_plain or not self._strikes(Fault.DIRECT_CALL):
+            replicas = [replica for replica in self._replicas if not replica.is_serving(plan.request_id)]
+            return self._rng.choice(replicas).serve(plan)
         return DirectClient(
             plan, self.clock, self._rng, self._mix, find_server=lambda: self._scheduler, on_over=self._on_over
         ).told
@@ -299,6 +307,10 @@ class Simulation:
     def _strikes(self, fault: Fault) -> bool:
         return self._mix.strikes(fault, self._rng)
 
+    def _may_be_aborted(self, plan: RequestPlan) -> bool:
+        """Whether somebody calls for the end of the request, or of another one with its id."""
+        return any(one.abort_call_after_s is not None for one in self._plans if one.request_id == plan.request_id)
+
     def _check_told(self, told: Told) -> None:
         """Check what a client was told against an undisturbed run."""
         plan, expected = told.plan, told.plan.by_text[told.choice]
@@ -323,7 +335,7 @@ class Simulation:
             assert fault in self._kinds, f"{plan.request_id} got {told.error} without a cause"
             assert fault is not Fault.DEADLINE or plan.patience_s is not None, "a deadline that nobody gave"
             assert fault is not Fault.GRAMMAR_FAILURE or expected.finish is None, "its grammar could be followed"
-            assert fault is not Fault.ABORT_CALL or plan.abort_call_after_s is not None, "nobody called for its end"
+            assert fault is not Fault.ABORT_CALL or self._may_be_aborted(plan), "nobody called for its end"
 
 
 def _check_scores(told: Told) -> None:

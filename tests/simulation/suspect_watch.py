@@ -10,7 +10,7 @@ _MAX_CRASHES_ALONE = 2
 
 
 class SuspectWatch:
-    """Follows the suspects of one engine, by the numbers of their requests.
+    """Follows the suspects of one engine, by the ids of their requests.
 
     A suspect is tried with at most half of those that it was accused with, rounded up, and with nobody else.
     """
@@ -19,45 +19,46 @@ class SuspectWatch:
         # The most requests that one crash has accused.
         self.max_accused = 0
         # The most that may be tried together with a suspect, itself included.
-        self._max_together: dict[int, int] = {}
-        self._num_crashes_alone: Counter[int] = Counter()
+        self._max_together: dict[str, int] = {}
+        self._num_crashes_alone: Counter[str] = Counter()
         # Which accusation was a request's last: some of a trial may be cleared before the others.
-        self._accusation: dict[int, int] = {}
+        self._accusation: dict[str, int] = {}
         self._num_accusations = 0
 
     def __bool__(self) -> bool:
         return bool(self._max_together)
 
-    def __contains__(self, number: int) -> bool:
-        return number in self._max_together
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._max_together
 
-    def accuse(self, numbers: Collection[int]) -> int | None:
+    def accuse(self, request_ids: Collection[str]) -> str | None:
         """A domain was lost in steps that held these requests; returns the one that is poison, if one is."""
         self._num_accusations += 1
-        self.max_accused = max(self.max_accused, len(numbers))
-        for number in numbers:
-            self._accusation[number] = self._num_accusations
-            self._max_together[number] = (len(numbers) + 1) // 2
-        if len(numbers) != 1:
+        self.max_accused = max(self.max_accused, len(request_ids))
+        for request_id in request_ids:
+            self._accusation[request_id] = self._num_accusations
+            self._max_together[request_id] = (len(request_ids) + 1) // 2
+        if len(request_ids) != 1:
             return None
-        (alone,) = numbers
+        (alone,) = request_ids
         self._num_crashes_alone[alone] += 1
         return alone if self._num_crashes_alone[alone] == _MAX_CRASHES_ALONE else None
 
-    def clear(self, number: int) -> None:
+    def clear(self, request_id: str) -> None:
         """A decode step of a request has returned, or it has ended."""
-        self._max_together.pop(number, None)
-        self._num_crashes_alone.pop(number, None)
+        self._max_together.pop(request_id, None)
+        self._num_crashes_alone.pop(request_id, None)
 
-    def keep(self, numbers: Collection[int]) -> None:
+    def keep(self, request_ids: Collection[str]) -> None:
         """Only these requests have not ended."""
-        for number in [number for number in self._max_together if number not in numbers]:
-            self.clear(number)
+        for request_id in [request_id for request_id in self._max_together if request_id not in request_ids]:
+            self.clear(request_id)
 
-    def check_together(self, numbers: set[int], num_in_flight: int) -> None:
+    def check_together(self, request_ids: set[str], num_in_flight: int) -> None:
         """Check who may share the steps in flight of a domain."""
-        tried = [number for number in numbers if number in self._max_together]
+        tried = [request_id for request_id in request_ids if request_id in self._max_together]
         if tried:
-            assert len({self._accusation.get(number) for number in numbers}) == 1, "a suspect is tried beside others"
+            accusations = {self._accusation.get(request_id) for request_id in request_ids}
+            assert len(accusations) == 1, "a suspect is tried beside others"
             assert num_in_flight == 1, "a suspect is tried with steps sent ahead"
-            assert len(tried) <= max(self._max_together[number] for number in tried), "suspects are not halved"
+            assert len(tried) <= max(self._max_together[request_id] for request_id in tried), "suspects are not halved"

@@ -102,7 +102,7 @@ class EngineWatch:
         said = self._take_actions(actions, now)
         assert said == must, f"the engine said {said}, it must say {must}"
         if self.suspects:
-            self.suspects.keep({entry.plan.number for entry in self._live.values()})
+            self.suspects.keep({entry.plan.request_id for entry in self._live.values()})
         if any(isinstance(action, SendStep) for action in actions):
             self._check_domains()
         self._check_rest(engine, now)
@@ -197,8 +197,8 @@ class EngineWatch:
         if client != DOOR_CLIENT:
             _check_times(submission, plan)
         assert submission.n == plan.n, "a replica submits other choices"
-        earlier = [entry for entry in self._live.values() if entry.plan is plan]
-        refusal = self._find_refusal(submission, plan, earlier)
+        earlier = [entry for entry in self._live.values() if entry.plan.request_id == plan.request_id]
+        refusal = self._find_refusal(client, submission, plan, earlier)
         if refusal is not None:
             must.ends.update(((client, submission.handle + choice), refusal) for choice in submission.open_choices)
             return
@@ -224,11 +224,12 @@ class EngineWatch:
             assert not is_over, "a replica submits what has ended"
             self._entries[entry.key] = self._live[entry.number] = entry
 
-    def _find_refusal(self, submission: Submission, plan: RequestPlan, earlier: list[Entry]) -> str | None:
+    def _find_refusal(self, client: int, submission: Submission, plan: RequestPlan, earlier: list[Entry]) -> str | None:
         """Why a submission must be refused."""
         if not self._had_worker and submission.attempt == 1:
             return "NOT_READY"
-        if earlier and earlier[0].attempt >= submission.attempt:
+        goes_on = submission.attempt > 1 and earlier and earlier[0].key[0] == client
+        if earlier and earlier[0].attempt >= submission.attempt and not goes_on:
             return "DUPLICATE_REQUEST"
         if submission.time_left_s is not None and submission.time_left_s <= 0:
             return "DEADLINE_PASSED"
@@ -257,9 +258,9 @@ class EngineWatch:
     def _lose(self, domain: int, must: Said, *, accuses_rows: bool = True) -> None:
         """An epoch is over; its death may have been caused by what its steps in flight computed."""
         lost = [self._epochs.pop(rank) for rank in self._settings.topology.ranks_of(domain)]
-        in_flight = {entry.plan.number for epoch in lost for entry in epoch.lose() if entry.is_live}
+        in_flight = {entry.plan.request_id for epoch in lost for entry in epoch.lose() if entry.is_live}
         poison = self.suspects.accuse(in_flight) if accuses_rows else None
-        for entry in [entry for entry in self._live.values() if entry.plan.number == poison]:
+        for entry in [entry for entry in self._live.values() if entry.plan.request_id == poison]:
             self._end(entry, must, "POISON_REQUEST")
 
     def _waits_at(self, rank: int, entry: Entry) -> bool:
@@ -286,7 +287,7 @@ class EngineWatch:
         step = epoch.take_answer(answer, not_finite_rows)
         if step.is_decode:
             for entered in step.rows:
-                self.suspects.clear(entered.entry.plan.number)
+                self.suspects.clear(entered.entry.plan.request_id)
         for entered, end in step.chunks:
             if entered.is_scored and entered.entry.is_live:
                 self._take_prompt(entered.entry, end, must)
@@ -357,8 +358,8 @@ class EngineWatch:
                 check_lockstep(ranks, topology.dp_size)
             if ranks and self.suspects:
                 entries = {entry for rank in ranks for sent in rank.in_flight for entry in sent.entries}
-                numbers = {entry.plan.number for entry in entries if entry.is_live}
-                self.suspects.check_together(numbers, max(len(rank.in_flight) for rank in ranks))
+                ids = {entry.plan.request_id for entry in entries if entry.is_live}
+                self.suspects.check_together(ids, max(len(rank.in_flight) for rank in ranks))
 
     def _check_rest(self, engine: Engine, now: float) -> None:
         if self._epochs and self._live:

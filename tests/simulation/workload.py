@@ -174,7 +174,13 @@ class RequestPlan:
     abort_call_after_s: float | None
     by_cell: list[Expected]
     by_text: list[Expected]
+    request_id: str
     is_poison: bool = False
+
+    @property
+    def own_id(self) -> str:
+        """The id that it has unless it shares another one's."""
+        return f"r{self.number}"
 
     @property
     def n(self) -> int:
@@ -191,11 +197,6 @@ class RequestPlan:
         """What the log-probabilities of its prompt are charged with."""
         num_top = self.options.num_prompt_logprobs
         return 0 if num_top is None else 12 * len(self.prompt) * (num_top + 1)
-
-    @property
-    def request_id(self) -> str:
-        """Its id."""
-        return f"r{self.number}"
 
 
 def number_of(seed: int) -> int:
@@ -214,6 +215,7 @@ class Workload:
         self._poison = settings.poison
         self._num_drawn = 0
         self._num_long_answers_left = _MAX_LONG_ANSWERS if settings.has_long_answers else 0
+        self._ids: list[str] = []
         # Prompts with their answers, and their salts.
         self._texts: list[tuple[list[int], bytes]] = []
         self._has_long_prompts = settings.has_long_answers
@@ -254,6 +256,7 @@ class Workload:
             abort_call_after_s=rng.choice([0.0, 0.05, 0.5, 5.0]) if self._strikes(Fault.ABORT_CALL) else None,
             by_cell=by_cell,
             by_text=[_expect(completion, params, text_stop_token) for completion in completions],
+            request_id=f"r{number}" if is_poison else self._draw_id(number),
             is_poison=is_poison,
         )
 
@@ -280,6 +283,12 @@ class Workload:
         num_shared = rng.choice([0, length // 2, length - 1, length]) if self._shares_prompts else 0
         shared = rng.choice(self._prefixes)[:num_shared]
         return shared + [rng.randrange(VOCABULARY) for _ in range(length - num_shared)]
+
+    def _draw_id(self, number: int) -> str:
+        """An id of its own, or one that somebody else uses at about the same time."""
+        is_own = not self._ids or not self._strikes(Fault.SAME_ID)
+        self._ids.append(f"r{number}" if is_own else self._rng.choice(self._ids[-_NUM_RECENT:]))
+        return self._ids[-1]
 
     def _draw_grammar(self, max_tokens: int) -> str | None:
         """The text of a `HashGrammar`; None: the answer has no grammar."""
