@@ -219,6 +219,7 @@ class DirectClient:
             ),
             priority=cast(common_pb2.Priority, plan.priority.value),
             cache_salt=plan.cache_salt.decode(),
+            determinism=common_pb2.DETERMINISM_EXACT if plan.is_exact else common_pb2.DETERMINISM_ORDINARY,
         )
         if any(told.tokens or told.is_over for told in self.told):
             request.choices_so_far.extend(

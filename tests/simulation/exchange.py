@@ -50,9 +50,10 @@ class ExchangeStream:
         self._up.send(request.SerializeToString())
         self._may_break()
 
-    def send_cell_info(self) -> None:
-        """Tell the replica that the cell serves."""
-        response = exchange_pb2.ExchangeResponse(cell_info=exchange_pb2.CellInfo())
+    def send_cell_info(self, exact_fingerprint: str) -> None:
+        """Tell the replica that the cell serves, and by which exact numerics, if they are."""
+        cell_info = exchange_pb2.CellInfo(exact_fingerprint=exact_fingerprint)
+        response = exchange_pb2.ExchangeResponse(cell_info=cell_info)
         self._down.send(response.SerializeToString())
 
     def send_outputs(self, outputs: Outputs) -> None:

@@ -48,6 +48,7 @@ class Fault(enum.Enum):
     TEXT_STOP = "text_stop"
     POISON = "poison"
     SAME_ID = "same_id"
+    EXACT = "exact"
     GRAMMAR = "grammar"
     GRAMMAR_FAILURE = "grammar_failure"
     ABORT_CALL = "abort_call"
@@ -103,6 +104,7 @@ _LIKELIHOOD = {
     Fault.TEXT_STOP: 0.3,
     Fault.POISON: 0.15,
     Fault.SAME_ID: 0.1,
+    Fault.EXACT: 0.2,
     Fault.GRAMMAR: 0.15,
     Fault.GRAMMAR_FAILURE: 0.1,
     Fault.ABORT_CALL: 0.1,

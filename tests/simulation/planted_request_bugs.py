@@ -18,7 +18,7 @@ from services.scheduler.prefill import PrefillPlanner
 from services.scheduler.request_desk import RequestDesk
 from services.scheduler.requests import Request, RequestTable
 from services.scheduler.result_taker import ResultTaker
-from services.scheduler.sequence import Finish, Sequence
+from services.scheduler.sequence import Finish, Numerics, Sequence
 from services.scheduler.stops import find_finish
 from services.scheduler.token_door import TokenDoor
 from services.scheduler.waiting_queue import WaitingQueue
@@ -167,6 +167,21 @@ def _tokens_behind_a_grammars_end_are_told(patch: Patch) -> None:
         "take",
         lambda self, result, now: take(self, replace(result, failed_grammar_rows=no_rows), now),
     )
+
+
+# Exactness.
+
+
+@_planted(Fault.EXACT)
+def _exactness_is_promised_by_all(patch: Patch) -> None:
+    """A request for exact bytes is taken by ranks that cannot give them."""
+    patch.setattr(RequestDesk, "_promise_exactness", lambda *_: None)
+
+
+@_planted(Fault.EXACT, Fault.LINK_BREAK)
+def _exact_resumes_are_told_as_others(patch: Patch) -> None:
+    """Where all ranks compute the same bits, an answer that went on elsewhere is said to show it."""
+    patch.setattr(Numerics, "is_continued_by", lambda *_: False)
 
 
 # Direct calls.

@@ -118,7 +118,13 @@ class Replica:
     def serve(self, plan: RequestPlan) -> list[Told]:
         """Take in a client's request; returns what will be told of its choices."""
         request = ResolvedRequest(
-            plan.request_id, token_bytes(plan.prompt), plan.params, plan.priority, plan.cache_salt, plan.n
+            plan.request_id,
+            token_bytes(plan.prompt),
+            plan.params,
+            plan.priority,
+            plan.cache_salt,
+            plan.n,
+            is_exact=plan.is_exact,
         )
         deadline_s = None if plan.patience_s is None else self._clock.now + plan.patience_s
         handle = self._ledger.add(request, arrived_s=self._clock.now, deadline_s=deadline_s)
@@ -138,6 +144,7 @@ class Replica:
         response = exchange_pb2.ExchangeResponse.FromString(payload)
         if not response.HasField("outputs"):
             if stream is self._stream:
+                self._fail_each(self._ledger.meet_cell(response.cell_info.exact_fingerprint))
                 self._on_cell_info(stream)
             return
         try:

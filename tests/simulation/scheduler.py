@@ -145,7 +145,7 @@ class SchedulerProcess:
         """A replica's stream is open; it is told about the cell as soon as a worker was attached once."""
         self.streams[stream.number] = stream
         if self.engine.model is not None:
-            stream.send_cell_info()
+            stream.send_cell_info(self.engine.exact_fingerprint)
 
     def disconnect(self, stream: ExchangeStream) -> None:
         """The end of a replica's stream is noticed."""
@@ -163,7 +163,7 @@ class SchedulerProcess:
             self._perform(action)
         if not had_model and self.engine.model is not None:
             for stream in self.streams.values():
-                stream.send_cell_info()
+                stream.send_cell_info(self.engine.exact_fingerprint)
         is_dull = isinstance(event, TimePassed) and all(isinstance(action, Beat) for action in actions)
         self._lateness_s = _LATENESS_S if is_dull else 0.0
         self._arm_timer()

@@ -36,6 +36,7 @@ _CAUSES = {
     "REPLICA_GONE": Fault.REPLICA_GONE,
     "CLIENT_TOO_SLOW": Fault.SLOW_READER,
     "DUPLICATE_REQUEST": Fault.SAME_ID,
+    "EXACT_UNAVAILABLE": Fault.EXACT,
 }
 _SCHEDULER_ENDS = (Fault.SCHEDULER_RESTART, Fault.SCHEDULER_STOP)
 _ZOMBIE_S = (0.0, 3.0)
@@ -334,6 +335,8 @@ class Simulation:
                 return
             assert fault in self._kinds, f"{plan.request_id} got {told.error} without a cause"
             assert fault is not Fault.DEADLINE or plan.patience_s is not None, "a deadline that nobody gave"
+            is_refused = plan.is_exact and not self._settings.is_exact
+            assert fault is not Fault.EXACT or is_refused, "exactness is refused that could be had"
             assert fault is not Fault.GRAMMAR_FAILURE or expected.finish is None, "its grammar could be followed"
             assert fault is not Fault.ABORT_CALL or self._may_be_aborted(plan), "nobody called for its end"
 

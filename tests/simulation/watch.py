@@ -144,6 +144,7 @@ class EngineWatch:
             entry = self._ended.get((client, end.handle))
             if entry is not None:
                 assert entry.min_resumes <= end.num_resumes <= entry.max_resumes, "resumes are not counted right"
+                assert end.is_resume_exact or not self._settings.is_exact, "a resume shows where all ranks are exact"
 
     def _expire(self, must: Said, now: float) -> None:
         for entry in list(self._live.values()):
@@ -161,7 +162,7 @@ class EngineWatch:
                     if entry.plan.request_id == request_id:
                         self._end(entry, must, "ABORTED_BY_CALL")
             case DomainAttached(domain, facts):
-                self._attach(domain, facts[0].epoch, now)
+                self._attach(domain, facts[0].epoch, must, now)
             case DomainLost(domain, epoch):
                 if self._epoch_of(domain) == epoch:
                     self._lose(domain, must)
@@ -233,6 +234,8 @@ class EngineWatch:
             return "DUPLICATE_REQUEST"
         if submission.time_left_s is not None and submission.time_left_s <= 0:
             return "DEADLINE_PASSED"
+        if self._had_worker and plan.is_exact and not self._settings.is_exact:
+            return "EXACT_UNAVAILABLE"
         return "QUEUE_FULL" if submission.attempt == 1 and self._is_full(plan) else None
 
     def _is_full(self, plan: RequestPlan) -> bool:
@@ -244,8 +247,12 @@ class EngineWatch:
         is_charged = plan.num_prompt_logprob_bytes > 0
         return is_charged and num_bytes + plan.num_prompt_logprob_bytes > policy.max_prompt_logprob_bytes
 
-    def _attach(self, domain: int, number: int, now: float) -> None:
+    def _attach(self, domain: int, number: int, must: Said, now: float) -> None:
         self._had_worker = True
+        for entry in list(self._live.values()):
+            # Submitted when it was not known what the ranks compute.
+            if entry.plan.is_exact and not self._settings.is_exact:
+                self._end(entry, must, "EXACT_UNAVAILABLE")
         for rank in self._settings.topology.ranks_of(domain):
             assert rank not in self._epochs, "a domain is attached twice"
             waits_here = partial(self._waits_at, rank)

@@ -42,6 +42,8 @@ class CellSettings:
     policy: SchedulerPolicy
     cache: CacheSettings
     context_length: int
+    # Whether all ranks compute the same bits, whatever else they compute.
+    is_exact: bool
     # Of each rank's pool, by rank.
     num_blocks: tuple[int, ...]
     # Most tokens that the worker drafts for a row, and how many of its drafts are right.
@@ -66,6 +68,8 @@ class CellSettings:
             self.num_blocks[rank],
             num_draft_tokens=self.num_draft_tokens,
             needs_all_tokens=self.num_draft_tokens > 0,
+            numerics_fingerprint="bits",
+            is_exact=self.is_exact,
         )
 
     @property
@@ -136,6 +140,7 @@ class CellSettings:
             policy,
             CacheSettings(block_size, rng.random() < 0.8),
             context_length,
+            rng.random() < 0.7,
             tuple(num_blocks),
             # Coupled ranks draft nothing: what a rank computes in a step must be known before.
             num_draft_tokens=rng.randint(1, 8) if rng.random() < 0.5 and not topology.is_coupled else 0,
@@ -175,6 +180,7 @@ class RequestPlan:
     by_cell: list[Expected]
     by_text: list[Expected]
     request_id: str
+    is_exact: bool = False
     is_poison: bool = False
 
     @property
@@ -257,6 +263,7 @@ class Workload:
             by_cell=by_cell,
             by_text=[_expect(completion, params, text_stop_token) for completion in completions],
             request_id=f"r{number}" if is_poison else self._draw_id(number),
+            is_exact=self._strikes(Fault.EXACT),
             is_poison=is_poison,
         )
 
