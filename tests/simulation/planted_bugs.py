@@ -1,4 +1,4 @@
-"""Bugs of steps, blocks and drafts that the simulation must see.
+"""Bugs of steps and blocks that the simulation must see.
 
 Each takes one thing out of the real classes, or turns it wrong. One that survives its seeds means that a schedule of
 faults is missing, or that what it took out is not needed.
@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from services.scheduler.block_manager import BlockManager
@@ -22,11 +21,10 @@ from services.scheduler.preemption import Preemption
 from services.scheduler.prefill import Prefill, PrefillPlanner
 from services.scheduler.prefix_cache import CachedPrefix
 from services.scheduler.result_taker import ResultTaker
-from services.scheduler.row_tokens import RowTokens
 from services.scheduler.running_batch import RunningBatch
 from services.scheduler.scheduler import Scheduler
 from services.scheduler.sequence import TOKEN_BYTES, Sequence, SequenceStatus
-from services.scheduler.slot_table import RUN_TOKENS, IntColumn, Slots, SlotTable
+from services.scheduler.slot_table import RUN_TOKENS, SlotTable
 from services.scheduler.step_deadline import StepDeadline
 from services.scheduler.waiting_queue import WaitingQueue
 from services.worker.claim import ClaimLedger
@@ -362,74 +360,3 @@ def _steps_exceed_their_budget(patch: Patch) -> None:
 def _nobody_ages(patch: Patch) -> None:
     """A request that has waited for long goes behind every more urgent one."""
     patch.setattr(WaitingQueue, "next", lambda self, now, cached: self._order.first(now, cached))
-
-
-# Drafts.
-
-
-@_planted()
-def _tokens_behind_a_stop_count(patch: Patch) -> None:
-    """A row's tokens go to its client whole, though one of them stops it."""
-    patch.setattr(RowTokens, "cut", lambda self, _: self)
-
-
-@_planted()
-def _stops_within_a_run_are_overlooked(patch: Patch) -> None:
-    """Only the last token of a row may stop it."""
-    find_watched = SlotTable.find_watched
-
-    def find(self: SlotTable, slots: Slots, *args: Any) -> Any:
-        is_last_of_row = np.append(slots[1:] != slots[:-1], np.array([True]))
-        watched = find_watched(self, slots, *args)
-        return watched[is_last_of_row[watched]]
-
-    patch.setattr(SlotTable, "find_watched", find)
-
-
-@_planted()
-def _last_tokens_within_a_run_are_overlooked(patch: Patch) -> None:
-    """A request that comes to its last token sooner than it might have does not end with it."""
-    find_watched = SlotTable.find_watched
-    patch.setattr(SlotTable, "find_watched", lambda self, slots, token_ids, *_: find_watched(self, slots, token_ids))
-
-
-@_planted()
-def _rows_in_flight_have_no_room_for_drafts(patch: Patch) -> None:
-    """Each row in flight counts for one token where blocks are reserved."""
-    patch.setattr(SlotTable, "max_num_planned", lambda self, slots: self.num_planned[slots])
-
-
-@_planted()
-def _drafts_count_as_tokens_to_come(patch: Patch) -> None:
-    """A request gets no further row once its drafts, if all were right, would bring its last token."""
-    retire_complete = RunningBatch.retire_complete
-
-    def retire_early(self: RunningBatch, slots: Slots, num_planned: IntColumn) -> None:
-        retire_complete(self, slots, num_planned + self.slots.num_draft_tokens)
-
-    patch.setattr(RunningBatch, "retire_complete", retire_early)
-
-
-@_planted()
-def _rejected_drafts_stay_planned(patch: Patch) -> None:
-    """A row counts as in flight for good when it brings more tokens than one."""
-    append_runs = SlotTable.append_runs
-
-    def append(self: SlotTable, slots: Slots, counts: IntColumn, *args: Any) -> None:
-        append_runs(self, slots, counts, *args)
-        self.num_planned[slots] += counts > 1
-
-    patch.setattr(SlotTable, "append_runs", append)
-
-
-@_planted()
-def _kv_of_rejected_drafts_is_published(patch: Patch) -> None:
-    """A sequence that ends or gives way publishes the cell of its newest token, which no step has computed."""
-    store = RunningBatch.store
-
-    def publish_more(self: RunningBatch, seq: Sequence) -> None:
-        store(self, seq)
-        room = len(seq.block_table) * self.blocks.block_size
-        self.blocks.publish(seq, min(seq.num_stored_tokens - seq.num_unsent_tokens, room))
-
-    patch.setattr(RunningBatch, "store", publish_more)
