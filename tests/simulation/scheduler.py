@@ -68,7 +68,8 @@ class SchedulerProcess:
         self.streams: dict[int, ExchangeStream] = {}
         # In the order in which they began.
         self.calls: dict[DirectCall, None] = {}
-        self.loop = VirtualLoop(clock, self.when_running)
+        # What has to do with sockets and processes is left out of it.
+        self.loop = VirtualLoop(clock, self.when_running)  # type: ignore[abstract]
         with self.loop.running():
             self.door = TokenDoor(lambda: self.engine.model_limits, self.on_event)
         self._topology = settings.topology

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextvars import Context
-from typing import Any
+from typing import Any, TypeVarTuple
 
 from tests.simulation.clock import Clock
+
+_Ts = TypeVarTuple("_Ts")
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
@@ -36,18 +38,20 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """See `AbstractEventLoop`."""
         return self._clock.now
 
-    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
+    def call_soon(
+        self, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
+    ) -> asyncio.Handle:
         """See `AbstractEventLoop`."""
         return self.call_at(self._clock.now, callback, *args, context=context)
 
     def call_later(
-        self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+        self, delay: float, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """See `AbstractEventLoop`."""
         return self.call_at(self._clock.now + delay, callback, *args, context=context)
 
     def call_at(
-        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+        self, when: float, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """See `AbstractEventLoop`."""
         handle = asyncio.TimerHandle(when, callback, args, self, context)
