@@ -29,7 +29,8 @@ class Endings:
         self._slots = running.slots
         self._preemption = preemption
         self._eos_token_ids = frozenset(facts.eos_token_ids)
-        self._numerics = Numerics(facts.numerics_fingerprint, facts.is_exact)
+        # None where nothing is computed: in the lobby.
+        self._numerics = Numerics(facts.numerics_fingerprint, facts.is_exact) if facts.num_blocks else None
         self._counters = counters
 
     def stop_at(self, seq: Sequence, num_completion_tokens: int, now: float) -> RequestEnd:
@@ -52,7 +53,7 @@ class Endings:
             num_completion_tokens,
             finish,
             num_resumes=seq.num_resumes,
-            is_resume_exact=seq.numerics is None or seq.numerics.is_continued_by(self._numerics),
+            is_resume_exact=seq.numerics is None or seq.numerics.is_continued_by(self._numerics or seq.numerics),
         )
 
     def abort(self, seq: Sequence, now: float) -> None:

@@ -134,6 +134,16 @@ def test_an_end_tells_how_often_a_choice_was_resumed_and_whether_exactly(
     assert (other.num_resumes, other.is_resume_exact) == (0, True)
 
 
+def test_a_choice_that_stops_while_it_waits_for_a_rank_was_continued_by_none() -> None:
+    driver = make_driver(EXACT, topology=CellTopology())
+    driver.submit(1, PROMPT, max_tokens=20)
+    for _ in range(3):
+        driver.step()
+    driver.lose()
+    driver.on_event(ClientMessage(1, stop_ats=[(1, 2)]))
+    assert (end_of(driver, 1).num_resumes, end_of(driver, 1).is_resume_exact) == (1, True)
+
+
 def test_recoveries_under_earlier_attempts_count() -> None:
     driver = make_driver(EXACT, topology=CellTopology())
     output = expected_completion(PROMPT, 0, 6)[:2]
