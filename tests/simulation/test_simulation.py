@@ -33,7 +33,7 @@ def test_a_seed_replays_exactly() -> None:
 
 def test_every_kind_of_fault_happens() -> None:
     faults: Counter[Fault] = Counter()
-    for seed in range(12):
+    for seed in range(20):
         faults += simulate(seed, list(Fault)).faults
     # A full queue is a setting, not an incident.
     assert set(faults) == set(Fault) - {Fault.QUEUE_FULL}
