@@ -93,7 +93,8 @@ class Reference:
         with torch.inference_mode():
             logits = self._model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
         is_whole = len(completion) == NUM_TOKENS or completion[-1] == self.tokenizer.eos_token_id
-        return is_whole and logits.argmax(-1).tolist() == completion
+        best: list[int] = logits.argmax(-1).tolist()
+        return is_whole and best == completion
 
     def best_two(self, prefix: list[int]) -> tuple[list[int], float]:
         """The two likeliest next tokens, and by how much their logits differ."""
