@@ -40,7 +40,7 @@ class Link(Generic[MessageT]):
     """One end of a Join stream: what is sent leaves in order, nobody waits for it, and silence is noticed."""
 
     def __init__(self, make_heartbeat: Callable[[], MessageT], goodbye: MessageT, silence_s: float) -> None:
-        """Send a heartbeat twice a second, and `goodbye` last where this process was asked to end."""
+        """Send a heartbeat when one is due, and `goodbye` last where this process was asked to end."""
         self._make_heartbeat = make_heartbeat
         self._goodbye = goodbye
         self._silence = Silence(silence_s)

@@ -224,17 +224,17 @@ def test_signs_of_life_of_an_epoch_that_ended_count_for_nothing() -> None:
     driver = EngineDriver()
     driver.attach()
     driver.silent_ranks = {0}
-    for _ in range(6):
+    for _ in range(round(3.0 / HEARTBEAT_S)):
         driver.now += HEARTBEAT_S
         driver.on_event(WorkerHeard(0, 1, 7))
     assert len(pass_time(driver, 2 * HEARTBEAT_S)) == 1
 
 
-def test_the_engine_beats_twice_a_second_and_tells_how_many_steps_it_sent() -> None:
+def test_the_engine_beats_and_tells_how_many_steps_it_sent() -> None:
     driver = EngineDriver(depth=2)
     driver.submit(1, PROMPT, max_tokens=20)
     num_beats = driver.num_beats
-    pass_time(driver, 5.0)
+    pass_time(driver, 10 * HEARTBEAT_S)
     assert driver.num_beats == num_beats + 10
     driver.now += HEARTBEAT_S
     assert driver.engine.on_event(TimePassed(), driver.now)[0] == Beat(2)
