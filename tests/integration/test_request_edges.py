@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from lockstep.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
-from shared.rpc import reason_of, status_from_rpc_error
+from shared.rpc import make_channel, reason_of, status_from_rpc_error
 from tests.support.cell import Cell, start_cell
 from tests.support.client import Client, connect, token_request
 from tests.support.narrow_channel import open_narrow_channel
@@ -127,10 +127,18 @@ async def num_cached_tokens(
     return responses[-1].finish.usage.num_cached_tokens
 
 
+async def flush_prefix_cache(cell: Cell) -> int:
+    """Forget every cached prefix; returns the number of blocks that had one."""
+    async with make_channel(cell.cell_address, internal=True) as channel:
+        admin = scheduler_pb2_grpc.SchedulerAdminServiceStub(channel)
+        num_blocks: int = (await admin.FlushPrefixCache(scheduler_pb2.FlushPrefixCacheRequest())).num_blocks
+        return num_blocks
+
+
 async def test_both_doors_share_the_prefixes_of_equal_salts_whatever_metadata_says(cell: Cell) -> None:
     tenant = (("x-tenant", "somebody"), ("x-lockstep-tenant", "somebody"))
     async with connect(cell) as client:
-        await client.admin.FlushPrefixCache(scheduler_pb2.FlushPrefixCacheRequest())
+        await flush_prefix_cache(cell)
         assert await num_cached_tokens(client, "text", "a") == 0
         assert await num_cached_tokens(client, "text", "a", metadata=tenant) == 32
         assert await num_cached_tokens(client, "tokens", "a", metadata=tenant) == 32
@@ -146,8 +154,7 @@ async def test_a_flush_forgets_prefixes_and_harms_nobody(cell: Cell) -> None:
         assert await num_cached_tokens(client, "tokens") == 32
         running = asyncio.create_task(generate_tokens(client.scheduler, request))
         await client.wait_until(lambda state: state.num_running)
-        response = await client.admin.FlushPrefixCache(scheduler_pb2.FlushPrefixCacheRequest())
-        assert response.num_blocks > 0
+        assert await flush_prefix_cache(cell) > 0
         assert (await running).token_ids == undisturbed.token_ids
         assert (await client.wait_until_idle()).num_cached_blocks == 0
         assert await num_cached_tokens(client, "tokens") == 0

@@ -57,6 +57,11 @@ class Cell:
         return Path(self.scheduler_address.removeprefix("unix:")).parent
 
     @property
+    def cell_address(self) -> str:
+        """Where its scheduler service answers operators."""
+        return f"unix:{self.runtime_dir / 'cell.sock'}"
+
+    @property
     def temp_dir(self) -> str:
         """What its launcher has as TMPDIR."""
         return str(self._log_path.parent)

@@ -128,7 +128,6 @@ class Client:
     def __init__(self, tokenizer: grpc.aio.Channel, scheduler: grpc.aio.Channel) -> None:
         self.tokenizer: Any = tokenizer_pb2_grpc.TokenizerServiceStub(tokenizer)
         self.scheduler: Any = scheduler_pb2_grpc.SchedulerServiceStub(scheduler)
-        self.admin: Any = scheduler_pb2_grpc.SchedulerAdminServiceStub(scheduler)
 
     async def generate(self, request: tokenizer_pb2.GenerateRequest, *, deadline_s: float | None = None) -> Completion:
         """Send one request for one choice and collect its answer.

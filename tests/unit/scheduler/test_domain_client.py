@@ -166,7 +166,7 @@ async def test_a_scheduler_whose_worker_another_one_has_taken_does_nothing_more(
         await call.read()
         # The lease ran out, by the worker's clock.
         cell.worker.ledger.offer(9, "successor", time.monotonic() + LEASE_S + 1)
-        cell.worker.ledger.hear(1000, 9, "successor", time.monotonic())
+        cell.worker.ledger.hear(1000, 9, "successor", time.monotonic() + PATIENCE_S)
         async with asyncio.timeout(PATIENCE_S):
             await cell.server.failed.wait()
         num_steps = len(cell.worker.requests)

@@ -57,6 +57,15 @@ def test_a_metrics_address_that_is_none_or_open_to_others_is_named(address: str)
     assert "error: --metrics-listen (or LOCKSTEP_SCHEDULER_METRICS_LISTEN): " in result.stderr
 
 
+# The service with a lease so short that a rival soon has lasted.
+WITH_SHORT_LEASE = """
+import sys
+from services.scheduler import __main__, attach
+
+attach.LEASE_S = 0.1
+sys.exit(__main__.main())
+"""
+
 # The service with a bug: whatever a client submits makes its engine raise.
 WITH_BUG = """
 import sys
@@ -107,8 +116,10 @@ async def test_a_service_whose_log_nobody_reads_answers_and_stops(tmp_path: Path
 
 async def test_a_scheduler_that_was_superseded_says_so_and_fails(tmp_path: Path) -> None:
     worker = WorkerPeer()
-    async with running_service(tmp_path, worker) as (process, _):
+    async with running_service(tmp_path, worker, program=("-c", WITH_SHORT_LEASE)) as (process, _):
         worker.ledger.offer(9, "successor", time.monotonic() + LEASE_S + 1)
+        # It is heard for as long as the test takes.
+        worker.ledger.hear(1000, 9, "successor", time.monotonic() + PATIENCE_S)
         _, log = await process.communicate()
     assert process.returncode == 1
     assert "the scheduler ends" in log.decode()
