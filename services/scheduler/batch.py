@@ -162,9 +162,9 @@ class StepRecord:
 class StepResult:
     """A step's tokens as the worker sent them; `not_finite_rows` are row numbers whose token means nothing.
 
-    `failed_grammar_rows` are those whose grammar could not be followed any further, and whose last token means nothing.
-    `counts` says how many of `token_ids` each row has; None is one each. `logprobs` count their positions in
-    `token_ids`; `prompt_logprobs` are by slot, their positions those of the prompt.
+    `failed_grammar_rows` are those whose grammar could not be followed any further, and whose last token means nothing;
+    those before it count. `counts` says how many of `token_ids` each row has; None is one each. `logprobs` count their
+    positions in `token_ids`; `prompt_logprobs` are by slot, their positions those of the prompt.
     """
 
     epoch: int

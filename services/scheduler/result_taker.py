@@ -12,7 +12,7 @@ from services.scheduler.preemption import Preemption
 from services.scheduler.result_check import find_nonsense
 from services.scheduler.row_tokens import RowTokens
 from services.scheduler.running_batch import RunningBatch
-from services.scheduler.sequence import SequenceStatus
+from services.scheduler.sequence import Sequence, SequenceStatus
 from services.scheduler.slot_table import IntColumn, Slots
 from services.scheduler.step_deadline import StepDeadline
 from shared.errors import InvalidRequestError, NumericError, ServiceError, Violation
@@ -59,7 +59,8 @@ class ResultTaker:
 
         Args:
             result: That of the oldest step in flight: a token a row of the record, in its order, or several where the
-                worker drafts. Rows that are not finite fail with NumericError.
+                worker drafts. Rows that are not finite fail with NumericError, those whose grammar failed with
+                InvalidRequestError after the tokens that came before, unless these bring a stop.
             now: The time.
 
         Returns:
@@ -71,11 +72,12 @@ class ResultTaker:
         if result.prompt_logprobs:
             self._tell_prompt_logprobs(result, outputs)
         rows = self._rows(record, result)
+        failed: list[Sequence] = []
         if self._slots.num_ended or result.not_finite_rows.size or result.failed_grammar_rows.size:
             is_usable = self._slots.live[rows.slots]
             self._fail_not_finite(record, result.not_finite_rows, is_usable, outputs, now)
-            for row in np.unique(result.failed_grammar_rows).tolist():
-                self._fail_row(record, row, _grammar_failure(), is_usable=is_usable, outputs=outputs, now=now)
+            if result.failed_grammar_rows.size:
+                rows, failed = self._cut_failed(rows, np.unique(result.failed_grammar_rows), is_usable)
             rows = rows.of_rows(is_usable)
         slots = rows.slots
         positions = self._slots.num_tokens[slots]
@@ -95,6 +97,10 @@ class ResultTaker:
         else:
             rows = self._take_runs(rows, positions, outputs, now)
         outputs.add_rows(constants, first_indexes, rows)
+        for seq in failed:
+            # A stop in the tokens before the failure came first.
+            if seq.finish is None:
+                self._endings.fail(seq, _grammar_failure(), outputs, now)
         for seq in record.retiring:
             # It got no row after this step's because this one brings its last token.
             if seq.status is SequenceStatus.RUNNING:
@@ -147,6 +153,20 @@ class ResultTaker:
             assert seq.num_first_cached_tokens is not None
             outputs.add_start(seq.client, RequestStart(seq.handle, seq.num_first_cached_tokens))
 
+    def _cut_failed(
+        self, rows: RowTokens, failed_rows: IntColumn, is_usable: _Mask
+    ) -> tuple[RowTokens, list[Sequence]]:
+        """Leave out the tokens that mean nothing because a grammar failed; a row without any other is not usable.
+
+        Returns:
+            The rows, and the sequences that fail after what is left of theirs, unless that brings a stop.
+        """
+        failed = [self._slots.sequence_at(slot) for slot in rows.slots[failed_rows[is_usable[failed_rows]]].tolist()]
+        rows = rows.without_last(failed_rows)
+        assert rows.counts is not None
+        is_usable &= rows.counts > 0
+        return rows, failed
+
     def _tell_prompt_logprobs(self, result: StepResult, outputs: OutputsByClient) -> None:
         """Tell what is new of prompts: one that is computed again repeats nothing."""
         for slot, logprobs in result.prompt_logprobs:
@@ -169,26 +189,11 @@ class ResultTaker:
         That of a request which has ended meanwhile, by its client's wish for instance, is as bad.
         """
         for row in np.unique(rows).tolist():
-            self._running.blocks.hide(self._slots.sequence_at(int(record.row_slots[row])))
-            error = NumericError("the model's logits were not finite")
-            self._fail_row(record, row, error, is_usable=is_usable, outputs=outputs, now=now)
-
-    def _fail_row(
-        self,
-        record: StepRecord,
-        row: int,
-        error: ServiceError,
-        *,
-        is_usable: _Mask,
-        outputs: OutputsByClient,
-        now: float,
-    ) -> None:
-        """End the sequence of a row with an error, if it lives; the row's tokens are not usable then."""
-        if not is_usable[row]:
-            return
-        is_usable[row] = False
-        seq = self._slots.sequence_at(int(record.row_slots[row]))
-        self._endings.fail(seq, error, outputs, now)
+            seq = self._slots.sequence_at(int(record.row_slots[row]))
+            self._running.blocks.hide(seq)
+            if is_usable[row]:
+                is_usable[row] = False
+                self._endings.fail(seq, NumericError("the model's logits were not finite"), outputs, now)
 
 
 def _grammar_failure() -> ServiceError:

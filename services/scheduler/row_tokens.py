@@ -44,6 +44,13 @@ class RowTokens:
             return self._keep(self.slots[is_kept], None, is_kept)
         return self._keep(self.slots[is_kept], self.counts[is_kept], np.repeat(is_kept, self.counts))
 
+    def without_last(self, row_numbers: IntColumn) -> RowTokens:
+        """All rows, of which some, each named once, leave out their last token. There are counts then."""
+        counts = np.ones(len(self.slots), np.int32) if self.counts is None else self.counts
+        kept = counts.copy()
+        kept[row_numbers] = np.maximum(kept[row_numbers] - 1, 0)
+        return RowTokens(self.slots, self.token_ids, counts, self.logprobs).cut(kept)
+
     def cut(self, counts: IntColumn) -> RowTokens:
         """The first tokens of each row: `counts` [num_rows], of which none is more than it has. There are counts."""
         assert self.counts is not None

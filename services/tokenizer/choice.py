@@ -223,7 +223,8 @@ class Choice:
         else:
             self._completion.push(token_ids)
         self.is_over = True
-        if end.HasField("error"):
+        # A stop string in the tokens before the error came first.
+        if end.HasField("error") and self._completion.stop_string is None:
             self._call.fail(StatusError(end.error))
             return
         # The cell's count has what workers did too.

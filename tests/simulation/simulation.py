@@ -337,9 +337,7 @@ class Simulation:
             assert fault is not Fault.DEADLINE or plan.patience_s is not None, "a deadline that nobody gave"
             is_refused = plan.is_exact and not self._settings.is_exact
             assert fault is not Fault.EXACT or is_refused, "exactness is refused that could be had"
-            # It may fail behind a stop, in the row that would have brought that.
-            fails = plan.options.grammar and int(plan.options.grammar) < plan.params.max_tokens
-            assert fault is not Fault.GRAMMAR_FAILURE or fails, "its grammar could be followed"
+            assert fault is not Fault.GRAMMAR_FAILURE or expected.finish is None, "its grammar could be followed"
             assert fault is not Fault.ABORT_CALL or self._may_be_aborted(plan), "nobody called for its end"
 
 

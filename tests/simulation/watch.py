@@ -305,8 +305,7 @@ class EngineWatch:
             if row in not_finite_rows:
                 self._end(entered.entry, must, "NUMERIC_ERROR")
             elif row in failed_grammar_rows:
-                # What the row brought before counts for nothing either.
-                self._end(entered.entry, must, "INVALID_REQUEST")
+                self._take_failed(entered.entry, count, must)
             else:
                 self._take_tokens(entered.entry, count, must)
 
@@ -334,6 +333,13 @@ class EngineWatch:
         entry.num_tokens += len(tokens)
         if entry.num_tokens == len(expected.tokens) and expected.finish is not None:
             self._end(entry, must, (expected.finish, entry.num_tokens))
+
+    def _take_failed(self, entry: Entry, count: int, must: Said) -> None:
+        """The last token of a row has no meaning, its grammar has failed: a stop in those before it came first."""
+        if count > 1:
+            self._take_tokens(entry, count - 1, must)
+        if entry.is_live:
+            self._end(entry, must, "INVALID_REQUEST")
 
     def _drop(self, domain: int, epoch: int, must: Said, *, accuses_rows: bool = True) -> None:
         """The engine must give a domain up."""

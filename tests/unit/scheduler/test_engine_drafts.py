@@ -13,7 +13,7 @@ from services.scheduler.events import ClientMessage, Deliver, DropDomain, StepRe
 from services.scheduler.policy import SchedulerPolicy
 from services.scheduler.sequence import FinishReason
 from shared.limits import MAX_DRAFT_TOKENS, SamplingOptions, SamplingParams
-from tests.support.cell_model import VOCABULARY, FallibleOracle, expected_completion
+from tests.support.cell_model import VOCABULARY, FallibleOracle, HashGrammar, expected_completion
 from tests.support.engine_driver import EngineDriver, attached, token_bytes, worker_facts
 
 PROMPT = list(range(100, 120))
@@ -95,6 +95,34 @@ def test_a_stop_sequence_may_begin_in_one_run_and_end_in_the_next() -> None:
     driver.submit(1, PROMPT, max_tokens=20, stop_token_sequences=(tuple(completion[3:7]),))
     driver.run()
     assert (driver.told[1, 1].tokens, reason_of(driver, 1)) == (completion[:7], FinishReason.STOP_SEQUENCE)
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 3, 8])
+@pytest.mark.parametrize("fails_after", [0, 1, 5, 7])
+def test_a_failed_grammar_takes_no_token_that_came_before(num_draft_tokens: int, fails_after: int) -> None:
+    driver = EngineDriver(num_draft_tokens=num_draft_tokens)
+    options = SamplingOptions(grammar=str(fails_after), num_logprobs=1)
+    completion = expected_completion(PROMPT, 0, 20, grammar=HashGrammar(options.grammar))
+    driver.oracle.learn(PROMPT, completion)
+    driver.submit(1, PROMPT, max_tokens=20, options=options, ignore_eos=True)
+    driver.run()
+    error = end_of(driver, 1).error
+    assert error is not None
+    assert error.reason == "INVALID_REQUEST"
+    assert driver.told[1, 1].tokens == completion[:fails_after]
+    assert len(driver.told[1, 1].scores) == fails_after
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 3, 8])
+def test_a_stop_before_the_failure_of_a_grammar_ends_the_request(num_draft_tokens: int) -> None:
+    driver = EngineDriver(num_draft_tokens=num_draft_tokens)
+    options = SamplingOptions(grammar="7")
+    completion = expected_completion(PROMPT, 0, 20, grammar=HashGrammar(options.grammar))
+    driver.oracle.learn(PROMPT, completion)
+    driver.submit(1, PROMPT, max_tokens=20, options=options, ignore_eos=True, stop_token_ids=(completion[5],))
+    driver.run()
+    assert driver.told[1, 1].tokens == completion[: completion.index(completion[5]) + 1]
+    assert reason_of(driver, 1) is FinishReason.STOP_TOKEN
 
 
 def test_no_stop_counts_before_min_tokens_within_a_run_or_without() -> None:

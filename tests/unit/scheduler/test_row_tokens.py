@@ -8,7 +8,7 @@ import pytest
 from services.scheduler.logprobs import Logprobs
 from services.scheduler.row_tokens import RowTokens
 from services.scheduler.sequence import Sequence
-from services.scheduler.slot_table import SlotTable
+from services.scheduler.slot_table import IntColumn, SlotTable
 from shared.limits import TOKEN_DTYPE, SamplingParams
 
 
@@ -50,6 +50,19 @@ def test_rows_that_are_left_out_take_their_tokens_and_log_probabilities_along() 
     assert kept.logprobs is not None
     assert (kept.slots.tolist(), kept.counts.tolist(), kept.token_ids.tolist()) == ([0, 2], [1, 2], [5, 8, 9])
     assert (kept.logprobs.indexes.tolist(), kept.logprobs.token_ids.tolist()) == ([0, 1, 2], [5, 8, 9])
+
+
+@pytest.mark.parametrize("counts", [None, column(1, 1, 1)])
+def test_a_row_may_leave_out_its_last_token(counts: IntColumn | None) -> None:
+    plain = RowTokens(np.array([3, 1, 2]), column(7, 8, 9), counts, logprobs_of([7, 8, 9]))
+    left = plain.without_last(column(0, 2))
+    assert left.counts is not None
+    assert left.logprobs is not None
+    assert (left.slots.tolist(), left.counts.tolist(), left.token_ids.tolist()) == ([3, 1, 2], [0, 1, 0], [8])
+    assert (left.logprobs.indexes.tolist(), left.logprobs.token_ids.tolist()) == ([0], [8])
+    longer = rows([5], [6, 7, 8], []).without_last(column(1, 2))
+    assert longer.counts is not None
+    assert (longer.counts.tolist(), longer.token_ids.tolist()) == ([1, 2, 0], [5, 6, 7])
 
 
 def test_rows_of_one_token_each_are_left_out_likewise() -> None:

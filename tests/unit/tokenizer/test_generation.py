@@ -106,6 +106,14 @@ async def test_the_finish_has_usage_and_times() -> None:
     assert response.finish.mean_tpot.ToNanoseconds() >= 2.5e9
 
 
+async def test_a_stop_string_in_the_tokens_before_an_error_comes_first() -> None:
+    generation, choice = make_choice("b")
+    choice.receive(ids("ab"), make_error_end(1, NumericError("not finite")))
+    [response] = await collect(generation)
+    assert (response.text, response.finish.reason) == ("a", common_pb2.FINISH_REASON_STOP_STRING)
+    assert response.finish.usage.num_completion_tokens == 2
+
+
 async def test_one_token_has_no_time_per_output_token() -> None:
     generation, choice = make_choice()
     choice.receive(ids("a"), make_end(1, EOS, 1, stop_token_id=97))
