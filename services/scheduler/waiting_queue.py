@@ -59,7 +59,7 @@ def max_steps_to_admission(num_ahead: int, context_length: int, token_budget: in
         num_ahead: Sequences that held a place when it turned aged, and those that arrived before it and have not
             ended, among them such as were resubmitted later.
         context_length: Tokens of a prompt and its completion, at most.
-        token_budget: `max_num_batched_tokens`.
+        token_budget: `StepBudget.max_prompt_tokens`.
     """
     num_chunks = -(-context_length // token_budget)
     return num_ahead * context_length * (2 * num_chunks - 1)

@@ -176,7 +176,7 @@ class EpochWatch:
 
     def check_step(self, step: Step, now: float) -> None:
         """Check a step that is sent."""
-        policy, batch = self._settings.policy, step.batch
+        settings, policy, batch = self._settings, self._settings.policy, step.batch
         self._num_steps += 1
         assert (step.epoch, step.step_id) == (self.number, self._num_steps), "a step out of order"
         assert len(self.in_flight) < policy.max_steps_in_flight, "more steps in flight than may be"
@@ -187,10 +187,14 @@ class EpochWatch:
         self._check_sharing(batch)
         assert len(self._batch) <= policy.max_num_seqs, "more sequences than may be"
         chunks = [*batch.chunks, *(enter.chunk for enter in batch.enters)]
-        num_tokens = len(batch.decode_slots) + sum(chunk.num_tokens for chunk in chunks)
-        assert num_tokens == batch.num_tokens <= self._settings.max_step_tokens, "more tokens than a step may have"
-        assert num_tokens or self._settings.topology.is_coupled, "a step that computes nothing"
-        assert policy.enable_mixed_steps or not len(batch.decode_slots) or not chunks, "prompts and decodes in a step"
+        num_prompt_tokens = sum(chunk.num_tokens for chunk in chunks)
+        num_tokens = len(batch.decode_slots) + num_prompt_tokens
+        max_tokens, max_prompt_tokens = settings.max_step_tokens(self.rank), settings.max_prompt_tokens(self.rank)
+        assert num_tokens == batch.num_tokens <= max_tokens, "more tokens than a step may have"
+        assert num_prompt_tokens <= max_prompt_tokens, "more tokens of prompts than a step may have"
+        assert num_tokens or settings.topology.is_coupled, "a step that computes nothing"
+        is_mixed = len(batch.decode_slots) > 0 and len(chunks) > 0
+        assert settings.mixes(self.rank) or not is_mixed, "prompts and decodes in a step"
         is_whole = all(not chunk.num_later_tokens for chunk in chunks)
         assert policy.enable_chunked_prefill or is_whole, "a part of a prompt"
         for slot in [*batch.decode_slots.tolist(), *(chunk.slot for chunk in chunks)]:
@@ -325,7 +329,9 @@ class EpochWatch:
             ahead.update(other for other in self._live.values() if other.arrived_at <= entry.arrived_at)
             self._num_steps_waited[entry] += 1
             settings = self._settings
-            bound = max_steps_to_admission(len(ahead), settings.max_request_tokens, settings.max_step_tokens)
+            bound = max_steps_to_admission(
+                len(ahead), settings.max_request_tokens, settings.max_prompt_tokens(self.rank)
+            )
             # Coupled ranks wait for each other with their prompts.
             bound *= 1 + policy.max_prefill_wait_steps
             assert self._num_steps_waited[entry] <= bound, "a request waits longer than it may"

@@ -10,7 +10,6 @@ from services.scheduler.events import WorkerFacts
 from services.scheduler.policy import CacheSettings, CellTopology, SchedulerPolicy
 from services.scheduler.retraction import RetractionPolicy
 from services.scheduler.sequence import Finish, FinishReason, Priority
-from services.scheduler.step_budget import StepBudget
 from services.scheduler.waiting_queue import QueuePolicy
 from services.worker.enter_checks import BatchLimits
 from shared.limits import NO_OPTIONS, SamplingOptions, SamplingParams
@@ -35,6 +34,14 @@ _NUMBER_BITS = 20
 
 
 @dataclass(frozen=True, slots=True)
+class Proposal:
+    """What a rank proposes where nobody set a budget: the prompt tokens of a step, and whether decodes join them."""
+
+    num_prompt_tokens: int
+    mixes: bool
+
+
+@dataclass(frozen=True, slots=True)
 class CellSettings:
     """The settings of one run's scheduler and workers."""
 
@@ -46,6 +53,8 @@ class CellSettings:
     is_exact: bool
     # Of each rank's pool, by rank.
     num_blocks: tuple[int, ...]
+    # Of each rank, equal within a failure domain.
+    proposals: tuple[Proposal, ...]
     # Most tokens that the worker drafts for a row, and how many of its drafts are right.
     num_draft_tokens: int
     share_right: float
@@ -70,12 +79,24 @@ class CellSettings:
             needs_all_tokens=self.num_draft_tokens > 0,
             numerics_fingerprint="bits",
             is_exact=self.is_exact,
+            proposed_prompt_tokens=self.proposals[rank].num_prompt_tokens,
+            proposes_mixed_steps=self.proposals[rank].mixes,
         )
 
-    @property
-    def max_step_tokens(self) -> int:
-        """Most tokens of a step."""
-        return StepBudget.of(self.policy, self.worker_facts(1)).max_tokens
+    def max_step_tokens(self, rank: int) -> int:
+        """Most tokens of a step of a rank."""
+        budget = self.policy.max_num_batched_tokens
+        return self.proposals[rank].num_prompt_tokens + self.policy.max_num_seqs if budget is None else budget
+
+    def max_prompt_tokens(self, rank: int) -> int:
+        """Of these, the most that are prompts'."""
+        budget = self.policy.max_num_batched_tokens
+        return self.proposals[rank].num_prompt_tokens if budget is None else budget
+
+    def mixes(self, rank: int) -> bool:
+        """Whether a rank's steps may have prompts and decodes."""
+        mixes = self.policy.enable_mixed_steps
+        return self.policy.enable_chunked_prefill and (self.proposals[rank].mixes if mixes is None else mixes)
 
     @property
     def has_long_answers(self) -> bool:
@@ -92,7 +113,7 @@ class CellSettings:
         """What the scheduler and a rank agree on."""
         return BatchLimits(
             self.policy.max_num_seqs,
-            self.max_step_tokens,
+            self.max_step_tokens(rank),
             self.cache.block_size,
             self.num_blocks[rank],
             self.context_length,
@@ -106,8 +127,10 @@ class CellSettings:
         topology = CellTopology(dp_size, is_coupled=dp_size > 1 and rng.random() < 0.5)
         block_size = rng.choice([1, 16, 16, 32])
         max_num_seqs = rng.choice([1, 3, 8, 12])
-        max_num_batched_tokens = rng.choice([16, 48, 600])
-        mixes = rng.random() < 0.3
+        proposals = _draw_proposals(rng, topology)
+        max_num_batched_tokens = rng.choice([16, 48, 600, None])
+        least_prompt_tokens = max_num_batched_tokens or min(one.num_prompt_tokens for one in proposals)
+        mixes = rng.choice([False, False, True, None])
         max_waiting_requests = rng.randint(3, 10) if Fault.QUEUE_FULL in mix.rates else 1024
         context_length = _LONG_CONTEXT_LENGTH if mix.strikes(Fault.LONG_ANSWER, rng) else _CONTEXT_LENGTH
         policy = SchedulerPolicy(
@@ -115,7 +138,7 @@ class CellSettings:
             max_num_batched_tokens=max_num_batched_tokens,
             delay_factor=rng.choice([0.0, 0.0, 1.5]),
             max_steps_in_flight=rng.randint(1, 4),
-            enable_chunked_prefill=mixes or max_num_batched_tokens < context_length or rng.random() < 0.5,
+            enable_chunked_prefill=bool(mixes) or least_prompt_tokens < context_length or rng.random() < 0.5,
             enable_mixed_steps=mixes,
             max_waiting_requests=max_waiting_requests,
             # Those of a few prompts of any length at once, or of as many as like.
@@ -142,6 +165,7 @@ class CellSettings:
             context_length,
             rng.random() < 0.7,
             tuple(num_blocks),
+            proposals,
             # Coupled ranks draft nothing: what a rank computes in a step must be known before.
             num_draft_tokens=rng.randint(1, 8) if rng.random() < 0.5 and not topology.is_coupled else 0,
             share_right=rng.choice([0.2, 0.7, 0.95]),
@@ -203,6 +227,12 @@ class RequestPlan:
         """What the log-probabilities of its prompt are charged with."""
         num_top = self.options.num_prompt_logprobs
         return 0 if num_top is None else 12 * len(self.prompt) * (num_top + 1)
+
+
+def _draw_proposals(rng: Random, topology: CellTopology) -> tuple[Proposal, ...]:
+    """What the ranks propose, by rank."""
+    by_domain = [Proposal(rng.choice([8, 16, 48, 600]), rng.random() < 0.5) for _ in range(topology.num_domains)]
+    return tuple(by_domain[topology.domain_of(rank)] for rank in range(topology.dp_size))
 
 
 def number_of(seed: int) -> int:
