@@ -21,7 +21,7 @@ from google.protobuf import any_pb2
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from shared.errors import InternalError, InvalidRequestError, QueueFullError, ServiceError
+from shared.errors import InternalError, InvalidRequestError, NotSupportedError, QueueFullError, ServiceError
 from shared.reflection import serve_reflection
 
 logger = logging.getLogger(__name__)
@@ -329,10 +329,17 @@ async def _abort(context: grpc.aio.ServicerContext, method: str, error: Exceptio
         status = error.status
     elif isinstance(error, ServiceError):
         status = to_status(error)
+    elif _is_lacking(context, error):
+        status = to_status(NotSupportedError("this release does not have the method", method=method))
     else:
         logger.error("unexpected error", extra={"method": method}, exc_info=error)
         status = to_status(InternalError("internal error"))
     await context.abort(_STATUS_CODES[status.code], status.message, ((STATUS_DETAILS_KEY, status.SerializeToString()),))
+
+
+def _is_lacking(context: grpc.aio.ServicerContext, error: Exception) -> bool:
+    """Whether a generated base class raised it, for a method that the servicer lacks: those set the code before."""
+    return isinstance(error, NotImplementedError) and context.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 def _pack(message: Any) -> any_pb2.Any:

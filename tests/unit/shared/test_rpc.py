@@ -125,6 +125,40 @@ async def test_a_method_may_abort_by_itself(tmp_path: Path) -> None:
     assert (code, status.message, reason_of(status)) == (grpc.StatusCode.ABORTED, "as it says", None)
 
 
+class LackingServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
+    """Has none of its methods."""
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(self, server)
+
+
+async def test_a_method_that_a_servicer_lacks_is_not_supported_and_no_bug(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = f"unix:{tmp_path / 'x'}"
+    server = make_server(address, [LackingServicer()])
+    await server.start()
+    async with make_channel(address) as channel:
+        stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
+        unary, stream = stub.Tokenize(tokenizer_pb2.TokenizeRequest()), stub.Generate(tokenizer_pb2.GenerateRequest())
+        for answer in (unary, stream.read()):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await answer
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            assert reason_of(status_from_rpc_error(caught.value)) == "NOT_SUPPORTED"
+    await server.stop(None)
+    assert not caplog.records
+
+
+async def test_a_method_that_is_not_implemented_within_is_a_bug(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    code, status = await fail_unary(tmp_path, raising(NotImplementedError("abstract")))
+
+    assert (code, reason_of(status)) == (grpc.StatusCode.INTERNAL, "INTERNAL")
+    assert [record.message for record in caplog.records] == ["unexpected error"]
+
+
 class EchoServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     """Waits until it may answer, and counts the calls that wait."""
 
