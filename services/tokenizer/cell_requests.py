@@ -46,7 +46,7 @@ class Receiver(Protocol):
     """Where one choice's tokens go. It is called no more once it has ended."""
 
     def submitted(self, num_resumes: int, *, is_exact: bool) -> None:
-        """Its request goes to a scheduler, after so many recoveries; whether neither they nor others change a byte."""
+        """Its request goes to a scheduler, after so many losses; whether neither they nor others change a byte."""
 
     def resumed(self, num_resumes: int) -> None:
         """It goes on after a loss in the cell, so many in all by now."""
@@ -181,7 +181,7 @@ class CellRequests:
             ExchangeError: columns do not fit each other, or tokens are missing.
         """
         for resume in outputs.resumes:
-            if resume.handle in self._receivers:
+            if self._ledger.resume(self._stream, resume.handle, resume.num_resumes):
                 self._receivers[resume.handle].resumed(resume.num_resumes)
         for start in outputs.starts:
             if self._ledger.begin(self._stream, start.handle):
@@ -249,7 +249,7 @@ class CellRequests:
             return None
         self.counters.num_resubmissions += attempt.number > 1
         for choice in self._ledger.open_choices(handle):
-            self._receivers[choice].submitted(attempt.num_resumes, is_exact=attempt.resumes_exactly)
+            self._receivers[choice].submitted(self._ledger.num_resumes(choice), is_exact=attempt.resumes_exactly)
         if self._ledger.is_trying:
             self._arm_timer()
         return encode_submit(attempt)

@@ -227,8 +227,8 @@ class Choice:
         if end.HasField("error") and self._completion.stop_string is None:
             self._call.fail(StatusError(end.error))
             return
-        # The cell's count has what workers did too.
-        self.num_resumes = end.num_resumes
+        # The cell's count has what workers did too, but perhaps not all that schedulers did that have died.
+        self.num_resumes = max(self.num_resumes, end.num_resumes)
         self._completion.finish()
         if self._completion.stop_string is not None:
             self._finish_by_stop_string(self._completion.stop_string)

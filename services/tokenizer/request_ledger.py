@@ -58,6 +58,14 @@ class _LiveRequest:
         """What requests are sorted by that are submitted again."""
         return not self._has_news, self.arrived_s, self.handle
 
+    def begin_attempt(self, stream: int) -> None:
+        """It is submitted on a stream; unless it is the first time, what is left of it goes on after a loss."""
+        for choice in self.choices:
+            choice.num_resumes += self.num_attempts > 0
+        self.stream = stream
+        self.num_attempts += 1
+        self.awaits_token = True
+
     @property
     def _has_news(self) -> bool:
         return any(choice.output or choice.has_ended for choice in self.choices)
@@ -69,6 +77,8 @@ class _LiveChoice:
     has_begun: bool = False
     has_ended: bool = False
     output: array[int] = field(default_factory=lambda: array("i"))
+    num_resumes: int = 0
+    """How often it has gone on after a loss, as far as that was told."""
 
 
 class RequestLedger:
@@ -195,9 +205,7 @@ class RequestLedger:
         if not self._has_stream or handle not in self._unsent or self.must_wait(handle):
             return None
         live = self._unsent.pop(handle)
-        live.stream = self._stream
-        live.num_attempts += 1
-        live.awaits_token = True
+        live.begin_attempt(self._stream)
         self._suspects.open(handle, now)
         if live.exact_fingerprint is None:
             live.exact_fingerprint = self._exact_fingerprint
@@ -211,7 +219,21 @@ class RequestLedger:
             now - live.arrived_s,
             None if live.deadline_s is None else live.deadline_s - now,
             bool(live.exact_fingerprint),
+            # Not more than any of them: a count may be too low, never too high.
+            min(choice.num_resumes for choice in live.choices if not choice.has_ended),
         )
+
+    def num_resumes(self, handle: int) -> int:
+        """How often a choice that has not ended has gone on after a loss, its last attempt included."""
+        return self._choices[handle].num_resumes
+
+    def resume(self, stream: int, handle: int, num_resumes: int) -> bool:
+        """The scheduler tells how often a choice has gone on after a loss; returns whether that is more than known."""
+        choice = self._choices.get(handle)
+        if choice is None or choice.request.stream != stream or num_resumes <= choice.num_resumes:
+            return False
+        choice.num_resumes = num_resumes
+        return True
 
     def begin(self, stream: int, handle: int) -> bool:
         """A choice's first tokens are about to come; returns whether that is news."""

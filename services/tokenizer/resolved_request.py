@@ -43,7 +43,8 @@ class Attempt:
 
     `choices_so_far` has nothing, or an entry a choice. `age_s` is how long ago the request arrived, `time_left_s` how
     long its caller still waits; None is for ever. With `resumes_exactly` no byte can tell recoveries, this attempt or
-    those of its cell: all its cells were exact, and by one fingerprint.
+    those of its cell: all its cells were exact, and by one fingerprint. Each of its choices has gone on at least
+    `num_resumes` times after a loss, this attempt included.
     """
 
     handle: int
@@ -53,8 +54,4 @@ class Attempt:
     age_s: float
     time_left_s: float | None
     resumes_exactly: bool = False
-
-    @property
-    def num_resumes(self) -> int:
-        """Recoveries so far, itself the last one; those of workers under a scheduler that died are not known."""
-        return self.number - 1
+    num_resumes: int = 0

@@ -414,6 +414,21 @@ async def test_each_choice_tells_its_recoveries(model_dir: Path, tmp_path: Path,
         assert resumed.recovery == common_pb2.Recovery(resume_count=1, resume_exact=True)
 
 
+async def test_a_choice_tells_what_a_scheduler_lost_that_has_died_since(model_dir: Path, tmp_path: Path) -> None:
+    async with run_tokenizer_service(model_dir, tmp_path) as service:
+        await service.link()
+        call, [sent] = await submit(service, Request(text="The fox", sampling={"n": 2}))
+        resume = exchange_pb2.ChoiceResume(handle=sent.handle, num_resumes=2)
+        service.peer.send_outputs(exchange_pb2.Outputs(resumes=[resume]))
+        service.peer.end_stream()
+        service.peer.attach()
+        num_earlier = (await service.peer.submits.get()).num_earlier_resumes
+        handles = (sent.handle, sent.handle + 1)
+        service.peer.send(ends=[make_end(handle, MAX_TOKENS, 0, num_resumes=num_earlier) for handle in handles])
+        finishes = [choice.finish for choice in (await read_answer(call)).choices.values()]
+        assert [finish.recovery.resume_count for finish in finishes if finish is not None] == [3, 1]
+
+
 async def test_a_choice_that_a_stop_string_ends_tells_what_its_cell_lost(
     model_dir: Path, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:

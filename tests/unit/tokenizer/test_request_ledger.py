@@ -98,7 +98,8 @@ def test_a_fresh_stream_is_told_the_output_so_far_and_that_it_is_another_attempt
     handle = ledger.begin_request(5, 6, arrived_s=1.0, deadline_s=31.0)
     assert ledger.restart(now=10.0) == [handle]
     attempt = ledger.next_attempt(handle, 11.0)
-    assert attempt == Attempt(handle, make_request(), 2, (ChoiceSoFar(column([5, 6])),), age_s=10.0, time_left_s=20.0)
+    so_far = (ChoiceSoFar(column([5, 6])),)
+    assert attempt == Attempt(handle, make_request(), 2, so_far, age_s=10.0, time_left_s=20.0, num_resumes=1)
     assert ledger.receive(ledger.stream, handle, 2, [7]) == [7]
     ledger.restart(now=12.0)
     third = ledger.next_attempt(handle, 12.0)
@@ -385,6 +386,27 @@ def test_resumes_are_exact_while_every_cell_has_one_fingerprint(
         attempts.append(ledger.next_attempt(handle, 0.0))
     told = [(attempt.num_resumes, attempt.resumes_exactly) for attempt in attempts if attempt is not None]
     assert told == list(enumerate(resumes_exactly))
+
+
+def test_losses_that_a_scheduler_told_are_known_after_its_death() -> None:
+    ledger = Ledger()
+    first, second = ledger.begin_choices([5], [6])
+    assert ledger.resume(ledger.stream, first, 2)
+    old_stream = ledger.stream
+    ledger.restart(1.0)
+    attempt = ledger.next_attempt(first, 1.0)
+    assert attempt is not None
+    assert (attempt.num_resumes, ledger.num_resumes(first), ledger.num_resumes(second)) == (1, 3, 1)
+    # The scheduler counts on from the least of them.
+    assert not ledger.resume(ledger.stream, first, 2)
+    assert ledger.resume(ledger.stream, second, 2)
+    assert not ledger.resume(old_stream, second, 9)
+    assert (ledger.num_resumes(first), ledger.num_resumes(second)) == (3, 2)
+    ledger.end(ledger.stream, second)
+    ledger.restart(2.0)
+    attempt = ledger.next_attempt(first, 2.0)
+    assert attempt is not None
+    assert attempt.num_resumes == 4
 
 
 @pytest.mark.parametrize("fingerprint", ["", "b"])
