@@ -75,6 +75,15 @@ async def read_on(call: Any, responses: list[tokenizer_pb2.GenerateResponse]) ->
 
 
 @pytest.mark.slow
+async def test_a_test_that_waits_for_a_service_fails_when_it_has_ended(tiny_model: Path) -> None:
+    with (
+        run_split_cell(tiny_model, "--scheduler.no-such-flag=1") as broken,
+        pytest.raises(RuntimeError, match="the scheduler ended with 2"),
+    ):
+        await broken.wait_until_serving("scheduler")
+
+
+@pytest.mark.slow
 async def test_streams_go_on_when_the_scheduler_is_killed_and_started_again(cell: SplitCell) -> None:
     requests = make_requests(6)
     async with connect_to(cell) as client:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,10 @@ from shared.cli.cell_plan import ServiceCommand, plan_services
 from shared.cli.serve_settings import ROLES, ServeSettings, split_service_flags
 from shared.health import wait_until_serving
 from shared.rpc import make_channel
+from tests.support.patience import PATIENCE_S
 from tests.support.processes import ROOT, module_command, module_environment
+
+_POLL_S = 0.02
 
 
 class SplitCell:
@@ -36,9 +40,22 @@ class SplitCell:
         self._processes[role] = subprocess.Popen(command, cwd=ROOT, env=environment)
 
     async def wait_until_serving(self, role: str) -> None:
-        """Wait until a service says that it serves."""
-        async with make_channel(self._commands[role].address, internal=True) as channel:
-            await wait_until_serving(channel)
+        """Wait until a service says that it serves; fails after five minutes.
+
+        Raises:
+            RuntimeError: its process has ended.
+        """
+        process = self._processes[role]
+        async with asyncio.timeout(PATIENCE_S), make_channel(self._commands[role].address, internal=True) as channel:
+            serving = asyncio.create_task(wait_until_serving(channel))
+            try:
+                while not serving.done():
+                    if process.poll() is not None:
+                        raise RuntimeError(f"the {role} ended with {process.returncode}")
+                    await asyncio.wait([serving], timeout=_POLL_S)
+                await serving
+            finally:
+                serving.cancel()
 
     def kill(self, role: str) -> None:
         """End a service as `kill -9` does."""
