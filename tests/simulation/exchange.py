@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from random import Random
 
 from lockstep.internal.v1 import exchange_pb2
-from services.scheduler.batch import Outputs
-from services.scheduler.exchange_codec import encode_outputs
+from shared.errors import ServiceError
 from tests.simulation.clock import Clock
 from tests.simulation.faults import Fault, FaultMix
 from tests.simulation.network import Pipe, Trouble
@@ -17,20 +17,34 @@ _TROUBLE = Trouble(Fault.MESSAGE_LOST, Fault.MESSAGE_REPEATED, Fault.MESSAGE_REO
 _NOTICE_S = (0.0, 0.3)
 # A scheduler may not have noticed when its replica is back.
 _LATE_NOTICE_S = (0.0, 3.0)
+_STALLS_S = (1.0, 4.0, 8.0, 20.0)
+# Messages that the transport takes of a replica that does not read.
+_NUM_BUFFERED = (0, 1, 4)
+# A replica that does not read for so long loses its stream, once a scheduler that runs has beaten.
+MAX_UNREAD_S = 5.0
+MAX_BEAT_GAP_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Who is at the two ends of a stream: what each is handed, and how it learns that the stream is over."""
+    """The two ends of a stream: what each is handed, and how it learns that the stream is over.
+
+    `on_unread` is told when the replica has taken nothing for too long, and the stream should be over.
+    """
 
     on_request: Callable[[bytes], None]
     on_response: Callable[[bytes], None]
+    on_unread: Callable[[], None]
     on_scheduler_notice: Callable[[], None]
     on_replica_notice: Callable[[], None]
 
 
 class ExchangeStream:
-    """Carries requests up and outputs down. When it breaks, either end notices at a time of its own."""
+    """Carries requests up and outputs down. When it breaks, either end notices at a time of its own.
+
+    To the scheduler's handler it is the context of the call, and what requests are read from. A message is written when
+    the transport takes it, which it does not for long while the replica reads nothing.
+    """
 
     def __init__(self, number: int, scheduler_id: str, clock: Clock, rng: Random, mix: FaultMix, *, ends: Ends) -> None:
         self.number = number
@@ -38,6 +52,12 @@ class ExchangeStream:
         # What the replica's ledger calls it.
         self.ledger_number = 0
         self.is_broken = False
+        # The handler, in the scheduler's process.
+        self.task: asyncio.Task[None] | None = None
+        self._arrived: asyncio.Queue[exchange_pb2.ExchangeRequest] = asyncio.Queue()
+        self._num_buffered = 0
+        self._num_blocked_writes = 0
+        self._is_blocked = False
         self._clock = clock
         self._rng = rng
         self._mix = mix
@@ -50,17 +70,33 @@ class ExchangeStream:
         self._up.send(request.SerializeToString())
         self._may_break()
 
-    def send_cell_info(self, exact_fingerprint: str) -> None:
-        """Tell the replica that the cell serves, and by which exact numerics, if they are."""
-        cell_info = exchange_pb2.CellInfo(exact_fingerprint=exact_fingerprint)
-        response = exchange_pb2.ExchangeResponse(cell_info=cell_info)
-        self._down.send(response.SerializeToString())
+    def take_request(self, payload: bytes) -> None:
+        """A message of the replica's has come to the scheduler."""
+        self._arrived.put_nowait(exchange_pb2.ExchangeRequest.FromString(payload))
 
-    def send_outputs(self, outputs: Outputs) -> None:
-        """Send a step's outputs to the replica."""
-        response = exchange_pb2.ExchangeResponse(outputs=encode_outputs(outputs))
-        self._down.send(response.SerializeToString())
-        self._may_break()
+    async def requests(self) -> AsyncIterator[exchange_pb2.ExchangeRequest]:
+        """The messages of the replica, for as long as somebody asks."""
+        while True:
+            yield await self._arrived.get()
+
+    async def write(self, response: exchange_pb2.ExchangeResponse) -> None:
+        """Send a message of the scheduler's; this is the part of a `ServicerContext` that the handler uses."""
+        if not self._down.is_held and self._mix.strikes(Fault.REPLICA_STALL, self._rng):
+            self._down.hold(self._clock.now + self._rng.choice(_STALLS_S))
+            self._num_buffered = self._rng.choice(_NUM_BUFFERED)
+        if self._down.is_held:
+            await self._wait_for_room()
+        if not response.HasField("heartbeat"):
+            # A replica that reads makes nothing of signs of life.
+            self._down.send(response.SerializeToString())
+            self._may_break()
+
+    def on_end(self, task: asyncio.Task[None]) -> None:
+        """The handler has ended, and with it the stream."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, ServiceError):
+            raise error
+        self.break_(scheduler_notices=False)
 
     def break_(self, *, scheduler_notices: bool = True) -> None:
         """Nothing more comes over it in time."""
@@ -77,3 +113,19 @@ class ExchangeStream:
     def _may_break(self) -> None:
         if self._mix.strikes(Fault.STREAM_BREAK, self._rng):
             self.break_()
+
+    async def _wait_for_room(self) -> None:
+        if self._num_buffered:
+            self._num_buffered -= 1
+            return
+        self._num_blocked_writes += 1
+        number, self._is_blocked = self._num_blocked_writes, True
+        self._clock.after(MAX_UNREAD_S + MAX_BEAT_GAP_S, lambda: self._check_read(number))
+        try:
+            await asyncio.sleep(self._down.held_until - self._clock.now)
+        finally:
+            self._is_blocked = False
+
+    def _check_read(self, number: int) -> None:
+        if self._is_blocked and number == self._num_blocked_writes:
+            self._ends.on_unread()

@@ -40,6 +40,7 @@ class Fault(enum.Enum):
     SCHEDULER_ZOMBIE = "scheduler_zombie"
     SCHEDULER_STOP = "scheduler_stop"
     REPLICA_GONE = "replica_gone"
+    REPLICA_STALL = "replica_stall"
     # Clients.
     DIRECT_CALL = "direct_call"
     SLOW_READER = "slow_reader"
@@ -86,6 +87,8 @@ _LIKELIHOOD = {
     Fault.MESSAGE_LOST: 0.003,
     Fault.MESSAGE_REPEATED: 0.01,
     Fault.MESSAGE_REORDERED: 0.005,
+    # At each message to a replica that reads.
+    Fault.REPLICA_STALL: 0.003,
     # At each message on a stream that has ended.
     Fault.MESSAGE_LATE: 0.3,
     # At each restart of a scheduler.

@@ -53,7 +53,7 @@ class Pipe(Generic[Message]):
         self._on_loss = on_loss
         self._is_cut = False
         self._detour_s = 0.0
-        self._held_until = 0.0
+        self.held_until = 0.0
         self._last_arrival = 0.0
 
     def send(self, message: Message) -> None:
@@ -64,7 +64,7 @@ class Pipe(Generic[Message]):
         if self._strikes(self._trouble.lost):
             self._clock.after(self._rng.uniform(*_LONG_DELAY_S), self._on_loss)
             return
-        begin = max(self._clock.now, self._held_until)
+        begin = max(self._clock.now, self.held_until)
         arrival = max(self._last_arrival, begin + self._detour_s + self._rng.uniform(*_DELAY_S))
         if self._strikes(self._trouble.reordered):
             self._plan_arrival(arrival + self._rng.uniform(*_LONG_DELAY_S), message)
@@ -80,12 +80,12 @@ class Pipe(Generic[Message]):
 
     def hold(self, until: float) -> None:
         """Nothing gets through before `until`: the transport repeats what was sent meanwhile."""
-        self._held_until = max(self._held_until, until)
+        self.held_until = max(self.held_until, until)
 
     @property
     def is_held(self) -> bool:
         """Whether what is sent now waits."""
-        return self._held_until > self._clock.now
+        return self.held_until > self._clock.now
 
     def cut(self) -> None:
         """The stream is over."""

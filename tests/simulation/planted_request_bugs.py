@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +20,12 @@ from services.scheduler.request_desk import RequestDesk
 from services.scheduler.requests import Request, RequestTable
 from services.scheduler.result_taker import ResultTaker
 from services.scheduler.sequence import Finish, Numerics, Sequence
+from services.scheduler.server import ClientLink
 from services.scheduler.stops import find_finish
 from services.scheduler.token_door import TokenDoor
 from services.scheduler.waiting_queue import WaitingQueue
 from services.tokenizer.request_ledger import RequestLedger
+from shared.errors import ServiceError
 from tests.simulation.faults import Fault
 from tests.simulation.planting import Patch, PlantedBug, planter
 
@@ -326,3 +329,24 @@ def _replicas_listen_to_old_streams(patch: Patch) -> None:
         return end(self, stream if choice is None else choice.request.stream or stream, handle)
 
     patch.setattr(RequestLedger, "end", end_anyway)
+
+
+# Replicas.
+
+
+@_planted(Fault.REPLICA_STALL)
+def _replicas_that_do_not_read_keep_their_streams(patch: Patch) -> None:
+    """Messages for a replica that does not read pile up, and its requests are computed on for nobody."""
+    patch.setattr("services.scheduler.server.MAX_UNREAD_S", math.inf)
+
+
+@_planted(Fault.REPLICA_STALL)
+def _links_wait_for_their_last_words(patch: Patch) -> None:
+    """The stream of a replica that does not read is over once it has read what came before."""
+    close = ClientLink.close
+
+    def close_later(self: ClientLink, error: ServiceError | None) -> None:
+        if self._outbox.empty():
+            close(self, error)
+
+    patch.setattr(ClientLink, "close", close_later)

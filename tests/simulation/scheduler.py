@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
+from typing import cast
+
+import grpc
 
 from lockstep.internal.v1 import exchange_pb2, worker_pb2
 from services.scheduler.attach import Standing
@@ -22,14 +26,16 @@ from services.scheduler.events import (
     StepReturned,
     TimePassed,
 )
-from services.scheduler.exchange_codec import decode_request
+from services.scheduler.exchange_codec import encode_outputs
+from services.scheduler.server import CellServer, ClientLink
+from services.scheduler.servicer import ExchangeServicer
 from services.scheduler.token_door import DOOR_CLIENT, TokenDoor
 from services.scheduler.worker_client import decode_result, encode_step
 from tests.simulation.clock import Clock
 from tests.simulation.direct_calls import DirectCall
 from tests.simulation.domain import SimulatedDomain
 from tests.simulation.domain_link import DomainLink
-from tests.simulation.exchange import ExchangeStream
+from tests.simulation.exchange import MAX_BEAT_GAP_S, ExchangeStream
 from tests.simulation.faults import FaultMix
 from tests.simulation.step_stream import Answer
 from tests.simulation.virtual_loop import VirtualLoop
@@ -66,6 +72,7 @@ class SchedulerProcess:
         self.is_alive = True
         self.num_steps = 0
         self.streams: dict[int, ExchangeStream] = {}
+        self._clients: dict[int, ClientLink] = {}
         # In the order in which they began.
         self.calls: dict[DirectCall, None] = {}
         # What has to do with sockets and processes is left out of it.
@@ -143,14 +150,36 @@ class SchedulerProcess:
         self.watch.check_end(self.engine)
 
     def connect(self, stream: ExchangeStream) -> None:
-        """A replica's stream is open; it is told about the cell as soon as a worker was attached once."""
+        """A replica's stream is open; its handler begins."""
+        servicer = ExchangeServicer(cast(CellServer, _StreamCell(self, stream, self._clock)))
         self.streams[stream.number] = stream
-        if self.engine.model is not None:
-            stream.send_cell_info(self.engine.exact_fingerprint)
+        handler = servicer.Exchange(stream.requests(), cast(grpc.aio.ServicerContext, stream))
+        stream.task = self.loop.create_task(handler)
+        stream.task.add_done_callback(stream.on_end)
+
+    def link(self, stream: ExchangeStream) -> ClientLink:
+        """Take in a replica; it is told about the cell as soon as a worker was attached once."""
+        client = ClientLink(stream.number, lambda: self.unlink(client))
+        self._clients[stream.number] = client
+        self._send_cell_info(client)
+        return client
+
+    def unlink(self, client: ClientLink) -> None:
+        """Forget a replica whose stream ended, or ends; nothing happens the second time."""
+        self.streams.pop(client.number, None)
+        if self._clients.pop(client.number, None) is not None:
+            self.on_event(ClientGone(client.number))
 
     def disconnect(self, stream: ExchangeStream) -> None:
         """The end of a replica's stream is noticed."""
-        self.when_running(lambda: self._disconnect(stream))
+        if stream.task is not None:
+            self.when_running(stream.task.cancel)
+
+    def check_unread(self, stream: ExchangeStream) -> None:
+        """Check that a replica that has not read for too long has lost its stream."""
+        has_looked = self._clock.now > self._stopped_until + MAX_BEAT_GAP_S
+        is_kept = self.is_alive and has_looked and stream.number in self._clients
+        assert not is_kept, "a replica that does not read keeps its stream"
 
     def on_event(self, event: Event) -> None:
         """Hand an event to the engine, watch what it says, and do it."""
@@ -163,15 +192,15 @@ class SchedulerProcess:
         for action in actions:
             self._perform(action)
         if not had_model and self.engine.model is not None:
-            for stream in self.streams.values():
-                stream.send_cell_info(self.engine.exact_fingerprint)
+            for client in self._clients.values():
+                self._send_cell_info(client)
         is_dull = isinstance(event, TimePassed) and all(isinstance(action, Beat) for action in actions)
         self._lateness_s = _LATENESS_S if is_dull else 0.0
         self._arm_timer()
 
     def on_request(self, stream: ExchangeStream, payload: bytes) -> None:
         """A message of a replica arrives."""
-        self.when_running(lambda: self._take_request(stream, payload))
+        self.when_running(lambda: stream.take_request(payload))
 
     def on_answer(self, answer: Answer) -> None:
         """A step's answer arrives, perhaps one of an old epoch."""
@@ -186,14 +215,10 @@ class SchedulerProcess:
         """Somebody calls for an empty prefix cache."""
         self.when_running(self.engine.flush_prefix_cache)
 
-    def _disconnect(self, stream: ExchangeStream) -> None:
-        if self.streams.pop(stream.number, None) is not None:
-            self.on_event(ClientGone(stream.number))
-
-    def _take_request(self, stream: ExchangeStream, payload: bytes) -> None:
-        if stream.number in self.streams:
-            request = exchange_pb2.ExchangeRequest.FromString(payload)
-            self.on_event(decode_request(stream.number, request))
+    def _send_cell_info(self, client: ClientLink) -> None:
+        if self.engine.model is not None:
+            cell_info = exchange_pb2.CellInfo(exact_fingerprint=self.engine.exact_fingerprint)
+            client.send(exchange_pb2.ExchangeResponse(cell_info=cell_info), self._clock.now)
 
     def _perform(self, action: Action) -> None:
         match action:
@@ -204,16 +229,19 @@ class SchedulerProcess:
             case Deliver(client, outputs) if client == DOOR_CLIENT:
                 self.door.deliver(outputs)
             case Deliver(client, outputs):
-                if client in self.streams:
-                    self.streams[client].send_outputs(outputs)
-            case CloseClient(client):
-                if client in self.streams:
-                    self.streams[client].break_()
+                if client in self._clients:
+                    response = exchange_pb2.ExchangeResponse(outputs=encode_outputs(outputs))
+                    self._clients[client].send(response, self._clock.now)
+            case CloseClient(client, error):
+                if client in self._clients:
+                    self._clients[client].close(error)
             case DropDomain(domain, epoch):
                 self._links[domain].drop(epoch)
-            case Beat():
+            case Beat(progress):
                 for link in self._links:
                     link.beat()
+                for replica in self._clients.values():
+                    replica.beat(progress, self._clock.now)
             case Exit(reason):
                 self.exit(reason)
 
@@ -234,3 +262,29 @@ class SchedulerProcess:
     def _wake(self) -> None:
         self._timer = None
         self.on_event(TimePassed())
+
+
+class _StreamCell:
+    """The part of a `CellServer` that the handler of one stream uses."""
+
+    def __init__(self, process: SchedulerProcess, stream: ExchangeStream, clock: Clock) -> None:
+        self._clock = clock
+        self._process = process
+        self._stream = stream
+
+    def connect(self) -> ClientLink:
+        return self._process.link(self._stream)
+
+    def disconnect(self, client: ClientLink) -> None:
+        self._process.unlink(client)
+
+    def on_event(self, event: Event) -> None:
+        """Hand in an event; what the watch finds must not end with the handler, which ends a stream for any error."""
+        try:
+            self._process.on_event(event)
+        except Exception as error:  # noqa: BLE001
+            self._clock.after(0.0, partial(_raise, error))
+
+
+def _raise(error: Exception) -> None:
+    raise error

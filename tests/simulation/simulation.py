@@ -11,7 +11,7 @@ from random import Random
 from tests.simulation.clock import Clock
 from tests.simulation.direct_calls import DirectClient
 from tests.simulation.domain import SimulatedDomain
-from tests.simulation.exchange import Ends, ExchangeStream
+from tests.simulation.exchange import MAX_BEAT_GAP_S, MAX_UNREAD_S, Ends, ExchangeStream
 from tests.simulation.faults import Fault, FaultMix
 from tests.simulation.replica import Replica, Told
 from tests.simulation.scheduler import SchedulerProcess
@@ -292,6 +292,7 @@ class Simulation:
         ends = Ends(
             on_request=lambda payload: scheduler.on_request(stream, payload),
             on_response=lambda payload: replica.on_response(stream, payload),
+            on_unread=lambda: scheduler.check_unread(stream),
             on_scheduler_notice=lambda: scheduler.disconnect(stream),
             on_replica_notice=lambda: replica.on_stream_lost(stream),
         )
@@ -317,8 +318,9 @@ class Simulation:
         plan, expected = told.plan, told.plan.by_text[told.choice]
         assert told.over_at is not None, f"{plan.request_id} was never answered"
         assert told.tokens == expected.tokens[: len(told.tokens)], f"{plan.request_id} got other tokens"
-        # A scheduler may be stopped, and the next one, too.
+        # A scheduler may be stopped, and the next one, too; and a replica may not read what it is told.
         grace_s = _GRACE_S + _SCHEDULER_SILENCE_S * self._mix.counts[Fault.SCHEDULER_STOP]
+        grace_s += (MAX_UNREAD_S + MAX_BEAT_GAP_S) * self._mix.counts[Fault.REPLICA_STALL]
         is_late = told.deadline is not None and told.over_at > told.deadline + grace_s
         assert not is_late, f"{plan.request_id} outlived its deadline"
         assert not told.tokens or told.num_cached_tokens is not None, "tokens without a beginning"
