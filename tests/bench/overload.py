@@ -1,8 +1,9 @@
-"""What a flood of calls, and one of streams that are opened and reset, ends with: only OK and QUEUE_FULL.
+"""What floods of calls, of health watches, and of streams that are opened and reset end with: only OK and QUEUE_FULL.
 
     python -m tests.bench.overload models/smollm2-135m-instruct --json overload.json
 
-It starts a cell, and floods its tokenizer and its scheduler in turn.
+It starts a cell, and floods its tokenizer and its scheduler in turn. Streams are reset by another process, beside calls
+of this one. No watch may be refused.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from pathlib import Path
 
 from tests.bench.report import Row, limit, report
 from tests.support.cell import Cell, start_cell
-from tests.support.flood import Outcomes, flood_with_calls, flood_with_resets
+from tests.support.flood import Outcomes, flood_with_calls, flood_with_resets, flood_with_watches
 
 
 def main() -> None:
     """Flood, print the table, write the JSON."""
     args = _parse_args()
     with start_cell(args.model_dir) as cell:
-        rows = asyncio.run(_flood(cell, args.calls, args.resets))
+        rows = asyncio.run(_flood(cell, args.calls, args.resets, args.watches))
     report(rows, args.json)
 
 
-async def _flood(cell: Cell, num_calls: int, num_resets: int) -> list[Row]:
+async def _flood(cell: Cell, num_calls: int, num_resets: int, num_watches: int) -> list[Row]:
     rows = []
     for name, address in (("tokenizer", cell.address), ("scheduler", cell.scheduler_address)):
         is_scheduler = name == "scheduler"
@@ -32,6 +33,8 @@ async def _flood(cell: Cell, num_calls: int, num_resets: int) -> list[Row]:
         rows += _describe(f"{name}, {num_calls} calls at once", calls)
         resets = await flood_with_resets(address, num_resets, is_scheduler=is_scheduler)
         rows += _describe(f"{name}, beside {num_resets} resets", resets)
+        num_answered = (await flood_with_watches(address, num_watches)).counts["OK"]
+        rows.append(limit(f"{name}, {num_watches} watches: not OK", num_watches - num_answered, "calls", at_most=0))
     return rows
 
 
@@ -45,6 +48,7 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("model_dir", type=Path, help="a model directory")
     parser.add_argument("--calls", type=int, default=2000, help="calls at once (default: %(default)s)")
     parser.add_argument("--resets", type=int, default=20_000, help="streams to reset (default: %(default)s)")
+    parser.add_argument("--watches", type=int, default=3000, help="watches at once (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     return parser.parse_args()
 

@@ -20,7 +20,7 @@ SCRIPT_TO_FLAGS = {
     "interference": [MODEL, "--num-streams=2", "--num-prompts=1", "--num-prompt-tokens=600"],
     # What the simulation compares has tests of its own.
     "lockstep": ["--quick", "--num-ranks=2", "--only", "wall", "cpu"],
-    "overload": [MODEL, "--calls=50", "--resets=100"],
+    "overload": [MODEL, "--calls=50", "--resets=200", "--watches=50"],
     "revisions": ["HEAD", "HEAD", "--pairs=1"],
     # The other sections have peers.
     "scheduler": ["--quick", "--only=curves"],

@@ -1,6 +1,6 @@
-"""Floods of calls and resets against the services of a real cell: only OK and QUEUE_FULL, and neighbours unharmed.
+"""Floods of calls, watches and resets against a real cell's services: only OK and QUEUE_FULL, neighbours unharmed.
 
-The same with more of both: `python -m tests.bench.overload`.
+The same with more of them: `python -m tests.bench.overload`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 
 from tests.support.cell import Cell, start_cell
-from tests.support.flood import flood_with_calls, flood_with_resets
+from tests.support.flood import flood_with_calls, flood_with_resets, flood_with_watches
 
 pytestmark = pytest.mark.slow
 
 # Above gRPC's own bound, at which it draws by lot.
 NUM_CALLS = 1500
 NUM_RESETS = 4000
+# Above its hard limit.
+NUM_WATCHES = 3500
 
 
 @pytest.fixture(scope="module")
@@ -40,3 +42,9 @@ async def test_streams_that_are_opened_and_reset_harm_no_neighbour(cell: Cell, i
     outcomes = await flood_with_resets(address, NUM_RESETS, is_scheduler=is_scheduler)
     assert not outcomes.unexpected
     assert outcomes.counts["OK"]
+
+
+@pytest.mark.parametrize("is_scheduler", [False, True], ids=["tokenizer", "scheduler"])
+async def test_health_watches_are_all_answered(cell: Cell, is_scheduler: bool) -> None:
+    outcomes = await flood_with_watches(cell.scheduler_address if is_scheduler else cell.address, NUM_WATCHES)
+    assert outcomes.counts == {"OK": NUM_WATCHES}

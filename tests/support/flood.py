@@ -1,9 +1,15 @@
-"""More calls at once than a service can serve, and streams that are opened only to be reset."""
+"""More calls at once than a service can serve, health watches, and streams that are opened only to be reset.
+
+Whatever is waited for is bounded: what hangs ends as DEADLINE_EXCEEDED or as a TimeoutError.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import subprocess
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +19,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from lockstep.v1 import scheduler_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 from shared.rpc import make_channel, reason_of, status_from_rpc_error
 from tests.support.client import greedy
+from tests.support.patience import PATIENCE_S
+from tests.support.processes import ROOT, module_command, module_environment
 from tests.support.token_client import prompt_request
 
 # What a call may end with in a flood.
@@ -37,50 +45,113 @@ class Outcomes:
             async for _ in call:
                 pass
         except grpc.aio.AioRpcError as error:
-            self.counts[reason_of(status_from_rpc_error(error)) or error.code().name] += 1
+            self._add_error(error)
         else:
             self.counts["OK"] += 1
+
+    async def add_watch(self, watch: Any) -> None:
+        """Read a health watch's first response: that the server serves."""
+        try:
+            response = await watch.read()
+        except grpc.aio.AioRpcError as error:
+            self._add_error(error)
+        else:
+            is_serving = response.status == health_pb2.HealthCheckResponse.SERVING
+            self.counts["OK" if is_serving else "NOT_SERVING"] += 1
+
+    def _add_error(self, error: grpc.aio.AioRpcError) -> None:
+        self.counts[reason_of(status_from_rpc_error(error)) or error.code().name] += 1
 
 
 async def flood_with_calls(address: str, num_calls: int, *, is_scheduler: bool, max_tokens: int = 4) -> Outcomes:
     """Make so many `Generate` calls at once, over a few channels, and wait for all."""
     outcomes = Outcomes()
-    channels = [make_channel(address) for _ in range(NUM_CHANNELS)]
-    calls = [_generate(channels[number % NUM_CHANNELS], is_scheduler, max_tokens) for number in range(num_calls)]
-    await asyncio.gather(*(outcomes.add(call) for call in calls))
-    for channel in channels:
-        await channel.close()
+    async with open_channels(address) as channels:
+        calls = [
+            start_generate(channels[number % NUM_CHANNELS], is_scheduler=is_scheduler, max_tokens=max_tokens)
+            for number in range(num_calls)
+        ]
+        await asyncio.gather(*(outcomes.add(call) for call in calls))
+    return outcomes
+
+
+async def flood_with_watches(address: str, num_watches: int) -> Outcomes:
+    """Open so many health watches at once, over a few channels, that stay open until all have been answered."""
+    outcomes = Outcomes()
+    async with open_channels(address) as channels:
+        stubs = [health_pb2_grpc.HealthStub(channel) for channel in channels]
+        watches = [
+            stubs[number % NUM_CHANNELS].Watch(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
+            for number in range(num_watches)
+        ]
+        await asyncio.gather(*(outcomes.add_watch(watch) for watch in watches))
+        for watch in watches:
+            watch.cancel()
     return outcomes
 
 
 async def flood_with_resets(address: str, num_streams: int, *, is_scheduler: bool, num_neighbours: int = 4) -> Outcomes:
-    """Open and reset so many streams beside a few calls and a health watch; returns how the neighbours ended."""
+    """Have another process open and reset so many streams beside a few calls and a health watch.
+
+    Returns:
+        How the neighbours ended.
+
+    Raises:
+        RuntimeError: the process failed.
+        TimeoutError: it hangs.
+    """
     outcomes = Outcomes()
-    async with make_channel(address) as channel, make_channel(address) as hostile:
+    async with make_channel(address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
-        await watch.read()
-        resets = asyncio.create_task(_reset_streams(hostile, num_streams, is_scheduler))
-        while not resets.done():
-            calls = [_generate(channel, is_scheduler, 8) for _ in range(num_neighbours)]
-            await asyncio.gather(*(outcomes.add(call) for call in calls))
+        async with asyncio.timeout(PATIENCE_S):
+            await watch.read()
+        resets = asyncio.create_task(_run_resetter(address, num_streams, is_scheduler))
+        try:
+            while not resets.done():
+                calls = [
+                    start_generate(channel, is_scheduler=is_scheduler, max_tokens=8) for _ in range(num_neighbours)
+                ]
+                await asyncio.gather(*(outcomes.add(call) for call in calls))
+        finally:
+            resets.cancel()
         await resets
         assert not watch.done(), "a neighbour's watch has ended"
         watch.cancel()
     return outcomes
 
 
-async def _reset_streams(channel: grpc.aio.Channel, num_streams: int, is_scheduler: bool) -> None:
-    for number in range(num_streams):
-        call = _generate(channel, is_scheduler, 400)
-        # Some are reset before they leave, most when they have been sent.
-        if number % 4:
-            await asyncio.sleep(0)
-        call.cancel()
+@asynccontextmanager
+async def open_channels(address: str) -> AsyncIterator[list[grpc.aio.Channel]]:
+    """A few channels, each a connection of its own."""
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(make_channel(address)) for _ in range(NUM_CHANNELS)]
 
 
-def _generate(channel: grpc.aio.Channel, is_scheduler: bool, max_tokens: int) -> Any:
+def start_generate(channel: grpc.aio.Channel, *, is_scheduler: bool, max_tokens: int) -> Any:
+    """A `Generate` call of the service's own kind."""
     if is_scheduler:
-        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-        return stub.Generate(prompt_request([1, 2, 3], max_tokens=max_tokens))
+        scheduler = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        return scheduler.Generate(prompt_request([1, 2, 3], max_tokens=max_tokens), timeout=PATIENCE_S)
     request = tokenizer_pb2.GenerateRequest(text="Hello", sampling=greedy(max_tokens=max_tokens))
-    return tokenizer_pb2_grpc.TokenizerServiceStub(channel).Generate(request)
+    return tokenizer_pb2_grpc.TokenizerServiceStub(channel).Generate(request, timeout=PATIENCE_S)
+
+
+async def _run_resetter(address: str, num_streams: int, is_scheduler: bool) -> None:
+    with _start_resetter(address, num_streams, is_scheduler) as process:
+        assert process.stdout is not None
+        try:
+            # It writes a line whenever it has made progress.
+            while await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), PATIENCE_S):
+                pass
+            exit_code = await asyncio.to_thread(process.wait, PATIENCE_S)
+        finally:
+            process.kill()
+    if exit_code:
+        raise RuntimeError(f"the client that resets streams ended with {exit_code}: its error is on stderr")
+
+
+def _start_resetter(address: str, num_streams: int, is_scheduler: bool) -> subprocess.Popen[bytes]:
+    role = "scheduler" if is_scheduler else "tokenizer"
+    command = module_command("tests.support.stream_resetter", address, role, str(num_streams))
+    # Not asyncio's: uvloop forks with gRPC's handlers of forks, and gRPC has its threads here.
+    return subprocess.Popen(command, cwd=ROOT, env=module_environment(), stdout=subprocess.PIPE)
