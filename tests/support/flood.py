@@ -90,8 +90,10 @@ async def flood_with_watches(address: str, num_watches: int) -> Outcomes:
     return outcomes
 
 
-async def flood_with_resets(address: str, num_streams: int, *, is_scheduler: bool, num_neighbours: int = 4) -> Outcomes:
-    """Have another process open and reset so many streams beside a few calls and a health watch.
+async def flood_with_resets(
+    address: str, num_streams: int, *, is_scheduler: bool, num_neighbours: int = 32
+) -> Outcomes:
+    """Have another process open and reset so many streams beside calls and a health watch.
 
     Returns:
         How the neighbours ended.
