@@ -99,7 +99,7 @@ _LIKELIHOOD = {
     Fault.REPLICA_GONE: 0.01,
     Fault.CACHE_FLUSH: 0.03,
     # At each response of a direct call.
-    Fault.SLOW_READER: 0.01,
+    Fault.SLOW_READER: 0.03,
     # At each request.
     Fault.DIRECT_CALL: 0.3,
     Fault.CANCEL: 0.2,

@@ -169,7 +169,7 @@ def _retiring_sequences_give_back_at_once(patch: Patch) -> None:
     patch.setattr(RunningBatch, "_last_record_of", lambda *_: None)
 
 
-@_planted(Fault.CANCEL)
+@_planted(Fault.CANCEL, Fault.DEADLINE, Fault.ABORT_CALL)
 def _blocks_are_published_at_admission(patch: Patch) -> None:
     """The blocks of a prompt's later chunks can be found before a step that computes them is sent."""
     try_allocate = BlockManager.try_allocate

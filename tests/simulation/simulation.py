@@ -104,6 +104,8 @@ def simulate(seed: int, kinds: Collection[Fault] | None = None) -> Report:
             f"seed {seed}, event {simulation.clock.num_events}: {type(error).__name__}: {error}\n"
             f"again: make simulate SEEDS=1 FIRST_SEED={seed}{names}"
         ) from error
+    finally:
+        simulation.close()
 
 
 class Simulation:
@@ -167,6 +169,13 @@ class Simulation:
             Counter(_describe_end(told) for told in self._told),
             self._mix.counts,
         )
+
+    def close(self) -> None:
+        """Nothing goes on any more, and no engine is told."""
+        for scheduler in [*self._old_schedulers, self._scheduler]:
+            if scheduler is not None:
+                scheduler.is_alive = False
+                scheduler.loop.close()
 
     def _arrive(self) -> None:
         """A request arrives, and with it trouble that comes now and then. The last one ends all trouble."""

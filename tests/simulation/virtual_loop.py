@@ -24,6 +24,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """Make the loop of a process; `when_running` does something in it."""
         self._clock = clock
         self._when_running = when_running
+        self._coroutines: list[Coroutine[Any, Any, Any] | Generator[Any, None, Any]] = []
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -64,7 +65,14 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def create_task(self, coro: Coroutine[Any, Any, Any] | Generator[Any, None, Any], **options: Any) -> Any:
         """See `AbstractEventLoop`."""
+        self._coroutines.append(coro)
         return asyncio.Task(coro, loop=self, **options)
+
+    def close(self) -> None:
+        """The process is gone: what its tasks wait for never comes, and some of them have not begun."""
+        with self.running():
+            for coro in self._coroutines:
+                coro.close()
 
     def get_debug(self) -> bool:
         """See `AbstractEventLoop`."""
