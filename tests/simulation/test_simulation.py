@@ -53,7 +53,7 @@ def test_a_poison_request_halves_its_suspects_with_each_death() -> None:
 
 def test_kills_from_outside_poison_nobody_who_gets_a_token_in_between() -> None:
     num_lost = 0
-    for seed in range(30):
+    for seed in range(60):
         report = simulate(seed, [Fault.WORKER_CRASH, Fault.LINK_BREAK])
         if report.spares_suspects:
             num_lost += report.num_attaches - report.dp_size
