@@ -1,0 +1,18 @@
+"""Ports are for one test process each, before anything listens on them too."""
+
+from __future__ import annotations
+
+import subprocess
+
+from tests.support.ports import free_port
+from tests.support.processes import module_environment, python_command
+
+TAKE_ONE = "from tests.support.ports import free_port; print(free_port())"
+
+
+def test_two_test_runs_with_the_same_worker_number_are_given_different_ports() -> None:
+    # The other process begins to look where this one does.
+    own = free_port()
+    command = python_command("-c", TAKE_ONE)
+    other = subprocess.run(command, env=module_environment(), capture_output=True, text=True, timeout=300, check=True)
+    assert int(other.stdout) != own
