@@ -50,8 +50,6 @@ SUCCESSION = Search(
 )
 # Two schedulers want two groups that are not coupled, so that each may get one.
 SPLIT = Search(_OTHER_GROUPS, Bounds(max_epoch=3, max_steps=0, max_faults=0, max_lives=1), 2, 0)
-# The same, and one thing goes wrong; too short to tell who is served in the end.
-SPLIT_FAULTS = Search(_OTHER_GROUPS, Bounds(max_epoch=2, max_steps=0, max_faults=1, max_lives=1), 3, 0)
 # One scheduler after the other has two groups that are not coupled.
 HEIR = Search(_OTHER_GROUPS, Bounds(max_epoch=3, max_steps=0, max_faults=1, max_lives=2), 1, 1, num_schedulers=1)
 # A scheduler and a group die together, and the next scheduler has the other group's old epoch to step over.
@@ -73,7 +71,6 @@ SEARCHES = {
 WIDE_SEARCHES = {
     "two schedulers, one group, two faults": TAKEN_GROUP,
     "two schedulers, coupled groups, a fault": FAULTS,
-    "two schedulers, groups that are not coupled, a fault": SPLIT_FAULTS,
     "one scheduler after the other, groups that are not coupled, two faults": PAIR,
 }
 
