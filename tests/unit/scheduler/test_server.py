@@ -20,6 +20,7 @@ from tests.support.engine_driver import token_bytes
 from tests.support.gated_worker import GatedWorker
 from tests.support.health import check_health
 from tests.support.narrow_channel import open_narrow_channel
+from tests.support.patience import PATIENCE_S
 from tests.support.scheduler_shell import ReplicaStream, running_cell
 from tests.support.token_client import error_of, reason, seeded
 from tests.support.worker_peer import WorkerPeer, column
@@ -236,7 +237,10 @@ async def test_a_replica_that_stops_reading_loses_its_stream_and_its_requests_at
         assert reason_of(status_from_rpc_error(error.value)) == "NOT_READY"
 
 
-async def test_the_handler_of_a_replica_that_does_not_read_waits_for_it_no_longer(tmp_path: Path) -> None:
+async def test_the_handler_of_a_replica_that_does_not_read_waits_for_it_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.scheduler.server.MAX_UNREAD_S", PATIENCE_S)
     async with running_cell(tmp_path) as cell, open_narrow_channel(f"unix:{tmp_path}/cell") as channel:
         stuck = ReplicaStream(exchange_pb2_grpc.ExchangeServiceStub(channel).Exchange())
         await stuck.read()
@@ -244,15 +248,16 @@ async def test_the_handler_of_a_replica_that_does_not_read_waits_for_it_no_longe
         await cell.wait_until(lambda state: state.num_finished)
         message = submit(2, [1], 1)
         message.submits[0].prompt_token_ids = b"torn!"
-        await stuck.write(message)
         assert cell.server.num_clients == 1
+        await stuck.write(message)
         await cell.wait_until(lambda _: not cell.server.num_clients)
 
 
 @pytest.mark.parametrize("ends_by", ["cancel", "torn message"])
 async def test_a_stream_that_ends_in_the_middle_of_a_write_is_no_bug(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, ends_by: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, ends_by: str
 ) -> None:
+    monkeypatch.setattr("services.scheduler.server.MAX_UNREAD_S", PATIENCE_S)
     async with running_cell(tmp_path) as cell, open_narrow_channel(f"unix:{tmp_path}/cell") as channel:
         stuck = ReplicaStream(exchange_pb2_grpc.ExchangeServiceStub(channel).Exchange())
         await stuck.read()
