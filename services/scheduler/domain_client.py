@@ -60,20 +60,23 @@ class DomainClient:
         self._loop = asyncio.get_running_loop()
         self._tasks = asyncio.TaskGroup()
         self._streams: list[asyncio.Task[None]] = []
-        self._retry: asyncio.TimerHandle | None = None
+        # Asked for since the last round began.
+        self._restarts: list[asyncio.Task[None]] = []
         # Why there was another round the last time.
         self._last_reason: str | None = None
 
     async def run(self) -> None:
-        """Keep the domain attached until cancelled."""
+        """Keep the domain attached until cancelled.
+
+        Raises:
+            ExceptionGroup: a bug; the domain is not attached any more.
+        """
         try:
             async with self._tasks:
                 self._on_attach_event(RetryDue())
                 # Held open, for tasks that come later.
                 await asyncio.Event().wait()
         finally:
-            if self._retry is not None:
-                self._retry.cancel()
             for link in self._links.values():
                 await link.close()
 
@@ -100,14 +103,15 @@ class DomainClient:
                 self._tasks.create_task(self._links[group].offer(epoch))
             case Restart(group, epoch):
                 logger.warning("a group is restarted", extra={"rank": group, "epoch": epoch})
-                self._tasks.create_task(self._links[group].restart(epoch))
+                self._restarts.append(self._tasks.create_task(self._links[group].restart(epoch)))
             case OpenStreams(epoch):
                 self._streams = [self._tasks.create_task(link.run_stream(epoch)) for link in self._links.values()]
             case CloseStreams():
                 for stream in self._streams:
                     stream.cancel()
             case RetryAt(when, reason):
-                self._retry_at(when, reason)
+                self._note_reason(reason)
+                self._tasks.create_task(self._retry_at(when))
             case DomainAttached(_, facts):
                 self._last_reason = None
                 logger.info(
@@ -127,9 +131,15 @@ class DomainClient:
             case Exit():
                 self._on_exit(command)
 
-    def _retry_at(self, when: float, reason: str) -> None:
+    def _note_reason(self, reason: str) -> None:
         # Once per reason: it is tried again and again while weights load.
         if reason != self._last_reason:
             logger.info("the workers are not attached", extra={"ranks": list(self._links), "reason": reason})
             self._last_reason = reason
-        self._retry = self._loop.call_at(when, self._on_attach_event, RetryDue())
+
+    async def _retry_at(self, when: float) -> None:
+        # An offer that overtook a restart would be accepted by processes that are about to end.
+        restarts, self._restarts = self._restarts, []
+        await asyncio.gather(*restarts)
+        await asyncio.sleep(when - self._loop.time())
+        self._on_attach_event(RetryDue())

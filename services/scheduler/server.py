@@ -155,12 +155,16 @@ class CellServer:
         return len(self._clients)
 
     async def run_worker_links(self) -> None:
-        """Keep the workers attached until cancelled."""
+        """Keep the workers attached until cancelled, or until a bug ends the scheduler."""
         # The first beat, which has the next ones follow.
         self.on_event(TimePassed())
-        async with asyncio.TaskGroup() as tasks:
-            for domain in self._domains:
-                tasks.create_task(domain.run())
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for domain in self._domains:
+                    tasks.create_task(domain.run())
+        except ExceptionGroup:
+            logger.exception("the scheduler ends: a bug in the links to the workers")
+            self._end_after_bug()
 
     def close(self) -> None:
         """Tell all clients that this scheduler ends; they may bring their requests to the next one.
@@ -205,8 +209,11 @@ class CellServer:
             self._handle(event)
         except Exception:
             logger.exception("the scheduler ends: a bug", extra={"event": type(event).__name__})
-            self._has_bug = True
-            self.failed.set()
+            self._end_after_bug()
+
+    def _end_after_bug(self) -> None:
+        self._has_bug = True
+        self.failed.set()
 
     def _handle(self, event: Event) -> None:
         now = self._loop.time()

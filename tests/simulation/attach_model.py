@@ -4,6 +4,9 @@ A state is a tuple of small immutable parts. Messages are lost (what nobody deli
 late (also after the sender has given up, or has died) and are repeated. Streams keep their order, but their two ends
 learn of a break at different times. What else goes wrong is counted, and bounded: a process that dies, a link that
 breaks, a lease that runs out while its holder lives.
+
+An offer does not overtake its sender's earlier Restart: DomainClient sends it when that one has been answered or has
+failed. One that failed because no answer came in time may still arrive, which the model leaves out.
 """
 
 from __future__ import annotations

@@ -117,6 +117,62 @@ async def test_a_stuck_group_is_restarted(tmp_path: Path) -> None:
         await cell.wait_until_ready()
 
 
+class SlowToRestart(WorkerPeer):
+    """A stuck group that refuses the restart that it is asked for, once its gate is open, and is stuck no longer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.response.is_stuck = True
+        self.is_asked = asyncio.Event()
+        self.gate = asyncio.Event()
+
+    async def Restart(
+        self, request: worker_pb2.RestartRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.RestartResponse:
+        self.is_asked.set()
+        await self.gate.wait()
+        self.response.is_stuck = False
+        raise StaleEpochError("the caller does not hold the group under this epoch", epoch=1)
+
+
+async def test_a_group_is_offered_the_next_epoch_when_it_has_answered_or_refused_its_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attach, "RETRY_DELAY_S", 0.0)
+    worker = SlowToRestart()
+    async with running_cell(tmp_path, worker) as cell:
+        await worker.is_asked.wait()
+        # So many answers of a server in the same loop: an offer that was sent would have come by now.
+        for _ in range(50):
+            await cell.state()
+        assert len(worker.attaches) == 1
+        worker.gate.set()
+        await cell.wait_until_ready()
+        assert len(worker.attaches) == 2
+
+
+@pytest.mark.parametrize("kind", [attach.RetryDue, attach.Accepted])
+async def test_a_bug_in_the_attach_protocol_ends_the_scheduler(
+    kind: type[attach.AttachEvent], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    take_in = attach.DomainAttach.on_event
+
+    def fail(self: attach.DomainAttach, event: attach.AttachEvent, now: float) -> list[attach.Command]:
+        if isinstance(event, kind):
+            raise ValueError("planted")
+        return take_in(self, event, now)
+
+    worker = WorkerPeer()
+    worker.response.is_stuck = True
+    async with running_cell(tmp_path, worker) as cell:
+        await cell.wait_until(lambda _: worker.restarts)
+        monkeypatch.setattr(attach.DomainAttach, "on_event", fail)
+        async with asyncio.timeout(PATIENCE_S):
+            await cell.server.failed.wait()
+    assert "the scheduler ends: a bug" in caplog.text
+    assert "ValueError: planted" in caplog.text
+
+
 async def test_a_cell_is_ready_with_its_first_rank(tmp_path: Path) -> None:
     missing = GatedWorker()
     async with running_cell(tmp_path, WorkerPeer(), missing) as cell:
