@@ -92,7 +92,10 @@ async def test_a_scheduler_that_wakes_when_another_one_serves_exits(
                 taken_over = Load(successor, peace)
                 await taken_over.wait_until_busy(0)
                 if replaces_a_worker:
+                    # Domains are taken over one by one: what is not yet held cannot be lost.
+                    await taken_over.wait_until_busy(1)
                     cell.replace_worker(1)
+                    await taken_over.wait_for_state(lambda state: state.num_lost_epochs)
                     await taken_over.wait_until_busy(1)
                 cell.first.send_signal(signal.SIGCONT)
                 exit_code = await asyncio.to_thread(cell.first.wait, PATIENCE_S)
