@@ -12,8 +12,10 @@ from tests.support.chaos import Damage, Killer, Load, Peace, TellOf, chaos_cell,
 pytestmark = pytest.mark.slow
 
 NUM_REQUESTS = 48
-FLAGS = [["--dp=2"], ["--dp=2", "--ep"]]
-IDS = ["dp", "dp x ep"]
+HITS = {
+    "a worker": Killer.hit_the_scheduler_and_a_worker,
+    "all workers": Killer.hit_the_scheduler_and_all_workers,
+}
 
 
 @pytest.fixture(scope="module")
@@ -22,35 +24,17 @@ def stateful_peace(moe_dir: Path) -> Peace:
     return asyncio.run(learn(moe_dir, stateful_requests(NUM_REQUESTS)))
 
 
-@pytest.mark.parametrize("flags", FLAGS, ids=IDS)
-async def test_requests_outlive_a_scheduler_that_dies_with_a_worker(
-    moe_dir: Path, stateful_peace: Peace, flags: list[str], num_pairs: int, tell_of: TellOf
+@pytest.mark.parametrize("flags", [["--dp=2"], ["--dp=2", "--ep"]], ids=["dp", "dp x ep"])
+@pytest.mark.parametrize("together_with", HITS)
+async def test_requests_outlive_a_scheduler_that_dies_together_with(
+    moe_dir: Path, stateful_peace: Peace, together_with: str, flags: list[str], num_pairs: int, tell_of: TellOf
 ) -> None:
     async with chaos_cell(moe_dir, *flags) as (cell, client):
         load = Load(client, stateful_peace)
         killer = Killer(cell, load)
         async with load.keep_in_flight():
             for _ in range(num_pairs):
-                await killer.hit_the_scheduler_and_a_worker()
-                await load.settle()
-        state = await client.wait_until_idle()
-
-    tell_of(load, killer.num_deaths, state)
-    assert load.damage == Damage()
-    assert load.num_answers >= NUM_REQUESTS
-    assert load.num_resumes > 0
-
-
-@pytest.mark.parametrize("flags", FLAGS, ids=IDS)
-async def test_requests_outlive_the_death_of_all_workers_and_the_scheduler(
-    moe_dir: Path, stateful_peace: Peace, flags: list[str], num_pairs: int, tell_of: TellOf
-) -> None:
-    async with chaos_cell(moe_dir, *flags) as (cell, client):
-        load = Load(client, stateful_peace)
-        killer = Killer(cell, load)
-        async with load.keep_in_flight():
-            for _ in range(num_pairs):
-                await killer.hit_the_scheduler_and_all_workers()
+                await HITS[together_with](killer)
                 await load.settle()
         state = await client.wait_until_idle()
 
