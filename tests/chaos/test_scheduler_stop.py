@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from shared.health import wait_until_serving
+from shared.rpc import make_channel
 from tests.support.chaos import SCHEDULER_FLAGS, TOKENIZER_FLAGS, WORKER_FLAGS, Damage, Load, Peace, TellOf
 from tests.support.client import Client, connect
 from tests.support.patience import PATIENCE_S
@@ -50,6 +52,11 @@ class PairedCell:
         """Start the scheduler that waits."""
         self._start_scheduler(1)
 
+    async def wait_until_tokenizer_serves(self) -> None:
+        """Wait until requests find somebody: the tokenizer starts beside the others, and may be the last."""
+        async with make_channel(self._tokenizer) as channel:
+            await wait_until_serving(channel)
+
     def replace_worker(self, rank: int) -> None:
         """Kill a worker and start another one in its place."""
         self._rank_to_process[rank].kill()
@@ -85,6 +92,7 @@ async def test_a_scheduler_that_wakes_when_another_one_serves_exits(
         async with cell.connect(0) as client, cell.connect(1) as successor:
             load = Load(client, peace)
             await load.wait_for_state(lambda state: all(rank.is_attached for rank in state.rank_steps))
+            await cell.wait_until_tokenizer_serves()
             cell.start_second()
             async with load.keep_in_flight():
                 await load.wait_until_busy(0)
