@@ -9,6 +9,7 @@ chunk takes: the mean over the chunks of a prompt of the same length on the idle
 chunk, which attends to nothing before it.
 
 The same is measured with the settings of a GPU, 16384 tokens a step and prefill first: so much faster could prompts be.
+Where an hour is too long that cell may be given fewer prompts (`--num-reference-prompts`): its rate settles soon.
 Both cells run at the same time, and take turns, round by round; figures are medians over the rounds. No two prompts
 share a prefix.
 """
@@ -71,7 +72,9 @@ def main() -> None:
     ):
         rounds = uvloop.run(_run(args, (mixed.address, prefill_first.address)))
     print(f"{len(os.sched_getaffinity(0))} cores, {args.rounds} rounds, {args.num_streams} streams")
-    print(f"{args.num_prompts} prompts of {args.num_prompt_tokens} tokens")
+    print(
+        f"{args.num_prompts} prompts of {args.num_prompt_tokens} tokens, {args.num_reference_prompts} of prefill first"
+    )
     report(list(_summarise(*rounds)), args.json)
 
 
@@ -80,11 +83,14 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("model_dir", type=Path, help="the model that is served")
     parser.add_argument("--num-streams", type=int, default=8, help="answers that stream")
     parser.add_argument("--num-prompts", type=int, default=64)
+    parser.add_argument("--num-reference-prompts", type=int, help="prompts for the cell of prefill first, if other")
     parser.add_argument("--num-prompt-tokens", type=int, default=8000)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--serve-flag", action="append", default=[], help="a flag for both cells")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.num_reference_prompts = args.num_reference_prompts or args.num_prompts
+    return args
 
 
 async def _run(args: argparse.Namespace, addresses: Sequence[str]) -> list[list[Round]]:
@@ -92,7 +98,11 @@ async def _run(args: argparse.Namespace, addresses: Sequence[str]) -> list[list[
     rounds: list[list[Round]] = [[] for _ in addresses]
     async with contextlib.AsyncExitStack() as stack:
         channels = [await stack.enter_async_context(make_channel(address)) for address in addresses]
-        loads = [Load(tokenizer_pb2_grpc.TokenizerServiceStub(channel), args) for channel in channels]
+        counts = (args.num_prompts, args.num_reference_prompts)
+        loads = [
+            Load(tokenizer_pb2_grpc.TokenizerServiceStub(channel), num_prompts, args)
+            for channel, num_prompts in zip(channels, counts, strict=True)
+        ]
         for _ in range(args.rounds):
             for load, measured in zip(loads, rounds, strict=True):
                 measured.append(await load.run())
@@ -102,10 +112,12 @@ async def _run(args: argparse.Namespace, addresses: Sequence[str]) -> list[list[
 class Load:
     """What one cell is asked for."""
 
-    def __init__(self, stub: tokenizer_pb2_grpc.TokenizerServiceStub, args: argparse.Namespace) -> None:
+    def __init__(
+        self, stub: tokenizer_pb2_grpc.TokenizerServiceStub, num_prompts: int, args: argparse.Namespace
+    ) -> None:
         self._stub = stub
         self._num_streams = args.num_streams
-        self._num_prompts = args.num_prompts
+        self._num_prompts = num_prompts
         self._num_prompt_tokens = args.num_prompt_tokens
         self._prompts = PromptSource(args.num_prompt_tokens)
         self._chunks = PromptSource(CHUNK_TOKENS, seed=2)
