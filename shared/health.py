@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio
 
 ALL_SERVICES = ""
+
+# Who asks with the id of a process gets it back from that process only: on a port that was taken another one answers.
+_PROCESS_KEY = "lockstep-process"
 
 
 class Health:
@@ -43,6 +48,35 @@ class _Servicer(aio.HealthServicer):  # type: ignore[misc]
     def __init__(self, names: tuple[str, ...]) -> None:
         super().__init__()
         self._server_status = dict.fromkeys(names, health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    async def Check(  # noqa: N802 - the RPC's name
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
+    ) -> health_pb2.HealthCheckResponse:
+        if (_PROCESS_KEY, str(os.getpid())) in (context.invocation_metadata() or ()):
+            context.set_trailing_metadata(((_PROCESS_KEY, str(os.getpid())),))
+        return await super().Check(request, context)
+
+
+async def ask_process(channel: grpc.aio.Channel, pid: int, timeout_s: float) -> bool | None:
+    """Ask a process of this machine for its health, and wait until it listens.
+
+    Args:
+        channel: To where it is to listen.
+        pid: Its process id.
+        timeout_s: For how long to wait.
+
+    Returns:
+        Whether it says that it serves; None when it does not answer in time, or another process does.
+    """
+    stub = health_pb2_grpc.HealthStub(channel)
+    identity = (_PROCESS_KEY, str(pid))
+    call = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True, metadata=(identity,))
+    try:
+        response = await call
+        is_answer = identity in tuple(await call.trailing_metadata())
+    except grpc.aio.AioRpcError:
+        return None
+    return response.status == health_pb2.HealthCheckResponse.SERVING if is_answer else None
 
 
 async def wait_until_serving(channel: grpc.aio.Channel) -> None:

@@ -12,14 +12,12 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
 from shared.cli.cell_plan import ServiceCommand, make_start_flags
 from shared.cli.loading_bar import LoadingBar
 from shared.cli.serve_settings import ROLES
 from shared.cli.service_process import ServiceProcess
 from shared.cli.supervisor import Kill, RestartPolicy, StartDomain, Supervisor
+from shared.health import ask_process
 from shared.heartbeat import next_beat_at
 from shared.line_writer import LineWriter
 from shared.rpc import make_channel
@@ -148,9 +146,8 @@ class CellProcesses:
     async def _check_health(self, service: ServiceProcess) -> None:
         name = service.command.name
         async with make_channel(service.command.address, internal=True) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
             while True:
-                is_serving = await self._ask(stub)
+                is_serving = await ask_process(channel, service.pid, self._check_period_s)
                 if is_serving is not None:
                     if self._supervisor.on_answer(name, self._loop.time(), is_serving=is_serving):
                         logger.info("ready", extra=_fields(service))
@@ -159,15 +156,6 @@ class CellProcesses:
                 now = self._loop.time()
                 period_s = self._check_period_s if is_serving else _START_CHECK_PERIOD_S
                 await asyncio.sleep(next_beat_at(now, period_s) - now)
-
-    async def _ask(self, stub: Any) -> bool | None:
-        """Whether a process says that it serves; None when it does not answer in time."""
-        request = health_pb2.HealthCheckRequest()
-        try:
-            response = await stub.Check(request, timeout=self._check_period_s, wait_for_ready=True)
-        except grpc.aio.AioRpcError:
-            return None
-        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 class _Watchers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -13,8 +14,8 @@ import psutil
 import pytest
 
 from lockstep.v1 import tokenizer_pb2_grpc
-from shared.health import wait_until_serving
-from shared.rpc import make_channel
+from shared.health import Health, wait_until_serving
+from shared.rpc import make_channel, make_server
 from tests.support.cell import Cell, popen_lockstep, run_serve, start_cell
 from tests.support.client import text_request
 from tests.support.patience import PATIENCE_S
@@ -70,6 +71,33 @@ def test_a_service_that_dies_before_the_cell_serves_is_named_and_ends_the_others
     assert launcher.returncode == 1
     assert f"error: the {role} was killed by SIGKILL\n" in log
     assert not [service for service in services if service.is_running()]
+
+
+async def test_what_answers_on_a_port_that_was_taken_meanwhile_is_not_taken_for_the_cell(tiny_model: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    health = Health(())
+    await health.set_serving(True)
+    with popen_lockstep("serve", str(tiny_model), f"--listen={address}") as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stderr is not None
+        while "started role=tokenizer pid=" not in (line := launcher.stderr.readline()):
+            assert line, "the launcher ended before it had started the tokenizer"
+        tokenizer = psutil.Process(int(line.rpartition("=")[2]))
+        tokenizer.suspend()
+        stranger = make_server(address, [health])
+        await stranger.start()
+        # Now only the tokenizer's own answer is missing.
+        while "ready role=scheduler" not in (line := await asyncio.to_thread(launcher.stderr.readline)):
+            assert line, "the launcher ended before the scheduler was ready"
+        tokenizer.resume()
+        ready_line = await asyncio.to_thread(launcher.stdout.readline)
+        launcher.terminate()
+        _, log = await asyncio.to_thread(launcher.communicate, None, PATIENCE_S)
+        await stranger.stop(None)
+
+    assert ready_line == ""
+    assert launcher.returncode == 1
+    assert log.splitlines()[-1].startswith("error: the tokenizer exited with code 1: cannot serve")
 
 
 def test_a_cell_stops_cleanly_while_a_service_waits_for_its_next_start(tiny_model: Path) -> None:

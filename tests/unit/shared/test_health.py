@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,9 +12,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from shared.health import Health, wait_until_serving
+from shared.health import Health, ask_process, wait_until_serving
 from shared.rpc import Servicer, make_channel, make_server
 from tests.support.health import check_health
+from tests.support.patience import PATIENCE_S
 
 
 @asynccontextmanager
@@ -54,6 +56,18 @@ async def test_each_service_has_the_servers_health(tmp_path: Path) -> None:
         assert (await stub.Check(request)).status == health_pb2.HealthCheckResponse.NOT_SERVING
         await health.set_serving(True)
         assert (await stub.Check(request)).status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_a_process_is_known_by_its_own_answer_only(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path / 'x'}"
+    health = Health(())
+    async with make_channel(address) as channel:
+        assert await ask_process(channel, os.getpid(), 0.01) is None
+        async with running_server(address, health):
+            assert await ask_process(channel, os.getpid(), PATIENCE_S) is False
+            await health.set_serving(True)
+            assert await ask_process(channel, os.getpid(), PATIENCE_S) is True
+            assert await ask_process(channel, os.getppid(), PATIENCE_S) is None
 
 
 async def test_a_server_that_is_absent_is_not_serving(tmp_path: Path) -> None:
