@@ -28,7 +28,7 @@ REAL_MODEL = ROOT / "models" / "smollm2-135m-instruct"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Here and not in tests/chaos, where pytest would look for it only when it is named."""
-    parser.addoption("--chaos-kills", type=int, default=5, help="how often each test of tests/chaos kills")
+    parser.addoption("--chaos-kills", type=int, default=3, help="how often each test of tests/chaos kills")
     parser.addoption("--chaos-pairs", type=int, default=3, help="how often services die together in tests/chaos")
 
 
