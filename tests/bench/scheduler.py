@@ -37,7 +37,8 @@ DECODE_PROMPT_TOKENS = 1024
 MEAN_OUTPUT_TOKENS = 200
 # How many times cheaper a decode step must be, by sequences.
 DECODE_TARGETS = {512: {"vllm": 60.0, "nano": 4.0}, 2048: {"vllm": 80.0, "nano": 7.0}}
-CHURN_TARGET = 2.0
+# With requests that come and go: 13.5 and 2.2 when they became the targets, less what a noisy run may take.
+CHURN_TARGETS = {"vllm": 12.0, "nano": 2.0}
 BLOCK_SIZE_1_STEP_TARGET = 2.0
 BLOCK_SIZE_1_ADMISSION_TARGET = 2.0
 STEP_BYTES_TARGET = 1024
@@ -139,10 +140,11 @@ def _churn_rows(bench: Bench, ours: Process, peers: Sequence[Process]) -> Iterat
             )
         plain, own, *others = bench.measure(ours, churn, *peers)
     tokens_us = own["tokens_512_us"]
-    yield compare("  a step with churn", own["step_us"], "us", reference=plain["step_us"], at_most=CHURN_TARGET)
+    yield compare("  a step with churn", own["step_us"], "us", reference=plain["step_us"])
     yield Row("512 tokens with churn", tokens_us, "us")
     for process, figures in zip(peers, others, strict=True):
-        yield compare(f"  the same, {NAMES[process.name]}", figures["tokens_512_us"], "us", reference=tokens_us)
+        name, target = f"  the same, {NAMES[process.name]}", CHURN_TARGETS[process.name]
+        yield compare(name, figures["tokens_512_us"], "us", reference=tokens_us, at_least=target)
 
 
 def _single_token_block_rows(bench: Bench, ours: Process) -> Iterator[Row]:
