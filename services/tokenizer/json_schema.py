@@ -25,9 +25,10 @@ _EXACT = range(-(2**63), 2**64)
 
 # What JSON writes with \u. Where nothing else may stand, the library leaves it out.
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
-# A class of several characters, of which the others remain; or an escape; or any character.
+# A class of several characters, of which the others remain; or an escape; or any character. A class that is not closed
+# goes on to the end: a hostile pattern is read once, and not again from each of its characters.
 _PIECE_OF_PATTERN = re.compile(
-    r"\[(?:(?>\\(?:x..|u....|.)|[^\\\]])){2,}\]"
+    r"\[(?:(?>\\(?:x..|u....|.)?|[^\\\]])){2,}+(?:\]|\Z)"
     r"|\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|[xu]\{([0-9a-fA-F]+)\}|([0acev])|.)"
     r"|.",
     re.DOTALL,

@@ -14,20 +14,22 @@ from services.tokenizer.conversation import JsonObject, JsonValue
 
 # More than fits anywhere. Sums and products stop there: those of hostile numbers have no end.
 MAX_BYTES = 2**62
+_MAX_DIGITS = len(str(MAX_BYTES)) + 1
 
 # References in references that are followed.
 _MAX_DEPTH = 64
 
 # A piece of a regular expression: a quantifier; what matches nothing by itself; the begin of a group; a class; an
-# escape; any other character.
+# escape; any other character. What is not closed goes on to the end, and no run is given back: a hostile expression is
+# read once, and not again from each of its characters.
 _PIECE = re.compile(
     r"(?P<quantifier>(?:[*+?]|\{(?P<least>\d+)(?:,\d*)?\})\??)"
     r"|(?P<nothing>\^|\$|\\[bBAzZ]|\(\?[a-zA-Z-]*\))"
-    r"|(?P<open>\((?:\?(?:P?<[^>]*>|[a-zA-Z-]*:))?)"
+    r"|(?P<open>\((?:\?(?:P?<[^>]*+(?:>|\Z)|[a-zA-Z-]*:))?)"
     r"|(?P<close>\))"
     r"|(?P<alternative>\|)"
-    r"|\[\^?\]?(?:\[:\^?\w+:\]|\\.|[^\]\\])*\]"
-    r"|\\(?:x\{[^}]*\}|x..|u\{[^}]*\}|u....|[pP]\{[^}]*\}|[pP].|.)"
+    r"|\[\^?\]?(?:\[:\^?\w++:\]|\\.?|[^\]\\])*+(?:\]|\Z)"
+    r"|\\(?:x\{[^}]*+(?:\}|\Z)|x..|u\{[^}]*+(?:\}|\Z)|u....|[pP]\{[^}]*+(?:\}|\Z)|[pP].|.)"
     r"|.",
     re.DOTALL,
 )
@@ -53,7 +55,7 @@ def shortest_match(pattern: str) -> int:
     best, total, last = MAX_BYTES, 0, 0
     for piece in _PIECE.finditer(pattern):
         if piece["quantifier"]:
-            least = 1 if piece[0][0] == "+" else min(int(piece["least"] or 0), MAX_BYTES)
+            least = 1 if piece[0][0] == "+" else _read_count(piece["least"] or "")
             total, last = total + last * least - last, last * least
         elif piece["open"]:
             outer.append((best, total))
@@ -160,6 +162,11 @@ def _shortest_string(node: JsonObject) -> int:
     pattern = node.get("pattern")
     length = shortest_match(pattern) if isinstance(pattern, str) else 0
     return len('""') + max(length, _count(node, "minLength"))
+
+
+def _read_count(digits: str) -> int:
+    """A number that may have more digits than Python reads; 0 for none."""
+    return min(int(digits.lstrip("0")[:_MAX_DIGITS] or 0), MAX_BYTES)
 
 
 def _count(node: JsonObject, name: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,21 @@ def array(least: int, items: Any = True) -> dict[str, Any]:
         ("a)", 0),
         ("(" * 10_000, 0),
         ("(a{9999999999999})" * 1_000, 1000 * 9999999999999),
+        (f"a{{{'9' * 5000}}}", MAX_BYTES),
+        (f"a{{{'0' * 5000}7}}", 7),
     ],
     ids=lambda value: str(value)[:40],
 )
 def test_a_regular_expression_has_a_shortest_match(pattern: str, length: int) -> None:
     assert shortest_match(pattern) == length
+
+
+@pytest.mark.parametrize("unit", ["[", "[[:a", "[a\\", "(?<", "(?a", r"\x{", r"\u{", r"\p{", "{1", "(a{2}"])
+@pytest.mark.parametrize("end", ["", "\\", "["])
+def test_a_hostile_regular_expression_is_read_once(unit: str, end: str) -> None:
+    started_s = time.process_time()
+    assert shortest_match(unit * 20_000 + end) >= 0
+    assert time.process_time() - started_s < 1.0
 
 
 @pytest.mark.parametrize(
