@@ -11,8 +11,8 @@ from services.tokenizer.conversation import JsonObject, JsonValue
 
 MAX_DEPTH = 64
 
-# What a double can hold.
-_LARGEST = 2**1024 - 2**970
+# What a double can hold: the next whole number rounds to infinity.
+_LARGEST = 2**1024 - 2**970 - 1
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_SHOWN = 60
 

@@ -45,6 +45,7 @@ def test_anything_else_is_refused(text: str) -> None:
         ('{"a": [1, {"b": NaN}]}', "NaN is no JSON value, at $.a[1].b"),
         ("-Infinity", "-Infinity is no JSON value, at $"),
         ("[1e999]", "a number is beyond 1.8e308, at $[0]"),
+        (f"[{2**1024 - 2**970}]", "a number is beyond 1.8e308, at $[0]"),
         ('{"a": ' + "9" * 400 + "}", "a number is beyond 1.8e308, at $.a"),
         ('{"a": ' + "9" * 5000 + "}", "a number of 5000 characters is beyond 1.8e308, at $.a"),
         ('["\\ud800"]', "half of a surrogate pair is no text, at $[0]"),
