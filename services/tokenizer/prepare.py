@@ -56,7 +56,13 @@ class RequestPreparer:
             sampling = await self._with_bad_words(request)
         if request.structured_output is not None:
             sampling = await self._with_grammar(sampling, request.structured_output, "structured_output")
-        return await asyncio.gather(*(self._prepare(request, index, sampling) for index in range(len(request.prompts))))
+        tasks = [asyncio.create_task(self._prepare(request, index, sampling)) for index in range(len(request.prompts))]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            # One that is refused is refused with all: nobody waits for the others' tokens any more.
+            for task in tasks:
+                task.cancel()
 
     async def _prepare(self, request: CheckedRequest, index: int, sampling: SamplingParams) -> PreparedPrompt:
         prompt, prompts = request.prompts[index], self._model.prompts

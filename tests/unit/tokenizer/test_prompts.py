@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.chat_template import ChatTemplate
 from services.tokenizer.conversation import Conversation, Message
 from services.tokenizer.encoder import Encoder
+from services.tokenizer.prepare import RequestPreparer
 from services.tokenizer.prompts import PromptEncoder
+from services.tokenizer.request import check_request
 from services.tokenizer.text_lanes import MAX_WAITING_BYTES, Lane
 from services.tokenizer.text_size import MAX_TEXT_BYTES
-from shared.errors import PromptTooLongError, QueueFullError
+from shared.errors import PromptTooLongError, QueueFullError, TemplateFailedError
+from shared.limits import ModelLimits
 from tests.support.tiny_tokenizer import tiny_tokenizer
 
 SENTENCE = "The quick brown fox jumps over the lazy dog. "
@@ -90,3 +96,16 @@ async def test_what_finds_no_other_text_is_never_too_much() -> None:
         pass
     with lane.admit(MAX_WAITING_BYTES + 1):
         assert await lane.run(threading.get_ident) != threading.get_ident()
+
+
+async def test_when_one_prompt_is_refused_the_others_are_not_encoded_to_their_end(encoder: Encoder) -> None:
+    limits = ModelLimits(HUGE_CONTEXT, 512, HUGE_CONTEXT)
+    without_template: Any = SimpleNamespace(prompts=PromptEncoder(encoder, None))
+    chat = tokenizer_pb2.Chat(messages=[tokenizer_pb2.ChatMessage(role=tokenizer_pb2.ROLE_USER, content="Hello")])
+    prompts = [tokenizer_pb2.Prompt(text=LARGEST[: MAX_TEXT_BYTES // 2]), tokenizer_pb2.Prompt(chat=chat)]
+    message = tokenizer_pb2.GenerateRequest(prompts=tokenizer_pb2.PromptList(prompts=prompts))
+    request = check_request(message, model_name="m", limits=limits)
+    with pytest.raises(TemplateFailedError):
+        await RequestPreparer(without_template, lambda: limits).prepare(request)
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
