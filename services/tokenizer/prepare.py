@@ -70,9 +70,9 @@ class RequestPreparer:
         if isinstance(prompt, Conversation):
             text, token_ids = await prompts.render_chat(prompt, self._limits().context_length)
             if prompt.callable_tools:
-                calls = tokenizer_pb2.StructuredOutput(grammar=self._model.reply_parsers.call_grammar(prompt, text))
                 field = f"{request.field_prefix(index)}chat.tools"
-                _check_arguments_fit(prompt.callable_tools, field, self._max_bytes())
+                grammar = await asyncio.to_thread(self._call_grammar, prompt, text, field, self._max_bytes())
+                calls = tokenizer_pb2.StructuredOutput(grammar=grammar)
                 sampling = await self._with_grammar(sampling, calls, field)
             if not request.form.is_raw:
                 skips = request.form.skips_special_tokens
@@ -98,6 +98,12 @@ class RequestPreparer:
         runs = add_bad_words(options.bad_words, spelled, violations)
         raise_violations(violations)
         return replace(request.sampling, options=replace(options, bad_words=runs))
+
+    def _call_grammar(self, conversation: Conversation, text: str, field: str, max_bytes: int) -> str:
+        """The grammar of calls; takes its time where schemas are large."""
+        grammar = self._model.reply_parsers.call_grammar(conversation, text)
+        _check_arguments_fit(conversation.callable_tools, field, max_bytes)
+        return grammar
 
     async def _with_grammar(
         self, sampling: SamplingParams, form: tokenizer_pb2.StructuredOutput, field: str
