@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from services.tokenizer.conversation import JsonObject
@@ -59,8 +57,7 @@ def test_what_could_break_the_schema_is_refused_wherever_it_stands(schema: JsonO
             check_schema(whole)
 
 
-@pytest.mark.parametrize("pattern", ["[" * 20_000, "[a" * 20_000, "[" * 20_000 + "\\", "[\\x" * 20_000])
-def test_a_hostile_pattern_is_read_once(pattern: str) -> None:
-    started_s = time.process_time()
-    check_schema({"type": "string", "pattern": pattern})
-    assert time.process_time() - started_s < 1.0
+@pytest.mark.parametrize("unit", ["[", "[a", "[\\x", "\\"])
+def test_a_hostile_pattern_is_read_once(unit: str) -> None:
+    # Read again from each of its characters it would take hours.
+    check_schema({"type": "string", "pattern": unit * 200_000})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +61,8 @@ def test_a_regular_expression_has_a_shortest_match(pattern: str, length: int) ->
 @pytest.mark.parametrize("unit", ["[", "[[:a", "[a\\", "(?<", "(?a", r"\x{", r"\u{", r"\p{", "{1", "(a{2}"])
 @pytest.mark.parametrize("end", ["", "\\", "["])
 def test_a_hostile_regular_expression_is_read_once(unit: str, end: str) -> None:
-    started_s = time.process_time()
-    assert shortest_match(unit * 20_000 + end) >= 0
-    assert time.process_time() - started_s < 1.0
+    # Read again from each of its characters it would take an hour.
+    assert shortest_match((unit * 100_000)[:100_000] + end) >= 0
 
 
 @pytest.mark.parametrize(
