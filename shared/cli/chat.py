@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import grpc
 
 from lockstep.v1 import tokenizer_pb2, tokenizer_pb2_grpc
-from shared.cli.client import describe_failure, run_client
+from shared.cli.client import NotTextError, check_text, describe_failure, run_client
 from shared.cli.conversation import Conversation
 from shared.cli.doors import TOKENIZER, explain_wrong_door
 from shared.cli.request_flags import add_client_flags, request_from
@@ -34,6 +34,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--system", default="", metavar="TEXT", help="how the model is to behave")
     add_client_flags(parser)
     args = parser.parse_args(argv)
+    try:
+        request = request_from(args)
+        check_text(args.system)
+    except (NotTextError, UnicodeEncodeError):
+        parser.error("a flag's text is not UTF-8")
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
 
     def converse() -> None:
@@ -41,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
         with asyncio.Runner() as runner:
             channel = runner.run(_open(args.target))
             try:
-                conversation = Conversation(channel, request_from(args), args.system, args.timeout)
+                conversation = Conversation(channel, request, args.system, args.timeout)
                 (_talk if is_terminal else _answer_lines)(runner, channel, args.target, conversation)
             finally:
                 runner.run(channel.close())
@@ -51,9 +56,12 @@ def main(argv: Sequence[str]) -> int:
 
 def _answer_lines(runner: asyncio.Runner, channel: grpc.aio.Channel, target: str, conversation: Conversation) -> None:
     """Answer every line of stdin; the first failure ends it."""
-    for line in sys.stdin:
-        if line.strip():
-            runner.run(_answer(channel, target, conversation, line.rstrip("\n")))
+    try:
+        for line in sys.stdin:
+            if line.strip():
+                runner.run(_answer(channel, target, conversation, check_text(line.rstrip("\n"))))
+    except UnicodeDecodeError as error:
+        raise NotTextError(f"stdin is no text: {error}") from None
 
 
 async def _answer(channel: grpc.aio.Channel, target: str, conversation: Conversation, turn: str) -> None:
@@ -76,6 +84,7 @@ def _talk(runner: asyncio.Runner, channel: grpc.aio.Channel, target: str, conver
             if turn is None:
                 return
             has_interrupted = False
+            check_text(turn)
             if turn.startswith("/"):
                 _obey(turn, conversation)
             elif turn.strip():
@@ -87,6 +96,8 @@ def _talk(runner: asyncio.Runner, channel: grpc.aio.Channel, target: str, conver
             print("Ctrl-C again leaves.")
         except grpc.aio.AioRpcError as error:
             print(f"error: {describe_failure(error)}", file=sys.stderr)
+        except NotTextError as error:
+            print(f"error: {error}", file=sys.stderr)
 
 
 def _obey(line: str, conversation: Conversation) -> None:

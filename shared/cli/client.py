@@ -34,6 +34,23 @@ class Answer:
         self.finish = response.finish
 
 
+class NotTextError(Exception):
+    """What somebody gave as text is not UTF-8; the message says so."""
+
+
+def check_text(text: str) -> str:
+    """The text unchanged.
+
+    Raises:
+        NotTextError: bytes of it are not UTF-8, which Python keeps as halves of surrogate pairs.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise NotTextError("what was given as text is not UTF-8") from None
+    return text
+
+
 def run_client(body: Callable[[], None]) -> int:
     """Run a client command; returns the exit code.
 
@@ -45,7 +62,7 @@ def run_client(body: Callable[[], None]) -> int:
     except grpc.aio.AioRpcError as error:
         print(f"error: {describe_failure(error)}", file=sys.stderr)
         return 1
-    except WrongDoorError as error:
+    except (NotTextError, WrongDoorError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

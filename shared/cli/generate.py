@@ -33,11 +33,13 @@ def main(argv: Sequence[str]) -> int:
     )
     add_client_flags(parser)
     args = parser.parse_args(argv)
-    request = request_from(args)
     try:
+        request = request_from(args)
         request.text = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
     except UnicodeDecodeError as error:
         parser.error(f"stdin is no text: {error}")
+    except UnicodeEncodeError:
+        parser.error("the prompt, or a flag's text, is not UTF-8")
     request.echo = args.echo
     if args.logprobs is not None:
         request.sampling.num_logprobs = args.logprobs

@@ -15,6 +15,7 @@ from lockstep.v1 import common_pb2, tokenizer_pb2
 from tests.support.cell import Cell, popen_lockstep
 from tests.support.client import chat_request, connect, text_request
 from tests.support.ports import free_port
+from tests.support.processes import module_command, module_environment
 
 GREEDY = "--temperature=0"
 LONG = "--max-tokens=2000"
@@ -144,6 +145,8 @@ def test_ctrl_c_in_a_conversation_ends_the_answer_and_twice_it_leaves(
         os.read(person, 1)
         process.send_signal(signal.SIGINT)
         assert "Ctrl-C again leaves." in read_until(person, READS)
+        os.write(person, b"caf\xe9\r")
+        assert "error: what was given as text is not UTF-8" in read_until(person, READS)
         os.write(person, b"/reset\r")
         read_until(person, READS)
         os.write(person, b"\x03")
@@ -151,6 +154,30 @@ def test_ctrl_c_in_a_conversation_ends_the_answer_and_twice_it_leaves(
         os.write(person, b"\x03")
 
         assert process.wait() == 130
+
+
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "utf-8:surrogateescape"])
+@pytest.mark.parametrize(
+    ("args", "stdin"),
+    [
+        (["generate", "caf\udce9"], b""),
+        (["generate", "-"], b"caf\xe9\n"),
+        (["generate", "--stop=caf\udce9", "Hello"], b""),
+        (["chat"], b"caf\xe9\n"),
+        (["chat", "--system=caf\udce9"], b"Hello\n"),
+    ],
+)
+def test_what_is_no_text_is_refused_in_one_line(args: list[str], stdin: bytes, encoding: str) -> None:
+    # Nobody listens there: it is refused before anybody is asked.
+    command = module_command("shared.cli", *args, f"--target=127.0.0.1:{free_port()}")
+    environment = module_environment() | {"PYTHONIOENCODING": encoding}
+    result = subprocess.run(command, input=stdin, env=environment, capture_output=True, check=False)
+
+    assert result.returncode in {1, 2}
+    assert b"Traceback" not in result.stderr
+    last_line = result.stderr.splitlines()[-1]
+    assert b"error: " in last_line
+    assert b"not UTF-8" in last_line or b"stdin is no text" in last_line
 
 
 def test_a_prompt_may_come_from_stdin(real_cell: Cell) -> None:
