@@ -98,6 +98,9 @@ class CellProcesses:
             What was not clean, the cause of other trouble first. A process that waited for its next start is not
             among it.
         """
+        if self._bar is not None:
+            # Nobody drops those that are still loading; what is told from now on comes last.
+            self._bar.end()
         services = [*self._ended, *self._running.values()]
         for role in reversed(ROLES):
             await asyncio.gather(*(_stop(service) for service in services if service.command.role == role))

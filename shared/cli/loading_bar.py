@@ -18,6 +18,7 @@ class LoadingBar:
         """`show` takes the bar each time that it changes; an empty text for none."""
         self._show = show
         self._name_to_percent: dict[str, int] = {}
+        self._has_ended = False
 
     def take(self, name: str, line: bytes) -> bool:
         """Look at a line of a process; returns whether the bar says what it says."""
@@ -32,11 +33,17 @@ class LoadingBar:
         if name in self._name_to_percent:
             self._set(name, 100)
 
+    def end(self) -> None:
+        """Show no bar any more, whatever is still loading."""
+        self._has_ended = True
+        self._show("")
+
     def _set(self, name: str, percent: int) -> None:
         self._name_to_percent[name] = percent
         if percent >= 100:
             del self._name_to_percent[name]
-        self._show(_draw(min(self._name_to_percent.values())) if self._name_to_percent else "")
+        is_shown = bool(self._name_to_percent) and not self._has_ended
+        self._show(_draw(min(self._name_to_percent.values())) if is_shown else "")
 
 
 def _draw(percent: int) -> str:

@@ -30,6 +30,16 @@ def test_a_worker_that_ends_holds_no_bar_up() -> None:
     assert shown[-1] == ""
 
 
+def test_a_bar_that_was_ended_does_not_come_back() -> None:
+    shown: list[str] = []
+    bar = LoadingBar(shown.append)
+    bar.take("a", line(30))
+    bar.end()
+    assert shown[-1] == ""
+    assert bar.take("a", line(40))
+    assert shown[-1] == ""
+
+
 def test_other_lines_are_none_of_its_business() -> None:
     shown: list[str] = []
     bar = LoadingBar(shown.append)
