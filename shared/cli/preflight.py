@@ -68,8 +68,14 @@ def check_addresses(addresses: Iterable[str]) -> None:
             else:
                 _try_to_listen(address)
         except (OSError, RuntimeError) as error:
-            reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-            raise RefusedError(f"cannot listen on {address}: {reason}") from None
+            raise RefusedError(f"cannot listen on {address}: {_reason(error)}") from None
+
+
+def _reason(error: OSError | RuntimeError) -> str:
+    # A name that is not found has a number of its own; of other errors the text repeats the address.
+    if isinstance(error, socket.gaierror):
+        return error.strerror or str(error)
+    return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
 
 
 def _check_socket_path(path: str) -> None:
