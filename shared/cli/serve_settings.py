@@ -89,6 +89,9 @@ class ServeSettings(ServiceSettings):
     def _check_addresses(self) -> ServeSettings:
         if self.scheduler_listen == self.bind_address:
             raise ValueError("--scheduler-listen is the address of the tokenizer: each needs its own")
+        for address in (self.bind_address, self.scheduler_listen):
+            if address and not address.startswith("unix:") and int(address.rpartition(":")[2]) == 0:
+                raise ValueError(f"{address} has no port: the launcher must know where to ask for a service's health")
         return self
 
     @model_validator(mode="after")
