@@ -59,6 +59,9 @@ class ExchangeServicer(exchange_pb2_grpc.ExchangeServiceServicer):
     async def _read(self, requests: AsyncIterator[exchange_pb2.ExchangeRequest], client: ClientLink) -> None:
         with _closing(client):
             async for message in requests:
+                if client.is_closed:
+                    # The engine has been told that the replica is gone, or is about to be: nothing would end this.
+                    return
                 if message.is_heartbeat:
                     client.hear()
                 if message.submits or message.stop_ats or message.abort_handles:

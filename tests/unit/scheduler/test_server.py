@@ -237,6 +237,30 @@ async def test_a_replica_that_stops_reading_loses_its_stream_and_its_requests_at
         assert reason_of(status_from_rpc_error(error.value)) == "NOT_READY"
 
 
+async def test_nothing_is_computed_for_what_comes_on_a_stream_that_was_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.scheduler.server.MAX_UNREAD_S", PATIENCE_S)
+    monkeypatch.setattr("services.scheduler.servicer.LAST_WORDS_S", PATIENCE_S)
+    worker = GatedWorker()
+    worker.gate.set()
+    async with running_cell(tmp_path, worker) as cell, open_narrow_channel(f"unix:{tmp_path}/cell") as channel:
+        replica = ReplicaStream(exchange_pb2_grpc.ExchangeServiceStub(channel).Exchange())
+        await replica.read()
+        # It does not read the answer, so the last words wait for it.
+        await replica.write(submit(1, [1, 2, 3], 400))
+        await cell.wait_until(lambda state: state.num_finished)
+        worker.gate.clear()
+        for handle in (2, 2):
+            await replica.write(submit(handle, [5], 400))
+        await cell.wait_until(lambda _: not cell.server.num_clients)
+        await replica.write(submit(3, [7], 400))
+        with pytest.raises(grpc.aio.AioRpcError):
+            await read_outputs(replica, 2)
+        state = await cell.state()
+        assert (state.num_waiting, state.num_running) == (0, 0)
+
+
 async def test_the_handler_of_a_replica_that_does_not_read_waits_for_it_no_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
