@@ -49,7 +49,7 @@ _STEP_KINDS = {
 }
 
 # A step, or the progress that a sign of life tells.
-_Sent = Step | int
+_Sent = worker_pb2.StepRequest | int
 
 
 class GroupLink:
@@ -78,9 +78,12 @@ class GroupLink:
         self._outbox: asyncio.Queue[_Sent] | None = None
 
     def send(self, step: Step) -> None:
-        """Send a step of the stream's epoch, behind those before it; what has no stream any more is void."""
+        """Send a step of the stream's epoch, behind those before it; what has no stream any more is void.
+
+        It is encoded here and not by the sender: nobody would hear of a bug in there.
+        """
         if self._outbox is not None:
-            self._outbox.put_nowait(step)
+            self._outbox.put_nowait(encode_step(step))
 
     def beat(self, progress: int) -> None:
         """Give a sign of life on the stream, if there is one."""
@@ -165,7 +168,7 @@ class GroupLink:
         # The first message says whose the stream is.
         sent: _Sent = 0
         while True:
-            message = encode_step(sent) if isinstance(sent, Step) else _make_heartbeat(epoch, instance_id, sent)
+            message = _make_heartbeat(epoch, instance_id, sent) if isinstance(sent, int) else sent
             try:
                 await call.write(message)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc
+from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc, worker_pb2
 from lockstep.v1 import common_pb2
 from services.scheduler.events import Action, ClientMessage
 from services.scheduler.exchange_codec import decode_request
@@ -225,7 +225,8 @@ async def test_a_replica_that_stops_reading_loses_its_stream_and_its_requests_at
         await stuck.read()
         await stuck.write(submit(1, [1, 2, 3], 400))
         # By then its window is full, and the write of one more message waits.
-        await cell.wait_until(lambda state: state.num_decode_steps > 100)
+        # On a busy machine it may have lost its stream before.
+        await cell.wait_until(lambda state: state.num_decode_steps > 100 or not cell.server.num_clients)
         worker.gate.clear()
         await cell.wait_until(lambda state: not state.num_running + state.num_waiting)
         worker.gate.set()
@@ -319,6 +320,22 @@ async def test_a_bug_ends_the_scheduler_and_is_not_taken_for_a_broken_link(
         assert (error.code(), reason(error)) == (grpc.StatusCode.UNAVAILABLE, "SCHEDULER_LOST")
     assert "ValueError: planted" in caplog.text
     assert "the link to the worker broke" not in caplog.text
+
+
+async def test_a_bug_in_encoding_a_step_ends_the_scheduler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> worker_pb2.StepRequest:
+        raise ValueError("planted")
+
+    async with running_cell(tmp_path) as cell:
+        await cell.wait_until_ready()
+        monkeypatch.setattr("services.scheduler.worker_client.encode_step", fail)
+        call = cell.scheduler.Generate(seeded([1], max_tokens=500))
+        await cell.server.failed.wait()
+        cell.server.close()
+        assert reason(await error_of(call)) == "SCHEDULER_LOST"
+    assert "ValueError: planted" in caplog.text
 
 
 async def test_a_bug_in_reading_a_replicas_message_ends_its_stream(
