@@ -6,7 +6,8 @@ import asyncio
 import errno
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from shared.cli.cell_plan import ServiceCommand, make_start_flags
@@ -34,7 +35,7 @@ async def check_cell(settings: ServeSettings, commands: Sequence[ServiceCommand]
     check_model_dir(settings.model_dir, [CONFIG, TOKENIZER])
     if settings.draft_model is not None:
         check_model_dir(settings.draft_model, [CONFIG])
-    check_addresses(command.address for command in commands)
+    check_addresses([*(command.address for command in commands), *_metrics_addresses(commands)])
     await _check_flags(commands)
 
 
@@ -56,19 +57,29 @@ def check_model_dir(model_dir: Path, names: Sequence[str]) -> None:
 
 
 def check_addresses(addresses: Iterable[str]) -> None:
-    """Check that a server could be started on each.
+    """Check that a server could be started on each, beside those on the others.
 
     Raises:
         RefusedError: one is taken, or not usable.
     """
-    for address in addresses:
-        try:
-            if address.startswith("unix:"):
-                _check_socket_path(address.removeprefix("unix:"))
-            else:
-                _try_to_listen(address)
-        except (OSError, RuntimeError) as error:
-            raise RefusedError(f"cannot listen on {address}: {_reason(error)}") from None
+    with ExitStack() as listeners:
+        for address in addresses:
+            try:
+                if address.startswith("unix:"):
+                    _check_socket_path(address.removeprefix("unix:"))
+                else:
+                    _try_to_listen(address, listeners)
+            except (OSError, RuntimeError) as error:
+                raise RefusedError(f"cannot listen on {address}: {_reason(error)}") from None
+
+
+def _metrics_addresses(commands: Sequence[ServiceCommand]) -> Iterator[str]:
+    """Where services are told to serve metrics."""
+    for command in commands:
+        for flag, following in zip(command.flags, (*command.flags[1:], ""), strict=True):
+            name, separator, value = flag.partition("=")
+            if name == "--metrics-listen":
+                yield value if separator else following
 
 
 def _reason(error: OSError | RuntimeError) -> str:
@@ -84,14 +95,14 @@ def _check_socket_path(path: str) -> None:
         raise RuntimeError("no socket can be made in that directory")
 
 
-def _try_to_listen(address: str) -> None:
-    """Listen for a moment on every address that a name has; one of them is enough, but none may be taken."""
+def _try_to_listen(address: str, listeners: ExitStack) -> None:
+    """Listen on every address that a name has; one of them is enough, but none may be taken."""
     host, _, port = address.rpartition(":")
     infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     errors = []
     for family, _, _, _, socket_address in infos:
         try:
-            socket.create_server(socket_address, family=family).close()
+            listeners.enter_context(socket.create_server(socket_address, family=family))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shared.cli.preflight import RefusedError, check_addresses, check_model_dir
+from tests.support.ports import free_port
 
 
 @pytest.fixture
@@ -48,6 +49,12 @@ def test_a_configuration_that_cannot_be_read_is_named(model_dir: Path) -> None:
 def test_addresses_that_nobody_listens_on_are_fine(tmp_path: Path) -> None:
     check_addresses([f"unix:{tmp_path}/socket", "127.0.0.1:0", "localhost:0", "0.0.0.0:0"])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_two_services_on_one_port_are_refused_however_it_is_named() -> None:
+    port = free_port()
+    with pytest.raises(RefusedError, match=f"cannot listen on localhost:{port}: Address already in use"):
+        check_addresses([f"127.0.0.1:{port}", f"localhost:{port}"])
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
