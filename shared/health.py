@@ -24,6 +24,7 @@ class Health:
         self._names = (ALL_SERVICES, *service_names)
         self._servicer = _Servicer(self._names)
         self._is_serving = False
+        self._followers: list[Health] = []
 
     @property
     def is_serving(self) -> bool:
@@ -34,12 +35,20 @@ class Health:
         """Serve `grpc.health.v1.Health` on `server`."""
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
+    def make_follower(self, service_names: tuple[str, ...]) -> Health:
+        """The health of another server of this process, with services of its own: it says what this one says."""
+        follower = Health(service_names)
+        self._followers.append(follower)
+        return follower
+
     async def set_serving(self, serving: bool) -> None:
         """Tell clients, watching ones at once."""
         self._is_serving = serving
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in self._names:
             await self._servicer.set(name, status)
+        for follower in self._followers:
+            await follower.set_serving(serving)
 
 
 class _Servicer(aio.HealthServicer):  # type: ignore[misc]

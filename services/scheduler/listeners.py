@@ -22,7 +22,7 @@ CELL_SERVICES = (EXCHANGE_SERVICE, ADMIN_SERVICE)
 
 
 def make_servers(settings: SchedulerSettings, cell: CellServer, health: Health) -> tuple[grpc.aio.Server, ...]:
-    """Make both servers, the public one first; they are not started yet.
+    """Make both servers, the public one first, which has `health`; they are not started yet.
 
     Direct clients reach nothing that only the cell's own processes and its operators may call.
 
@@ -36,7 +36,7 @@ def make_servers(settings: SchedulerSettings, cell: CellServer, health: Health) 
     )
     internal = make_server(
         settings.cell_bind_address,
-        [ExchangeServicer(cell), SchedulerAdminServicer(cell), health],
+        [ExchangeServicer(cell), SchedulerAdminServicer(cell), health.make_follower(CELL_SERVICES)],
         internal=True,
         service_names=CELL_SERVICES if settings.reflection else (),
     )

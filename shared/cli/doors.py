@@ -14,9 +14,10 @@ SCHEDULER = "lockstep.v1.SchedulerService"
 _DEADLINE_S = 5.0
 
 _SERVICE_TO_NAME = {
-    TOKENIZER: "the tokenizer",
-    SCHEDULER: "the scheduler",
-    "lockstep.internal.v1.WorkerService": "a worker",
+    TOKENIZER: "the tokenizer's address",
+    SCHEDULER: "the scheduler's address",
+    "lockstep.internal.v1.ExchangeService": "the scheduler's address for its own cell",
+    "lockstep.internal.v1.WorkerService": "a worker's address",
 }
 _SERVICE_TO_ADVICE = {
     TOKENIZER: "`lockstep chat` and `lockstep generate` ask the tokenizer, at the address that `lockstep serve` has as "
@@ -44,9 +45,7 @@ async def explain_wrong_door(channel: grpc.aio.Channel, target: str, service: st
         other = await _find_other(channel, service)
         if other is None:
             raise
-        raise WrongDoorError(
-            f"{target} is {_SERVICE_TO_NAME[other]}'s address: {_SERVICE_TO_ADVICE[service]}"
-        ) from None
+        raise WrongDoorError(f"{target} is {_SERVICE_TO_NAME[other]}: {_SERVICE_TO_ADVICE[service]}") from None
 
 
 async def _find_other(channel: grpc.aio.Channel, service: str) -> str | None:

@@ -142,7 +142,12 @@ def test_a_scheduler_that_is_not_there_is_told() -> None:
     assert result.stderr.startswith("error: UNAVAILABLE: ")
 
 
-def test_a_server_that_is_no_scheduler_is_told(watched: Watched) -> None:
-    result = run_top("--once", f"--target={watched.cell.address}")
-    assert result.returncode == 1
-    assert result.stderr.startswith(f"error: {watched.cell.address} is the tokenizer's address: `lockstep top` asks ")
+def test_a_door_that_is_not_the_schedulers_public_one_is_told(watched: Watched) -> None:
+    address_to_name = {
+        watched.cell.address: "the tokenizer's address",
+        watched.cell.cell_address: "the scheduler's address for its own cell",
+    }
+    for address, name in address_to_name.items():
+        result = run_top("--once", f"--target={address}")
+        assert result.returncode == 1
+        assert result.stderr.startswith(f"error: {address} is {name}: `lockstep top` asks ")
