@@ -9,6 +9,7 @@ import uuid
 
 from services.scheduler.config import SchedulerSettings
 from services.scheduler.listeners import PUBLIC_SERVICES, make_servers
+from services.scheduler.make_cell import make_cell
 from services.scheduler.metrics import make_registry
 from services.scheduler.server import CellServer
 from shared.config import load_settings, log_settings
@@ -26,7 +27,7 @@ _STOP_GRACE_S = 0.5
 async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> int:
     """Serve until `stop` is set or the cell fails; returns the process's exit code."""
     health = Health(PUBLIC_SERVICES)
-    cell = CellServer(settings, uuid.uuid4().hex, health)
+    cell = make_cell(settings, uuid.uuid4().hex, health)
     try:
         servers = make_servers(settings, cell, health)
         metrics_server = await _serve_metrics(settings, cell)

@@ -46,9 +46,13 @@ class Engine:
 
     The engine gives signs of life. One that was stopped for longer than its workers keep its claim must assume that
     another one has them: it asks for its process to end, whatever it is told.
+
+    Attributes:
+        topology: Its DP ranks, and which of them stand and fall together.
     """
 
     def __init__(self, policy: SchedulerPolicy, cache: CacheSettings, topology: CellTopology = _ONE_RANK) -> None:
+        self.topology = topology
         self._policy = policy
         self._counters = SchedulerCounters()
         self._requests = RequestTable()

@@ -10,17 +10,15 @@ import asyncio
 import itertools
 import logging
 import math
-import random
 from collections.abc import AsyncIterator, Callable
+from typing import Protocol
 
 from google.protobuf.message import Message
 
-from lockstep.internal.v1 import exchange_pb2, worker_pb2
+from lockstep.internal.v1 import exchange_pb2
 from lockstep.v1 import common_pb2
 from services.scheduler.acceptance_log import AcceptanceLog
-from services.scheduler.attach import DomainAttach, Standing
-from services.scheduler.config import SchedulerSettings
-from services.scheduler.domain_client import DomainClient
+from services.scheduler.batch import Step
 from services.scheduler.engine import Engine
 from services.scheduler.events import (
     Action,
@@ -121,21 +119,63 @@ class ClientLink:
                 self._oldest_unread_at = None
 
 
+class DomainLinks(Protocol):
+    """What is used of the links to a failure domain's groups; see `DomainClient`."""
+
+    async def run(self) -> None:
+        """Keep the domain attached until cancelled."""
+
+    def send(self, rank: int, step: Step) -> None:
+        """Send a step of the present epoch to one of the domain's ranks, behind those before it."""
+
+    def beat(self, progress: int) -> None:
+        """Give every group a sign of life."""
+
+    def drop(self, epoch: int) -> None:
+        """Break the links of an epoch that the engine has given up."""
+
+
+LinkDomain = Callable[[int, Callable[[Event], None], Callable[[Exit], None]], DomainLinks]
+"""Prepares the links to a domain, by its number; what comes of them goes to the first function, the wish to end to the
+second."""
+
+
 class CellServer:
     """Runs one engine: its links to replicas and to workers, and its door for direct calls.
 
     Once the engine, or the attach of a domain, has asked for the end, or a bug has left the engine and the world
     apart, nothing is done any more: `failed` is set.
+
+    Attributes:
+        bug: The exception that was the bug, or None while there was none.
     """
 
-    def __init__(self, settings: SchedulerSettings, instance_id: str, health: Health) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        link_domain: LinkDomain,
+        *,
+        instance_id: str,
+        health: Health,
+        replica_silence_s: float,
+        failpoint: SubmitFailpoint | None = None,
+    ) -> None:
+        """Make a cell in the running event loop.
+
+        Args:
+            engine: What decides; nobody else tells it events.
+            link_domain: Prepares the links to a failure domain of the engine's.
+            instance_id: What this scheduler goes by.
+            health: Told when workers are attached, and when none are any more.
+            replica_silence_s: A replica that has given signs of life and gives none for so long is lost.
+            failpoint: For tests of recovery: looks at every event first.
+        """
         self.instance_id = instance_id
-        self._settings = settings
-        self._topology = settings.topology
-        self.engine = Engine(settings.policy, settings.cache, self._topology)
+        self.engine = engine
         self.door = TokenDoor(lambda: self.engine.model_limits, self.on_event, self._default_sampling)
         self.failed = asyncio.Event()
-        self._has_bug = False
+        self.bug: Exception | None = None
+        self._replica_silence_s = replica_silence_s
         self._health = health
         self._clients: dict[int, ClientLink] = {}
         self._client_numbers = itertools.count(1)
@@ -145,9 +185,10 @@ class CellServer:
         self._health_updates: set[asyncio.Task[None]] = set()
         self._timer: asyncio.Handle | None = None
         self._timer_at = 0.0
-        self._failpoint = None if settings.fail_on_token is None else SubmitFailpoint(settings.fail_on_token)
-        standing = Standing(instance_id, self._topology.dp_size, random.SystemRandom().random)
-        self._domains = [self._make_domain(domain, standing) for domain in range(self._topology.num_domains)]
+        self._failpoint = failpoint
+        self._domains = [
+            link_domain(domain, self.on_event, self._exit) for domain in range(engine.topology.num_domains)
+        ]
 
     @property
     def num_clients(self) -> int:
@@ -162,9 +203,9 @@ class CellServer:
             async with asyncio.TaskGroup() as tasks:
                 for domain in self._domains:
                     tasks.create_task(domain.run())
-        except ExceptionGroup:
+        except ExceptionGroup as bugs:
             logger.exception("the scheduler ends: a bug in the links to the workers")
-            self._end_after_bug()
+            self._end_after_bug(bugs)
 
     def close(self) -> None:
         """Tell all clients that this scheduler ends; they may bring their requests to the next one.
@@ -174,7 +215,7 @@ class CellServer:
         """
         error = SchedulerLostError("the scheduler ends; send the request again, with its output so far")
         self.door.close(error)
-        if not self._has_bug:
+        if self.bug is None:
             for client in self._clients.values():
                 client.close(error)
 
@@ -186,7 +227,7 @@ class CellServer:
     def connect(self) -> ClientLink:
         """Take in a replica; it is told about the cell as soon as there are workers."""
         number = next(self._client_numbers)
-        client = ClientLink(number, lambda: self.disconnect(client), self._settings.worker_silence_s)
+        client = ClientLink(number, lambda: self.disconnect(client), self._replica_silence_s)
         self._clients[number] = client
         self._send_cell_info(client)
         return client
@@ -207,12 +248,12 @@ class CellServer:
             self._failpoint.check(event)
         try:
             self._handle(event)
-        except Exception:
+        except Exception as bug:
             logger.exception("the scheduler ends: a bug", extra={"event": type(event).__name__})
-            self._end_after_bug()
+            self._end_after_bug(bug)
 
-    def _end_after_bug(self) -> None:
-        self._has_bug = True
+    def _end_after_bug(self, bug: Exception) -> None:
+        self.bug = bug
         self.failed.set()
 
     def _handle(self, event: Event) -> None:
@@ -252,7 +293,7 @@ class CellServer:
     def _perform(self, action: Action) -> None:
         match action:
             case SendStep(rank, step):
-                self._domains[self._topology.domain_of(rank)].send(rank, step)
+                self._domains[self.engine.topology.domain_of(rank)].send(rank, step)
             case Deliver(client, outputs) if client == DOOR_CLIENT:
                 self.door.deliver(outputs)
             case Deliver(client, outputs):
@@ -265,7 +306,7 @@ class CellServer:
             case Beat(progress):
                 self._beat(progress)
             case DropDomain(domain, epoch, reason):
-                ranks = list(self._topology.ranks_of(domain))
+                ranks = list(self.engine.topology.ranks_of(domain))
                 logger.error("workers are given up", extra={"ranks": ranks, "epoch": epoch, "reason": reason})
                 self._domains[domain].drop(epoch)
             case Exit():
@@ -281,22 +322,6 @@ class CellServer:
     def _exit(self, exit_: Exit) -> None:
         logger.error("the scheduler ends", extra={"reason": exit_.reason})
         self.failed.set()
-
-    def _make_domain(self, domain: int, standing: Standing) -> DomainClient:
-        settings = self._settings
-        attach_request = worker_pb2.AttachRequest(
-            scheduler_instance_id=self.instance_id,
-            block_size=settings.kv_cache_block_size,
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.policy.max_num_batched_tokens,
-        )
-        return DomainClient(
-            DomainAttach(domain, self._topology, standing),
-            {rank: settings.workers[rank] for rank in self._topology.ranks_of(domain)},
-            attach_request,
-            on_event=self.on_event,
-            on_exit=self._exit,
-        )
 
     def _report_health(self) -> None:
         update = self._loop.create_task(self._health.set_serving(self.engine.is_ready))

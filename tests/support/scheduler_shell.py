@@ -15,6 +15,7 @@ from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc
 from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler.config import SchedulerSettings
 from services.scheduler.listeners import make_servers
+from services.scheduler.make_cell import make_cell
 from services.scheduler.server import CellServer
 from shared.health import Health
 from shared.rpc import make_channel, make_server
@@ -112,7 +113,7 @@ async def running_cell(tmp_path: Path, *workers: WorkerPeer, **settings: Any) ->
         listen=address, cell_listen=cell_address, workers=tuple(addresses), **settings
     )
     health = Health(())
-    cell = CellServer(scheduler_settings, "instance", health)
+    cell = make_cell(scheduler_settings, "instance", health)
     servers = make_servers(scheduler_settings, cell, health)
     for server in servers:
         await server.start()

@@ -1,0 +1,46 @@
+"""Makes the cell of a scheduler's process: its engine, and links over gRPC to its workers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from lockstep.internal.v1 import worker_pb2
+from services.scheduler.attach import DomainAttach, Standing
+from services.scheduler.config import SchedulerSettings
+from services.scheduler.domain_client import DomainClient
+from services.scheduler.engine import Engine
+from services.scheduler.events import Event, Exit
+from services.scheduler.failpoint import SubmitFailpoint
+from services.scheduler.server import CellServer
+from shared.health import Health
+
+
+def make_cell(settings: SchedulerSettings, instance_id: str, health: Health) -> CellServer:
+    """Make the cell that the settings describe, in the running event loop; no worker is attached yet."""
+    topology = settings.topology
+    standing = Standing(instance_id, topology.dp_size, random.SystemRandom().random)
+    attach_request = worker_pb2.AttachRequest(
+        scheduler_instance_id=instance_id,
+        block_size=settings.kv_cache_block_size,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.policy.max_num_batched_tokens,
+    )
+
+    def link_domain(domain: int, on_event: Callable[[Event], None], on_exit: Callable[[Exit], None]) -> DomainClient:
+        return DomainClient(
+            DomainAttach(domain, topology, standing),
+            {rank: settings.workers[rank] for rank in topology.ranks_of(domain)},
+            attach_request,
+            on_event=on_event,
+            on_exit=on_exit,
+        )
+
+    return CellServer(
+        Engine(settings.policy, settings.cache, topology),
+        link_domain,
+        instance_id=instance_id,
+        health=health,
+        replica_silence_s=settings.worker_silence_s,
+        failpoint=None if settings.fail_on_token is None else SubmitFailpoint(settings.fail_on_token),
+    )
