@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import itertools
 from collections.abc import Callable
@@ -11,10 +12,12 @@ class Clock:
     """A heap of things that will happen; those of one moment happen in the order in which they were planned.
 
     What goes on for as long as there is a cell, heartbeats for instance, is planned as background: it happens as long
-    as there is anything else to come.
+    as there is anything else to come, or somebody has work to do.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, has_work: Callable[[], bool] = lambda: False) -> None:
+        """Begin at 0; `has_work` tells whether anybody waits for more than background to happen."""
+        self._has_work = has_work
         self.now = 0.0
         self.num_events = 0
         self._num_background = 0
@@ -30,9 +33,20 @@ class Clock:
         """Plan an action `delay_s` seconds from now."""
         self.at(self.now + delay_s, action, is_background=is_background)
 
+    async def sleep_until(self, when: float) -> None:
+        """Wait, in a task of a simulated process, for what comes about outside of it."""
+        reached = asyncio.get_running_loop().create_future()
+
+        def reach() -> None:
+            if not reached.done():
+                reached.set_result(None)
+
+        self.at(when, reach)
+        await reached
+
     def run_next(self) -> bool:
-        """Let the next thing happen; returns whether there was one, besides background."""
-        if len(self._heap) == self._num_background:
+        """Let the next thing happen; returns whether there was one, besides background that nobody waits for."""
+        if not self._heap or (len(self._heap) == self._num_background and not self._has_work()):
             return False
         self.now, _, action, is_background = heapq.heappop(self._heap)
         self._num_background -= is_background

@@ -13,9 +13,8 @@ import grpc
 from lockstep.v1 import common_pb2, scheduler_pb2
 from services.scheduler.exchange_codec import FINISH_REASONS
 from services.scheduler.sequence import Finish
-from services.scheduler.token_door import TokenDoor
+from services.scheduler.servicer import SchedulerServicer
 from shared.errors import ServiceError
-from shared.response_writer import ResponseWriter
 from tests.simulation.clock import Clock
 from tests.simulation.faults import Fault, FaultMix
 from tests.simulation.network import Pipe, Trouble
@@ -29,10 +28,9 @@ _NOTICE_S = (0.0, 0.3)
 _RETRY_S = (0.05, 0.5)
 # A client's clock and the server's do not agree on the moment at which a deadline passes.
 _DEADLINE_SKEW_S = (-0.002, 0.002)
-_MAX_UNREAD_S = 2.0
 _STALLS_S = (0.5, 5.0)
-# The scheduler does not serve, or has not noticed yet that the call before has ended.
-_PASSING_ERRORS = ("NOT_READY", "DUPLICATE_REQUEST")
+# The scheduler does not serve, or has not noticed yet that the call before has ended, or has been ended itself.
+_PASSING_ERRORS = ("NOT_READY", "DUPLICATE_REQUEST", "SCHEDULER_LOST")
 _FINISH_REASONS = {number: reason for reason, number in FINISH_REASONS.items()}
 
 Response = scheduler_pb2.SchedulerServiceGenerateResponse
@@ -44,7 +42,7 @@ Message = bytes | ServiceError | None
 class Server(Protocol):
     """The part of a scheduler's process that direct calls use."""
 
-    door: TokenDoor
+    servicer: SchedulerServicer
     loop: VirtualLoop
     calls: dict[DirectCall, None]
 
@@ -75,6 +73,7 @@ class DirectCall:
         self._mix = mix
         self._on_lost = on_lost
         self._task: asyncio.Task[None] | None = None
+        self._time_left_s: float | None = None
         self._is_broken = False
         self._down: Pipe[Message] = Pipe(
             clock, rng, mix, Trouble(), deliver=partial(on_message, self), on_loss=self.break_
@@ -83,12 +82,17 @@ class DirectCall:
     def begin(self, request: scheduler_pb2.SchedulerServiceGenerateRequest, time_left_s: float | None) -> None:
         """Send the request."""
         self._server.calls[self] = None
-        self._after_delay(lambda: self._accept(request, time_left_s))
+        self._time_left_s = time_left_s
+        self._after_delay(lambda: self._accept(request))
+
+    def time_remaining(self) -> float | None:
+        """How long the client waits, by what the call says; this is a part of a `ServicerContext`."""
+        return self._time_left_s
 
     async def write(self, response: Response) -> None:
-        """Send a response to the client; this is the part of a `ServicerContext` that the writer uses."""
+        """Send a response to the client; this is a part of a `ServicerContext`."""
         if self._mix.strikes(Fault.SLOW_READER, self._rng):
-            await asyncio.sleep(self._rng.uniform(*_STALLS_S))
+            await self._clock.sleep_until(self._clock.now + self._rng.uniform(*_STALLS_S))
         self._down.send(response.SerializeToString())
         if self._mix.strikes(Fault.STREAM_BREAK, self._rng):
             self.break_()
@@ -107,11 +111,10 @@ class DirectCall:
         if server_notices:
             self._clock.after(self._rng.uniform(*_NOTICE_S), lambda: self._server.when_running(self._cancel))
 
-    def _accept(self, request: scheduler_pb2.SchedulerServiceGenerateRequest, time_left_s: float | None) -> None:
+    def _accept(self, request: scheduler_pb2.SchedulerServiceGenerateRequest) -> None:
         if self._is_broken:
             return
-        writer = ResponseWriter(cast(grpc.aio.ServicerContext, self), _MAX_UNREAD_S)
-        generate = self._server.door.generate(request, writer.write, time_left_s=time_left_s)
+        generate = self._server.servicer.Generate(request, cast(grpc.aio.ServicerContext, self))
         self._task = self._server.loop.create_task(generate)
         self._task.add_done_callback(self._on_done)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 from random import Random
@@ -24,7 +25,9 @@ from services.scheduler.attach import (
     StreamBroken,
     StreamOpened,
 )
+from services.scheduler.batch import Step
 from services.scheduler.events import DomainAttached, DomainLost, Event, Exit, WorkerHeard
+from services.scheduler.worker_client import encode_step
 from tests.simulation.clock import Clock
 from tests.simulation.domain import SimulatedDomain
 from tests.simulation.faults import Fault, FaultMix
@@ -47,11 +50,7 @@ class Process(Protocol):
 
     def when_running(self, action: Callable[[], None]) -> None: ...
 
-    def on_event(self, event: Event) -> None: ...
-
     def on_answer(self, answer: Answer) -> None: ...
-
-    def exit(self, reason: str) -> None: ...
 
 
 class DomainLink:
@@ -70,27 +69,40 @@ class DomainLink:
         *,
         mix: FaultMix,
         workers: SimulatedDomain,
+        on_event: Callable[[Event], None],
+        on_exit: Callable[[Exit], None],
     ) -> None:
         self._process = process
         self._clock = clock
         self._rng = rng
         self._mix = mix
         self._workers = workers.workers
+        self._tell_engine = on_event
+        self._on_exit = on_exit
         self._attach = DomainAttach(domain, settings.topology, standing)
         self._streams: dict[int, StepStream] = {}
         self._is_closed = False
         # By step id: answers that may still come when their epoch is over.
         self._old_answers: dict[tuple[int, int], Answer] = {}
-        self._on_event(RetryDue())
 
-    def send(self, rank: int, payload: bytes, step_id: int) -> None:
+    async def run(self) -> None:
+        """Keep the domain attached until cancelled."""
+        try:
+            self._on_event(RetryDue())
+            await asyncio.Event().wait()
+        finally:
+            self.close()
+
+    def send(self, rank: int, step: Step) -> None:
         """Send a step. An answer to an old epoch's step of the same number may come first."""
-        self._streams[rank].steps.send(payload)
-        old = self._old_answers.pop((rank, step_id), None)
+        if self._is_closed:
+            return
+        self._streams[rank].steps.send(encode_step(step).SerializeToString())
+        old = self._old_answers.pop((rank, step.step_id), None)
         if old is not None and self._mix.strikes(Fault.RESULT_LATE, self._rng):
             self._after_delay(lambda: self._on_answer(old))
 
-    def beat(self) -> None:
+    def beat(self, _progress: int) -> None:
         """Give every rank a sign of life."""
         for rank, stream in self._streams.items():
             self._workers[rank].on_heartbeat(stream)
@@ -105,7 +117,7 @@ class DomainLink:
             stream.steps.delay(self._rng.uniform(*_DETOUR_S))
 
     def close(self) -> None:
-        """The process is gone."""
+        """The links are let go, or their process is gone."""
         self._is_closed = True
         self._close_streams()
 
@@ -133,9 +145,9 @@ class DomainLink:
             case RetryAt(when):
                 self._clock.at(when, lambda: self._hear(RetryDue()))
             case DomainAttached() | DomainLost():
-                self._process.on_event(command)
-            case Exit(reason):
-                self._process.exit(reason)
+                self._tell_engine(command)
+            case Exit():
+                self._on_exit(command)
 
     def _offer(self, group: int, epoch: int) -> None:
         answered: list[Accepted | Refused] = []
@@ -171,7 +183,7 @@ class DomainLink:
         )
         ends = StreamEnds(
             on_progress=lambda progress: self._process.when_running(
-                lambda: self._process.on_event(WorkerHeard(rank, epoch, progress))
+                lambda: self._tell_engine(WorkerHeard(rank, epoch, progress))
             ),
             on_broken=lambda holder: self._after_delay(lambda: self._hear(_broken(rank, epoch, holder))),
             on_closed=lambda: self._send(rank, lambda: worker.on_close(stream)),

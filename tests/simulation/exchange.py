@@ -20,9 +20,10 @@ _LATE_NOTICE_S = (0.0, 3.0)
 _STALLS_S = (1.0, 4.0, 8.0, 20.0)
 # Messages that the transport takes of a replica that does not read.
 _NUM_BUFFERED = (0, 1, 4)
-# A replica that does not read for so long loses its stream, once a scheduler that runs has beaten.
+# A replica that does not read for so long loses its stream, once a scheduler that runs has beaten and has waited for it
+# to take its last words.
 MAX_UNREAD_S = 5.0
-MAX_BEAT_GAP_S = 2.0
+MAX_CLOSE_S = 2.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +47,7 @@ class ExchangeStream:
     the transport takes it, which it does not for long while the replica reads nothing.
     """
 
-    def __init__(self, number: int, scheduler_id: str, clock: Clock, rng: Random, mix: FaultMix, *, ends: Ends) -> None:
-        self.number = number
+    def __init__(self, scheduler_id: str, clock: Clock, rng: Random, mix: FaultMix, *, ends: Ends) -> None:
         self.scheduler_id = scheduler_id
         # What the replica's ledger calls it.
         self.ledger_number = 0
@@ -120,9 +120,9 @@ class ExchangeStream:
             return
         self._num_blocked_writes += 1
         number, self._is_blocked = self._num_blocked_writes, True
-        self._clock.after(MAX_UNREAD_S + MAX_BEAT_GAP_S, lambda: self._check_read(number))
+        self._clock.after(MAX_UNREAD_S + MAX_CLOSE_S, lambda: self._check_read(number))
         try:
-            await asyncio.sleep(self._down.held_until - self._clock.now)
+            await self._clock.sleep_until(self._down.held_until)
         finally:
             self._is_blocked = False
 

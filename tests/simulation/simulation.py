@@ -11,7 +11,7 @@ from random import Random
 from tests.simulation.clock import Clock
 from tests.simulation.direct_calls import DirectClient
 from tests.simulation.domain import SimulatedDomain
-from tests.simulation.exchange import MAX_BEAT_GAP_S, MAX_UNREAD_S, Ends, ExchangeStream
+from tests.simulation.exchange import MAX_CLOSE_S, MAX_UNREAD_S, Ends, ExchangeStream
 from tests.simulation.faults import Fault, FaultMix
 from tests.simulation.replica import Replica, Told
 from tests.simulation.scheduler import SchedulerProcess
@@ -112,7 +112,7 @@ class Simulation:
     """One run."""
 
     def __init__(self, seed: int, kinds: Collection[Fault] | None = None) -> None:
-        self.clock = Clock()
+        self.clock = Clock(self._has_work)
         self.seed = seed
         self._rng = Random(seed)
         self._mix = FaultMix.draw(self._rng, kinds)
@@ -132,7 +132,6 @@ class Simulation:
             for domain in range(topology.num_domains)
         ]
         self._num_schedulers = 0
-        self._num_streams = 0
         # Those that were replaced; some of them may not know it yet.
         self._old_schedulers: list[SchedulerProcess] = []
         self._scheduler: SchedulerProcess | None = None
@@ -157,7 +156,7 @@ class Simulation:
             self._mix.spares_suspects,
             self.clock.num_events,
             len(self._plans),
-            sum(scheduler.num_steps for scheduler in schedulers),
+            sum(scheduler.watch.num_steps for scheduler in schedulers),
             sum(scheduler.watch.num_dummy_steps for scheduler in schedulers),
             sum(worker.num_attaches for domain in self._domains for worker in domain.workers.values()),
             sum(domain.num_deaths for domain in self._domains),
@@ -174,8 +173,12 @@ class Simulation:
         """Nothing goes on any more, and no engine is told."""
         for scheduler in [*self._old_schedulers, self._scheduler]:
             if scheduler is not None:
-                scheduler.is_alive = False
-                scheduler.loop.close()
+                scheduler.close()
+
+    def _has_work(self) -> bool:
+        """Whether a scheduler has a request or a step that is not over."""
+        schedulers = [*self._old_schedulers, self._scheduler]
+        return any(one is not None and one.is_alive and one.watch.has_work for one in schedulers)
 
     def _arrive(self) -> None:
         """A request arrives, and with it trouble that comes now and then. The last one ends all trouble."""
@@ -255,13 +258,15 @@ class Simulation:
         return old
 
     def _end_scheduler(self) -> None:
-        """The scheduler dies; or its replicas lose it, and it does not know."""
+        """The scheduler is ended, or dies; or its replicas lose it, and it does not know."""
         old = self._replace_scheduler()
         if old is None:
             return
         if self._strikes(Fault.SCHEDULER_ZOMBIE):
             old.become_zombie()
             self.clock.after(self._rng.uniform(*_ZOMBIE_S) + _RESTART_S[1], old.kill)
+        elif self._rng.random() < 0.5:
+            old.terminate()
         else:
             old.kill()
 
@@ -297,7 +302,6 @@ class Simulation:
         scheduler = self._scheduler
         if scheduler is None or scheduler.is_stopped:
             return None
-        self._num_streams += 1
         ends = Ends(
             on_request=lambda payload: scheduler.on_request(stream, payload),
             on_response=lambda payload: replica.on_response(stream, payload),
@@ -305,7 +309,7 @@ class Simulation:
             on_scheduler_notice=lambda: scheduler.disconnect(stream),
             on_replica_notice=lambda: replica.on_stream_lost(stream),
         )
-        stream = ExchangeStream(self._num_streams, scheduler.instance_id, self.clock, self._rng, self._mix, ends=ends)
+        stream = ExchangeStream(scheduler.instance_id, self.clock, self._rng, self._mix, ends=ends)
         scheduler.connect(stream)
         return stream
 
@@ -329,7 +333,7 @@ class Simulation:
         assert told.tokens == expected.tokens[: len(told.tokens)], f"{plan.request_id} got other tokens"
         # A scheduler may be stopped, and the next one, too; and a replica may not read what it is told.
         grace_s = _GRACE_S + _SCHEDULER_SILENCE_S * self._mix.counts[Fault.SCHEDULER_STOP]
-        grace_s += (MAX_UNREAD_S + MAX_BEAT_GAP_S) * self._mix.counts[Fault.REPLICA_STALL]
+        grace_s += (MAX_UNREAD_S + MAX_CLOSE_S) * self._mix.counts[Fault.REPLICA_STALL]
         is_late = told.deadline is not None and told.over_at > told.deadline + grace_s
         assert not is_late, f"{plan.request_id} outlived its deadline"
         assert not told.tokens or told.num_cached_tokens is not None, "tokens without a beginning"

@@ -8,13 +8,15 @@ from tests.simulation.planted_bugs import CELL_BUGS
 from tests.simulation.planted_draft_bugs import DRAFT_BUGS
 from tests.simulation.planted_rank_bugs import RANK_BUGS
 from tests.simulation.planted_request_bugs import REQUEST_BUGS
+from tests.simulation.planted_server_bugs import SERVER_BUGS
 from tests.simulation.planting import PlantedBug
 from tests.simulation.simulation import SimulationError, simulate
 
+BUGS = [*CELL_BUGS, *DRAFT_BUGS, *RANK_BUGS, *REQUEST_BUGS, *SERVER_BUGS]
 MAX_SEEDS = 50
 
 
-@pytest.mark.parametrize("bug", [*CELL_BUGS, *DRAFT_BUGS, *RANK_BUGS, *REQUEST_BUGS], ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_seen(bug: PlantedBug, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(MAX_SEEDS):
         # Planted anew: what it remembers is one run's.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import traceback
 from collections import Counter
 
 import pytest
@@ -93,3 +94,17 @@ def test_a_seed_that_fails_says_how_to_see_it_again(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("services.scheduler.endings.Endings.finish", lambda *_: None)
     with pytest.raises(SimulationError, match="make simulate SEEDS=1 FIRST_SEED=3 FAULTS=cancel,deadline"):
         simulate(3, [Fault.DEADLINE, Fault.CANCEL])
+
+
+def test_a_bug_that_the_scheduler_would_end_by_fails_the_seed_and_says_where_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("planted")
+
+    monkeypatch.setattr("services.scheduler.server.encode_outputs", fail)
+    with pytest.raises(SimulationError) as failure:
+        simulate(0, [Fault.SCHEDULER_RESTART])
+    bug = failure.value.__cause__
+    assert isinstance(bug, KeyError)
+    assert "_perform" in [frame.name for frame in traceback.extract_tb(bug.__traceback__)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
+from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextvars import Context
 from typing import Any, TypeVarTuple
@@ -16,15 +18,32 @@ _Ts = TypeVarTuple("_Ts")
 class VirtualLoop(asyncio.AbstractEventLoop):
     """Runs callbacks and tasks at their moments of a simulated clock; it waits for nothing and knows no sockets.
 
-    What a process that is stopped or dead would do is done when it runs, or never. An exception that nobody awaits
-    ends the simulation.
+    What a process that is stopped or dead would do is done when it runs, or never. Timers are background, and may be
+    late: what comes meanwhile comes first, and then they run at once. An exception that nobody awaits ends the
+    simulation.
     """
 
-    def __init__(self, clock: Clock, when_running: Callable[[Callable[[], object]], None]) -> None:
-        """Make the loop of a process; `when_running` does something in it."""
+    def __init__(
+        self,
+        clock: Clock,
+        when_running: Callable[[Callable[[], object]], None],
+        wakes_at: Callable[[float], float] = lambda when: when,
+    ) -> None:
+        """Make the loop of a process.
+
+        Args:
+            clock: The time.
+            when_running: Does something in the process, by `run_once` of this loop.
+            wakes_at: When the process, if it has nothing else to do, sees that the moment of a timer has come.
+        """
         self._clock = clock
         self._when_running = when_running
-        self._coroutines: list[Coroutine[Any, Any, Any] | Generator[Any, None, Any]] = []
+        self._wakes_at = wakes_at
+        self._ready: deque[asyncio.Handle] = deque()
+        # A heap.
+        self._timers: list[asyncio.TimerHandle] = []
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._is_closed = False
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -39,11 +58,22 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """See `AbstractEventLoop`."""
         return self._clock.now
 
+    def run_once(self, action: Callable[[], object]) -> None:
+        """Do something, and then what timers are due for."""
+        with self.running():
+            action()
+            while self._is_timer_due():
+                _run(heapq.heappop(self._timers))
+
     def call_soon(
         self, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
     ) -> asyncio.Handle:
         """See `AbstractEventLoop`."""
-        return self.call_at(self._clock.now, callback, *args, context=context)
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        if not self._is_closed:
+            self._clock.at(self._clock.now, self._plan_turn)
+        return handle
 
     def call_later(
         self, delay: float, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
@@ -56,7 +86,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     ) -> asyncio.TimerHandle:
         """See `AbstractEventLoop`."""
         handle = asyncio.TimerHandle(when, callback, args, self, context)
-        self._clock.at(when, lambda: self._when_running(lambda: self._run(handle)))
+        heapq.heappush(self._timers, handle)
+        self._clock.at(when, lambda: self._on_timer_due(when), is_background=True)
         return handle
 
     def create_future(self) -> asyncio.Future[Any]:
@@ -65,14 +96,18 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def create_task(self, coro: Coroutine[Any, Any, Any] | Generator[Any, None, Any], **options: Any) -> Any:
         """See `AbstractEventLoop`."""
-        self._coroutines.append(coro)
-        return asyncio.Task(coro, loop=self, **options)
+        task = asyncio.Task(coro, loop=self, **options)
+        self._tasks.append(task)
+        return task
 
     def close(self) -> None:
-        """The process is gone: what its tasks wait for never comes, and some of them have not begun."""
+        """The process is gone, and what its tasks wait for never comes: they are cancelled."""
+        self._is_closed = True
         with self.running():
-            for coro in self._coroutines:
-                coro.close()
+            for task in self._tasks:
+                task.cancel()
+            while self._ready:
+                self._take_turn()
 
     def get_debug(self) -> bool:
         """See `AbstractEventLoop`."""
@@ -86,7 +121,24 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """It stays planned, and nothing comes of it."""
 
-    def _run(self, handle: asyncio.TimerHandle) -> None:
-        if not handle.cancelled():
-            with self.running():
-                handle._run()
+    def _plan_turn(self) -> None:
+        self._when_running(self._take_turn)
+
+    def _take_turn(self) -> None:
+        _run(self._ready.popleft())
+
+    def _is_timer_due(self) -> bool:
+        return bool(self._timers) and self._timers[0].when() <= self._clock.now
+
+    def _on_timer_due(self, when: float) -> None:
+        if self._is_timer_due():
+            self._clock.at(self._wakes_at(when), self._wake, is_background=True)
+
+    def _wake(self) -> None:
+        if self._is_timer_due():
+            self._when_running(lambda: None)
+
+
+def _run(handle: asyncio.Handle) -> None:
+    if not handle.cancelled():
+        handle._run()

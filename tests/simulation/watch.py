@@ -62,6 +62,7 @@ class EngineWatch:
         # By rank, as far as its domain is attached.
         self._epochs: dict[int, EpochWatch] = {}
         self.suspects = SuspectWatch()
+        self.num_steps = 0
         self.num_dummy_steps = 0
         self._engine: Engine | None = None
         self._had_worker = False
@@ -131,6 +132,7 @@ class EngineWatch:
                 case SendStep(rank, step):
                     assert rank in self._epochs, "a step for a rank that is not attached"
                     self._epochs[rank].check_step(step, now)
+                    self.num_steps += 1
                     self.num_dummy_steps += step.batch.is_dummy
                 case Beat():
                     self._last_beat_at = now
