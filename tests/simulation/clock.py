@@ -15,7 +15,7 @@ class Clock:
     as there is anything else to come, or somebody has work to do.
     """
 
-    def __init__(self, has_work: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, has_work: Callable[[], bool]) -> None:
         """Begin at 0; `has_work` tells whether anybody waits for more than background to happen."""
         self._has_work = has_work
         self.now = 0.0

@@ -27,7 +27,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self,
         clock: Clock,
         when_running: Callable[[Callable[[], object]], None],
-        wakes_at: Callable[[float], float] = lambda when: when,
+        wakes_at: Callable[[float], float],
     ) -> None:
         """Make the loop of a process.
 
