@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
 
 _GOODBYE = worker_pb2.JoinRequest(leave=worker_pb2.Leave())
 
+Connect = Callable[[str], grpc.aio.Channel]
+
+
+def connect_inside(address: str) -> grpc.aio.Channel:
+    """A channel to another process of the failure domain."""
+    return make_channel(address, internal=True)
+
 
 class Relay(Protocol):
     """Takes what a leader sends to the members of its group."""
@@ -29,14 +37,15 @@ class Relay(Protocol):
 class JoinedLink:
     """Joins a leader, and ends this process when the link breaks or falls silent, or the leader was asked to end."""
 
-    def __init__(self, settings: WorkerSettings, end: DomainEnd) -> None:
-        """Join the leader that `settings` name."""
+    def __init__(self, settings: WorkerSettings, end: DomainEnd, connect: Connect = connect_inside) -> None:
+        """Join the leader that `settings` name, over a channel that `connect` makes."""
         assert settings.leader is not None, "nobody to join"
         self._leader = settings.leader
         self._layout = settings.layout
         self._domain_start_id = settings.domain_start_id
         self._silence_s = settings.silence_s
         self._end = end
+        self._connect = connect
         self._joined = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._link: Link[worker_pb2.JoinRequest] | None = None
@@ -71,7 +80,7 @@ class JoinedLink:
             await asyncio.wait({self._task})
 
     async def _run(self, hello: worker_pb2.Hello, link: Link[worker_pb2.JoinRequest], relay: Relay | None) -> None:
-        async with make_channel(self._leader, internal=True) as channel:
+        async with self._connect(self._leader) as channel:
             # The leader may not listen yet.
             call = worker_pb2_grpc.GroupServiceStub(channel).Join(wait_for_ready=True)
             await call.write(worker_pb2.JoinRequest(hello=hello))

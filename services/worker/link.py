@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-import time
 import zlib
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Generic, TypeVar
@@ -89,7 +88,8 @@ class Link(Generic[MessageT]):
     async def _beat(self) -> None:
         while not self._silence.beat():
             self.send(self._make_heartbeat())
-            now = time.monotonic()
+            # The monotonic clock, which all processes of a machine share.
+            now = asyncio.get_running_loop().time()
             await asyncio.sleep(next_beat_at(now) - now)
 
     async def _leave(self, closing: asyncio.Event, reading: asyncio.Task[bool]) -> None:

@@ -10,7 +10,7 @@ from lockstep.internal.v1 import worker_pb2
 from services.worker.device_loop import DeviceLoop
 from services.worker.device_steps import DeviceSteps
 from services.worker.exits import DomainEnd
-from services.worker.joined_link import JoinedLink
+from services.worker.joined_link import Connect, JoinedLink, connect_inside
 from services.worker.link import checksum
 from services.worker.step import StepOutput
 from services.worker.step_codec import parse_step
@@ -28,12 +28,14 @@ class Member:
     servicers: tuple[Servicer, ...] = ()
     service_names: tuple[str, ...] = ()
 
-    def __init__(self, settings: WorkerSettings, device: DeviceLoop, end: DomainEnd) -> None:
-        """Follow the leader that `settings` name, on `device`."""
+    def __init__(
+        self, settings: WorkerSettings, device: DeviceLoop, end: DomainEnd, connect: Connect = connect_inside
+    ) -> None:
+        """Follow the leader that `settings` name, on `device`; `connect` makes the channel to it."""
         self._settings = settings
         self._device = device
         self._end = end
-        self._link = JoinedLink(settings, end)
+        self._link = JoinedLink(settings, end, connect)
         self._steps: DeviceSteps | None = None
 
     async def open(self, runner: ModelRunner) -> None:
