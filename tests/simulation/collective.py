@@ -1,4 +1,4 @@
-"""The device time of a failure domain: its ranks' steps run together, or not at all."""
+"""The device time of a failure domain: the steps of its processes run together, or not at all."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lockstep.internal.v1 import worker_pb2
+from services.worker.step import StepOutput
 from shared.limits import TOKEN_DTYPE
 from tests.simulation.clock import Clock
 
@@ -15,49 +16,61 @@ _HANG_S = 100.0
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One rank's part of a step that its device has begun; it takes `duration_s` by itself.
+    """A leader's part of a step that its device has begun; it takes `duration_s` by itself.
 
     For `progress_s` its process tells of progress, and with it those of all ranks: they meet in every layer.
     """
 
     request: worker_pb2.StepRequest
     num_tokens: int
+    # What it draws, where members of its group draw the same.
+    output: StepOutput | None
     duration_s: float
     progress_s: float
     on_end: Callable[[], None]
 
 
-class Collective:
-    """Lets the parts of one step end together, once every rank of the domain has begun its own.
+@dataclass(frozen=True, slots=True)
+class MemberPart:
+    """A member's part of its group's step; it is handed what the group has drawn."""
 
-    A rank that begins while another one waits in a different step is a deadlock: neither would ever end. So are parts
-    that do not agree on what their collectives carry.
+    duration_s: float
+    on_end: Callable[[StepOutput], None]
+
+
+class Collective:
+    """Lets the parts of one step end together, once every process of the domain has begun its own.
+
+    That processes of a group run the same is the group watch's to check. Of leaders, one that begins while another one
+    waits in a different step is a deadlock: neither would ever end. So are parts that do not agree on what their
+    collectives carry.
     """
 
-    def __init__(self, clock: Clock, ranks: range) -> None:
+    def __init__(self, clock: Clock, ranks: range, tp_size: int) -> None:
         self._clock = clock
         self._ranks = ranks
+        self._num_members = len(ranks) * (tp_size - 1)
         self._waiting: dict[int, Part] = {}
+        # By DP rank and TP rank.
+        self._waiting_members: dict[tuple[int, int], MemberPart] = {}
         self._held_until = 0.0
         self._progresses_until = 0.0
         # Of the processes: what began in earlier ones never ends.
         self._generation = 0
 
     def begin(self, rank: int, part: Part) -> None:
-        """A rank's device begins a step; it begins no other before this one has ended."""
+        """A leader's device begins a step; it begins no other before this one has ended."""
         assert rank not in self._waiting, "a device begins a step beside another"
         self._waiting[rank] = part
         if len(self._ranks) > 1:
             self._check_agreement(rank, part)
-        if len(self._waiting) == len(self._ranks):
-            parts, self._waiting = self._waiting, {}
-            duration_s = max(part.duration_s for part in parts.values())
-            self._progresses_until = self._clock.now + max(part.progress_s for part in parts.values())
-            if duration_s < math.inf:
-                generation = self._generation
-                # While anybody waits for one that hangs, the scheduler's timer goes.
-                is_hung = duration_s > _HANG_S
-                self._clock.after(duration_s, lambda: self._end(parts, generation), is_background=is_hung)
+        self._run_if_complete()
+
+    def begin_as_member(self, rank: int, tp_rank: int, part: MemberPart) -> None:
+        """The same of a member of a rank's group."""
+        assert (rank, tp_rank) not in self._waiting_members, "a device begins a step beside another"
+        self._waiting_members[rank, tp_rank] = part
+        self._run_if_complete()
 
     @property
     def gets_on(self) -> bool:
@@ -71,17 +84,36 @@ class Collective:
     def reset(self) -> None:
         """The domain's processes are gone."""
         self._waiting.clear()
+        self._waiting_members.clear()
         self._held_until = self._progresses_until = 0.0
         self._generation += 1
 
-    def _end(self, parts: dict[int, Part], generation: int) -> None:
+    def _run_if_complete(self) -> None:
+        if len(self._waiting) < len(self._ranks) or len(self._waiting_members) < self._num_members:
+            return
+        parts, self._waiting = self._waiting, {}
+        members, self._waiting_members = self._waiting_members, {}
+        duration_s = max(part.duration_s for part in parts.values())
+        duration_s = max([duration_s, *(member.duration_s for member in members.values())])
+        self._progresses_until = self._clock.now + max(part.progress_s for part in parts.values())
+        if duration_s < math.inf:
+            generation = self._generation
+            # While anybody waits for one that hangs, the scheduler's timer goes.
+            is_hung = duration_s > _HANG_S
+            self._clock.after(duration_s, lambda: self._end(parts, members, generation), is_background=is_hung)
+
+    def _end(self, parts: dict[int, Part], members: dict[tuple[int, int], MemberPart], generation: int) -> None:
         if generation != self._generation:
             return
         if self._held_until > self._clock.now:
-            self._clock.at(self._held_until, lambda: self._end(parts, generation))
+            self._clock.at(self._held_until, lambda: self._end(parts, members, generation))
             return
         for part in parts.values():
             part.on_end()
+        for (rank, _), member in members.items():
+            output = parts[rank].output
+            assert output is not None, "a leader runs a step as if it had no members"
+            member.on_end(output)
 
     def _check_agreement(self, rank: int, part: Part) -> None:
         request = part.request

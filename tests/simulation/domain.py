@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
 from random import Random
+from typing import Protocol
 
 from tests.simulation.clock import Clock
 from tests.simulation.collective import Collective
@@ -17,8 +17,21 @@ _RESTART_S = (0.5, 3.0)
 _EXITS_S = (0.0, 2.0)
 
 
+class _Process(Protocol):
+    """What the launcher does with a process."""
+
+    def end_process(self) -> None: ...
+
+    def start_process(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class SimulatedDomain:
-    """Its ranks' workers, and what supervises them: with one process all end, and all are started again."""
+    """Its ranks' workers with the members of their groups, and what supervises them.
+
+    With one process all end, and all are started again.
+    """
 
     def __init__(
         self, ranks: range, settings: CellSettings, clock: Clock, rng: Random, mix: FaultMix, *, oracle: Oracle
@@ -26,7 +39,7 @@ class SimulatedDomain:
         self.num_deaths = 0
         self._clock = clock
         self._rng = rng
-        self._collective = Collective(clock, ranks)
+        self._collective = Collective(clock, ranks, settings.tp_size)
         self._is_ending = False
         self.workers = {
             rank: SimulatedWorker(
@@ -37,26 +50,36 @@ class SimulatedDomain:
                 mix,
                 collective=self._collective,
                 oracle=oracle,
-                end_domain=partial(self.end, rank),
+                end_domain=self.end,
             )
             for rank in ranks
         }
+        self._processes: list[_Process] = []
+        for worker in self.workers.values():
+            self._processes += [worker, *worker.group.members]
+        for process in self._processes:
+            process.start_process()
 
-    def end(self, first_rank: int) -> None:
-        """A rank's process ends; those of the others follow, and all begin anew."""
+    def end(self, process: _Process) -> None:
+        """A process ends; the others follow, and all begin anew."""
+        process.end_process()
         if self._is_ending:
             return
         self._is_ending = True
         self.num_deaths += 1
         self._collective.reset()
-        self.workers[first_rank].end_process()
-        for rank, worker in self.workers.items():
-            if rank != first_rank:
-                self._clock.after(self._rng.uniform(*_EXITS_S), worker.end_process)
+        for other in self._processes:
+            if other is not process:
+                self._clock.after(self._rng.uniform(*_EXITS_S), other.end_process)
         self._clock.after(_EXITS_S[1] + self._rng.uniform(*_RESTART_S), self._start)
+
+    def close(self) -> None:
+        """Nothing goes on any more."""
+        for process in self._processes:
+            process.close()
 
     def _start(self) -> None:
         self._is_ending = False
         self._collective.reset()
-        for worker in self.workers.values():
-            worker.start_process()
+        for process in self._processes:
+            process.start_process()

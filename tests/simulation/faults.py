@@ -29,6 +29,12 @@ class Fault(enum.Enum):
     RESULT_REORDERED = "result_reordered"
     RESULT_NONSENSE = "result_nonsense"
     RESULT_LATE = "result_late"
+    # The members of TP groups, and their links to their leaders.
+    MEMBER_CRASH = "member_crash"
+    MEMBER_HANG = "member_hang"
+    MEMBER_STOP = "member_stop"
+    MEMBER_LINK_BREAK = "member_link_break"
+    MEMBER_LINK_SILENT = "member_link_silent"
     # The streams between replicas and scheduler.
     STREAM_BREAK = "stream_break"
     MESSAGE_LOST = "message_lost"
@@ -74,6 +80,12 @@ _LIKELIHOOD = {
     Fault.LINK_SILENT: 0.004,
     Fault.STEP_LOST: 0.004,
     Fault.STEP_REPEATED: 0.004,
+    # At each step that a leader relays; few cells have groups.
+    Fault.MEMBER_CRASH: 0.01,
+    Fault.MEMBER_HANG: 0.006,
+    Fault.MEMBER_STOP: 0.006,
+    Fault.MEMBER_LINK_BREAK: 0.01,
+    Fault.MEMBER_LINK_SILENT: 0.01,
     # At each result.
     Fault.RESULT_LOST: 0.004,
     Fault.RESULT_REPEATED: 0.1,
@@ -118,12 +130,15 @@ _LIKELIHOOD = {
 }
 
 # What ends an epoch at once, and what does so after a while, whatever it computes.
-_KILLS = frozenset({Fault.WORKER_CRASH, Fault.LINK_BREAK})
+_KILLS = frozenset({Fault.WORKER_CRASH, Fault.LINK_BREAK, Fault.MEMBER_CRASH, Fault.MEMBER_LINK_BREAK})
 _SLOW_KILLS = frozenset(
     {
         Fault.WORKER_HANG,
         Fault.WORKER_STOP,
         Fault.LINK_SILENT,
+        Fault.MEMBER_HANG,
+        Fault.MEMBER_STOP,
+        Fault.MEMBER_LINK_SILENT,
         Fault.STEP_LOST,
         Fault.STEP_REPEATED,
         Fault.RESULT_LOST,

@@ -174,6 +174,8 @@ class Simulation:
         for scheduler in [*self._old_schedulers, self._scheduler]:
             if scheduler is not None:
                 scheduler.close()
+        for domain in self._domains:
+            domain.close()
 
     def _has_work(self) -> bool:
         """Whether a scheduler has a request or a step that is not over."""

@@ -1,4 +1,4 @@
-"""The simulated worker process of one DP rank: the real claim, and a device that runs steps in order."""
+"""The simulated leader of one DP rank: the real claim, and a device that runs steps in order."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from random import Random
+from typing import Any
 
 import numpy as np
 
 from lockstep.internal.v1 import worker_pb2
 from services.scheduler.attach import Accepted, GroupPlace, Refused
-from services.worker.claim import ClaimLedger, LaunchedStep
+from services.worker.claim import NOTHING_LAUNCHED, ClaimLedger, LaunchedStep
+from services.worker.step import StepOutput
 from shared.errors import ServiceError
 from shared.limits import TOKEN_DTYPE
 from tests.simulation.clock import Clock
 from tests.simulation.collective import Collective, Part, num_prompt_tokens_of
 from tests.simulation.faults import Fault, FaultMix
+from tests.simulation.group import SimulatedGroup
 from tests.simulation.step_stream import NOBODY, Answer, Holder, StepStream
 from tests.simulation.workload import CellSettings
 from tests.support.cell_model import VOCABULARY, Oracle, PoisonedError, WorkerModel
@@ -53,6 +57,8 @@ class _Launch:
     model: WorkerModel
     request: worker_pb2.StepRequest
     answer: Answer | None = None
+    # What it has drawn, where members of its group have to draw the same.
+    output: StepOutput | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +86,7 @@ class SimulatedWorker:
         *,
         collective: Collective,
         oracle: Oracle,
-        end_domain: Callable[[], None],
+        end_domain: Callable[[Any], None],
     ) -> None:
         self.num_attaches = 0
         self.num_computed_dummies = 0
@@ -91,8 +97,8 @@ class SimulatedWorker:
         self._mix = mix
         self._collective = collective
         self._oracle = oracle
-        self._end_domain = end_domain
-        self._is_up = True
+        self._end_domain: Callable[[], None] = partial(end_domain, self)
+        self._is_up = False
         self._boot = 0
         self._stopped_until = 0.0
         self._claim = ClaimLedger()
@@ -103,10 +109,22 @@ class SimulatedWorker:
         self._offer: _Offer | None = None
         self._launched: deque[_Launch] = deque()
         self._progress = 0
+        self.group = SimulatedGroup(
+            rank,
+            settings,
+            clock,
+            rng,
+            mix,
+            collective=collective,
+            when_running=self.when_running,
+            on_held=self._accept_if_held,
+            end_leader=self._end_domain,
+            end_member=end_domain,
+        )
 
     def offer(self, epoch: int, instance_id: str, answer: OfferAnswer) -> None:
         """`Attach` arrives; it is answered when what was launched has returned, or has not for long."""
-        if not self._is_up:
+        if not self._is_up or not self.group.is_open:
             answer(Refused(self._rank, epoch, "NOT_READY", 0))
             return
         before = self._claim.last_launched
@@ -119,10 +137,11 @@ class SimulatedWorker:
         self._fence = epoch
         self._supersede()
         offer = self._offer = _Offer(epoch, before, answer)
-        if self._launched:
+        self.group.fence(epoch)
+        self._accept_if_held()
+        # Where no step was ever launched none is stuck.
+        if self._offer is offer and before != NOTHING_LAUNCHED:
             self._clock.after(_STUCK_AFTER_S, lambda: self._accept(offer, is_stuck=True))
-        else:
-            self._accept(offer)
 
     def open(self, stream: StepStream) -> bool:
         """`Execute` arrives; returns whether the epoch's steps may come."""
@@ -133,12 +152,15 @@ class SimulatedWorker:
             return False
         self.num_attaches += 1
         self._stream = stream
+        self.group.open_stream(stream)
         self._beat(stream)
         return True
 
     def on_close(self, stream: StepStream) -> None:
         """The scheduler has ended a stream, or the link did."""
         self._claim.end_stream(stream.number)
+        if stream is self._stream:
+            self.group.close_stream()
 
     def on_step(self, stream: StepStream, payload: bytes) -> None:
         """A step arrives."""
@@ -153,6 +175,7 @@ class SimulatedWorker:
             stream.break_(self._holder())
             return
         assert request.epoch >= self._fence, "a step is launched that is older than the fence"
+        self.group.relay(request)
         self._launched.append(_Launch(stream, self._model, request))
         if len(self._launched) == 1:
             self._begin()
@@ -183,17 +206,23 @@ class SimulatedWorker:
         self._claim = ClaimLedger()
         self._fence = 0
         self._break_stream()
+        self.group.end()
 
     def start_process(self) -> None:
-        """Another one begins, with empty cells."""
+        """One begins, with empty cells."""
         self._is_up = True
+        self.group.start()
+
+    def close(self) -> None:
+        """The run is over."""
+        self.group.close()
 
     @property
     def is_stopped(self) -> bool:
         """Whether the process does nothing (SIGSTOP)."""
         return self._stopped_until > self._clock.now
 
-    def when_running(self, action: Callable[[], None]) -> None:
+    def when_running(self, action: Callable[[], object]) -> None:
         """Do something in the process: now, or when it is continued; never, when it ends before."""
         if self.is_stopped:
             boot = self._boot
@@ -201,7 +230,7 @@ class SimulatedWorker:
         else:
             action()
 
-    def _continue(self, boot: int, action: Callable[[], None]) -> None:
+    def _continue(self, boot: int, action: Callable[[], object]) -> None:
         if boot == self._boot:
             self.when_running(action)
 
@@ -225,6 +254,7 @@ class SimulatedWorker:
         until = self._stopped_until = self._clock.now + duration_s
         stream.answers.hold(until)
         self._collective.hold(until)
+        self.group.note_stop(until)
         patience_s = _DOMAIN_SILENCE_S if self._settings.topology.is_coupled else self._settings.health_kill_s
         if duration_s > patience_s:
             self._clock.after(patience_s, lambda: self._give_up(until))
@@ -234,11 +264,18 @@ class SimulatedWorker:
         if self._stopped_until == until:
             self._end_domain()
 
+    def _accept_if_held(self) -> None:
+        """Answer the offer that waits, if all that was launched before has returned on all processes of the group."""
+        offer = self._offer
+        if offer is not None and not self._launched and self.group.holds(offer.epoch):
+            self._accept(offer)
+
     def _accept(self, offer: _Offer, *, is_stuck: bool = False) -> None:
         if offer is not self._offer:
             return
         self._offer = None
         if not is_stuck:
+            self.group.check_acceptance(offer.epoch)
             self._model = WorkerModel(
                 self._settings.batch_limits(self._rank),
                 may_spoil=lambda: self._strikes(Fault.NOT_FINITE),
@@ -247,7 +284,7 @@ class SimulatedWorker:
                 poison=self._settings.poison,
             )
         topology = self._settings.topology
-        place = GroupPlace(self._rank, topology.dp_size, 1, topology.is_coupled)
+        place = GroupPlace(self._rank, topology.dp_size, self._settings.tp_size, topology.is_coupled)
         facts = self._settings.worker_facts(offer.epoch, self._rank)
         offer.answer(Accepted(self._rank, offer.epoch, facts, place, offer.last_step, is_stuck))
 
@@ -281,6 +318,7 @@ class SimulatedWorker:
     def _begin(self) -> None:
         """The device begins the oldest step that it was given."""
         launch = self._launched[0]
+        self.group.begin(launch.request)
         try:
             result = launch.model.answer(launch.request)
         except PoisonedError:
@@ -297,9 +335,18 @@ class SimulatedWorker:
             list(launch.model.last_spoilers),
             is_nonsense,
         )
+        if self.group.members:
+            launch.output = _output_of(result)
         self.num_computed_dummies += launch.request.is_dummy
         duration_s, progress_s = self._draw_duration_s(launch.request)
-        part = Part(launch.request, launch.model.last_num_tokens, duration_s, progress_s, lambda: self._on_end(launch))
+        part = Part(
+            launch.request,
+            launch.model.last_num_tokens,
+            launch.output,
+            duration_s,
+            progress_s,
+            lambda: self._on_end(launch),
+        )
         self._collective.begin(self._rank, part)
 
     def _die_of(self, launch: _Launch) -> None:
@@ -339,17 +386,29 @@ class SimulatedWorker:
         assert launch.answer is not None
         self._launched.popleft()
         self._progress += 1
-        launch.stream.answers.send(launch.answer)
+        self.group.answer(launch.stream, launch.answer, launch.output)
         if self._launched:
             self._begin()
-        elif self._offer is not None:
-            self._accept(self._offer)
+        else:
+            self._accept_if_held()
 
     def _is_running(self, launch: _Launch) -> bool:
         return bool(self._launched) and self._launched[0] is launch
 
     def _strikes(self, fault: Fault) -> bool:
         return self._mix.strikes(fault, self._rng)
+
+
+def _output_of(result: worker_pb2.StepResult) -> StepOutput:
+    """What a step has drawn, as ranks of a group compare it."""
+    return StepOutput(
+        result.epoch,
+        result.step_id,
+        np.frombuffer(result.token_ids, TOKEN_DTYPE),
+        np.frombuffer(result.not_finite_rows, TOKEN_DTYPE),
+        0,
+        counts=np.frombuffer(result.counts, TOKEN_DTYPE) if result.HasField("counts") else None,
+    )
 
 
 def _make_nonsense(result: worker_pb2.StepResult, rng: Random) -> None:

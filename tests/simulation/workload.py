@@ -29,6 +29,8 @@ _LONG_CONTEXT_LENGTH = 832
 _MAX_LONG_ANSWERS = 2
 # Of so many requests one may be followed up.
 _NUM_RECENT = 8
+# How many cells have DP ranks of several processes.
+_SHARE_OF_GROUPS = 0.25
 # A seed's low bits tell which request it is: that is how steps, which name only slots, are told apart.
 _NUMBER_BITS = 20
 
@@ -63,6 +65,8 @@ class CellSettings:
     mean_gap_s: float
     # When the launcher ends a process that does not answer.
     health_kill_s: float
+    # Processes of each DP rank.
+    tp_size: int
     # By its seed, a request and the position that kills whoever computes it.
     poison: dict[int, int] = field(default_factory=dict)
 
@@ -173,6 +177,8 @@ class CellSettings:
             max_live_requests=min(rng.choice([6, 16, 24]), max_num_seqs + max_waiting_requests + 2),
             mean_gap_s=rng.choice([0.002, 0.03]),
             health_kill_s=rng.choice([30.0, 120.0]),
+            # Of three only in small cells: each process has its share of what a run costs.
+            tp_size=(2 if dp_size > 2 else rng.choice([2, 2, 3])) if rng.random() < _SHARE_OF_GROUPS else 1,
         )
 
 

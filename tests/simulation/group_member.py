@@ -1,0 +1,259 @@
+"""A simulated member of a TP group: the real process but for its sockets and its device."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Protocol, cast
+
+import grpc
+
+from lockstep.internal.v1 import worker_pb2
+from services.worker.config import WorkerSettings
+from services.worker.device_loop import DeviceLoop
+from services.worker.exits import DomainEnd, ExitCode
+from services.worker.group_servicer import GroupServicer
+from services.worker.layout import RankLayout
+from services.worker.member import Member
+from services.worker.step import Step, StepOutput
+from tests.simulation.clock import Clock
+from tests.simulation.collective import Collective, MemberPart
+from tests.simulation.faults import Fault, FaultMix
+from tests.simulation.group_watch import GroupWatch
+from tests.simulation.join_stream import JoinStream, Life
+
+# The default of the setting.
+SILENCE_S = 3.0
+# Often a member is slower to come up than its leader.
+_LOADS_S = (0.0, 3.0)
+_ATTACH_S = (0.0, 0.002)
+# Ranks of a step end it at about the same time.
+_JITTER_S = (0.0, 0.003)
+_HANGS_S = (12.0, 40.0, 700.0, math.inf)
+
+
+class _Group(Protocol):
+    """What a member needs of its group, which its leader keeps."""
+
+    life: Life
+    servicer: GroupServicer
+    watch: GroupWatch
+
+    @property
+    def start_id(self) -> str: ...
+
+    def num_blocks(self) -> int: ...
+
+
+class _Facts:
+    model_digest = "digest"
+
+
+class PlayedRunner:
+    """The part of a `ModelRunner` that the processes of a group tell each other of, and that their devices run."""
+
+    facts = _Facts()
+    numerics_fingerprint = "bits"
+    progress = 0
+
+    def __init__(self, num_blocks: int) -> None:
+        self.output: StepOutput | None = None
+        self._num_blocks = num_blocks
+
+    def num_blocks(self, _: int) -> int:
+        """See `ModelRunner`."""
+        return self._num_blocks
+
+    def attach(self, **_: int) -> None:
+        """See `ModelRunner`."""
+
+    def run_step(self, _: Step) -> StepOutput:
+        """See `ModelRunner`; what is drawn came out of the collective."""
+        assert self.output is not None
+        return self.output
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """The settings that a member reads."""
+
+    layout: RankLayout
+    domain_start_id: str
+    leader: str = "leader"
+    silence_s: float = SILENCE_S
+    fail_on_token: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    function: Callable[..., Any]
+    argument: Any
+    rest: tuple[Any, ...]
+    future: Future[Any]
+
+
+class _MemberDevice:
+    """Plays `DeviceLoop`: begins steps together with the group's other devices, and tells of them when they end."""
+
+    is_stopping = False
+
+    def __init__(
+        self, member: SimulatedMember, runner: PlayedRunner, clock: Clock, rng: Random, mix: FaultMix, *, life: Life
+    ) -> None:
+        self._member = member
+        self._runner = runner
+        self._clock = clock
+        self._rng = rng
+        self._mix = mix
+        self._life = life
+        self._watch = member.group.watch
+        self._jobs: deque[_Job] = deque()
+
+    def submit(self, function: Callable[..., Any], argument: Any, *rest: Any) -> Future[Any]:
+        """See `DeviceLoop`."""
+        if isinstance(argument, Step):
+            self._watch.launch(self._tp_rank, (argument.epoch, argument.step_id))
+        job = _Job(function, argument, rest, Future())
+        self._jobs.append(job)
+        if len(self._jobs) == 1:
+            self._begin()
+        return job.future
+
+    @property
+    def _tp_rank(self) -> int:
+        return self._member.layout.tp_rank
+
+    def _begin(self) -> None:
+        job = self._jobs[0]
+        if not isinstance(job.argument, Step):
+            self._clock.after(self._rng.uniform(*_ATTACH_S), lambda: self._life.do(lambda: self._attach(job)))
+            return
+        self._watch.begin(self._tp_rank, (job.argument.epoch, job.argument.step_id))
+        duration_s = self._rng.choice(_HANGS_S) if self._mix.strikes(Fault.MEMBER_HANG, self._rng) else 0.0
+        part = MemberPart(duration_s, lambda output: self._on_output(job, output))
+        self._member.collective.begin_as_member(self._member.layout.dp_rank, self._tp_rank, part)
+
+    def _attach(self, job: _Job) -> None:
+        self._watch.attach(self._tp_rank, job.argument.epoch)
+        self._finish(job)
+
+    def _on_output(self, job: _Job, output: StepOutput) -> None:
+        delay_s = self._rng.uniform(*_JITTER_S)
+        self._clock.after(delay_s, lambda: self._life.do(lambda: self._return(job, output)))
+
+    def _return(self, job: _Job, output: StepOutput) -> None:
+        self._watch.end(self._tp_rank)
+        self._runner.output = output
+        self._finish(job)
+
+    def _finish(self, job: _Job) -> None:
+        self._jobs.popleft()
+        job.future.set_result(job.function(job.argument, *job.rest))
+        if self._jobs:
+            self._begin()
+
+
+class _WatchedMember(Member):
+    """A member whose watch sees what its leader sends it."""
+
+    def __init__(self, settings: _Settings, device: _MemberDevice, end: DomainEnd, stream: JoinStream) -> None:
+        connect = cast(Callable[[str], grpc.aio.Channel], lambda _: stream)
+        super().__init__(cast(WorkerSettings, settings), cast(DeviceLoop, device), end, connect)
+        self._tp_rank = settings.layout.tp_rank
+        self._watch = device._watch
+
+    def take(self, message: worker_pb2.JoinResponse) -> None:
+        """See `Relay`."""
+        if message.HasField("attach"):
+            self._watch.fence(self._tp_rank, message.attach.epoch)
+        else:
+            self._watch.receive(self._tp_rank, message.step)
+        super().take(message)
+
+
+class SimulatedMember:
+    """The process of a rank other than the first of a TP group."""
+
+    def __init__(
+        self,
+        layout: RankLayout,
+        clock: Clock,
+        rng: Random,
+        mix: FaultMix,
+        *,
+        collective: Collective,
+        group: _Group,
+        end_domain: Callable[[SimulatedMember], None],
+    ) -> None:
+        self.layout = layout
+        self.collective = collective
+        self.group = group
+        self.stopped_until = 0.0
+        self._clock = clock
+        self._rng = rng
+        self._mix = mix
+        self._end_domain = end_domain
+        self._is_up = False
+
+    def start_process(self) -> None:
+        """It begins, after its leader, and joins when it has its weights."""
+        self._is_up = True
+        life = self.life = Life(self._clock, self._when_running)
+        self.stream = JoinStream(self._clock, self._rng, self._mix, self.group.life, life, self.group.servicer.Join)
+        runner = PlayedRunner(self.group.num_blocks())
+        device = _MemberDevice(self, runner, self._clock, self._rng, self._mix, life=life)
+        end = DomainEnd(cast(DeviceLoop, device), self._on_end)
+        member = _WatchedMember(_Settings(self.layout, self.group.start_id), device, end, self.stream)
+        self._clock.after(self._rng.uniform(*_LOADS_S), lambda: life.do(lambda: _open(life, member, runner)))
+
+    def end_process(self) -> None:
+        """It is gone, with all that it knew."""
+        if self._is_up:
+            self._is_up = False
+            self.stopped_until = 0.0
+            self.life.end()
+            self.stream.break_()
+
+    def close(self) -> None:
+        """The run is over."""
+        self.life.close()
+
+    def lose_leader(self) -> None:
+        """The leader's process has ended, and its connections with it."""
+        if self._is_up:
+            self.stream.break_()
+
+    def crash_after(self, delay_s: float) -> None:
+        """It ends by itself in a moment."""
+        life = self.life
+        self._clock.after(delay_s, lambda: None if life.is_over else self._end_domain(self))
+
+    def stop(self, duration_s: float) -> None:
+        """It does nothing for so long (SIGSTOP)."""
+        self.stopped_until = max(self.stopped_until, self._clock.now + duration_s)
+        self.collective.hold(self.stopped_until)
+
+    def _on_end(self, code: ExitCode, reason: str, **_: object) -> None:
+        self.group.watch.leave(code, reason)
+        self._end_domain(self)
+
+    def _when_running(self, action: Callable[[], object]) -> None:
+        if self.stopped_until > self._clock.now:
+            self._clock.at(self.stopped_until, lambda: self._when_running(action))
+        else:
+            action()
+
+
+def _open(life: Life, member: Member, runner: PlayedRunner) -> None:
+    life.loop.create_task(member.open(cast(Any, runner))).add_done_callback(retrieve)
+
+
+def retrieve(task: asyncio.Task[None]) -> None:
+    """Let what a task failed with end the simulation."""
+    if not task.cancelled():
+        task.result()

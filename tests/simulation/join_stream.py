@@ -1,0 +1,228 @@
+"""The Join stream between a member and the leader of its group, without a network."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextvars import Context
+from random import Random
+from typing import Any, TypeVarTuple, cast
+
+import grpc
+
+from lockstep.internal.v1 import worker_pb2
+from tests.simulation.clock import Clock
+from tests.simulation.faults import FaultMix
+from tests.simulation.network import Pipe, Trouble
+from tests.simulation.virtual_loop import VirtualLoop
+
+# On one host a broken connection is noticed at once.
+NOTICE_S = (0.0, 0.5)
+
+_Ts = TypeVarTuple("_Ts")
+
+_Handler = Callable[[AsyncIterator[worker_pb2.JoinRequest], grpc.aio.ServicerContext], Coroutine[Any, Any, None]]
+
+
+class _GroupLoop(VirtualLoop):
+    """The loop of a process of a group; its timers keep no run from its end: links give signs of life for ever.
+
+    Callbacks that are ready run one after the other, as one event of the clock.
+    """
+
+    def __init__(self, clock: Clock, when_running: Callable[[Callable[[], object]], None]) -> None:
+        super().__init__(clock, when_running)
+        self._ready: deque[asyncio.Handle] = deque()
+        self._is_planned = False
+
+    def call_soon(
+        self, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        """See `AbstractEventLoop`."""
+        handle = asyncio.Handle(callback, args, self, context)
+        self._make_ready(handle)
+        return handle
+
+    def call_soon_threadsafe(
+        self, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        """See `AbstractEventLoop`: the device tells from its own thread what it has run."""
+        return self.call_soon(callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """See `AbstractEventLoop`."""
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        self._clock.at(when, lambda: self._make_ready(handle), is_background=True)
+        return handle
+
+    def is_closed(self) -> bool:
+        """See `AbstractEventLoop`."""
+        return False
+
+    def _make_ready(self, handle: asyncio.Handle) -> None:
+        self._ready.append(handle)
+        if not self._is_planned:
+            self._is_planned = True
+            self._clock.at(self._clock.now, lambda: self._when_running(self._run_ready))
+
+    def _run_ready(self) -> None:
+        with self.running():
+            while self._ready:
+                handle = self._ready.popleft()
+                if not handle.cancelled():
+                    handle._run()
+        self._is_planned = False
+
+
+class Life:
+    """One start of a process: its event loop, and what is done in it until it ends."""
+
+    def __init__(self, clock: Clock, when_running: Callable[[Callable[[], object]], None]) -> None:
+        """Begin; `when_running` does something in the process, now or when it is continued."""
+        self.is_over = False
+        self._clock = clock
+        self._when_running = when_running
+        self.loop = _GroupLoop(clock, self.do)  # type: ignore[abstract]
+
+    def do(self, action: Callable[[], object]) -> None:
+        """Do something in the process, unless it has ended by then."""
+        self._when_running(lambda: None if self.is_over else action())
+
+    def end(self) -> None:
+        """The process ends; what it was about to do is never done."""
+        if not self.is_over:
+            self.is_over = True
+            # It may be one of its own tasks that ended it.
+            self._clock.after(0.0, self.close)
+
+    def close(self) -> None:
+        """Let go of what the process had begun."""
+        self.is_over = True
+        self.loop.close()
+
+
+class JoinStream:
+    """What one end writes the other reads, in order, until the stream breaks; each end notices by itself.
+
+    To the leader's handler it is the context of the call, and what requests are read from; to the member it is the
+    channel, and the call on it.
+    """
+
+    def __init__(self, clock: Clock, rng: Random, mix: FaultMix, leader: Life, member: Life, handler: _Handler) -> None:
+        """Prepare a stream from a member to a leader; `handler` begins when the member opens it."""
+        self._clock = clock
+        self._rng = rng
+        self._leader = leader
+        self._member = member
+        self._handler = handler
+        self._is_broken = False
+        self._task: asyncio.Task[None] | None = None
+        self._requests: asyncio.Queue[worker_pb2.JoinRequest] = asyncio.Queue()
+        self._responses: asyncio.Queue[worker_pb2.JoinResponse | None] = asyncio.Queue()
+        self._up: Pipe[worker_pb2.JoinRequest] = Pipe(
+            clock,
+            rng,
+            mix,
+            Trouble(),
+            deliver=lambda request: leader.do(lambda: self._requests.put_nowait(request)),
+            on_loss=self.break_,
+        )
+        self._down: Pipe[worker_pb2.JoinResponse] = Pipe(
+            clock,
+            rng,
+            mix,
+            Trouble(),
+            deliver=lambda response: member.do(lambda: self._responses.put_nowait(response)),
+            on_loss=self.break_,
+        )
+
+    # The member's end.
+
+    async def __aenter__(self) -> JoinStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.break_()
+
+    def stream_stream(self, *_: Any, **__: Any) -> Callable[..., _Call]:
+        """What the stub makes of the channel: the method that opens the call."""
+        return self._open
+
+    def _open(self, **_: Any) -> _Call:
+        self._leader.do(self._begin)
+        return _Call(self)
+
+    def send_request(self, request: worker_pb2.JoinRequest) -> None:
+        """Send a message of the member's."""
+        self._up.send(request)
+
+    async def next_response(self) -> worker_pb2.JoinResponse | None:
+        """The leader's next message; None when the stream is over."""
+        return await self._responses.get()
+
+    # The leader's end.
+
+    def __aiter__(self) -> JoinStream:
+        return self
+
+    async def __anext__(self) -> worker_pb2.JoinRequest:
+        return await self._requests.get()
+
+    async def write(self, response: worker_pb2.JoinResponse) -> None:
+        """Send a message of the leader's; the part of a `ServicerContext` that the handler uses."""
+        self._down.send(response)
+
+    def _begin(self) -> None:
+        handler = self._handler(self, cast(grpc.aio.ServicerContext, self))
+        self._task = self._leader.loop.create_task(handler)
+        self._task.add_done_callback(self._on_end)
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            task.result()
+        self.break_()
+
+    # The way between them.
+
+    def hold(self, until: float, *, is_up_silent: bool, is_down_silent: bool) -> None:
+        """Nothing gets through before `until`, in one direction or in both."""
+        if is_up_silent:
+            self._up.hold(until)
+        if is_down_silent:
+            self._down.hold(until)
+
+    def break_(self) -> None:
+        """Nothing more comes over it: what was under way is lost."""
+        if self._is_broken:
+            return
+        self._is_broken = True
+        self._up.cut()
+        self._down.cut()
+        self._clock.after(self._rng.uniform(*NOTICE_S), lambda: self._leader.do(self._cancel))
+        self._clock.after(
+            self._rng.uniform(*NOTICE_S), lambda: self._member.do(lambda: self._responses.put_nowait(None))
+        )
+
+    def _cancel(self) -> None:
+        # The library cancels a call's handler when the connection is gone.
+        if self._task is not None:
+            self._task.cancel()
+
+
+class _Call:
+    """The member's call."""
+
+    def __init__(self, stream: JoinStream) -> None:
+        self._stream = stream
+
+    async def write(self, request: worker_pb2.JoinRequest) -> None:
+        """See `grpc.aio.StreamStreamCall`."""
+        self._stream.send_request(request)
+
+    async def read(self) -> Any:
+        """See `grpc.aio.StreamStreamCall`."""
+        response = await self._stream.next_response()
+        return grpc.aio.EOF if response is None else response
