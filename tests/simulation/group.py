@@ -232,26 +232,29 @@ class SimulatedGroup:
                 self._expect_loss(member, MAX_UNNOTICED_S)
         if self._strikes(Fault.MEMBER_STOP):
             duration_s = self._rng.choice(_STOPS_S)
-            if duration_s > MAX_UNNOTICED_S:
-                self._expect_loss(member, MAX_UNNOTICED_S)
             member.stop(duration_s)
+            if duration_s > MAX_UNNOTICED_S:
+                self._expect_loss(member, MAX_UNNOTICED_S, may_be_stopped_until=member.stopped_until)
 
     def _draw_delay_s(self) -> float:
         """When trouble comes: before the step that is on its way, or soon."""
         return self._rng.choice([0.0, self._rng.uniform(*_SOON_S)])
 
-    def _expect_loss(self, member: SimulatedMember, within_s: float) -> None:
-        """Check that the leader and a member give each other up in time, unless the one that has to notice is stopped.
+    def _expect_loss(self, member: SimulatedMember, within_s: float, *, may_be_stopped_until: float = 0.0) -> None:
+        """Check that the leader or a member gives the other up in time, unless it is stopped meanwhile.
 
-        A member that is stopped itself is the leader's to notice.
+        Args:
+            member: The member.
+            within_s: When one of them has to be gone.
+            may_be_stopped_until: A stop of the member until then excuses nothing: the leader has to notice it.
         """
         since, lives = self._clock.now, (self.life, member.life)
-        member_stopped_until = member.stopped_until
 
         def check() -> None:
             if any(life.is_over for life in lives):
                 return
-            is_excused = self._leader_stopped_until > since or member_stopped_until > since
+            is_member_excused = member.stopped_until > max(since, may_be_stopped_until)
+            is_excused = self._leader_stopped_until > since or is_member_excused
             assert is_excused, "a partner in a group is lost, and nobody notices"
 
         self._clock.after(within_s, check)

@@ -8,8 +8,9 @@ from functools import partial
 from services.worker.exits import ExitCode
 from tests.simulation.clock import Clock
 
-# Silence is noticed at the fifth sign of one's own after it began, and these are 0.75 s apart: within 4 s.
-MAX_UNNOTICED_S = 5.0
+# Silence is noticed at the fifth sign of one's own after it began, and these are 0.75 s apart: within 4 s. It begins
+# when what a link has held back for 2 s has come.
+MAX_UNNOTICED_S = 7.0
 
 StepKey = tuple[int, int]
 """An epoch and the number of one of its steps."""

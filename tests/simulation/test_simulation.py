@@ -29,8 +29,10 @@ def test_more_seeds_end_well(first: int) -> None:
         simulate(seed)
 
 
-def test_a_seed_replays_exactly() -> None:
-    assert simulate(11) == simulate(11)
+# The second has TP groups.
+@pytest.mark.parametrize("seed", [11, 20])
+def test_a_seed_replays_exactly(seed: int) -> None:
+    assert simulate(seed) == simulate(seed)
 
 
 def test_every_kind_of_fault_happens() -> None:
