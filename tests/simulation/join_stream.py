@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextvars import Context
 from random import Random
@@ -32,8 +31,7 @@ class _GroupLoop(VirtualLoop):
     """
 
     def __init__(self, clock: Clock, when_running: Callable[[Callable[[], object]], None]) -> None:
-        super().__init__(clock, when_running)
-        self._ready: deque[asyncio.Handle] = deque()
+        super().__init__(clock, when_running, wakes_at=lambda when: when)
         self._is_planned = False
 
     def call_soon(
