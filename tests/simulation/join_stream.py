@@ -56,6 +56,13 @@ class _GroupLoop(VirtualLoop):
         self._clock.at(when, lambda: self._make_ready(handle), is_background=True)
         return handle
 
+    def close(self) -> None:
+        """The process is killed: its tasks are gone, and do nothing more."""
+        self._ready.clear()
+        with self.running():
+            for task in self._tasks:
+                task.get_coro().close()
+
     def is_closed(self) -> bool:
         """See `AbstractEventLoop`."""
         return False
