@@ -52,7 +52,7 @@ async def _serve(
     with tempfile.TemporaryDirectory(prefix=DIRECTORY_PREFIX) as runtime_dir:
         commands = plan_services(settings, service_flags, Path(runtime_dir))
         scheduler = next(command.address for command in commands if command.role == "scheduler")
-        cell = RunningCell(settings.model_dir.name, settings.bind_address, scheduler)
+        cell = RunningCell(settings.model_name, settings.bind_address, scheduler)
         try:
             await check_cell(settings, commands)
         except RefusedError as error:
@@ -112,7 +112,7 @@ async def _bring_up(settings: ServeSettings, cell: CellProcesses, scheduler_addr
 async def _say_ready(settings: ServeSettings, scheduler_address: str) -> str | None:
     """Say that the cell serves, and answer the only prompt; returns why that failed."""
     print(
-        f"ready: serving {settings.model_dir.name} on {settings.bind_address}, scheduler on {scheduler_address}",
+        f"ready: serving {settings.model_name} on {settings.bind_address}, scheduler on {scheduler_address}",
         flush=True,
     )
     return None if settings.prompt is None else await _answer_prompt(settings.bind_address, settings.prompt)

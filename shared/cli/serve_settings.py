@@ -113,6 +113,11 @@ class ServeSettings(ServiceSettings):
         return self
 
     @property
+    def model_name(self) -> str:
+        """What people are told that is served."""
+        return self.model_dir.resolve().name
+
+    @property
     def num_replicas(self) -> int:
         """DP ranks of the cell."""
         return len(self.workers) or self.dp

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -62,7 +63,7 @@ class ServiceProcess:
     def kill(self, reason: str) -> None:
         """End the process and what it started by force; `wait` returns then, and `problem` tells the reason."""
         self._kill_reason = reason
-        os.killpg(self.pid, signal.SIGKILL)
+        self._kill_group()
 
     async def stop(self, grace_s: float) -> None:
         """End the process, by force after `grace_s`; `problem` is set when that was not clean.
@@ -82,13 +83,18 @@ class ServiceProcess:
             async with asyncio.timeout(grace_s):
                 returncode = await self._process.wait()
         except TimeoutError:
-            os.killpg(self.pid, signal.SIGKILL)
+            self._kill_group()
             await self._process.wait()
             self._problem = f"the {self.command.name} did not stop within {grace_s:g} s and was killed"
             return
         # A service that is only just starting has no handler for the signal yet.
         if returncode not in (0, -signal.SIGTERM):
             self._problem = f"{self._describe(returncode)} when asked to stop"
+
+    def _kill_group(self) -> None:
+        # It may have ended, and nobody was told yet.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
 
     async def _copy_output(self, write: Callable[[bytes], None]) -> None:
         """Copy whole lines until the end, so that those of several services do not mix."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from shared.cli.serve_settings import ServeSettings
@@ -17,6 +19,11 @@ def test_the_prompt_is_not_among_the_settings_that_are_logged() -> None:
 
     assert settings.prompt == "a secret"
     assert "a secret" not in str(settings.model_dump())
+
+
+def test_a_model_has_its_directorys_name_however_that_is_told() -> None:
+    settings = load_settings(ServeSettings, ["."])
+    assert settings.model_name == Path.cwd().name != ""
 
 
 @pytest.mark.parametrize(
