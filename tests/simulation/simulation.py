@@ -23,7 +23,7 @@ from tests.support.engine_driver import expected_scores
 MIN_REQUESTS = 30
 MIN_EVENTS = 1000
 # A run that is not over by then goes round in circles.
-_MAX_EVENTS = 120_000
+_MAX_EVENTS = 500_000
 _RESTART_S = (0.1, 3.0)
 # What may end a request with which error.
 _CAUSES = {
