@@ -199,6 +199,8 @@ class SimulatedMember:
         self._mix = mix
         self._end_domain = end_domain
         self._is_up = False
+        # What it does when it is continued, in order.
+        self._waiting: deque[Callable[[], object]] = deque()
 
     def start_process(self) -> None:
         """It begins, after its leader, and joins when it has its weights."""
@@ -216,6 +218,7 @@ class SimulatedMember:
         if self._is_up:
             self._is_up = False
             self.stopped_until = 0.0
+            self._waiting.clear()
             self.life.end()
             self.stream.break_()
 
@@ -243,10 +246,21 @@ class SimulatedMember:
         self._end_domain(self)
 
     def _when_running(self, action: Callable[[], object]) -> None:
-        if self.stopped_until > self._clock.now:
-            self._clock.at(self.stopped_until, lambda: self._when_running(action))
-        else:
+        if not self._waiting and self.stopped_until <= self._clock.now:
             action()
+            return
+        self._waiting.append(action)
+        if len(self._waiting) == 1:
+            self._clock.at(self.stopped_until, self._continue)
+
+    def _continue(self) -> None:
+        while self._waiting and self.stopped_until <= self._clock.now:
+            self._waiting[0]()
+            if self._waiting:
+                self._waiting.popleft()
+        # It may have been stopped again meanwhile.
+        if self._waiting:
+            self._clock.at(self.stopped_until, self._continue)
 
 
 def _open(life: Life, member: Member, runner: PlayedRunner) -> None:
