@@ -12,9 +12,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-# What a process runs first. Not a `preexec_fn`: with gRPC's handlers of forks some children die before they begin.
+# What a process runs first; it is told when its terminal goes, even if the test run is not, as under `nohup`. Not a
+# `preexec_fn`: with gRPC's handlers of forks some children die before they begin.
 _BEGIN = """
-import os, sys
+import os, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 sys.path.insert(0, sys.argv[1])
 from shared.parent import make_end_with_parent
 make_end_with_parent(int(sys.argv[2]))()
