@@ -217,6 +217,7 @@ class Replica:
             told = self._told.pop(choice)
             told.is_cancelled, told.over_at = True, self._clock.now
             self._on_over(told)
+        self._submit_released()
 
     def _on_outputs(self, stream: ExchangeStream, outputs: exchange_pb2.Outputs) -> None:
         number = stream.ledger_number
