@@ -191,7 +191,9 @@ class EngineWatch:
         for handle, num_tokens in message.stop_ats:
             entry = self._entries.get((message.client, handle))
             if entry is not None:
-                self._end(entry, must, (Finish(FinishReason.STOP_STRING), num_tokens))
+                # Where the submission and the stop were both repeated, the stop may be behind what there is.
+                num_known = min(num_tokens, entry.num_tokens)
+                self._end(entry, must, (Finish(FinishReason.STOP_STRING), num_known))
         requests = {(message.client, handle) for handle in message.aborts}
         self._forget_all(lambda entry: entry.request_key in requests)
 
