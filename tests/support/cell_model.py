@@ -322,7 +322,7 @@ class WorkerModel:
         self.last_spoilers: list[int] = []
         self._block_size = limits.block_size
         self._may_spoil = may_spoil
-        self._poison = poison or {}
+        self._poison = {} if poison is None else poison
         drafter = EagerDrafter(proposer, num_draft_tokens) if proposer and num_draft_tokens else None
         self._batch = InputBatch(limits, make_matcher=HashGrammar, drafter=drafter)
         self._cells = np.zeros((limits.num_blocks, limits.block_size), np.uint64)
