@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections import Counter
 
 import pytest
 
@@ -36,11 +35,13 @@ def test_a_seed_replays_exactly(seed: int) -> None:
 
 
 def test_every_kind_of_fault_happens() -> None:
-    faults: Counter[Fault] = Counter()
-    for seed in range(20):
-        faults += simulate(seed, list(Fault)).faults
     # A full queue is a setting, not an incident.
-    assert set(faults) == set(Fault) - {Fault.QUEUE_FULL}
+    unseen = set(Fault) - {Fault.QUEUE_FULL}
+    for seed in range(100):
+        unseen -= simulate(seed, list(Fault)).faults.keys()
+        if not unseen:
+            return
+    pytest.fail(f"100 seeds do not show {unseen}")
 
 
 def test_a_poison_request_halves_its_suspects_with_each_death() -> None:

@@ -34,6 +34,7 @@ class Cell:
     Attributes:
         address: Where its tokenizer service answers.
         scheduler_address: Where its scheduler service answers: a socket in the launcher's private directory.
+        cell_address: Where its scheduler service answers operators.
         ready_line: What it wrote on stdout when it was ready.
         launcher: The process of `lockstep serve`; its stdout is a pipe, read up to the line that says ready.
         role_to_process: The services' processes when it was ready, by what they are called.
@@ -50,16 +51,12 @@ class Cell:
             name: _flag(process.cmdline(), "listen") for name, process in self.role_to_process.items()
         }
         self.scheduler_address = self._name_to_address["scheduler"]
+        self.cell_address = _flag(self.role_to_process["scheduler"].cmdline(), "cell-listen")
 
     @property
     def runtime_dir(self) -> Path:
         """The launcher's private directory."""
         return Path(self.scheduler_address.removeprefix("unix:")).parent
-
-    @property
-    def cell_address(self) -> str:
-        """Where its scheduler service answers operators."""
-        return f"unix:{self.runtime_dir / 'cell.sock'}"
 
     @property
     def temp_dir(self) -> str:
