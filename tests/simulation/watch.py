@@ -343,6 +343,8 @@ class EngineWatch:
         if count > 1:
             self._take_tokens(entry, count - 1, must)
         if entry.is_live:
+            is_due = entry.expected.finish is None and entry.num_tokens == len(entry.expected.tokens)
+            assert is_due, "a grammar fails that could be followed"
             self._end(entry, must, "INVALID_REQUEST")
 
     def _drop(self, domain: int, epoch: int, must: Said, *, accuses_rows: bool = True) -> None:
