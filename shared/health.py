@@ -61,8 +61,9 @@ class _Servicer(aio.HealthServicer):  # type: ignore[misc]
     async def Check(  # noqa: N802 - the RPC's name
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> health_pb2.HealthCheckResponse:
-        if (_PROCESS_KEY, str(os.getpid())) in (context.invocation_metadata() or ()):
-            context.set_trailing_metadata(((_PROCESS_KEY, str(os.getpid())),))
+        identity = _identity(os.getpid())
+        if identity in (context.invocation_metadata() or ()):
+            context.set_trailing_metadata((identity,))
         return await super().Check(request, context)
 
 
@@ -78,7 +79,7 @@ async def ask_process(channel: grpc.aio.Channel, pid: int, timeout_s: float) -> 
         Whether it says that it serves; None when it does not answer in time, or another process does.
     """
     stub = health_pb2_grpc.HealthStub(channel)
-    identity = (_PROCESS_KEY, str(pid))
+    identity = _identity(pid)
     call = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True, metadata=(identity,))
     try:
         response = await call
@@ -86,6 +87,10 @@ async def ask_process(channel: grpc.aio.Channel, pid: int, timeout_s: float) -> 
     except grpc.aio.AioRpcError:
         return None
     return response.status == health_pb2.HealthCheckResponse.SERVING if is_answer else None
+
+
+def _identity(pid: int) -> tuple[str, str]:
+    return _PROCESS_KEY, str(pid)
 
 
 async def wait_until_serving(channel: grpc.aio.Channel) -> None:
