@@ -76,9 +76,7 @@ class _GroupLoop(VirtualLoop):
     def _run_ready(self) -> None:
         with self.running():
             while self._ready:
-                handle = self._ready.popleft()
-                if not handle.cancelled():
-                    handle._run()
+                self._take_turn()
         self._is_planned = False
 
 
