@@ -234,7 +234,7 @@ class SimulatedGroup:
             duration_s = self._rng.choice(_STOPS_S)
             member.stop(duration_s)
             if duration_s > MAX_UNNOTICED_S:
-                self._expect_loss(member, MAX_UNNOTICED_S, may_be_stopped_until=member.stopped_until)
+                self._expect_loss(member, MAX_UNNOTICED_S, may_be_stopped_until=member.pause.until)
 
     def _draw_delay_s(self) -> float:
         """When trouble comes: before the step that is on its way, or soon."""
@@ -253,7 +253,7 @@ class SimulatedGroup:
         def check() -> None:
             if any(life.is_over for life in lives):
                 return
-            is_member_excused = member.stopped_until > max(since, may_be_stopped_until)
+            is_member_excused = member.pause.until > max(since, may_be_stopped_until)
             is_excused = self._leader_stopped_until > since or is_member_excused
             assert is_excused, "a partner in a group is lost, and nobody notices"
 

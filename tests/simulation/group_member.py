@@ -26,6 +26,7 @@ from tests.simulation.collective import Collective, MemberPart
 from tests.simulation.faults import Fault, FaultMix
 from tests.simulation.group_watch import GroupWatch
 from tests.simulation.join_stream import JoinStream, Life
+from tests.simulation.pause import Pause
 
 # The default of the setting.
 SILENCE_S = 3.0
@@ -193,19 +194,17 @@ class SimulatedMember:
         self.layout = layout
         self.collective = collective
         self.group = group
-        self.stopped_until = 0.0
+        self.pause = Pause(clock)
         self._clock = clock
         self._rng = rng
         self._mix = mix
         self._end_domain = end_domain
         self._is_up = False
-        # What it does when it is continued, in order.
-        self._waiting: deque[Callable[[], object]] = deque()
 
     def start_process(self) -> None:
         """It begins, after its leader, and joins when it has its weights."""
         self._is_up = True
-        life = self.life = Life(self._clock, self._when_running)
+        life = self.life = Life(self._clock, self.pause.when_over)
         self.stream = JoinStream(self._clock, self._rng, self._mix, self.group.life, life, self.group.servicer.Join)
         runner = PlayedRunner(self.group.num_blocks())
         device = _MemberDevice(self, runner, self._clock, self._rng, self._mix, life=life)
@@ -217,8 +216,7 @@ class SimulatedMember:
         """It is gone, with all that it knew."""
         if self._is_up:
             self._is_up = False
-            self.stopped_until = 0.0
-            self._waiting.clear()
+            self.pause.end()
             self.life.end()
             self.stream.break_()
 
@@ -238,29 +236,12 @@ class SimulatedMember:
 
     def stop(self, duration_s: float) -> None:
         """It does nothing for so long (SIGSTOP)."""
-        self.stopped_until = max(self.stopped_until, self._clock.now + duration_s)
-        self.collective.hold(self.stopped_until)
+        self.pause.extend(duration_s)
+        self.collective.hold(self.pause.until)
 
     def _on_end(self, code: ExitCode, reason: str, **_: object) -> None:
         self.group.watch.leave(code, reason)
         self._end_domain(self)
-
-    def _when_running(self, action: Callable[[], object]) -> None:
-        if not self._waiting and self.stopped_until <= self._clock.now:
-            action()
-            return
-        self._waiting.append(action)
-        if len(self._waiting) == 1:
-            self._clock.at(self.stopped_until, self._continue)
-
-    def _continue(self) -> None:
-        while self._waiting and self.stopped_until <= self._clock.now:
-            self._waiting[0]()
-            if self._waiting:
-                self._waiting.popleft()
-        # It may have been stopped again meanwhile.
-        if self._waiting:
-            self._clock.at(self.stopped_until, self._continue)
 
 
 def _open(life: Life, member: Member, runner: PlayedRunner) -> None:

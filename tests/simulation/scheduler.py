@@ -24,6 +24,7 @@ from tests.simulation.domain import SimulatedDomain
 from tests.simulation.domain_link import DomainLink
 from tests.simulation.exchange import MAX_CLOSE_S, ExchangeStream
 from tests.simulation.faults import FaultMix
+from tests.simulation.pause import Pause
 from tests.simulation.step_stream import Answer
 from tests.simulation.virtual_loop import VirtualLoop
 from tests.simulation.watch import EngineWatch
@@ -40,22 +41,18 @@ _STOP_GRACE_S = 0.5
 
 
 class WatchedEngine(Engine):
-    """The engine, and with it the watch that checks all that it says, and that it is told of the time.
+    """The engine, and with it the watch that checks all that it says, and that it is told of the time."""
 
-    Attributes:
-        stopped_until: Nothing could happen before.
-    """
-
-    def __init__(self, settings: CellSettings, watch: EngineWatch, now: float) -> None:
+    def __init__(self, settings: CellSettings, watch: EngineWatch, pause: Pause) -> None:
         super().__init__(settings.policy, settings.cache, settings.topology)
-        self.stopped_until = now
+        self._pause = pause
         self._watch = watch
         self._is_idle = False
 
     def on_event(self, event: Event, now: float) -> list[Action]:
         """See `Engine`."""
         due_at = self.next_wakeup()
-        if now > max(due_at, self.stopped_until) + _MAX_TIMER_LATENESS_S:
+        if now > max(due_at, self._pause.until) + _MAX_TIMER_LATENESS_S:
             assert now <= self.wakes_at(due_at) + _MAX_TIMER_LATENESS_S, "the engine is not woken in time"
         actions = super().on_event(event, now)
         self._watch.on_event(self, event, actions, now)
@@ -91,7 +88,8 @@ class SchedulerProcess:
     ) -> None:
         self.instance_id = f"scheduler-{number}"
         self.watch = watch
-        self.engine = WatchedEngine(settings, watch, clock.now)
+        self._pause = Pause(clock)
+        self.engine = WatchedEngine(settings, watch, self._pause)
         self.is_alive = True
         # In the order in which they began.
         self.streams: dict[ExchangeStream, None] = {}
@@ -140,7 +138,7 @@ class SchedulerProcess:
     @property
     def is_stopped(self) -> bool:
         """Whether the process does nothing (SIGSTOP)."""
-        return self.engine.stopped_until > self._clock.now
+        return self._pause.is_on
 
     @property
     def _is_over(self) -> bool:
@@ -165,7 +163,7 @@ class SchedulerProcess:
 
     def stop(self, duration_s: float) -> None:
         """The process does nothing for so long; what comes meanwhile waits."""
-        self.engine.stopped_until = max(self.engine.stopped_until, self._clock.now + duration_s)
+        self._pause.extend(duration_s)
 
     def when_running(self, action: Callable[[], object]) -> None:
         """Do something in the process: now, or when it is continued.
@@ -173,12 +171,14 @@ class SchedulerProcess:
         Raises:
             Exception: the bug that the process would end by.
         """
-        if self.is_stopped:
-            self._clock.at(self.engine.stopped_until, lambda: self.when_running(action))
-        elif self.is_alive:
-            self.loop.run_once(action)
-            if self.cell.bug is not None:
-                raise self.cell.bug
+        self._pause.when_over(lambda: self._do(action))
+
+    def _do(self, action: Callable[[], object]) -> None:
+        if not self.is_alive:
+            return
+        self.loop.run_once(action)
+        if self.cell.bug is not None:
+            raise self.cell.bug
 
     def become_zombie(self) -> None:
         """Its replicas lose it, another scheduler takes its place, and it does not know."""
@@ -225,7 +225,7 @@ class SchedulerProcess:
 
     def check_unread(self, stream: ExchangeStream) -> None:
         """Check that a replica that has not read for too long has lost its stream."""
-        has_looked = self._clock.now > self.engine.stopped_until + MAX_CLOSE_S
+        has_looked = self._clock.now > self._pause.until + MAX_CLOSE_S
         is_kept = self.is_alive and has_looked and stream in self.streams
         assert not is_kept, "a replica that does not read keeps its stream"
 

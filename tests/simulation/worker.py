@@ -22,6 +22,7 @@ from tests.simulation.clock import Clock
 from tests.simulation.collective import Collective, Part, num_prompt_tokens_of
 from tests.simulation.faults import Fault, FaultMix
 from tests.simulation.group import SimulatedGroup
+from tests.simulation.pause import Pause
 from tests.simulation.step_stream import NOBODY, Answer, Holder, StepStream
 from tests.simulation.workload import CellSettings
 from tests.support.cell_model import VOCABULARY, Oracle, PoisonedError, WorkerModel
@@ -99,8 +100,7 @@ class SimulatedWorker:
         self._oracle = oracle
         self._end_domain: Callable[[], None] = partial(end_domain, self)
         self._is_up = False
-        self._boot = 0
-        self._stopped_until = 0.0
+        self._pause = Pause(clock)
         self._claim = ClaimLedger()
         # The highest epoch that was fenced in this process: whatever is launched must not be older.
         self._fence = 0
@@ -199,8 +199,7 @@ class SimulatedWorker:
         if not self._is_up:
             return
         self._is_up = False
-        self._boot += 1
-        self._stopped_until = 0.0
+        self._pause.end()
         self._launched.clear()
         self._model = self._offer = None
         self._claim = ClaimLedger()
@@ -220,19 +219,11 @@ class SimulatedWorker:
     @property
     def is_stopped(self) -> bool:
         """Whether the process does nothing (SIGSTOP)."""
-        return self._stopped_until > self._clock.now
+        return self._pause.is_on
 
     def when_running(self, action: Callable[[], object]) -> None:
         """Do something in the process: now, or when it is continued; never, when it ends before."""
-        if self.is_stopped:
-            boot = self._boot
-            self._clock.at(self._stopped_until, lambda: self._continue(boot, action))
-        else:
-            action()
-
-    def _continue(self, boot: int, action: Callable[[], object]) -> None:
-        if boot == self._boot:
-            self.when_running(action)
+        self._pause.when_over(action)
 
     def _disturb(self, stream: StepStream) -> None:
         if self._strikes(Fault.WORKER_CRASH):
@@ -251,7 +242,8 @@ class SimulatedWorker:
             self._stop(stream, self._rng.choice(_STOPS_S))
 
     def _stop(self, stream: StepStream, duration_s: float) -> None:
-        until = self._stopped_until = self._clock.now + duration_s
+        self._pause.extend(duration_s)
+        until = self._pause.until
         stream.answers.hold(until)
         self._collective.hold(until)
         self.group.note_stop(until)
@@ -261,7 +253,7 @@ class SimulatedWorker:
 
     def _give_up(self, until: float) -> None:
         """Whoever waits for the stopped process ends it; others of its domain wait for less long."""
-        if self._stopped_until == until:
+        if self._pause.until == until:
             self._end_domain()
 
     def _accept_if_held(self) -> None:
