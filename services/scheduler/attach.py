@@ -11,8 +11,9 @@ import enum
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from services.scheduler.events import DomainAttached, DomainLost, Exit, WorkerFacts
+from services.scheduler.events import DomainAttached, DomainLost, Exit
 from services.scheduler.policy import CellTopology
+from services.scheduler.worker_facts import WorkerFacts
 from shared.heartbeat import LEASE_S
 
 # Between one round and the next, on average: a worker that restarts takes seconds.

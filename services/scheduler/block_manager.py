@@ -10,8 +10,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from services.scheduler.free_blocks import BlockIds, FreeBlocks
-from services.scheduler.prefix_cache import CachedPrefix, PrefixCache, PrefixCursor
+from services.scheduler.cached_prefix import BlockIds, CachedPrefix, PrefixCursor
+from services.scheduler.free_blocks import FreeBlocks
+from services.scheduler.prefix_cache import PrefixCache
 from services.scheduler.sequence import Sequence
 
 # A few cached blocks more or less in a large pool make no difference, and many go for the price of one.

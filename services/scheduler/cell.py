@@ -7,7 +7,7 @@ from collections.abc import Callable
 from services.scheduler.batch import OutputsByClient, RequestEnd, StepKind, StepResult
 from services.scheduler.domain import Domain, Rank
 from services.scheduler.endings import Endings
-from services.scheduler.events import Action, WorkerFacts
+from services.scheduler.events import Action
 from services.scheduler.placement import Placement, by_request
 from services.scheduler.policy import CacheSettings, CellTopology, SchedulerCounters, SchedulerPolicy
 from services.scheduler.recoveries import Recoveries
@@ -16,6 +16,7 @@ from services.scheduler.sequence import Finish, Sequence
 from services.scheduler.state import CellState, RankState
 from services.scheduler.trials import Trials
 from services.scheduler.waiting_queue import WaitingQueue
+from services.scheduler.worker_facts import WorkerFacts
 
 
 class Cell:

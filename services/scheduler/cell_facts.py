@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from services.scheduler.domain import Domain
-from services.scheduler.events import WorkerFacts
+from services.scheduler.worker_facts import WorkerFacts
 from shared.limits import MAX_DRAFT_TOKENS, ModelLimits
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.scheduler.batch import Step
-from services.scheduler.events import Action, SendStep, WorkerFacts
+from services.scheduler.events import Action, SendStep
 from services.scheduler.lockstep import LockstepPlanner
 from services.scheduler.policy import SchedulerPolicy
 from services.scheduler.scheduler import Scheduler, Survivors
+from services.scheduler.worker_facts import WorkerFacts
 
 
 @dataclass(slots=True, eq=False)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from services.scheduler.batch import OutputsByClient, RequestEnd
-from services.scheduler.events import WorkerFacts
 from services.scheduler.policy import SchedulerCounters
 from services.scheduler.preemption import Preemption
 from services.scheduler.running_batch import RunningBatch
 from services.scheduler.sequence import Finish, FinishReason, Numerics, Sequence, SequenceStatus
 from services.scheduler.stops import find_finish
 from services.scheduler.waiting_queue import WaitingQueue
+from services.scheduler.worker_facts import WorkerFacts
 from shared.errors import ServiceError
 
 

@@ -23,7 +23,6 @@ from services.scheduler.events import (
     Exit,
     StepReturned,
     TimePassed,
-    WorkerFacts,
     WorkerHeard,
 )
 from services.scheduler.heartbeat import Heartbeat
@@ -32,6 +31,7 @@ from services.scheduler.request_desk import RequestDesk, deliver
 from services.scheduler.requests import RequestTable
 from services.scheduler.state import CellState
 from services.scheduler.step_budget import StepBudget
+from services.scheduler.worker_facts import WorkerFacts
 from shared.limits import ModelLimits
 
 _ONE_RANK = CellTopology()

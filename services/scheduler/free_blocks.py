@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-BlockIds = npt.NDArray[np.int32]
-
-NO_BLOCKS: BlockIds = np.empty(0, np.int32)
+from services.scheduler.cached_prefix import BlockIds
 
 _NOWHERE = -1
 _MIN_WINDOW = 64

@@ -6,15 +6,14 @@ from dataclasses import dataclass, field
 
 from services.scheduler.admission import AdmissionPolicy, NewTokenRatio
 from services.scheduler.batch import EnteringSequence, PrefillChunk
-from services.scheduler.events import WorkerFacts
-from services.scheduler.free_blocks import BlockIds
+from services.scheduler.cached_prefix import BlockIds, CachedPrefix
 from services.scheduler.policy import SchedulerCounters, SchedulerPolicy
-from services.scheduler.prefix_cache import CachedPrefix
 from services.scheduler.running_batch import RunningBatch
 from services.scheduler.sequence import TOKEN_BYTES, Sequence, SequenceType
 from services.scheduler.step_budget import StepBudget
 from services.scheduler.stops import watched_tokens
 from services.scheduler.waiting_queue import WaitingQueue
+from services.scheduler.worker_facts import WorkerFacts
 from shared.limits import SamplingParams
 
 

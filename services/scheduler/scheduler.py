@@ -21,7 +21,6 @@ from services.scheduler.batch import (
 from services.scheduler.block_manager import BlockManager
 from services.scheduler.decode import DecodePlanner, Decodes
 from services.scheduler.endings import Endings
-from services.scheduler.events import WorkerFacts
 from services.scheduler.policy import CacheSettings, SchedulerCounters, SchedulerPolicy
 from services.scheduler.preemption import Preemption
 from services.scheduler.prefill import Prefill, PrefillPlanner
@@ -31,6 +30,7 @@ from services.scheduler.sequence import Numerics, Sequence, SequenceStatus
 from services.scheduler.step_budget import StepBudget
 from services.scheduler.step_deadline import StepDeadline
 from services.scheduler.waiting_queue import QueuePolicy, WaitingQueue
+from services.scheduler.worker_facts import WorkerFacts
 
 # Nothing is ever added to it.
 _NO_PREFILL = Prefill()

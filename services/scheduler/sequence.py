@@ -10,7 +10,7 @@ import enum
 from array import array
 from dataclasses import dataclass, field, replace
 
-from services.scheduler.prefix_cache import CachedPrefix, PrefixCursor
+from services.scheduler.cached_prefix import CachedPrefix, PrefixCursor
 from shared.limits import NO_OPTIONS, TOKEN_DTYPE, SamplingParams
 
 TOKEN_BYTES = TOKEN_DTYPE.itemsize

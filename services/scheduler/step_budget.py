@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.scheduler.events import WorkerFacts
 from services.scheduler.policy import SchedulerPolicy
+from services.scheduler.worker_facts import WorkerFacts
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,10 @@ from services.scheduler.attach import (
     StreamOpened,
 )
 from services.scheduler.batch import EnteringSequence, PrefillChunk, Step, StepKind, StepResult
-from services.scheduler.events import Event, StepReturned, WorkerFacts, WorkerHeard
+from services.scheduler.events import Event, StepReturned, WorkerHeard
 from services.scheduler.logprobs import Logprobs
 from services.scheduler.slot_table import Slots
+from services.scheduler.worker_facts import WorkerFacts
 from shared.limits import TOKEN_DTYPE
 from shared.rpc import make_channel, reason_of, status_from_rpc_error
 from shared.sampling_codec import decode_logprobs, encode_options

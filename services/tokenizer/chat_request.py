@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 from lockstep.v1 import tokenizer_pb2
-from services.tokenizer.conversation import Conversation, JsonObject, Message, Tool, ToolCall, ToolMode
-from services.tokenizer.json_values import read_json_object
+from services.tokenizer.conversation import Conversation, Message, Tool, ToolCall, ToolMode
+from services.tokenizer.json_values import JsonObject, read_json_object
 from services.tokenizer.text_size import check_text_bytes
 from shared.errors import MAX_VIOLATIONS, Violation
 from shared.request_fields import raise_violations

@@ -13,7 +13,8 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from services.tokenizer.conversation import Conversation, JsonObject, JsonValue, Message, Tool
+from services.tokenizer.conversation import Conversation, Message, Tool
+from services.tokenizer.json_values import JsonObject, JsonValue
 from services.tokenizer.template_rendering import render_template
 from services.tokenizer.template_trial import TemplateFeatures, try_template
 from shared.errors import InvalidRequestError, Violation

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tokenizers import AddedToken, Tokenizer
 
-from services.tokenizer.conversation import JsonValue
+from services.tokenizer.json_values import JsonValue
 from services.tokenizer.markers import Markers
 
 # DeepSeek's turns begin with such tokens, and its tokenizer does not call them special.

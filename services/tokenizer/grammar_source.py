@@ -14,9 +14,8 @@ from collections.abc import Callable, Mapping
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from services.tokenizer.conversation import JsonObject
 from services.tokenizer.json_schema import MAX_SCHEMA_DEPTH, STRICT_JSON, check_schema
-from services.tokenizer.json_values import read_json
+from services.tokenizer.json_values import JsonObject, read_json
 from shared.grammar import GrammarError
 
 # Enough to indent with; a model that has begun a run of spaces may find no end of it.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from services.tokenizer.conversation import JsonObject, JsonValue
+from services.tokenizer.json_values import JsonObject, JsonValue
 from shared.grammar import GrammarError
 
 # The library reads little more.

@@ -10,7 +10,7 @@ import json
 import re
 from urllib.parse import unquote
 
-from services.tokenizer.conversation import JsonObject, JsonValue
+from services.tokenizer.json_values import JsonObject, JsonValue
 
 # More than fits anywhere. Sums and products stop there: those of hostile numbers have no end.
 MAX_BYTES = 2**62

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from services.tokenizer.conversation import JsonObject
+from services.tokenizer.json_values import JsonObject
 
 _PARAMETERS = ("messages", "tools")
 

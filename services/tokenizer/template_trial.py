@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from services.tokenizer.conversation import JsonObject, JsonValue
+from services.tokenizer.json_values import JsonObject, JsonValue
 from services.tokenizer.template_rendering import render_template
 from services.tokenizer.text_size import MAX_TEXT_BYTES
 from services.tokenizer.trial_limits import cpu_problem, limit_cpu, wall_clock_s, was_out_of_cpu

@@ -10,19 +10,11 @@ import numpy as np
 from lockstep.internal.v1 import exchange_pb2, worker_pb2
 from services.scheduler.batch import Step
 from services.scheduler.engine import Engine
-from services.scheduler.events import (
-    Action,
-    ClientMessage,
-    Deliver,
-    DomainAttached,
-    SendStep,
-    StepReturned,
-    Submission,
-    WorkerFacts,
-)
+from services.scheduler.events import Action, ClientMessage, Deliver, DomainAttached, SendStep, StepReturned, Submission
 from services.scheduler.exchange_codec import encode_outputs
 from services.scheduler.policy import CacheSettings, CellTopology, SchedulerPolicy
 from services.scheduler.worker_client import decode_result, encode_step
+from services.scheduler.worker_facts import WorkerFacts
 from shared.limits import TOKEN_DTYPE, SamplingParams
 
 _VOCABULARY = 32_003

@@ -25,8 +25,9 @@ from services.scheduler.attach import (
     StreamBroken,
     StreamOpened,
 )
-from services.scheduler.events import DomainAttached, DomainLost, Exit, WorkerFacts
+from services.scheduler.events import DomainAttached, DomainLost, Exit
 from services.scheduler.policy import CellTopology
+from services.scheduler.worker_facts import WorkerFacts
 from services.worker.claim import ClaimLedger
 from shared.errors import ServiceError, StaleEpochError
 from shared.heartbeat import LEASE_S

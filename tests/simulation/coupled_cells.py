@@ -29,10 +29,10 @@ from services.scheduler.events import (
     StepReturned,
     Submission,
     TimePassed,
-    WorkerFacts,
     WorkerHeard,
 )
 from services.scheduler.policy import CacheSettings, CellTopology, SchedulerPolicy
+from services.scheduler.worker_facts import WorkerFacts
 from shared.limits import SamplingParams
 from tests.simulation.worker import duration_of_step_s
 from tests.support.engine_driver import token_bytes

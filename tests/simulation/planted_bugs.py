@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from services.scheduler.block_manager import BlockManager
+from services.scheduler.cached_prefix import CachedPrefix
 from services.scheduler.endings import Endings
 from services.scheduler.engine import Engine
 from services.scheduler.preemption import Preemption
 from services.scheduler.prefill import Prefill, PrefillPlanner
-from services.scheduler.prefix_cache import CachedPrefix
 from services.scheduler.result_taker import ResultTaker
 from services.scheduler.running_batch import RunningBatch
 from services.scheduler.scheduler import Scheduler

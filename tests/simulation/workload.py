@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from random import Random
 
 from services.scheduler.admission import AdmissionPolicy
-from services.scheduler.events import WorkerFacts
 from services.scheduler.policy import CacheSettings, CellTopology, SchedulerPolicy
 from services.scheduler.retraction import RetractionPolicy
 from services.scheduler.sequence import Finish, FinishReason, Priority
 from services.scheduler.waiting_queue import QueuePolicy
+from services.scheduler.worker_facts import WorkerFacts
 from services.worker.enter_checks import BatchLimits
 from shared.limits import NO_OPTIONS, SamplingOptions, SamplingParams
 from tests.simulation.faults import Fault, FaultMix

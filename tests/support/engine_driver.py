@@ -23,13 +23,13 @@ from services.scheduler.events import (
     StepReturned,
     Submission,
     TimePassed,
-    WorkerFacts,
     WorkerHeard,
 )
 from services.scheduler.logprobs import Logprobs
 from services.scheduler.policy import CacheSettings, CellTopology, SchedulerPolicy
 from services.scheduler.sequence import Priority
 from services.scheduler.step_budget import StepBudget
+from services.scheduler.worker_facts import WorkerFacts
 from services.worker.enter_checks import BatchLimits
 from shared.limits import TOKEN_DTYPE, SamplingParams
 from tests.support.cell_model import VOCABULARY, Oracle, WorkerModel, expected_completion, logprobs_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 
-from services.tokenizer.conversation import JsonValue
+from services.tokenizer.json_values import JsonValue
 from services.tokenizer.markers import Markers
 from services.tokenizer.replies.parser import MAX_NAME_LENGTH, ReplyParser
 from services.tokenizer.replies.reader import SPACE, Reading

@@ -18,12 +18,12 @@ from services.scheduler.events import (
     StepReturned,
     Submission,
     TimePassed,
-    WorkerFacts,
     WorkerHeard,
 )
 from services.scheduler.policy import CacheSettings, SchedulerPolicy
 from services.scheduler.sequence import FinishReason
 from services.scheduler.step_deadline import FIRST_STEP_S, MIN_STEP_S
+from services.scheduler.worker_facts import WorkerFacts
 from shared.heartbeat import HEARTBEAT_S, LEASE_S
 from shared.limits import SamplingParams
 from tests.support.cell_model import expected_completion

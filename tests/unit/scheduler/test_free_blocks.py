@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.free_blocks import BlockIds, FreeBlocks
+from services.scheduler.cached_prefix import BlockIds
+from services.scheduler.free_blocks import FreeBlocks
 
 
 def as_block_ids(blocks: list[int]) -> BlockIds:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.scheduler.free_blocks import BlockIds
-from services.scheduler.prefix_cache import CachedPrefix, PrefixCache, PrefixCursor
+from services.scheduler.cached_prefix import BlockIds, CachedPrefix, PrefixCursor
+from services.scheduler.prefix_cache import PrefixCache
 from tests.support.engine_driver import token_bytes
 
 BLOCK_SIZE = 16

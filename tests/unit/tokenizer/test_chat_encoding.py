@@ -11,8 +11,9 @@ from transformers import AutoTokenizer
 
 from services.tokenizer.chat_encoding import render_chat
 from services.tokenizer.chat_template import ChatTemplate, load_chat_template
-from services.tokenizer.conversation import Conversation, JsonObject, Message, Tool, ToolCall
+from services.tokenizer.conversation import Conversation, Message, Tool, ToolCall
 from services.tokenizer.encoder import Encoder
+from services.tokenizer.json_values import JsonObject
 from services.tokenizer.prompts import PromptEncoder
 from tests.support.tiny_tokenizer import ENDOFTEXT, IM_END, IM_START, tiny_tokenizer, write_tiny_tokenizer
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from services.tokenizer.chat_template import ChatTemplate, load_chat_template
-from services.tokenizer.conversation import Conversation, JsonObject, Message, Tool, ToolCall, ToolMode
+from services.tokenizer.conversation import Conversation, Message, Tool, ToolCall, ToolMode
 from services.tokenizer.encoder import Encoder
+from services.tokenizer.json_values import JsonObject
 from services.tokenizer.prompts import PromptEncoder
 from services.tokenizer.template_trial import TemplateFeatures
 from shared.errors import InvalidRequestError, TemplateFailedError

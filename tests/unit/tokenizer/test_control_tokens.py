@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models
 
 from services.tokenizer.control_tokens import ControlTokens, control_tokens_of, texts_in, unused_character
-from services.tokenizer.conversation import JsonValue
+from services.tokenizer.json_values import JsonValue
 
 TOKENS = {
     7: AddedToken("<|a|>", special=True),

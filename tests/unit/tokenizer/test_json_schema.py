@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.tokenizer.conversation import JsonObject
 from services.tokenizer.json_schema import check_schema
+from services.tokenizer.json_values import JsonObject
 from shared.grammar import GrammarError
 
 

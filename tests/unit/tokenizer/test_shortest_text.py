@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.v1 import tokenizer_pb2
-from services.tokenizer.conversation import JsonValue
+from services.tokenizer.json_values import JsonValue
 from services.tokenizer.shortest_text import MAX_BYTES, shortest_json, shortest_match, shortest_text
 from shared.rpc import status_from_rpc_error
 from tests.support.tiny_tokenizer import CHATML, write_tiny_tokenizer
