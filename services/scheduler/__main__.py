@@ -8,10 +8,10 @@ import sys
 import uuid
 
 from services.scheduler.config import SchedulerSettings
-from services.scheduler.listeners import PUBLIC_SERVICES, make_servers
 from services.scheduler.make_cell import make_cell
 from services.scheduler.metrics import make_registry
-from services.scheduler.server import CellServer
+from services.scheduler.server.cell_server import CellServer
+from services.scheduler.server.listeners import PUBLIC_SERVICES, make_servers
 from shared.config import load_settings, log_settings
 from shared.health import Health
 from shared.lifecycle import collect_garbage_between_steps, freeze_garbage, run_service

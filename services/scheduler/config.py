@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from services.scheduler.admission import AdmissionPolicy
-from services.scheduler.policy import CacheSettings, CellTopology, SchedulerPolicy
-from services.scheduler.retraction import RetractionPolicy
-from services.scheduler.waiting_queue import QueuePolicy
+from services.scheduler.core.admission import AdmissionPolicy
+from services.scheduler.core.policy import CacheSettings, CellTopology, SchedulerPolicy
+from services.scheduler.core.queue.waiting_queue import QueuePolicy
+from services.scheduler.core.retraction import RetractionPolicy
 from shared.config import Address, Addresses, LocalAddress, ServiceSettings, load_settings
 
 # As the workers propose.

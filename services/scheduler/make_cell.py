@@ -6,13 +6,13 @@ import random
 from collections.abc import Callable
 
 from lockstep.internal.v1 import worker_pb2
-from services.scheduler.attach import DomainAttach, Standing
+from services.scheduler.cell.attach import DomainAttach, Standing
+from services.scheduler.cell.engine import Engine
+from services.scheduler.cell.events import Event, Exit
 from services.scheduler.config import SchedulerSettings
-from services.scheduler.domain_client import DomainClient
-from services.scheduler.engine import Engine
-from services.scheduler.events import Event, Exit
-from services.scheduler.failpoint import SubmitFailpoint
-from services.scheduler.server import CellServer
+from services.scheduler.server.cell_server import CellServer
+from services.scheduler.server.failpoint import SubmitFailpoint
+from services.scheduler.workers.domain_client import DomainClient
 from shared.health import Health
 
 

@@ -10,10 +10,10 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from services.scheduler.engine import Engine
-from services.scheduler.idle_check import IdleCheck
-from services.scheduler.policy import RECOVERY_BUCKETS_S, SchedulerCounters
-from services.scheduler.state import CellState
+from services.scheduler.cell.engine import Engine
+from services.scheduler.cell.state import CellState
+from services.scheduler.core.policy import RECOVERY_BUCKETS_S, SchedulerCounters
+from services.scheduler.server.idle_check import IdleCheck
 
 
 def make_registry(engine: Engine, idle_check: IdleCheck) -> CollectorRegistry:

@@ -8,13 +8,21 @@ import time
 import numpy as np
 
 from lockstep.internal.v1 import exchange_pb2, worker_pb2
-from services.scheduler.batch import Step
-from services.scheduler.engine import Engine
-from services.scheduler.events import Action, ClientMessage, Deliver, DomainAttached, SendStep, StepReturned, Submission
-from services.scheduler.exchange_codec import encode_outputs
-from services.scheduler.policy import CacheSettings, CellTopology, SchedulerPolicy
-from services.scheduler.worker_client import decode_result, encode_step
-from services.scheduler.worker_facts import WorkerFacts
+from services.scheduler.cell.engine import Engine
+from services.scheduler.cell.events import (
+    Action,
+    ClientMessage,
+    Deliver,
+    DomainAttached,
+    SendStep,
+    StepReturned,
+    Submission,
+)
+from services.scheduler.core.batch.step import Step
+from services.scheduler.core.policy import CacheSettings, CellTopology, SchedulerPolicy
+from services.scheduler.core.worker_facts import WorkerFacts
+from services.scheduler.server.exchange_codec import encode_outputs
+from services.scheduler.workers.worker_client import decode_result, encode_step
 from shared.limits import TOKEN_DTYPE, SamplingParams
 
 _VOCABULARY = 32_003

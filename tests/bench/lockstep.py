@@ -36,7 +36,7 @@ import psutil
 import uvloop
 
 from lockstep.internal.v1 import worker_pb2
-from services.scheduler.policy import SchedulerPolicy
+from services.scheduler.core.policy import SchedulerPolicy
 from shared.rpc import make_channel
 from tests.bench.engine_steps import CoupledEngine
 from tests.bench.exchange_load import Replica

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.scheduler.waiting_queue import QueuePolicy
+from services.scheduler.core.queue.waiting_queue import QueuePolicy
 from tests.bench.peers.protocol import Process
 from tests.bench.peers.turns import Turns
 from tests.bench.report import Row, compare, limit, report, run_sections

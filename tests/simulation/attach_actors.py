@@ -12,7 +12,7 @@ from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
-from services.scheduler.attach import (
+from services.scheduler.cell.attach import (
     Accepted,
     AttachEvent,
     Command,
@@ -25,9 +25,9 @@ from services.scheduler.attach import (
     StreamBroken,
     StreamOpened,
 )
-from services.scheduler.events import DomainAttached, DomainLost, Exit
-from services.scheduler.policy import CellTopology
-from services.scheduler.worker_facts import WorkerFacts
+from services.scheduler.cell.events import DomainAttached, DomainLost, Exit
+from services.scheduler.core.policy import CellTopology
+from services.scheduler.core.worker_facts import WorkerFacts
 from services.worker.claim import ClaimLedger
 from shared.errors import ServiceError, StaleEpochError
 from shared.heartbeat import LEASE_S

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from services.scheduler.attach import Accepted, Refused, StreamBroken, StreamOpened
+from services.scheduler.cell.attach import Accepted, Refused, StreamBroken, StreamOpened
 
 # What a stream brings first: its opening, and who opened it. Then come steps by their numbers, from 1.
 OPENING = 0

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from services.scheduler.attach import (
+from services.scheduler.cell.attach import (
     QUESTION,
     Accepted,
     AttachEvent,
@@ -26,8 +26,8 @@ from services.scheduler.attach import (
     RetryDue,
     StreamBroken,
 )
-from services.scheduler.events import Exit
-from services.scheduler.policy import CellTopology
+from services.scheduler.cell.events import Exit
+from services.scheduler.core.policy import CellTopology
 from services.worker.claim import ClaimLedger
 from tests.simulation.attach_actors import GroupActor, ProtocolError, SchedulerActor, States
 from tests.simulation.attach_messages import OPENING, Bounds, Message, Move, Reply, ReplyEvent, Request, State, Stream

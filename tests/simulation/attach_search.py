@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
-from services.scheduler.policy import CellTopology
+from services.scheduler.core.policy import CellTopology
 from tests.simulation.attach_actors import ProtocolError
 from tests.simulation.attach_messages import Bounds, State
 from tests.simulation.attach_model import AttachModel

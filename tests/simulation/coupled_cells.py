@@ -17,9 +17,8 @@ from random import Random
 
 import numpy as np
 
-from services.scheduler.batch import Step, StepResult
-from services.scheduler.engine import Engine
-from services.scheduler.events import (
+from services.scheduler.cell.engine import Engine
+from services.scheduler.cell.events import (
     Action,
     ClientMessage,
     Deliver,
@@ -31,8 +30,9 @@ from services.scheduler.events import (
     TimePassed,
     WorkerHeard,
 )
-from services.scheduler.policy import CacheSettings, CellTopology, SchedulerPolicy
-from services.scheduler.worker_facts import WorkerFacts
+from services.scheduler.core.batch.step import Step, StepResult
+from services.scheduler.core.policy import CacheSettings, CellTopology, SchedulerPolicy
+from services.scheduler.core.worker_facts import WorkerFacts
 from shared.limits import SamplingParams
 from tests.simulation.worker import duration_of_step_s
 from tests.support.engine_driver import token_bytes

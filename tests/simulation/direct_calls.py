@@ -11,9 +11,9 @@ from typing import Protocol, cast
 import grpc
 
 from lockstep.v1 import common_pb2, scheduler_pb2
-from services.scheduler.exchange_codec import FINISH_REASONS
-from services.scheduler.sequence import Finish
-from services.scheduler.servicer import SchedulerServicer
+from services.scheduler.core.batch.sequence import Finish
+from services.scheduler.server.exchange_codec import FINISH_REASONS
+from services.scheduler.server.servicer import SchedulerServicer
 from shared.errors import ServiceError
 from tests.simulation.clock import Clock
 from tests.simulation.faults import Fault, FaultMix

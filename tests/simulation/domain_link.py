@@ -8,7 +8,7 @@ from functools import partial
 from random import Random
 from typing import Protocol
 
-from services.scheduler.attach import (
+from services.scheduler.cell.attach import (
     Accepted,
     AttachEvent,
     CloseStreams,
@@ -25,9 +25,9 @@ from services.scheduler.attach import (
     StreamBroken,
     StreamOpened,
 )
-from services.scheduler.batch import Step
-from services.scheduler.events import DomainAttached, DomainLost, Event, Exit, WorkerHeard
-from services.scheduler.worker_client import encode_step
+from services.scheduler.cell.events import DomainAttached, DomainLost, Event, Exit, WorkerHeard
+from services.scheduler.core.batch.step import Step
+from services.scheduler.workers.worker_client import encode_step
 from tests.simulation.clock import Clock
 from tests.simulation.domain import SimulatedDomain
 from tests.simulation.faults import Fault, FaultMix

@@ -9,8 +9,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from services.scheduler.batch import PrefillChunk, ScheduledBatch, Step, StepKind
-from services.scheduler.waiting_queue import QueuePolicy, max_steps_to_admission
+from services.scheduler.core.batch.step import PrefillChunk, ScheduledBatch, Step, StepKind
+from services.scheduler.core.queue.waiting_queue import QueuePolicy, max_steps_to_admission
 from tests.simulation.step_stream import Answer
 from tests.simulation.workload import CellSettings, Expected, RequestPlan, number_of
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.scheduler.batch import ScheduledBatch, Step, StepKind
+from services.scheduler.core.batch.step import ScheduledBatch, Step, StepKind
 from tests.simulation.epoch_watch import EpochWatch
 
 

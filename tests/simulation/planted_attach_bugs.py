@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from services.scheduler import attach
-from services.scheduler.attach import Accepted, AttachEvent, Command, DomainAttach, Refused, Standing
+from services.scheduler.cell import attach
+from services.scheduler.cell.attach import Accepted, AttachEvent, Command, DomainAttach, Refused, Standing
 from services.worker.claim import ClaimLedger, LaunchedStep
 from shared.errors import StaleEpochError
 from tests.simulation.attach_search import FAULTS, ONE_GROUP, SPLIT, SUCCESSION, TAKEN_GROUP, Search

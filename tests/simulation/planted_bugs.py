@@ -14,19 +14,19 @@ from typing import Any
 
 import pytest
 
-from services.scheduler.block_manager import BlockManager
-from services.scheduler.cached_prefix import CachedPrefix
-from services.scheduler.endings import Endings
-from services.scheduler.engine import Engine
-from services.scheduler.preemption import Preemption
-from services.scheduler.prefill import Prefill, PrefillPlanner
-from services.scheduler.result_taker import ResultTaker
-from services.scheduler.running_batch import RunningBatch
-from services.scheduler.scheduler import Scheduler
-from services.scheduler.sequence import TOKEN_BYTES, Sequence, SequenceStatus
-from services.scheduler.slot_table import RUN_TOKENS, SlotTable
-from services.scheduler.step_deadline import StepDeadline
-from services.scheduler.waiting_queue import WaitingQueue
+from services.scheduler.cell.engine import Engine
+from services.scheduler.core.batch.cached_prefix import CachedPrefix
+from services.scheduler.core.batch.sequence import TOKEN_BYTES, Sequence, SequenceStatus
+from services.scheduler.core.batch.slot_table import RUN_TOKENS, SlotTable
+from services.scheduler.core.cache.block_manager import BlockManager
+from services.scheduler.core.endings import Endings
+from services.scheduler.core.preemption import Preemption
+from services.scheduler.core.prefill import Prefill, PrefillPlanner
+from services.scheduler.core.queue.waiting_queue import WaitingQueue
+from services.scheduler.core.result_taker import ResultTaker
+from services.scheduler.core.running_batch import RunningBatch
+from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.core.step_deadline import StepDeadline
 from services.worker.claim import ClaimLedger
 from shared.errors import ServiceError
 from tests.simulation.faults import Fault
@@ -106,7 +106,7 @@ def _cache_survives_the_worker(patch: Patch) -> None:
         return kept[0]
 
     patch.setattr(RunningBatch, "void", free_all)
-    patch.setattr("services.scheduler.scheduler.BlockManager", make)
+    patch.setattr("services.scheduler.core.scheduler.BlockManager", make)
 
 
 @_planted(Fault.LINK_BREAK)
@@ -187,7 +187,8 @@ def _blocks_are_published_at_admission(patch: Patch) -> None:
 def _a_whole_prompt_may_be_cached(patch: Patch) -> None:
     """A prompt of which all is cached leaves no token to compute, so there are no logits to sample from."""
     patch.setattr(
-        "services.scheduler.block_manager.BlockManager.find_prefix", _find_prefix_that_leaves_nothing(BlockManager)
+        "services.scheduler.core.cache.block_manager.BlockManager.find_prefix",
+        _find_prefix_that_leaves_nothing(BlockManager),
     )
 
 

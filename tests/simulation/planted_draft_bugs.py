@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from services.scheduler.row_tokens import RowTokens
-from services.scheduler.running_batch import RunningBatch
-from services.scheduler.sequence import Sequence
-from services.scheduler.slot_table import IntColumn, Slots, SlotTable
+from services.scheduler.core.batch.row_tokens import RowTokens
+from services.scheduler.core.batch.sequence import Sequence
+from services.scheduler.core.batch.slot_table import IntColumn, Slots, SlotTable
+from services.scheduler.core.running_batch import RunningBatch
 from tests.simulation.planting import Patch, PlantedBug, planter
 
 DRAFT_BUGS: list[PlantedBug] = []

@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from services.scheduler.batch import OutputsByClient, StepKind, StepPace
-from services.scheduler.cell import Cell
-from services.scheduler.domain import Domain, Rank
-from services.scheduler.engine import Engine
-from services.scheduler.events import Action, SendStep
-from services.scheduler.heartbeat import Heartbeat
-from services.scheduler.scheduler import Scheduler, Survivors
-from services.scheduler.suspects import Group, Suspects
-from services.scheduler.trials import Trials
+from services.scheduler.cell.cell import Cell
+from services.scheduler.cell.domain import Domain, Rank
+from services.scheduler.cell.engine import Engine
+from services.scheduler.cell.events import Action, SendStep
+from services.scheduler.cell.heartbeat import Heartbeat
+from services.scheduler.cell.quarantine.suspects import Group, Suspects
+from services.scheduler.cell.quarantine.trials import Trials
+from services.scheduler.core.batch.step import OutputsByClient, StepKind, StepPace
+from services.scheduler.core.scheduler import Scheduler, Survivors
 from services.worker.step_input import StepInput
 from tests.simulation.faults import Fault
 from tests.simulation.planting import Patch, PlantedBug, planter
@@ -88,7 +88,7 @@ def _ranks_go_on_one_by_one(patch: Patch) -> None:
 @_planted(Fault.STEP_LOST, Fault.LINK_BREAK)
 def _ranks_that_are_out_of_step_are_attached(patch: Patch) -> None:
     """Coupled groups go on though one of them waits in a step that the others never got."""
-    patch.setattr("services.scheduler.attach._find_reason_to_restart", lambda _: None)
+    patch.setattr("services.scheduler.cell.attach._find_reason_to_restart", lambda _: None)
 
 
 # Lost ranks.
@@ -194,7 +194,7 @@ def _suspects_are_tried_beside_others(patch: Patch) -> None:
 @_planted(Fault.WORKER_CRASH)
 def _trials_are_sent_ahead(patch: Patch) -> None:
     """Suspects are tried with several steps in flight."""
-    patch.setattr("services.scheduler.trials.TRIAL_DEPTH", 4)
+    patch.setattr("services.scheduler.cell.quarantine.trials.TRIAL_DEPTH", 4)
 
 
 @_planted(Fault.WORKER_CRASH, Fault.POISON)

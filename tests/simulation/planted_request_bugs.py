@@ -9,21 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.scheduler import intake
-from services.scheduler.batch import OutputsByClient
-from services.scheduler.endings import Endings
-from services.scheduler.engine import Engine
-from services.scheduler.events import Action, ClientGone, ClientMessage, Event, Submission, TimePassed
-from services.scheduler.logprobs import Logprobs
-from services.scheduler.prefill import PrefillPlanner
-from services.scheduler.request_desk import RequestDesk
-from services.scheduler.requests import Request, RequestTable
-from services.scheduler.result_taker import ResultTaker
-from services.scheduler.sequence import Finish, Numerics, Sequence
-from services.scheduler.server import ClientLink
-from services.scheduler.stops import find_finish
-from services.scheduler.token_door import TokenDoor
-from services.scheduler.waiting_queue import WaitingQueue
+from services.scheduler.cell import intake
+from services.scheduler.cell.engine import Engine
+from services.scheduler.cell.events import Action, ClientGone, ClientMessage, Event, Submission, TimePassed
+from services.scheduler.cell.request_desk import RequestDesk
+from services.scheduler.cell.requests import Request, RequestTable
+from services.scheduler.core.batch.logprobs import Logprobs
+from services.scheduler.core.batch.sequence import Finish, Numerics, Sequence
+from services.scheduler.core.batch.step import OutputsByClient
+from services.scheduler.core.endings import Endings
+from services.scheduler.core.prefill import PrefillPlanner
+from services.scheduler.core.queue.waiting_queue import WaitingQueue
+from services.scheduler.core.result_taker import ResultTaker
+from services.scheduler.core.stops import find_finish
+from services.scheduler.server.cell_server import ClientLink
+from services.scheduler.server.token_door import TokenDoor
 from services.tokenizer.request_ledger import RequestLedger
 from shared.errors import ServiceError
 from tests.simulation.faults import Fault
@@ -92,7 +92,7 @@ def _choices_go_on_behind_the_first_ones_output(patch: Patch) -> None:
         alike = tuple(replace(one, output=submission.choices_so_far[0].output) for one in submission.choices_so_far)
         return make(client, replace(submission, choices_so_far=alike), now)
 
-    patch.setattr("services.scheduler.request_desk.make_request", make_alike)
+    patch.setattr("services.scheduler.cell.request_desk.make_request", make_alike)
 
 
 @_planted(Fault.QUEUE_FULL)
@@ -223,7 +223,7 @@ def _stop_positions_are_ignored(patch: Patch) -> None:
 @_planted()
 def _stops_count_before_min_tokens(patch: Patch) -> None:
     """A request may end before it has its least number of tokens."""
-    patch.setattr("services.scheduler.endings.find_finish", _find_finish_without_options)
+    patch.setattr("services.scheduler.core.endings.find_finish", _find_finish_without_options)
 
 
 def _find_finish_without_options(seq: Sequence, eos_token_ids: frozenset[int]) -> Finish | None:
@@ -337,7 +337,7 @@ def _replicas_listen_to_old_streams(patch: Patch) -> None:
 @_planted(Fault.REPLICA_STALL)
 def _replicas_that_do_not_read_keep_their_streams(patch: Patch) -> None:
     """Messages for a replica that does not read pile up, and its requests are computed on for nobody."""
-    patch.setattr("services.scheduler.server.MAX_UNREAD_S", math.inf)
+    patch.setattr("services.scheduler.server.cell_server.MAX_UNREAD_S", math.inf)
 
 
 @_planted(Fault.REPLICA_STALL)

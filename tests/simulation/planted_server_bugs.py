@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.events import Event, TimePassed
-from services.scheduler.server import CellServer, ClientLink
+from services.scheduler.cell.events import Event, TimePassed
+from services.scheduler.server.cell_server import CellServer, ClientLink
 from tests.simulation.faults import Fault
 from tests.simulation.planting import Patch, PlantedBug, planter
 

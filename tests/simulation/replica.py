@@ -11,8 +11,8 @@ from random import Random
 from google.rpc import error_details_pb2
 
 from lockstep.internal.v1 import exchange_pb2
-from services.scheduler.exchange_codec import FINISH_REASONS
-from services.scheduler.sequence import Finish, FinishReason
+from services.scheduler.core.batch.sequence import Finish, FinishReason
+from services.scheduler.server.exchange_codec import FINISH_REASONS
 from services.tokenizer.exchange_codec import encode_handles, encode_submit, read_rows
 from services.tokenizer.logprobs import Logprobs, read_prompt_logprobs, read_row_logprobs
 from services.tokenizer.request_ledger import ExchangeError, RequestLedger

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from services.scheduler.batch import Outputs
-from services.scheduler.sequence import Finish
+from services.scheduler.core.batch.sequence import Finish
+from services.scheduler.core.batch.step import Outputs
 from tests.simulation.epoch_watch import Key
 from tests.support.engine_driver import Scores, rows_of, scores_by_row, scores_of
 

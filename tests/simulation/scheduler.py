@@ -10,13 +10,13 @@ import grpc
 
 from lockstep.internal.v1 import worker_pb2
 from lockstep.v1 import scheduler_pb2
-from services.scheduler.attach import Standing
-from services.scheduler.engine import Engine
-from services.scheduler.events import Action, Beat, Event, Exit, StepReturned, TimePassed
-from services.scheduler.server import CellServer
-from services.scheduler.servicer import ExchangeServicer, SchedulerServicer
-from services.scheduler.token_door import DOOR_CLIENT
-from services.scheduler.worker_client import decode_result
+from services.scheduler.cell.attach import Standing
+from services.scheduler.cell.engine import Engine
+from services.scheduler.cell.events import Action, Beat, Event, Exit, StepReturned, TimePassed
+from services.scheduler.server.cell_server import CellServer
+from services.scheduler.server.servicer import ExchangeServicer, SchedulerServicer
+from services.scheduler.server.token_door import DOOR_CLIENT
+from services.scheduler.workers.worker_client import decode_result
 from shared.health import Health
 from tests.simulation.clock import Clock
 from tests.simulation.direct_calls import DirectCall

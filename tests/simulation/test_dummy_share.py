@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.policy import SchedulerPolicy
+from services.scheduler.core.policy import SchedulerPolicy
 from tests.simulation.coupled_cells import LOADS, Arrival, Load, run_atom, run_ours
 
 POLICY = SchedulerPolicy(max_num_seqs=64, max_num_batched_tokens=4096, enable_mixed_steps=False)

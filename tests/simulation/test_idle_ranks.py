@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.policy import CellTopology
+from services.scheduler.core.policy import CellTopology
 from tests.support.cell_model import expected_completion
 from tests.support.engine_driver import EngineDriver
 

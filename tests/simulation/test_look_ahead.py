@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from services.scheduler.admission import AdmissionPolicy
-from services.scheduler.events import ClientMessage, Submission
-from services.scheduler.policy import SchedulerPolicy
+from services.scheduler.cell.events import ClientMessage, Submission
+from services.scheduler.core.admission import AdmissionPolicy
+from services.scheduler.core.policy import SchedulerPolicy
 from shared.limits import SamplingParams
 from tests.simulation.worker import duration_of_step_s
 from tests.support.cell_model import VOCABULARY

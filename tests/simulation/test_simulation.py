@@ -7,7 +7,7 @@ import traceback
 
 import pytest
 
-from services.scheduler.slot_table import RUN_TOKENS
+from services.scheduler.core.batch.slot_table import RUN_TOKENS
 from tests.simulation.faults import Fault
 from tests.simulation.simulation import MIN_EVENTS, MIN_REQUESTS, SimulationError, simulate
 
@@ -94,7 +94,7 @@ def test_some_answers_are_so_long_that_their_tokens_come_round() -> None:
 
 
 def test_a_seed_that_fails_says_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.scheduler.endings.Endings.finish", lambda *_: None)
+    monkeypatch.setattr("services.scheduler.core.endings.Endings.finish", lambda *_: None)
     with pytest.raises(SimulationError, match="make simulate SEEDS=1 FIRST_SEED=3 FAULTS=cancel,deadline"):
         simulate(3, [Fault.DEADLINE, Fault.CANCEL])
 
@@ -105,7 +105,7 @@ def test_a_bug_that_the_scheduler_would_end_by_fails_the_seed_and_says_where_it_
     def fail(*_: object) -> None:
         raise KeyError("planted")
 
-    monkeypatch.setattr("services.scheduler.server.encode_outputs", fail)
+    monkeypatch.setattr("services.scheduler.server.cell_server.encode_outputs", fail)
     with pytest.raises(SimulationError) as failure:
         simulate(0, [Fault.SCHEDULER_RESTART])
     bug = failure.value.__cause__

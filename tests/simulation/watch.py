@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from services.scheduler.batch import Outputs, StepResult
-from services.scheduler.engine import Engine
-from services.scheduler.events import (
+from services.scheduler.cell.engine import Engine
+from services.scheduler.cell.events import (
     AbortRequest,
     Action,
     Beat,
@@ -29,8 +28,9 @@ from services.scheduler.events import (
     Submission,
     WorkerHeard,
 )
-from services.scheduler.sequence import Finish, FinishReason
-from services.scheduler.token_door import DOOR_CLIENT
+from services.scheduler.core.batch.sequence import Finish, FinishReason
+from services.scheduler.core.batch.step import Outputs, StepResult
+from services.scheduler.server.token_door import DOOR_CLIENT
 from shared.limits import TOKEN_DTYPE
 from tests.simulation.epoch_watch import Entry, EpochWatch, Key, Number
 from tests.simulation.lockstep_watch import check_lockstep

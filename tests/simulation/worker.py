@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.internal.v1 import worker_pb2
-from services.scheduler.attach import Accepted, GroupPlace, Refused
+from services.scheduler.cell.attach import Accepted, GroupPlace, Refused
 from services.worker.claim import NOTHING_LAUNCHED, ClaimLedger, LaunchedStep
 from services.worker.step import StepOutput
 from shared.errors import ServiceError

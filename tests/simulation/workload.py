@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
-from services.scheduler.admission import AdmissionPolicy
-from services.scheduler.policy import CacheSettings, CellTopology, SchedulerPolicy
-from services.scheduler.retraction import RetractionPolicy
-from services.scheduler.sequence import Finish, FinishReason, Priority
-from services.scheduler.waiting_queue import QueuePolicy
-from services.scheduler.worker_facts import WorkerFacts
+from services.scheduler.core.admission import AdmissionPolicy
+from services.scheduler.core.batch.sequence import Finish, FinishReason, Priority
+from services.scheduler.core.policy import CacheSettings, CellTopology, SchedulerPolicy
+from services.scheduler.core.queue.waiting_queue import QueuePolicy
+from services.scheduler.core.retraction import RetractionPolicy
+from services.scheduler.core.worker_facts import WorkerFacts
 from services.worker.enter_checks import BatchLimits
 from shared.limits import NO_OPTIONS, SamplingOptions, SamplingParams
 from tests.simulation.faults import Fault, FaultMix

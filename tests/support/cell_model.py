@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.internal.v1 import worker_pb2
-from services.scheduler.batch import Step, StepResult
-from services.scheduler.worker_client import decode_result, encode_step
+from services.scheduler.core.batch.step import Step, StepResult
+from services.scheduler.workers.worker_client import decode_result, encode_step
 from services.worker.block_tables import BlockTables
 from services.worker.drafts import Drafter, Drafts
 from services.worker.enter_checks import BatchLimits

@@ -8,9 +8,8 @@ from itertools import islice
 
 import numpy as np
 
-from services.scheduler.batch import Outputs, RequestEnd, Step, StepResult
-from services.scheduler.engine import Engine
-from services.scheduler.events import (
+from services.scheduler.cell.engine import Engine
+from services.scheduler.cell.events import (
     Action,
     Beat,
     ClientMessage,
@@ -25,11 +24,12 @@ from services.scheduler.events import (
     TimePassed,
     WorkerHeard,
 )
-from services.scheduler.logprobs import Logprobs
-from services.scheduler.policy import CacheSettings, CellTopology, SchedulerPolicy
-from services.scheduler.sequence import Priority
-from services.scheduler.step_budget import StepBudget
-from services.scheduler.worker_facts import WorkerFacts
+from services.scheduler.core.batch.logprobs import Logprobs
+from services.scheduler.core.batch.sequence import Priority
+from services.scheduler.core.batch.step import Outputs, RequestEnd, Step, StepResult
+from services.scheduler.core.policy import CacheSettings, CellTopology, SchedulerPolicy
+from services.scheduler.core.step_budget import StepBudget
+from services.scheduler.core.worker_facts import WorkerFacts
 from services.worker.enter_checks import BatchLimits
 from shared.limits import TOKEN_DTYPE, SamplingParams
 from tests.support.cell_model import VOCABULARY, Oracle, WorkerModel, expected_completion, logprobs_of

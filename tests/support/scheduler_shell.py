@@ -14,9 +14,9 @@ import grpc
 from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc
 from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler.config import SchedulerSettings
-from services.scheduler.listeners import make_servers
 from services.scheduler.make_cell import make_cell
-from services.scheduler.server import CellServer
+from services.scheduler.server.cell_server import CellServer
+from services.scheduler.server.listeners import make_servers
 from shared.health import Health
 from shared.rpc import make_channel, make_server
 from tests.support.patience import PATIENCE_S

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.scheduler.sequence import Priority, Sequence
-from services.scheduler.waiting_queue import QueuePolicy, WaitingQueue
+from services.scheduler.core.batch.sequence import Priority, Sequence
+from services.scheduler.core.queue.waiting_queue import QueuePolicy, WaitingQueue
 from shared.limits import SamplingParams
 from tests.support.engine_driver import token_bytes
 

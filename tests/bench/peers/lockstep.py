@@ -6,7 +6,7 @@ import gc
 from functools import partial
 from typing import Any
 
-from services.scheduler.waiting_queue import QueuePolicy
+from services.scheduler.core.queue.waiting_queue import QueuePolicy
 from tests.bench.peers.contestant import Sizes
 from tests.bench.peers.lockstep_scheduler import LockstepScheduler
 from tests.bench.peers.protocol import serve

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from lockstep.internal.v1 import exchange_pb2, worker_pb2
-from services.scheduler.engine import Engine
-from services.scheduler.events import Action, Beat, Deliver, DomainAttached, Event, SendStep, StepReturned
-from services.scheduler.exchange_codec import decode_request, encode_outputs
-from services.scheduler.policy import CacheSettings, SchedulerPolicy
-from services.scheduler.waiting_queue import QueuePolicy
-from services.scheduler.worker_client import decode_result, encode_step
-from services.scheduler.worker_facts import WorkerFacts
+from services.scheduler.cell.engine import Engine
+from services.scheduler.cell.events import Action, Beat, Deliver, DomainAttached, Event, SendStep, StepReturned
+from services.scheduler.core.policy import CacheSettings, SchedulerPolicy
+from services.scheduler.core.queue.waiting_queue import QueuePolicy
+from services.scheduler.core.worker_facts import WorkerFacts
+from services.scheduler.server.exchange_codec import decode_request, encode_outputs
+from services.scheduler.workers.worker_client import decode_result, encode_step
 from shared.lifecycle import freeze_garbage, hold_full_collections
 from shared.limits import TOKEN_DTYPE
 from tests.bench.peers.contestant import MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, Request, Sizes, StepTokens, Stopwatch

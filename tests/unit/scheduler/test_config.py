@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.admission import AdmissionPolicy
 from services.scheduler.config import SchedulerSettings
-from services.scheduler.policy import CellTopology
-from services.scheduler.retraction import RetractionPolicy
-from services.scheduler.waiting_queue import QueuePolicy
+from services.scheduler.core.admission import AdmissionPolicy
+from services.scheduler.core.policy import CellTopology
+from services.scheduler.core.queue.waiting_queue import QueuePolicy
+from services.scheduler.core.retraction import RetractionPolicy
 from shared.config import load_settings
 
 

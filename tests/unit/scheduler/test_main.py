@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from lockstep.internal.v1 import exchange_pb2_grpc
 from lockstep.v1 import scheduler_pb2_grpc
-from services.scheduler.failpoint import EXIT_CODE
+from services.scheduler.server.failpoint import EXIT_CODE
 from shared.health import wait_until_serving
 from shared.heartbeat import LEASE_S
 from shared.rpc import make_channel, make_server

@@ -10,10 +10,10 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.scheduler.engine import Engine
-from services.scheduler.idle_check import IdleCheck
+from services.scheduler.cell.engine import Engine
+from services.scheduler.core.policy import RECOVERY_BUCKETS_S, CacheSettings, SchedulerPolicy
 from services.scheduler.metrics import make_registry
-from services.scheduler.policy import RECOVERY_BUCKETS_S, CacheSettings, SchedulerPolicy
+from services.scheduler.server.idle_check import IdleCheck
 from shared.metrics import serve_metrics
 from tests.support.engine_driver import EngineDriver
 

@@ -1,0 +1,64 @@
+"""What a cell serves, by what its ranks told when they were attached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from services.scheduler.cell.domain import Domain
+from services.scheduler.core.worker_facts import WorkerFacts
+from shared.limits import MAX_DRAFT_TOKENS, ModelLimits
+
+
+class CellFacts:
+    """The model, what requests are held to, and what exactness can be promised.
+
+    A rank that is lost still counts for what requests are held to: it may come back.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.model: WorkerFacts | None = None
+        """What the cell serves; None until a domain has been attached for the first time."""
+        self.limits: ModelLimits | None = None
+        """What requests are held to, the smallest pool of any rank among them; None as long as `model` is."""
+        self.exact_fingerprint = ""
+        """Under which all attached ranks are exact, or were the last ones; empty: exactness cannot be had."""
+        self._block_size = block_size
+
+    def find_fault(self, facts: Iterable[WorkerFacts]) -> str | None:
+        """Why ranks cannot serve together with those that were attached before; None when they can."""
+        for rank_facts in facts:
+            if rank_facts.num_draft_tokens > MAX_DRAFT_TOKENS:
+                return f"it drafts more than {MAX_DRAFT_TOKENS} tokens"
+            if not rank_facts.proposed_prompt_tokens:
+                return "it proposes no tokens of prompts for a step"
+            if _model_of(rank_facts) != _model_of(self.model or rank_facts):
+                return "it serves another model"
+        return None
+
+    def update(self, domains: Sequence[Domain]) -> None:
+        """Take in which domains are attached now, and what their ranks told."""
+        known = [rank.facts for domain in domains for rank in domain.ranks if rank.facts is not None]
+        attached = [
+            rank.facts
+            for domain in domains
+            for rank in domain.ranks
+            if domain.epoch is not None and rank.facts is not None
+        ]
+        self.model = known[0]
+        num_blocks = min(facts.num_blocks for facts in known)
+        self.limits = ModelLimits(
+            self.model.context_length, self.model.logits_width, num_pool_tokens=num_blocks * self._block_size
+        )
+        if attached:
+            fingerprints = {facts.numerics_fingerprint if facts.is_exact else "" for facts in attached}
+            self.exact_fingerprint = fingerprints.pop() if len(fingerprints) == 1 else ""
+
+
+def _model_of(facts: WorkerFacts) -> tuple[object, ...]:
+    return (
+        facts.model_digest,
+        facts.context_length,
+        facts.logits_width,
+        facts.eos_token_ids,
+        facts.default_sampling,
+    )

@@ -1,0 +1,102 @@
+"""The DP ranks of a cell, and the failure domains in which they stand and fall together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.scheduler.cell.events import Action, SendStep
+from services.scheduler.cell.lockstep import LockstepPlanner
+from services.scheduler.core.batch.step import Step
+from services.scheduler.core.policy import SchedulerPolicy
+from services.scheduler.core.scheduler import Scheduler, Survivors
+from services.scheduler.core.worker_facts import WorkerFacts
+
+
+@dataclass(slots=True, eq=False)
+class Rank:
+    """A DP rank: its scheduler, what it told when it was attached the last time, and its signs of life."""
+
+    number: int
+    scheduler: Scheduler
+    facts: WorkerFacts | None = None
+    heard_at: float = 0.0
+    progress: int | None = None
+
+
+class Domain:
+    """Ranks that share an epoch: coupled ones, or one by itself.
+
+    Invariant: without an epoch its ranks hold nobody, and no step is in flight. While `is_held` no step is sent.
+    """
+
+    def __init__(self, number: int, ranks: list[Rank], policy: SchedulerPolicy) -> None:
+        self.number = number
+        self.ranks = ranks
+        self.epoch: int | None = None
+        self.is_held = False
+        self._policy = policy
+        self._schedulers = [rank.scheduler for rank in ranks]
+        self._planner = LockstepPlanner(self._schedulers, policy.max_prefill_wait_steps) if len(ranks) > 1 else None
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no step is in flight."""
+        return all(scheduler.oldest_in_flight is None for scheduler in self._schedulers)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether its ranks hold nobody, and no step is in flight."""
+        return all(scheduler.is_empty for scheduler in self._schedulers)
+
+    def begin_epoch(self, facts: tuple[WorkerFacts, ...], now: float) -> None:
+        """All groups are attached, under one epoch."""
+        self.epoch = facts[0].epoch
+        self.is_held = False
+        for rank, rank_facts in zip(self.ranks, facts, strict=True):
+            rank.facts, rank.heard_at, rank.progress = rank_facts, now, None
+            rank.scheduler.begin_epoch(rank_facts)
+
+    def end_epoch(self, now: float) -> list[Survivors]:
+        """A group is lost, and with it all: returns whom the ranks had."""
+        self.epoch = None
+        self.is_held = False
+        return [scheduler.end_epoch(now) for scheduler in self._schedulers]
+
+    def set_depth(self, max_steps_in_flight: int) -> None:
+        """Send so many steps ahead at most."""
+        for scheduler in self._schedulers:
+            scheduler.max_steps_in_flight = max_steps_in_flight
+
+    def send_ahead(self, now: float) -> list[Action]:
+        """Send the steps for which there is work and room."""
+        if self.epoch is None or self.is_held:
+            return []
+        if self._planner is not None:
+            return [
+                SendStep(rank.number, step)
+                for steps in self._planner.steps(self.epoch, now)
+                for rank, step in zip(self.ranks, steps, strict=True)
+            ]
+        actions: list[Action] = []
+        number, schedule = self.ranks[0].number, self._schedulers[0].schedule
+        while (scheduled := schedule(now)) is not None:
+            actions.append(SendStep(number, Step(self.epoch, *scheduled)))
+        return actions
+
+    def find_fault(self, now: float) -> str | None:
+        """Why the domain must be given up: a rank is silent, or does not get on; None when all is well."""
+        if self.epoch is None:
+            return None
+        for rank in self.ranks:
+            if now - rank.heard_at > self._policy.worker_silence_s:
+                return f"rank {rank.number} is silent"
+            deadline = rank.scheduler.step_deadline
+            if deadline is not None and now >= deadline:
+                return f"rank {rank.number} neither answers a step nor gets on"
+        return None
+
+    def forgive(self, pause_s: float, now: float) -> None:
+        """Do not hold against the ranks that for so long nobody listened."""
+        for rank in self.ranks:
+            rank.heard_at = min(now, rank.heard_at + pause_s)
+            rank.scheduler.forgive(pause_s, now)

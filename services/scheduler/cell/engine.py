@@ -1,0 +1,227 @@
+"""The cell's one decision-maker: events in, actions out.
+
+Sans-I/O: no threads, no sockets, no clock but the `now` it is passed, so that a whole cell can be simulated from
+one seed. `server` wraps it and decides nothing.
+"""
+
+from __future__ import annotations
+
+from services.scheduler.cell.cell import Cell
+from services.scheduler.cell.cell_facts import CellFacts
+from services.scheduler.cell.domain import Domain
+from services.scheduler.cell.events import (
+    AbortRequest,
+    Action,
+    Beat,
+    ClientGone,
+    ClientMessage,
+    DomainAttached,
+    DomainLost,
+    DropDomain,
+    Event,
+    Exit,
+    StepReturned,
+    TimePassed,
+    WorkerHeard,
+)
+from services.scheduler.cell.heartbeat import Heartbeat
+from services.scheduler.cell.request_desk import RequestDesk, deliver
+from services.scheduler.cell.requests import RequestTable
+from services.scheduler.cell.state import CellState
+from services.scheduler.core.batch.step import OutputsByClient, StepResult
+from services.scheduler.core.policy import CacheSettings, CellTopology, SchedulerCounters, SchedulerPolicy
+from services.scheduler.core.step_budget import StepBudget
+from services.scheduler.core.worker_facts import WorkerFacts
+from shared.limits import ModelLimits
+
+_ONE_RANK = CellTopology()
+
+
+class Engine:
+    """Joins clients, DP ranks and workers; owns the only mutable state of the cell.
+
+    A failure domain is held for an epoch, which ends when a link breaks, when an answer makes no sense, or when a rank
+    is silent or does not get on. Its requests then wait, with the tokens they have, for the next rank; their clients
+    are told no more than that, unless one of them turns out to kill its workers.
+
+    The engine gives signs of life. One that was stopped for longer than its workers keep its claim must assume that
+    another one has them: it asks for its process to end, whatever it is told.
+
+    Attributes:
+        topology: Its DP ranks, and which of them stand and fall together.
+    """
+
+    def __init__(self, policy: SchedulerPolicy, cache: CacheSettings, topology: CellTopology = _ONE_RANK) -> None:
+        self.topology = topology
+        self._policy = policy
+        self._counters = SchedulerCounters()
+        self._requests = RequestTable()
+        self._cell = Cell(
+            policy,
+            cache,
+            topology,
+            counters=self._counters,
+            is_alive=lambda request_id: self._requests.by_id(request_id) is not None,
+        )
+        self._facts = CellFacts(cache.block_size)
+        self._desk = RequestDesk(policy, self._requests, self._cell, self._facts)
+        self._heartbeat = Heartbeat()
+        self._exit: Exit | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a domain is attached."""
+        return self._cell.is_attached
+
+    @property
+    def model(self) -> WorkerFacts | None:
+        """What the cell serves, as a rank told it; None until a domain has been attached for the first time."""
+        return self._facts.model
+
+    @property
+    def model_limits(self) -> ModelLimits | None:
+        """What requests are held to; None until a domain has been attached for the first time."""
+        return self._facts.limits
+
+    @property
+    def exact_fingerprint(self) -> str:
+        """The numerics under which exactness is promised: all attached ranks'. Empty when it is not."""
+        return self._facts.exact_fingerprint
+
+    def next_wakeup(self) -> float:
+        """When a `TimePassed` is due, unless an event comes before: for a request's deadline, or the next beat."""
+        deadline, beat = self._requests.first_deadline, self._heartbeat.next_at
+        return beat if deadline is None or beat < deadline else deadline
+
+    def on_event(self, event: Event, now: float) -> list[Action]:
+        """Take in what happened at `now` (seconds of a monotonic clock) and return what is to be done, in order."""
+        actions = self._beat(now) if now >= self._heartbeat.next_at else []
+        if self._exit is not None:
+            return [self._exit]
+        actions += self._desk.expire(now)
+        match event:
+            case StepReturned(rank, result):
+                actions += self._on_step_returned(rank, result, now)
+                return actions
+            case WorkerHeard(rank, epoch, progress):
+                self._on_worker_heard(rank, epoch, progress, now)
+            case ClientMessage():
+                actions += self._desk.on_message(event, now)
+            case ClientGone(client):
+                self._desk.on_client_gone(client, now)
+            case AbortRequest(request_id):
+                actions += self._desk.on_abort_call(request_id, now)
+            case DomainAttached(domain, facts):
+                actions += self._on_domain_attached(self._cell.domains[domain], facts, now)
+            case DomainLost(domain, epoch):
+                if self._cell.domains[domain].epoch == epoch:
+                    actions += self._lose(self._cell.domains[domain], now, accuses_rows=True)
+            case TimePassed():
+                pass
+        return actions + self._go_on(now)
+
+    def flush_prefix_cache(self) -> int:
+        """Forget every cached prefix; returns the blocks that held one. Requests in flight go on."""
+        return sum(rank.scheduler.blocks.flush() for rank in self._cell.ranks)
+
+    def state(self) -> CellState:
+        """The state now."""
+        return self._cell.state()
+
+    def check_integrity(self) -> None:
+        """Assert that everything the cell holds agrees."""
+        self._requests.check_integrity()
+        assert self._requests.choices() == set(self._cell.unfinished()), "a choice is forgotten, or goes on"
+        self._cell.check_integrity()
+
+    def _beat(self, now: float) -> list[Action]:
+        """Give a sign of life, and give up the domains that give none or do not get on."""
+        if self._exit is None and self._cell.is_attached and self._heartbeat.is_lease_over(now):
+            self._exit = Exit("it was stopped for so long that another scheduler may have its workers")
+        if self._exit is not None:
+            return []
+        pause_s = self._heartbeat.beat(now)
+        # Before anybody goes on: nothing is computed for a request whose deadline has passed.
+        actions: list[Action] = [Beat(self._cell.num_steps), *self._desk.expire(now)]
+        faults: list[tuple[Domain, str]] = []
+        for domain in self._cell.domains:
+            if pause_s:
+                domain.forgive(pause_s, now)
+            fault = domain.find_fault(now)
+            if fault is not None:
+                faults.append((domain, fault))
+        # All are given up before anybody goes on: what one had must not be sent to the next, which is lost as well.
+        for domain, fault in faults:
+            actions += self._drop(domain, fault, now, accuses_rows=True)
+        return actions + self._go_on(now) if faults else actions
+
+    def _on_domain_attached(self, domain: Domain, facts: tuple[WorkerFacts, ...], now: float) -> list[Action]:
+        context_length, budget = facts[0].context_length, StepBudget.of(self._policy, facts[0])
+        if not self._policy.enable_chunked_prefill and budget.max_prompt_tokens < context_length:
+            # A prompt of the full context could never be computed.
+            return [Exit(f"max_num_batched_tokens is below the model's context of {context_length}")]
+        actions: list[Action] = []
+        if domain.epoch is not None:
+            # It was attached again on purpose: that says nothing about what was in its steps.
+            actions += self._lose(domain, now, accuses_rows=False)
+        fault = self._facts.find_fault(facts)
+        if fault is not None:
+            return [*actions, DropDomain(domain.number, facts[0].epoch, fault)]
+        self._cell.attach(domain, facts, now)
+        self._facts.update(self._cell.domains)
+        return actions + self._desk.end_unservable(self._cell.waiting(), now)
+
+    def _on_worker_heard(self, rank_number: int, epoch: int, progress: int, now: float) -> None:
+        rank = self._cell.ranks[rank_number]
+        if self._cell.domain_by_rank[rank_number].epoch != epoch:
+            return
+        rank.heard_at = now
+        if rank.progress not in (None, progress):
+            rank.scheduler.on_progress(now)
+        rank.progress = progress
+
+    def _lose(self, domain: Domain, now: float, *, accuses_rows: bool) -> list[Action]:
+        """A domain's epoch has ended; see `Cell.lose`."""
+        sequences, poison = self._cell.lose(domain, now, accuses_rows=accuses_rows)
+        self._facts.update(self._cell.domains)
+        resumes = OutputsByClient()
+        for seq in sequences:
+            if seq.num_resumes and seq.leave_time is None:
+                resumes.add_resume(seq)
+        actions = deliver(resumes)
+        if poison is not None:
+            actions += self._desk.end_poison(poison, now)
+        exact = [seq for seq in sequences if seq.exact_fingerprint is not None and seq.leave_time is None]
+        return actions + self._desk.end_unservable(exact, now)
+
+    def _drop(self, domain: Domain, reason: str, now: float, *, accuses_rows: bool) -> list[Action]:
+        """End a domain's epoch, because of what it did."""
+        assert domain.epoch is not None
+        drop = DropDomain(domain.number, domain.epoch, reason)
+        return [drop, *self._lose(domain, now, accuses_rows=accuses_rows)]
+
+    def _on_step_returned(self, rank_number: int, result: StepResult, now: float) -> list[Action]:
+        rank = self._cell.ranks[rank_number]
+        domain = self._cell.domain_by_rank[rank_number]
+        if result.epoch != domain.epoch or result.step_id <= rank.scheduler.last_returned_step_id:
+            self._counters.num_late_results += 1
+            return []
+        nonsense = self._find_nonsense(rank_number, result)
+        if nonsense is not None:
+            return self._drop(domain, nonsense, now, accuses_rows=False) + self._go_on(now)
+        rank.heard_at = now
+        outputs = self._cell.postprocess(rank, result, now)
+        self._desk.take_ends(outputs)
+        actions = deliver(outputs)
+        actions += self._cell.go_on_after(rank, now)
+        return actions
+
+    def _find_nonsense(self, rank_number: int, result: StepResult) -> str | None:
+        """Why a result cannot be an answer to a rank's oldest step in flight; None when it can."""
+        assert self._facts.model is not None
+        return self._cell.ranks[rank_number].scheduler.find_nonsense(result, self._facts.model.logits_width)
+
+    def _go_on(self, now: float) -> list[Action]:
+        """Put everybody where they can go on, and send steps."""
+        self._cell.settle(now)
+        return self._cell.send_ahead(now)

@@ -1,0 +1,1 @@
+"""Requests that may have crashed a worker, run alone until that is known."""

@@ -1,0 +1,242 @@
+"""Where requests come in and end: the clients' side of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from services.scheduler.cell.cell import Cell
+from services.scheduler.cell.cell_facts import CellFacts
+from services.scheduler.cell.events import Action, ClientMessage, CloseClient, Deliver, Submission
+from services.scheduler.cell.intake import check_sequence, make_request
+from services.scheduler.cell.requests import Request, RequestTable
+from services.scheduler.core.batch.sequence import Finish, Sequence
+from services.scheduler.core.batch.step import OutputsByClient, RequestEnd
+from services.scheduler.core.policy import SchedulerPolicy
+from services.scheduler.core.stops import find_finish
+from shared.errors import (
+    AbortedByCallError,
+    DeadlinePassedError,
+    DuplicateRequestError,
+    ExactUnavailableError,
+    InvalidRequestError,
+    NotReadyError,
+    PoisonRequestError,
+    QueueFullError,
+    ServiceError,
+    Violation,
+)
+
+
+class RequestDesk:
+    """Takes requests in, queues their choices, and ends them.
+
+    Each choice of a request is a sequence, and ends by itself; what ends the request ends all of them. The bounds of
+    what may wait hold for the cell as a whole.
+
+    Invariant: a choice is known here from its submission until its end has been handed to its client, the client has
+    aborted its request, or a later attempt of the same request has taken its place; its client is told that as well.
+    """
+
+    def __init__(self, policy: SchedulerPolicy, requests: RequestTable, cell: Cell, facts: CellFacts) -> None:
+        self._policy = policy
+        self._requests = requests
+        self._cell = cell
+        self._facts = facts
+
+    def on_message(self, message: ClientMessage, now: float) -> list[Action]:
+        """Take in what a client wants."""
+        client = message.client
+        outputs = OutputsByClient()
+        for submission in message.submissions:
+            if self._requests.is_taken(client, submission.handle, submission.n):
+                return [*deliver(outputs), CloseClient(client, InvalidRequestError("a handle was used twice"))]
+            try:
+                self._submit(client, submission, outputs, now)
+            except ServiceError as error:
+                for choice in submission.open_choices:
+                    outputs.add_end(client, RequestEnd(submission.handle + choice, error=error))
+        for handle, num_tokens in message.stop_ats:
+            seq = self._requests.remove_choice(client, handle)
+            if seq is not None:
+                outputs.add_end(client, self._cell.stop_at(seq, num_tokens, now))
+        for handle in message.aborts:
+            request = self._requests.by_handle(client, handle)
+            if request is not None:
+                self._abort(request, now)
+        return deliver(outputs)
+
+    def on_client_gone(self, client: int, now: float) -> None:
+        """Abort a client's requests."""
+        for request in self._requests.of_client(client):
+            self._abort(request, now)
+
+    def on_abort_call(self, request_id: str, now: float) -> list[Action]:
+        """End a request, whichever client's, by the wish of somebody else."""
+        request = self._requests.by_id(request_id)
+        if request is None:
+            return []
+        return self._fail([request], AbortedByCallError("another call aborted the request"), now)
+
+    def expire(self, now: float) -> list[Action]:
+        """End the requests whose callers have given up."""
+        first = self._requests.first_deadline
+        if first is None or first > now:
+            return []
+        return self._fail(self._requests.passed(now), DeadlinePassedError("the request's deadline passed"), now)
+
+    def end_poison(self, request_id: str, now: float) -> list[Action]:
+        """End a request that its workers do not survive."""
+        request = self._requests.by_id(request_id)
+        assert request is not None
+        return self._fail([request], PoisonRequestError("its worker did not survive it, twice"), now)
+
+    def end_unservable(self, waiting: Iterable[Sequence], now: float) -> list[Action]:
+        """End those of these waiting sequences that cannot be served any more, or turn out to have ended before."""
+        outputs = OutputsByClient()
+        for seq in waiting:
+            try:
+                finish = self._check_sequence(seq)
+            except ServiceError as error:
+                self._cell.abort(seq, now)
+                end = RequestEnd.failure(seq, error)
+            else:
+                if finish is None:
+                    continue
+                end = self._cell.finish(seq, finish, now)
+            self._requests.remove_choice(seq.client, seq.handle)
+            outputs.add_end(seq.client, end)
+        return deliver(outputs)
+
+    def take_ends(self, outputs: OutputsByClient) -> None:
+        """Forget the choices that ended with a step."""
+        for client, client_outputs in outputs.by_client.items():
+            for end in client_outputs.ends:
+                self._requests.remove_choice(client, end.handle)
+
+    def _submit(self, client: int, submission: Submission, outputs: OutputsByClient, now: float) -> None:
+        """Check a request and queue its choices; a later attempt takes the place of an earlier one.
+
+        Args:
+            client: Whose it is.
+            submission: The request.
+            outputs: Gets the ends of choices whose output so far shows that they had ended, and of an earlier attempt.
+            now: The time.
+
+        Raises:
+            ServiceError: it cannot be served; nothing has changed.
+        """
+        if self._facts.model is None and submission.attempt == 1:
+            raise NotReadyError("no worker has been attached yet")
+        earlier = self._requests.by_id(submission.request_id)
+        if earlier is not None and not _is_superseded(earlier, client, submission.attempt):
+            raise DuplicateRequestError("a request with this id is in flight", request_id=submission.request_id)
+        if submission.time_left_s is not None and submission.time_left_s <= 0:
+            raise DeadlinePassedError("the request's deadline passed")
+        request = make_request(client, submission, now)
+        finishes = [(seq, self._check_sequence(seq)) for seq in request.choices]
+        self._check_room(request, now)
+        if earlier is not None:
+            self._supersede(earlier, client, outputs, now)
+        request.choices = [seq for seq, finish in finishes if finish is None]
+        if request.choices:
+            self._queue(request, now)
+        for seq, finish in finishes:
+            if finish is not None:
+                num_tokens = seq.num_stored_tokens - seq.num_prompt_tokens
+                outputs.add_end(client, RequestEnd(seq.handle, num_tokens, finish, num_resumes=seq.num_resumes))
+
+    def _supersede(self, earlier: Request, client: int, outputs: OutputsByClient, now: float) -> None:
+        """End an earlier attempt, whose place one of `client` takes; whoever waits for it is told."""
+        error: ServiceError = AbortedByCallError("a later call took the request's place")
+        if earlier.client != client:
+            error = DuplicateRequestError("another client goes on with this request id", request_id=earlier.id)
+        for seq in self._abort(earlier, now):
+            outputs.add_end(seq.client, RequestEnd.failure(seq, error))
+
+    def _queue(self, request: Request, now: float) -> None:
+        self._requests.add(request)
+        for number, seq in enumerate(request.choices):
+            seq.is_leader = not number
+        self._cell.add(request.choices, now)
+
+    def _check_sequence(self, seq: Sequence) -> Finish | None:
+        """Check a waiting sequence against the model; without a model yet, nothing is checked.
+
+        Returns:
+            Why its output so far ends it; None when it goes on.
+
+        Raises:
+            ServiceError: it cannot be served.
+        """
+        model, limits = self._facts.model, self._facts.limits
+        if model is None or limits is None:
+            return None
+        check_sequence(seq, limits)
+        if seq.exact_fingerprint is not None:
+            self._promise_exactness(seq)
+        if seq.num_stored_tokens == seq.num_prompt_tokens:
+            return None
+        return find_finish(seq, frozenset(model.eos_token_ids))
+
+    def _promise_exactness(self, seq: Sequence) -> None:
+        """See that exactness can be had, under the numerics that it was promised under before, if it was.
+
+        Raises:
+            ExactUnavailableError: it cannot.
+        """
+        fingerprint = self._facts.exact_fingerprint
+        if not fingerprint or seq.exact_fingerprint not in ("", fingerprint):
+            raise ExactUnavailableError("the workers cannot give the same bytes whatever happens")
+        seq.exact_fingerprint = fingerprint
+
+    def _check_room(self, request: Request, now: float) -> None:
+        """Refuse a request for which there is no room; one that was admitted before is held to no queue bound.
+
+        Raises:
+            QueueFullError: there is none now.
+            InvalidRequestError: the log-probabilities of its prompt come to more bytes than there may ever be.
+        """
+        num_bytes, max_bytes = request.num_prompt_logprob_bytes, self._policy.max_prompt_logprob_bytes
+        if num_bytes > max_bytes:
+            rule = f"come to {num_bytes} bytes for this prompt, at most {max_bytes} are possible"
+            violation = Violation("sampling.num_prompt_logprobs", "OUT_OF_RANGE", rule)
+            raise InvalidRequestError.from_violations([violation])
+        if request.attempt > 1 or not request.choices:
+            return
+        queue, *others = self._cell.queues
+        num_choices = len(request.choices)
+        queue.check_room(request.choices[0].num_prompt_tokens, now, num_choices=num_choices, others=others)
+        if num_bytes and self._requests.num_prompt_logprob_bytes + num_bytes > max_bytes:
+            raise QueueFullError(
+                "too many log-probabilities of prompts are asked for",
+                retry_delay_s=queue.retry_delay_s(1, now, others),
+                num_bytes=self._requests.num_prompt_logprob_bytes,
+            )
+
+    def _abort(self, request: Request, now: float) -> list[Sequence]:
+        """Forget a request; returns its choices, which had not ended."""
+        choices = self._requests.remove(request)
+        for seq in choices:
+            self._cell.abort(seq, now)
+        return choices
+
+    def _fail(self, requests: Iterable[Request], error: ServiceError, now: float) -> list[Action]:
+        """End each choice of these requests with an error."""
+        outputs = OutputsByClient()
+        for request in requests:
+            for seq in self._abort(request, now):
+                outputs.add_end(seq.client, RequestEnd.failure(seq, error))
+        return deliver(outputs)
+
+
+def _is_superseded(earlier: Request, client: int, attempt: int) -> bool:
+    """Whether an attempt of `client` takes the place of one in flight: a later one does.
+
+    So does any but the first of the same client: direct calls, which are one, do not count beyond their second.
+    """
+    return attempt > earlier.attempt or (attempt > 1 and client == earlier.client)
+
+
+def deliver(outputs: OutputsByClient) -> list[Action]:
+    """Hand outputs to their clients."""
+    return [Deliver(client, client_outputs) for client, client_outputs in outputs.by_client.items()]

@@ -1,0 +1,59 @@
+"""Puts a step together from what it decodes and what it computes of prompts."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.scheduler.core.batch.step import ScheduledBatch, StepKind
+from services.scheduler.core.decode import NO_SLOTS, Decodes
+from services.scheduler.core.prefill import Prefill
+
+
+def assemble(leave_slots: list[int], decodes: Decodes, prefill: Prefill) -> ScheduledBatch:
+    """A step's plan: its rows are the decodes, then the prompts that are complete with it.
+
+    Args:
+        leave_slots: What leaves the worker's batch.
+        decodes: What it decodes, if anything.
+        prefill: What it computes of prompts, if anything.
+    """
+    row_slots, kind, num_tokens = decodes.rows, StepKind.DECODE, len(decodes.rows)
+    partial_slots: list[int] = []
+    if not prefill.is_empty:
+        sent = [*prefill.chunks, *(entering.chunk for entering in prefill.enters)]
+        complete = np.array([chunk.slot for chunk in sent if not chunk.num_later_tokens], np.intp)
+        partial_slots = [chunk.slot for chunk in sent if chunk.num_later_tokens]
+        row_slots = np.concatenate([decodes.rows, complete])
+        kind = StepKind.MIXED if decodes.rows.size else StepKind.PREFILL
+        num_tokens += sum(chunk.num_tokens for chunk in sent)
+    return ScheduledBatch(
+        kind,
+        num_tokens=num_tokens,
+        row_slots=row_slots,
+        decode_slots=decodes.rows,
+        partial_slots=partial_slots,
+        leave_slots=leave_slots,
+        chunks=prefill.chunks,
+        enters=prefill.enters,
+        append_slots=decodes.append_slots,
+        append_block_ids=decodes.append_block_ids,
+        # A step without a decode names none.
+        skips_rows=decodes.skips_rows and kind is not StepKind.PREFILL,
+    )
+
+
+def dummy_batch(kind: StepKind, leave_slots: list[int]) -> ScheduledBatch:
+    """The plan of a step that computes nothing for any sequence."""
+    return ScheduledBatch(
+        kind,
+        num_tokens=0,
+        row_slots=NO_SLOTS,
+        decode_slots=NO_SLOTS,
+        partial_slots=[],
+        leave_slots=leave_slots,
+        chunks=[],
+        enters=[],
+        append_slots=NO_SLOTS,
+        append_block_ids=[],
+        skips_rows=False,
+    )

@@ -1,0 +1,103 @@
+"""Which KV blocks nobody holds, in the order in which they are taken again."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.scheduler.core.batch.cached_prefix import BlockIds
+
+_NOWHERE = -1
+_MIN_WINDOW = 64
+
+
+class FreeBlocks:
+    """Blank blocks, and cached ones, of which the least recently freed is taken first.
+
+    Cached blocks stand in a queue that nothing is taken out of except at its head: a block that is revived leaves its
+    entry behind, and its recorded position tells that the entry is void. Void entries go when the head meets them, or
+    when the queue has reached the end of its memory and is packed; so each block freed costs O(1), and an array
+    operation frees or revives many.
+
+    Invariant: a free cached block's position is that of its newest entry, between head and tail; any other block has
+    none. There are at most as many of them as blocks, and the queue has room for twice as many.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_cached = 0
+        # A stack: taken from its end, the lowest number first.
+        self._blank = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        self.num_blank = num_blocks
+        self._queue = np.zeros(2 * num_blocks, np.int32)
+        self._head = self._tail = 0
+        self._position = np.full(num_blocks, _NOWHERE, np.int32)
+
+    def __len__(self) -> int:
+        return self.num_blank + self.num_cached
+
+    @property
+    def cached(self) -> BlockIds:
+        """The cached blocks, the next one to be taken first."""
+        entries = self._queue[self._head : self._tail]
+        cached: BlockIds = entries[self._position[entries] == np.arange(self._head, self._tail)]
+        return cached
+
+    @property
+    def blank(self) -> BlockIds:
+        """The blank blocks, the next one to be taken last; not to be changed."""
+        return self._blank[: self.num_blank]
+
+    def add_blank(self, blocks: BlockIds) -> None:
+        """Add blocks without content, the next one to be taken last."""
+        self._blank[self.num_blank : self.num_blank + len(blocks)] = blocks
+        self.num_blank += len(blocks)
+
+    def add_cached(self, blocks: BlockIds) -> None:
+        """Add blocks with a content, the least valuable one first."""
+        if self._tail + len(blocks) > len(self._queue):
+            self._pack()
+        end = self._tail + len(blocks)
+        self._queue[self._tail : end] = blocks
+        self._position[blocks] = np.arange(self._tail, end)
+        self._tail = end
+        self.num_cached += len(blocks)
+
+    def revive(self, blocks: BlockIds) -> None:
+        """Take out these cached blocks, whose contents somebody wants."""
+        self._position[blocks] = _NOWHERE
+        self.num_cached -= len(blocks)
+
+    def take_blank(self, num_blocks: int) -> BlockIds:
+        """Take the next blank blocks, of which there are enough."""
+        num_left = self.num_blank - num_blocks
+        blocks = self._blank[num_left : self.num_blank][::-1].copy()
+        self.num_blank = num_left
+        return blocks
+
+    def take_cached(self, num_blocks: int) -> BlockIds:
+        """Take the next cached blocks, of which there are enough."""
+        taken = []
+        while num_blocks:
+            # Twice what is missing, so that void entries are rarely met in vain and each is met about once.
+            end = min(self._head + max(2 * num_blocks, _MIN_WINDOW), self._tail)
+            entries = self._queue[self._head : end]
+            valid = (self._position[entries] == np.arange(self._head, end)).nonzero()[0][:num_blocks]
+            taken.append(entries[valid])
+            num_blocks -= len(valid)
+            self._head = end if num_blocks else self._head + int(valid[-1]) + 1
+        blocks = np.concatenate(taken)
+        self.revive(blocks)
+        return blocks
+
+    def blank_all(self) -> None:
+        """Make all cached blocks blank."""
+        cached = self.cached
+        self.add_blank(cached[::-1])
+        self.revive(cached)
+        self._head = self._tail = 0
+
+    def _pack(self) -> None:
+        """Drop the void entries, so that the queue begins at the start of its memory."""
+        cached = self.cached
+        self._head, self._tail = 0, len(cached)
+        self._queue[: self._tail] = cached
+        self._position[cached] = np.arange(self._tail)

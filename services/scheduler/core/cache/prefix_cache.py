@@ -1,0 +1,308 @@
+"""Which KV block holds which prefix: a tree whose paths are the token sequences that were computed.
+
+It is a radix tree, as in SGLang's RadixAttention (Zheng et al., arXiv:2312.07104, section 3), over whole blocks: a
+node is a run of blocks, not one, so what a prompt costs here hardly depends on its length or on the block size. Tokens
+are compared, never hashed to stand for each other: there is no collision that could lead to a wrong block, and
+children are looked up in dicts whose hash is keyed by the process, so nobody can make look-ups slow either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+
+import numpy as np
+
+from services.scheduler.core.batch.cached_prefix import NO_BLOCKS, BlockIds, CachedPrefix, PrefixCursor, PrefixNode
+
+_NO_BLOCK = -1
+_NO_NODE = -1
+_TOKEN_DTYPE = np.int32
+# A run of more blocks is not made longer, since that copies it; what follows is a node of its own.
+_LONGEST_EXTENDED = 1024
+
+
+class PrefixCache:
+    """Finds blocks by the prefix they were computed under.
+
+    A content stays while a block holds it or a longer one stays: a head that was reused and is computed again leads to
+    the tails that are still there. The newest block of a content is the one that holds it; an older one then holds
+    nothing.
+
+    Invariant: `_node_ids` and `_depths` say for each block which node has it, and as which content of the path.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self._block_size = block_size
+        self._block_bytes = block_size * np.dtype(_TOKEN_DTYPE).itemsize
+        self._node_ids = np.full(num_blocks, _NO_NODE, np.int32)
+        self._depths = np.zeros(num_blocks, np.int32)
+        self._clear()
+
+    def find(self, salt: bytes, tokens: bytearray, *, max_blocks: int) -> CachedPrefix:
+        """Find the longest cached prefix of full blocks.
+
+        Args:
+            salt: Under which the blocks were computed.
+            tokens: Little-endian int32, at least `max_blocks` blocks of it.
+            max_blocks: The most that may be found.
+        """
+        node = self._roots.get(salt)
+        cursor = PrefixCursor(self._era, salt, node)
+        found: list[BlockIds] = []
+        while node is not None:
+            cursor.node, cursor.num_cuts, cursor.depth = node, node.num_cuts, cursor.num_blocks
+            start = cursor.depth * self._block_bytes
+            # The key of what would be behind the end is shorter than any.
+            node = node.children.get(
+                bytes(tokens[start : min(start + self._block_bytes, max_blocks * self._block_bytes)])
+            )
+            if node is None:
+                break
+            num_found = self._num_common(node, tokens, cursor.depth, max_blocks)
+            if node.num_present < node.num_blocks:
+                num_found = _num_before_hole(node.blocks[:num_found])
+            if num_found:
+                found.append(node.blocks[:num_found])
+                cursor.num_blocks += num_found
+            if num_found < node.num_blocks:
+                break
+        blocks = found[0].copy() if len(found) == 1 else np.concatenate(found) if found else NO_BLOCKS
+        return CachedPrefix(self.version, blocks, cursor, cursor.num_blocks * self._block_size)
+
+    def publish(self, cursor: PrefixCursor, block_table: BlockIds, *, tokens: bytearray, num_blocks: int) -> BlockIds:
+        """Advance a cursor to `num_blocks` blocks, none of which holds a content yet; they can be found from here on.
+
+        On a cursor of a past era nothing happens, since what is before it was forgotten.
+
+        Args:
+            cursor: Is changed.
+            block_table: The sequence's blocks, as int32.
+            tokens: What they hold, little-endian int32, at least `num_blocks` blocks of it.
+            num_blocks: More than the cursor has.
+
+        Returns:
+            Blocks that held contents for which there are newer ones now: they hold none any more.
+        """
+        if cursor.era is not self._era:
+            return NO_BLOCKS
+        self.version = object()
+        node, depth = self._resume(cursor)
+        # What was found or published before is not this sequence's to publish again.
+        num_before = cursor.num_blocks
+        displaced: list[BlockIds] = []
+        while depth < num_blocks:
+            child = self._child(node, tokens, depth)
+            if child is None:
+                node = self._append(node, tokens, block_table[:num_blocks], num_before)
+                depth = num_blocks
+                break
+            num_common = self._num_common(child, tokens, depth, num_blocks)
+            if num_common < child.num_blocks and depth + num_common < num_blocks:
+                child = self._split(child, num_common)
+            first = max(num_before - depth, 0)
+            if first < num_common:
+                displaced += self._hold(child, first, block_table[depth + first : depth + num_common])
+            if num_common < child.num_blocks:
+                break
+            node, depth = child, depth + num_common
+        cursor.node, cursor.num_cuts, cursor.depth, cursor.num_blocks = node, node.num_cuts, depth, num_blocks
+        return np.concatenate(displaced) if displaced else NO_BLOCKS
+
+    def holds(self, blocks: BlockIds) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Which of these blocks hold a content."""
+        holds: np.ndarray[tuple[int], np.dtype[np.bool_]] = self._node_ids[blocks] != _NO_NODE
+        return holds
+
+    def forget(self, blocks: BlockIds) -> None:
+        """Take the contents of blocks away: they are reused, or what they hold cannot be trusted."""
+        node_ids = self._node_ids[blocks]
+        self._node_ids[blocks] = _NO_NODE
+        self.version = object()
+        bounds = [0, *((node_ids[1:] != node_ids[:-1]).nonzero()[0] + 1).tolist(), len(blocks)]
+        for start, end in pairwise(bounds):
+            node = self._nodes[node_ids[start]]
+            node.num_present -= end - start
+            if node.num_present or node.children:
+                node.blocks[self._depths[blocks[start:end]] - node.start] = _NO_BLOCK
+            if not node.children:
+                self._prune(node)
+
+    def flush(self) -> BlockIds:
+        """Forget all contents; nothing of what has begun can be found later.
+
+        Returns:
+            The blocks that held one.
+        """
+        blocks = np.flatnonzero(self._node_ids != _NO_NODE).astype(np.int32)
+        self._node_ids[blocks] = _NO_NODE
+        self._clear()
+        return blocks
+
+    def check_integrity(self, cached: Iterable[int], blank: Iterable[int]) -> None:
+        """Assert the class's invariants, and that of the free blocks only the cached ones hold a content.
+
+        Takes O(blocks + nodes).
+        """
+        assert self.holds(np.fromiter(cached, np.int32)).all(), "a cached block without content"
+        assert not self.holds(np.fromiter(blank, np.int32)).any(), "a blank block with content"
+        nodes = list(self._roots.values())
+        assert all(root.key == salt for salt, root in self._roots.items()), "roots"
+        num_present = 0
+        for node in nodes:
+            nodes += node.children.values()
+            num_present += self._check_node(node)
+        assert num_present == np.count_nonzero(self._node_ids != _NO_NODE), "a block whose node is gone"
+        assert sorted([*(node.id for node in nodes), *self._unused_ids]) == list(range(len(self._nodes))), "node ids"
+
+    def _check_node(self, node: PrefixNode) -> int:
+        """Assert a node's invariant; returns how many blocks it has."""
+        blocks = node.blocks[: node.num_blocks]
+        present = blocks[blocks != _NO_BLOCK]
+        assert self._nodes[node.id] is node, "node ids"
+        assert node.num_present == len(present), "blocks of a node"
+        assert node.children or (node.num_blocks and blocks[-1] != _NO_BLOCK), "a node that nothing needs"
+        assert node.parent is None or node.tokens.startswith(node.key), "a node's key"
+        assert len(node.tokens) == len(node.blocks) * self._block_bytes, "a node's tokens"
+        assert (self._node_ids[present] == node.id).all(), "a block's node"
+        assert np.array_equal(self._depths[present], node.start + np.flatnonzero(blocks != _NO_BLOCK)), "depths"
+        for key, child in node.children.items():
+            assert child.key == key, "a child's key"
+            assert child.parent is node, "a child's parent"
+            assert child.start == node.start + node.num_blocks, "where a child begins"
+        return len(present)
+
+    def _clear(self) -> None:
+        # The time until the next flush; what belongs to another one is void.
+        self._era = object()
+        # A new one with each change.
+        self.version = object()
+        self._roots: dict[bytes, PrefixNode] = {}
+        self._nodes: list[PrefixNode] = []
+        self._unused_ids: list[int] = []
+
+    def _resume(self, cursor: PrefixCursor) -> tuple[PrefixNode, int]:
+        """The node at whose end a cursor stands, and its depth; the root when the node is not what it was."""
+        if cursor.node is not None and cursor.node.num_cuts == cursor.num_cuts:
+            return cursor.node, cursor.depth
+        root = self._roots.get(cursor.salt)
+        if root is None:
+            root = self._roots[cursor.salt] = self._add_node(
+                None, cursor.salt, start=0, tokens=b"", blocks=NO_BLOCKS, num_present=0
+            )
+        return root, 0
+
+    def _num_common(self, node: PrefixNode, tokens: bytearray, depth: int, max_blocks: int) -> int:
+        """How many of a node's blocks have the same tokens as a sequence behind its first `depth` blocks."""
+        start = depth * self._block_bytes
+        num_blocks = min(node.num_blocks, max_blocks - depth)
+        if num_blocks == len(node.blocks) and tokens.startswith(node.tokens, start):
+            return num_blocks
+        num_tokens = num_blocks * self._block_size
+        differs = np.frombuffer(node.tokens, _TOKEN_DTYPE, num_tokens) != np.frombuffer(
+            tokens, _TOKEN_DTYPE, num_tokens, start
+        )
+        first = int(differs.argmax())
+        return first // self._block_size if differs[first] else num_blocks
+
+    def _hold(self, node: PrefixNode, first: int, blocks: BlockIds) -> list[BlockIds]:
+        """Let a node have these blocks from its content `first` on; returns those that had been there."""
+        place = node.blocks[first : first + len(blocks)]
+        before = place[place != _NO_BLOCK]
+        self._node_ids[before] = _NO_NODE
+        node.num_present += len(blocks) - len(before)
+        place[:] = blocks
+        self._note_place(blocks, node, node.start + first)
+        return [before] if before.size else []
+
+    def _note_place(self, blocks: BlockIds, node: PrefixNode, start: int) -> None:
+        """Note that these blocks have a node's contents, from content `start` of the path on."""
+        self._node_ids[blocks] = node.id
+        self._depths[blocks] = np.arange(start, start + len(blocks), dtype=np.int32)
+
+    def _split(self, node: PrefixNode, num_blocks: int) -> PrefixNode:
+        """Put a new node with the first `num_blocks` contents of a node before the rest of it; returns the new one.
+
+        What is behind keeps its identity: a cursor at the end of `node` stays where it is.
+        """
+        assert node.parent is not None
+        num_bytes = num_blocks * self._block_bytes
+        blocks = node.blocks[:num_blocks].copy()
+        present = blocks[blocks != _NO_BLOCK]
+        head_tokens = node.tokens[:num_bytes]
+        head = self._add_node(
+            node.parent, node.key, start=node.start, tokens=head_tokens, blocks=blocks, num_present=len(present)
+        )
+        self._node_ids[present] = head.id
+        node.tokens, node.blocks = node.tokens[num_bytes:], node.blocks[num_blocks:].copy()
+        node.num_blocks -= num_blocks
+        node.num_present -= len(present)
+        node.start += num_blocks
+        node.parent, node.key = head, node.tokens[: self._block_bytes]
+        head.children[node.key] = node
+        return head
+
+    def _prune(self, node: PrefixNode | None) -> None:
+        """Drop what nothing needs any more from the end of a node, and then perhaps of its parents."""
+        while node is not None and not node.children and not node.num_present:
+            node.num_cuts += 1
+            self._unused_ids.append(node.id)
+            if node.parent is None:
+                del self._roots[node.key]
+            else:
+                del node.parent.children[node.key]
+            node = node.parent
+        if node is not None and not node.children and node.blocks[node.num_blocks - 1] == _NO_BLOCK:
+            node.num_blocks = int(np.flatnonzero(node.blocks[: node.num_blocks] != _NO_BLOCK)[-1]) + 1
+            node.num_cuts += 1
+            if 2 * node.num_blocks <= len(node.blocks):
+                # Not each time: a long run goes block by block.
+                node.blocks = node.blocks[: node.num_blocks].copy()
+                node.tokens = node.tokens[: node.num_blocks * self._block_bytes]
+
+    def _child(self, node: PrefixNode, tokens: bytearray, depth: int) -> PrefixNode | None:
+        """The child that begins with the block behind a sequence's first `depth` ones."""
+        start = depth * self._block_bytes
+        return node.children.get(bytes(tokens[start : start + self._block_bytes]))
+
+    def _append(self, node: PrefixNode, tokens: bytearray, table: BlockIds, num_before: int) -> PrefixNode:
+        """Put a sequence's contents behind a node: it becomes longer where nothing else follows, or gets a child.
+
+        Returns:
+            The node whose end they are; it has the blocks behind the first `num_before`.
+        """
+        depth = node.start + node.num_blocks
+        new_tokens = bytes(memoryview(tokens)[depth * self._block_bytes : len(table) * self._block_bytes])
+        blocks = table[depth:].copy()
+        num_gap = max(num_before - depth, 0)
+        blocks[:num_gap] = _NO_BLOCK
+        num_present = len(blocks) - num_gap
+        if 0 < node.num_blocks <= _LONGEST_EXTENDED and not node.children:
+            node.tokens = node.tokens[: node.num_blocks * self._block_bytes] + new_tokens
+            node.blocks = np.concatenate([node.blocks[: node.num_blocks], blocks])
+            node.num_blocks = len(node.blocks)
+            node.num_present += num_present
+            node.num_cuts += 1
+        else:
+            key = new_tokens[: self._block_bytes]
+            node = self._add_node(node, key, start=depth, tokens=new_tokens, blocks=blocks, num_present=num_present)
+        self._note_place(blocks[num_gap:], node, depth + num_gap)
+        return node
+
+    def _add_node(
+        self, parent: PrefixNode | None, key: bytes, *, start: int, tokens: bytes, blocks: BlockIds, num_present: int
+    ) -> PrefixNode:
+        node_id = self._unused_ids.pop() if self._unused_ids else len(self._nodes)
+        node = PrefixNode(node_id, parent, key, start, tokens, blocks, len(blocks), num_present)
+        if parent is not None:
+            parent.children[key] = node
+        if node_id == len(self._nodes):
+            self._nodes.append(node)
+        else:
+            self._nodes[node_id] = node
+        return node
+
+
+def _num_before_hole(blocks: BlockIds) -> int:
+    is_hole = blocks == _NO_BLOCK
+    return int(is_hole.argmax()) if is_hole.any() else len(blocks)

@@ -1,0 +1,149 @@
+"""Which running sequences the next step decodes, and the blocks that they open."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from services.scheduler.core.batch.sequence import Sequence, SequenceStatus
+from services.scheduler.core.batch.slot_table import IntColumn, Slots
+from services.scheduler.core.preemption import Preemption
+from services.scheduler.core.running_batch import RunningBatch
+
+# Blocks smaller than this are taken in runs, so that a row is visited once in so many tokens at any block size.
+MIN_TOKENS_PER_VISIT = 16
+
+NO_SLOTS = np.empty(0, np.intp)
+
+
+@dataclass(slots=True)
+class Decodes:
+    """What a step decodes: `rows`, the slots that compute their newest token, in batch order.
+
+    `append_slots` and `append_block_ids` are parallel; `skips_rows` tells that some rows sit the step out.
+    """
+
+    rows: Slots = field(default_factory=lambda: NO_SLOTS)
+    append_slots: Slots = field(default_factory=lambda: NO_SLOTS)
+    append_block_ids: list[int] = field(default_factory=list)
+    skips_rows: bool = False
+
+
+class DecodePlanner:
+    """Gives each row the blocks of the tokens that it computes next; where none is free, somebody gives way.
+
+    Where the worker drafts, nobody knows how many tokens a row has until its steps in flight have returned. A row goes
+    ahead once its blocks hold the most that it may come to, which no step exceeds: the worker drafts no further than
+    the blocks go. As long as blocks are free it gets room for its next drafts as well; for those nobody gives way.
+    """
+
+    def __init__(self, running: RunningBatch, preemption: Preemption) -> None:
+        self._running = running
+        self._slots = running.slots
+        self._blocks = running.blocks
+        self._preemption = preemption
+        self._num_draft_tokens = running.slots.num_draft_tokens
+        self._blocks_per_visit = max(1, MIN_TOKENS_PER_VISIT // running.blocks.block_size)
+        self._opens_single_blocks = self._blocks_per_visit == 1 and not self._num_draft_tokens
+
+    def plan(self, now: float) -> Decodes:
+        """Take the running sequences whose prompts are computed; a row whose block is only coming sits out."""
+        rows = self._running.decode_rows
+        self._slots.flush_full_runs(rows)
+        num_tokens = self._num_tokens_to_hold(rows) if self._num_draft_tokens else self._slots.num_planned[rows]
+        short = rows[num_tokens > self._slots.num_blocks[rows] * self._blocks.block_size]
+        if not short.size:
+            return Decodes(rows)
+        decodes = self._open_blocks(rows, short) if self._opens_single_blocks else self._open_runs(rows, short)
+        return decodes or self._plan_short_of_blocks(now)
+
+    def _num_tokens_to_hold(self, rows: Slots) -> IntColumn:
+        """How many tokens' blocks the rows are to have: of those they may come to, and of the drafts behind them."""
+        with_drafts = self._slots.max_num_planned(rows) + self._num_draft_tokens
+        num_tokens: IntColumn = np.minimum(with_drafts, self._slots.max_num_tokens[rows])
+        return num_tokens
+
+    def _open_blocks(self, rows: Slots, short: Slots) -> Decodes | None:
+        """Give each of the short rows a block; None, and nothing has changed, when too few are free."""
+        blocks = self._blocks.try_take(len(short))
+        if blocks is None:
+            return None
+        sequences = self._slots.sequences
+        for slot, block in zip(short.tolist(), blocks, strict=True):
+            sequences[slot].block_table.append(block)
+        self._slots.num_blocks[short] += 1
+        return Decodes(rows, short, blocks)
+
+    def _open_runs(self, rows: Slots, short: Slots) -> Decodes | None:
+        """Give each of the short rows a run of blocks, as `_open_blocks` does one."""
+        counts = self._num_blocks_in_run(short)
+        blocks = self._blocks.try_take(int(counts.sum()))
+        if blocks is None:
+            return None
+        sequences = self._slots.sequences
+        start = 0
+        for slot, count in zip(short.tolist(), counts.tolist(), strict=True):
+            sequences[slot].block_table.extend(blocks[start : start + count])
+            start += count
+        self._slots.num_blocks[short] += counts
+        return Decodes(rows, np.repeat(short, counts), blocks)
+
+    def _num_blocks_in_run(self, short: Slots) -> IntColumn:
+        """How many blocks each of these rows takes at once: no more than its last token needs."""
+        num_least = -(-self._num_tokens_to_hold(short) // self._blocks.block_size) - self._slots.num_blocks[short]
+        num_last = -(-self._slots.max_num_tokens[short] // self._blocks.block_size) - self._slots.num_blocks[short]
+        counts: IntColumn = np.maximum(num_least, np.minimum(num_last, self._blocks_per_visit))
+        return counts
+
+    def _plan_short_of_blocks(self, now: float) -> Decodes:
+        """The same row by row, each with one block and only where it cannot go ahead without, while there are any.
+
+        One is enough whatever the row's steps in flight bring: the last of them drafts as far as its blocks go, and
+        draws one token behind.
+        """
+        rows = self._running.decode_rows
+        room = self._slots.num_blocks[rows] * self._blocks.block_size
+        opened: list[tuple[int, int]] = []
+        sitting_out: list[int] = []
+        for slot in rows[self._slots.max_num_planned(rows) > room].tolist():
+            seq = self._slots.sequences[slot]
+            if seq is None or seq.is_retiring:
+                # It gave way to a row before it.
+                continue
+            block = self._take_or_preempt(seq, len(sitting_out), now)
+            if block is not None:
+                seq.block_table.append(block)
+                self._slots.num_blocks[slot] += 1
+                opened.append((slot, block))
+            elif seq.status is SequenceStatus.RUNNING:
+                sitting_out.append(slot)
+        rows = self._running.decode_rows
+        # A row that opened a block may have given way to one behind it.
+        running = set(rows.tolist())
+        opened = [(slot, block) for slot, block in opened if slot in running]
+        sitting_out = [slot for slot in sitting_out if slot in running]
+        return Decodes(
+            rows[~np.isin(rows, sitting_out)],
+            np.array([slot for slot, _ in opened], np.intp),
+            [block for _, block in opened],
+            skips_rows=bool(sitting_out),
+        )
+
+    def _take_or_preempt(self, seq: Sequence, num_sitting_out: int, now: float) -> int | None:
+        """A block for a row, preempting running sequences while none is free or coming.
+
+        Returns:
+            None when its block is coming, behind those of `num_sitting_out` others, or it may need none once its steps
+            in flight have returned, or `seq` itself gave way.
+        """
+        while (blocks := self._blocks.try_take(1)) is None:
+            if self._running.num_coming_blocks() > num_sitting_out or self._may_fit(seq):
+                return None
+            if self._preemption.retract(now) is seq:
+                return None
+        return blocks[0]
+
+    def _may_fit(self, seq: Sequence) -> bool:
+        """Whether its blocks hold its next token if its steps in flight bring it as few tokens as they can."""
+        return bool(self._slots.num_planned[seq.slot] <= len(seq.block_table) * self._blocks.block_size)

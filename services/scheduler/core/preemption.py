@@ -1,0 +1,132 @@
+"""Who gives way when blocks or places run out, and what becomes of it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.scheduler.core.admission import NewTokenRatio
+from services.scheduler.core.batch.sequence import Priority, Sequence, SequenceStatus, SequenceType
+from services.scheduler.core.batch.slot_table import Slots
+from services.scheduler.core.batch.step import StepRecord
+from services.scheduler.core.policy import SchedulerCounters, SchedulerPolicy
+from services.scheduler.core.queue.waiting_queue import QueuePolicy, WaitingQueue
+from services.scheduler.core.retraction import pick_victim
+from services.scheduler.core.running_batch import RunningBatch
+
+
+class Preemption:
+    """Takes running sequences' blocks and brings them back to the waiting queue.
+
+    Invariant: `num_parked` counts the sequences that were preempted while a step in flight names them: WAITING, but
+    in no queue, until their last step has returned. What it brings still counts.
+    """
+
+    def __init__(
+        self,
+        policy: SchedulerPolicy,
+        waiting: WaitingQueue,
+        running: RunningBatch,
+        new_token_ratio: NewTokenRatio,
+        counters: SchedulerCounters,
+    ) -> None:
+        self.num_parked = 0
+        self._new_token_ratio = new_token_ratio
+        self._policy = policy
+        self._waiting = waiting
+        self._running = running
+        self._slots = running.slots
+        self._blocks = running.blocks
+        self._counters = counters
+
+    def retract(self, now: float) -> Sequence:
+        """Preempt the running sequence that the retraction policy picks, because blocks ran out; returns it.
+
+        Where classes go first, the policy picks among the lowest: what made way for an urgent one does not take its
+        blocks back by growing.
+        """
+        order = self._least_urgent(now)
+        num_completion_tokens = self._slots.num_tokens - self._slots.num_prompt_tokens
+        victim = pick_victim(self._policy.retraction_policy, order, num_completion_tokens)
+        seq = self._slots.sequence_at(int(order[victim]))
+        self.preempt(seq, now)
+        self._new_token_ratio.on_retraction(*self._running.progress(), len(self._running.order))
+        return seq
+
+    def make_way(self, urgent: Sequence, num_blocks: int, now: float) -> None:
+        """Preempt running sequences of lower classes, the lowest and last first, until `urgent` may enter.
+
+        As few as needed, and none when all of them would not be enough. What waited for too long was promoted to
+        the most urgent class, and is left alone.
+
+        Args:
+            urgent: The next waiting sequence, for which there is no place or not enough blocks.
+            num_blocks: The blocks that it takes from the free ones.
+            now: The time.
+        """
+        num_missing_blocks = num_blocks - self._blocks.num_free_blocks - self._running.num_coming_blocks()
+        num_missing_slots = 1 - self._slots.num_free_slots - len(self._running.retiring())
+        victims: list[Sequence] = []
+        for seq in self._lower_classes(urgent.priority, now):
+            if num_missing_blocks <= 0 and num_missing_slots <= 0:
+                break
+            victims.append(seq)
+            num_missing_blocks -= self._blocks.num_exclusive_blocks(seq)
+            num_missing_slots -= 1
+        if num_missing_blocks <= 0 and num_missing_slots <= 0:
+            for seq in victims:
+                self.preempt(seq, now)
+
+    def preempt(self, seq: Sequence, now: float) -> None:
+        """Take a sequence's blocks; it computes its tokens again, as far as they are not cached.
+
+        With a step in flight it is parked: its blocks come, and it goes to the queue, when the last one returns.
+        """
+        self._running.store(seq)
+        seq.status, seq.type = SequenceStatus.WAITING, SequenceType.PREFILL
+        self._counters.num_preemptions += 1
+        self._running.drop(seq)
+        if seq.is_retiring:
+            self.num_parked += 1
+        else:
+            self._waiting.add(seq, now)
+
+    def take_back(self, record: StepRecord, now: float) -> None:
+        """Free what a returned step was the last to use; parked sequences go to the queue."""
+        if not record.retiring:
+            return
+        parked = [seq for seq in record.retiring if seq.status is SequenceStatus.WAITING]
+        for seq in parked:
+            self._running.store(seq)
+        self._running.give_back(record.retiring)
+        self.num_parked -= len(parked)
+        for seq in parked:
+            self._waiting.add(seq, now)
+
+    def forget_parked(self, seq: Sequence) -> None:
+        """A parked sequence ended: what it holds comes back with its last step, and it goes to no queue."""
+        assert seq.is_retiring
+        self.num_parked -= 1
+
+    def check_integrity(self) -> None:
+        """Assert the class's invariant."""
+        parked = [seq for seq in self._running.retiring() if seq.status is SequenceStatus.WAITING]
+        assert self.num_parked == len(parked), "parked"
+
+    def _least_urgent(self, now: float) -> Slots:
+        """The slots among which the retraction policy picks, in the order of their entry; at least one."""
+        order = self._running.order
+        if self._policy.queue_policy is not QueuePolicy.PRIORITY:
+            return order
+        lower = self._lower_classes(Priority.HIGH, now)
+        if not lower:
+            return order
+        slots = [seq.slot for seq in reversed(lower) if seq.priority == lower[0].priority]
+        return np.array(slots, order.dtype)
+
+    def _lower_classes(self, priority: Priority, now: float) -> list[Sequence]:
+        """Running sequences that give way to one of `priority`, in the order in which they do."""
+        order = self._running.order[::-1]
+        order = order[self._slots.priority[order] > priority]
+        ranked = order[np.argsort(-self._slots.priority[order], kind="stable")]
+        sequences = [self._slots.sequence_at(int(slot)) for slot in ranked]
+        return [seq for seq in sequences if not self._waiting.is_aged(seq, now)]

@@ -1,0 +1,178 @@
+"""Which prompts the next step computes: the waiting queue, and prompts that are computed in chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from services.scheduler.core.admission import AdmissionPolicy, NewTokenRatio
+from services.scheduler.core.batch.cached_prefix import BlockIds, CachedPrefix
+from services.scheduler.core.batch.sequence import TOKEN_BYTES, Sequence, SequenceType
+from services.scheduler.core.batch.step import EnteringSequence, PrefillChunk
+from services.scheduler.core.policy import SchedulerCounters, SchedulerPolicy
+from services.scheduler.core.queue.waiting_queue import WaitingQueue
+from services.scheduler.core.running_batch import RunningBatch
+from services.scheduler.core.step_budget import StepBudget
+from services.scheduler.core.stops import watched_tokens
+from services.scheduler.core.worker_facts import WorkerFacts
+from shared.limits import SamplingParams
+
+
+@dataclass(slots=True)
+class Prefill:
+    """What a step computes of prompts: next chunks first, then sequences that enter. `budget` is what is left."""
+
+    budget: int = 0
+    chunks: list[PrefillChunk] = field(default_factory=list)
+    enters: list[EnteringSequence] = field(default_factory=list)
+    computed_blocks: set[int] = field(default_factory=set)
+    """Full blocks that the step computes; noted only where later sequences may not share them in the same step."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token of a prompt is computed."""
+        return not self.chunks and not self.enters
+
+    def computes_any(self, blocks: BlockIds) -> bool:
+        """Whether one of these blocks is among the noted ones."""
+        return bool(self.computed_blocks) and not self.computed_blocks.isdisjoint(blocks.tolist())
+
+
+class PrefillPlanner:
+    """Takes next chunks of prompts that have begun, and admits waiting sequences.
+
+    A block that a step computes is found by sequences that enter with the same step: a layer writes all keys and
+    values before it attends. With `share_in_step` off such a sequence waits for the next step instead. Either way
+    a common prefix is computed once.
+
+    Nobody is admitted while a part of a prompt is still to be sent, since that takes all of the budget. So the choices
+    of a request, which arrive together, need no order of their own: the first to enter computes the prompt, and those
+    behind it find its full blocks, whoever gives way, ends or fails meanwhile.
+    """
+
+    def __init__(
+        self,
+        policy: SchedulerPolicy,
+        waiting: WaitingQueue,
+        running: RunningBatch,
+        new_token_ratio: NewTokenRatio,
+        facts: WorkerFacts,
+        counters: SchedulerCounters,
+    ) -> None:
+        self._new_token_ratio = new_token_ratio
+        self._policy = policy
+        self._budget = StepBudget.of(policy, facts)
+        self._waiting = waiting
+        self._running = running
+        self._blocks = running.blocks
+        self._slots = running.slots
+        self._facts = facts
+        self._eos_token_ids = frozenset(facts.eos_token_ids)
+        self._counters = counters
+
+    def plan(self, budget: int, now: float, *, may_admit: bool) -> Prefill:
+        """Take the next chunks of prompts that have begun, then admit waiting sequences, within `budget` tokens."""
+        prefill = Prefill(max(budget, 0))
+        for seq in list(self._running.begun):
+            if prefill.budget:
+                self._send_chunk(seq, prefill)
+        # A slot that a step in flight still names is a place that is taken.
+        while may_admit and self._waiting and self._slots.num_free_slots:
+            if not self._try_admit(prefill, now):
+                break
+        return prefill
+
+    def next_waiting(self, now: float) -> tuple[Sequence, int]:
+        """The next waiting sequence, and how many free blocks it would take; there is one."""
+        seq = self._waiting.next(now, self._blocks.num_cached_tokens)
+        return seq, self._blocks.num_blocks_to_take(seq, self._find_prefix(seq))
+
+    def _send_chunk(self, seq: Sequence, prefill: Prefill) -> None:
+        token_bytes = self._take_tokens(seq, min(seq.num_unsent_tokens, prefill.budget), prefill)
+        assert seq.slot is not None
+        if not seq.num_unsent_tokens:
+            self._running.begun.remove(seq)
+            self._slots.is_prefilling[seq.slot] = False
+        prefill.chunks.append(PrefillChunk(seq.slot, token_bytes, seq.num_unsent_tokens))
+
+    def _try_admit(self, prefill: Prefill, now: float) -> bool:
+        """Let the next sequence enter with as many tokens as may be; when it returns False, nothing has changed."""
+        seq = self._waiting.next(now, self._blocks.num_cached_tokens)
+        prefix = self._find_prefix(seq)
+        num_new_tokens = seq.num_stored_tokens - prefix.num_tokens
+        num_tokens = self._num_tokens_to_send(num_new_tokens, prefill.budget)
+        if not num_tokens or prefill.computes_any(prefix.block_ids):
+            return False
+        if not self._growth_fits(seq, prefix) or not self._blocks.try_allocate(seq, prefix):
+            return False
+        self._waiting.take(seq, now)
+        if seq.has_prompt_logprobs and not seq.wants_prompt_logprobs:
+            # Its client has them, or gets them with choice 0.
+            seq.drop_prompt_logprobs()
+        seq.num_unsent_tokens = num_new_tokens
+        token_bytes = self._take_tokens(seq, num_tokens, prefill)
+        slot = self._running.enter(seq, watched_tokens(seq.params, self._eos_token_ids))
+        if seq.num_first_cached_tokens is None:
+            seq.num_first_cached_tokens = prefix.num_tokens
+        self._counters.num_prefix_queried_tokens += seq.num_stored_tokens
+        self._counters.num_prefix_hit_tokens += prefix.num_tokens
+        chunk = PrefillChunk(slot, token_bytes, seq.num_unsent_tokens)
+        prefill.enters.append(self._entering(seq, chunk, prefix.num_tokens))
+        return True
+
+    def _find_prefix(self, seq: Sequence) -> CachedPrefix:
+        """What a waiting sequence shares; all of its prompt is computed where its log-probabilities are asked for."""
+        if seq.wants_prompt_logprobs:
+            return self._blocks.no_prefix(seq)
+        return self._blocks.find_prefix(seq)
+
+    def _entering(self, seq: Sequence, chunk: PrefillChunk, num_cached_tokens: int) -> EnteringSequence:
+        """What the worker needs of a sequence that has just been admitted."""
+        options = seq.params.options
+        needs_all_tokens = self._facts.needs_all_tokens or (options is not None and options.needs_all_tokens)
+        return EnteringSequence(
+            chunk,
+            num_cached_tokens,
+            seq.num_prompt_tokens,
+            seq.block_table[:],
+            seq.params,
+            seq.choice,
+            stop_token_ids=self._stop_token_ids(seq.params) if options is not None and options.min_tokens else (),
+            cached_token_bytes=bytes(seq.token_bytes[: num_cached_tokens * TOKEN_BYTES]) if needs_all_tokens else b"",
+            max_num_tokens=seq.max_num_tokens,
+        )
+
+    def _stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        eos_token_ids = frozenset() if params.ignore_eos else self._eos_token_ids
+        return tuple(sorted(eos_token_ids.union(params.stop_token_ids)))
+
+    def _growth_fits(self, seq: Sequence, prefix: CachedPrefix) -> bool:
+        """Whether the admission policy expects that all that run, and `seq`, can go on without a retraction."""
+        if self._policy.admission_policy is AdmissionPolicy.PLAIN or not self._running.order.size:
+            return True
+        num_tokens, max_num_tokens = self._running.progress()
+        return self._new_token_ratio.fits(
+            num_free_tokens=self._blocks.num_free_blocks * self._blocks.block_size,
+            num_needed_tokens=self._blocks.num_blocks_to_take(seq, prefix) * self._blocks.block_size,
+            num_remaining_tokens=max_num_tokens - num_tokens + seq.max_num_tokens - seq.num_stored_tokens,
+        )
+
+    def _num_tokens_to_send(self, num_new_tokens: int, budget: int) -> int:
+        """How many of a waiting sequence's new tokens go with this step; 0 when it waits for another one."""
+        if num_new_tokens <= budget:
+            return num_new_tokens
+        fits_no_step = num_new_tokens > self._budget.max_prompt_tokens
+        may_chunk = self._policy.enable_chunked_prefill and (fits_no_step or self._budget.mixes)
+        return budget if may_chunk else 0
+
+    def _take_tokens(self, seq: Sequence, num_tokens: int, prefill: Prefill) -> bytes:
+        """The next unsent tokens, which now count as sent; full blocks can be found from here on."""
+        start = seq.num_stored_tokens - seq.num_unsent_tokens
+        end = start + num_tokens
+        seq.num_unsent_tokens -= num_tokens
+        prefill.budget -= num_tokens
+        self._blocks.publish(seq, end)
+        if not self._policy.share_in_step:
+            block_size = self._blocks.block_size
+            prefill.computed_blocks.update(seq.block_table[start // block_size : end // block_size])
+        seq.type = SequenceType.PREFILL if seq.num_unsent_tokens else SequenceType.DECODE
+        return bytes(memoryview(seq.token_bytes)[start * TOKEN_BYTES : end * TOKEN_BYTES])

@@ -1,0 +1,216 @@
+"""In which order waiting sequences come, as long as none of them has aged: one class for each queue policy.
+
+No operation costs more than O(log n) amortised, so that a step costs the same however many wait.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Protocol
+
+from services.scheduler.core.batch.sequence import Priority, Sequence
+
+# Sequences that LONGEST_PREFIX chooses among. SGLang, which ranks all that wait, stops ranking above 128.
+WINDOW = 64
+
+# So many more than half of a queue may have been removed before it is made anew.
+_MIN_LEFT = 64
+
+Key = tuple[float, ...]
+"""What a queue is sorted by; no two sequences in it have the same."""
+
+NumCachedTokens = Callable[[Sequence], int]
+"""How many tokens of a waiting sequence the prefix cache holds."""
+
+_by_key: Callable[[tuple[Key, Sequence]], Key] = itemgetter(0)
+
+
+class SortedQueue:
+    """Sequences by a key, the smallest first; any of them can be removed.
+
+    Most come in the order of their keys, and stand in a run that costs O(1) however long it is; the others stand in
+    a heap beside it. Who was removed stays in either until it comes to the front, or until half of all are such.
+
+    Invariant: `_keys` are the sequences in it; each stands in `_run`, which is sorted, or in `_heap`, with its key.
+    """
+
+    def __init__(self) -> None:
+        self._keys: dict[Sequence, Key] = {}
+        self._run: deque[tuple[Key, Sequence]] = deque()
+        self._heap: list[tuple[Key, Sequence]] = []
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __contains__(self, seq: Sequence) -> bool:
+        return seq in self._keys
+
+    @property
+    def top(self) -> tuple[Key, Sequence]:
+        """The smallest key and its sequence; there is one."""
+        run, heap = self._run, self._heap
+        while run and not self._is_in(run[0]):
+            run.popleft()
+        while heap and not self._is_in(heap[0]):
+            heapq.heappop(heap)
+        return heap[0] if heap and (not run or heap[0] < run[0]) else run[0]
+
+    def push(self, key: Key, seq: Sequence) -> None:
+        """Put a sequence in."""
+        self._keys[seq] = key
+        if not self._run or self._run[-1][0] < key:
+            self._run.append((key, seq))
+        else:
+            heapq.heappush(self._heap, (key, seq))
+
+    def pop(self) -> tuple[Key, Sequence]:
+        """Take the top out; there is one."""
+        key, seq = self.top
+        self.remove(seq)
+        return key, seq
+
+    def remove(self, seq: Sequence) -> None:
+        """Take one out, wherever it is."""
+        del self._keys[seq]
+        if len(self._run) + len(self._heap) > 2 * len(self._keys) + _MIN_LEFT:
+            self._run = deque(filter(self._is_in, self._run))
+            self._heap = list(filter(self._is_in, self._heap))
+            heapq.heapify(self._heap)
+
+    def _is_in(self, item: tuple[Key, Sequence]) -> bool:
+        # A sequence that left and came back has another key.
+        return self._keys.get(item[1]) is item[0]
+
+
+class QueueOrder(Protocol):
+    """Who comes next by a policy. Keys are arrivals, the earliest smallest, and begin with the arrive time."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def oldest(self) -> tuple[Key, Sequence]:
+        """The one that arrived first, with its arrival; there is one."""
+
+    def push(self, key: Key, seq: Sequence) -> None:
+        """Put a sequence in its place."""
+
+    def remove(self, seq: Sequence) -> None:
+        """Take one out, wherever it is."""
+
+    def first(self, now: float, num_cached_tokens: NumCachedTokens) -> Sequence:
+        """The one that comes next; there is one."""
+
+
+class ArrivalOrder(SortedQueue):
+    """First come, first served."""
+
+    @property
+    def oldest(self) -> tuple[Key, Sequence]:
+        """See `QueueOrder`."""
+        return self.top
+
+    def first(self, now: float, num_cached_tokens: NumCachedTokens) -> Sequence:  # noqa: ARG002
+        """See `QueueOrder`."""
+        return self.top[1]
+
+
+class PriorityOrder:
+    """The most urgent class first, each by arrival."""
+
+    def __init__(self) -> None:
+        self._classes = {priority: SortedQueue() for priority in sorted(Priority)}
+
+    def __len__(self) -> int:
+        return sum(len(queue) for queue in self._classes.values())
+
+    @property
+    def oldest(self) -> tuple[Key, Sequence]:
+        """See `QueueOrder`."""
+        return min(queue.top for queue in self._classes.values() if queue)
+
+    def push(self, key: Key, seq: Sequence) -> None:
+        """See `QueueOrder`."""
+        self._classes[seq.priority].push(key, seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """See `QueueOrder`."""
+        self._classes[seq.priority].remove(seq)
+
+    def first(self, now: float, num_cached_tokens: NumCachedTokens) -> Sequence:  # noqa: ARG002
+        """See `QueueOrder`."""
+        return next(queue.top[1] for queue in self._classes.values() if queue)
+
+
+class PrefixOrder:
+    """Among those that arrived first, the one with the longest cached prefix; several by arrival.
+
+    The window is ranked at most once for each `now`, so that the admissions of a step share a ranking, as SGLang's
+    do. Who was chosen stays chosen until it leaves: one for which there is no room is asked for again at the next
+    step, and a ranking that changes with every block must not put it off for ever newer ones.
+
+    Invariant: `_window` is sorted, and all of it arrived before all of `_later`. `_ranking` holds sequences that
+    wait, the choice aside, the best one last.
+    """
+
+    def __init__(self, window: int = WINDOW) -> None:
+        self._size = window
+        self._window: list[tuple[Key, Sequence]] = []
+        self._keys: dict[Sequence, Key] = {}
+        self._later = SortedQueue()
+        self._ranking: list[Sequence] = []
+        self._ranked_at: float | None = None
+        self._choice: Sequence | None = None
+
+    def __len__(self) -> int:
+        return len(self._window) + len(self._later)
+
+    @property
+    def oldest(self) -> tuple[Key, Sequence]:
+        """See `QueueOrder`."""
+        return self._window[0] if self._window else self._later.top
+
+    def push(self, key: Key, seq: Sequence) -> None:
+        """See `QueueOrder`."""
+        if not self._window or key > self._window[-1][0]:
+            self._later.push(key, seq)
+            return
+        self._enter_window(key, seq)
+        if len(self._window) > self._size:
+            last_key, last = self._window.pop()
+            del self._keys[last]
+            self._later.push(last_key, last)
+
+    def remove(self, seq: Sequence) -> None:
+        """See `QueueOrder`."""
+        key = self._keys.pop(seq, None)
+        if key is None:
+            self._later.remove(seq)
+        else:
+            del self._window[bisect_left(self._window, key, key=_by_key)]
+        if seq is self._choice:
+            self._choice = None
+        elif seq in self._ranking:
+            self._ranking.remove(seq)
+
+    def first(self, now: float, num_cached_tokens: NumCachedTokens) -> Sequence:
+        """See `QueueOrder`."""
+        if self._choice is None:
+            if now != self._ranked_at or not self._ranking:
+                self._rank(num_cached_tokens)
+                self._ranked_at = now
+            self._choice = self._ranking.pop()
+        return self._choice
+
+    def _rank(self, num_cached_tokens: NumCachedTokens) -> None:
+        while self._later and len(self._window) < self._size:
+            self._enter_window(*self._later.pop())
+        # The sort is stable: of equals, who arrived first stays last.
+        self._ranking = sorted((seq for _, seq in reversed(self._window)), key=num_cached_tokens)
+
+    def _enter_window(self, key: Key, seq: Sequence) -> None:
+        self._keys[seq] = key
+        insort(self._window, (key, seq), key=_by_key)

@@ -1,0 +1,74 @@
+"""Whether a worker's result can be an answer to its step: what a worker got wrong must not reach anybody."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.scheduler.core.batch.logprobs import Logprobs
+from services.scheduler.core.batch.slot_table import IntColumn, SlotTable
+from services.scheduler.core.batch.step import StepRecord, StepResult
+from shared.limits import TOKEN_DTYPE
+
+
+def find_nonsense(result: StepResult, record: StepRecord, slots: SlotTable, logits_width: int) -> str | None:
+    """Why a result cannot be an answer to its step; None when it can. Whether counts fit the rows is not looked at.
+
+    Args:
+        result: What a worker sent.
+        record: The step of that number.
+        slots: What is known before the result.
+        logits_width: That of the model.
+    """
+    num_rows, num_tokens = len(record.row_slots), len(result.token_ids)
+    if num_tokens != num_rows and result.counts is None:
+        return f"{num_tokens} tokens for {num_rows} rows"
+    # As unsigned numbers, negative ones are too large as well.
+    if num_tokens and result.token_ids.view(np.uint32).max() >= logits_width:
+        return "a token id is out of range"
+    for bad_rows in (result.not_finite_rows, result.failed_grammar_rows):
+        if bad_rows.size and not 0 <= int(bad_rows.min()) <= int(bad_rows.max()) < num_rows:
+            return "a row number is out of range"
+    if result.num_draft_tokens > num_rows * slots.num_draft_tokens:
+        return f"{result.num_draft_tokens} drafts for {num_rows} rows"
+    nonsense = None
+    if result.logprobs is not None:
+        nonsense = _find_bad_logprobs(result.logprobs, result.token_ids, logits_width)
+    if nonsense is None and result.prompt_logprobs:
+        nonsense = _find_bad_prompt_logprobs(result, record, slots, logits_width)
+    return nonsense
+
+
+def _find_bad_logprobs(logprobs: Logprobs, token_ids: IntColumn, logits_width: int) -> str | None:
+    fault = logprobs.find_fault(len(token_ids), logits_width)
+    if fault is None and (logprobs.own_token_ids() != token_ids[logprobs.indexes]).any():
+        return "log-probabilities of another token"
+    return fault
+
+
+def _find_bad_prompt_logprobs(
+    result: StepResult, record: StepRecord, slots: SlotTable, logits_width: int
+) -> str | None:
+    prompts = {*record.partial_slots, *record.row_slots.tolist()}
+    for slot, logprobs in result.prompt_logprobs:
+        if slot not in prompts:
+            return "log-probabilities of a prompt that the step does not compute"
+        prompts.remove(slot)
+        seq = slots.sequence_at(slot)
+        if not seq.has_prompt_logprobs:
+            return "log-probabilities of a prompt that nobody asked for"
+        fault = logprobs.find_fault(seq.num_prompt_tokens, logits_width)
+        if fault is None and logprobs.indexes.size:
+            # Of a request that has ended nobody counts what was told.
+            last_told = seq.last_prompt_logprob if slots.live[slot] else seq.num_prompt_tokens
+            fault = _find_bad_positions(logprobs, np.frombuffer(seq.token_bytes, TOKEN_DTYPE), last_told)
+        if fault is not None:
+            return fault
+    return None
+
+
+def _find_bad_positions(logprobs: Logprobs, token_ids: IntColumn, last_told: int) -> str | None:
+    """Why positions cannot be the next ones of a prompt, behind the last that was told, or some told before."""
+    indexes = logprobs.indexes
+    if not 1 <= indexes[0] <= last_told + 1 or indexes[-1] - indexes[0] + 1 != len(indexes):
+        return "log-probabilities leave out a position of a prompt"
+    return "log-probabilities of another token" if (logprobs.own_token_ids() != token_ids[indexes]).any() else None

@@ -1,0 +1,201 @@
+"""What a step's result brings: tokens, beginnings, ends and log-probabilities, for whom it may concern."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from services.scheduler.core.batch.row_tokens import RowTokens
+from services.scheduler.core.batch.sequence import Sequence, SequenceStatus
+from services.scheduler.core.batch.slot_table import IntColumn, Slots
+from services.scheduler.core.batch.step import OutputsByClient, RequestStart, StepKind, StepRecord, StepResult
+from services.scheduler.core.endings import Endings
+from services.scheduler.core.policy import SchedulerCounters
+from services.scheduler.core.preemption import Preemption
+from services.scheduler.core.result_check import find_nonsense
+from services.scheduler.core.running_batch import RunningBatch
+from services.scheduler.core.step_deadline import StepDeadline
+from shared.errors import InvalidRequestError, NumericError, ServiceError, Violation
+
+_Mask = npt.NDArray[np.bool_]
+
+
+class ResultTaker:
+    """Takes in the results of one epoch's steps, in order.
+
+    A result is read by its step's record, never by a slot's present tenant. `last_prefill_latency` is in seconds, from
+    when the last step with a prefill was sent; 0 before the first.
+    """
+
+    def __init__(
+        self,
+        running: RunningBatch,
+        preemption: Preemption,
+        step_deadline: StepDeadline,
+        *,
+        endings: Endings,
+        counters: SchedulerCounters,
+    ) -> None:
+        self.last_prefill_latency = 0.0
+        self._running = running
+        self._slots = running.slots
+        self._preemption = preemption
+        self._step_deadline = step_deadline
+        self._endings = endings
+        self._counters = counters
+
+    def find_nonsense(self, result: StepResult, logits_width: int) -> str | None:
+        """Why a result cannot be an answer to the oldest step in flight; None when it can."""
+        record = self._running.in_flight[0] if self._running.in_flight else None
+        if record is None or result.step_id != record.step_id:
+            return f"result of step {result.step_id}, which is not the next"
+        nonsense = find_nonsense(result, record, self._slots, logits_width)
+        if nonsense is None and (result.counts is not None or self._slots.num_draft_tokens):
+            nonsense = self._rows(record, result).find_bad_counts(self._slots, result.not_finite_rows)
+        return nonsense
+
+    def take(self, result: StepResult, now: float) -> OutputsByClient:
+        """Take in the tokens of the oldest step in flight, and end what stops with them.
+
+        Args:
+            result: That of the oldest step in flight: a token a row of the record, in its order, or several where the
+                worker drafts. Rows that are not finite fail with NumericError, those whose grammar failed with
+                InvalidRequestError after the tokens that came before, unless these bring a stop.
+            now: The time.
+
+        Returns:
+            What each client that is concerned is told.
+        """
+        self._step_deadline.on_result(now)
+        record = self._running.pop_record()
+        outputs = OutputsByClient()
+        if result.prompt_logprobs:
+            self._tell_prompt_logprobs(result, outputs)
+        rows = self._rows(record, result)
+        failed: list[Sequence] = []
+        if self._slots.num_ended or result.not_finite_rows.size or result.failed_grammar_rows.size:
+            is_usable = self._slots.live[rows.slots]
+            self._fail_not_finite(record, result.not_finite_rows, is_usable, outputs, now)
+            if result.failed_grammar_rows.size:
+                rows, failed = self._cut_failed(rows, np.unique(result.failed_grammar_rows), is_usable)
+            rows = rows.of_rows(is_usable)
+        slots = rows.slots
+        positions = self._slots.num_tokens[slots]
+        constants = self._slots.constants(slots)
+        first_indexes = positions - constants.num_prompt_tokens
+        if record.kind is not StepKind.DECODE:
+            self.last_prefill_latency = now - record.sent_at
+            self._start(slots[first_indexes == 0], outputs, now)
+        if result.num_draft_tokens:
+            self._counters.num_draft_tokens += result.num_draft_tokens
+            self._counters.num_accepted_tokens += result.num_accepted_tokens
+        if result.num_replayed_tokens:
+            self._counters.num_replayed_tokens += result.num_replayed_tokens
+            self._counters.num_replay_mismatches += result.num_replay_mismatches
+        if rows.counts is None:
+            self._take_tokens(rows, positions, outputs, now)
+        else:
+            rows = self._take_runs(rows, positions, outputs, now)
+        outputs.add_rows(constants, first_indexes, rows)
+        for seq in failed:
+            # A stop in the tokens before the failure came first.
+            if seq.finish is None:
+                self._endings.fail(seq, _grammar_failure(), outputs, now)
+        for seq in record.retiring:
+            # It got no row after this step's because this one brings its last token.
+            if seq.status is SequenceStatus.RUNNING:
+                self._endings.end_if_stopped(seq, outputs, now)
+        self._preemption.take_back(record, now)
+        return outputs
+
+    def _rows(self, record: StepRecord, result: StepResult) -> RowTokens:
+        """What a result brings to the rows of a step; where the worker drafts, there are counts."""
+        counts = result.counts
+        if counts is None and self._slots.num_draft_tokens:
+            counts = np.ones(len(record.row_slots), np.int32)
+        return RowTokens(record.row_slots, result.token_ids, counts, result.logprobs)
+
+    def _take_tokens(self, rows: RowTokens, positions: IntColumn, outputs: OutputsByClient, now: float) -> None:
+        """Take in a token a row, and end what stops with it."""
+        self._slots.append(rows.slots, positions, rows.token_ids)
+        for row in self._slots.find_watched(rows.slots, rows.token_ids).tolist():
+            self._endings.end_if_stopped(self._slots.sequence_at(int(rows.slots[row])), outputs, now)
+
+    def _take_runs(self, rows: RowTokens, positions: IntColumn, outputs: OutputsByClient, now: float) -> RowTokens:
+        """Take in the rows' tokens, several of each, and end what stops within them.
+
+        Returns:
+            The rows without the tokens that stand behind a stop: those count for nothing.
+        """
+        slots, counts = rows.slots, rows.counts
+        assert counts is not None
+        row_numbers, token_positions = rows.places(positions)
+        token_slots = slots[row_numbers]
+        self._slots.append_runs(slots, counts, token_positions, rows.token_ids)
+        kept = counts.copy()
+        is_last = token_positions == self._slots.max_num_tokens[token_slots] - 1
+        for index in self._slots.find_watched(token_slots, rows.token_ids, is_last).tolist():
+            slot = int(token_slots[index])
+            num_tokens = int(token_positions[index]) + 1
+            # Who has stopped before, within the same run, lives no more.
+            if self._slots.live[slot] and self._endings.ends_at(
+                self._slots.sequence_at(slot), num_tokens, outputs, now
+            ):
+                kept[row_numbers[index]] = num_tokens - positions[row_numbers[index]]
+        self._running.retire_complete(slots, self._slots.num_planned[slots])
+        return rows.cut(kept)
+
+    def _start(self, slots: Slots, outputs: OutputsByClient, now: float) -> None:
+        """Note that these rows have got their first token."""
+        for slot in slots.tolist():
+            seq = self._slots.sequence_at(slot)
+            seq.first_token_time = now
+            assert seq.num_first_cached_tokens is not None
+            outputs.add_start(seq.client, RequestStart(seq.handle, seq.num_first_cached_tokens))
+
+    def _cut_failed(
+        self, rows: RowTokens, failed_rows: IntColumn, is_usable: _Mask
+    ) -> tuple[RowTokens, list[Sequence]]:
+        """Leave out the tokens that mean nothing because a grammar failed; a row without any other is not usable.
+
+        Returns:
+            The rows, and the sequences that fail after what is left of theirs, unless that brings a stop.
+        """
+        failed = [self._slots.sequence_at(slot) for slot in rows.slots[failed_rows[is_usable[failed_rows]]].tolist()]
+        rows = rows.without_last(failed_rows)
+        assert rows.counts is not None
+        is_usable &= rows.counts > 0
+        return rows, failed
+
+    def _tell_prompt_logprobs(self, result: StepResult, outputs: OutputsByClient) -> None:
+        """Tell what is new of prompts: one that is computed again repeats nothing."""
+        for slot, logprobs in result.prompt_logprobs:
+            seq = self._slots.sequence_at(slot)
+            news = logprobs.behind(seq.last_prompt_logprob)
+            if news is not None and self._slots.live[slot]:
+                seq.last_prompt_logprob = int(news.indexes[-1])
+                outputs.add_prompt_logprobs(seq.client, seq.handle, news)
+
+    def _fail_not_finite(
+        self,
+        record: StepRecord,
+        rows: IntColumn,
+        is_usable: _Mask,
+        outputs: OutputsByClient,
+        now: float,
+    ) -> None:
+        """End the requests of these rows, as far as they live; their KV is found by nobody, their tokens count not.
+
+        That of a request which has ended meanwhile, by its client's wish for instance, is as bad.
+        """
+        for row in np.unique(rows).tolist():
+            seq = self._slots.sequence_at(int(record.row_slots[row]))
+            self._running.blocks.hide(seq)
+            if is_usable[row]:
+                is_usable[row] = False
+                self._endings.fail(seq, NumericError("the model's logits were not finite"), outputs, now)
+
+
+def _grammar_failure() -> ServiceError:
+    rule = "it cannot be followed any further within the limits of this server"
+    return InvalidRequestError.from_violations([Violation("structured_output", "GRAMMAR_TOO_COMPLEX", rule)])

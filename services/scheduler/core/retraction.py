@@ -1,0 +1,37 @@
+"""Who gives back its blocks when a decode finds none free."""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+
+from services.scheduler.core.batch.slot_table import IntColumn, Slots
+
+
+class RetractionPolicy(enum.Enum):
+    """Whose work is lost: that of the last to enter, as in ATOM, or of the one that has generated least.
+
+    Source of the second: SGLang, `ScheduleBatch.retract_decode` (srt/managers/schedule_batch.py); of equals it takes
+    the one with the longest prompt, here it is the last to enter.
+    """
+
+    LAST_IN = "last_in"
+    FEWEST_OUTPUT_TOKENS = "fewest_output_tokens"
+
+
+def pick_victim(policy: RetractionPolicy, order: Slots, num_completion_tokens: IntColumn) -> int:
+    """The one running sequence to preempt next; ask again when its blocks are not enough.
+
+    Args:
+        policy: How to choose.
+        order: [num_running], slots in the order of their entry; at least one.
+        num_completion_tokens: [num_slots], what the sequence in each slot has generated.
+
+    Returns:
+        The index into `order` of the victim; of equals, that of the last to enter.
+    """
+    last = len(order) - 1
+    if policy is RetractionPolicy.LAST_IN:
+        return last
+    return last - int(np.argmin(num_completion_tokens[order][::-1]))

@@ -1,0 +1,198 @@
+"""Who holds slots and KV blocks, in the worker's batch order, and which steps in flight still name them."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from services.scheduler.core.batch.sequence import Sequence, SequenceStatus
+from services.scheduler.core.batch.slot_table import IntColumn, Slots, SlotTable
+from services.scheduler.core.batch.step import ScheduledBatch, StepPace, StepRecord
+from services.scheduler.core.cache.block_manager import BlockManager
+
+
+class RunningBatch:
+    """The sequences that run, and those that only wait for their last step in flight to return.
+
+    Invariant: `order` names the sequences that run, in the order of their entry, which is the worker's batch order:
+    what leaves it leaves the worker with the next step; `begun` are those of them whose prompt is not sent
+    completely. A sequence that left gives its slot and its blocks back when no step in flight names it any more;
+    until then it is retiring.
+    """
+
+    def __init__(self, num_slots: int, blocks: BlockManager, num_draft_tokens: int = 0) -> None:
+        self.blocks = blocks
+        self.slots = SlotTable(num_slots, num_draft_tokens)
+        self._order: Slots = np.empty(0, np.intp)
+        self._has_gaps = False
+        self._entered: list[int] = []
+        self.begun: list[Sequence] = []
+        self.in_flight: deque[StepRecord] = deque()
+        self._num_slots = num_slots
+        self._leave_slots: list[int] = []
+        self._last_step_id = 0
+        self.last_returned_step_id = 0
+
+    @property
+    def order(self) -> Slots:
+        """The slots of the running sequences, in batch order: [num_running]."""
+        if self._entered or self._has_gaps:
+            self._settle_order()
+        return self._order
+
+    @property
+    def decode_rows(self) -> Slots:
+        """The running sequences whose tokens are all computed or on their way to be, in batch order."""
+        return self.order[~self.slots.is_prefilling[self.order]] if self.begun else self.order
+
+    def sequences(self) -> list[Sequence]:
+        """The running sequences, in batch order."""
+        return [self.slots.sequence_at(int(slot)) for slot in self.order]
+
+    def progress(self) -> tuple[int, int]:
+        """Completion tokens that the running sequences have, and the most that they may have."""
+        num_prompt_tokens = self.slots.num_prompt_tokens[self.order]
+        num_tokens = self.slots.num_tokens[self.order] - num_prompt_tokens
+        max_num_tokens = self.slots.max_num_tokens[self.order] - num_prompt_tokens
+        return int(num_tokens.sum()), int(max_num_tokens.sum())
+
+    def enter(self, seq: Sequence, watched_tokens: list[int]) -> int:
+        """Give an admitted sequence a slot, behind all others; returns the slot."""
+        if self._has_gaps:
+            # The slot that is taken may be one that was left: it must have left the order before.
+            self._settle_order()
+        slot = self.slots.take(seq, watched_tokens)
+        self._entered.append(slot)
+        if seq.num_unsent_tokens:
+            self.begun.append(seq)
+        seq.status = SequenceStatus.RUNNING
+        return slot
+
+    def drop(self, seq: Sequence) -> None:
+        """Take a sequence out; what it holds comes back now, or when its last step in flight returns."""
+        assert seq.slot is not None
+        self.slots.runs[seq.slot] = False
+        self._has_gaps = True
+        self._leave_slots.append(seq.slot)
+        if seq.num_unsent_tokens:
+            self.begun.remove(seq)
+        record = self._last_record_of(seq)
+        if record is None:
+            self.give_back([seq])
+        else:
+            seq.is_retiring = True
+            record.retiring.append(seq)
+
+    def give_back(self, sequences: list[Sequence]) -> None:
+        """Free the blocks and the slots of sequences that no step in flight names."""
+        self.blocks.free(sequences)
+        for seq in sequences:
+            seq.is_retiring = False
+            self.slots.release(seq)
+
+    def store(self, seq: Sequence) -> None:
+        """Store a sequence's newest tokens, and publish the blocks of those that are computed or on their way to be."""
+        self.slots.flush(seq)
+        # The newest token of a sequence that generates is computed by its next step. Nothing before it is written
+        # again: drafts that were not accepted, and rows that turn out to be wasted, write from there on.
+        num_not_sent = seq.num_unsent_tokens or 1
+        self.blocks.publish(seq, seq.num_stored_tokens - num_not_sent)
+
+    def send(self, batch: ScheduledBatch, now: float, pace: StepPace | None = None) -> int:
+        """Note that a step is in flight; returns its id. `pace` is that of the batch when absent."""
+        self._last_step_id += 1
+        kind, num_tokens = (batch.kind, batch.num_tokens) if pace is None else pace
+        num_planned = self.slots.num_planned[batch.row_slots] + 1
+        self.slots.num_planned[batch.row_slots] = num_planned
+        self.in_flight.append(
+            StepRecord(self._last_step_id, kind, num_tokens, batch.row_slots, batch.partial_slots, now)
+        )
+        self.retire_complete(batch.row_slots, num_planned)
+        return self._last_step_id
+
+    def retire_complete(self, slots: Slots, num_planned: IntColumn) -> None:
+        """Take out whom the steps in flight bring to the last token in any case: they get no further row.
+
+        Args:
+            slots: [num_rows], of sequences that run or did so.
+            num_planned: [num_rows], the least tokens that they come to.
+        """
+        for slot in slots[num_planned >= self.slots.constants(slots).max_num_tokens].tolist():
+            if self.slots.runs[slot]:
+                self.drop(self.slots.sequence_at(slot))
+
+    def pop_record(self) -> StepRecord:
+        """The oldest step in flight, which has returned."""
+        record = self.in_flight.popleft()
+        self.last_returned_step_id = record.step_id
+        return record
+
+    def take_leave_slots(self) -> list[int]:
+        """The slots that leave the worker's batch with the next step."""
+        leave_slots, self._leave_slots = self._leave_slots, []
+        return leave_slots
+
+    def sequences_in(self, record: StepRecord) -> list[Sequence]:
+        """The sequences of a step in flight, in the order of its rows; those that ended meanwhile too."""
+        return [self.slots.sequence_at(slot) for slot in (*record.row_slots.tolist(), *record.partial_slots)]
+
+    def in_flight_ids(self) -> list[str]:
+        """The ids of the requests that have not ended and stand in a step in flight, each once, by their rows."""
+        sequences = [seq for record in self.in_flight for seq in self.sequences_in(record)]
+        return list(dict.fromkeys(seq.id for seq in sequences if seq.leave_time is None))
+
+    def void(self) -> list[Sequence]:
+        """Take back the sequences that have not ended, with the tokens they have: the steps in flight are lost.
+
+        The batch and its blocks must not be used any more.
+        """
+        unfinished = [
+            seq
+            for seq in [*self.sequences(), *self.retiring()]
+            if seq.status in (SequenceStatus.WAITING, SequenceStatus.RUNNING)
+        ]
+        for seq in unfinished:
+            self.slots.flush(seq)
+            seq.leave_worker()
+        return unfinished
+
+    def retiring(self) -> list[Sequence]:
+        """Sequences whose slots and blocks come when the steps in flight return."""
+        return [seq for record in self.in_flight for seq in record.retiring]
+
+    def num_coming_blocks(self) -> int:
+        """Blocks that become free when the steps in flight return."""
+        return sum(self.blocks.num_exclusive_blocks(seq) for seq in self.retiring())
+
+    def check_integrity(self) -> None:
+        """Assert that slots, records and blocks agree."""
+        running = self.sequences()
+        retiring = self.retiring()
+        assert self.begun == [seq for seq in running if seq.num_unsent_tokens], "begun prompts"
+        assert all(seq.status is SequenceStatus.RUNNING and not seq.is_retiring for seq in running), "running"
+        assert all(seq.is_retiring for seq in retiring), "retiring"
+        num_ended = sum(seq.status in (SequenceStatus.FINISHED, SequenceStatus.EXIT_ENGINE) for seq in retiring)
+        assert self.slots.num_ended == num_ended, "ended"
+        assert self._num_slots - self.slots.num_free_slots == len(running) + len(retiring), "slots"
+        for seq in [*running, *retiring]:
+            assert self.slots.num_blocks[seq.slot] == len(seq.block_table), "the block column"
+            assert self.slots.is_prefilling[seq.slot] == bool(seq.num_unsent_tokens), "the prefilling column"
+            num_rows = sum(seq.slot in record.row_slots for record in self.in_flight)
+            num_placeholders = self.slots.num_planned[seq.slot] - self.slots.num_tokens[seq.slot]
+            assert num_placeholders == num_rows or not self.slots.live[seq.slot], "placeholders"
+        self.blocks.check_integrity([*running, *retiring])
+
+    def _settle_order(self) -> None:
+        """Take in who entered and out who left; many may do so with one step."""
+        order = np.concatenate([self._order, np.array(self._entered, np.intp)])
+        self._order = order[self.slots.runs[order]]
+        self._entered = []
+        self._has_gaps = False
+
+    def _last_record_of(self, seq: Sequence) -> StepRecord | None:
+        """The newest step in flight that names the sequence."""
+        for record in reversed(self.in_flight):
+            if seq.slot in record.partial_slots or np.count_nonzero(record.row_slots == seq.slot):
+                return record
+        return None

@@ -1,0 +1,62 @@
+"""How long a worker may go without a result and without progress before it counts as hung."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from services.scheduler.core.batch.step import StepKind, StepRecord
+
+# A first step of its kind compiles kernels and captures graphs.
+FIRST_STEP_S = 600.0
+MIN_STEP_S = 10.0
+SLOWNESS_FACTOR = 10.0
+
+
+class StepDeadline:
+    """Watches the oldest step in flight of one epoch.
+
+    It may take `max(10 s, 10 * predicted)` from when it was sent, from the result before it, or from when its worker
+    last got on; predicted are its tokens times the slowest time per token seen for its kind of step. The first step of
+    each kind has 600 s. So a step that is merely long is never taken for a hang. Source: DESIGN section 7, "Noticing".
+    """
+
+    def __init__(self, in_flight: deque[StepRecord]) -> None:
+        self._in_flight = in_flight
+        self._slowest_s_per_token: dict[StepKind, float] = {}
+        self._last_result_at = float("-inf")
+        self._last_progress_at = float("-inf")
+
+    @property
+    def time(self) -> float | None:
+        """When the worker counts as hung unless it gets on; None when no step is in flight."""
+        if not self._in_flight:
+            return None
+        oldest = self._in_flight[0]
+        return max(self._began_at(oldest), self._last_progress_at) + self._allowed_s(oldest)
+
+    def on_progress(self, now: float) -> None:
+        """Note that the worker gets on."""
+        self._last_progress_at = now
+
+    def forgive(self, pause_s: float, now: float) -> None:
+        """Do not hold it against the worker that nobody listened for so long before `now`."""
+        if self._in_flight:
+            since = max(self._began_at(self._in_flight[0]), self._last_progress_at)
+            self._last_progress_at = min(now, since + pause_s)
+
+    def on_result(self, now: float) -> None:
+        """Learn from the oldest step in flight, which has just returned; it is still in flight."""
+        record = self._in_flight[0]
+        s_per_token = (now - self._began_at(record)) / record.num_tokens
+        if s_per_token > self._slowest_s_per_token.get(record.kind, -1.0):
+            self._slowest_s_per_token[record.kind] = s_per_token
+        self._last_result_at = now
+
+    def _began_at(self, record: StepRecord) -> float:
+        return max(record.sent_at, self._last_result_at)
+
+    def _allowed_s(self, record: StepRecord) -> float:
+        slowest = self._slowest_s_per_token.get(record.kind)
+        if slowest is None:
+            return FIRST_STEP_S
+        return max(MIN_STEP_S, SLOWNESS_FACTOR * record.num_tokens * slowest)

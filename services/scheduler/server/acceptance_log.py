@@ -1,0 +1,37 @@
+"""Says in the log how many of the worker's drafts are accepted: a worker whose drafts are wrong only costs time."""
+
+from __future__ import annotations
+
+import logging
+
+from services.scheduler.core.policy import SchedulerCounters
+
+logger = logging.getLogger(__name__)
+
+DRAFT_TOKENS_PER_LINE = 1000
+
+
+class AcceptanceLog:
+    """Writes a line for every so many draft tokens."""
+
+    def __init__(self, counters: SchedulerCounters) -> None:
+        self._counters = counters
+        self._num_drafted = counters.num_draft_tokens
+        self._num_accepted = counters.num_accepted_tokens
+
+    def on_event(self) -> None:
+        """Note that the counters may have moved."""
+        counters = self._counters
+        num_drafted = counters.num_draft_tokens - self._num_drafted
+        if num_drafted < DRAFT_TOKENS_PER_LINE:
+            return
+        num_accepted = counters.num_accepted_tokens - self._num_accepted
+        logger.info(
+            "drafts",
+            extra={
+                "num_draft_tokens": num_drafted,
+                "num_accepted_tokens": num_accepted,
+                "acceptance_rate": round(num_accepted / num_drafted, 3),
+            },
+        )
+        self._num_drafted, self._num_accepted = counters.num_draft_tokens, counters.num_accepted_tokens

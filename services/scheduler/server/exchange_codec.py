@@ -1,0 +1,161 @@
+"""Between the messages of `Exchange` and the domain; statuses included."""
+
+from __future__ import annotations
+
+import numpy as np
+from google.protobuf import duration_pb2
+
+from lockstep.internal.v1 import exchange_pb2
+from lockstep.v1 import common_pb2
+from services.scheduler.cell.events import ChoiceSoFar, ClientMessage, Submission
+from services.scheduler.core.batch.logprobs import IntColumn
+from services.scheduler.core.batch.sequence import FinishReason, Priority
+from services.scheduler.core.batch.step import Outputs, RequestEnd
+from shared.errors import InvalidRequestError
+from shared.limits import MAX_CACHE_SALT_BYTES, MAX_CHOICES, NO_OPTIONS, TOKEN_DTYPE, SamplingOptions, SamplingParams
+from shared.rpc import to_status
+from shared.sampling_codec import decode_options, encode_logprobs
+
+_HANDLE_DTYPE = np.dtype("<u4")
+_MAX_HANDLE = 2**32 - 1
+_ONE = np.ones(1, TOKEN_DTYPE).tobytes()
+
+FINISH_REASONS = {
+    FinishReason.EOS: common_pb2.FINISH_REASON_EOS,
+    FinishReason.STOP_SEQUENCE: common_pb2.FINISH_REASON_STOP_SEQUENCE,
+    FinishReason.STOP_TOKEN: common_pb2.FINISH_REASON_STOP_TOKEN,
+    FinishReason.STOP_STRING: common_pb2.FINISH_REASON_STOP_STRING,
+    FinishReason.MAX_TOKENS: common_pb2.FINISH_REASON_MAX_TOKENS,
+}
+
+PRIORITIES: dict[int, Priority] = {
+    common_pb2.PRIORITY_HIGH: Priority.HIGH,
+    common_pb2.PRIORITY_NORMAL: Priority.NORMAL,
+    common_pb2.PRIORITY_LOW: Priority.LOW,
+}
+
+
+def decode_request(client: int, message: exchange_pb2.ExchangeRequest) -> ClientMessage:
+    """Parse what a replica sent.
+
+    Raises:
+        InvalidRequestError: a column is no multiple of its item's size, a cache salt is too long, or choices or
+            handles are more than there can be.
+    """
+    try:
+        return ClientMessage(
+            client,
+            [_decode_submit(submit) for submit in message.submits],
+            [(stop_at.handle, stop_at.num_tokens) for stop_at in message.stop_ats],
+            np.frombuffer(_column("abort_handles", message.abort_handles), _HANDLE_DTYPE).tolist(),
+        )
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from error
+
+
+def encode_outputs(outputs: Outputs) -> exchange_pb2.Outputs:
+    """The message of one step's outputs to one replica."""
+    message = exchange_pb2.Outputs(
+        handles=outputs.handles.astype(_HANDLE_DTYPE, copy=False).tobytes(),
+        first_indexes=outputs.first_indexes.astype(TOKEN_DTYPE, copy=False).tobytes(),
+        counts=_ONE * len(outputs.handles) if outputs.counts is None else _int_column(outputs.counts),
+        token_ids=outputs.token_ids.astype(TOKEN_DTYPE, copy=False).tobytes(),
+        starts=[
+            exchange_pb2.RequestStart(handle=start.handle, num_cached_tokens=start.num_cached_tokens)
+            for start in outputs.starts
+        ],
+        ends=[_encode_end(end) for end in outputs.ends],
+    )
+    if outputs.logprobs is not None:
+        message.logprobs.CopyFrom(encode_logprobs(outputs.logprobs))
+    for handle, logprobs in outputs.prompt_logprobs:
+        message.prompt_logprobs.add(handle=handle, logprobs=encode_logprobs(logprobs))
+    for handle, num_resumes in outputs.resumes:
+        message.resumes.add(handle=handle, num_resumes=num_resumes)
+    return message
+
+
+def _decode_submit(submit: exchange_pb2.Submit) -> Submission:
+    if len(submit.cache_salt) > MAX_CACHE_SALT_BYTES:
+        raise ValueError(f"cache_salt has more than {MAX_CACHE_SALT_BYTES} bytes")
+    # One of an older replica has no number of choices.
+    n = max(1, submit.n)
+    if n > MAX_CHOICES or submit.handle + n - 1 > _MAX_HANDLE:
+        raise ValueError("n is more than there can be")
+    if len(submit.choices_so_far) not in (0, n):
+        raise ValueError("choices_so_far is neither none nor one for each choice")
+    params = SamplingParams(
+        max_tokens=submit.max_tokens,
+        temperature=submit.temperature,
+        top_k=submit.top_k,
+        top_p=submit.top_p,
+        seed=submit.seed,
+        ignore_eos=submit.ignore_eos,
+        stop_token_ids=_token_ids("stop_token_ids", submit.stop_token_ids),
+        stop_token_sequences=tuple(
+            _token_ids("stop_token_sequences", sequence) for sequence in submit.stop_token_sequences
+        ),
+        options=_decode_options(submit) if submit.HasField("options") else None,
+    )
+    return Submission(
+        submit.handle,
+        submit.request_id,
+        _column("prompt_token_ids", submit.prompt_token_ids),
+        params,
+        # A class that only a newer replica knows is as good as none, and so is a field of an older one.
+        priority=PRIORITIES.get(submit.priority, Priority.NORMAL),
+        cache_salt=submit.cache_salt,
+        attempt=max(1, submit.attempt),
+        n=n,
+        choices_so_far=tuple(
+            ChoiceSoFar(_column("choices_so_far", choice.token_ids), choice.has_ended)
+            for choice in submit.choices_so_far
+        ),
+        age_s=max(0.0, _seconds(submit.age)) if submit.HasField("age") else 0.0,
+        time_left_s=_seconds(submit.time_left) if submit.HasField("time_left") else None,
+        is_exact=submit.determinism == common_pb2.DETERMINISM_EXACT,
+        num_earlier_resumes=submit.num_earlier_resumes,
+    )
+
+
+def _decode_options(submit: exchange_pb2.Submit) -> SamplingOptions | None:
+    options = decode_options(submit.options)
+    return None if options == NO_OPTIONS else options
+
+
+def _token_ids(name: str, column: bytes) -> tuple[int, ...]:
+    if not column:
+        return ()
+    return tuple(np.frombuffer(_column(name, column), TOKEN_DTYPE).tolist())
+
+
+def _column(name: str, column: bytes) -> bytes:
+    """The column, which must hold whole items of 4 bytes.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if len(column) % TOKEN_DTYPE.itemsize:
+        raise ValueError(f"{name} is of a length that it cannot have")
+    return column
+
+
+def _seconds(duration: duration_pb2.Duration) -> float:
+    return duration.seconds + 1e-9 * duration.nanos
+
+
+def _int_column(values: IntColumn) -> bytes:
+    return values.astype(TOKEN_DTYPE, copy=False).tobytes()
+
+
+def _encode_end(end: RequestEnd) -> exchange_pb2.RequestEnd:
+    if end.error is not None:
+        return exchange_pb2.RequestEnd(handle=end.handle, error=to_status(end.error), num_resumes=end.num_resumes)
+    assert end.finish is not None
+    return exchange_pb2.RequestEnd(
+        handle=end.handle,
+        finish_reason=FINISH_REASONS[end.finish.reason],
+        stop_token_id=end.finish.stop_token_id,
+        num_completion_tokens=end.num_completion_tokens,
+        num_resumes=end.num_resumes,
+    )

@@ -1,0 +1,27 @@
+"""For tests of recovery: a request that kills the scheduler which takes it."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+
+from services.scheduler.cell.events import ClientMessage, Event
+from shared.limits import TOKEN_DTYPE
+
+EXIT_CODE = 70
+
+
+class SubmitFailpoint:
+    """Ends the process, as a crash does, when a prompt with a certain token is submitted."""
+
+    def __init__(self, token_id: int) -> None:
+        self._token_id = token_id
+
+    def check(self, event: Event) -> None:
+        """Look at what is submitted; may not return."""
+        if not isinstance(event, ClientMessage):
+            return
+        for submission in event.submissions:
+            if self._token_id in np.frombuffer(submission.prompt, TOKEN_DTYPE):
+                os._exit(EXIT_CODE)

@@ -1,0 +1,43 @@
+"""The scheduler's two listeners: the public door, and the one for its cell."""
+
+from __future__ import annotations
+
+import grpc
+
+from services.scheduler.config import SchedulerSettings
+from services.scheduler.server.cell_server import CellServer
+from services.scheduler.server.servicer import (
+    ADMIN_SERVICE,
+    EXCHANGE_SERVICE,
+    SCHEDULER_SERVICE,
+    ExchangeServicer,
+    SchedulerAdminServicer,
+    SchedulerServicer,
+)
+from shared.health import Health
+from shared.rpc import make_server
+
+PUBLIC_SERVICES = (SCHEDULER_SERVICE,)
+CELL_SERVICES = (EXCHANGE_SERVICE, ADMIN_SERVICE)
+
+
+def make_servers(settings: SchedulerSettings, cell: CellServer, health: Health) -> tuple[grpc.aio.Server, ...]:
+    """Make both servers, the public one first, which has `health`; they are not started yet.
+
+    Direct clients reach nothing that only the cell's own processes and its operators may call.
+
+    Raises:
+        RuntimeError: an address is taken or not usable.
+    """
+    public = make_server(
+        settings.bind_address,
+        [SchedulerServicer(cell, settings.max_unread_s), health],
+        service_names=PUBLIC_SERVICES if settings.reflection else (),
+    )
+    internal = make_server(
+        settings.cell_bind_address,
+        [ExchangeServicer(cell), SchedulerAdminServicer(cell), health.make_follower(CELL_SERVICES)],
+        internal=True,
+        service_names=CELL_SERVICES if settings.reflection else (),
+    )
+    return public, internal

@@ -1,0 +1,187 @@
+"""The RPCs of the scheduler: `Exchange` with tokenizer replicas, and what `SchedulerService` has for everybody."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
+
+import grpc
+
+from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc
+from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc
+from services.scheduler.cell.state import RankState
+from services.scheduler.server.cell_server import LAST_WORDS_S, CellServer, ClientLink
+from services.scheduler.server.exchange_codec import decode_request
+from shared.errors import InternalError, ServiceError
+from shared.request_fields import read_time_left
+from shared.response_writer import ResponseWriter
+
+logger = logging.getLogger(__name__)
+
+EXCHANGE_SERVICE = "lockstep.internal.v1.ExchangeService"
+SCHEDULER_SERVICE = "lockstep.v1.SchedulerService"
+ADMIN_SERVICE = "lockstep.v1.SchedulerAdminService"
+
+
+class ExchangeServicer(exchange_pb2_grpc.ExchangeServiceServicer):
+    """Serves tokenizer replicas."""
+
+    def __init__(self, cell: CellServer) -> None:
+        self._cell = cell
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serve on `server`."""
+        exchange_pb2_grpc.add_ExchangeServiceServicer_to_server(self, server)
+
+    async def Exchange(
+        self, request_iterator: AsyncIterator[exchange_pb2.ExchangeRequest], context: grpc.aio.ServicerContext
+    ) -> None:
+        """See exchange.proto."""
+        client = self._cell.connect()
+        tasks = [
+            asyncio.create_task(self._read(request_iterator, client)),
+            asyncio.create_task(self._write(client, context)),
+        ]
+        try:
+            # Whatever ends a task closes the link, and a link that is closed does not wait for a replica that does
+            # not read.
+            error = await asyncio.shield(client.closed)
+            await asyncio.wait(tasks[1:], timeout=LAST_WORDS_S)
+            if error is not None:
+                raise error
+        finally:
+            for task in tasks:
+                task.cancel()
+            self._cell.disconnect(client)
+
+    async def _read(self, requests: AsyncIterator[exchange_pb2.ExchangeRequest], client: ClientLink) -> None:
+        with _closing(client):
+            async for message in requests:
+                if client.is_closed:
+                    # The engine has been told that the replica is gone, or is about to be: nothing would end this.
+                    return
+                if message.is_heartbeat:
+                    client.hear()
+                if message.submits or message.stop_ats or message.abort_handles:
+                    self._cell.on_event(decode_request(client.number, message))
+
+    async def _write(self, client: ClientLink, context: grpc.aio.ServicerContext) -> None:
+        # Written, not yielded: a generator that is cancelled in the middle of a write ends only when it is collected,
+        # and the replica's requests would hold their blocks until then.
+        with _closing(client), suppress(grpc.aio.BaseError):
+            # An error here says that the stream is over, which its handler is told as well.
+            async for message in client.messages():
+                await context.write(message)
+
+
+@contextmanager
+def _closing(client: ClientLink) -> Iterator[None]:
+    """Close a replica's link when the block ends: with the error that ended it, a bug's without its text."""
+    try:
+        yield
+    except ServiceError as error:
+        client.close(error)
+    except Exception:
+        logger.exception("a replica's stream ends: a bug", extra={"client": client.number})
+        client.close(InternalError("internal error"))
+    else:
+        client.close(None)
+
+
+class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """Serves direct clients, and shows the cell to people and programs; the contracts are those of scheduler.proto."""
+
+    def __init__(self, cell: CellServer, max_unread_s: float) -> None:
+        """Serve `cell`; a client that takes nothing of its answer for `max_unread_s` loses it."""
+        self._cell = cell
+        self._max_unread_s = max_unread_s
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serve on `server`."""
+        scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, server)
+
+    async def Generate(
+        self, request: scheduler_pb2.SchedulerServiceGenerateRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        """Continue a prompt of token ids; the responses are written to `context`."""
+        writer = ResponseWriter(context, self._max_unread_s)
+        time_left_s = read_time_left(context.time_remaining())
+        await self._cell.door.generate(request, writer.write, time_left_s=time_left_s)
+
+    async def Abort(
+        self, request: scheduler_pb2.AbortRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.AbortResponse:
+        """End a request by its id."""
+        self._cell.door.abort(request)
+        return scheduler_pb2.AbortResponse()
+
+    async def GetState(
+        self, request: scheduler_pb2.GetStateRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.GetStateResponse:
+        """See scheduler.proto."""
+        state = self._cell.engine.state()
+        counters = state.counters
+        return scheduler_pb2.GetStateResponse(
+            instance_id=self._cell.instance_id,
+            ready=state.ready,
+            num_waiting=state.num_waiting,
+            num_running=state.num_running,
+            block_size=state.block_size,
+            num_blocks=state.num_blocks,
+            num_used_blocks=state.num_used_blocks,
+            num_cached_blocks=state.num_cached_blocks,
+            num_free_blocks=state.num_free_blocks,
+            num_prefill_steps=sum(rank.num_steps.prefill + rank.num_steps.mixed for rank in state.ranks),
+            num_decode_steps=sum(rank.num_steps.decode for rank in state.ranks),
+            num_preemptions=counters.num_preemptions,
+            num_prefix_queried_tokens=counters.num_prefix_queried_tokens,
+            num_prefix_hit_tokens=counters.num_prefix_hit_tokens,
+            num_finished=counters.num_finished,
+            num_lost_epochs=counters.num_lost_epochs,
+            num_draft_tokens=counters.num_draft_tokens,
+            num_accepted_draft_tokens=counters.num_accepted_tokens,
+            num_recoveries=counters.num_recoveries,
+            num_replayed_tokens=counters.num_replayed_tokens,
+            num_replay_mismatches=counters.num_replay_mismatches,
+            num_suspects=state.num_suspects,
+            num_poison_requests=counters.num_poison_requests,
+            num_late_results=counters.num_late_results,
+            rank_steps=map(_describe_rank, state.ranks),
+        )
+
+
+def _describe_rank(rank: RankState) -> scheduler_pb2.RankSteps:
+    return scheduler_pb2.RankSteps(
+        num_prefill_steps=rank.num_steps.prefill,
+        num_decode_steps=rank.num_steps.decode,
+        num_mixed_steps=rank.num_steps.mixed,
+        num_dummy_steps=rank.num_steps.dummy,
+        is_attached=rank.is_attached,
+        num_waiting=rank.num_waiting,
+        num_running=rank.num_running,
+        num_blocks=rank.num_blocks,
+        num_used_blocks=rank.num_used_blocks,
+        num_cached_blocks=rank.num_cached_blocks,
+        num_free_blocks=rank.num_free_blocks,
+    )
+
+
+class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServiceServicer):
+    """Serves operators; the contract is that of scheduler.proto."""
+
+    def __init__(self, cell: CellServer) -> None:
+        self._cell = cell
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serve on `server`."""
+        scheduler_pb2_grpc.add_SchedulerAdminServiceServicer_to_server(self, server)
+
+    async def FlushPrefixCache(
+        self, request: scheduler_pb2.FlushPrefixCacheRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.FlushPrefixCacheResponse:
+        """Forget every cached prefix."""
+        num_blocks = self._cell.engine.flush_prefix_cache()
+        logger.info("the prefix cache was flushed", extra={"num_blocks": num_blocks})
+        return scheduler_pb2.FlushPrefixCacheResponse(num_blocks=num_blocks)

@@ -1,0 +1,275 @@
+"""The door for clients that tokenize themselves: `SchedulerService.Generate` and `Abort`.
+
+To the engine all direct calls together are one client, whose handles are the calls' choices: however many there are,
+a step is told to one client more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+
+from lockstep.v1 import common_pb2, scheduler_pb2
+from services.scheduler.cell.events import AbortRequest, ChoiceSoFar, ClientMessage, Event, Submission
+from services.scheduler.core.batch.step import Outputs, RequestEnd
+from services.scheduler.server.exchange_codec import PRIORITIES
+from services.scheduler.server.token_stream import ChoiceStream, Response, TokenStream
+from shared.errors import NotReadyError, ServiceError, Violation
+from shared.limits import MAX_CHOICES, TOKEN_DTYPE, ModelLimits
+from shared.request_fields import (
+    raise_violations,
+    read_cache_salt,
+    read_choices_so_far,
+    read_determinism,
+    read_num_choices,
+    read_priority,
+    read_prompt_token_ids,
+    read_request_id,
+    read_sampling,
+    resolve_max_tokens,
+)
+
+logger = logging.getLogger(__name__)
+
+# The engine's number for all direct calls; replicas count from 1.
+DOOR_CLIENT = 0
+
+# A response costs about 50 µs. The results of steps are let in between so many, at most half a millisecond late.
+RESPONSES_PER_TURN = 8
+
+_MAX_FIRST_HANDLE = 2**32 - MAX_CHOICES
+
+
+class TokenDoor:
+    """Brings direct calls to the engine and its outputs back to them.
+
+    Invariant: a choice is here from its submission until its end or its abort, as the engine's is. A stream that has
+    news is in `_to_wake`, or awake and about to send them; while `_to_wake` holds any, a turn is due.
+    """
+
+    def __init__(
+        self,
+        model_limits: Callable[[], ModelLimits | None],
+        on_event: Callable[[Event], None],
+        default_sampling: Callable[[], common_pb2.SamplingParams] = common_pb2.SamplingParams,
+    ) -> None:
+        """Open the door in the running event loop.
+
+        Args:
+            model_limits: Tells what requests are held to; None while no worker is attached.
+            on_event: Hands an event to the engine; by its return, what the engine says has been done.
+            default_sampling: Tells what requests leave to the model.
+        """
+        self._model_limits = model_limits
+        self._default_sampling = default_sampling
+        self._on_event = on_event
+        # Why no call is taken any more.
+        self._end: ServiceError | None = None
+        self._next_handle = 1
+        self._choices: dict[int, ChoiceStream] = {}
+        self._to_wake: deque[TokenStream] = deque()
+        self._loop = asyncio.get_running_loop()
+
+    async def generate(
+        self,
+        request: scheduler_pb2.SchedulerServiceGenerateRequest,
+        write: Callable[[Response], Awaitable[None]],
+        *,
+        time_left_s: float | None = None,
+    ) -> None:
+        """Serve one call, whose client waits `time_left_s`, or for ever; when it is cancelled, so is its request.
+
+        Raises:
+            ServiceError: the request is refused, or its answer ended with an error.
+        """
+        arrived_s = self._loop.time()
+        if self._end is not None:
+            raise self._end
+        limits = self._model_limits()
+        if limits is None:
+            raise NotReadyError("no worker has been attached yet")
+        submission = resolve_request(
+            self._next_handle, request, limits, defaults=self._default_sampling(), time_left_s=time_left_s
+        )
+        # Handles come from the start again when they run out: the calls that had those are over.
+        self._next_handle = (self._next_handle + submission.n) % _MAX_FIRST_HANDLE
+        stream = self._submit(submission)
+        outcome = "INTERNAL"
+        try:
+            outcome = await _answer(submission, stream, write)
+        except ServiceError as error:
+            outcome = error.reason
+            raise
+        except asyncio.CancelledError:
+            outcome = "CANCELLED"
+            raise
+        finally:
+            self._forget(submission)
+            self._log_end(submission.request_id, stream, outcome, arrived_s)
+
+    def abort(self, request: scheduler_pb2.AbortRequest) -> None:
+        """End a request, whichever client's; nothing happens when none has the id.
+
+        Raises:
+            InvalidRequestError: this can be nobody's id.
+        """
+        violations: list[Violation] = []
+        request_id = read_request_id(request.request_id, violations)
+        raise_violations(violations)
+        logger.info("abort", extra={"request_id": request_id})
+        self._on_event(AbortRequest(request_id))
+
+    def close(self, error: ServiceError) -> None:
+        """End every call with an error, behind the tokens that came before; later ones at once."""
+        self._end = error
+        self.deliver(Outputs.only_ends([RequestEnd(handle, error=error) for handle in self._choices]))
+
+    def deliver(self, outputs: Outputs) -> None:
+        """Hand out what the engine told the door; the calls send it in turns of their own.
+
+        What is for a call that has just ended is dropped: its abort is on its way to the engine.
+        """
+        is_turn_due = bool(self._to_wake)
+        for start in outputs.starts:
+            if start.handle in self._choices:
+                self._choices[start.handle].usage.num_cached_tokens = start.num_cached_tokens
+        for handle, prompt_logprobs in outputs.prompt_logprobs:
+            if handle in self._choices:
+                self._with_news(self._choices[handle]).call.prompt_logprobs.append(prompt_logprobs)
+        self._deliver_tokens(outputs)
+        for end in outputs.ends:
+            if end.handle in self._choices:
+                self._with_news(self._choices.pop(end.handle)).end = end
+        if self._to_wake and not is_turn_due:
+            self._loop.call_soon(self._wake_some)
+
+    def _deliver_tokens(self, outputs: Outputs) -> None:
+        choices = self._choices
+        handles = (outputs.handles if outputs.counts is None else np.repeat(outputs.handles, outputs.counts)).tolist()
+        for handle, token_id in zip(handles, outputs.token_ids.tolist(), strict=True):
+            if handle in choices:
+                self._with_news(choices[handle]).token_ids.append(token_id)
+        if outputs.logprobs is not None:
+            for position in outputs.logprobs.positions():
+                if handles[position.index] in choices:
+                    choices[handles[position.index]].logprobs.append(position)
+
+    def _submit(self, submission: Submission) -> TokenStream:
+        num_tokens = [len(so_far.output) // TOKEN_DTYPE.itemsize for so_far in submission.choices_so_far]
+        stream = TokenStream(
+            len(submission.prompt) // TOKEN_DTYPE.itemsize, num_tokens or [0] * submission.n, submission.open_choices
+        )
+        self._choices.update((submission.handle + choice.choice, choice) for choice in stream.choices)
+        self._on_event(ClientMessage(DOOR_CLIENT, [submission]))
+        return stream
+
+    def _forget(self, submission: Submission) -> None:
+        """Abort a request of which a choice has not ended."""
+        handles = range(submission.handle, submission.handle + submission.n)
+        unfinished = [self._choices.pop(handle) for handle in handles if handle in self._choices]
+        if unfinished:
+            self._on_event(ClientMessage(DOOR_CLIENT, aborts=[submission.handle]))
+
+    def _with_news(self, choice: ChoiceStream) -> ChoiceStream:
+        """The choice, which is about to get news; a call that has some is waiting to be woken, or awake."""
+        if not choice.call.has_news:
+            choice.call.has_news = True
+            self._to_wake.append(choice.call)
+        return choice
+
+    def _wake_some(self) -> None:
+        num_responses = 0
+        while self._to_wake and num_responses < RESPONSES_PER_TURN:
+            stream = self._to_wake.popleft()
+            stream.wake()
+            num_responses += len(stream.choices)
+        if self._to_wake:
+            self._loop.call_soon(self._wake_some)
+
+    def _log_end(self, request_id: str, stream: TokenStream, outcome: str, arrived_s: float) -> None:
+        usage = stream.usage
+        facts = {
+            "request_id": request_id,
+            "num_prompt_tokens": usage.num_prompt_tokens,
+            "num_cached_tokens": usage.num_cached_tokens,
+            "num_completion_tokens": usage.num_completion_tokens,
+            "outcome": outcome,
+            "total_ms": round(1e3 * (self._loop.time() - arrived_s), 3),
+        }
+        logger.info("request ended", extra=facts)
+
+
+def resolve_request(
+    handle: int,
+    request: scheduler_pb2.SchedulerServiceGenerateRequest,
+    limits: ModelLimits,
+    *,
+    defaults: common_pb2.SamplingParams | None = None,
+    time_left_s: float | None = None,
+) -> Submission:
+    """Check every field, and resolve what the request left open.
+
+    One that brings the choices so far of an earlier call is a second attempt, however many there were: what is still
+    in flight of them ends when it is accepted.
+
+    Args:
+        handle: That of its first choice.
+        request: What the client sent.
+        limits: The served model's.
+        defaults: The model's own sampling parameters, where it has any.
+        time_left_s: How long the client waits; None is for ever.
+
+    Raises:
+        InvalidRequestError: naming the first bad fields.
+        PromptTooLongError, ContextExceededError, KvCapacityExceededError: it does not fit.
+    """
+    violations: list[Violation] = []
+    request_id = read_request_id(request.request_id if request.HasField("request_id") else None, violations)
+    prompt = read_prompt_token_ids(request.prompt_token_ids, limits, violations, field="prompt_token_ids")
+    sampling = read_sampling(request.sampling, limits, violations, defaults=defaults)
+    n = read_num_choices(request.sampling, violations)
+    priority = read_priority(request.priority, violations)
+    cache_salt = read_cache_salt(request.cache_salt, violations)
+    is_exact = read_determinism(request.determinism, violations)
+    outputs = read_choices_so_far(request.choices_so_far, request.sampling, limits, violations)
+    raise_violations(violations)
+    params = resolve_max_tokens(sampling, prompt.size, limits, has_max_tokens=request.sampling.HasField("max_tokens"))
+    choices_so_far = tuple(
+        ChoiceSoFar(output.astype(TOKEN_DTYPE).tobytes(), choice.is_finished)
+        for output, choice in zip(outputs, request.choices_so_far, strict=True)
+    )
+    return Submission(
+        handle,
+        request_id,
+        prompt.astype(TOKEN_DTYPE).tobytes(),
+        params,
+        priority=PRIORITIES[priority],
+        cache_salt=cache_salt,
+        attempt=2 if any(so_far != ChoiceSoFar() for so_far in choices_so_far) else 1,
+        n=n,
+        choices_so_far=choices_so_far,
+        time_left_s=time_left_s,
+        is_exact=is_exact,
+    )
+
+
+async def _answer(submission: Submission, stream: TokenStream, write: Callable[[Response], Awaitable[None]]) -> str:
+    """Write the whole answer; returns the names of the finish reasons."""
+    if stream.refusal is not None:
+        # It was never accepted.
+        raise stream.refusal
+    accepted = Response.Accepted(
+        request_id=submission.request_id,
+        num_prompt_tokens=stream.usage.num_prompt_tokens,
+        max_tokens=submission.params.max_tokens,
+        seed=submission.params.seed,
+    )
+    await write(Response(accepted=accepted))
+    async for response in stream.responses():
+        await write(response)
+    ends = [choice.end for choice in stream.choices]
+    return ",".join(end.finish.reason.name for end in ends if end is not None and end.finish is not None)

@@ -1,0 +1,1 @@
+"""The streams to the workers, and the epochs under which they serve."""

@@ -1,0 +1,145 @@
+"""Keeps one failure domain attached: carries out what the attach protocol says, over a link to each of its groups."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+
+from lockstep.internal.v1 import worker_pb2
+from services.scheduler.cell.attach import (
+    AttachEvent,
+    CloseStreams,
+    Command,
+    DomainAttach,
+    Dropped,
+    Offer,
+    OpenStreams,
+    Restart,
+    RetryAt,
+    RetryDue,
+)
+from services.scheduler.cell.events import DomainAttached, DomainLost, Event, Exit
+from services.scheduler.core.batch.step import Step
+from services.scheduler.workers.worker_client import GroupLink
+
+logger = logging.getLogger(__name__)
+
+
+class DomainClient:
+    """The links to a domain's groups. Every event of theirs goes to `on_event`, the wish to end to `on_exit`.
+
+    `DomainAttached` and `DomainLost` of an epoch bracket all else that comes of it.
+    """
+
+    def __init__(
+        self,
+        attach: DomainAttach,
+        rank_to_address: Mapping[int, str],
+        attach_request: worker_pb2.AttachRequest,
+        *,
+        on_event: Callable[[Event], None],
+        on_exit: Callable[[Exit], None],
+    ) -> None:
+        """Prepare the links; `run` attaches.
+
+        Args:
+            attach: The domain's side of the protocol, at its beginning.
+            rank_to_address: The leaders of the domain's groups, by DP rank.
+            attach_request: What the groups are offered, but for the epoch.
+            on_event: Hands an event to the engine.
+            on_exit: Told once, when the scheduler must end.
+        """
+        self._attach = attach
+        self._on_event = on_event
+        self._on_exit = on_exit
+        self._links = {
+            rank: GroupLink(rank, address, attach_request, on_attach_event=self._on_attach_event, on_event=on_event)
+            for rank, address in rank_to_address.items()
+        }
+        self._loop = asyncio.get_running_loop()
+        self._tasks = asyncio.TaskGroup()
+        self._streams: list[asyncio.Task[None]] = []
+        # Asked for since the last round began.
+        self._restarts: list[asyncio.Task[None]] = []
+        # Why there was another round the last time.
+        self._last_reason: str | None = None
+
+    async def run(self) -> None:
+        """Keep the domain attached until cancelled.
+
+        Raises:
+            ExceptionGroup: a bug; the domain is not attached any more.
+        """
+        try:
+            async with self._tasks:
+                self._on_attach_event(RetryDue())
+                # Held open, for tasks that come later.
+                await asyncio.Event().wait()
+        finally:
+            for link in self._links.values():
+                await link.close()
+
+    def send(self, rank: int, step: Step) -> None:
+        """Send a step of the present epoch to one of the domain's ranks, behind those before it."""
+        self._links[rank].send(step)
+
+    def beat(self, progress: int) -> None:
+        """Give every group a sign of life."""
+        for link in self._links.values():
+            link.beat(progress)
+
+    def drop(self, epoch: int) -> None:
+        """Break the links of an epoch that the engine has given up."""
+        self._on_attach_event(Dropped(epoch))
+
+    def _on_attach_event(self, event: AttachEvent) -> None:
+        for command in self._attach.on_event(event, self._loop.time()):
+            self._perform(command)
+
+    def _perform(self, command: Command) -> None:
+        match command:
+            case Offer(group, epoch):
+                self._tasks.create_task(self._links[group].offer(epoch))
+            case Restart(group, epoch):
+                logger.warning("a group is restarted", extra={"rank": group, "epoch": epoch})
+                self._restarts.append(self._tasks.create_task(self._links[group].restart(epoch)))
+            case OpenStreams(epoch):
+                self._streams = [self._tasks.create_task(link.run_stream(epoch)) for link in self._links.values()]
+            case CloseStreams():
+                for stream in self._streams:
+                    stream.cancel()
+            case RetryAt(when, reason):
+                self._note_reason(reason)
+                self._tasks.create_task(self._retry_at(when))
+            case DomainAttached(_, facts):
+                self._last_reason = None
+                logger.info(
+                    "workers attached",
+                    extra={
+                        "ranks": list(self._links),
+                        "epoch": facts[0].epoch,
+                        "num_blocks": [rank_facts.num_blocks for rank_facts in facts],
+                        "context_length": facts[0].context_length,
+                        "numerics_fingerprint": facts[0].numerics_fingerprint,
+                        "is_exact": facts[0].is_exact,
+                    },
+                )
+                self._on_event(command)
+            case DomainLost():
+                self._on_event(command)
+            case Exit():
+                self._on_exit(command)
+
+    def _note_reason(self, reason: str) -> None:
+        # Once per reason: it is tried again and again while weights load.
+        if reason != self._last_reason:
+            logger.info("the workers are not attached", extra={"ranks": list(self._links), "reason": reason})
+            self._last_reason = reason
+
+    async def _retry_at(self, when: float) -> None:
+        # An offer that overtook a restart would be accepted by processes that are about to end.
+        restarts, self._restarts = self._restarts, []
+        await asyncio.gather(*restarts)
+        await asyncio.sleep(when - self._loop.time())
+        self._on_attach_event(RetryDue())

@@ -1,0 +1,335 @@
+"""The link to one group of workers, through its leader: the only caller of WorkerService.
+
+It carries offers and their answers, steps and results, and signs of life both ways. What is to be carried when is not
+decided here: see `attach` and `domain_client`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections.abc import Callable
+
+import grpc
+import numpy as np
+from google.rpc import error_details_pb2, status_pb2
+
+from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
+from services.scheduler.cell.attach import (
+    QUESTION,
+    Accepted,
+    AttachEvent,
+    GroupPlace,
+    Refused,
+    StreamBroken,
+    StreamOpened,
+)
+from services.scheduler.cell.events import Event, StepReturned, WorkerHeard
+from services.scheduler.core.batch.logprobs import Logprobs
+from services.scheduler.core.batch.slot_table import Slots
+from services.scheduler.core.batch.step import EnteringSequence, PrefillChunk, Step, StepKind, StepResult
+from services.scheduler.core.worker_facts import WorkerFacts
+from shared.limits import TOKEN_DTYPE
+from shared.rpc import make_channel, reason_of, status_from_rpc_error
+from shared.sampling_codec import decode_logprobs, encode_options
+
+logger = logging.getLogger(__name__)
+
+# A group may take 10 s to find out that it is stuck (DESIGN section 7).
+OFFER_TIMEOUT_S = 15.0
+# For what a group answers at once.
+ANSWER_TIMEOUT_S = 5.0
+
+_NO_ROWS = np.empty(0, TOKEN_DTYPE)
+
+_STEP_KINDS = {
+    StepKind.PREFILL: worker_pb2.STEP_KIND_PREFILL,
+    StepKind.DECODE: worker_pb2.STEP_KIND_DECODE,
+    StepKind.MIXED: worker_pb2.STEP_KIND_MIXED,
+}
+
+# A step, or the progress that a sign of life tells.
+_Sent = worker_pb2.StepRequest | int
+
+
+class GroupLink:
+    """One group's link: at most one stream, whose steps leave in the order in which they were given.
+
+    What comes of an offer and of a stream goes to `on_attach_event`, what a stream brings to `on_event`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        address: str,
+        attach_request: worker_pb2.AttachRequest,
+        *,
+        on_attach_event: Callable[[AttachEvent], None],
+        on_event: Callable[[Event], None],
+    ) -> None:
+        """Prepare a link to the group of a DP rank; `attach_request` is what it is offered, but for the epoch."""
+        self._rank = rank
+        self._address = address
+        self._attach_request = attach_request
+        self._on_attach_event = on_attach_event
+        self._on_event = on_event
+        self._channel: grpc.aio.Channel | None = None
+        # What is to be sent on the stream; None while there is none.
+        self._outbox: asyncio.Queue[_Sent] | None = None
+
+    def send(self, step: Step) -> None:
+        """Send a step of the stream's epoch, behind those before it; what has no stream any more is void.
+
+        It is encoded here and not by the sender: nobody would hear of a bug in there.
+        """
+        if self._outbox is not None:
+            self._outbox.put_nowait(encode_step(step))
+
+    def beat(self, progress: int) -> None:
+        """Give a sign of life on the stream, if there is one."""
+        if self._outbox is not None:
+            self._outbox.put_nowait(progress)
+
+    async def offer(self, epoch: int) -> None:
+        """Offer an epoch, or ask with `QUESTION`, which is answered at once."""
+        request = worker_pb2.AttachRequest()
+        request.CopyFrom(self._attach_request)
+        request.epoch = epoch
+        try:
+            timeout_s = ANSWER_TIMEOUT_S if epoch == QUESTION else OFFER_TIMEOUT_S
+            response = await self._stub().Attach(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            await self._leave_dead_connection(error)
+            status = status_from_rpc_error(error)
+            reason = f"{reason_of(status) or error.code().name}: {error.details()}"
+            self._on_attach_event(Refused(self._rank, epoch, reason, *_read_holder(status)))
+        else:
+            self._on_attach_event(_read_acceptance(self._rank, epoch, response))
+
+    async def restart(self, epoch: int) -> None:
+        """Ask the leader to end the group's processes; whether it was heard shows with the next offer."""
+        instance_id = self._attach_request.scheduler_instance_id
+        request = worker_pb2.RestartRequest(epoch=epoch, scheduler_instance_id=instance_id)
+        try:
+            await self._stub().Restart(request, timeout=ANSWER_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            logger.info("no restart", extra={"rank": self._rank, "error": _describe(error)})
+            await self._leave_dead_connection(error)
+
+    async def run_stream(self, epoch: int) -> None:
+        """Serve the epoch's stream until it breaks, or the task is cancelled, which closes it."""
+        call = self._stub().Execute()
+        outbox = self._outbox = asyncio.Queue()
+        sender = asyncio.create_task(self._send(call, epoch, outbox))
+        broken = StreamBroken(self._rank, epoch)
+        try:
+            await self._receive(call, epoch)
+            logger.warning("the worker ended the step stream", extra={"rank": self._rank, "epoch": epoch})
+        except (grpc.aio.AioRpcError, _ResultError, TimeoutError) as error:
+            facts = {"rank": self._rank, "epoch": epoch, "error": _describe(error)}
+            logger.warning("the link to the worker broke", extra=facts)
+            if isinstance(error, grpc.aio.AioRpcError):
+                broken = StreamBroken(self._rank, epoch, *_read_holder(status_from_rpc_error(error)))
+        finally:
+            sender.cancel()
+            call.cancel()
+            if self._outbox is outbox:
+                self._outbox = None
+            # Who is behind a connection that may be dead is not asked again over it.
+            await self.close()
+        self._on_attach_event(broken)
+
+    async def close(self) -> None:
+        """Let go of the connection."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+    def _stub(self) -> worker_pb2_grpc.WorkerServiceStub:
+        if self._channel is None:
+            self._channel = make_channel(self._address, internal=True)
+        return worker_pb2_grpc.WorkerServiceStub(self._channel)
+
+    async def _receive(self, call: grpc.aio.StreamStreamCall, epoch: int) -> None:
+        messages = aiter(call)
+        # A leader that takes the stream gives a sign of life at once. Headers say less: a refusal may have some, too.
+        async with asyncio.timeout(OFFER_TIMEOUT_S):
+            if await anext(messages, None) is None:
+                return
+        self._on_attach_event(StreamOpened(self._rank, epoch))
+        async for message in messages:
+            if message.step_id:
+                self._on_event(StepReturned(self._rank, _read_result(message)))
+            else:
+                self._on_event(WorkerHeard(self._rank, epoch, message.heartbeat.progress))
+
+    async def _send(self, call: grpc.aio.StreamStreamCall, epoch: int, outbox: asyncio.Queue[_Sent]) -> None:
+        instance_id = self._attach_request.scheduler_instance_id
+        # The first message says whose the stream is.
+        sent: _Sent = 0
+        while True:
+            message = _make_heartbeat(epoch, instance_id, sent) if isinstance(sent, int) else sent
+            try:
+                await call.write(message)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                # The reader meets the same end and tells why.
+                return
+            sent = await outbox.get()
+
+    async def _leave_dead_connection(self, error: grpc.aio.AioRpcError) -> None:
+        """Take a new connection the next time when nobody answers over this one."""
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            await self.close()
+
+
+class _ResultError(Exception):
+    """A worker's result cannot be parsed."""
+
+
+def encode_step(step: Step) -> worker_pb2.StepRequest:
+    """The message of a step: changes only, columns as little-endian int32."""
+    batch = step.batch
+    request = worker_pb2.StepRequest(epoch=step.epoch, step_id=step.step_id, kind=_STEP_KINDS[batch.kind])
+    if batch.leave_slots:
+        request.leave_slots = _column(batch.leave_slots)
+    if batch.append_block_ids:
+        request.append_slots = _column(batch.append_slots)
+        request.append_block_ids = _column(batch.append_block_ids)
+    if batch.skips_rows:
+        request.decode_slots = _column(batch.decode_slots)
+    if batch.enters:
+        request.enters.extend(_encode_entering(entering) for entering in batch.enters)
+    if batch.chunks:
+        request.chunks.extend(_encode_chunk(chunk) for chunk in batch.chunks)
+    if step.num_tokens_across_dp:
+        request.is_dummy = batch.is_dummy
+        request.num_tokens_across_dp.extend(step.num_tokens_across_dp)
+        request.graph_batch_size = step.graph_batch_size
+    return request
+
+
+def decode_result(message: worker_pb2.StepResult) -> StepResult:
+    """Parse a result's columns.
+
+    Raises:
+        ValueError: a column is no multiple of 4 bytes.
+    """
+    token_ids = np.frombuffer(message.token_ids, TOKEN_DTYPE)
+    rows = message.not_finite_rows
+    not_finite_rows = np.frombuffer(rows, TOKEN_DTYPE) if rows else _NO_ROWS
+    # What follows is rare, and 512 plain rows are to cost no more for it.
+    if not (
+        message.num_draft_tokens
+        or message.num_replayed_tokens
+        or message.counts
+        or message.failed_grammar_rows
+        or message.prompt_logprobs
+        or message.HasField("logprobs")
+    ):
+        return StepResult(message.epoch, message.step_id, token_ids, not_finite_rows, None, 0, None, (), _NO_ROWS)
+    return StepResult(
+        message.epoch,
+        message.step_id,
+        token_ids,
+        not_finite_rows,
+        counts=np.frombuffer(message.counts, TOKEN_DTYPE) if message.HasField("counts") else None,
+        num_draft_tokens=message.num_draft_tokens,
+        logprobs=Logprobs(*decode_logprobs(message.logprobs)) if message.HasField("logprobs") else None,
+        prompt_logprobs=tuple(
+            (chunk.slot, Logprobs(*decode_logprobs(chunk.logprobs))) for chunk in message.prompt_logprobs
+        ),
+        failed_grammar_rows=np.frombuffer(message.failed_grammar_rows, TOKEN_DTYPE),
+        num_replayed_tokens=message.num_replayed_tokens,
+        num_replay_mismatches=message.num_replay_mismatches,
+    )
+
+
+def _read_result(message: worker_pb2.StepResult) -> StepResult:
+    """Parse a result.
+
+    Raises:
+        _ResultError: it cannot be; another `ValueError` on its way is a bug of ours.
+    """
+    try:
+        return decode_result(message)
+    except ValueError as error:
+        raise _ResultError(str(error)) from error
+
+
+def _encode_entering(entering: EnteringSequence) -> worker_pb2.EnterSequence:
+    options = entering.params.options
+    return worker_pb2.EnterSequence(
+        chunk=_encode_chunk(entering.chunk),
+        num_cached_tokens=entering.num_cached_tokens,
+        num_prompt_tokens=entering.num_prompt_tokens,
+        block_ids=_column(entering.block_ids),
+        temperature=entering.params.temperature,
+        top_k=entering.params.top_k,
+        top_p=entering.params.top_p,
+        seed=entering.params.seed,
+        choice=entering.choice,
+        options=None if options is None else encode_options(options),
+        stop_token_ids=_column(entering.stop_token_ids) if entering.stop_token_ids else b"",
+        cached_token_ids=entering.cached_token_bytes,
+        max_num_tokens=entering.max_num_tokens,
+    )
+
+
+def _encode_chunk(chunk: PrefillChunk) -> worker_pb2.PrefillChunk:
+    return worker_pb2.PrefillChunk(
+        slot=chunk.slot, token_ids=chunk.token_bytes, num_later_tokens=chunk.num_later_tokens
+    )
+
+
+def _column(values: list[int] | tuple[int, ...] | array[int] | Slots) -> bytes:
+    return np.asarray(values, TOKEN_DTYPE).tobytes()
+
+
+def _make_heartbeat(epoch: int, instance_id: str, progress: int) -> worker_pb2.StepRequest:
+    heartbeat = worker_pb2.Heartbeat(progress=progress)
+    return worker_pb2.StepRequest(epoch=epoch, scheduler_instance_id=instance_id, heartbeat=heartbeat)
+
+
+def _read_acceptance(rank: int, epoch: int, response: worker_pb2.AttachResponse) -> Accepted:
+    facts = WorkerFacts(
+        epoch,
+        response.model_digest,
+        response.context_length,
+        response.logits_width,
+        tuple(response.eos_token_ids),
+        response.num_blocks,
+        response.num_draft_tokens,
+        response.needs_all_tokens,
+        response.default_sampling.SerializeToString(),
+        response.numerics_fingerprint,
+        response.is_exact,
+        response.proposed_prompt_tokens,
+        response.proposes_mixed_steps,
+    )
+    layout = response.layout
+    is_coupled = layout.has_expert_parallel and layout.dp_size > 1
+    return Accepted(
+        rank,
+        epoch,
+        facts,
+        GroupPlace(layout.dp_rank, layout.dp_size, layout.tp_size, is_coupled),
+        (response.last_step_epoch, response.last_step_id),
+        response.is_stuck,
+    )
+
+
+def _read_holder(status: status_pb2.Status) -> tuple[int | None, str]:
+    """A group's own epoch and its live holder, which a refusal tells; None where the group gave no answer."""
+    info = error_details_pb2.ErrorInfo()
+    for detail in status.details:
+        if detail.Unpack(info):
+            epoch = info.metadata.get("epoch", "")
+            return int(epoch) if epoch.isdecimal() else 0, info.metadata.get("holder", "")
+    return None, ""
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error)

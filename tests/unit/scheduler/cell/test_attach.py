@@ -1,0 +1,316 @@
+"""What a domain's attach says to each thing that can happen; every order of them is left to the model checker."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from services.scheduler.cell.attach import (
+    QUESTION,
+    RETRY_DELAY_S,
+    Accepted,
+    CloseStreams,
+    Command,
+    DomainAttach,
+    Dropped,
+    GroupPlace,
+    Offer,
+    OpenStreams,
+    Refused,
+    Restart,
+    RetryAt,
+    RetryDue,
+    Standing,
+    StreamBroken,
+    StreamOpened,
+)
+from services.scheduler.cell.events import DomainAttached, DomainLost, Exit
+from services.scheduler.core.policy import CellTopology
+from shared.heartbeat import LEASE_S
+from tests.support.engine_driver import worker_facts
+
+COUPLED = CellTopology(2, is_coupled=True)
+
+
+def accepted(group: int, epoch: int = 1, *, place: GroupPlace | None = None, **fields: Any) -> Accepted:
+    return Accepted(group, epoch, worker_facts(epoch=epoch), place or GroupPlace(group, 2, 1, True), **fields)
+
+
+def newcomer(instance_id: str = "me", *, num_groups: int = 2) -> Standing:
+    """A scheduler that never held a domain, and draws the middle of what it might."""
+    return Standing(instance_id, num_groups, lambda: 0.5)
+
+
+def former_holder() -> Standing:
+    """One that did, and holds none now."""
+    standing = newcomer()
+    standing.has_held = True
+    return standing
+
+
+def refused(group: int, epoch: int, held_epoch: int, holder: str = "") -> Refused:
+    return Refused(group, epoch, "GROUP_HELD" if holder else "STALE_EPOCH", held_epoch, holder)
+
+
+def free(group: int) -> Refused:
+    """What a group that was just started answers to the question."""
+    return refused(group, QUESTION, 0)
+
+
+def offered(standing: Standing | None = None) -> DomainAttach:
+    """Two coupled groups that have been offered epoch 1, after the question."""
+    attach = DomainAttach(0, COUPLED, standing or newcomer())
+    assert attach.on_event(RetryDue(), 0.0) == [Offer(0, QUESTION), Offer(1, QUESTION)]
+    assert attach.on_event(free(1), 0.0) == []
+    assert attach.on_event(free(0), 0.0) == [Offer(0, 1), Offer(1, 1)]
+    return attach
+
+
+def opening() -> DomainAttach:
+    """Both have accepted it."""
+    attach = offered()
+    assert attach.on_event(accepted(1), 0.0) == []
+    assert attach.on_event(accepted(0), 0.0) == [OpenStreams(1)]
+    return attach
+
+
+def attached() -> DomainAttach:
+    """Both streams are open."""
+    attach = opening()
+    assert attach.on_event(StreamOpened(1, 1), 0.0) == []
+    facts = (accepted(0).facts, accepted(1).facts)
+    assert attach.on_event(StreamOpened(0, 1), 0.0) == [DomainAttached(0, facts)]
+    return attach
+
+
+def retry_of(commands: list[Command]) -> RetryAt:
+    """The last command, which is another round after the delay."""
+    retry = commands[-1]
+    assert isinstance(retry, RetryAt)
+    assert retry.when == 5.0 + RETRY_DELAY_S
+    return retry
+
+
+def test_a_domain_is_attached_when_every_group_lets_steps_come() -> None:
+    attached()
+
+
+def test_a_domain_that_was_lost_is_told_once_and_offered_the_next_epoch() -> None:
+    attach = attached()
+    commands = attach.on_event(StreamBroken(1, 1), 5.0)
+    assert commands[:-1] == [CloseStreams(1), DomainLost(0, 1)]
+    assert "group 1" in retry_of(commands).reason
+    assert attach.on_event(StreamBroken(0, 1), 5.1) == []
+    assert attach.on_event(RetryDue(), 5.5) == [Offer(0, 2), Offer(1, 2)]
+
+
+def test_streams_that_break_before_all_are_open_attach_nothing() -> None:
+    attach = opening()
+    attach.on_event(StreamOpened(0, 1), 0.0)
+    assert [type(command) for command in attach.on_event(StreamBroken(1, 1), 5.0)] == [CloseStreams, RetryAt]
+    assert attach.on_event(StreamOpened(1, 1), 5.0) == []
+
+
+def test_an_epoch_that_the_engine_gives_up_is_closed_and_not_told_back() -> None:
+    attach = attached()
+    assert attach.on_event(Dropped(2), 5.0) == []
+    assert [type(command) for command in attach.on_event(Dropped(1), 5.0)] == [CloseStreams, RetryAt]
+
+
+def test_another_round_waits_for_all_answers_and_is_above_the_highest_epoch() -> None:
+    attach = attached()
+    retry_of(attach.on_event(Dropped(1), 5.0))
+    attach.on_event(RetryDue(), 5.5)
+    assert attach.on_event(refused(1, 2, 41), 5.0) == []
+    retry = retry_of(attach.on_event(accepted(0, 2), 5.0))
+    assert retry.reason == "STALE_EPOCH"
+    assert attach.on_event(RetryDue(), 5.5) == [Offer(0, 42), Offer(1, 42)]
+
+
+def test_an_epoch_that_every_group_refused_is_offered_again() -> None:
+    attach = DomainAttach(0, COUPLED, former_holder())
+    for _ in range(3):
+        assert attach.on_event(RetryDue(), 5.0) == [Offer(0, 1), Offer(1, 1)]
+        attach.on_event(refused(0, 1, 0), 5.0)
+        retry_of(attach.on_event(refused(1, 1, 0), 5.0))
+
+
+def test_answers_of_an_earlier_round_count_for_nothing() -> None:
+    attach = DomainAttach(0, COUPLED, former_holder())
+    attach.on_event(RetryDue(), 0.0)
+    attach.on_event(Refused(0, 1, "no answer"), 0.0)
+    attach.on_event(Refused(1, 1, "no answer"), 0.0)
+    assert attach.on_event(RetryDue(), 0.5) == [Offer(0, 2), Offer(1, 2)]
+    for group in range(2):
+        assert attach.on_event(accepted(group), 0.6) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"is_stuck": True}, "stuck"), ({"last_step": (1, 8)}, "differ")],
+)
+def test_groups_that_can_run_nothing_together_are_restarted(changes: dict[str, Any], reason: str) -> None:
+    attach = offered()
+    attach.on_event(accepted(0, last_step=(1, 9)), 5.0)
+    commands = attach.on_event(accepted(1, **{"last_step": (1, 9), **changes}), 5.0)
+    assert commands[:-1] == [Restart(0, 1), Restart(1, 1)]
+    assert reason in retry_of(commands).reason
+
+
+def test_a_stuck_group_is_restarted_though_its_partner_is_gone() -> None:
+    attach = offered()
+    attach.on_event(Refused(0, 1, "UNAVAILABLE"), 5.0)
+    assert attach.on_event(accepted(1, is_stuck=True), 5.0)[:-1] == [Restart(1, 1)]
+
+
+def test_uncoupled_groups_are_attached_each_for_itself() -> None:
+    attach = DomainAttach(1, CellTopology(2), former_holder())
+    assert attach.on_event(RetryDue(), 0.0) == [Offer(1, 1)]
+    answer = accepted(1, place=GroupPlace(1, 2, 1, False), last_step=(7, 7))
+    assert attach.on_event(answer, 0.0) == [OpenStreams(1)]
+    assert attach.on_event(StreamOpened(1, 1), 0.0) == [DomainAttached(1, (answer.facts,))]
+
+
+@pytest.mark.parametrize(
+    "place",
+    [GroupPlace(0, 2, 1, True), GroupPlace(1, 3, 1, True), GroupPlace(1, 2, 2, True), GroupPlace(1, 2, 1, False)],
+)
+def test_a_group_that_stands_elsewhere_is_not_used(place: GroupPlace) -> None:
+    attach = offered()
+    attach.on_event(accepted(0), 5.0)
+    commands = attach.on_event(accepted(1, place=place), 5.0)
+    assert len(commands) == 1
+    assert "group 1" in retry_of(commands).reason
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_digest": "other"},
+        {"is_exact": True},
+        {"num_draft_tokens": 1},
+        {"proposed_prompt_tokens": 512},
+        {"proposes_mixed_steps": True},
+    ],
+)
+def test_groups_that_differ_in_what_they_must_share_are_not_used(change: dict[str, Any]) -> None:
+    attach = offered()
+    attach.on_event(accepted(0), 5.0)
+    other = accepted(1)
+    commands = attach.on_event(replace(other, facts=replace(other.facts, **change)), 5.0)
+    assert next(iter(change)) in retry_of(commands).reason
+
+
+def test_groups_may_differ_in_their_pools_and_their_numerics() -> None:
+    attach = offered()
+    attach.on_event(accepted(0), 5.0)
+    other = accepted(1)
+    facts = replace(other.facts, num_blocks=3, numerics_fingerprint="avx2")
+    assert attach.on_event(replace(other, facts=facts), 5.0) == [OpenStreams(1)]
+
+
+@pytest.mark.parametrize(("drawn", "delay_s"), [(0.0, 0.5 * RETRY_DELAY_S), (1.0, 1.5 * RETRY_DELAY_S)])
+def test_rounds_begin_at_moments_that_are_drawn(drawn: float, delay_s: float) -> None:
+    attach = DomainAttach(0, COUPLED, Standing("me", 2, lambda: drawn))
+    attach.on_event(RetryDue(), 0.0)
+    attach.on_event(refused(0, QUESTION, 3, "other"), 5.0)
+    [retry] = attach.on_event(free(1), 5.0)
+    assert isinstance(retry, RetryAt)
+    assert retry.when == 5.0 + delay_s
+
+
+def test_a_newcomer_asks_until_no_group_names_a_live_holder_and_then_offers_the_next_epoch() -> None:
+    attach = DomainAttach(0, COUPLED, newcomer())
+    for _ in range(3):
+        assert attach.on_event(RetryDue(), 5.0) == [Offer(0, QUESTION), Offer(1, QUESTION)]
+        attach.on_event(refused(0, QUESTION, 7, "other"), 5.0)
+        assert "other" in retry_of(attach.on_event(Refused(1, QUESTION, "UNAVAILABLE"), 5.0)).reason
+    attach.on_event(RetryDue(), 5.0)
+    attach.on_event(refused(0, QUESTION, 7), 5.0)
+    assert attach.on_event(Refused(1, QUESTION, "UNAVAILABLE"), 5.0) == [Offer(0, 8), Offer(1, 8)]
+
+
+def test_a_newcomer_asks_all_groups_of_the_cell_before_it_offers_one_of_them() -> None:
+    standing = newcomer()
+    first, second = (DomainAttach(domain, CellTopology(2), standing) for domain in range(2))
+    first.on_event(RetryDue(), 5.0)
+    assert retry_of(first.on_event(free(0), 5.0)).reason == "not every group has been asked"
+    second.on_event(RetryDue(), 5.0)
+    assert "other" in retry_of(second.on_event(refused(1, QUESTION, 6, "other"), 5.0)).reason
+    first.on_event(RetryDue(), 5.0)
+    assert "other" in retry_of(first.on_event(free(0), 5.0)).reason
+
+
+def test_one_that_held_a_domain_offers_the_others_at_once() -> None:
+    standing = newcomer()
+    first, second = (DomainAttach(domain, CellTopology(2), standing) for domain in range(2))
+    for domain in (first, second):
+        domain.on_event(RetryDue(), 5.0)
+    first.on_event(free(0), 5.0)
+    assert second.on_event(free(1), 5.0) == [Offer(1, 1)]
+    second.on_event(accepted(1, place=GroupPlace(1, 2, 1, False)), 5.0)
+    second.on_event(StreamOpened(1, 1), 5.0)
+    assert first.on_event(RetryDue(), 5.5) == [Offer(0, 1)]
+
+
+def refuse_until(attach: DomainAttach, times: list[float], refusal: Refused) -> list[Command]:
+    """Let rounds begin at these moments, each of which a group refuses for a live rival; returns the last commands."""
+    for now in times:
+        assert attach.on_event(RetryDue(), now) == [Offer(0, refusal.epoch)]
+        commands = attach.on_event(refusal, now)
+    return commands
+
+
+def test_two_refusals_a_lease_apart_for_the_same_live_rival_end_one_that_held_a_domain() -> None:
+    attach = DomainAttach(0, CellTopology(1), former_holder())
+    attach.on_event(RetryDue(), 0.0)
+    attach.on_event(refused(0, 1, 9, "other"), 0.0)
+    refusal = refused(0, 10, 9, "other")
+    assert isinstance(refuse_until(attach, [5.0, LEASE_S], refusal)[-1], RetryAt)
+    [command] = refuse_until(attach, [LEASE_S + 0.1], refusal)
+    assert command == Exit("scheduler other holds the workers of domain 0")
+    assert attach.on_event(RetryDue(), 30.0) == []
+
+
+def test_a_stream_that_a_rival_cut_is_the_first_refusal_and_not_the_last() -> None:
+    attach = attached()
+    retry_of(attach.on_event(StreamBroken(1, 1, 9, "other"), 5.0))
+    assert attach.on_event(RetryDue(), 5.5) == [Offer(0, 10), Offer(1, 10)]
+    retry_of([*attach.on_event(refused(1, 10, 9, "other"), 5.0), *attach.on_event(refused(0, 10, 0), 5.0)])
+    attach.on_event(RetryDue(), 5.1 + LEASE_S)
+    assert isinstance(attach.on_event(refused(1, 10, 9, "other"), 5.1 + LEASE_S)[0], Exit)
+
+
+@pytest.mark.parametrize("between", [refused(0, 10, 9), refused(0, 10, 9, "third"), Refused(0, 10, "no answer")])
+def test_refusals_count_from_the_last_answer_that_named_another_holder_or_none(between: Refused) -> None:
+    attach = DomainAttach(0, CellTopology(1), former_holder())
+    attach.on_event(RetryDue(), 0.0)
+    attach.on_event(refused(0, 1, 9, "other"), 0.0)
+    attach.on_event(RetryDue(), 5.0)
+    attach.on_event(between, 5.0)
+    commands = attach.on_event(RetryDue(), 5.0 + LEASE_S)
+    assert isinstance(commands[0], Offer)
+    last = refused(0, commands[0].epoch, 9, "other")
+    assert isinstance(attach.on_event(last, 5.0 + LEASE_S)[-1], RetryAt)
+
+
+def test_an_answer_that_was_under_way_for_long_is_no_refusal_after_the_lease() -> None:
+    attach = DomainAttach(0, CellTopology(1), former_holder())
+    attach.on_event(RetryDue(), 0.0)
+    attach.on_event(refused(0, 1, 9, "other"), 0.0)
+    attach.on_event(RetryDue(), 1.0)
+    retry = attach.on_event(refused(0, 10, 9, "other"), LEASE_S + 4.0)
+    assert isinstance(retry[-1], RetryAt)
+
+
+def test_of_two_that_hold_parts_of_a_cell_exactly_one_ends() -> None:
+    mine, other = newcomer("a"), newcomer("b")
+    for standing in (mine, other):
+        standing.has_held = True
+        standing.domain_to_epoch = {3: 5}
+    assert [mine.is_below(5, "b"), other.is_below(5, "a")] == [True, False]
+    mine.domain_to_epoch[4] = 6
+    assert [mine.is_below(5, "b"), other.is_below(6, "a")] == [False, True]
+    assert not newcomer("c").is_below(9, "a")

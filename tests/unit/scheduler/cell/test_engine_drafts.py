@@ -1,0 +1,260 @@
+"""A worker that drafts: steps bring several tokens a row, and nobody is told anything else than without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+
+from services.scheduler.cell.events import ClientMessage, Deliver, DropDomain, StepReturned, Submission
+from services.scheduler.core.batch.sequence import FinishReason
+from services.scheduler.core.batch.step import RequestEnd, StepCounts, StepKind
+from services.scheduler.core.policy import SchedulerPolicy
+from shared.limits import MAX_DRAFT_TOKENS, SamplingOptions, SamplingParams
+from tests.support.cell_model import VOCABULARY, FallibleOracle, HashGrammar, expected_completion
+from tests.support.engine_driver import EngineDriver, attached, token_bytes, worker_facts
+
+PROMPT = list(range(100, 120))
+
+
+def end_of(driver: EngineDriver, handle: int) -> RequestEnd:
+    end = driver.told[1, handle].end
+    assert end is not None
+    return end
+
+
+def reason_of(driver: EngineDriver, handle: int) -> FinishReason:
+    finish = end_of(driver, handle).finish
+    assert finish is not None
+    return finish.reason
+
+
+def counts_of_last(driver: EngineDriver) -> list[int] | None:
+    counts = driver.delivered[-1].outputs.counts
+    return None if counts is None else counts.tolist()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("num_draft_tokens", [0, 1, 4, 8])
+def test_accepted_drafts_save_steps_and_change_no_token(depth: int, num_draft_tokens: int) -> None:
+    driver = EngineDriver(depth=depth, num_draft_tokens=num_draft_tokens)
+    driver.submit(1, PROMPT, max_tokens=41)
+    driver.run()
+    assert driver.told[1, 1].tokens == expected_completion(PROMPT, 0, 41)
+    assert (reason_of(driver, 1), end_of(driver, 1).num_completion_tokens) == (FinishReason.MAX_TOKENS, 41)
+    # The prefill brings the first token. With steps in flight some turn out to have been needless.
+    num_needed = -(-40 // (num_draft_tokens + 1))
+    num_steps = driver.engine.state().ranks[0].num_steps.decode
+    assert num_steps == num_needed if depth == 1 else num_needed <= num_steps < num_needed + depth
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_rejected_drafts_change_no_token_even_where_blocks_run_out(depth: int, block_size: int) -> None:
+    driver = EngineDriver(
+        num_blocks=160 // block_size,
+        block_size=block_size,
+        depth=depth,
+        num_draft_tokens=8,
+        policy=SchedulerPolicy(max_num_seqs=6),
+        oracle=FallibleOracle(Random(depth), share_right=0.6),
+    )
+    for handle in range(8):
+        driver.submit(handle, PROMPT[handle:], seed=handle, max_tokens=40)
+    driver.run()
+    assert driver.engine.state().counters.num_preemptions > 0
+    for handle in range(8):
+        assert driver.told[1, handle].tokens == expected_completion(PROMPT[handle:], handle, 40)
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_stop_within_a_run_ends_the_request_there(depth: int) -> None:
+    driver = EngineDriver(depth=depth, num_draft_tokens=8)
+    completion = expected_completion(PROMPT, 0, 30)
+    driver.submit(1, PROMPT, max_tokens=30, stop_token_ids=(completion[4],))
+    driver.run()
+    assert driver.told[1, 1].tokens == completion[:5]
+    assert (reason_of(driver, 1), end_of(driver, 1).num_completion_tokens) == (FinishReason.STOP_TOKEN, 5)
+
+
+def test_of_several_stops_in_a_run_the_first_one_counts() -> None:
+    completion = expected_completion(PROMPT, 0, 9)
+    sequences = (tuple(completion[2:4]),)
+    driver = EngineDriver(num_draft_tokens=8)
+    driver.submit(1, PROMPT, max_tokens=9, stop_token_ids=(completion[5],), stop_token_sequences=sequences)
+    driver.run()
+    assert (driver.told[1, 1].tokens, reason_of(driver, 1)) == (completion[:4], FinishReason.STOP_SEQUENCE)
+
+
+def test_a_stop_sequence_may_begin_in_one_run_and_end_in_the_next() -> None:
+    completion = expected_completion(PROMPT, 0, 20)
+    driver = EngineDriver(num_draft_tokens=3)
+    # The first token is the prefill's; then come runs of four.
+    driver.submit(1, PROMPT, max_tokens=20, stop_token_sequences=(tuple(completion[3:7]),))
+    driver.run()
+    assert (driver.told[1, 1].tokens, reason_of(driver, 1)) == (completion[:7], FinishReason.STOP_SEQUENCE)
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 3, 8])
+@pytest.mark.parametrize("fails_after", [0, 1, 5, 7])
+def test_a_failed_grammar_takes_no_token_that_came_before(num_draft_tokens: int, fails_after: int) -> None:
+    driver = EngineDriver(num_draft_tokens=num_draft_tokens)
+    options = SamplingOptions(grammar=str(fails_after), num_logprobs=1)
+    completion = expected_completion(PROMPT, 0, 20, grammar=HashGrammar(options.grammar))
+    driver.oracle.learn(PROMPT, completion)
+    driver.submit(1, PROMPT, max_tokens=20, options=options, ignore_eos=True)
+    driver.run()
+    error = end_of(driver, 1).error
+    assert error is not None
+    assert error.reason == "INVALID_REQUEST"
+    assert driver.told[1, 1].tokens == completion[:fails_after]
+    assert len(driver.told[1, 1].scores) == fails_after
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 3, 8])
+def test_a_stop_before_the_failure_of_a_grammar_ends_the_request(num_draft_tokens: int) -> None:
+    driver = EngineDriver(num_draft_tokens=num_draft_tokens)
+    options = SamplingOptions(grammar="7")
+    completion = expected_completion(PROMPT, 0, 20, grammar=HashGrammar(options.grammar))
+    driver.oracle.learn(PROMPT, completion)
+    driver.submit(1, PROMPT, max_tokens=20, options=options, ignore_eos=True, stop_token_ids=(completion[5],))
+    driver.run()
+    assert driver.told[1, 1].tokens == completion[: completion.index(completion[5]) + 1]
+    assert reason_of(driver, 1) is FinishReason.STOP_TOKEN
+
+
+def test_no_stop_counts_before_min_tokens_within_a_run_or_without() -> None:
+    completion = expected_completion(PROMPT, 0, 20)
+    for num_draft_tokens in (0, 8):
+        driver = EngineDriver(num_draft_tokens=num_draft_tokens)
+        sequences = (tuple(completion[1:3]), (completion[5],), (completion[9],))
+        options = SamplingOptions(min_tokens=6)
+        driver.submit(1, PROMPT, max_tokens=20, stop_token_sequences=sequences, options=options)
+        driver.submit(2, PROMPT, max_tokens=20, stop_token_sequences=sequences, options=replace(options, min_tokens=7))
+        driver.run()
+        assert driver.told[1, 1].tokens == completion[:6]
+        assert driver.told[1, 2].tokens == completion[:10]
+
+
+def test_a_row_that_was_sent_before_its_request_ended_brings_nothing() -> None:
+    driver = EngineDriver(depth=3, num_draft_tokens=8)
+    driver.submit(1, PROMPT, max_tokens=12)
+    # The prefill's token, nine, two, and one row that nobody knew to be needless.
+    counts = []
+    while driver.sent:
+        result = driver.step()
+        counts.append(1 if result.counts is None else int(result.counts[0]))
+    assert counts == [1, 9, 2, 0]
+    assert driver.told[1, 1].tokens == expected_completion(PROMPT, 0, 12)
+
+
+def test_no_row_is_sent_that_could_not_bring_a_token() -> None:
+    driver = EngineDriver(depth=4, num_draft_tokens=8)
+    driver.submit(1, PROMPT, max_tokens=3)
+    driver.run()
+    assert driver.engine.state().ranks[0].num_steps == StepCounts(prefill=1, decode=2)
+
+
+def test_counts_are_told_only_where_a_row_has_several_tokens() -> None:
+    driver = EngineDriver(num_draft_tokens=2)
+    driver.submit(1, PROMPT, max_tokens=4)
+    driver.submit(2, PROMPT[:3], max_tokens=2)
+    driver.step()
+    driver.step()
+    assert counts_of_last(driver) is None
+    driver.step()
+    assert counts_of_last(driver) == [3, 1]
+
+
+def test_drafts_and_how_many_of_them_were_right_are_counted() -> None:
+    driver = EngineDriver(num_draft_tokens=4)
+    completion = expected_completion(PROMPT, 0, 11)
+    driver.submit(1, PROMPT, max_tokens=11)
+    # Of the first four the second is wrong.
+    driver.oracle.learn([*PROMPT, *completion[:2]], [completion[2] + 1])
+    driver.run()
+    counters = driver.engine.state().counters
+    assert driver.told[1, 1].tokens == completion
+    assert (counters.num_draft_tokens, counters.num_accepted_tokens) == (2 + 4 + 2, 1 + 4 + 2)
+
+
+def test_what_drafts_left_behind_is_shared_with_nobody() -> None:
+    driver = EngineDriver(depth=3, num_draft_tokens=8)
+    completion = expected_completion(PROMPT, 0, 40)
+    # Wasted rows are in flight when it stops, and write behind its last token.
+    driver.submit(1, PROMPT, max_tokens=40, stop_token_ids=(completion[12],))
+    driver.run()
+    known = [*PROMPT, *completion[:13]]
+    driver.submit(2, [*known, 1, 2, 3], seed=9)
+    driver.run()
+    # The cell of its last token was never computed as a known one.
+    assert driver.told[1, 2].num_cached_tokens == (len(known) - 1) // 16 * 16 == 32
+    assert driver.told[1, 2].tokens == expected_completion([*known, 1, 2, 3], 9, 8)
+
+
+def test_a_row_that_may_yet_fit_waits_for_its_steps_and_preempts_nobody() -> None:
+    driver = EngineDriver(num_blocks=2, depth=2, num_draft_tokens=4)
+    # Each stops with the last place of its block: nobody knows before.
+    prompts = [PROMPT[:14], PROMPT[2:16]]
+    completions = [expected_completion(prompt, 0, 18) for prompt in prompts]
+    submissions = [
+        Submission(handle, f"r{handle}", token_bytes(prompt), SamplingParams(18, stop_token_ids=(completion[1],)))
+        for handle, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
+    ]
+    driver.on_event(ClientMessage(1, submissions))
+    # With the tokens that the prefill brings they have 15 each, and might have 19.
+    assert [step.batch.kind for step in driver.sent] == [StepKind.PREFILL]
+    driver.run()
+    assert driver.engine.state().counters.num_preemptions == 0
+    assert [driver.told[1, handle].tokens for handle in (0, 1)] == [completion[:2] for completion in completions]
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_drafts_preempt_nobody(block_size: int) -> None:
+    # Both requests fit exactly, without a token to spare.
+    driver = EngineDriver(num_blocks=64 // block_size, block_size=block_size, depth=2, num_draft_tokens=8)
+    driver.submit(1, PROMPT[:8], max_tokens=24)
+    driver.submit(2, PROMPT[1:9], max_tokens=24)
+    driver.run()
+    counters = driver.engine.state().counters
+    assert counters.num_preemptions == 0
+    assert counters.num_accepted_tokens > 0
+
+
+def test_drafts_take_what_prompts_leave_of_a_steps_budget() -> None:
+    policy = SchedulerPolicy(max_num_seqs=4, max_num_batched_tokens=16, enable_mixed_steps=True)
+    driver = EngineDriver(policy=policy, num_draft_tokens=8)
+    driver.submit(1, PROMPT[:4], max_tokens=40)
+    driver.step()
+    driver.submit(2, PROMPT, max_tokens=2)
+    driver.step()
+    assert counts_of_last(driver) == [9]
+    # Of the next step's 16 tokens 15 are the prompt's.
+    driver.step()
+    assert counts_of_last(driver) is None
+    driver.run()
+    assert driver.told[1, 1].tokens == expected_completion(PROMPT[:4], 0, 40)
+    assert driver.told[1, 2].tokens == expected_completion(PROMPT, 0, 2)
+
+
+def test_a_worker_that_drafts_more_than_there_is_room_for_is_refused() -> None:
+    driver = EngineDriver(attach=False)
+    actions = driver.on_event(attached(worker_facts(num_draft_tokens=MAX_DRAFT_TOKENS + 1)))
+    assert [type(action) for action in actions] == [DropDomain]
+    assert not driver.engine.is_ready
+
+
+@pytest.mark.parametrize("change", ["too many", "none", "of no draft"])
+def test_a_number_of_tokens_that_cannot_be_ends_the_epoch(change: str) -> None:
+    driver = EngineDriver(num_draft_tokens=2)
+    driver.submit(1, PROMPT, max_tokens=20)
+    driver.step()
+    result = driver.worker.run(driver.sent.pop(0))
+    token_ids = {"too many": [5, 6, 7, 8], "none": [], "of no draft": [5, 6, VOCABULARY]}[change]
+    counts = np.array([len(token_ids)], np.int32)
+    told = list(driver.told[1, 1].tokens)
+    actions = driver.on_event(StepReturned(0, replace(result, token_ids=np.array(token_ids, np.int32), counts=counts)))
+    assert [type(action) for action in actions] == [DropDomain, Deliver]
+    assert driver.told[1, 1].tokens == told

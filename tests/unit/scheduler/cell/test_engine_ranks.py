@@ -1,0 +1,293 @@
+"""Cells of several ranks: what clients are told, whichever ranks compute it, and whichever are lost."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.scheduler.cell.events import ClientMessage, DropDomain, TimePassed
+from services.scheduler.core.policy import CellTopology, SchedulerPolicy
+from tests.support.cell_model import PoisonedError, expected_completion
+from tests.support.engine_driver import EngineDriver
+
+UNCOUPLED = CellTopology(dp_size=3)
+COUPLED = CellTopology(dp_size=3, is_coupled=True)
+TOPOLOGIES = [UNCOUPLED, COUPLED]
+RESTART_S = 2.0
+
+
+def make_prompt(length: int, start: int = 11) -> list[int]:
+    return [(start + 13 * index) % 1000 for index in range(length)]
+
+
+def submit_many(driver: EngineDriver, count: int, *, max_tokens: int = 12, first: int = 1) -> None:
+    """Requests that share no prefix; their handle is their seed."""
+    for handle in range(first, first + count):
+        driver.submit(handle, make_prompt(5 + handle % 40, start=7 * handle), max_tokens=max_tokens, seed=handle)
+
+
+def check_told(driver: EngineDriver, handle: int, max_tokens: int = 12) -> None:
+    """A request was told all of its answer."""
+    told = driver.told[1, handle]
+    assert told.tokens == expected_completion(make_prompt(5 + handle % 40, start=7 * handle), handle, max_tokens)
+    assert told.end is not None
+    assert told.end.error is None
+
+
+def running_on(driver: EngineDriver) -> list[int]:
+    return [rank.num_running for rank in driver.engine.state().ranks]
+
+
+def step_all(driver: EngineDriver) -> None:
+    """A step of each rank that has one."""
+    for rank in [rank for rank, sent in driver.sent_to.items() if sent]:
+        driver.step(rank)
+
+
+def run_to_the_end(driver: EngineDriver) -> int:
+    """Run everything; domains that die come back after a while. Returns how many died."""
+    num_deaths = 0
+    while any(driver.sent_to.values()) or driver.engine.state().num_waiting:
+        for rank in range(driver.topology.dp_size):
+            domain = driver.topology.domain_of(rank)
+            if domain not in driver.epochs:
+                driver.now += RESTART_S
+                driver.attach(domain)
+            if driver.sent_to[rank]:
+                try:
+                    driver.step(rank)
+                except PoisonedError:
+                    num_deaths += 1
+                    driver.lose(domain)
+        driver.now += 0.1
+        driver.on_event(TimePassed())
+    return num_deaths
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_every_request_gets_its_tokens_whichever_rank_it_is_on(topology: CellTopology, depth: int) -> None:
+    driver = EngineDriver(topology=topology, depth=depth)
+    submit_many(driver, 7)
+    assert all(driver.sent_to.values())
+    driver.run()
+    for handle in range(1, 8):
+        check_told(driver, handle)
+    assert driver.engine.state().num_used_blocks == 0
+
+
+def test_uncoupled_ranks_step_by_themselves() -> None:
+    driver = EngineDriver(topology=UNCOUPLED)
+    submit_many(driver, 2)
+    for _ in range(5):
+        driver.step(0)
+    assert [len(sent) for sent in driver.sent_to.values()] == [1, 1, 0]
+    assert len(driver.told[1, 1].tokens) == 5
+    assert (1, 2) not in driver.told
+
+
+def test_the_choices_of_a_request_share_a_rank() -> None:
+    driver = EngineDriver(topology=UNCOUPLED)
+    driver.submit(1, make_prompt(40), n=4, max_tokens=6)
+    driver.submit(11, make_prompt(40, 5), n=4, max_tokens=6)
+    step_all(driver)
+    assert running_on(driver) == [4, 4, 0]
+    driver.run()
+    for choice in range(4):
+        assert driver.told[1, 1 + choice].tokens == expected_completion(make_prompt(40), 0, 6, choice)
+
+
+def test_a_lost_rank_gives_its_sequences_to_the_others() -> None:
+    driver = EngineDriver(topology=UNCOUPLED, depth=2, policy=SchedulerPolicy(max_num_seqs=2))
+    submit_many(driver, 9)
+    step_all(driver)
+    state = driver.engine.state()
+    assert [rank.num_waiting for rank in state.ranks] == [1, 1, 1]
+    driver.lose(0)
+    state = driver.engine.state()
+    # Who was in a step that did not return waits for a trial; who only waited there goes on.
+    assert (state.num_suspects, sum(rank.num_waiting for rank in state.ranks)) == (2, 3)
+    assert not state.ranks[0].is_attached
+    # The rank never comes back: another one tries them when it has nothing else to do, or they have waited for long.
+    driver.run()
+    for handle in range(1, 10):
+        check_told(driver, handle)
+    state = driver.engine.state()
+    assert (state.num_suspects, state.counters.num_suspect_trials) == (0, 2)
+
+
+def test_requests_wait_while_no_rank_is_attached_and_go_on_with_the_first_that_is() -> None:
+    driver = EngineDriver(topology=UNCOUPLED)
+    for domain in range(3):
+        driver.lose(domain)
+    submit_many(driver, 4)
+    assert driver.engine.state().num_waiting == 4
+    assert not driver.engine.is_ready
+    driver.attach(2)
+    assert len(driver.sent_to[2]) == 1
+    driver.run()
+    for handle in range(1, 5):
+        check_told(driver, handle)
+
+
+def test_a_coupled_domain_is_lost_and_comes_back_as_a_whole() -> None:
+    driver = EngineDriver(topology=COUPLED, depth=2)
+    submit_many(driver, 6)
+    step_all(driver)
+    step_all(driver)
+    driver.lose()
+    assert [rank.is_attached for rank in driver.engine.state().ranks] == [False] * 3
+    driver.attach()
+    driver.run()
+    for handle in range(1, 7):
+        check_told(driver, handle)
+
+
+def test_the_bounds_of_what_waits_hold_for_the_cell() -> None:
+    policy = SchedulerPolicy(max_num_seqs=1, max_waiting_requests=2)
+    driver = EngineDriver(topology=UNCOUPLED, policy=policy)
+    submit_many(driver, 6)
+    error = driver.told[1, 6].end
+    assert error is not None
+    assert error.error is not None
+    assert error.error.reason == "QUEUE_FULL"
+    driver.run()
+    for handle in range(1, 6):
+        check_told(driver, handle)
+
+
+def test_the_smallest_pool_of_any_rank_bounds_a_request() -> None:
+    driver = EngineDriver(topology=UNCOUPLED, attach=False)
+    driver.attach(0, num_blocks=64)
+    driver.attach(1, num_blocks=4)
+    limits = driver.engine.model_limits
+    assert limits is not None
+    assert limits.num_pool_tokens == 4 * 16
+    driver.submit(1, make_prompt(60), max_tokens=5)
+    end = driver.told[1, 1].end
+    assert end is not None
+    assert end.error is not None
+    assert end.error.reason == "KV_CAPACITY_EXCEEDED"
+
+
+@pytest.mark.parametrize(
+    "change", [{"model_digest": "other"}, {"context_length": 8}, {"logits_width": 7}, {"eos_token_ids": (1,)}]
+)
+def test_a_rank_of_another_model_is_sent_away(change: dict[str, object]) -> None:
+    driver = EngineDriver(topology=UNCOUPLED, attach=False)
+    driver.attach(0)
+    [drop] = driver.attach(1, **change)
+    assert drop == DropDomain(1, 2, "it serves another model")
+    assert [rank.is_attached for rank in driver.engine.state().ranks] == [True, False, False]
+
+
+def test_a_silent_rank_of_a_coupled_domain_ends_it() -> None:
+    driver = EngineDriver(topology=COUPLED)
+    driver.silent_ranks = {1}
+    driver.now = 5.0
+    driver.on_event(TimePassed())
+    assert [action for action in driver.actions if isinstance(action, DropDomain)] == [
+        DropDomain(0, 1, "rank 1 is silent")
+    ]
+    assert not driver.engine.is_ready
+
+
+def test_a_silent_rank_is_lost_alone_where_ranks_are_not_coupled() -> None:
+    driver = EngineDriver(topology=UNCOUPLED)
+    driver.silent_ranks = {1}
+    driver.now = 5.0
+    driver.on_event(TimePassed())
+    assert [rank.is_attached for rank in driver.engine.state().ranks] == [True, False, True]
+
+
+def test_a_request_that_ran_on_one_of_two_ranks_lost_in_one_moment_is_not_tried_on_the_other() -> None:
+    driver = EngineDriver(topology=CellTopology(dp_size=2))
+    submit_many(driver, 1)
+    driver.silent_ranks = {0, 1}
+    driver.now = 5.0
+    driver.on_event(TimePassed())
+    drops = [action.domain for action in driver.actions if isinstance(action, DropDomain)]
+    assert (drops, [len(sent) for sent in driver.sent_to.values()]) == ([0, 1], [0, 0])
+    driver.silent_ranks = set()
+    driver.attach(0)
+    driver.run()
+    check_told(driver, 1)
+
+
+def test_an_idle_rank_takes_newcomers_that_wait_on_another() -> None:
+    driver = EngineDriver(topology=CellTopology(dp_size=2), policy=SchedulerPolicy(max_num_seqs=1))
+    driver.submit(1, make_prompt(20), max_tokens=2)
+    driver.submit(2, make_prompt(20, 100), max_tokens=30)
+    driver.submit(3, make_prompt(20, 200), max_tokens=2)
+    driver.submit(4, make_prompt(20, 300), max_tokens=2)
+    assert [rank.num_waiting for rank in driver.engine.state().ranks] == [1, 1]
+    while driver.sent_to[0]:
+        driver.step(0)
+    # Rank 0 had the first and the third; rank 1 still has the second.
+    assert [handle for _, handle in driver.told] == [1, 3, 4]
+    assert len(driver.sent_to[1]) == 1
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@given(seed=st.integers(0, 10_000))
+@settings(max_examples=25)
+def test_whatever_dies_and_whenever_nothing_is_lost_or_repeated(topology: CellTopology, seed: int) -> None:
+    rng = Random(seed)
+    policy = SchedulerPolicy(
+        max_num_seqs=rng.choice([2, 4, 16]),
+        max_num_batched_tokens=rng.choice([32, 64, 256]),
+        enable_mixed_steps=rng.random() < 0.3,
+        max_prefill_wait_steps=rng.choice([0, 0, 3]),
+    )
+    driver = EngineDriver(topology=topology, depth=rng.choice([1, 2, 3]), policy=policy, num_blocks=24, block_size=4)
+    num_submitted, aborted = 6, set()
+    submit_many(driver, num_submitted)
+    for _ in range(60):
+        ranks = [rank for rank, sent in driver.sent_to.items() if sent]
+        if ranks:
+            driver.step(rng.choice(ranks))
+        if rng.random() < 0.08:
+            domain = rng.randrange(topology.num_domains)
+            driver.lose(domain) if domain in driver.epochs else driver.attach(domain)
+        if rng.random() < 0.1 and driver.engine.is_ready:
+            num_submitted += 1
+            submit_many(driver, 1, first=num_submitted)
+        if rng.random() < 0.05:
+            handle = rng.randint(1, num_submitted)
+            aborted.add(handle)
+            driver.on_event(ClientMessage(1, aborts=[handle]))
+    assert run_to_the_end(driver) == 0
+    for handle in set(range(1, num_submitted + 1)) - aborted:
+        end = driver.told[1, handle].end
+        # Who is killed alone twice in a row may as well be the killer.
+        if end is None or end.error is None or end.error.reason != "POISON_REQUEST":
+            check_told(driver, handle)
+    state = driver.engine.state()
+    assert (state.num_used_blocks, state.num_suspects) == (0, 0)
+
+
+@pytest.mark.parametrize("topology", [CellTopology(), UNCOUPLED, COUPLED])
+@given(count=st.integers(1, 40), data=st.data())
+@settings(max_examples=30)
+def test_a_poison_request_ends_alone_after_few_deaths(topology: CellTopology, count: int, data: st.DataObject) -> None:
+    victim = data.draw(st.integers(1, count), "victim")
+    position = data.draw(st.integers(0, 5 + victim % 40 + 10), "position")
+    depth = data.draw(st.integers(1, 2), "depth")
+    budget = data.draw(st.sampled_from([64, 400, 16384]), "budget")
+    policy = SchedulerPolicy(max_num_batched_tokens=budget)
+    driver = EngineDriver(topology=topology, depth=depth, poison={victim: position}, num_blocks=256, policy=policy)
+    submit_many(driver, count)
+    num_deaths = run_to_the_end(driver)
+    end = driver.told[1, victim].end
+    assert end is not None
+    assert end.error is not None
+    assert end.error.reason == "POISON_REQUEST"
+    assert num_deaths <= 3 + math.log2(count)
+    for handle in set(range(1, count + 1)) - {victim}:
+        check_told(driver, handle)
+    state = driver.engine.state()
+    assert (state.num_suspects, state.counters.num_poison_requests) == (0, 1)

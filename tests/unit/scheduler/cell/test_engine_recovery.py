@@ -1,0 +1,33 @@
+"""What the simulation has found, each as small as it gets."""
+
+from __future__ import annotations
+
+from services.scheduler.cell.events import ClientMessage, Submission
+from services.scheduler.core.policy import SchedulerPolicy
+from shared.limits import SamplingParams
+from tests.support.cell_model import expected_completion
+from tests.support.engine_driver import EngineDriver, token_bytes
+
+
+def make_prompt(num_tokens: int, start: int) -> list[int]:
+    return [start + index for index in range(num_tokens)]
+
+
+def make_submission(handle: int, prompt: list[int], max_tokens: int) -> Submission:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return Submission(handle, f"r{handle}", token_bytes(prompt), params)
+
+
+def test_a_step_whose_decodes_all_sit_out_is_one_of_prompts_alone() -> None:
+    """The worker refuses a prefill step that names decodes, and its epoch would end."""
+    policy = SchedulerPolicy(max_num_seqs=4, max_num_batched_tokens=32, enable_mixed_steps=True)
+    driver = EngineDriver(policy=policy, num_blocks=5, depth=2)
+    prompts = {1: make_prompt(15, 100), 2: make_prompt(15, 300), 3: make_prompt(40, 500)}
+    max_tokens = {1: 4, 2: 2, 3: 1}
+    driver.on_event(
+        ClientMessage(1, [make_submission(handle, prompt, max_tokens[handle]) for handle, prompt in prompts.items()])
+    )
+    # 1 needs a block that is only coming, from 2, whose last row is in flight; the rest of 3 needs none.
+    driver.run()
+    for handle, prompt in prompts.items():
+        assert driver.told[1, handle].tokens == expected_completion(prompt, 0, max_tokens[handle])

@@ -1,0 +1,100 @@
+"""The engine and results in which something is wrong: with the whole answer, or with some of its rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from services.scheduler.cell.events import ClientMessage, DropDomain, StepReturned
+from services.scheduler.core.batch.step import StepResult
+from tests.support.cell_model import VOCABULARY, expected_completion
+from tests.support.engine_driver import EngineDriver
+
+
+def make_prompt(length: int, start: int = 11) -> list[int]:
+    return [(start + 13 * index) % VOCABULARY for index in range(length)]
+
+
+def error_of(driver: EngineDriver, handle: int) -> str:
+    end = driver.told[1, handle].end
+    assert end is not None
+    assert end.error is not None
+    return end.error.reason
+
+
+@pytest.mark.parametrize(
+    ("step_id", "tokens", "bad_rows"),
+    [(2, [1], []), (1, [1, 2], []), (1, [VOCABULARY], []), (1, [-1], []), (1, [], []), (1, [1], [1])],
+)
+def test_an_answer_that_makes_no_sense_reaches_no_client_and_ends_the_epoch(
+    step_id: int, tokens: list[int], bad_rows: list[int]
+) -> None:
+    driver = EngineDriver()
+    driver.submit(1, make_prompt(3))
+    result = StepResult(1, step_id, np.array(tokens, np.int32), np.array(bad_rows, np.int32))
+    actions = driver.on_event(StepReturned(0, result))
+    assert any(isinstance(action, DropDomain) for action in actions)
+    assert (1, 1) not in driver.told
+    state = driver.engine.state()
+    assert (state.ready, state.num_waiting, state.counters.num_lost_epochs) == (False, 1, 1)
+
+
+def test_a_row_that_is_not_finite_fails_alone_and_its_blocks_leave_the_cache() -> None:
+    driver = EngineDriver()
+    driver.submit(1, make_prompt(48), max_tokens=9)
+    driver.step()
+    driver.submit(2, make_prompt(33, 300), max_tokens=9)
+    driver.step()
+    driver.step()
+    result = driver.worker.run(driver.sent.pop(0))
+    row = len(result.token_ids) - 1
+    driver.on_event(StepReturned(0, StepResult(1, result.step_id, result.token_ids, np.array([row], np.int32))))
+    assert error_of(driver, 2) == "NUMERIC_ERROR"
+    hits = driver.engine.state().counters.num_prefix_hit_tokens
+    driver.submit(3, make_prompt(33, 300), max_tokens=1)
+    driver.run()
+    assert driver.engine.state().counters.num_prefix_hit_tokens == hits
+    assert driver.told[1, 1].tokens == expected_completion(make_prompt(48), 0, 9)
+
+
+def test_a_row_number_of_a_failed_grammar_that_makes_no_sense_ends_the_epoch() -> None:
+    driver = EngineDriver()
+    driver.submit(1, make_prompt(3))
+    result = StepResult(1, 1, np.array([1], np.int32), np.array([], np.int32))
+    actions = driver.on_event(StepReturned(0, replace(result, failed_grammar_rows=np.array([1], np.int32))))
+    assert any(isinstance(action, DropDomain) for action in actions)
+
+
+def test_a_row_whose_grammar_failed_fails_alone_and_its_blocks_stay_in_the_cache() -> None:
+    driver = EngineDriver()
+    driver.submit(1, make_prompt(48), max_tokens=9)
+    driver.step()
+    driver.submit(2, make_prompt(33, 300), max_tokens=9)
+    driver.step()
+    driver.step()
+    result = driver.worker.run(driver.sent.pop(0))
+    row = np.array([len(result.token_ids) - 1], np.int32)
+    num_told = len(driver.told[1, 2].tokens)
+    driver.on_event(StepReturned(0, replace(result, failed_grammar_rows=row)))
+    assert error_of(driver, 2) == "INVALID_REQUEST"
+    assert len(driver.told[1, 2].tokens) == num_told
+    driver.submit(3, make_prompt(33, 300), max_tokens=1)
+    driver.run()
+    assert driver.told[1, 3].num_cached_tokens == 32
+    assert driver.told[1, 1].tokens == expected_completion(make_prompt(48), 0, 9)
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_bad_kv_leaves_the_cache_also_when_its_request_ended_before_anybody_knew(is_aborted: bool) -> None:
+    driver = EngineDriver()
+    driver.submit(1, make_prompt(48), max_tokens=9)
+    result = driver.worker.run(driver.sent.pop(0))
+    if is_aborted:
+        driver.on_event(ClientMessage(1, aborts=[1]))
+    driver.on_event(StepReturned(0, replace(result, not_finite_rows=np.array([0], np.int32))))
+    driver.submit(2, make_prompt(48), max_tokens=1)
+    driver.run()
+    assert driver.told[1, 2].num_cached_tokens == 0
+    assert ((1, 1) in driver.told) is not is_aborted

@@ -1,0 +1,286 @@
+"""Who comes next by each policy, ageing, the bounds of the queue, and the delay that a refused client is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.scheduler.cell.events import ClientMessage
+from services.scheduler.core.batch.sequence import Priority, Sequence
+from services.scheduler.core.policy import SchedulerPolicy
+from services.scheduler.core.queue.drain_rate import MAX_DELAY_S, MIN_DELAY_S, DrainRate
+from services.scheduler.core.queue.queue_order import WINDOW
+from services.scheduler.core.queue.waiting_queue import QueuePolicy, max_steps_to_admission
+from shared.errors import QueueFullError
+from tests.support.engine_driver import EngineDriver
+from tests.support.waiting import MAX_AGE_S, AskedFor, add_all, drain, make_queue, make_seq, nothing_cached, take_next
+
+# The order
+
+
+def test_first_come_is_first_served_whatever_the_order_of_adding() -> None:
+    first, second, third = make_seq(1.0), make_seq(2.0), make_seq(3.0)
+    queue = make_queue()
+    for seq in (second, third, first):
+        queue.add(seq, 3.0)
+    assert drain(queue, 3.0) == [first, second, third]
+
+
+def test_equal_arrivals_come_as_they_were_added() -> None:
+    seqs = [make_seq() for _ in range(5)]
+    queue = make_queue()
+    add_all(queue, *seqs)
+    assert list(queue) == seqs
+    assert drain(queue, 0.0) == seqs
+
+
+@pytest.mark.parametrize("policy", [QueuePolicy.FCFS, QueuePolicy.LONGEST_PREFIX])
+def test_a_preempted_sequence_comes_before_newcomers_that_arrived_with_it(policy: QueuePolicy) -> None:
+    preempted, waiting = make_seq(), make_seq()
+    queue = make_queue(policy)
+    add_all(queue, preempted, waiting)
+    assert take_next(queue, 0.0) is preempted
+    queue.add(preempted, 1.0)
+    assert drain(queue, 1.0) == [preempted, waiting]
+
+
+def test_the_most_urgent_class_comes_first_and_each_by_arrival() -> None:
+    low, late_normal, normal, high = (
+        make_seq(1.0, priority=Priority.LOW),
+        make_seq(3.0),
+        make_seq(2.0),
+        make_seq(4.0, priority=Priority.HIGH),
+    )
+    queue = make_queue(QueuePolicy.PRIORITY)
+    add_all(queue, low, late_normal, normal, high)
+    assert queue.oldest_arrive_time() == 1.0
+    assert drain(queue, 4.0) == [high, normal, late_normal, low]
+
+
+def test_the_longest_prefix_comes_first_and_equal_ones_by_arrival() -> None:
+    seqs = [make_seq(float(number), num_prompt_tokens=length) for number, length in enumerate([1, 8, 4, 8])]
+    queue = make_queue(QueuePolicy.LONGEST_PREFIX)
+    add_all(queue, *seqs)
+    assert drain(queue, 4.0, lambda seq: seq.num_prompt_tokens) == [seqs[1], seqs[3], seqs[2], seqs[0]]
+
+
+def test_a_long_prefix_behind_the_window_waits_until_it_is_inside() -> None:
+    seqs = [make_seq(number / 100) for number in range(WINDOW + 2)]
+    queue = make_queue(QueuePolicy.LONGEST_PREFIX)
+    add_all(queue, *seqs)
+    last = seqs[-1]
+    taken = [take_next(queue, 2.0 + step, lambda seq: int(seq is last)) for step in range(3)]
+    assert taken == [seqs[0], seqs[1], last]
+
+
+def test_the_window_is_ranked_once_a_step_and_not_at_all_while_the_chosen_one_waits() -> None:
+    seqs = [make_seq() for _ in range(3)]
+    asked = AskedFor()
+    queue = make_queue(QueuePolicy.LONGEST_PREFIX)
+    add_all(queue, *seqs)
+    chosen = queue.next(1.0, asked)
+    assert len(asked.seqs) == 3
+    # Refused for want of room, and asked for again: neither time nor newcomers change the choice.
+    add_all(queue, make_seq(2.0))
+    assert all(queue.next(now, asked) is chosen for now in (1.0, 2.0, 3.0))
+    assert len(asked.seqs) == 3
+    queue.take(chosen, 3.0)
+    queue.take(queue.next(3.0, asked), 3.0)
+    queue.next(3.0, asked)
+    assert len(asked.seqs) == 6
+
+
+def test_a_choice_that_ended_is_replaced() -> None:
+    seqs = [make_seq(num_prompt_tokens=length) for length in (3, 2, 1)]
+    queue = make_queue(QueuePolicy.LONGEST_PREFIX)
+    add_all(queue, *seqs)
+    assert queue.next(1.0, lambda seq: seq.num_prompt_tokens) is seqs[0]
+    queue.remove(seqs[0], 2.0)
+    queue.remove(seqs[1], 2.0)
+    assert drain(queue, 2.0) == [seqs[2]]
+
+
+# Ageing
+
+
+@pytest.mark.parametrize("policy", list(QueuePolicy))
+def test_who_has_waited_too_long_comes_before_all_others_by_arrival(policy: QueuePolicy) -> None:
+    old = [make_seq(0.0, priority=Priority.LOW), make_seq(1.0)]
+    fresh = make_seq(9.0, priority=Priority.HIGH, num_prompt_tokens=9)
+    queue = make_queue(policy)
+    add_all(queue, *old, fresh)
+    # At exactly the limit nobody has aged.
+    assert not queue.is_aged(old[0], 10.0)
+    assert queue.is_aged(old[0], 10.5)
+    assert drain(queue, 11.5, lambda seq: seq.num_prompt_tokens) == [*old, fresh]
+
+
+def test_waiting_counts_over_all_stays_and_running_does_not() -> None:
+    seq = make_seq()
+    queue = make_queue()
+    queue.add(seq, 0.0)
+    queue.take(seq, 6.0)
+    assert not queue.is_aged(seq, 1000.0)
+    queue.add(seq, 1000.0)
+    assert (seq.waited_s, seq.queued_at) == (6.0, 1000.0)
+    assert not queue.is_aged(seq, 1004.0)
+    assert queue.is_aged(seq, 1004.5)
+    queue.take(seq, 1005.0)
+    # One that was admitted as an aged one stays aged.
+    assert queue.is_aged(seq, 1005.0)
+
+
+def test_one_that_ran_does_not_hide_the_aged_that_arrived_after_it() -> None:
+    ran, others = make_seq(0.0), [make_seq(1.0), make_seq(2.0), make_seq(3.0)]
+    queue = make_queue()
+    queue.add(ran, 0.0)
+    queue.take(ran, 0.0)
+    add_all(queue, *others)
+    queue.add(ran, 11.0)
+    assert queue.next(11.0, nothing_cached) is ran
+    assert take_next(queue, 12.5) is others[0]
+    assert queue.oldest_arrive_time() == 0.0
+    # The third has not aged yet, so it comes after the one that arrived before it.
+    assert drain(queue, 12.5) == [others[1], ran, others[2]]
+
+
+def test_the_aged_keep_their_order_when_the_one_before_them_is_gone() -> None:
+    ran, others = make_seq(0.0), [make_seq(1.0), make_seq(2.0), make_seq(8.0)]
+    queue = make_queue()
+    queue.add(ran, 0.0)
+    queue.take(ran, 0.0)
+    add_all(queue, *others)
+    queue.add(ran, 11.0)
+    assert queue.next(12.5, nothing_cached) is others[0]
+    queue.remove(ran, 13.0)
+    assert queue.oldest_arrive_time() == 1.0
+    assert drain(queue, 18.5) == others
+
+
+def test_a_flood_of_urgent_requests_starves_nobody() -> None:
+    queue = make_queue(QueuePolicy.PRIORITY)
+    low = make_seq(0.0, priority=Priority.LOW)
+    queue.add(low, 0.0)
+    now = 0.0
+    taken: Sequence | None = None
+    while taken is not low:
+        now += 1.0
+        add_all(queue, *(make_seq(now, priority=Priority.HIGH) for _ in range(3)))
+        taken = take_next(queue, now)
+    assert now == MAX_AGE_S + 1
+
+
+def test_the_bound_on_waiting_follows_from_who_is_ahead() -> None:
+    assert max_steps_to_admission(0, 4096, 16384) == 0
+    # A prompt is one step: each step brings one of those ahead a token.
+    assert max_steps_to_admission(3, 4096, 4096) == 3 * 4096
+    assert max_steps_to_admission(3, 4096, 1024) == 3 * 4096 * 7
+
+
+# The bounds
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_again() -> None:
+    queue = make_queue(max_requests=2)
+    for step in range(120):
+        add_all(queue, make_seq(float(step)))
+        take_next(queue, step + 0.5)
+    queue.check_room(1, 120.0)
+    add_all(queue, make_seq(120.0), make_seq(120.0, num_prompt_tokens=5))
+    with pytest.raises(QueueFullError) as refusal:
+        queue.check_room(1, 120.0)
+    assert refusal.value.values == {"num_waiting": "2", "num_waiting_tokens": "6"}
+    assert refusal.value.retry_delay_s == pytest.approx(1.0, rel=0.05)
+
+
+def test_only_newcomers_count_and_only_they_drain_the_queue() -> None:
+    preempted, resubmitted = make_seq(), make_seq(attempt=2)
+    queue = make_queue(max_requests=1)
+    queue.add(preempted, 0.0)
+    take_next(queue, 0.0)
+    add_all(queue, preempted, resubmitted)
+    assert (len(queue), queue.num_new, queue.num_new_tokens) == (2, 0, 0)
+    newcomer = make_seq(1.0)
+    queue.check_room(1, 1.0)
+    queue.add(newcomer, 1.0)
+
+    def retry_delay_s(now: float) -> float | None:
+        with pytest.raises(QueueFullError) as refusal:
+            queue.check_room(1, now)
+        return refusal.value.retry_delay_s
+
+    delay_s = retry_delay_s(2.0)
+    assert take_next(queue, 2.0) is preempted
+    assert take_next(queue, 2.0) is resubmitted
+    assert retry_delay_s(2.0) == delay_s
+
+
+def refusal(driver: EngineDriver, handle: int) -> QueueFullError:
+    end = driver.told[1, handle].end
+    assert end is not None
+    assert isinstance(end.error, QueueFullError)
+    return end.error
+
+
+def test_a_full_queue_refuses_at_once_and_disturbs_nobody() -> None:
+    driver = EngineDriver(policy=SchedulerPolicy(max_num_seqs=1, max_waiting_requests=2))
+    for handle in range(5):
+        driver.submit(handle, [handle], max_tokens=3)
+    # One runs, two wait.
+    assert [handle for (_, handle), told in driver.told.items() if told.end] == [3, 4]
+    assert refusal(driver, 3).values["num_waiting"] == "2"
+    driver.run()
+    assert all(len(driver.told[1, handle].tokens) == 3 for handle in range(3))
+    driver.submit(5, [5], max_tokens=1)
+    driver.run()
+    assert len(driver.told[1, 5].tokens) == 1
+
+
+def test_prompt_tokens_are_bounded_but_one_large_prompt_is_taken_alone() -> None:
+    driver = EngineDriver(policy=SchedulerPolicy(max_num_seqs=1, max_waiting_tokens=100))
+    driver.submit(1, [1], max_tokens=2)
+    driver.submit(2, [2] * 150, max_tokens=2)
+    driver.submit(3, [3], max_tokens=2)
+    assert refusal(driver, 3).values["num_waiting_tokens"] == "150"
+    driver.run()
+    assert len(driver.told[1, 2].tokens) == 2
+
+
+def test_aborted_requests_make_room() -> None:
+    driver = EngineDriver(policy=SchedulerPolicy(max_num_seqs=1, max_waiting_requests=1))
+    driver.submit(1, [1], max_tokens=2)
+    driver.submit(2, [2], max_tokens=2)
+    driver.on_event(ClientMessage(1, aborts=[2]))
+    driver.submit(3, [3], max_tokens=2)
+    driver.run()
+    assert len(driver.told[1, 3].tokens) == 2
+
+
+def test_preempted_sequences_do_not_count_against_the_bound() -> None:
+    driver = EngineDriver(num_blocks=4, policy=SchedulerPolicy(max_num_batched_tokens=600, max_waiting_requests=1))
+    driver.submit(1, [1] * 16, max_tokens=40)
+    driver.submit(2, [2] * 16, max_tokens=40)
+    while not driver.engine.state().counters.num_preemptions:
+        driver.step()
+    driver.submit(3, [3], max_tokens=2)
+    driver.run()
+    assert len(driver.told[1, 3].tokens) == 2
+
+
+def test_the_delay_follows_the_measured_rate() -> None:
+    rate = DrainRate()
+    assert rate.delay_s(1, 0.0) == MAX_DELAY_S
+    for second in range(1, 121):
+        rate.note(4, float(second))
+    # Four places a second.
+    assert rate.delay_s(8, 120.0) == pytest.approx(2.0, rel=0.05)
+    assert rate.delay_s(1, 120.0) == pytest.approx(0.25, rel=0.05)
+    # It fades when nobody leaves any more.
+    assert rate.delay_s(1, 150.0) > 0.6
+    assert rate.delay_s(1, 1000.0) == MAX_DELAY_S
+
+
+def test_the_delay_is_neither_nothing_nor_for_ever() -> None:
+    rate = DrainRate()
+    rate.note(1_000_000, 1.0)
+    assert rate.delay_s(1, 1.0) == MIN_DELAY_S
+    assert rate.delay_s(10**12, 1.0) == MAX_DELAY_S

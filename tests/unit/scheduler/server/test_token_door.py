@@ -1,0 +1,414 @@
+"""The token door over real gRPC: what direct clients are told, and what their neighbours notice of it."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+from lockstep.internal.v1 import exchange_pb2
+from lockstep.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from services.scheduler.core.batch.step import Outputs, RequestEnd
+from services.scheduler.server.token_door import RESPONSES_PER_TURN, TokenDoor
+from shared.errors import NotReadyError
+from shared.limits import ModelLimits
+from shared.rpc import reason_of
+from tests.support.cell_model import expected_completion
+from tests.support.engine_driver import EOS, token_bytes
+from tests.support.gated_worker import GatedWorker
+from tests.support.narrow_channel import WINDOW_BYTES, open_narrow_channel
+from tests.support.scheduler_shell import running_cell
+from tests.support.token_client import (
+    PROMPT,
+    Request,
+    Response,
+    endless,
+    error_of,
+    generate_tokens,
+    prompt_request,
+    read_to_end,
+    reason,
+    seeded,
+)
+from tests.support.worker_peer import column
+
+
+async def test_a_direct_call_gets_what_was_resolved_then_its_tokens_then_its_finish(tmp_path: Path) -> None:
+    async with running_cell(tmp_path) as cell:
+        await cell.wait_until_ready()
+        request = seeded(PROMPT, request_id="mine", max_tokens=9, seed=5)
+        completion = await generate_tokens(cell.scheduler, request)
+    accepted = Response.Accepted(request_id="mine", num_prompt_tokens=3, max_tokens=9, seed=5)
+    assert completion.accepted == accepted
+    assert completion.token_ids == expected_completion(PROMPT, 5, 9)
+    assert completion.finish == Response.Finish(
+        reason=common_pb2.FINISH_REASON_MAX_TOKENS,
+        usage=common_pb2.Usage(num_prompt_tokens=3, num_completion_tokens=9),
+    )
+
+
+async def test_what_is_absent_is_drawn_or_resolved_and_echoed(tmp_path: Path) -> None:
+    async with running_cell(tmp_path) as cell:
+        await cell.wait_until_ready()
+        sampling = common_pb2.SamplingParams(ignore_eos=True)
+        request = Request(prompt_token_ids=PROMPT, sampling=sampling)
+        first, second = [await generate_tokens(cell.scheduler, request) for _ in range(2)]
+    assert first.accepted.request_id != second.accepted.request_id
+    assert first.accepted.seed != second.accepted.seed
+    # The context of 512 is what is left.
+    assert first.accepted.max_tokens == 509
+    assert first.token_ids == expected_completion(PROMPT, first.accepted.seed, 509)
+
+
+async def test_a_stop_token_is_told_and_counts(tmp_path: Path) -> None:
+    tokens = expected_completion(PROMPT, 0, 6)
+    async with running_cell(tmp_path) as cell:
+        await cell.wait_until_ready()
+        request = seeded(PROMPT, max_tokens=20, stop_token_ids=[tokens[5]])
+        completion = await generate_tokens(cell.scheduler, request)
+    assert (completion.reason, completion.token_ids) == ("STOP_TOKEN", tokens)
+    assert completion.finish is not None
+    assert completion.finish.stop_token_id == tokens[5]
+    assert completion.finish.usage.num_completion_tokens == 6
+
+
+async def test_eos_ends_a_call_and_is_part_of_its_tokens(tmp_path: Path) -> None:
+    prompt = next([start] for start in range(1000) if EOS in expected_completion([start], 0, 50))
+    tokens = expected_completion(prompt, 0, 50)
+    async with running_cell(tmp_path) as cell:
+        await cell.wait_until_ready()
+        completion = await generate_tokens(cell.scheduler, seeded(prompt, max_tokens=50, ignore_eos=False))
+    assert (completion.reason, completion.token_ids) == ("EOS", tokens[: tokens.index(EOS) + 1])
+
+
+async def test_cached_tokens_of_the_prompt_are_told(tmp_path: Path) -> None:
+    async with running_cell(tmp_path) as cell:
+        await cell.wait_until_ready()
+        request = seeded([5] * 40, max_tokens=2)
+        usages = []
+        for _ in range(2):
+            completion = await generate_tokens(cell.scheduler, request)
+            assert completion.finish is not None
+            usages.append(completion.finish.usage.num_cached_tokens)
+    assert usages == [0, 32]
+
+
+async def test_many_calls_run_in_the_same_steps_and_a_replica_still_gets_one_message_a_step(tmp_path: Path) -> None:
+    num_calls = 3 * RESPONSES_PER_TURN
+    async with running_cell(tmp_path) as cell:
+        replica = cell.exchange()
+        await replica.read()
+        requests = [seeded([number], seed=number, max_tokens=12) for number in range(num_calls)]
+        submit = exchange_pb2.Submit(
+            handle=1, request_id="r", prompt_token_ids=token_bytes(PROMPT), max_tokens=30, top_p=1.0, ignore_eos=True
+        )
+        await replica.write(exchange_pb2.ExchangeRequest(submits=[submit]))
+        completions = await asyncio.gather(*(generate_tokens(cell.scheduler, request) for request in requests))
+        counts = []
+        tokens: list[int] = []
+        while len(tokens) < 30:
+            outputs = (await replica.read()).outputs
+            counts.append(len(column(outputs.handles)))
+            tokens += column(outputs.token_ids)
+        state = await cell.state()
+    for number, completion in enumerate(completions):
+        assert completion.token_ids == expected_completion([number], number, 12)
+    assert tokens == expected_completion(PROMPT, 0, 30)
+    assert counts == [1] * 30
+    assert state.num_decode_steps < 12 * num_calls / 2
+
+
+async def test_a_client_that_reads_slowly_gets_what_piled_up_in_one_response(tmp_path: Path) -> None:
+    async with running_cell(tmp_path) as cell:
+        await cell.wait_until_ready()
+        may_go_on = asyncio.Event()
+        responses: list[Response] = []
+
+        async def write(response: Response) -> None:
+            responses.append(response)
+            await may_go_on.wait()
+
+        request = seeded(PROMPT, max_tokens=40)
+        slow = asyncio.create_task(cell.server.door.generate(request, write))
+        # The slow reader holds up neither its neighbour nor its own sequence.
+        neighbour = await generate_tokens(cell.scheduler, seeded([9], max_tokens=60))
+        assert neighbour.token_ids == expected_completion([9], 0, 60)
+        await cell.wait_until_free()
+        may_go_on.set()
+        await slow
+    assert [len(response.token_ids) for response in responses] == [0, 40]
+    assert list(responses[1].token_ids) == expected_completion(PROMPT, 0, 40)
+    assert responses[1].HasField("finish")
+
+
+def one_token_each(num_calls: int, index: int) -> Outputs:
+    """A step in which every call gets a token, the same at one index."""
+    handles = np.arange(1, num_calls + 1, dtype=np.uint32)
+    return Outputs(handles, np.full(num_calls, index, np.int32), np.full(num_calls, 100 + index, np.int32))
+
+
+async def test_few_responses_leave_in_each_turn_and_what_waits_grows_together() -> None:
+    limits = ModelLimits(context_length=512, logits_width=1000, num_pool_tokens=512)
+    door = TokenDoor(lambda: limits, lambda _: None)
+    num_calls = 3 * RESPONSES_PER_TURN
+    sent: list[list[int]] = []
+
+    async def write(response: Response) -> None:
+        if not response.HasField("accepted"):
+            sent.append(list(response.token_ids))
+
+    calls = [asyncio.create_task(door.generate(endless(), write)) for _ in range(num_calls)]
+    await asyncio.sleep(0)
+    for index in range(2):
+        door.deliver(one_token_each(num_calls, index))
+    num_sent = []
+    while len(sent) < num_calls:
+        await asyncio.sleep(0)
+        num_sent.append(len(sent))
+    # Other callbacks of the loop have their turn in between.
+    assert max(after - before for before, after in pairwise([0, *num_sent])) == RESPONSES_PER_TURN
+    assert sent == [[100, 101]] * num_calls
+    door.deliver(Outputs.only_ends([RequestEnd(handle, error=NotReadyError("")) for handle in range(1, num_calls + 1)]))
+    assert all(isinstance(end, NotReadyError) for end in await asyncio.gather(*calls, return_exceptions=True))
+
+
+async def test_a_client_that_stops_reading_loses_its_answer_and_its_neighbour_does_not(tmp_path: Path) -> None:
+    async with (
+        running_cell(tmp_path, max_unread_s=0.2) as cell,
+        open_narrow_channel(f"unix:{tmp_path}/scheduler") as channel,
+    ):
+        await cell.wait_until_ready()
+        call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Generate(endless("unread"))
+        neighbour = await generate_tokens(cell.scheduler, seeded([9], max_tokens=400))
+        assert neighbour.token_ids == expected_completion([9], 0, 400)
+        await cell.wait_until_free()
+        responses: list[Response] = []
+        # Once it reads on, it learns how its answer ended.
+        error = await error_of(call, responses)
+        assert (error.code(), reason(error)) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "CLIENT_TOO_SLOW")
+        tokens = [token_id for response in responses for token_id in response.token_ids]
+        assert tokens == expected_completion(PROMPT, 0, len(tokens))
+
+
+async def test_what_piles_up_behind_a_blocked_write_leaves_in_one_response(tmp_path: Path) -> None:
+    async with running_cell(tmp_path) as cell, open_narrow_channel(f"unix:{tmp_path}/scheduler") as channel:
+        await cell.wait_until_ready()
+        call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Generate(endless())
+        await cell.wait_until(lambda state: state.num_finished)
+        responses = [response async for response in call]
+    tokens = [token_id for response in responses for token_id in response.token_ids]
+    assert tokens == expected_completion(PROMPT, 0, 500)
+    # All that did not fit the window came with the finish.
+    assert len(responses[-1].token_ids) > 500 - WINDOW_BYTES
+    assert responses[-1].HasField("finish")
+
+
+async def test_without_a_worker_a_call_is_refused(tmp_path: Path) -> None:
+    worker = GatedWorker()
+    async with running_cell(tmp_path, worker) as cell:
+        error = await error_of(cell.scheduler.Generate(endless()))
+        assert (error.code(), reason(error)) == (grpc.StatusCode.UNAVAILABLE, "NOT_READY")
+        worker.gate.set()
+
+
+async def test_a_lost_worker_is_a_pause_in_a_call(tmp_path: Path) -> None:
+    async with running_cell(tmp_path) as cell:
+        await cell.wait_until_ready()
+        cell.worker.lose_link_at = 4
+        completion = await generate_tokens(cell.scheduler, seeded(PROMPT, max_tokens=9))
+        assert completion.token_ids == expected_completion(PROMPT, 0, 9)
+        assert cell.worker.requests[-1].epoch > 1
+
+
+async def test_a_request_id_in_flight_is_refused_before_it_is_accepted(tmp_path: Path) -> None:
+    worker = GatedWorker()
+    worker.gate.set()
+    async with running_cell(tmp_path, worker) as cell:
+        await cell.wait_until_ready()
+        worker.gate.clear()
+        first = cell.scheduler.Generate(endless("same"))
+        await first.read()
+        second = cell.scheduler.Generate(endless("same"))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await second.read()
+        error = caught.value
+        assert (error.code(), reason(error)) == (grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_REQUEST")
+        first.cancel()
+        worker.gate.set()
+        await cell.wait_until_free()
+
+
+@pytest.mark.parametrize("ends_by", ["cancel", "deadline"])
+async def test_a_call_that_ends_early_frees_its_blocks(tmp_path: Path, ends_by: str) -> None:
+    worker = GatedWorker()
+    worker.gate.set()
+    async with running_cell(tmp_path, worker) as cell:
+        await cell.wait_until_ready()
+        worker.gate.clear()
+        call = cell.scheduler.Generate(endless(), timeout=3.0 if ends_by == "deadline" else None)
+        await call.read()
+        assert (await cell.state()).num_used_blocks == 1
+        if ends_by == "cancel":
+            call.cancel()
+        else:
+            assert (await error_of(call)).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        while (await cell.state()).num_running:
+            pass
+        worker.gate.set()
+        await cell.wait_until_free()
+        # What was in flight at depth 2, and no more.
+        assert len(worker.requests) == 2
+
+
+async def test_a_deadline_that_passes_while_its_call_is_cancelled_loses_no_step(tmp_path: Path) -> None:
+    worker = GatedWorker()
+    worker.num_blocks = 8
+    worker.gate.set()
+    loop = asyncio.get_running_loop()
+
+    def wait_until_passed() -> None:
+        while loop.time() <= passed_at:
+            pass
+
+    async with running_cell(tmp_path, worker) as cell:
+        await cell.wait_until_ready()
+        worker.gate.clear()
+        runs = asyncio.create_task(generate_tokens(cell.scheduler, seeded([1] * 80, max_tokens=1)))
+        await cell.wait_until(lambda state: state.num_used_blocks)
+        accepted = asyncio.Event()
+
+        async def write(_: Response) -> None:
+            accepted.set()
+
+        large = asyncio.create_task(cell.server.door.generate(seeded([2] * 90, max_tokens=1), write, time_left_s=1.0))
+        await accepted.wait()
+        passed_at = loop.time() + 1.0
+        # It waits for the large one, whose end lets its step be sent.
+        small = asyncio.create_task(generate_tokens(cell.scheduler, seeded([3], max_tokens=2)))
+        await cell.wait_until(lambda state: state.num_waiting == 2)
+        # The loop is busy until its deadline has passed, and the call's turn comes before the engine's timer's.
+        loop.call_soon(wait_until_passed)
+        large.cancel()
+        await asyncio.wait([large])
+        worker.gate.set()
+        assert (await small).token_ids == expected_completion([3], 0, 2)
+        assert (await runs).token_ids == expected_completion([1] * 80, 0, 1)
+        assert not cell.server.failed.is_set()
+
+
+async def test_a_call_that_is_superseded_by_a_replicas_request_is_told(tmp_path: Path) -> None:
+    worker = GatedWorker()
+    worker.gate.set()
+    async with running_cell(tmp_path, worker) as cell:
+        replica = cell.exchange()
+        await replica.read()
+        worker.gate.clear()
+        call = cell.scheduler.Generate(endless("same"))
+        await call.read()
+        submit = exchange_pb2.Submit(
+            handle=1, request_id="same", prompt_token_ids=token_bytes(PROMPT), max_tokens=2, top_p=1.0, attempt=2
+        )
+        await replica.write(exchange_pb2.ExchangeRequest(submits=[submit]))
+        error = await error_of(call)
+        assert (error.code(), reason(error)) == (grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_REQUEST")
+        worker.gate.set()
+        await cell.wait_until_free()
+
+
+async def test_a_later_call_that_is_refused_leaves_the_earlier_one_alone(tmp_path: Path) -> None:
+    worker = GatedWorker()
+    worker.gate.set()
+    async with running_cell(tmp_path, worker) as cell:
+        await cell.wait_until_ready()
+        worker.gate.clear()
+        call = cell.scheduler.Generate(endless("same"))
+        responses = [await call.read()]
+        refused = endless("same")
+        refused.determinism = common_pb2.DETERMINISM_EXACT
+        refused.choices_so_far.add(token_ids=expected_completion(PROMPT, 0, 1))
+        error = await error_of(cell.scheduler.Generate(refused))
+        assert (error.code(), reason(error)) == (grpc.StatusCode.FAILED_PRECONDITION, "EXACT_UNAVAILABLE")
+        worker.gate.set()
+        await read_to_end(call, responses)
+    tokens = [token_id for response in responses for token_id in response.token_ids]
+    assert tokens == expected_completion(PROMPT, 0, 500)
+
+
+async def test_abort_ends_a_call_behind_its_tokens(tmp_path: Path) -> None:
+    worker = GatedWorker()
+    worker.gate.set()
+    async with running_cell(tmp_path, worker) as cell:
+        await cell.wait_until_ready()
+        call = cell.scheduler.Generate(endless("mine"))
+        assert (await call.read()).accepted.request_id == "mine"
+        tokens = list((await call.read()).token_ids)
+        worker.gate.clear()
+        await cell.scheduler.Abort(scheduler_pb2.AbortRequest(request_id="mine"))
+        responses: list[Response] = []
+        error = await error_of(call, responses)
+        assert (error.code(), reason(error)) == (grpc.StatusCode.CANCELLED, "ABORTED_BY_CALL")
+        for response in responses:
+            tokens += response.token_ids
+        assert tokens == expected_completion(PROMPT, 0, len(tokens))
+        assert len(tokens) < 500
+        worker.gate.set()
+        await cell.wait_until_free()
+
+
+async def test_abort_ends_a_replicas_request(tmp_path: Path) -> None:
+    worker = GatedWorker()
+    worker.gate.set()
+    async with running_cell(tmp_path, worker) as cell:
+        replica = cell.exchange()
+        await replica.read()
+        worker.gate.clear()
+        submit = exchange_pb2.Submit(
+            handle=4, request_id="theirs", prompt_token_ids=token_bytes(PROMPT), max_tokens=500, top_p=1.0
+        )
+        await replica.write(exchange_pb2.ExchangeRequest(submits=[submit]))
+        while not (await cell.state()).num_running:
+            pass
+        await cell.scheduler.Abort(scheduler_pb2.AbortRequest(request_id="theirs"))
+        (end,) = (await replica.read()).outputs.ends
+        assert (end.handle, reason_of(end.error)) == (4, "ABORTED_BY_CALL")
+        assert end.error.code == grpc.StatusCode.CANCELLED.value[0]
+        worker.gate.set()
+        await cell.wait_until_free()
+
+
+async def test_aborting_an_id_that_nobody_has_is_fine_and_one_that_nobody_can_have_is_refused(tmp_path: Path) -> None:
+    async with running_cell(tmp_path) as cell:
+        await cell.scheduler.Abort(scheduler_pb2.AbortRequest(request_id="nobody"))
+        for request_id in ("", "a b", "x" * 65):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await cell.scheduler.Abort(scheduler_pb2.AbortRequest(request_id=request_id))
+            assert (error.value.code(), reason(error.value)) == (
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "INVALID_REQUEST",
+            )
+
+
+@pytest.mark.parametrize(
+    ("request_message", "code", "expected_reason"),
+    [
+        (prompt_request([]), grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST"),
+        (prompt_request([2**31 + 1]), grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST"),
+        (prompt_request([2**32 - 1]), grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST"),
+        (prompt_request([1] * 512), grpc.StatusCode.INVALID_ARGUMENT, "PROMPT_TOO_LONG"),
+        (prompt_request([1], max_tokens=512), grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_EXCEEDED"),
+        (prompt_request([1], stop_token_ids=[2**32 - 1]), grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST"),
+        (prompt_request([1], request_id="a b"), grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST"),
+    ],
+)
+async def test_a_bad_request_reaches_no_worker(
+    tmp_path: Path, request_message: Request, code: grpc.StatusCode, expected_reason: str
+) -> None:
+    async with running_cell(tmp_path) as cell:
+        await cell.wait_until_ready()
+        error = await error_of(cell.scheduler.Generate(request_message))
+        assert (error.code(), reason(error)) == (code, expected_reason)
+        assert cell.worker.requests == []
