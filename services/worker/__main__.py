@@ -9,20 +9,20 @@ import threading
 from typing import TYPE_CHECKING
 
 from services.worker.config import WorkerSettings
-from services.worker.device_loop import DeviceLoop
-from services.worker.exits import DomainEnd, ExitCode, end_process
-from services.worker.leader import Leader
-from services.worker.loading_progress import make_progress
-from services.worker.member import Member
-from services.worker.rpc_thread import Role, RpcThread
-from services.worker.signals import call_at_stop_signals
+from services.worker.group.member import Member
+from services.worker.process.device_loop import DeviceLoop
+from services.worker.process.exits import DomainEnd, ExitCode, end_process
+from services.worker.process.loading_progress import make_progress
+from services.worker.process.rpc_thread import Role, RpcThread
+from services.worker.process.signals import call_at_stop_signals
+from services.worker.server.leader import Leader
 from shared.config import load_settings, log_settings
 from shared.lifecycle import freeze_garbage
 from shared.logging import configure_logging
 from shared.model_dir import ModelDirectoryError
 
 if TYPE_CHECKING:
-    from services.worker.model_runner import ModelRunner
+    from services.worker.runner.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def _serve(settings: WorkerSettings, device: DeviceLoop, rpc: RpcThread, is_load
 
 def _load(settings: WorkerSettings, device: DeviceLoop) -> ModelRunner:
     # torch takes seconds to import: settings are refused, health checks answered and OpenMP told before.
-    from services.worker.model_runner import build_model_runner  # noqa: PLC0415
+    from services.worker.runner.model_runner import build_model_runner  # noqa: PLC0415
 
     progress = make_progress(sys.stderr, log_format=settings.log_format)
 

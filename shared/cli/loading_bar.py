@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 _WIDTH = 40
 
-# As a worker logs it; see `services/worker/loading_progress.py`.
+# As a worker logs it; see `services/worker/process/loading_progress.py`.
 _PROGRESS = re.compile(rb"\d\d:\d\d:\d\d INFO worker: loading weights percent=(\d+)")
 
 

@@ -56,7 +56,7 @@ def _version() -> str:
 def _import(argv: Sequence[str]) -> NoReturn:
     # The importer needs torch, which this process must not load: it becomes the importer's, so that whatever ends it
     # leaves nothing. The libraries' progress bars end in no newline.
-    command = [sys.executable, "-m", "services.worker.importer", *argv]
+    command = [sys.executable, "-m", "services.worker.weights.importer", *argv]
     os.execve(sys.executable, command, {"TQDM_DISABLE": "1", **os.environ})  # noqa: S606 - no shell is wanted
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from services.worker.config import WorkerSettings
-from services.worker.model_runner import ModelRunner, build_model_runner
+from services.worker.runner.model_runner import ModelRunner, build_model_runner
 from services.worker.step import EnteringSequence
 from tests.bench.report import Row, compare, print_table, write_json
 from tests.support.processes import ROOT
@@ -38,9 +38,9 @@ BLOCK_SIZE = 16
 MAX_TEXT_CHARACTERS = 1800
 
 CODE_FILES = (
-    "services/worker/signals.py",
-    "services/worker/block_tables.py",
-    "services/worker/kv_cache.py",
+    "services/worker/process/signals.py",
+    "services/worker/batch/block_tables.py",
+    "services/worker/forward/kv_cache.py",
     "shared/lifecycle.py",
 )
 QUESTIONS = (

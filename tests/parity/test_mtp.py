@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from services.worker.loader import LoadOptions, load_model
+from services.worker.models.loader import LoadOptions, load_model
 from services.worker.models.protocol import CausalLM
 from services.worker.ops import BACKEND_NAMES, load_ops
 from shared.model_dir import CONFIG, ModelDirectoryError

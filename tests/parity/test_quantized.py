@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from services.worker.loader import load_model
+from services.worker.models.loader import load_model
 from services.worker.ops import load_ops
 from tests.support.paged_model import PagedModel
 from tests.support.quantized_checkpoints import MXFP4, SCHEMES, Scheme, write_quantized

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.worker.loader import load_model
+from services.worker.models.loader import load_model
 from services.worker.ops import BACKEND_NAMES, Ops, RouterScore, RoutingRule, load_ops
 from tests.support.paged_model import PagedModel
 from tests.support.parity import make_prompts

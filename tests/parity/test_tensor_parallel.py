@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.worker.loader import LoadOptions, load_model
+from services.worker.models.loader import LoadOptions, load_model
 from services.worker.ops import load_ops
 from tests.support.generation import Generated, Way, generate
 from tests.support.mtp_logits import our_mtp_logits

@@ -28,7 +28,7 @@ from services.scheduler.cell.attach import (
 from services.scheduler.cell.events import DomainAttached, DomainLost, Exit
 from services.scheduler.core.policy import CellTopology
 from services.scheduler.core.worker_facts import WorkerFacts
-from services.worker.claim import ClaimLedger
+from services.worker.server.claim import ClaimLedger
 from shared.errors import ServiceError, StaleEpochError
 from shared.heartbeat import LEASE_S
 

@@ -28,7 +28,7 @@ from services.scheduler.cell.attach import (
 )
 from services.scheduler.cell.events import Exit
 from services.scheduler.core.policy import CellTopology
-from services.worker.claim import ClaimLedger
+from services.worker.server.claim import ClaimLedger
 from tests.simulation.attach_actors import GroupActor, ProtocolError, SchedulerActor, States
 from tests.simulation.attach_messages import OPENING, Bounds, Message, Move, Reply, ReplyEvent, Request, State, Stream
 

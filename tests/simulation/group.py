@@ -8,10 +8,10 @@ from random import Random
 from typing import Any, cast
 
 from lockstep.internal.v1 import worker_pb2
-from services.worker.device_loop import DeviceLoop
-from services.worker.exits import DomainEnd, ExitCode
-from services.worker.group_servicer import GroupServicer
+from services.worker.group.group_servicer import GroupServicer
 from services.worker.layout import RankLayout
+from services.worker.process.device_loop import DeviceLoop
+from services.worker.process.exits import DomainEnd, ExitCode
 from services.worker.step import StepOutput
 from tests.simulation.clock import Clock
 from tests.simulation.collective import Collective

@@ -15,11 +15,11 @@ import grpc
 
 from lockstep.internal.v1 import worker_pb2
 from services.worker.config import WorkerSettings
-from services.worker.device_loop import DeviceLoop
-from services.worker.exits import DomainEnd, ExitCode
-from services.worker.group_servicer import GroupServicer
+from services.worker.group.group_servicer import GroupServicer
+from services.worker.group.member import Member
 from services.worker.layout import RankLayout
-from services.worker.member import Member
+from services.worker.process.device_loop import DeviceLoop
+from services.worker.process.exits import DomainEnd, ExitCode
 from services.worker.step import Step, StepOutput
 from tests.simulation.clock import Clock
 from tests.simulation.collective import Collective, MemberPart

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 
-from services.worker.exits import ExitCode
+from services.worker.process.exits import ExitCode
 from tests.simulation.clock import Clock
 
 # Silence is noticed at the fifth sign of one's own after it began, and these are 0.75 s apart: within 4 s. It begins

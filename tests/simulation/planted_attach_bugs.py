@@ -9,7 +9,7 @@ import pytest
 
 from services.scheduler.cell import attach
 from services.scheduler.cell.attach import Accepted, AttachEvent, Command, DomainAttach, Refused, Standing
-from services.worker.claim import ClaimLedger, LaunchedStep
+from services.worker.server.claim import ClaimLedger, LaunchedStep
 from shared.errors import StaleEpochError
 from tests.simulation.attach_search import FAULTS, ONE_GROUP, SPLIT, SUCCESSION, TAKEN_GROUP, Search
 

@@ -27,7 +27,7 @@ from services.scheduler.core.result_taker import ResultTaker
 from services.scheduler.core.running_batch import RunningBatch
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.step_deadline import StepDeadline
-from services.worker.claim import ClaimLedger
+from services.worker.server.claim import ClaimLedger
 from shared.errors import ServiceError
 from tests.simulation.faults import Fault
 from tests.simulation.planting import Patch, PlantedBug, planter

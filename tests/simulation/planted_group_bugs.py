@@ -6,10 +6,10 @@ import asyncio
 from typing import Any
 
 from lockstep.internal.v1 import worker_pb2
-from services.worker.device_steps import DeviceSteps
-from services.worker.exits import DomainEnd
-from services.worker.group_servicer import Follower, GroupServicer
-from services.worker.member import Member
+from services.worker.group.group_servicer import Follower, GroupServicer
+from services.worker.group.member import Member
+from services.worker.process.device_steps import DeviceSteps
+from services.worker.process.exits import DomainEnd
 from shared.heartbeat import Silence
 from tests.simulation.faults import Fault
 from tests.simulation.planting import Patch, PlantedBug, planter

@@ -16,7 +16,7 @@ from services.scheduler.cell.quarantine.suspects import Group, Suspects
 from services.scheduler.cell.quarantine.trials import Trials
 from services.scheduler.core.batch.step import OutputsByClient, StepKind, StepPace
 from services.scheduler.core.scheduler import Scheduler, Survivors
-from services.worker.step_input import StepInput
+from services.worker.batch.step_input import StepInput
 from tests.simulation.faults import Fault
 from tests.simulation.planting import Patch, PlantedBug, planter
 

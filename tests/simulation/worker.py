@@ -14,7 +14,7 @@ import numpy as np
 
 from lockstep.internal.v1 import worker_pb2
 from services.scheduler.cell.attach import Accepted, GroupPlace, Refused
-from services.worker.claim import NOTHING_LAUNCHED, ClaimLedger, LaunchedStep
+from services.worker.server.claim import NOTHING_LAUNCHED, ClaimLedger, LaunchedStep
 from services.worker.step import StepOutput
 from shared.errors import ServiceError
 from shared.limits import TOKEN_DTYPE

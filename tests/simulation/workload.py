@@ -11,7 +11,7 @@ from services.scheduler.core.policy import CacheSettings, CellTopology, Schedule
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
 from services.scheduler.core.retraction import RetractionPolicy
 from services.scheduler.core.worker_facts import WorkerFacts
-from services.worker.enter_checks import BatchLimits
+from services.worker.batch.enter_checks import BatchLimits
 from shared.limits import NO_OPTIONS, SamplingOptions, SamplingParams
 from tests.simulation.faults import Fault, FaultMix
 from tests.support.cell_model import VOCABULARY, HashGrammar, Oracle, expected_completion

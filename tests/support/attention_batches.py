@@ -10,8 +10,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.worker.forward_context import AttentionMetadata
-from services.worker.kv_cache import KvCache, KvCacheSpec, LayerCache
+from services.worker.forward.forward_context import AttentionMetadata
+from services.worker.forward.kv_cache import KvCache, KvCacheSpec, LayerCache
 from services.worker.ops import AttentionParams
 from tests.support.paged_model import attention_metadata
 

@@ -18,15 +18,15 @@ import numpy.typing as npt
 from lockstep.internal.v1 import worker_pb2
 from services.scheduler.core.batch.step import Step, StepResult
 from services.scheduler.workers.worker_client import decode_result, encode_step
-from services.worker.block_tables import BlockTables
-from services.worker.drafts import Drafter, Drafts
-from services.worker.enter_checks import BatchLimits
-from services.worker.input_batch import InputBatch
-from services.worker.ngram_drafts import LookupProposer
-from services.worker.sampling_state import SamplingState
+from services.worker.batch.block_tables import BlockTables
+from services.worker.batch.enter_checks import BatchLimits
+from services.worker.batch.step_input import StepInput
+from services.worker.runner.input_batch import InputBatch
+from services.worker.sampling.sampling_state import SamplingState
+from services.worker.spec_decode.drafts import Drafter, Drafts
+from services.worker.spec_decode.ngram_drafts import LookupProposer
 from services.worker.step import Int32Column, Logprobs, StepOutput
 from services.worker.step_codec import parse_step, to_result
-from services.worker.step_input import StepInput
 
 VOCABULARY = 1000
 

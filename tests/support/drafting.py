@@ -12,17 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.worker.drafts import ComputedStep, DraftProposer, DraftRows, Drafts
-from services.worker.enter_checks import BatchLimits
-from services.worker.forward_context import ForwardContext, forward_context
-from services.worker.kv_cache import KvCache, KvCacheSpec
+from services.worker.batch.enter_checks import BatchLimits
+from services.worker.forward.forward_context import ForwardContext, forward_context
+from services.worker.forward.kv_cache import KvCache, KvCacheSpec
 from services.worker.layers.attention import Attention
 from services.worker.layers.linear import Linear
 from services.worker.layers.norm import RmsNorm
-from services.worker.loader import LoadedModel
 from services.worker.models.decoder import DecoderModel
+from services.worker.models.loader import LoadedModel
 from services.worker.models.registry import CausalLM
 from services.worker.ops import AttentionParams, load_ops
+from services.worker.spec_decode.drafts import ComputedStep, DraftProposer, DraftRows, Drafts
 from services.worker.step import Int32Column
 from shared.limits import SamplingOptions
 from tests.support.paged_model import attention_metadata

@@ -30,7 +30,7 @@ from services.scheduler.core.batch.step import Outputs, RequestEnd, Step, StepRe
 from services.scheduler.core.policy import CacheSettings, CellTopology, SchedulerPolicy
 from services.scheduler.core.step_budget import StepBudget
 from services.scheduler.core.worker_facts import WorkerFacts
-from services.worker.enter_checks import BatchLimits
+from services.worker.batch.enter_checks import BatchLimits
 from shared.limits import TOKEN_DTYPE, SamplingParams
 from tests.support.cell_model import VOCABULARY, Oracle, WorkerModel, expected_completion, logprobs_of
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from services.worker.grammar import GrammarCompiler, GrammarMatcher
+from services.worker.sampling.grammar import GrammarCompiler, GrammarMatcher
 from shared.model_dir import TOKENIZER, eos_token_ids
 
 # What gets a text out of strings, lists and objects; blind draws hardly ever would.

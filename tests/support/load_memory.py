@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from services.worker.loader import load_model
+from services.worker.models.loader import load_model
 from services.worker.ops import load_ops
 
 _STATUS = Path("/proc/self/status")

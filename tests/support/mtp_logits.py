@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from services.worker.forward_context import ForwardContext, forward_context
+from services.worker.forward.forward_context import ForwardContext, forward_context
 from services.worker.models.protocol import CausalLM, MtpLayers
 from tests.support.paged_model import PagedModel, attention_metadata
 

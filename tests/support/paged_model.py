@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from services.worker.forward_context import AttentionMetadata, ForwardContext, forward_context
-from services.worker.kv_cache import KvCache
+from services.worker.forward.forward_context import AttentionMetadata, ForwardContext, forward_context
+from services.worker.forward.kv_cache import KvCache
 from services.worker.models.registry import CausalLM
 from services.worker.ops import Ops
 

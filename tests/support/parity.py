@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.worker.loader import load_model
+from services.worker.models.loader import load_model
 from services.worker.ops import load_ops
 from tests.support.paged_model import PagedModel
 from tests.support.small_configs import VOCABULARY_SIZE

@@ -19,11 +19,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from services.worker.communicators import Rendezvous, make_parallel
 from services.worker.layout import RankLayout
-from services.worker.loader import LoadOptions, load_model
+from services.worker.models.loader import LoadOptions, load_model
 from services.worker.ops import load_ops
-from services.worker.parallel import Parallel
+from services.worker.parallel.communicator import Parallel
+from services.worker.parallel.distributed import Rendezvous, make_parallel
 from tests.support.generation import Way, generate
 from tests.support.mtp_logits import our_mtp_logits
 from tests.support.paged_model import PagedModel

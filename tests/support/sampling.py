@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from services.worker.ops import load_ops
-from services.worker.sampler import SampledTokens, Sampler, SamplingRows
-from services.worker.sampling_state import GrammarMatcher, SamplingState
+from services.worker.sampling.sampler import SampledTokens, Sampler, SamplingRows
+from services.worker.sampling.sampling_state import GrammarMatcher, SamplingState
 from services.worker.step import Int32Column
 from shared.limits import NO_OPTIONS, SamplingOptions
 from tests.support.worker_steps import column

@@ -14,7 +14,7 @@ from typing import Any
 
 from lockstep.internal.v1 import worker_pb2
 from services.worker.config import WorkerSettings
-from services.worker.model_runner import build_model_runner
+from services.worker.runner.model_runner import build_model_runner
 from services.worker.step_codec import parse_step, to_result
 
 

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TypeVar
 
-from services.worker.communicators import Rendezvous, make_parallel
 from services.worker.layout import RankLayout
-from services.worker.parallel import Parallel
+from services.worker.parallel.communicator import Parallel
+from services.worker.parallel.distributed import Rendezvous, make_parallel
 from tests.support.patience import PATIENCE_S
 from tests.support.ports import free_port
 

@@ -11,7 +11,7 @@ from random import Random
 
 import numpy as np
 
-from services.worker.model_runner import ModelRunner
+from services.worker.runner.model_runner import ModelRunner
 from services.worker.step import EnteringSequence, Logprobs, PrefillChunk, Step, StepKind, StepOutput
 from shared.limits import SamplingOptions
 from tests.support.worker_steps import EPOCH, column, make_chunk

@@ -11,8 +11,8 @@ import numpy as np
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
 from lockstep.v1 import common_pb2
-from services.worker.claim import ClaimLedger
-from services.worker.enter_checks import BatchLimits
+from services.worker.batch.enter_checks import BatchLimits
+from services.worker.server.claim import ClaimLedger
 from shared.limits import TOKEN_DTYPE
 from tests.support.cell_model import VOCABULARY, WorkerModel
 

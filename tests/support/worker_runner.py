@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from services.worker.drafts import Drafting
-from services.worker.forward_context import ForwardContext, forward_context
-from services.worker.kv_cache import KvCache
-from services.worker.loader import LoadedModel, load_model
-from services.worker.model_runner import KvCacheSize, ModelRunner
+from services.worker.forward.forward_context import ForwardContext, forward_context
+from services.worker.forward.kv_cache import KvCache
+from services.worker.models.loader import LoadedModel, load_model
 from services.worker.models.registry import CausalLM
 from services.worker.ops import load_ops
+from services.worker.runner.model_runner import KvCacheSize, ModelRunner
+from services.worker.spec_decode.drafts import Drafting
 from tests.support.paged_model import attention_metadata
 
 GIB = 1024**3

@@ -12,13 +12,13 @@ import pytest
 from google.rpc import error_details_pb2
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
-from services.worker.device_loop import DeviceLoop
-from services.worker.device_steps import DeviceSteps
-from services.worker.exits import DomainEnd, ExitCode
-from services.worker.group_servicer import GroupServicer
+from services.worker.group.group_servicer import GroupServicer
 from services.worker.layout import RankLayout
-from services.worker.model_runner import ModelRunner
-from services.worker.servicer import WorkerServicer
+from services.worker.process.device_loop import DeviceLoop
+from services.worker.process.device_steps import DeviceSteps
+from services.worker.process.exits import DomainEnd, ExitCode
+from services.worker.runner.model_runner import ModelRunner
+from services.worker.server.servicer import WorkerServicer
 from services.worker.step import Step
 from shared.rpc import reason_of, status_from_rpc_error
 from tests.support.worker_steps import heartbeat_request, make_enter, prefill_step, to_request, unpack

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 
 from torch import Tensor
 
-from services.worker.forward_context import get_forward_context
+from services.worker.forward.forward_context import get_forward_context
 from services.worker.layers.linear import Linear
 from services.worker.layers.norm import RmsNorm
 from services.worker.ops import AttentionParams, Ops, RopeRows

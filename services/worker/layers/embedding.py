@@ -9,7 +9,7 @@ from torch import Tensor
 from services.worker.layers.linear import Linear
 from services.worker.layers.shard import Part
 from services.worker.ops import Ops
-from services.worker.parallel import Communicator
+from services.worker.parallel.communicator import Communicator
 
 
 class Embedding:

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from services.worker.forward_context import get_forward_context
+from services.worker.forward.forward_context import get_forward_context
 from services.worker.ops import ExpertsKernel, Ops
-from services.worker.parallel import Communicator, sum_in_order
+from services.worker.parallel.communicator import Communicator, sum_in_order
 
 # Bounds the memory of a round: of so many tokens per rank, each has a row for each of its experts under way.
 _TOKENS_PER_ROUND = 512

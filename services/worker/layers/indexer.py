@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from services.worker.forward_context import get_forward_context
+from services.worker.forward.forward_context import get_forward_context
 from services.worker.layers.linear import Linear
 from services.worker.layers.norm import LayerNorm
 from services.worker.ops import Ops, RopeRows

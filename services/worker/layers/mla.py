@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.worker.forward_context import get_forward_context
+from services.worker.forward.forward_context import get_forward_context
 from services.worker.layers.indexer import Indexer
 from services.worker.layers.linear import Linear
 from services.worker.layers.norm import RmsNorm

@@ -11,7 +11,7 @@ from services.worker.layers.expert_parallel import ExpertParallel, local_experts
 from services.worker.layers.linear import Linear
 from services.worker.layers.shard import Part, Shard
 from services.worker.ops import ExpertsKernel, ExpertWeights, Ops, RoutingRule, SwigluClamp
-from services.worker.parallel import Communicator
+from services.worker.parallel.communicator import Communicator
 
 # Maps (x [T, hidden], expert ids [T, k] int64, weights [T, k] float32), the same on all ranks of a TP group, to the
 # weighted sums of each token's experts: a new [T, hidden], the same on all of them.

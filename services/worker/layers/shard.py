@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from services.worker.layers.expert_parallel import nth_run
 from services.worker.ops import Ops
-from services.worker.parallel import SINGLE, Communicator, Parallel
-from services.worker.weights import ModelWeights
+from services.worker.parallel.communicator import SINGLE, Communicator, Parallel
+from services.worker.weights.model_weights import ModelWeights
 from shared.model_dir import ModelDirectoryError
 
 

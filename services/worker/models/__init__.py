@@ -1,0 +1,1 @@
+"""The model architectures, and how one is chosen and filled with weights."""

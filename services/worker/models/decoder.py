@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.worker.forward_context import get_forward_context
-from services.worker.kv_cache import KvCacheSpec, LayerCache
+from services.worker.forward.forward_context import get_forward_context
+from services.worker.forward.kv_cache import KvCacheSpec, LayerCache
 from services.worker.layers.activation import GatedMlp
 from services.worker.layers.embedding import Embedding, Head
 from services.worker.layers.linear import Linear, sum_over_ranks

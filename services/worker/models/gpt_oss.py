@@ -23,7 +23,7 @@ from services.worker.models.plain_attention import (
 )
 from services.worker.models.sparse_mlp import SparseConfig, load_routed_experts
 from services.worker.ops import ExpertWeights, RouterScore, RoutingRule, SwigluClamp
-from services.worker.weights import ModelWeights
+from services.worker.weights.model_weights import ModelWeights
 
 # Where config.json does not say, as transformers' configuration has it.
 _ROPE_THETA = 150000.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from services.worker.kv_cache import CacheTensor, LayerCache
+from services.worker.forward.kv_cache import CacheTensor, LayerCache
 from services.worker.layers.indexer import Indexer, IndexerProjections
 from services.worker.layers.linear import Linear, sum_over_ranks
 from services.worker.layers.mla import LatentAttention, LatentProjections, LatentSizes
@@ -17,7 +17,7 @@ from services.worker.layers.shard import Part, Shard
 from services.worker.models.config import ConfigValues
 from services.worker.models.decoder import DecoderConfig
 from services.worker.ops import Ops
-from services.worker.weights import ModelWeights
+from services.worker.weights.model_weights import ModelWeights
 from shared.model_dir import ModelDirectoryError
 
 # Of the norms inside the attention; config.json has none, its `rms_norm_eps` is that of the others.

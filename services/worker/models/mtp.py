@@ -17,7 +17,7 @@ from services.worker.layers.norm import RmsNorm
 from services.worker.layers.shard import Part, Shard
 from services.worker.models.config import ConfigValues
 from services.worker.models.decoder import DecoderConfig, DecoderLayer, DecoderModel, load_norm
-from services.worker.weights import ModelWeights
+from services.worker.weights.model_weights import ModelWeights
 
 _SHARED = ("embed_tokens.", "shared_head.head.")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from services.worker.kv_cache import LayerCache, attention_cache
+from services.worker.forward.kv_cache import LayerCache, attention_cache
 from services.worker.layers.attention import Attention
 from services.worker.layers.linear import Linear, sum_over_ranks
 from services.worker.layers.norm import RmsNorm

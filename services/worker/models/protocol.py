@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from services.worker.kv_cache import KvCacheSpec
+from services.worker.forward.kv_cache import KvCacheSpec
 
 
 class MtpLayers(Protocol):

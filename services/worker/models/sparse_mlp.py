@@ -12,7 +12,7 @@ from services.worker.layers.shard import Part, Shard
 from services.worker.models.config import ConfigValues
 from services.worker.models.decoder import DecoderConfig, FeedForward, load_mlp
 from services.worker.ops import ExpertGroups, ExpertWeights, RouterScore, RoutingRule, SwigluClamp
-from services.worker.weights import ModelWeights
+from services.worker.weights.model_weights import ModelWeights
 from shared.model_dir import ModelDirectoryError
 
 # What the gate's, the up and the down projection of an expert are called.

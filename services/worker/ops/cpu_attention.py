@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.worker.forward_context import AttentionMetadata, AttentionPlan
-from services.worker.kv_cache import KvCache
+from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
+from services.worker.forward.kv_cache import KvCache
 from services.worker.ops.cpu_plan import (
     FEW_QUERIES,
     AttentionLayout,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from services.worker.forward_context import AttentionPlan
+from services.worker.forward.forward_context import AttentionPlan
 from services.worker.ops.cpu_attention import (
     CpuAttention,
     by_slot,

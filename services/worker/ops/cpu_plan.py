@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.worker.forward_context import AttentionMetadata, AttentionPlan
-from services.worker.kv_cache import KvCache
+from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
+from services.worker.forward.kv_cache import KvCache
 
 # Places in the first dimension of a tensor. A range costs no copy.
 Rows = Tensor | slice

@@ -15,8 +15,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from services.worker.forward_context import AttentionMetadata, AttentionPlan
-from services.worker.kv_cache import KvCache
+from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
+from services.worker.forward.kv_cache import KvCache
 from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
 from services.worker.ops.routing import RoutingRule
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from services.worker.forward_context import AttentionMetadata, AttentionPlan
-from services.worker.kv_cache import KvCache
+from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
+from services.worker.forward.kv_cache import KvCache
 from services.worker.ops.protocol import AttentionParams
 
 

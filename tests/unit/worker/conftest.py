@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.device_loop import DeviceLoop
-from services.worker.loader import LoadedModel
-from services.worker.servicer import STUCK_S
+from services.worker.models.loader import LoadedModel
+from services.worker.process.device_loop import DeviceLoop
+from services.worker.server.servicer import STUCK_S
 from shared.rpc import make_channel, make_server
 from tests.support.tiny_llama import write_tiny_llama
 from tests.support.worker_runner import load_exact, make_runner

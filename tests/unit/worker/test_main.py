@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
-from services.worker.servicer import SERVICE_NAME
+from services.worker.server.servicer import SERVICE_NAME
 from tests.support.patience import PATIENCE_S
 from tests.support.processes import ROOT, module_command, module_environment
 from tests.support.tiny_llama import write_tiny_llama

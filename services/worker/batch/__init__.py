@@ -1,0 +1,1 @@
+"""One step's rows in host arrays, and the checks that it passes before."""

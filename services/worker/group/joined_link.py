@@ -1,0 +1,116 @@
+"""A follower's end of the link to the leader that it joins."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import grpc
+
+from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
+from services.worker.group.link import Link, LinkEnd, to_layout_message
+from services.worker.process.exits import DomainEnd, ExitCode
+from shared.rpc import make_channel
+
+if TYPE_CHECKING:
+    from services.worker.config import WorkerSettings
+    from services.worker.runner.model_runner import ModelRunner
+
+_GOODBYE = worker_pb2.JoinRequest(leave=worker_pb2.Leave())
+
+Connect = Callable[[str], grpc.aio.Channel]
+
+
+def connect_inside(address: str) -> grpc.aio.Channel:
+    """A channel to another process of the failure domain."""
+    return make_channel(address, internal=True)
+
+
+class Relay(Protocol):
+    """Takes what a leader sends to the members of its group."""
+
+    def take(self, message: worker_pb2.JoinResponse) -> None:
+        """Take a message, no heartbeat; from the RPC thread's event loop."""
+
+
+class JoinedLink:
+    """Joins a leader, and ends this process when the link breaks or falls silent, or the leader was asked to end."""
+
+    def __init__(self, settings: WorkerSettings, end: DomainEnd, connect: Connect = connect_inside) -> None:
+        """Join the leader that `settings` name, over a channel that `connect` makes."""
+        assert settings.leader is not None, "nobody to join"
+        self._leader = settings.leader
+        self._layout = settings.layout
+        self._domain_start_id = settings.domain_start_id
+        self._silence_s = settings.silence_s
+        self._end = end
+        self._connect = connect
+        self._joined = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._link: Link[worker_pb2.JoinRequest] | None = None
+
+    def send(self, message: worker_pb2.JoinRequest) -> None:
+        """Send the leader a message, once joined."""
+        assert self._link is not None
+        self._link.send(message)
+
+    async def open(self, runner: ModelRunner, relay: Relay | None = None) -> None:
+        """Join, once the weights are loaded; returns when the leader has taken this process in.
+
+        Args:
+            runner: Holds the shard.
+            relay: Takes the epochs and steps that come; None for the leader of a coupled group, which gets none.
+        """
+        hello = worker_pb2.Hello(
+            layout=to_layout_message(self._layout),
+            domain_start_id=self._domain_start_id,
+            model_digest=runner.facts.model_digest,
+            numerics_fingerprint=runner.numerics_fingerprint,
+        )
+        self._link = Link(lambda: _heartbeat(runner), _GOODBYE, self._silence_s)
+        self._task = asyncio.create_task(self._run(hello, self._link, relay))
+        await self._joined.wait()
+
+    async def close(self) -> None:
+        """Return when the link has ended, which says goodbye where this process was asked to end."""
+        if self._task is not None:
+            if not self._joined.is_set():
+                self._task.cancel()
+            await asyncio.wait({self._task})
+
+    async def _run(self, hello: worker_pb2.Hello, link: Link[worker_pb2.JoinRequest], relay: Relay | None) -> None:
+        async with self._connect(self._leader) as channel:
+            # The leader may not listen yet.
+            call = worker_pb2_grpc.GroupServiceStub(channel).Join(wait_for_ready=True)
+            await call.write(worker_pb2.JoinRequest(hello=hello))
+            try:
+                # Whom it takes in, it gives a sign of life at once. Headers say less: a refusal may have some, too.
+                first = await call.read()
+            except grpc.aio.AioRpcError as error:
+                self._end.fail(ExitCode.REFUSED, "the leader refused this process", error=error.details())
+                return
+            self._joined.set()
+            ended = await link.run(call.write, _read(call, first, link, relay), self._end.stopping)
+            if ended is LinkEnd.LEFT:
+                self._end.stop("the leader was asked to end", leader=self._leader)
+            elif ended is not LinkEnd.CLOSED:
+                self._end.fail(ExitCode.LINK_LOST, f"the link to the leader is {ended.value}", leader=self._leader)
+
+
+async def _read(call: Any, first: Any, link: Link[worker_pb2.JoinRequest], relay: Relay | None) -> bool:
+    """Take what comes, from the first message until nothing more does; whether the leader was asked to end."""
+    message = first
+    while message is not grpc.aio.EOF:
+        link.hear()
+        if message.HasField("leave"):
+            return True
+        if not message.HasField("heartbeat"):
+            assert relay is not None, "a coupled leader was sent a step"
+            relay.take(message)
+        message = await call.read()
+    return False
+
+
+def _heartbeat(runner: ModelRunner) -> worker_pb2.JoinRequest:
+    return worker_pb2.JoinRequest(heartbeat=worker_pb2.Heartbeat(progress=runner.progress))

@@ -1,0 +1,81 @@
+"""A process that follows its TP group's leader: it runs what the leader sends it, and serves health only."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+from lockstep.internal.v1 import worker_pb2
+from services.worker.group.joined_link import Connect, JoinedLink, connect_inside
+from services.worker.group.link import checksum
+from services.worker.process.device_loop import DeviceLoop
+from services.worker.process.device_steps import DeviceSteps
+from services.worker.process.exits import DomainEnd
+from services.worker.step import StepOutput
+from services.worker.step_codec import parse_step
+from shared.errors import DrainingError
+from shared.rpc import Servicer
+
+if TYPE_CHECKING:
+    from services.worker.config import WorkerSettings
+    from services.worker.runner.model_runner import ModelRunner
+
+
+class Member:
+    """Runs the group's epochs and steps in the order in which its leader launches them."""
+
+    servicers: tuple[Servicer, ...] = ()
+    service_names: tuple[str, ...] = ()
+
+    def __init__(
+        self, settings: WorkerSettings, device: DeviceLoop, end: DomainEnd, connect: Connect = connect_inside
+    ) -> None:
+        """Follow the leader that `settings` name, on `device`; `connect` makes the channel to it."""
+        self._settings = settings
+        self._device = device
+        self._end = end
+        self._link = JoinedLink(settings, end, connect)
+        self._steps: DeviceSteps | None = None
+
+    async def open(self, runner: ModelRunner) -> None:
+        """Join the group, once the weights are loaded; returns when the leader has taken this process in."""
+        self._steps = DeviceSteps(
+            self._device, runner, self._end, is_alone=False, fail_on_token=self._settings.fail_on_token
+        )
+        await self._link.open(runner, self)
+
+    async def close(self) -> None:
+        """Say goodbye."""
+        await self._link.close()
+
+    def take(self, message: worker_pb2.JoinResponse) -> None:
+        """See `Relay`."""
+        assert self._steps is not None
+        # A process that was asked to end computes nothing more.
+        with contextlib.suppress(DrainingError):
+            self._take(self._steps, message)
+
+    def _take(self, steps: DeviceSteps, message: worker_pb2.JoinResponse) -> None:
+        if message.HasField("attach"):
+            epoch = message.attach.epoch
+            steps.attach(message.attach).add_done_callback(lambda blocks: self._tell_attached(epoch, blocks))
+        else:
+            step = parse_step(worker_pb2.StepRequest.FromString(message.step))
+            steps.launch(step).add_done_callback(self._tell_done)
+
+    def _tell_attached(self, epoch: int, blocks: asyncio.Future[int]) -> None:
+        if _has_result(blocks):
+            attached = worker_pb2.MemberAttached(epoch=epoch, num_blocks=blocks.result())
+            self._link.send(worker_pb2.JoinRequest(attached=attached))
+
+    def _tell_done(self, step: asyncio.Future[StepOutput]) -> None:
+        if _has_result(step):
+            output = step.result()
+            done = worker_pb2.Done(epoch=output.epoch, step_id=output.step_id, checksum=checksum(output))
+            self._link.send(worker_pb2.JoinRequest(done=done))
+
+
+def _has_result(future: asyncio.Future[int] | asyncio.Future[StepOutput]) -> bool:
+    # What failed ends the process.
+    return not future.cancelled() and future.exception() is None

@@ -1,0 +1,100 @@
+"""Steps and resets on their way to the device and back, as the RPC thread's event loop sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from lockstep.internal.v1 import worker_pb2
+from services.worker.process.device_loop import DeviceLoop
+from services.worker.process.exits import DomainEnd, ExitCode, end_process
+from services.worker.step import Int32Column, Step, StepOutput
+from shared.errors import DrainingError, InternalError, ServiceError
+
+if TYPE_CHECKING:
+    # The RPC server answers before torch is imported.
+    from services.worker.runner.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+class DeviceSteps:
+    """Gives a runner's work to the device, in order.
+
+    What fails in a domain of several processes ends this one: its partners wait for it inside a collective.
+    """
+
+    def __init__(
+        self,
+        device: DeviceLoop,
+        runner: ModelRunner,
+        end: DomainEnd,
+        *,
+        is_alone: bool,
+        fail_on_token: int | None = None,
+    ) -> None:
+        """Run on `device`; `is_alone`: the process is a domain by itself."""
+        self.runner = runner
+        self._device = device
+        self._end = end
+        self._is_alone = is_alone
+        self._fail_on_token = fail_on_token
+
+    def attach(self, request: worker_pb2.AttachRequest) -> asyncio.Future[int]:
+        """Begin an epoch behind what was launched; the result is the number of KV blocks, 0 for not even one."""
+        num_blocks = self.runner.num_blocks(request.block_size)
+        future = asyncio.wrap_future(self._device.submit(self._attach, request, num_blocks))
+        future.add_done_callback(self._end_if_failed)
+        return future
+
+    def launch(self, step: Step) -> asyncio.Future[StepOutput]:
+        """Run a step. Who cancels the result drops a step that has not begun, where no partner can have begun it."""
+        future = asyncio.wrap_future(self._device.submit(self._run, step))
+        future.add_done_callback(self._end_if_failed)
+        return future if self._is_alone else asyncio.shield(future)
+
+    def _attach(self, request: worker_pb2.AttachRequest, num_blocks: int) -> int:
+        if num_blocks:
+            self.runner.attach(
+                block_size=request.block_size,
+                max_num_seqs=request.max_num_seqs,
+                max_num_batched_tokens=_max_num_tokens(request, self.runner),
+            )
+        return num_blocks
+
+    def _run(self, step: Step) -> StepOutput:
+        # On the main thread. It logs here because the stream that would tell may be gone when the step fails.
+        if self._fail_on_token is not None and any((column == self._fail_on_token).any() for column in _brought(step)):
+            end_process(ExitCode.FAILPOINT, "a step brought the token to fail on", step_id=step.step_id)
+        try:
+            return self.runner.run_step(step)
+        except ServiceError as error:
+            logger.warning("step refused", extra={"epoch": step.epoch, "step_id": step.step_id, "error": str(error)})
+            raise
+        except Exception as error:
+            logger.exception("step failed", extra={"epoch": step.epoch, "step_id": step.step_id})
+            raise InternalError("the step failed") from error
+
+    def _end_if_failed(self, future: asyncio.Future[int] | asyncio.Future[StepOutput]) -> None:
+        if future.cancelled() or (error := future.exception()) is None:
+            return
+        if not self._is_alone and not isinstance(error, DrainingError):
+            self._end.fail_step(error=str(error))
+
+
+def _max_num_tokens(request: worker_pb2.AttachRequest, runner: ModelRunner) -> int:
+    """Most tokens of a step of the epoch; see worker.proto."""
+    if request.HasField("max_num_batched_tokens"):
+        return request.max_num_batched_tokens
+    return runner.step_proposal.num_prompt_tokens + request.max_num_seqs
+
+
+def _brought(step: Step) -> Iterator[Int32Column]:
+    """The tokens that a step brings."""
+    for enter in step.enters:
+        yield enter.chunk.token_ids
+        yield enter.cached_token_ids
+    for chunk in step.chunks:
+        yield chunk.token_ids

@@ -1,0 +1,97 @@
+"""The thread that serves RPC, so that the main thread is free to launch device work."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Protocol
+
+import uvloop
+
+from services.worker.process.exits import DomainEnd, ExitCode
+from shared.health import Health
+from shared.rpc import Servicer, make_server
+
+if TYPE_CHECKING:
+    from services.worker.runner.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+# For results that are on their way; the scheduler keeps its stream open, so all of it is spent when there is one.
+_STOP_GRACE_S = 0.3
+
+
+class Role(Protocol):
+    """What a process does in its failure domain; belongs to the RPC thread's event loop."""
+
+    # What it serves beside health, and the names of those services.
+    servicers: tuple[Servicer, ...]
+    service_names: tuple[str, ...]
+
+    async def open(self, runner: ModelRunner) -> None:
+        """The weights are loaded; returns when the process can be used."""
+
+    async def close(self) -> None:
+        """Say goodbye to the others."""
+
+
+class RpcThread:
+    """Serves a role and health on one address: not serving until the role is open."""
+
+    def __init__(self, address: str, role: Role, end: DomainEnd, *, reflection: bool) -> None:
+        self._address = address
+        self._role = role
+        self._end = end
+        self._reflected: Sequence[str] = role.service_names if reflection else ()
+        self._health = Health(role.service_names)
+        self._started: Future[asyncio.AbstractEventLoop] = Future()
+        self._stop = asyncio.Event()
+        # A process whose main thread fails must not live on in this one.
+        self._thread = threading.Thread(target=self._run, name="rpc", daemon=True)
+
+    def start(self) -> None:
+        """Begin to listen.
+
+        Raises:
+            RuntimeError: the address is taken or not usable.
+        """
+        self._thread.start()
+        self._started.result()
+
+    def announce(self, runner: ModelRunner) -> None:
+        """Let the process be used as soon as its domain is complete, and tell health checks then. Does not wait."""
+        asyncio.run_coroutine_threadsafe(self._announce(runner), self._started.result())
+
+    def stop(self) -> None:
+        """Refuse what is new, end what is open, return when all of it is over. After `start` only."""
+        self._started.result().call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            uvloop.run(self._serve())
+        except Exception as error:  # noqa: BLE001 - `start` raises it
+            self._started.set_exception(error)
+
+    async def _serve(self) -> None:
+        servicers = [*self._role.servicers, self._health]
+        server = make_server(self._address, servicers, internal=True, service_names=self._reflected)
+        await server.start()
+        self._started.set_result(asyncio.get_running_loop())
+        await self._stop.wait()
+        await self._health.set_serving(False)
+        self._end.stopping.set()
+        await self._role.close()
+        await server.stop(_STOP_GRACE_S)
+
+    async def _announce(self, runner: ModelRunner) -> None:
+        try:
+            await self._role.open(runner)
+        except Exception:
+            logger.exception("cannot begin to serve")
+            self._end.fail(ExitCode.BUG, "cannot begin to serve")
+        await self._health.set_serving(True)
+        logger.info("serving", extra={"address": self._address})

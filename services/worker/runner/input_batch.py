@@ -1,0 +1,374 @@
+"""The batch that a worker holds between steps, and the inputs of each step made from it.
+
+Plain numpy on the host; only drafts may be made by a model. Every number that came over the wire is checked here,
+before the step's own tensors are touched. A step that does not fit leaves the batch undefined; its epoch ends with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from services.worker.batch.block_tables import BlockTables
+from services.worker.batch.enter_checks import BatchLimits, check_enter, check_token_ids, require
+from services.worker.batch.replay import ReplayedChunk, Replays
+from services.worker.batch.step_input import ScoredChunk, StepInput
+from services.worker.sampling.draw import GREEDY_TEMPERATURE
+from services.worker.sampling.sampler import SamplingRows
+from services.worker.sampling.sampling_state import GrammarMatcher, SamplingState
+from services.worker.spec_decode.drafts import NO_DRAFTS, Drafter, Drafts
+from services.worker.step import EnteringSequence, Int32Column, PrefillChunk, Step, StepKind
+from shared.limits import SamplingOptions
+
+_NO_SLOTS: Int32Column = np.empty(0, dtype=np.int32)
+
+
+class InputBatch:
+    """The sequences of one epoch by slot: lengths, last tokens, block tables, sampling parameters.
+
+    Invariant: `num_tokens` of a slot counts the tokens known, the sampled ones included; after a step the KV of
+    all but the last is in the cache, and of all while `num_later` more tokens of the prompt are to come. What rejected
+    drafts left behind there is overwritten before it is read.
+    """
+
+    def __init__(
+        self,
+        limits: BatchLimits,
+        *,
+        make_matcher: Callable[[str], GrammarMatcher] | None = None,
+        drafter: Drafter | None = None,
+    ) -> None:
+        """Begin empty.
+
+        Args:
+            limits: The epoch's.
+            make_matcher: Follows a grammar; None: no sequence may have one.
+            drafter: Drafts tokens for decodes; None: none are drafted.
+        """
+        num_slots = limits.max_num_seqs
+        self._limits = limits
+        self._make_matcher = make_matcher
+        self._drafter = drafter
+        # Slots in the order in which their sequences entered.
+        self._order = _NO_SLOTS
+        self._is_used = np.zeros(num_slots, dtype=np.bool_)
+        self._num_tokens = np.zeros(num_slots, dtype=np.int32)
+        self._max_num_tokens = np.zeros(num_slots, dtype=np.int32)
+        self._num_later = np.zeros(num_slots, dtype=np.int32)
+        self._last_token = np.zeros(num_slots, dtype=np.int32)
+        self._temperature = np.zeros(num_slots, dtype=np.float32)
+        self._top_k = np.zeros(num_slots, dtype=np.int32)
+        self._top_p = np.ones(num_slots, dtype=np.float32)
+        self._seed = np.zeros(num_slots, dtype=np.uint64)
+        self._choice = np.zeros(num_slots, dtype=np.uint32)
+        # Of the few sequences that have options.
+        self._states: dict[int, SamplingState] = {}
+        self._replays = Replays()
+        self._tables = BlockTables(
+            num_slots=num_slots,
+            num_pool_blocks=limits.num_blocks,
+            max_blocks_per_sequence=-(-limits.context_length // limits.block_size),
+        )
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences held."""
+        return len(self._order)
+
+    def apply(self, step: Step) -> StepInput:
+        """Change the batch as the step says and make the inputs of what it computes.
+
+        Raises:
+            StepMismatchError: the step does not fit; the batch must not be used again.
+        """
+        self._leave(step.leave_slots)
+        if step.is_dummy:
+            return self._dummy(step)
+        decode_slots = self._decode_slots(step)
+        self._enter(step.enters)
+        self._append_blocks(step.append_slots, step.append_block_ids)
+        chunks = (*step.chunks, *(enter.chunk for enter in step.enters))
+        require(bool(chunks) is (step.kind is not StepKind.DECODE), "the step's kind does not fit its prompts")
+        num_tokens = len(decode_slots) + sum(len(chunk.token_ids) for chunk in chunks)
+        room = self._limits.max_num_batched_tokens - num_tokens
+        require(
+            num_tokens > 0 and room >= 0,
+            "the number of tokens is out of range",
+            limit=self._limits.max_num_batched_tokens,
+        )
+        for chunk in chunks:
+            self._extend(chunk)
+        return self._make_input(self._decodes(decode_slots, room), chunks)
+
+    def record_sampled(self, slots: Int32Column, token_ids: Int32Column, counts: Int32Column | None = None) -> None:
+        """Put what was sampled behind the rows' sequences; the last of it is the input of their next decode step.
+
+        Args:
+            slots: [num_rows], of the step's rows.
+            token_ids: Tokens of all rows, one row behind the other.
+            counts: [num_rows], how many each has, at least 1; None: one each.
+        """
+        if self._drafter is not None:
+            self._drafter.record(slots, token_ids, counts)
+        if counts is None:
+            self._last_token[slots] = token_ids
+            self._num_tokens[slots] += 1
+        else:
+            self._last_token[slots] = token_ids[np.cumsum(counts) - 1]
+            self._num_tokens[slots] += counts
+
+    def _leave(self, slots: Int32Column) -> None:
+        if not len(slots):
+            return
+        self._check_used("leave_slots", slots)
+        self._is_used[slots] = False
+        self._tables.clear(slots)
+        self._order = self._order[self._is_used[self._order]]
+        if self._drafter is not None:
+            self._drafter.leave(slots)
+        if self._states:
+            for slot in slots.tolist():
+                self._states.pop(slot, None)
+        if self._replays:
+            self._replays.leave(slots)
+
+    def _enter(self, enters: Sequence[EnteringSequence]) -> None:
+        if not enters:
+            return
+        for enter in enters:
+            check_enter(enter, self._limits, needs_all_tokens=self._drafter is not None)
+            slot = enter.chunk.slot
+            require(not self._is_used[slot], "a sequence enters a slot that is not free", slot=slot)
+            self._is_used[slot] = True
+            # Until `_extend` takes the chunk in, all its tokens are later ones.
+            self._num_tokens[slot] = enter.num_cached_tokens
+            self._num_later[slot] = len(enter.chunk.token_ids) + enter.chunk.num_later_tokens
+            # The token behind a full context is drawn, and nothing behind it.
+            self._max_num_tokens[slot] = min(enter.max_num_tokens, self._limits.context_length + 1)
+            self._tables.set(slot, enter.block_ids)
+            self._temperature[slot] = enter.temperature
+            self._top_k[slot] = enter.top_k
+            self._top_p[slot] = enter.top_p
+            self._seed[slot] = enter.seed
+            self._choice[slot] = enter.choice
+            if enter.options is not None:
+                self._states[slot] = self._make_state(enter, enter.options)
+            if enter.temperature < GREEDY_TEMPERATURE and not self._changes_logits(slot):
+                self._replays.enter(enter)
+            if self._drafter is not None:
+                self._drafter.enter(slot, enter.cached_token_ids, int(self._max_num_tokens[slot]))
+        self._order = np.concatenate([self._order, np.array([enter.chunk.slot for enter in enters], dtype=np.int32)])
+
+    def _changes_logits(self, slot: int) -> bool:
+        return slot in self._states and self._states[slot].changes_logits
+
+    def _make_state(self, enter: EnteringSequence, options: SamplingOptions) -> SamplingState:
+        slot = enter.chunk.slot
+        require(not options.grammar or self._make_matcher is not None, "grammars are not known here", slot=slot)
+        state = SamplingState(
+            options,
+            stop_token_ids=enter.stop_token_ids,
+            num_prompt_tokens=enter.num_prompt_tokens,
+            logits_width=self._limits.logits_width,
+            matcher=self._make_matcher(options.grammar) if options.grammar and self._make_matcher else None,
+        )
+        state.extend(enter.cached_token_ids)
+        return state
+
+    def _append_blocks(self, slots: Int32Column, block_ids: Int32Column) -> None:
+        require(len(slots) == len(block_ids), "append_slots and append_block_ids differ in length")
+        if len(slots):
+            self._check_used("append_slots", slots, may_repeat=True)
+            self._tables.append(slots, block_ids)
+
+    def _decode_slots(self, step: Step) -> Int32Column:
+        """The sequences that are decoded; those that enter have no sampled token yet that they could start from."""
+        if step.kind is StepKind.PREFILL:
+            require(step.decode_slots is None, "decode_slots in a prefill step")
+            return _NO_SLOTS
+        slots: Int32Column = self._order[self._num_later[self._order] == 0]
+        if step.decode_slots is not None:
+            slots = step.decode_slots
+            self._check_used("decode_slots", slots)
+            require(not self._num_later[slots].any(), "a sequence is decoded before its prompt is complete")
+        require(len(slots) > 0, "no sequence to decode")
+        return slots
+
+    def _extend(self, chunk: PrefillChunk) -> None:
+        """Take the next tokens of a prompt in."""
+        slot, num_new = chunk.slot, len(chunk.token_ids)
+        self._check_used("chunks", np.array([slot]))
+        require(0 < num_new <= self._num_later[slot], "a chunk does not fit its prompt", slot=slot)
+        require(num_new + chunk.num_later_tokens == self._num_later[slot], "a prompt changed its length", slot=slot)
+        check_token_ids(slot, chunk.token_ids, self._limits)
+        self._num_tokens[slot] += num_new
+        self._num_later[slot] = chunk.num_later_tokens
+        if slot in self._states:
+            self._states[slot].extend(chunk.token_ids)
+        if self._drafter is not None:
+            self._drafter.extend(slot, chunk.token_ids)
+
+    def _dummy(self, step: Step) -> StepInput:
+        """The rest of the changes of a step that computes nothing for any sequence, and the token that it computes."""
+        require(not step.enters and not step.chunks, "a dummy step computes a prompt")
+        require(step.decode_slots is None or not len(step.decode_slots), "a dummy step decodes a sequence")
+        self._append_blocks(step.append_slots, step.append_block_ids)
+        is_prefill = step.kind is not StepKind.DECODE
+        return StepInput.dummy(self._sampling_rows(_NO_SLOTS, None), is_prefill=is_prefill)
+
+    def _decodes(self, slots: Int32Column, room: int) -> _Decodes:
+        """What of the sequences to be decoded is computed; `room` is how many tokens the step may have besides."""
+        if self._drafter is None or not len(slots):
+            return _Decodes(len(slots), None, slots, None)
+        num_slots, numbers = len(slots), None
+        is_full = self._num_tokens[slots] >= self._max_num_tokens[slots]
+        if is_full.any():
+            numbers = np.flatnonzero(~is_full)
+            slots = slots[numbers]
+        drafts = self._drafter.propose(slots, self._draft_room(slots), most_together=room, tables=self._tables)
+        return _Decodes(num_slots, numbers, slots, drafts if len(drafts.token_ids) else None)
+
+    def _draft_room(self, slots: Int32Column) -> Int32Column:
+        """How many tokens may be drafted for each of these sequences; one more is drawn behind them."""
+        num_places = self._tables.num_blocks(slots) * self._limits.block_size
+        # The last token that a sequence may have is drawn, never computed; so the context bounds drafts too.
+        most = np.minimum(self._max_num_tokens[slots] - 1, num_places)
+        return np.maximum(most - self._num_tokens[slots], 0)
+
+    def _make_input(self, decodes: _Decodes, chunks: Sequence[PrefillChunk]) -> StepInput:
+        slots, drafts = decodes.slots, decodes.drafts
+        query_lens = np.ones(len(slots), dtype=np.int32)
+        token_ids = self._last_token[slots]
+        context_lens = self._num_tokens[slots]
+        if drafts is not None:
+            query_lens += drafts.counts
+            context_lens += drafts.counts
+            token_ids = np.insert(token_ids, np.repeat(np.arange(1, len(slots) + 1), drafts.counts), drafts.token_ids)
+        row_indexes: npt.NDArray[np.int64] | None = None
+        if chunks:
+            chunk_slots = np.array([chunk.slot for chunk in chunks], dtype=np.int32)
+            slots = np.concatenate([slots, chunk_slots])
+            require(len(np.unique(slots)) == len(slots), "a slot stands in the step twice")
+            token_ids = np.concatenate([token_ids, *(chunk.token_ids for chunk in chunks)])
+            lengths = np.array([len(chunk.token_ids) for chunk in chunks], dtype=np.int32)
+            query_lens = np.concatenate([query_lens, lengths])
+            context_lens = np.concatenate([context_lens, self._num_tokens[chunk_slots]])
+            row_indexes = np.flatnonzero(self._num_later[slots] == 0)
+        row_slots = slots if row_indexes is None else slots[row_indexes]
+        num_blocks_needed = self._check_lengths(slots, context_lens)
+        cu_seqlens_q = np.zeros(len(slots) + 1, dtype=np.int32)
+        np.cumsum(query_lens, out=cu_seqlens_q[1:])
+        # A row's tokens are the last of its context, so both end at the same place.
+        positions = np.arange(len(token_ids), dtype=np.int64) + np.repeat(context_lens - cu_seqlens_q[1:], query_lens)
+        block_size = self._limits.block_size
+        block_ids = self._tables.ids_at(np.repeat(slots, query_lens), positions // block_size)
+        num_decodes = len(decodes.slots)
+        num_done = decodes.num_slots - num_decodes
+        return StepInput(
+            num_decodes=num_decodes,
+            slots=slots,
+            num_result_rows=len(row_slots) + num_done,
+            row_numbers=decodes.row_numbers(len(row_slots)),
+            row_slots=row_slots,
+            row_indexes=row_indexes,
+            token_ids=token_ids.astype(np.int64),
+            positions=positions,
+            slot_mapping=block_ids * np.int64(block_size) + positions % block_size,
+            block_tables=self._tables.rows(slots, int(num_blocks_needed.max(initial=0))),
+            context_lens=context_lens,
+            query_lens=query_lens,
+            cu_seqlens_q=cu_seqlens_q,
+            sampling=self._sampling_rows(row_slots, drafts),
+            scored_chunks=self._scored_chunks(chunks, cu_seqlens_q[num_decodes:]) if self._states else (),
+            replayed_chunks=self._replayed_chunks(chunks, cu_seqlens_q[num_decodes:-1]) if self._replays else (),
+        )
+
+    def _check_lengths(self, slots: Int32Column, context_lens: Int32Column) -> Int32Column:
+        """The blocks that each sequence needs for its context."""
+        require(
+            int(context_lens.max(initial=0)) <= self._limits.context_length,
+            "a sequence is longer than the context",
+            limit=self._limits.context_length,
+        )
+        num_blocks_needed: Int32Column = (context_lens + (self._limits.block_size - 1)) // self._limits.block_size
+        require(
+            bool((num_blocks_needed <= self._tables.num_blocks(slots)).all()),
+            "a block table is too short for its sequence",
+        )
+        return num_blocks_needed
+
+    def _sampling_rows(self, slots: Int32Column, drafts: Drafts | None) -> SamplingRows:
+        counts: Int32Column | None = None
+        if drafts is not None:
+            counts = np.zeros(len(slots), np.int32)
+            counts[: len(drafts.counts)] = drafts.counts
+        return SamplingRows(
+            temperature=self._temperature[slots],
+            top_k=self._top_k[slots],
+            top_p=self._top_p[slots],
+            seed=self._seed[slots],
+            choice=self._choice[slots],
+            position=self._num_tokens[slots].astype(np.int64),
+            states=self._states_of(slots) if self._states else {},
+            draft_token_ids=NO_DRAFTS if drafts is None else drafts.token_ids,
+            draft_counts=counts,
+        )
+
+    def _states_of(self, slots: Int32Column) -> dict[int, SamplingState]:
+        slot_to_row = np.full(self._limits.max_num_seqs, -1)
+        slot_to_row[slots] = np.arange(len(slots))
+        return {int(slot_to_row[slot]): state for slot, state in self._states.items() if slot_to_row[slot] >= 0}
+
+    def _scored_chunks(self, chunks: Sequence[PrefillChunk], starts: Int32Column) -> tuple[ScoredChunk, ...]:
+        """Those of `chunks` that begin in the prompt of a sequence which wants its log-probabilities."""
+        scored = []
+        for chunk, start in zip(chunks, starts.tolist(), strict=False):
+            state = self._states.get(chunk.slot)
+            if state is None or state.options.num_prompt_logprobs is None:
+                continue
+            position = int(self._num_tokens[chunk.slot]) - len(chunk.token_ids)
+            num_tokens = min(len(chunk.token_ids), state.num_prompt_tokens - position)
+            if num_tokens > 0:
+                scored.append(
+                    ScoredChunk(
+                        chunk.slot,
+                        start,
+                        num_tokens,
+                        position,
+                        state.num_prompt_tokens,
+                        state.options.num_prompt_logprobs,
+                    )
+                )
+        return tuple(scored)
+
+    def _replayed_chunks(self, chunks: Sequence[PrefillChunk], starts: Int32Column) -> tuple[ReplayedChunk, ...]:
+        """Those of `chunks` that are compared with what they are likely to be."""
+        lengths = np.array([len(chunk.token_ids) for chunk in chunks], np.int32)
+        slots = np.array([chunk.slot for chunk in chunks], np.int32)
+        return self._replays.take_in(chunks, self._num_tokens[slots] - lengths, starts)
+
+    def _check_used(self, column: str, slots: Int32Column, *, may_repeat: bool = False) -> None:
+        in_range = not len(slots) or 0 <= slots.min() <= slots.max() < self._limits.max_num_seqs
+        require(bool(in_range), "a slot is out of range", column=column, limit=self._limits.max_num_seqs)
+        require(bool(self._is_used[slots].all()), "a slot holds no sequence", column=column)
+        require(may_repeat or len(np.unique(slots)) == len(slots), "a slot stands there twice", column=column)
+
+
+@dataclass(frozen=True, slots=True)
+class _Decodes:
+    """The sequences that a step decodes."""
+
+    num_slots: int  # with those that have all their tokens, of which nothing is computed
+    numbers: npt.NDArray[np.int64] | None  # which of them are computed; None: all
+    slots: Int32Column  # that are computed
+    drafts: Drafts | None  # behind the tokens of `slots`; None: no row has any
+
+    def row_numbers(self, num_rows: int) -> npt.NDArray[np.int64] | None:
+        """The places of a step's first `num_rows` computed rows, of which these are the first, among all rows."""
+        if self.numbers is None:
+            return None
+        num_others = num_rows - len(self.numbers)
+        return np.concatenate([self.numbers, np.arange(self.num_slots, self.num_slots + num_others)])

@@ -1,0 +1,337 @@
+"""Runs steps on the device, one after the other: prepare_model, run_model, postprocess.
+
+Owns the KV cache, the batch and the sampler. One thread calls `attach` and `run_step`; the facts may be read by any.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.worker.batch.enter_checks import BatchLimits, require
+from services.worker.batch.replay import ReplayScorer
+from services.worker.batch.step_input import StepInput
+from services.worker.config import WorkerSettings
+from services.worker.forward.forward_context import (
+    AttentionMetadata,
+    DpMetadata,
+    ForwardContext,
+    Progress,
+    forward_context,
+)
+from services.worker.forward.kv_cache import KvCache, KvCacheSpec, num_blocks_for
+from services.worker.layout import RankLayout
+from services.worker.models.loader import LoadedModel, LoadOptions, ModelFacts, load_model
+from services.worker.ops import Ops, load_ops
+from services.worker.parallel.distributed import Rendezvous, make_parallel
+from services.worker.runner.input_batch import InputBatch
+from services.worker.runner.matchers import GrammarMatchers
+from services.worker.runner.prompt_logprobs import PromptScorer
+from services.worker.runner.step_proposal import propose_steps
+from services.worker.sampling.sampler import SampledTokens, Sampler
+from services.worker.spec_decode.drafting import make_drafting
+from services.worker.spec_decode.drafts import ComputedStep, Drafting
+from services.worker.step import Int32Column, PromptLogprobs, Step, StepOutput
+from shared.errors import StaleEpochError
+from shared.model_dir import ModelDirectoryError
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_GIB = 1024**3
+_NO_TOKENS = SampledTokens(np.empty(0, np.int32), np.empty(0, np.int32))
+_ALONE = RankLayout()
+
+
+@dataclass(frozen=True, slots=True)
+class KvCacheSize:
+    """How large the KV cache may be: so many blocks, or else what the memory holds."""
+
+    memory_bytes: int
+    num_blocks: int | None = None
+
+
+class ModelRunner:
+    """One model on one device, and the batch it works on.
+
+    Invariant: between steps the batch holds, for every row, the token that the row's next decode step computes.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        ops: Ops,
+        kv_cache_size: KvCacheSize,
+        *,
+        drafting: Drafting | None = None,
+        layout: RankLayout = _ALONE,
+    ) -> None:
+        """Make a loaded model ready to run.
+
+        Args:
+            loaded: Loaded with `ops`.
+            ops: The backend.
+            kv_cache_size: Of every epoch's cache.
+            drafting: How tokens are drafted; None: none are.
+            layout: The place that the model was loaded for.
+        """
+        self._model = loaded.model
+        self._ops = ops
+        self._sampler = Sampler(ops)
+        self._drafting = drafting
+        self._matchers = GrammarMatchers(loaded.model_dir, loaded.facts.logits_width, loaded.facts.eos_token_ids)
+        self._kv_cache_size = kv_cache_size
+        self._kv_cache: KvCache | None = None
+        self._batch: InputBatch | None = None
+        self._scorer = PromptScorer(self._model.compute_logits)
+        self._replay_scorer = ReplayScorer(ops, self._model.compute_logits)
+        self._last_step_id = 0
+        self._progress = Progress()
+        self.facts: ModelFacts = loaded.facts
+        self.layout: RankLayout = layout
+        self.ops_backend: str = ops.name
+        self.is_exact: bool = ops.is_exact
+        # A model is made on torch's default device.
+        self.step_proposal = propose_steps(torch.get_default_device().type)
+        self.numerics_fingerprint: str = numerics_fingerprint(loaded, ops, layout)
+
+    @property
+    def progress(self) -> int:
+        """Layers and steps computed so far, of all epochs. From any thread."""
+        return self._progress.count
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Most tokens that are drafted for a sequence in a step."""
+        return 0 if self._drafting is None else self._drafting.num_draft_tokens
+
+    def num_blocks(self, block_size: int) -> int:
+        """KV blocks that the memory setting holds; 0 when not even one."""
+        if self._kv_cache_size.num_blocks is not None:
+            return self._kv_cache_size.num_blocks
+        layers = self._model.kv_cache_spec.layers
+        if self._drafting is not None:
+            # Caches with the same blocks share the memory.
+            layers += self._drafting.proposer.kv_cache_spec.layers
+        return num_blocks_for(self._kv_cache_size.memory_bytes, KvCacheSpec(layers), block_size)
+
+    def attach(self, *, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> int:
+        """Start an epoch: an empty batch, and a KV cache of at least one block (see `num_blocks`).
+
+        Returns:
+            The last step launched before, of any epoch; 0 when there was none.
+        """
+        num_blocks = self.num_blocks(block_size)
+        self._batch = None
+        cache = self._kv_cache
+        if cache is None or (cache.num_blocks, cache.block_size) != (num_blocks, block_size):
+            # The old cache goes first: there may be no memory for two.
+            self._kv_cache = cache = None
+            self._kv_cache = cache = KvCache(self._model.kv_cache_spec, num_blocks, block_size)
+        limits = BatchLimits(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            context_length=self.facts.context_length,
+            logits_width=self.facts.logits_width,
+        )
+        drafter = None if self._drafting is None else self._drafting.begin(limits, cache)
+        self._batch = InputBatch(limits, make_matcher=self._matchers.make, drafter=drafter)
+        self._scorer = PromptScorer(self._model.compute_logits)
+        return self._last_step_id
+
+    def run_step(self, step: Step) -> StepOutput:
+        """Change the batch as `step` says, compute its rows and sample one token for each.
+
+        Raises:
+            StepMismatchError: the step does not fit the batch; nothing was computed.
+            StaleEpochError: an earlier step of the epoch failed.
+        """
+        # It comes back when the step returns: what a failed step leaves behind is undefined.
+        batch, self._batch = self._batch, None
+        if batch is None:
+            raise StaleEpochError("an earlier step of this epoch failed", epoch=step.epoch)
+        output = self._compute(batch, step)
+        self._batch = batch
+        self._progress.advance()
+        return output
+
+    @torch.inference_mode()
+    def _compute(self, batch: InputBatch, step: Step) -> StepOutput:
+        started_ns = time.perf_counter_ns()
+        step_input = batch.apply(step)
+        dp = self._dp_metadata(step, len(step_input.token_ids))
+        self._last_step_id = step.step_id
+        hidden = self._run_model(step_input, dp)
+        prompt_logprobs = self._score_prompts(step_input, hidden)
+        num_replayed, num_replay_mismatches = self._score_replays(step_input, hidden)
+        sampled = self._sample(step_input, hidden)
+        token_ids = _usable_tokens(sampled)
+        batch.record_sampled(step_input.row_slots, token_ids, sampled.counts)
+        if self._drafting is not None and len(hidden):
+            self._drafting.proposer.observe(ComputedStep(step_input, hidden, token_ids, sampled.counts))
+        return StepOutput(
+            epoch=step.epoch,
+            step_id=step.step_id,
+            token_ids=sampled.token_ids,
+            not_finite_rows=_result_rows(step_input, sampled.not_finite_rows),
+            failed_grammar_rows=_result_rows(step_input, sampled.failed_grammar_rows),
+            device_time_us=(time.perf_counter_ns() - started_ns) // 1000,
+            counts=_result_counts(step_input, sampled),
+            num_draft_tokens=len(step_input.sampling.draft_token_ids),
+            logprobs=sampled.logprobs,
+            prompt_logprobs=prompt_logprobs,
+            num_replayed_tokens=num_replayed,
+            num_replay_mismatches=num_replay_mismatches,
+        )
+
+    def _dp_metadata(self, step: Step, num_tokens: int) -> DpMetadata:
+        """What the step says of the coupled ranks, checked against the `num_tokens` that this one computes.
+
+        A rank that ran another step than its partners expect would leave them in a collective.
+
+        Raises:
+            StepMismatchError: it does not fit.
+        """
+        counts, layout = step.num_tokens_across_dp, self.layout
+        require(
+            len(counts) == (layout.dp_size if layout.is_coupled else 0),
+            "num_tokens_across_dp does not fit the coupled ranks",
+            num_ranks=len(counts),
+        )
+        require(bool(counts) or not step.is_dummy, "a dummy step, and the ranks are not coupled")
+        if counts:
+            require(min(counts) > 0, "num_tokens_across_dp has a rank that computes nothing")
+            require(
+                counts[layout.dp_rank] == num_tokens,
+                "num_tokens_across_dp differs from what the step computes",
+                num_tokens=num_tokens,
+            )
+        return DpMetadata(counts, step.graph_batch_size)
+
+    def _prepare_model(self, step_input: StepInput, dp: DpMetadata) -> ForwardContext:
+        assert self._kv_cache is not None, "a step without a KV cache"
+        attention = AttentionMetadata(
+            is_prefill=step_input.is_prefill,
+            slot_mapping=torch.from_numpy(step_input.slot_mapping),
+            block_tables=torch.from_numpy(step_input.block_tables),
+            context_lens=torch.from_numpy(step_input.context_lens),
+            cu_seqlens_q=torch.from_numpy(step_input.cu_seqlens_q),
+            query_lens=tuple(step_input.query_lens.tolist()),
+            context_lens_host=tuple(step_input.context_lens.tolist()),
+            max_query_len=int(step_input.query_lens.max()),
+            max_context_len=int(step_input.context_lens.max()),
+        )
+        return ForwardContext.for_step(self._ops, attention, self._kv_cache, dp=dp, progress=self._progress)
+
+    def _run_model(self, step_input: StepInput, dp: DpMetadata) -> Tensor:
+        """Hidden states of all tokens, [num_tokens, hidden]."""
+        if not len(step_input.token_ids):
+            # Every sequence to be decoded has all its tokens.
+            return torch.empty(0)
+        with forward_context(self._prepare_model(step_input, dp)):
+            return self._model.forward(torch.from_numpy(step_input.token_ids), torch.from_numpy(step_input.positions))
+
+    def _score_prompts(self, step_input: StepInput, hidden: Tensor) -> PromptLogprobs:
+        if not step_input.scored_chunks:
+            return ()
+        return self._scorer.score(step_input.scored_chunks, step_input.token_ids, hidden)
+
+    def _score_replays(self, step_input: StepInput, hidden: Tensor) -> tuple[int, int]:
+        if not step_input.replayed_chunks:
+            return 0, 0
+        return self._replay_scorer.score(step_input.replayed_chunks, step_input.token_ids, hidden)
+
+    def _sample(self, step_input: StepInput, hidden: Tensor) -> SampledTokens:
+        """Draw each row's tokens from the logits behind its last one and its drafts."""
+        if not len(step_input.row_slots):
+            # Every prompt has later tokens.
+            return _NO_TOKENS
+        logit_tokens = step_input.logit_tokens()
+        if logit_tokens is not None:
+            hidden = hidden[torch.from_numpy(logit_tokens)]
+        return self._sampler.sample(self._model.compute_logits(hidden), step_input.sampling)
+
+
+def build_model_runner(settings: WorkerSettings, on_progress: Callable[[float], None]) -> ModelRunner:
+    """Load the model that `settings` name and make it ready to run.
+
+    Args:
+        settings: The process's.
+        on_progress: Called with the part of the weights that is loaded, 0 to 1; what it raises ends the loading.
+
+    Raises:
+        ModelDirectoryError: the directory is not a model that this worker can run.
+        RuntimeError: the other processes of the failure domain were not met.
+    """
+    torch.set_num_threads(settings.num_threads or len(os.sched_getaffinity(0)))
+    ops, layout = load_ops(settings.ops_backend), settings.layout
+    parallel = make_parallel(layout, _rendezvous(settings), is_exact=ops.is_exact)
+    options = LoadOptions(with_mtp=settings.draft_proposer == "mtp", dummy_seed=settings.weights_seed)
+    dtype = _DTYPES[settings.dtype]
+    loaded = load_model(settings.model_dir, ops, dtype, on_progress, options=options, parallel=parallel)
+    if layout.has_expert_parallel and not loaded.model.has_experts:
+        raise ModelDirectoryError(f"{settings.model_dir}: the model has no experts that --ep could split")
+    drafting = make_drafting(settings, loaded, ops, lambda: on_progress(1.0))
+    size = KvCacheSize(int(settings.kv_cache_memory_gib * _GIB), settings.kv_cache_num_blocks)
+    return ModelRunner(loaded, ops, size, drafting=drafting, layout=layout)
+
+
+def _rendezvous(settings: WorkerSettings) -> Rendezvous | None:
+    if settings.rendezvous is None:
+        return None
+    return Rendezvous(settings.rendezvous, settings.domain_start_id, settings.collective_host)
+
+
+def numerics_fingerprint(loaded: LoadedModel, ops: Ops, layout: RankLayout = _ALONE) -> str:
+    """Equal on workers whose results are bitwise equal; 32 hex digits."""
+    dtype = str(loaded.model.dtype)
+    # The sampler's noise and filters are numpy's; all else is the backend's, with torch, CPU and threads.
+    parts = (
+        loaded.weights_digest,
+        dtype,
+        ops.name,
+        ops.numerics(),
+        _layout_numerics(layout, is_exact=ops.is_exact),
+        f"numpy-{np.__version__}",
+    )
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def _layout_numerics(layout: RankLayout, *, is_exact: bool) -> str:
+    """What of the layout results depend on: where an expert computes makes no difference to an exact backend."""
+    has_spread_experts = layout.has_expert_parallel and not is_exact
+    return f"tp-{layout.tp_size} ep-{layout.ep_size if has_spread_experts else 1}"
+
+
+def _usable_tokens(sampled: SampledTokens) -> Int32Column:
+    """The tokens as inputs of the next step: one that means nothing becomes token 0, which every model has."""
+    if not len(sampled.not_finite_rows):
+        return sampled.token_ids
+    # Such a row has one token.
+    places = sampled.not_finite_rows
+    if sampled.counts is not None:
+        places = (np.cumsum(sampled.counts, dtype=np.int32) - sampled.counts)[places]
+    token_ids = sampled.token_ids.copy()
+    token_ids[places] = 0
+    return token_ids
+
+
+def _result_counts(step_input: StepInput, sampled: SampledTokens) -> Int32Column | None:
+    """The tokens of each of the result's rows; None: one each."""
+    if step_input.row_numbers is None:
+        return sampled.counts
+    counts = np.zeros(step_input.num_result_rows, np.int32)
+    counts[step_input.row_numbers] = 1 if sampled.counts is None else sampled.counts
+    return counts
+
+
+def _result_rows(step_input: StepInput, rows: Int32Column) -> Int32Column:
+    """The places of computed rows in the result."""
+    return rows if step_input.row_numbers is None else step_input.row_numbers[rows].astype(np.int32)

@@ -1,0 +1,68 @@
+"""Log-probabilities of prompts, chunk by chunk: each token's hidden state gives those of its successor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from services.worker.batch.step_input import ScoredChunk
+from services.worker.sampling.logprobs import join_logprobs, token_logprobs
+from services.worker.step import Logprobs
+
+# Bounds the logits that exist at once: 128 rows of a vocabulary of 128k are 64 MiB.
+_MAX_ROWS = 128
+
+
+class PromptScorer:
+    """Scores prompts whose chunks come in order, each prompt token but the first exactly once.
+
+    Invariant: of a prompt that goes on, the hidden state of its last token so far is kept, by slot. What a sequence
+    that left its slot before left behind is dropped when the next prompt begins there.
+    """
+
+    def __init__(self, compute_logits: Callable[[Tensor], Tensor]) -> None:
+        """Score by logits [n, vocabulary] float32 of hidden states [n, hidden]."""
+        self._compute_logits = compute_logits
+        self._slot_to_last_hidden: dict[int, Tensor] = {}
+
+    def score(
+        self, chunks: Sequence[ScoredChunk], token_ids: npt.NDArray[np.int64], hidden: Tensor
+    ) -> tuple[tuple[int, Logprobs], ...]:
+        """Score one step's chunks.
+
+        Args:
+            chunks: Of different slots.
+            token_ids: [num_tokens], the step's.
+            hidden: [num_tokens, hidden], what the model computed for them.
+
+        Returns:
+            By slot, with positions in the prompt; a chunk that is only the first token has none.
+        """
+        scores = ((chunk.slot, self._score_chunk(chunk, token_ids, hidden)) for chunk in chunks)
+        return tuple((slot, logprobs) for slot, logprobs in scores if logprobs is not None)
+
+    def _score_chunk(self, chunk: ScoredChunk, token_ids: npt.NDArray[np.int64], hidden: Tensor) -> Logprobs | None:
+        end = chunk.first_token + chunk.num_tokens
+        targets = token_ids[chunk.first_token : end].astype(np.int32)
+        states = hidden[chunk.first_token : end - 1]
+        before = self._slot_to_last_hidden.pop(chunk.slot, None)
+        if chunk.position == 0:
+            targets = targets[1:]
+        else:
+            assert before is not None, "the prompt's chunk before was not scored"
+            states = torch.cat((before, states))
+        if chunk.position + chunk.num_tokens < chunk.num_prompt_tokens:
+            # A copy: the whole step's states would stay with it.
+            self._slot_to_last_hidden[chunk.slot] = hidden[end - 1 : end].clone()
+        first = chunk.position + chunk.num_tokens - len(targets)
+        indexes = np.arange(first, first + len(targets), dtype=np.int32)
+        parts = []
+        for start in range(0, len(targets), _MAX_ROWS):
+            rows = slice(start, start + _MAX_ROWS)
+            logits = self._compute_logits(states[rows])
+            parts.append(token_logprobs(logits, targets[rows], indexes[rows], chunk.num_top))
+        return join_logprobs(parts) if parts else None

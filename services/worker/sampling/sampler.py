@@ -1,0 +1,182 @@
+"""Draws the tokens of a step's rows, each from nothing but the row: its logits, parameters, options and noise.
+
+A row with drafts gets as many tokens as its drafts were right, and one more: a draft is accepted exactly when it is
+the token that would have been drawn without it, so drafts change when tokens come and never which (DESIGN §2.6).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from services.worker.ops import Ops
+from services.worker.sampling.draw import GREEDY_TEMPERATURE, TokenDraw
+from services.worker.sampling.logprobs import join_logprobs, token_logprobs
+from services.worker.sampling.sampling_state import SamplingState
+from services.worker.step import Int32Column, Logprobs
+
+_NO_TOKENS: Int32Column = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """How each row of a step is sampled; a row is a sequence that gets tokens. Columns have one entry per row."""
+
+    temperature: npt.NDArray[np.float32]  # finite; below 1e-5 greedy
+    top_k: npt.NDArray[np.int32]  # 0: all
+    top_p: npt.NDArray[np.float32]  # in (0, 1]; 1: all
+    seed: npt.NDArray[np.uint64]
+    choice: npt.NDArray[np.uint32]  # which of its request's choices a row is
+    # The absolute position of the first token being drawn: the tokens that the sequence has so far.
+    position: npt.NDArray[np.int64]
+    # By row, those whose sequence has options.
+    states: dict[int, SamplingState] = field(default_factory=dict)
+    # Drafts of all rows, one row behind the other.
+    draft_token_ids: Int32Column = field(default_factory=lambda: _NO_TOKENS)
+    draft_counts: Int32Column | None = None  # drafts of each row; None: no row has any
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """What was drawn."""
+
+    token_ids: Int32Column  # of all rows, one row behind the other; means nothing in a row that is not finite
+    not_finite_rows: Int32Column  # rows whose first logits hold NaN or +Inf, or nothing above -Inf
+    # Tokens of each row, at least 1: the accepted drafts and the one drawn behind them. None: one each.
+    counts: Int32Column | None = None
+    logprobs: Logprobs | None = None  # of finite rows that ask for them; indexes count in `token_ids`
+    # Rows whose grammar cannot be followed any further; their last token means nothing.
+    failed_grammar_rows: Int32Column = field(default_factory=lambda: _NO_TOKENS)
+
+
+class Sampler:
+    """Draws tokens: plain greedy ones by the backend, the others by counter-based noise, row by row."""
+
+    def __init__(self, ops: Ops) -> None:
+        self._ops = ops
+
+    def sample(self, logits: Tensor, rows: SamplingRows) -> SampledTokens:
+        """Draw tokens for each row; states that change logits take in those of their rows.
+
+        Args:
+            logits: [num_rows + number of drafts, vocabulary], float32; not written. Those of a row stand together: at
+                its `position`, then behind each of its drafts.
+            rows: At least one.
+        """
+        greedy_ids, largest = self._ops.greedy_sample(logits)
+        token_ids = greedy_ids.numpy().astype(np.int32)
+        runs = _Runs.make(rows, is_finite=np.isfinite(largest.numpy()))
+        drawn = np.flatnonzero(_is_drawn(rows) & runs.is_good)
+        failed: list[int] = []
+        if len(drawn):
+            values = logits.numpy()
+            failed = [row for row in drawn.tolist() if not _draw_run(values, rows, row, runs=runs, token_ids=token_ids)]
+        not_finite_rows = np.flatnonzero(~runs.is_good).astype(np.int32)
+        counts = None if rows.draft_counts is None else runs.counts(token_ids)
+        sampled = SampledTokens(token_ids if counts is None else runs.cut(token_ids, counts), not_finite_rows, counts)
+        if not rows.states:
+            return sampled
+        return replace(
+            sampled,
+            logprobs=_logprobs(logits, rows, runs, sampled),
+            failed_grammar_rows=np.array(failed, np.int32),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """Where the rows' logits stand, and how far each row may go along its drafts."""
+
+    first: npt.NDArray[np.int64]  # [num_rows], each row's first logits
+    is_good: npt.NDArray[np.bool_]  # [num_rows], whether those are finite
+    # [num_logits], the token that has to be drawn there so that the row's next logits are its next token's: the draft
+    # they were computed behind. -1, which is no token, where there is no such draft, or the next are not finite.
+    wanted: npt.NDArray[np.int32]
+
+    @classmethod
+    def make(cls, rows: SamplingRows, is_finite: npt.NDArray[np.bool_]) -> _Runs:
+        wanted = np.full(len(is_finite), -1, np.int32)
+        if rows.draft_counts is None:
+            return cls(np.arange(len(is_finite)), is_finite, wanted)
+        last = np.cumsum(rows.draft_counts + 1, dtype=np.int64) - 1
+        first = last - rows.draft_counts
+        has_draft = np.ones(len(is_finite), np.bool_)
+        has_draft[last] = False
+        wanted[has_draft] = rows.draft_token_ids
+        wanted[~is_finite] = -1
+        wanted[:-1][~is_finite[1:]] = -1
+        return cls(first, is_finite[first], wanted)
+
+    def counts(self, token_ids: Int32Column) -> Int32Column:
+        """Tokens of each row, given those drawn: up to the first that is not the wanted one."""
+        ends = np.flatnonzero(token_ids != self.wanted)
+        counts: npt.NDArray[np.int64] = ends[ends.searchsorted(self.first)] - self.first + 1
+        return counts.astype(np.int32)
+
+    def cut(self, token_ids: Int32Column, counts: Int32Column) -> Int32Column:
+        """The first `counts` tokens of each row, one row behind the other."""
+        starts = np.cumsum(counts, dtype=np.int64) - counts
+        places = np.repeat(self.first - starts, counts) + np.arange(counts.sum())
+        kept: Int32Column = token_ids[places]
+        return kept
+
+
+def _is_drawn(rows: SamplingRows) -> npt.NDArray[np.bool_]:
+    """[num_rows], False for those whose token is their logits' largest."""
+    is_drawn: npt.NDArray[np.bool_] = rows.temperature >= GREEDY_TEMPERATURE
+    for row, state in rows.states.items():
+        is_drawn[row] |= state.changes_logits
+    return is_drawn
+
+
+def _draw_run(
+    logits: npt.NDArray[np.float32], rows: SamplingRows, row: int, *, runs: _Runs, token_ids: Int32Column
+) -> bool:
+    """Draw one row's tokens into their places in `token_ids`, as far as its drafts are right.
+
+    Returns:
+        Whether its grammar, where it has one, could be followed that far.
+    """
+    state = rows.states.get(row)
+    draw = TokenDraw(
+        temperature=float(rows.temperature[row]),
+        top_k=int(rows.top_k[row]),
+        top_p=float(rows.top_p[row]),
+        min_p=0.0 if state is None else state.options.min_p,
+        seed=int(rows.seed[row]),
+        choice=int(rows.choice[row]),
+    )
+    place, position = int(runs.first[row]), int(rows.position[row])
+    while True:
+        token_id = draw.token(logits[place] if state is None else state.process(logits[place], position), position)
+        token_ids[place] = token_id
+        if state is not None:
+            # Asked before the next mask may be begun ahead: whether that one fails concerns the next token.
+            has_failed = state.has_failed
+            state.append(token_id)
+            if has_failed:
+                return False
+        if token_id != runs.wanted[place]:
+            break
+        place, position = place + 1, position + 1
+    if state is not None:
+        state.prepare()
+    return True
+
+
+def _logprobs(logits: Tensor, rows: SamplingRows, runs: _Runs, sampled: SampledTokens) -> Logprobs | None:
+    """Those of all tokens whose rows ask for them; None when there are none."""
+    counts = np.ones(len(runs.first), np.int32) if sampled.counts is None else sampled.counts
+    starts = np.cumsum(counts, dtype=np.int32) - counts
+    parts = []
+    for row, state in sorted(rows.states.items()):
+        num_top = state.options.num_logprobs
+        if num_top is None or not runs.is_good[row]:
+            continue
+        first, start, count = int(runs.first[row]), int(starts[row]), int(counts[row])
+        indexes = np.arange(start, start + count, dtype=np.int32)
+        parts.append(token_logprobs(logits[first : first + count], sampled.token_ids[indexes], indexes, num_top))
+    return join_logprobs(parts) if parts else None

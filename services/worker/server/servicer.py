@@ -1,0 +1,240 @@
+"""WorkerService: claims by epoch, and steps from the scheduler to the group and back.
+
+Runs on the RPC thread's event loop. It parses and orders; what is computed runs in the `DeviceLoop`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import grpc
+
+from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
+from lockstep.v1 import common_pb2
+from services.worker.group.group_servicer import GroupServicer
+from services.worker.group.link import to_layout_message
+from services.worker.layout import RankLayout
+from services.worker.process.device_steps import DeviceSteps
+from services.worker.process.exits import DomainEnd, ExitCode
+from services.worker.server.claim import NOTHING_LAUNCHED, ClaimLedger
+from services.worker.server.step_stream import Epoch, StepStream, retrieve
+from services.worker.step_codec import parse_step, to_result
+from shared.errors import InvalidRequestError, NotReadyError, StaleEpochError, Violation
+from shared.heartbeat import next_beat_at
+
+if TYPE_CHECKING:
+    # The RPC server answers before torch is imported.
+    from services.worker.runner.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
+
+# A launched step that has not returned for so long is stuck (DESIGN section 7, "The epoch").
+STUCK_S = 10.0
+# For the answer to a Restart to leave before the process does.
+_ANSWER_S = 0.1
+
+# Far above any use; they keep a wrong number from taking the host's memory.
+_MAX_SIZES = {"block_size": 4096, "max_num_seqs": 1 << 16, "max_num_batched_tokens": 1 << 24}
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """Serves one group to one scheduler at a time.
+
+    Invariant: steps are launched as the claim ledger allows, and an epoch's empty batch stands in the device's queue
+    before its first step.
+    """
+
+    def __init__(self, layout: RankLayout, group: GroupServicer, end: DomainEnd, *, stuck_s: float = STUCK_S) -> None:
+        """Serve the group that `layout` leads; a step that has not returned within `stuck_s` is stuck."""
+        self._layout = layout
+        self._group = group
+        self._end = end
+        self._stuck_s = stuck_s
+        self._steps: DeviceSteps | None = None
+        self._ledger = ClaimLedger()
+        self._epoch: Epoch | None = None
+        self._stream_numbers = itertools.count(1)
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serve `WorkerService` on `server`."""
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server)
+
+    def open(self, steps: DeviceSteps) -> None:
+        """The weights are loaded and the members are there: from now on the group can be claimed."""
+        self._steps = steps
+
+    async def Attach(
+        self, request: worker_pb2.AttachRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.AttachResponse:
+        """See worker.proto."""
+        steps = self._steps
+        if steps is None:
+            raise NotReadyError("weights are loading, or members have not joined")
+        _check_sizes(request, steps.runner)
+        epoch = self._begin(request, steps)
+        # Waiting ends nothing: a cancelled call leaves the epoch claimed, and its batch made. Where no step was ever
+        # launched none is stuck, and a large cache takes its time.
+        may_be_stuck = epoch.last_launched != NOTHING_LAUNCHED
+        await asyncio.wait({epoch.ready}, timeout=self._stuck_s if may_be_stuck else None)
+        if epoch is not self._epoch:
+            raise self._stale("another Attach came in between")
+        is_stuck = not epoch.ready.done()
+        num_blocks = steps.runner.num_blocks(request.block_size) if is_stuck else epoch.ready.result()
+        logger.info(
+            "attached",
+            extra={"epoch": epoch.number, "scheduler_instance_id": self._ledger.holder, "is_stuck": is_stuck},
+        )
+        return self._describe(steps.runner, epoch, num_blocks=num_blocks, is_stuck=is_stuck)
+
+    async def Execute(self, requests: AsyncIterator[worker_pb2.StepRequest], context: grpc.aio.ServicerContext) -> None:
+        """See worker.proto."""
+        epoch, steps = self._epoch, self._steps
+        if epoch is None or steps is None or not self._ledger.is_open:
+            raise self._stale("no epoch is claimed")
+        stream = epoch.open_stream(next(self._stream_numbers))
+        try:
+            await asyncio.shield(epoch.ready)
+            if epoch is not self._epoch or not self._ledger.is_open:
+                raise self._stale("the epoch was superseded")
+            # By itself: a write that is cancelled while it sends the headers leaves a call that never ends.
+            await context.send_initial_metadata(())
+            stream.read_by(asyncio.create_task(self._read_steps(requests, stream, steps)))
+            await self._answer(stream, epoch, context)
+        except asyncio.CancelledError:
+            if epoch is self._epoch:
+                raise
+            raise self._stale("the epoch was superseded") from None
+        finally:
+            self._ledger.end_stream(stream.number)
+            epoch.close_stream(stream)
+
+    async def Restart(
+        self, request: worker_pb2.RestartRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.RestartResponse:
+        """See worker.proto."""
+        self._ledger.check_restart(request.epoch, request.scheduler_instance_id)
+        loop = asyncio.get_running_loop()
+        loop.call_later(_ANSWER_S, self._end.fail, ExitCode.RESTART, "the scheduler asked for a restart")
+        return worker_pb2.RestartResponse()
+
+    def _begin(self, request: worker_pb2.AttachRequest, steps: DeviceSteps) -> Epoch:
+        """Fence the present epoch and begin the offered one.
+
+        Raises:
+            StaleEpochError, GroupHeldError: see `ClaimLedger.offer`.
+        """
+        last_launched = self._ledger.last_launched
+        self._ledger.offer(request.epoch, request.scheduler_instance_id, time.monotonic())
+        if self._epoch is not None:
+            self._epoch.supersede()
+        members = self._group.relay_attach(request)
+        ready = asyncio.ensure_future(_fewest([steps.attach(request), *members]))
+        self._epoch = Epoch(request.epoch, ready, last_launched)
+        return self._epoch
+
+    async def _read_steps(
+        self, requests: AsyncIterator[worker_pb2.StepRequest], stream: StepStream, steps: DeviceSteps
+    ) -> None:
+        async for request in requests:
+            if request.HasField("heartbeat"):
+                self._ledger.hear(stream.number, request.epoch, request.scheduler_instance_id, time.monotonic())
+                continue
+            step = parse_step(request)
+            self._ledger.launch(stream.number, step.epoch, step.step_id, time.monotonic())
+            self._group.relay_step(request)
+            stream.add(steps.launch(step))
+
+    async def _answer(self, stream: StepStream, epoch: Epoch, context: grpc.aio.ServicerContext) -> None:
+        """Write results and heartbeats until the scheduler has ended its side.
+
+        The first heartbeat, which comes at once, tells the scheduler that the stream stands.
+        """
+        # A call takes one write at a time.
+        writing = asyncio.Lock()
+        beats = asyncio.create_task(self._beat(epoch, context, writing))
+        beats.add_done_callback(retrieve)
+        try:
+            while (step := await stream.next_step()) is not None:
+                output = await step
+                await self._group.agree(output)
+                async with writing:
+                    await context.write(to_result(output))
+            await stream.finish()
+        finally:
+            beats.cancel()
+
+    async def _beat(self, epoch: Epoch, context: grpc.aio.ServicerContext, writing: asyncio.Lock) -> None:
+        assert self._steps is not None
+        runner = self._steps.runner
+        while True:
+            heartbeat = worker_pb2.Heartbeat(progress=runner.progress)
+            async with writing:
+                await context.write(worker_pb2.StepResult(epoch=epoch.number, heartbeat=heartbeat))
+            now = time.monotonic()
+            await asyncio.sleep(next_beat_at(now) - now)
+
+    def _stale(self, message: str) -> StaleEpochError:
+        return self._ledger.stale(message, time.monotonic())
+
+    def _describe(
+        self, runner: ModelRunner, epoch: Epoch, *, num_blocks: int, is_stuck: bool
+    ) -> worker_pb2.AttachResponse:
+        return worker_pb2.AttachResponse(
+            model_digest=runner.facts.model_digest,
+            context_length=runner.facts.context_length,
+            logits_width=runner.facts.logits_width,
+            eos_token_ids=runner.facts.eos_token_ids,
+            num_blocks=num_blocks,
+            numerics_fingerprint=self._group.fingerprint(runner.numerics_fingerprint),
+            ops_backend=runner.ops_backend,
+            last_step_id=epoch.last_launched.step_id,
+            num_draft_tokens=runner.num_draft_tokens,
+            needs_all_tokens=runner.num_draft_tokens > 0,
+            default_sampling=common_pb2.SamplingParams(**asdict(runner.facts.sampling_defaults)),
+            is_exact=runner.is_exact,
+            layout=to_layout_message(self._layout),
+            is_stuck=is_stuck,
+            last_step_epoch=epoch.last_launched.epoch,
+            proposed_prompt_tokens=runner.step_proposal.num_prompt_tokens,
+            proposes_mixed_steps=runner.step_proposal.mixes,
+        )
+
+
+async def _fewest(blocks: list[asyncio.Future[int]]) -> int:
+    """The KV blocks of a group: those that each of its processes has.
+
+    Raises:
+        InvalidRequestError: one has none.
+    """
+    num_blocks = min(await asyncio.gather(*blocks))
+    if not num_blocks:
+        raise _no_room()
+    return num_blocks
+
+
+def _check_sizes(request: worker_pb2.AttachRequest, runner: ModelRunner) -> None:
+    sizes = {"block_size": request.block_size, "max_num_seqs": request.max_num_seqs}
+    if request.HasField("max_num_batched_tokens"):
+        sizes["max_num_batched_tokens"] = request.max_num_batched_tokens
+    violations = [
+        Violation(name, "OUT_OF_RANGE", f"must be between 1 and {_MAX_SIZES[name]}")
+        for name, size in sizes.items()
+        if not 1 <= size <= _MAX_SIZES[name]
+    ]
+    if violations:
+        raise InvalidRequestError.from_violations(violations)
+    if runner.num_blocks(request.block_size) < 1:
+        raise _no_room()
+
+
+def _no_room() -> InvalidRequestError:
+    text = "the KV cache's memory does not hold one block"
+    return InvalidRequestError.from_violations([Violation("block_size", "OUT_OF_RANGE", text)])

@@ -1,0 +1,90 @@
+"""An epoch's work on the RPC thread's event loop: its empty batch, and the streams on which its steps come."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from services.worker.server.claim import LaunchedStep
+from services.worker.step import StepOutput
+
+
+class Epoch:
+    """One epoch, from its Attach until a later one supersedes it.
+
+    `ready` ends when the group holds the epoch's empty batch; its result is the number of KV blocks.
+    """
+
+    def __init__(self, number: int, ready: asyncio.Future[int], last_launched: LaunchedStep) -> None:
+        """Begin the epoch; `last_launched` is the last step before it."""
+        self.number = number
+        self.ready = ready
+        self.last_launched = last_launched
+        ready.add_done_callback(retrieve)
+        self._streams: set[StepStream] = set()
+
+    def open_stream(self, number: int) -> StepStream:
+        """Add a stream."""
+        stream = StepStream(number)
+        self._streams.add(stream)
+        return stream
+
+    def close_stream(self, stream: StepStream) -> None:
+        """Take a stream away: its RPC has ended."""
+        stream.cut()
+        self._streams.discard(stream)
+
+    def supersede(self) -> None:
+        """End the streams: nothing of the epoch is launched from now on."""
+        for stream in self._streams:
+            stream.cut()
+
+
+class StepStream:
+    """The steps of one Execute stream that were launched and not answered, in order."""
+
+    def __init__(self, number: int) -> None:
+        """Begin without steps; `number` is the claim ledger's."""
+        self.number = number
+        self._steps: asyncio.Queue[asyncio.Future[StepOutput] | None] = asyncio.Queue()
+        self._pending: set[asyncio.Future[StepOutput]] = set()
+        self._reader: asyncio.Task[None] | None = None
+
+    def read_by(self, reader: asyncio.Task[None]) -> None:
+        """Let `reader` add the steps; `next_step` ends after the last one when it is done."""
+        self._reader = reader
+        reader.add_done_callback(retrieve)
+        reader.add_done_callback(lambda _: self._steps.put_nowait(None))
+
+    def add(self, step: asyncio.Future[StepOutput]) -> None:
+        """Append a step that was given to the device."""
+        self._pending.add(step)
+        step.add_done_callback(self._pending.discard)
+        step.add_done_callback(retrieve)
+        self._steps.put_nowait(step)
+
+    async def next_step(self) -> asyncio.Future[StepOutput] | None:
+        """The next step in order, whose result may still have to come; None after the last one."""
+        return await self._steps.get()
+
+    async def finish(self) -> None:
+        """Wait for the reader.
+
+        Raises:
+            ServiceError: what came last was refused.
+        """
+        assert self._reader is not None, "nobody reads"
+        await self._reader
+
+    def cut(self) -> None:
+        """Drop the steps that are not launched yet and everything that would come; whoever waits is cancelled."""
+        for step in list(self._pending):
+            step.cancel()
+        if self._reader is not None:
+            self._reader.cancel()
+
+
+def retrieve(future: asyncio.Future[Any]) -> None:
+    """Take what a future ended with, for which nobody has to wait: else asyncio would log what was told already."""
+    if not future.cancelled():
+        future.exception()

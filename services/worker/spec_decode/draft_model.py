@@ -1,0 +1,109 @@
+"""Drafts by a second, smaller model of the same vocabulary, with a KV cache of its own."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from services.worker.batch.enter_checks import BatchLimits
+from services.worker.forward.kv_cache import KvCache
+from services.worker.models.registry import CausalLM
+from services.worker.ops import Ops
+from services.worker.spec_decode.drafts import NO_DRAFTS, ComputedStep, DraftProposer, DraftRows, Drafts
+from services.worker.spec_decode.greedy_drafts import draft_greedily
+from services.worker.spec_decode.token_runs import TokenRuns
+from services.worker.step import Int32Column
+
+
+class DraftModelProposer(DraftProposer):
+    """Lets a draft model go on greedily behind each sequence's tokens.
+
+    Its KV cache has the blocks of the large model's, and the same tables: where a token's KV lies in one, it lies in
+    the other. The chunks of a step's prompts it computes right behind the step, so that whoever shares their blocks
+    finds them; what a sequence got since, when it drafts for it: one or two tokens, or more when the sequence was left
+    alone. It drafts up to its own context.
+
+    Invariant: of each slot's sequence the KV of the first `_num_computed` tokens is in its cache, as far as it was ever
+    computed there. It is taken for computed where the sequence found its prefix in the prefix cache, though the one
+    which computed that may have been left alone since then and its newest tokens be missing. A cell that was never
+    written is zero, or of an earlier tenant. All this may spoil drafts, never what is generated.
+    """
+
+    def __init__(self, model: CausalLM, ops: Ops) -> None:
+        """Draft by `model`, which was loaded with `ops`."""
+        self._model = model
+        self._ops = ops
+        self.kv_cache_spec = model.kv_cache_spec
+        self._kv_cache: KvCache | None = None
+        self._num_computed = np.empty(0, np.int32)
+        self._max_tokens_at_once = 0
+
+    def attach(self, limits: BatchLimits, kv_cache: KvCache) -> None:
+        """See `DraftProposer.attach`."""
+        cache, sizes = self._kv_cache, (kv_cache.num_blocks, kv_cache.block_size)
+        if cache is None or (cache.num_blocks, cache.block_size) != sizes:
+            # The old cache goes first: there may be no memory for two.
+            self._kv_cache = cache = None
+            self._kv_cache = KvCache(self.kv_cache_spec, *sizes)
+        self._num_computed = np.zeros(limits.max_num_seqs, np.int32)
+        self._max_tokens_at_once = limits.max_num_batched_tokens
+
+    def observe(self, step: ComputedStep) -> None:
+        """See `DraftProposer.observe`."""
+        inputs = step.inputs
+        slots, first_tokens = inputs.slots[inputs.num_decodes :], inputs.cu_seqlens_q[inputs.num_decodes : -1]
+        first = inputs.positions[first_tokens]
+        lengths = np.clip(self._model.context_length - first, 0, inputs.query_lens[inputs.num_decodes :])
+        self._num_computed[slots] = first + lengths
+        fitting = np.flatnonzero(lengths)
+        if len(fitting):
+            runs = TokenRuns(first[fitting], lengths[fitting], inputs.block_tables[inputs.num_decodes :][fitting])
+            self._compute(runs, torch.from_numpy(inputs.token_ids[runs.spread(first_tokens[fitting])]))
+        # Drafts that were wrong were computed all the same; what is right ends before the newest token at the latest.
+        counts = 1 if step.counts is None else step.counts
+        num_known = inputs.sampling.position + counts
+        rows = inputs.row_slots
+        self._num_computed[rows] = np.minimum(self._num_computed[rows], num_known - 1)
+
+    def propose(self, rows: DraftRows) -> Drafts:
+        """See `DraftProposer.propose`."""
+        # The last draft is never computed, so it may stand right behind the context.
+        counts = np.clip(self._model.context_length + 1 - rows.num_known, 0, rows.counts_in_room()).astype(np.int32)
+        num_computed = self._num_computed[rows.slots]
+        num_missing = np.where(counts > 0, rows.num_known - num_computed, 0)
+        lengths = self._at_once(num_missing)
+        # Who has too much to catch up with computes a part of it, and drafts some steps later.
+        counts[lengths < num_missing] = 0
+        self._num_computed[rows.slots] = num_computed + lengths + np.maximum(counts - 1, 0)
+        behind = np.flatnonzero(lengths)
+        if not len(behind):
+            return Drafts(NO_DRAFTS, counts)
+        tables, num_known = rows.block_tables()[behind], rows.num_known[behind]
+        missing = [rows.token_ids[row][num_computed[row] : num_computed[row] + lengths[row]] for row in behind.tolist()]
+        runs = TokenRuns(num_computed[behind], lengths[behind], tables)
+        hidden = self._compute(runs, torch.from_numpy(np.concatenate(missing).astype(np.int64)))
+
+        def advance(some: npt.NDArray[np.int64], token_ids: Tensor, _: Tensor, num_drafted: int) -> Tensor:
+            places = num_known[some] + (num_drafted - 1)
+            return self._compute(TokenRuns(places, np.ones_like(places), tables[some]), token_ids)
+
+        drafts = draft_greedily(
+            hidden[torch.from_numpy(runs.lasts)],
+            counts[behind],
+            compute_logits=self._model.compute_logits,
+            ops=self._ops,
+            advance=advance,
+        )
+        return Drafts(drafts.token_ids, counts)
+
+    def _at_once(self, num_missing: Int32Column) -> Int32Column:
+        """How many of each row's missing tokens one forward pass takes, the first rows' first."""
+        before = np.cumsum(num_missing) - num_missing
+        lengths: Int32Column = np.clip(self._max_tokens_at_once - before, 0, num_missing).astype(np.int32)
+        return lengths
+
+    def _compute(self, runs: TokenRuns, token_ids: Tensor) -> Tensor:
+        assert self._kv_cache is not None, "drafts before the first epoch"
+        return runs.compute(self._ops, self._kv_cache, lambda positions: self._model.forward(token_ids, positions))

@@ -1,0 +1,157 @@
+"""Drafts by the layers that a checkpoint brings for it (multi-token prediction)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from services.worker.batch.enter_checks import BatchLimits
+from services.worker.forward.kv_cache import KvCache
+from services.worker.models.protocol import MtpLayers
+from services.worker.ops import Ops
+from services.worker.spec_decode.drafts import ComputedStep, DraftProposer, DraftRows, Drafts
+from services.worker.spec_decode.greedy_drafts import draft_greedily
+from services.worker.spec_decode.token_runs import TokenRuns
+from services.worker.step import Int32Column
+
+_IntArray = npt.NDArray[np.int64]
+
+
+class MtpProposer(DraftProposer):
+    """Lets MTP layers go on from the model's hidden states.
+
+    A layer takes the hidden state of a token, from the layer before it, with the token that follows; for the first
+    layer it is the model's own. Right behind each step the layers compute what became known with it: a row's accepted
+    tokens, a chunk's tokens up to the last, whose hidden state waits for the next chunk. So between steps they have
+    computed all tokens but the last known one; drafting begins with what they left there, and goes on through the
+    layers, the last of them over and over.
+
+    Where a prefix was found in the prefix cache, so is what the layers computed for the sequence that was there first.
+    Of the prefix's last token that was made with the token behind it in that sequence, and stays as it is: there is no
+    hidden state of it here. A cell that was never written is zero, or of an earlier tenant. All this may spoil drafts,
+    never what is generated: the model's own layers do not read it.
+
+    Source: DeepSeek-V3, arXiv:2412.19437, section 2.2; vLLM's `EagleProposer`, which repeats layers likewise.
+    """
+
+    def __init__(self, layers: MtpLayers, ops: Ops) -> None:
+        """Draft by `layers` of the model whose steps are observed; it was loaded with `ops`."""
+        self._layers = layers
+        self._ops = ops
+        self._kv_cache: KvCache | None = None
+        # Of each slot the position of the token that a hidden state waits for; 0: none does.
+        self._awaited: _IntArray = np.empty(0, np.int64)
+        self._waiting = torch.empty(0)  # [max_num_seqs, hidden]
+        # What each layer computed last for each slot.
+        self._last = torch.empty(0)  # [num_layers, max_num_seqs, hidden]
+
+    def attach(self, limits: BatchLimits, kv_cache: KvCache) -> None:
+        """See `DraftProposer.attach`."""
+        self._kv_cache = kv_cache
+        self._awaited = np.zeros(limits.max_num_seqs, np.int64)
+        self._waiting = torch.zeros(limits.max_num_seqs, 0)
+        self._last = torch.zeros(self._layers.num_layers, limits.max_num_seqs, 0)
+
+    def forget(self, slots: Int32Column) -> None:
+        """See `DraftProposer.forget`."""
+        self._awaited[slots] = 0
+        self._last[:, torch.from_numpy(slots)] = 0
+
+    def observe(self, step: ComputedStep) -> None:
+        """See `DraftProposer.observe`."""
+        self._make_room(step.hidden)
+        inputs = step.inputs
+        first = inputs.positions[inputs.cu_seqlens_q[:-1]]
+        is_awaited = (first > 0) & (first == self._awaited[inputs.slots])
+        known = _KnownTokens.make(step, is_awaited)
+        if len(known.sequences):
+            hidden = step.hidden[torch.from_numpy(known.places)]
+            hidden[torch.from_numpy(known.awaited)] = self._waiting[torch.from_numpy(inputs.slots[is_awaited])]
+            self._compute_known(known, hidden, torch.from_numpy(inputs.slots[known.sequences]))
+        goes_on = np.ones(len(inputs.slots), np.bool_)
+        goes_on[inputs.row_sequences()] = False
+        self._awaited[inputs.slots] = np.where(goes_on, first + inputs.query_lens, 0)
+        lasts = inputs.cu_seqlens_q[1:][goes_on] - 1
+        self._waiting[torch.from_numpy(inputs.slots[goes_on])] = step.hidden[torch.from_numpy(lasts)]
+
+    def propose(self, rows: DraftRows) -> Drafts:
+        """See `DraftProposer.propose`."""
+        tables, num_known = rows.block_tables(), rows.num_known
+
+        def advance(some: _IntArray, token_ids: Tensor, hidden: Tensor, num_drafted: int) -> Tensor:
+            # The first draft stands at `num_known`, the token whose hidden state it goes with just before.
+            places = num_known[some] + (num_drafted - 2)
+            layer = min(num_drafted, self._layers.num_layers - 1)
+            return self._compute(
+                TokenRuns(places, np.ones_like(places), tables[some]),
+                lambda positions: self._layers.forward(hidden, token_ids, positions, layer),
+            )
+
+        return draft_greedily(
+            self._last[0][torch.from_numpy(rows.slots)],
+            rows.counts_in_room(),
+            compute_logits=self._layers.compute_logits,
+            ops=self._ops,
+            advance=advance,
+        )
+
+    def _make_room(self, hidden: Tensor) -> None:
+        """The size of hidden states is known with the first of an epoch."""
+        if not self._waiting.shape[1]:
+            self._waiting = hidden.new_zeros(len(self._waiting), hidden.shape[1])
+            self._last = hidden.new_zeros(*self._last.shape[:2], hidden.shape[1])
+
+    def _compute_known(self, known: _KnownTokens, hidden: Tensor, slots: Tensor) -> None:
+        """Run all layers over `known`, whose hidden states in the model are `hidden`."""
+        token_ids, starts = torch.from_numpy(known.token_ids), torch.from_numpy(known.runs.starts)
+        lasts = torch.from_numpy(known.runs.lasts)
+
+        def forward(positions: Tensor) -> Tensor:
+            states = hidden
+            for layer in range(self._layers.num_layers):
+                computed = self._layers.forward(states, token_ids, positions, layer)
+                # The next layer looks one token further: it takes the state of the token before.
+                states = computed.roll(1, dims=0)
+                states[starts] = self._last[layer, slots]
+                self._last[layer, slots] = computed[lasts]
+            return states
+
+        self._compute(known.runs, forward)
+
+    def _compute(self, runs: TokenRuns, forward: Callable[[Tensor], Tensor]) -> Tensor:
+        assert self._kv_cache is not None, "drafts before the first epoch"
+        return runs.compute(self._ops, self._kv_cache, forward)
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownTokens:
+    """The tokens whose successor became known with a step."""
+
+    runs: TokenRuns
+    sequences: _IntArray  # [num_runs], the step's
+    places: _IntArray  # [num_tokens], where the step has their hidden states; means nothing for those that waited
+    token_ids: _IntArray  # [num_tokens], their successors
+    awaited: _IntArray  # which of the tokens are such whose hidden states waited
+
+    @classmethod
+    def make(cls, step: ComputedStep, is_awaited: npt.NDArray[np.bool_]) -> _KnownTokens:
+        """What is known of `step`; hidden states wait for the first tokens of the sequences that `is_awaited` says."""
+        inputs, num_waiting = step.inputs, is_awaited.astype(np.int64)
+        rows, starts = inputs.row_sequences(), inputs.cu_seqlens_q[:-1]
+        counts = np.ones(len(rows), np.int64) if step.counts is None else step.counts
+        num_drafts = 0 if inputs.sampling.draft_counts is None else inputs.sampling.draft_counts
+        lengths = inputs.query_lens + num_waiting - 1
+        # A row's last token is drawn: nobody has to wait for it. Of its drafts only the right ones count.
+        lengths[rows] += counts - num_drafts
+        sequences = np.flatnonzero(lengths)
+        first = inputs.positions[starts] - num_waiting
+        runs = TokenRuns(first[sequences], lengths[sequences], inputs.block_tables[sequences])
+        places = runs.spread((starts - num_waiting)[sequences])
+        token_ids = inputs.token_ids[np.minimum(places + 1, len(inputs.token_ids) - 1)]
+        token_ids[runs.lasts[np.searchsorted(sequences, rows)]] = step.token_ids[np.cumsum(counts) - 1]
+        return cls(runs, sequences, places, token_ids, runs.starts[is_awaited[sequences]])

@@ -1,0 +1,70 @@
+"""Drafts that are looked up in what a sequence holds already. Plain numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.worker.spec_decode.drafts import NO_DRAFTS, DraftProposer, DraftRows, Drafts
+from services.worker.step import Int32Column
+
+
+class LookupProposer(DraftProposer):
+    """Looks at each sequence's tokens alone, and keeps nothing."""
+
+    def propose(self, rows: DraftRows) -> Drafts:
+        """See `DraftProposer.propose`; what one row leaves of the room is there for the next."""
+        num_left = rows.most_together
+        guesses = [NO_DRAFTS]
+        for token_ids, most in zip(rows.token_ids, rows.most.tolist(), strict=True):
+            max_tokens = min(most, num_left)
+            guesses.append(self.look_up(token_ids, max_tokens) if max_tokens else NO_DRAFTS)
+            num_left -= len(guesses[-1])
+        counts = np.array([len(guess) for guess in guesses[1:]], np.int32)
+        return Drafts(np.concatenate(guesses), counts)
+
+    def look_up(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
+        """The next tokens of one sequence, as far as there is a guess.
+
+        Args:
+            token_ids: [num_tokens], all tokens known of it, at least one; not written.
+            max_tokens: The most that can be used, at least 1.
+
+        Returns:
+            [0 to `max_tokens`].
+        """
+        raise NotImplementedError
+
+
+class NgramProposer(LookupProposer):
+    """Looks up where the sequence's last tokens stood before, and proposes what followed there.
+
+    Of all earlier places it takes those that agree with the most of the last `max_ngram` tokens, and of these the
+    latest. What follows may run into the end of the sequence, and goes on with what it proposed there: text that
+    repeats itself with a short period is continued in full.
+
+    Source: Saxena, "Prompt Lookup Decoding", github.com/apoorvumang/prompt-lookup-decoding, 2023; vLLM's
+    `NgramProposer`, which takes the earliest such place.
+    """
+
+    def __init__(self, *, min_ngram: int = 2, max_ngram: int = 8) -> None:
+        """Propose where at least the last `min_ngram` tokens stood before; 1 <= `min_ngram` <= `max_ngram`."""
+        assert 1 <= min_ngram <= max_ngram
+        self._min_ngram = min_ngram
+        self._max_ngram = max_ngram
+
+    def look_up(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
+        """See `LookupProposer.look_up`; some 10 µs for 4,096 tokens."""
+        num_tokens = len(token_ids)
+        # Places whose tokens agree with the sequence's end, given by their last token.
+        places = np.flatnonzero(token_ids[:-1] == token_ids[-1])
+        num_agreed = 1
+        while num_agreed < self._max_ngram and len(places):
+            before = places[places >= num_agreed]
+            longer = before[token_ids[before - num_agreed] == token_ids[-1 - num_agreed]]
+            if not len(longer):
+                break
+            places, num_agreed = longer, num_agreed + 1
+        if not len(places) or num_agreed < self._min_ngram:
+            return NO_DRAFTS
+        first = int(places[-1]) + 1
+        return token_ids[first + np.arange(max_tokens) % (num_tokens - first)]

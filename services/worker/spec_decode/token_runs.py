@@ -1,0 +1,73 @@
+"""What a model computes besides a step: runs of tokens of some sequences, each behind what the cache holds of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from services.worker.forward.forward_context import AttentionMetadata, ForwardContext, forward_context
+from services.worker.forward.kv_cache import KvCache
+from services.worker.ops import Ops
+from services.worker.step import Int32Column
+from shared.limits import MAX_DRAFT_TOKENS
+
+IntArray = npt.NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRuns:
+    """Consecutive tokens of some sequences, one run behind the other; columns have one entry per run.
+
+    Invariant: the tables hold the blocks of every token up to a run's last.
+    """
+
+    first_positions: IntArray
+    lengths: IntArray  # at least 1
+    block_tables: Int32Column  # [num_runs, most blocks of one]
+
+    @property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """Where each run begins among the tokens of all."""
+        return np.cumsum(self.lengths, dtype=np.int64) - self.lengths
+
+    @property
+    def lasts(self) -> npt.NDArray[np.int64]:
+        """Where each run's last token stands among the tokens of all."""
+        return np.cumsum(self.lengths, dtype=np.int64) - 1
+
+    def spread(self, values: IntArray) -> npt.NDArray[np.int64]:
+        """`values[i]`, `values[i]` + 1, … for the tokens of run i: [num_tokens]."""
+        return np.arange(self.lengths.sum(), dtype=np.int64) + np.repeat(values - self.starts, self.lengths)
+
+    def compute(self, ops: Ops, kv_cache: KvCache, forward: Callable[[Tensor], Tensor]) -> Tensor:
+        """Call `forward` with the positions [num_tokens] int64 of all tokens, in the context that they need."""
+        positions = self.spread(self.first_positions)
+        attention = self._attention(positions, kv_cache.block_size)
+        with forward_context(ForwardContext.for_step(ops, attention, kv_cache)):
+            return forward(torch.from_numpy(positions))
+
+    def _attention(self, positions: npt.NDArray[np.int64], block_size: int) -> AttentionMetadata:
+        context_lens = (self.first_positions + self.lengths).astype(np.int32)
+        cu_seqlens_q = np.zeros(len(self.lengths) + 1, np.int32)
+        np.cumsum(self.lengths, out=cu_seqlens_q[1:])
+        run_of_token = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        block_ids = self.block_tables[run_of_token, positions // block_size].astype(np.int64)
+        max_query_len = int(self.lengths.max())
+        return AttentionMetadata(
+            # A decode has a token, and drafts behind it; longer runs are parts of prompts to a backend.
+            is_prefill=max_query_len > 1 + MAX_DRAFT_TOKENS,
+            slot_mapping=torch.from_numpy(block_ids * block_size + positions % block_size),
+            block_tables=torch.from_numpy(self.block_tables),
+            context_lens=torch.from_numpy(context_lens),
+            cu_seqlens_q=torch.from_numpy(cu_seqlens_q),
+            query_lens=tuple(self.lengths.tolist()),
+            context_lens_host=tuple(context_lens.tolist()),
+            max_query_len=max_query_len,
+            max_context_len=int(context_lens.max()),
+        )

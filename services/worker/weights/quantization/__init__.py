@@ -1,0 +1,1 @@
+"""Quantized weights: which formats are known, and how they become plain tensors."""

@@ -1,0 +1,107 @@
+"""`quant_method` compressed-tensors: groups of layers, each with a scheme and a format of its own.
+
+Source: compressed-tensors 0.20: quantization/quant_config.py and quant_args.py (fields), lifecycle/apply.py and
+utils/match.py (which group a layer belongs to).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from services.worker.weights.quantization.layer_format import LayerFormat
+from services.worker.weights.quantization.packed_int import PackedIntFormat
+from services.worker.weights.quantization.rules import FormatRules, UnsupportedFormatError
+from services.worker.weights.quantization.scaled import (
+    CHANNEL,
+    FP8_DTYPES,
+    INT8_DTYPES,
+    TENSOR,
+    Granularity,
+    ScaledFormat,
+)
+
+# The class that all our layers of this kind have in transformers.
+_CLASS = "Linear"
+_SUPPORTED = (
+    "float-quantized, int-quantized and naive-quantized with 8 bits, pack-quantized with 4 or 8, "
+    "strategies tensor, channel, group and block"
+)
+
+
+def compressed_tensors_rules(values: Mapping[str, Any]) -> FormatRules:
+    """The rules of a `quantization_config` with quant_method compressed-tensors.
+
+    Raises:
+        UnsupportedFormatError: a scheme is none of the supported ones.
+        KeyError, TypeError, ValueError: it is malformed.
+    """
+    _refuse_extras(values)
+    ignored = [_matches(str(pattern)) for pattern in values.get("ignore") or []]
+    targets = [
+        (str(target), layer_format)
+        for group in values["config_groups"].values()
+        for layer_format in [_layer_format(group, values.get("format"))]
+        for target in group["targets"]
+    ]
+    # From the most to the least specific: a layer's own name, an expression, its class.
+    targets.sort(key=lambda rule: (rule[0] == _CLASS, rule[0].startswith("re:"), rule[0]))
+    rules = [(_matches(target), layer_format) for target, layer_format in targets]
+    return FormatRules(((lambda layer: any(matches(layer) for matches in ignored), None), *rules))
+
+
+def _refuse_extras(values: Mapping[str, Any]) -> None:
+    """Raise if weights are sparse or transformed beyond their quantisation."""
+    sparsity = (values.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        raise UnsupportedFormatError(f"sparsity format {sparsity!r} is not supported; supported: dense")
+    if (values.get("transform_config") or {}).get("config_groups"):
+        raise UnsupportedFormatError("transform_config is not supported")
+
+
+def _matches(target: str) -> Callable[[str], bool]:
+    if target.startswith("re:"):
+        expression = re.compile(target.removeprefix("re:"))
+        return lambda layer: expression.match(layer) is not None
+    return lambda layer: target in (layer, _CLASS)
+
+
+def _layer_format(group: Mapping[str, Any], default_format: str | None) -> LayerFormat | None:
+    weights = group.get("weights")
+    if weights is None:
+        return None
+    name = group.get("format") or default_format
+    kind, num_bits = str(weights.get("type", "int")).lower(), int(weights.get("num_bits", 8))
+    is_symmetric = bool(weights.get("symmetric", True))
+    granularity = _granularity(weights)
+    if name == "dense":
+        return None
+    if name == "pack-quantized" and kind == "int" and num_bits in (4, 8) and (is_symmetric or granularity != TENSOR):
+        return PackedIntFormat(num_bits, granularity, is_symmetric)
+    if name in ("float-quantized", "int-quantized", "naive-quantized") and num_bits == 8:
+        dtypes = FP8_DTYPES if kind == "float" else INT8_DTYPES
+        label = f"{'fp8' if kind == 'float' else 'int8'}, {weights.get('strategy') or 'tensor'}"
+        return ScaledFormat(label, dtypes, (granularity,), has_zero_point=not is_symmetric)
+    symmetry = "symmetric" if is_symmetric else "asymmetric"
+    raise UnsupportedFormatError(
+        f"format {name!r} with {symmetry} {kind} weights of {num_bits} bits is not supported; supported: {_SUPPORTED}"
+    )
+
+
+def _granularity(weights: Mapping[str, Any]) -> Granularity:
+    """How many weights share a scale. Without a strategy the group size tells, as compressed-tensors has it."""
+    group_size = weights.get("group_size")
+    implied = "tensor" if group_size is None else "group" if group_size > 0 else "channel"
+    strategy = weights.get("strategy") or implied
+    if strategy == "tensor":
+        return TENSOR
+    if strategy == "channel":
+        return CHANNEL
+    if strategy == "group" and group_size is not None and group_size > 0:
+        return Granularity(1, int(group_size))
+    if strategy == "block":
+        num_rows, num_columns = (int(size) for size in weights["block_structure"])
+        if min(num_rows, num_columns) > 0:
+            return Granularity(num_rows, num_columns)
+    raise UnsupportedFormatError(f"strategy {strategy!r} of weights is not supported; supported: {_SUPPORTED}")

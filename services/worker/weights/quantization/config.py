@@ -1,0 +1,65 @@
+"""Which layer of a checkpoint is kept in which format, from config.json's `quantization_config`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from services.worker.weights.quantization.compressed_tensors import compressed_tensors_rules
+from services.worker.weights.quantization.fp8 import fbgemm_fp8_rules, fp8_rules
+from services.worker.weights.quantization.layer_format import LayerFormat, PlainFormat
+from services.worker.weights.quantization.mxfp4 import Mxfp4StackFormat
+from services.worker.weights.quantization.rules import FormatRules, UnsupportedFormatError
+from shared.model_dir import ModelDirectoryError
+
+_METHODS: dict[str, Callable[[Mapping[str, Any]], FormatRules]] = {
+    "compressed-tensors": compressed_tensors_rules,
+    "fbgemm_fp8": fbgemm_fp8_rules,
+    "fp8": fp8_rules,
+    # The stacks of experts alone are packed, which is seen by their names; the modules it lists are all others.
+    "mxfp4": lambda _: FormatRules(),
+}
+
+PLAIN = PlainFormat()
+_PLAIN_STACK = PlainFormat(suffix="")
+_MXFP4_STACK = Mxfp4StackFormat()
+
+
+class QuantizationConfig:
+    """The formats of a checkpoint's layers."""
+
+    def __init__(self, rules: FormatRules | None = None, *, has_mxfp4: bool = False) -> None:
+        """Formats by `rules`, None for a checkpoint that quantises nothing."""
+        self._rules = rules or FormatRules()
+        self._has_mxfp4 = has_mxfp4
+        self.unused_suffixes = self._rules.unused_suffixes
+
+    @classmethod
+    def from_json(cls, config: Mapping[str, Any]) -> QuantizationConfig:
+        """Read config.json.
+
+        Raises:
+            ModelDirectoryError: a method, format or scheme is not supported or malformed; it names what is.
+        """
+        values = config.get("quantization_config") or config.get("compression_config")
+        if not values:
+            return cls()
+        method = values.get("quant_method") if isinstance(values, Mapping) else None
+        if method not in _METHODS:
+            supported = ", ".join(sorted(_METHODS))
+            raise ModelDirectoryError(f"config.json: quant_method {method!r} is not supported; supported: {supported}")
+        try:
+            rules = _METHODS[method](values)
+        except (re.error, KeyError, TypeError, ValueError, AttributeError) as error:
+            text = str(error) if isinstance(error, UnsupportedFormatError) else repr(error)
+            raise ModelDirectoryError(f"config.json: quantization_config of method {method!r}: {text}") from error
+        return cls(rules, has_mxfp4=method == "mxfp4")
+
+    def linear_format(self, layer: str) -> LayerFormat:
+        """The format of the linear layer called `layer`."""
+        return self._rules.format_of(layer) or PLAIN
+
+    def stack_format(self, *, is_plain: bool) -> LayerFormat:
+        """The format of a stack of experts; `is_plain` where its own name is that of a tensor."""
+        return _MXFP4_STACK if self._has_mxfp4 and not is_plain else _PLAIN_STACK

@@ -1,0 +1,69 @@
+"""From a layer's stored tensors to a part of its matrix in floating point."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.worker.weights.quantization.layer_format import LayerFormat
+
+# Values that are dequantised at once: what is in between stays in the processor's caches.
+_CHUNK_VALUES = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A part of a matrix, or of each of some matrices of a stack."""
+
+    matrices: range | None
+    rows: range
+    columns: range
+
+    @property
+    def num_matrices(self) -> int:
+        """How many matrices it is a part of."""
+        return 1 if self.matrices is None else len(self.matrices)
+
+    @property
+    def num_values(self) -> int:
+        """Its size."""
+        return self.num_matrices * len(self.rows) * len(self.columns)
+
+
+def dequantize(layer_format: LayerFormat, parts: Mapping[str, Tensor], region: Region, out: Tensor) -> bool:
+    """Write `region` into `out`; False, and not all is written, if it is not finite."""
+    if region.matrices is None:
+        return _dequantize_matrix(layer_format, parts, region, out)
+    return all(
+        _dequantize_matrix(layer_format, {role: part[matrix] for role, part in parts.items()}, region, target)
+        for matrix, target in zip(region.matrices, out, strict=True)
+    )
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether no value is infinite or NaN: a tenth of what hashing costs, and a broken file is told at start."""
+    return not values.numel() or all(math.isfinite(extreme) for extreme in torch.aminmax(values))
+
+
+def selected_run(part: slice, size: int) -> range:
+    """What `part`, of step 1, selects of `size` places."""
+    start, stop, step = part.indices(size)
+    assert step == 1, "only runs are read"
+    return range(start, max(start, stop))
+
+
+def _dequantize_matrix(layer_format: LayerFormat, parts: Mapping[str, Tensor], region: Region, out: Tensor) -> bool:
+    rows, columns = region.rows, region.columns
+    if layer_format.is_transposed:
+        out, rows, columns = out.T, columns, rows
+    num_rows = max(_CHUNK_VALUES // max(len(columns), 1), 1)
+    for start in range(0, len(rows), num_rows):
+        target = out[start : start + num_rows]
+        target.copy_(layer_format.dequantize(parts, rows[start : start + num_rows], columns))
+        if not is_finite(target):
+            return False
+    return True

@@ -1,0 +1,50 @@
+"""MXFP4 as gpt-oss keeps its experts: 32 values of 4 bits share a power of two.
+
+Sources: OCP Microscaling Formats v1.0, sections 5.3.3 (E2M1) and 5.4.1 (E8M0, 255 is NaN); transformers 5.23,
+integrations/mxfp4.py, `convert_moe_packed_tensors` (layout; the low four bits of a byte come first).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from services.worker.weights.quantization.layer_format import StoredTensor
+
+_GROUP = 32
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+# The two values in each byte, side by side as one element: it is looked up eight times as fast as two.
+_PAIRS = torch.tensor([(_E2M1[byte & 0xF], _E2M1[byte >> 4]) for byte in range(256)]).view(torch.int64).flatten()
+_E8M0 = torch.tensor([2.0 ** (exponent - 127) for exponent in range(255)] + [float("nan")])
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4StackFormat:
+    """A stack of matrices: `_blocks` [experts, out, in / 32, 16] uint8 and `_scales` [experts, out, in / 32] uint8."""
+
+    label: str = field(default="mxfp4", init=False)
+    unused: tuple[str, ...] = field(default=(), init=False)
+    is_transposed: bool = field(default=True, init=False)
+
+    def stored_tensors(self, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
+        """See `LayerFormat`."""
+        num_experts, in_features, out_features = shape
+        scales = (num_experts, out_features, -(-in_features // _GROUP))
+        return (
+            StoredTensor("blocks", ("_blocks",), ((*scales, _GROUP // 2),), ("U8",)),
+            StoredTensor("scales", ("_scales",), (scales,), ("U8", "F8_E8M0")),
+        )
+
+    def dequantize(self, parts: Mapping[str, Tensor], rows: range, columns: range) -> Tensor:
+        """See `LayerFormat`."""
+        first, last = columns.start // _GROUP, -(-columns.stop // _GROUP)
+        blocks = parts["blocks"][rows.start : rows.stop, first:last]
+        exponents = parts["scales"][rows.start : rows.stop, first:last].view(torch.uint8)
+        pairs = _PAIRS.index_select(0, blocks.flatten().int())
+        values = pairs.view(torch.float32).view(len(rows), last - first, _GROUP)
+        values *= _E8M0[exponents.int()][..., None]
+        skipped = columns.start - first * _GROUP
+        return values.flatten(1)[:, skipped : skipped + len(columns)]

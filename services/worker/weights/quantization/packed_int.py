@@ -1,0 +1,92 @@
+"""Integers of 4 or 8 bits packed into int32, with a scale per group of columns, per output channel or per tensor.
+
+Source: compressed-tensors 0.20, compressors/pack_quantized: value i of a row stands in bits [i * n, (i + 1) * n) of
+the row's words, lowest first, shifted by 2^(n - 1) to be unsigned. Zero points are packed likewise along the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from services.worker.weights.quantization.layer_format import FLOAT_DTYPES, MalformedLayerError, StoredTensor
+from services.worker.weights.quantization.scaled import Granularity
+
+_WORD_BITS = 32
+# The two values of four bits in each byte, side by side as one element: it is looked up faster than two.
+_PAIRS = (
+    torch.tensor([(float(byte & 0xF) - 8, float(byte >> 4) - 8) for byte in range(256)]).view(torch.int64).flatten()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedIntFormat:
+    """`weight_packed` [out, in * bits / 32] and `weight_scale`; `(value - zero point) * scale`.
+
+    With `weight_g_idx` [in] a column belongs to the group it names there (GPTQ's activation order), else `group_size`
+    columns in a row make one.
+    """
+
+    num_bits: int
+    granularity: Granularity
+    is_symmetric: bool
+    unused: tuple[str, ...] = field(default=(".input_scale", ".input_zero_point", ".output_scale"), init=False)
+    is_transposed: bool = field(default=False, init=False)
+
+    @property
+    def label(self) -> str:
+        """See `LayerFormat`."""
+        return f"int{self.num_bits}, packed"
+
+    def stored_tensors(self, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
+        """See `LayerFormat`."""
+        scale_shapes = self.granularity.scale_shapes(shape)
+        stored = [
+            StoredTensor("packed", (".weight_packed",), ((shape[0], self._num_words(shape[1])),), ("I32",)),
+            StoredTensor("scale", (".weight_scale",), scale_shapes, FLOAT_DTYPES),
+            StoredTensor("shape", (".weight_shape",), ((2,),), ("I64", "I32")),
+        ]
+        if not self.is_symmetric:
+            packed_shape = (self._num_words(shape[0]), *scale_shapes[0][1:])
+            stored.append(StoredTensor("zero_point", (".weight_zero_point",), (packed_shape,), ("I32",)))
+        if self.granularity.columns is not None:
+            group_index = StoredTensor("groups", (".weight_g_idx",), ((shape[1],),), ("I32", "I64"), is_optional=True)
+            stored.append(group_index)
+        return tuple(stored)
+
+    def dequantize(self, parts: Mapping[str, Tensor], rows: range, columns: range) -> Tensor:
+        """See `LayerFormat`."""
+        packed, shape = parts["packed"], parts["shape"].tolist()
+        if self._num_words(shape[1]) != packed.shape[1] or shape[0] != packed.shape[0]:
+            raise MalformedLayerError(f"weight_shape says {shape}, weight_packed is {list(packed.shape)}")
+        values = _unpack(packed[rows.start : rows.stop], self.num_bits, columns)
+        if not self.is_symmetric:
+            zero_points = _unpack(parts["zero_point"].T, self.num_bits, rows).T
+            values -= self._spread(zero_points, parts.get("groups"), range(len(rows)), columns)
+        return values.mul_(self._spread(parts["scale"], parts.get("groups"), rows, columns))
+
+    def _num_words(self, num_values: int) -> int:
+        return -(-num_values * self.num_bits // _WORD_BITS)
+
+    def _spread(self, scales: Tensor, groups: Tensor | None, rows: range, columns: range) -> Tensor:
+        if groups is None:
+            return self.granularity.expand(scales, rows, columns)
+        group_of = groups[columns.start : columns.stop].long()
+        if len(group_of) and not 0 <= int(group_of.min()) <= int(group_of.max()) < scales.shape[1]:
+            raise MalformedLayerError(f"weight_g_idx names a group that is none of {scales.shape[1]}")
+        return scales[rows.start : rows.stop].float()[:, group_of]
+
+
+def _unpack(words: Tensor, num_bits: int, columns: range) -> Tensor:
+    """Values of the rows of `words` [n, words] int32 at `columns`: signed numbers, [n, len(columns)] float32."""
+    per_byte = 8 // num_bits
+    first, last = columns.start // per_byte, -(-columns.stop // per_byte)
+    packed = words.contiguous().view(torch.uint8)[:, first:last]
+    if per_byte == 1:
+        return packed.float() - 128
+    values = _PAIRS.index_select(0, packed.flatten().int()).view(torch.float32).view(len(packed), -1)
+    skipped = columns.start - first * per_byte
+    return values[:, skipped : skipped + len(columns)]

@@ -1,0 +1,406 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import zlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from torch import Tensor
+
+from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
+from services.worker.config import WorkerSettings
+from services.worker.group.member import Member
+from services.worker.models.loader import LoadedModel
+from services.worker.process.device_loop import DeviceLoop
+from services.worker.process.exits import DomainEnd, ExitCode
+from services.worker.process.rpc_thread import Role
+from services.worker.server.leader import Leader
+from shared.config import load_settings
+from shared.errors import GroupMismatchError
+from shared.rpc import make_channel, make_server, reason_of, status_from_rpc_error
+from tests.support.worker_runner import WrappedModel, generate_alone, make_runner
+from tests.support.worker_steps import decode_step, heartbeat_request, make_enter, prefill_step, to_request, unpack
+
+PROMPT = [5, 9, 2, 44, 17]
+ATTACH = worker_pb2.AttachRequest(
+    epoch=1, scheduler_instance_id="test", block_size=4, max_num_seqs=8, max_num_batched_tokens=256
+)
+# The fields that come later win.
+SECOND_ATTACH = ATTACH.SerializeToString() + worker_pb2.AttachRequest(epoch=2).SerializeToString()
+
+
+@dataclass
+class Process:
+    """What would be a process: a served role, and how it would have ended."""
+
+    address: str
+    role: Role
+    end: DomainEnd
+    ended: asyncio.Queue[tuple[ExitCode, dict[str, Any]]]
+    opening: asyncio.Task[None] | None = None
+
+
+@dataclass
+class Domain:
+    """Starts the processes of one domain in this one."""
+
+    device: DeviceLoop
+    loaded: LoadedModel
+    directory: Path
+    stack: contextlib.AsyncExitStack
+    leader_flags: tuple[str, ...] = ("--tp-size=2",)
+    silence_s: float = 60.0
+    processes: list[Process] = field(default_factory=list)
+
+    @property
+    def leader_address(self) -> str:
+        """Where the domain's first leader serves."""
+        return f"unix:{self.directory / '0.sock'}"
+
+    async def start(self, *flags: str, num_blocks: int = 64, start_id: str = "first") -> Process:
+        """Serve a process, and begin to open it; the first one is the leader."""
+        address = f"unix:{self.directory / f'{len(self.processes)}.sock'}"
+        common = (f"--listen={address}", "--rendezvous=127.0.0.1:9", f"--domain-start-id={start_id}")
+        settings = load_settings(
+            WorkerSettings, ["--model-dir=/m", *common, f"--silence-s={self.silence_s}", *(flags or self.leader_flags)]
+        )
+        ended: asyncio.Queue[tuple[ExitCode, dict[str, Any]]] = asyncio.Queue()
+        end = DomainEnd(self.device, lambda code, _, **fields: ended.put_nowait((code, fields)))
+        make_role = Leader if settings.layout.is_leader else Member
+        role: Role = make_role(settings, self.device, end)
+        server = make_server(address, role.servicers, internal=True)
+        await server.start()
+        self.stack.push_async_callback(server.stop, 0)
+        process = Process(address, role, end, ended)
+        process.opening = asyncio.create_task(role.open(make_runner(self.loaded, num_blocks=num_blocks)))
+        self.stack.callback(process.opening.cancel)
+        self.stack.push_async_callback(role.close)
+        self.stack.callback(end.stopping.set)
+        self.processes.append(process)
+        return process
+
+    async def start_member(self, **options: Any) -> Process:
+        """Serve the second process of a group of two."""
+        flags = ("--tp-rank=1", "--tp-size=2", f"--leader={self.leader_address}")
+        return await self.start(*flags, **options)
+
+    async def start_group(self, *, num_member_blocks: int = 64) -> tuple[Any, Process, Process]:
+        """A group of two that can be claimed: its WorkerService, its leader and its member."""
+        leader = await self.start()
+        member = await self.start_member(num_blocks=num_member_blocks)
+        await wait_until_open(leader, member)
+        channel = await self.stack.enter_async_context(make_channel(leader.address, internal=True))
+        return worker_pb2_grpc.WorkerServiceStub(channel), leader, member
+
+    async def join_by_hand(self, **changes: Any) -> Any:
+        """A Join call that has said who it is: the second process of a group of two, with `changes`."""
+        channel = await self.stack.enter_async_context(make_channel(self.leader_address, internal=True))
+        call = worker_pb2_grpc.GroupServiceStub(channel).Join()
+        hello: dict[str, Any] = {
+            "layout": worker_pb2.RankLayout(dp_size=1, tp_rank=1, tp_size=2),
+            "domain_start_id": "first",
+            "model_digest": self.loaded.facts.model_digest,
+            "numerics_fingerprint": "other",
+        }
+        await call.write(worker_pb2.JoinRequest(hello=worker_pb2.Hello(**(hello | changes))))
+        return call
+
+
+@pytest.fixture
+async def domain(device: DeviceLoop, loaded: LoadedModel, tmp_path: Path) -> AsyncIterator[Domain]:
+    async with contextlib.AsyncExitStack() as stack:
+        yield Domain(device, loaded, tmp_path, stack)
+
+
+async def wait_until_open(*processes: Process) -> None:
+    for process in processes:
+        assert process.opening is not None
+        await process.opening
+
+
+async def execute(stub: Any, *steps: Any) -> Any:
+    """An Execute stream that has said whose it is, and the steps sent on it."""
+    call = stub.Execute()
+    await call.write(heartbeat_request())
+    for step in steps:
+        await call.write(to_request(step))
+    return call
+
+
+async def read_result(call: Any) -> worker_pb2.StepResult:
+    while (result := await call.read()).HasField("heartbeat"):
+        pass
+    assert isinstance(result, worker_pb2.StepResult)
+    return result
+
+
+async def read_relayed(call: Any) -> worker_pb2.JoinResponse:
+    while (response := await call.read()).HasField("heartbeat"):
+        pass
+    assert isinstance(response, worker_pb2.JoinResponse)
+    return response
+
+
+def prefill(step_id: int = 1) -> Any:
+    return prefill_step(make_enter(0, PROMPT, list(range(6))), step_id=step_id)
+
+
+async def refusal_of(call: Any) -> str | None:
+    """The reason with which a call is refused."""
+    with pytest.raises(grpc.aio.AioRpcError) as error_info:
+        await call
+    return reason_of(status_from_rpc_error(error_info.value))
+
+
+async def test_a_group_computes_each_step_on_all_its_ranks(domain: Domain, loaded: LoadedModel) -> None:
+    stub, _, _ = await domain.start_group()
+    attached = await stub.Attach(ATTACH)
+    assert attached.layout == worker_pb2.RankLayout(dp_size=1, tp_size=2)
+    call = await execute(stub, prefill(), *(decode_step(step_id=step_id) for step_id in range(2, 6)))
+    results = [await read_result(call) for _ in range(5)]
+    assert [unpack(result.token_ids)[0] for result in results] == generate_alone(loaded, PROMPT, 5)
+
+
+async def test_a_group_has_the_kv_blocks_of_the_rank_with_the_fewest(domain: Domain) -> None:
+    stub, _, _ = await domain.start_group(num_member_blocks=40)
+    assert (await stub.Attach(ATTACH)).num_blocks == 40
+
+
+async def test_a_group_can_be_claimed_once_its_members_have_joined(domain: Domain) -> None:
+    leader = await domain.start()
+    async with make_channel(leader.address, internal=True) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        assert await refusal_of(stub.Attach(ATTACH)) == "NOT_READY"
+        await wait_until_open(await domain.start_member(), leader)
+        await stub.Attach(ATTACH)
+
+
+class SlowRefusal(worker_pb2_grpc.GroupServiceServicer):
+    """A leader whose refusal comes some time after the headers."""
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serve it."""
+        worker_pb2_grpc.add_GroupServiceServicer_to_server(self, server)
+
+    async def Join(self, requests: AsyncIterator[worker_pb2.JoinRequest], context: grpc.aio.ServicerContext) -> None:
+        """See worker.proto."""
+        await anext(aiter(requests))
+        await context.send_initial_metadata(())
+        await asyncio.sleep(0.1)
+        raise GroupMismatchError("no place for this process")
+
+
+async def test_a_refusal_that_comes_behind_the_headers_is_one(domain: Domain) -> None:
+    address = f"unix:{domain.directory / 'refusing.sock'}"
+    server = make_server(address, [SlowRefusal()], internal=True)
+    await server.start()
+    domain.stack.push_async_callback(server.stop, 0)
+    member = await domain.start("--tp-rank=1", "--tp-size=2", f"--leader={address}")
+    code, fields = await member.ended.get()
+    assert (code, fields["error"]) == (ExitCode.REFUSED, "no place for this process")
+    assert member.opening is not None
+    assert not member.opening.done()
+
+
+async def test_a_member_of_another_start_is_refused_and_ends(domain: Domain) -> None:
+    await domain.start()
+    member = await domain.start_member(start_id="second")
+    code, fields = await member.ended.get()
+    assert code is ExitCode.REFUSED
+    assert fields["error"] == "another start of the domain"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"domain_start_id": "second"},
+        {"model_digest": "another"},
+        {"layout": worker_pb2.RankLayout(dp_size=1, tp_rank=2, tp_size=3)},
+        {"layout": worker_pb2.RankLayout(dp_size=1, tp_rank=0, tp_size=2)},
+        {"layout": worker_pb2.RankLayout(dp_size=2, tp_rank=1, tp_size=2, has_expert_parallel=True)},
+    ],
+)
+async def test_who_does_not_belong_to_the_domain_is_refused(domain: Domain, changes: dict[str, Any]) -> None:
+    leader = await domain.start()
+    call = await domain.join_by_hand(**changes)
+    assert await refusal_of(call.read()) == "GROUP_MISMATCH"
+    assert leader.ended.empty()
+
+
+async def test_a_place_is_taken_once(domain: Domain) -> None:
+    await domain.start_group()
+    call = await domain.join_by_hand()
+    assert await refusal_of(call.read()) == "GROUP_MISMATCH"
+
+
+async def test_steps_reach_a_member_as_they_came_and_a_result_waits_for_its_answer(
+    domain: Domain, loaded: LoadedModel
+) -> None:
+    leader = await domain.start()
+    member = await domain.join_by_hand()
+    await wait_until_open(leader)
+    async with make_channel(leader.address, internal=True) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        attach = asyncio.ensure_future(stub.Attach(ATTACH))
+        assert (await read_relayed(member)).attach == ATTACH
+        await member.write(attached_as(1))
+        attached = await attach
+        assert attached.num_blocks == 8
+        # A group is more than its leader.
+        assert attached.numerics_fingerprint not in ("other", make_runner(loaded).numerics_fingerprint)
+        steps = [prefill(), decode_step(step_id=2)]
+        call = await execute(stub, *steps)
+        relayed = [worker_pb2.StepRequest.FromString((await read_relayed(member)).step) for _ in steps]
+        assert relayed == [to_request(step) for step in steps]
+        result = asyncio.ensure_future(read_result(call))
+        # The member's signs of life go on, and bring no result.
+        await member.write(worker_pb2.JoinRequest(heartbeat=worker_pb2.Heartbeat()))
+        await member.read()
+        assert not result.done()
+        await member.write(done(1, generate_alone(loaded, PROMPT, 1)))
+        assert unpack((await result).token_ids) == generate_alone(loaded, PROMPT, 1)
+
+
+def attached_as(epoch: int) -> worker_pb2.JoinRequest:
+    """A member's answer to an epoch."""
+    return worker_pb2.JoinRequest(attached=worker_pb2.MemberAttached(epoch=epoch, num_blocks=8))
+
+
+def done(step_id: int, tokens: list[int]) -> worker_pb2.JoinRequest:
+    """A member's answer to a step of epoch 1."""
+    data = b"".join(token.to_bytes(4, "little") for token in tokens)
+    return worker_pb2.JoinRequest(done=worker_pb2.Done(epoch=1, step_id=step_id, checksum=zlib.crc32(data)))
+
+
+async def test_ranks_that_draw_different_tokens_end_the_domain(domain: Domain, loaded: LoadedModel) -> None:
+    leader = await domain.start()
+    member = await domain.join_by_hand()
+    await wait_until_open(leader)
+    async with make_channel(leader.address, internal=True) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        await member.write(attached_as(1))
+        await stub.Attach(ATTACH)
+        call = await execute(stub, prefill())
+        token = generate_alone(loaded, PROMPT, 1)[0]
+        await member.write(done(1, [token ^ 1]))
+        with pytest.raises(grpc.aio.AioRpcError):
+            await read_result(call)
+    code, fields = await leader.ended.get()
+    assert code is ExitCode.RANKS_DIFFER
+    assert fields["own_checksum"] == zlib.crc32(token.to_bytes(4, "little"))
+    assert fields["checksum"] == zlib.crc32((token ^ 1).to_bytes(4, "little"))
+
+
+class CountingModel(WrappedModel):
+    """Counts its forward passes."""
+
+    num_passes = 0
+
+    def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        self.num_passes += 1
+        return super().forward(token_ids, positions)
+
+
+async def test_what_was_relayed_is_computed_before_an_attach_is_answered(
+    domain: Domain, device: DeviceLoop, loaded: LoadedModel
+) -> None:
+    model = CountingModel(loaded.model)
+    domain.loaded = replace(loaded, model=model)
+    leader = await domain.start()
+    member = await domain.join_by_hand()
+    await wait_until_open(leader)
+    async with make_channel(leader.address, internal=True) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        await member.write(attached_as(1))
+        await stub.Attach(ATTACH)
+        assert (await read_relayed(member)).HasField("attach")
+        release = threading.Event()
+        device.submit(release.wait)
+        call = await execute(stub, prefill(), decode_step(step_id=2))
+        assert [(await read_relayed(member)).WhichOneof("message") for _ in range(2)] == ["step", "step"]
+        # The member may have begun them, and would wait for its leader in a collective.
+        attach = asyncio.ensure_future(stub.Attach(worker_pb2.AttachRequest.FromString(SECOND_ATTACH)))
+        assert (await read_relayed(member)).attach.epoch == 2
+        await member.write(attached_as(2))
+        release.set()
+        attached = await attach
+    assert (attached.last_step_epoch, attached.last_step_id) == (1, 2)
+    assert model.num_passes == 2
+    call.cancel()
+
+
+async def test_a_member_that_was_asked_to_end_ends_the_group_without_a_failure(
+    domain: Domain, device: DeviceLoop
+) -> None:
+    _, leader, member = await domain.start_group()
+    member.end.stopping.set()
+    await leader.end.stopping.wait()
+    assert device.is_stopping
+    assert leader.ended.empty()
+
+
+async def test_a_leader_that_was_asked_to_end_ends_its_members_without_a_failure(
+    domain: Domain, device: DeviceLoop
+) -> None:
+    _, leader, member = await domain.start_group()
+    leader.end.stopping.set()
+    await member.end.stopping.wait()
+    assert device.is_stopping
+    assert member.ended.empty()
+
+
+async def test_a_broken_link_ends_the_leader(domain: Domain) -> None:
+    leader = await domain.start()
+    member = await domain.join_by_hand()
+    await wait_until_open(leader)
+    member.cancel()
+    code, fields = await leader.ended.get()
+    assert (code, fields["partner"].tp_rank) == (ExitCode.LINK_LOST, 1)
+
+
+async def test_a_silent_partner_ends_the_leader(domain: Domain) -> None:
+    domain.silence_s = 1.0
+    leader = await domain.start()
+    await domain.join_by_hand()
+    await wait_until_open(leader)
+    code, _ = await leader.ended.get()
+    assert code is ExitCode.LINK_LOST
+
+
+async def test_a_step_that_fails_in_a_group_ends_its_processes(
+    domain: Domain, caplog: pytest.LogCaptureFixture
+) -> None:
+    stub, leader, member = await domain.start_group()
+    await stub.Attach(ATTACH)
+    # No sequence is in the batch to append a block to.
+    call = await execute(stub, decode_step(append=[(3, 9)]))
+    with caplog.at_level(logging.WARNING):
+        codes = [(await process.ended.get())[0] for process in (leader, member)]
+    assert codes == [ExitCode.STEP_FAILED] * 2
+    assert "step refused" in caplog.text
+    call.cancel()
+
+
+async def test_the_leaders_of_coupled_groups_follow_the_first_and_get_no_steps(domain: Domain) -> None:
+    domain.leader_flags = ("--dp-size=2", "--ep")
+    first = await domain.start()
+    second = await domain.start("--dp-rank=1", "--dp-size=2", "--ep", f"--leader={domain.leader_address}")
+    await wait_until_open(first, second)
+    for process, dp_rank in ((first, 0), (second, 1)):
+        async with make_channel(process.address, internal=True) as channel:
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
+            attached = await stub.Attach(ATTACH)
+            assert attached.layout == worker_pb2.RankLayout(
+                dp_rank=dp_rank, dp_size=2, tp_size=1, has_expert_parallel=True
+            )
+            call = await execute(stub, prefill())
+            assert len(unpack((await read_result(call)).token_ids)) == 1
+    first.end.stopping.set()
+    await second.end.stopping.wait()

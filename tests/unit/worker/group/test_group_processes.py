@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
+from services.worker.process.exits import ExitCode
+from tests.support.tiny_llama import write_tiny_llama
+from tests.support.worker_group import WorkerProcess, start_group
+from tests.support.worker_runner import generate_alone, load_exact
+from tests.support.worker_steps import (
+    decode_step,
+    heartbeat_request,
+    make_enter,
+    prefill_step,
+    to_request,
+    unpack,
+)
+
+PROMPT = [5, 9, 2, 44, 17]
+ATTACH = worker_pb2.AttachRequest(
+    epoch=1, scheduler_instance_id="test", block_size=4, max_num_seqs=4, max_num_batched_tokens=64
+)
+POISON = 333
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(
+        tmp_path_factory.mktemp("model"),
+        changes={"num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 6},
+    )
+
+
+def requests_of(num_decodes: int) -> Iterator[worker_pb2.StepRequest]:
+    yield heartbeat_request()
+    yield to_request(prefill_step(make_enter(0, PROMPT, list(range(16)))))
+    for step_id in range(2, 2 + num_decodes):
+        yield to_request(decode_step(step_id=step_id))
+
+
+def generate(leader: WorkerProcess, num_tokens: int) -> list[int]:
+    """Claim the group and decode."""
+    with grpc.insecure_channel(leader.address) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        assert stub.Attach(ATTACH).num_blocks == 16
+        results = stub.Execute(requests_of(num_tokens - 1))
+        return [unpack(result.token_ids)[0] for result in results if not result.HasField("heartbeat")]
+
+
+def test_a_group_gives_the_models_tokens_and_ends_cleanly_with_its_first_member(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    with start_group(model_dir, tmp_path, 2) as (leader, member):
+        assert generate(leader, 6) == generate_alone(load_exact(model_dir), PROMPT, 6)
+        member.process.send_signal(signal.SIGTERM)
+        assert (member.wait(), leader.wait()) == (0, 0), leader.log() + member.log()
+
+
+def second_attach() -> worker_pb2.AttachRequest:
+    return worker_pb2.AttachRequest.FromString(
+        ATTACH.SerializeToString() + worker_pb2.AttachRequest(epoch=2).SerializeToString()
+    )
+
+
+def test_signs_of_life_go_on_inside_a_collective_and_a_killed_member_ends_it(model_dir: Path, tmp_path: Path) -> None:
+    with start_group(model_dir, tmp_path, 2) as (leader, member):
+        with grpc.insecure_channel(leader.address) as channel:
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
+            stub.Attach(ATTACH)
+            # The leader waits for it inside the step's first collective, and nobody has missed it yet.
+            member.process.send_signal(signal.SIGSTOP)
+            results = stub.Execute(requests_of(0))
+            assert [next(results).HasField("heartbeat") for _ in range(3)] == [True] * 3
+            member.process.kill()
+            assert leader.wait() == ExitCode.LINK_LOST, leader.log()
+            results.cancel()
+        assert "the link of a partner is broken" in leader.log()
+
+
+def test_a_stopped_member_is_noticed_and_ends_all_of_its_group(model_dir: Path, tmp_path: Path) -> None:
+    with start_group(model_dir, tmp_path, 3, "--silence-s=2") as (leader, stopped, other):
+        stopped.process.send_signal(signal.SIGSTOP)
+        assert leader.wait() == ExitCode.LINK_LOST, leader.log()
+        assert "the link of a partner is silent" in leader.log()
+        assert other.wait() == ExitCode.LINK_LOST, other.log()
+        stopped.process.send_signal(signal.SIGCONT)
+        assert stopped.wait() == ExitCode.LINK_LOST, stopped.log()
+
+
+def test_the_token_to_fail_on_ends_the_whole_group(model_dir: Path, tmp_path: Path) -> None:
+    with start_group(model_dir, tmp_path, 2, f"--fail-on-token={POISON}") as (leader, member):
+        assert len(generate(leader, 2)) == 2
+        with grpc.insecure_channel(leader.address) as channel:
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
+            stub.Attach(second_attach())
+            poison: Any = prefill_step(make_enter(0, [5, POISON], [0]))
+            request = to_request(poison)
+            request.epoch = 2
+            with pytest.raises(grpc.RpcError):
+                list(stub.Execute(iter([heartbeat_request(2), request])))
+        codes = {leader.wait(), member.wait()}
+    assert codes <= {ExitCode.FAILPOINT, ExitCode.LINK_LOST}
+    assert ExitCode.FAILPOINT in codes

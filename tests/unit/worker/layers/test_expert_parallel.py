@@ -1,0 +1,228 @@
+"""Experts over all ranks of a cell, which are threads here: they give what experts in one place give, in rounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from services.worker.forward.forward_context import DpMetadata, ForwardContext, forward_context
+from services.worker.forward.kv_cache import KvCache, KvCacheSpec, attention_cache
+from services.worker.layers.expert_parallel import ExpertParallel, local_experts
+from services.worker.layers.linear import Linear
+from services.worker.layers.moe import Experts, Router, SparseMlp, load_experts
+from services.worker.layers.shard import Part, Shard
+from services.worker.layout import RankLayout
+from services.worker.ops import BACKEND_NAMES, ExpertWeights, Ops, RouterScore, RoutingRule, SwigluClamp, load_ops
+from services.worker.parallel.communicator import SINGLE, Communicator, Parallel
+from services.worker.weights.dummy_weights import DummyWeights
+from tests.support.paged_model import attention_metadata
+from tests.support.thread_ranks import run_ranks
+
+HIDDEN_SIZE, INNER_SIZE = 16, 10
+
+every_backend = pytest.mark.parametrize("ops", [load_ops(name) for name in BACKEND_NAMES], ids=BACKEND_NAMES)
+
+
+@pytest.mark.parametrize(("num_experts", "ep_size"), [(8, 1), (8, 4), (7, 3), (2, 5), (128, 6)])
+def test_every_expert_has_one_rank_and_no_rank_has_two_more_than_another(num_experts: int, ep_size: int) -> None:
+    runs = [local_experts(num_experts, rank, ep_size) for rank in range(ep_size)]
+    assert [expert for run in runs for expert in run] == list(range(num_experts))
+    lengths = [len(run) for run in runs]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] - lengths[-1] <= 1
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer's experts, and the tokens of each DP rank."""
+
+    num_experts: int
+    num_chosen: int
+    num_tokens_across_dp: tuple[int, ...]
+    clamp: SwigluClamp | None = None
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    def random(self, *shape: int, part: int) -> Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * self.seed + part))
+
+    def read(self, expert: int, inner: Part) -> ExpertWeights:
+        def rows(part: int, *shape: int) -> Tensor:
+            whole = self.random(2, INNER_SIZE, *shape, part=10 * expert + part)
+            return whole[:, inner.run].flatten(0, 1).to(self.dtype)
+
+        down = self.random(HIDDEN_SIZE, INNER_SIZE, part=10 * expert + 2)[:, inner.run].contiguous().to(self.dtype)
+        down_bias = self.random(HIDDEN_SIZE, part=10 * expert + 3).to(self.dtype) if not inner.start else None
+        return ExpertWeights(rows(0, HIDDEN_SIZE), down, rows(1), down_bias)
+
+    def load(self, ops: Ops, parallel: Parallel) -> Experts:
+        # The experts' weights are the test's own.
+        shard = Shard(ops, DummyWeights(0, self.dtype, lambda _: None), parallel)
+        return load_experts(
+            shard, num_experts=self.num_experts, inner_size=INNER_SIZE, read=self.read, clamp=self.clamp
+        )
+
+    def step(self, dp_rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        """A rank's tokens, the experts they go to, and their weights."""
+        num_tokens, part = self.num_tokens_across_dp[dp_rank], 5000 + 10 * dp_rank
+        scores = self.random(num_tokens, self.num_experts, part=part)
+        weights = self.random(num_tokens, self.num_chosen, part=part + 1)
+        return self.tokens(dp_rank), scores.topk(self.num_chosen).indices, weights
+
+    def tokens(self, dp_rank: int) -> Tensor:
+        """A rank's tokens."""
+        num_tokens = self.num_tokens_across_dp[dp_rank]
+        return self.random(num_tokens, HIDDEN_SIZE, part=5002 + 10 * dp_rank).to(self.dtype)
+
+
+def step_context(ops: Ops, num_tokens_across_dp: tuple[int, ...]) -> ForwardContext:
+    """The context of a step in which the DP ranks compute so many tokens; the same on all of them."""
+    cache = KvCache(KvCacheSpec((attention_cache(1, 2, torch.float32),)), num_blocks=1, block_size=4)
+    metadata = attention_metadata([[0]], [1], [1], block_size=4, is_prefill=True)
+    return ForwardContext.for_step(ops, metadata, cache, dp=DpMetadata(num_tokens_across_dp))
+
+
+def ep_layouts(dp_size: int, tp_size: int) -> list[RankLayout]:
+    """The ranks of a cell with expert parallelism, in the order of `ep_rank`."""
+    return [
+        RankLayout(dp_rank, dp_size, tp_rank, tp_size, has_expert_parallel=True)
+        for dp_rank in range(dp_size)
+        for tp_rank in range(tp_size)
+    ]
+
+
+def spread(layer: Layer, ops: Ops, parallel: Parallel, tokens_per_round: int) -> Tensor:
+    """What a rank's tokens give with experts over all ranks."""
+    experts = layer.load(ops, parallel)
+    assert isinstance(experts, ExpertParallel)
+    experts._tokens_per_round = tokens_per_round
+    return experts(*layer.step(parallel.layout.dp_rank))
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> Layer:
+    num_experts = draw(st.integers(1, 9))
+    return Layer(
+        num_experts,
+        draw(st.integers(1, num_experts)),
+        tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))),
+        clamp=draw(st.sampled_from([None, SwigluClamp(1.702, 1.5)])),
+        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+@given(layer=layers(), tp_size=st.integers(1, 3), tokens_per_round=st.sampled_from([1, 2, 512]))
+@settings(max_examples=15)
+def test_spreading_experts_changes_no_bit_on_the_reference(layer: Layer, tp_size: int, tokens_per_round: int) -> None:
+    ops, across = load_ops("reference"), layer.num_tokens_across_dp
+    assume(len(across) * tp_size > 1)
+
+    def run(parallel: Parallel) -> bool:
+        # A group that has all experts to itself.
+        alone = layer.load(ops, replace(parallel, ep=None))
+        expected = alone(*layer.step(parallel.layout.dp_rank))
+        return torch.equal(spread(layer, ops, parallel, tokens_per_round), expected)
+
+    with forward_context(step_context(ops, across if len(across) > 1 else ())):
+        assert all(run_ranks(ep_layouts(len(across), tp_size), run))
+
+
+@every_backend
+@pytest.mark.parametrize(("dp_size", "tp_size"), [(1, 2), (2, 1), (2, 2), (4, 1), (1, 3)])
+def test_spread_experts_give_what_one_rank_gives(ops: Ops, dp_size: int, tp_size: int) -> None:
+    layer = Layer(6, 3, tuple(range(1, 2 * dp_size, 2)), seed=dp_size)
+    alone = layer.load(ops, SINGLE)
+    with forward_context(step_context(ops, layer.num_tokens_across_dp if dp_size > 1 else ())):
+        outputs = run_ranks(
+            ep_layouts(dp_size, tp_size), lambda parallel: spread(layer, ops, parallel, 512), is_exact=ops.is_exact
+        )
+    for rank, output in enumerate(outputs):
+        torch.testing.assert_close(output, alone(*layer.step(rank // tp_size)), atol=1e-4, rtol=1e-5)
+        # All ranks of a group have the same bits.
+        assert torch.equal(output, outputs[rank // tp_size * tp_size])
+
+
+@pytest.mark.parametrize("num_experts", [1, 3])
+def test_there_may_be_more_ranks_than_experts(num_experts: int) -> None:
+    ops, layer = load_ops("reference"), Layer(num_experts, 1, (2, 5))
+    with forward_context(step_context(ops, (2, 5))):
+        outputs = run_ranks(ep_layouts(2, 2), lambda parallel: spread(layer, ops, parallel, 512))
+    for rank, output in enumerate(outputs):
+        torch.testing.assert_close(output, layer.load(ops, SINGLE)(*layer.step(rank // 2)))
+
+
+class Recorder:
+    """A communicator that remembers how many rows each `all_to_all` sent."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.rank = communicator.rank
+        self.size = communicator.size
+        self.all_reduce = communicator.all_reduce
+        self.all_gather = communicator.all_gather
+        self.num_rows_sent: list[int] = []
+        self._communicator = communicator
+
+    def all_to_all(self, x: Tensor, send_counts: list[int], receive_counts: list[int]) -> Tensor:
+        """See `Communicator`."""
+        self.num_rows_sent.append(len(x))
+        return self._communicator.all_to_all(x, send_counts, receive_counts)
+
+
+def test_rounds_are_bounded_and_as_many_as_the_longest_rank_needs() -> None:
+    ops, layer = load_ops("reference"), Layer(4, 2, (1, 11))
+
+    def run(parallel: Parallel) -> list[int]:
+        assert parallel.ep is not None
+        recorder = Recorder(parallel.ep)
+        spread(layer, ops, replace(parallel, ep=recorder), tokens_per_round=3)
+        return recorder.num_rows_sent
+
+    with forward_context(step_context(ops, layer.num_tokens_across_dp)):
+        sent = run_ranks(ep_layouts(2, 1), run)
+    # Of each round the counts of all experts, the tokens' rows, and the outputs that go back.
+    counts, rows, outputs = ([of_rank[start::3] for of_rank in sent] for start in range(3))
+    assert counts == [[4] * 4] * 2
+    assert rows == [[2, 0, 0, 0], [6, 6, 6, 4]]
+    assert [sum(of_round) for of_round in zip(*outputs, strict=True)] == [8, 6, 6, 4]
+
+
+def test_more_tokens_than_planned_are_not_dropped_silently() -> None:
+    layer, ops = Layer(4, 2, (3,)), load_ops("cpu")
+    with forward_context(step_context(ops, (2, 2))), pytest.raises(AssertionError, match="more tokens"):
+        run_ranks(ep_layouts(1, 2), lambda parallel: spread(layer, ops, parallel, 512))
+
+
+def test_one_tokens_nan_stays_its_own_on_all_ranks() -> None:
+    layer, ops = Layer(4, 2, (3, 2)), load_ops("cpu")
+
+    def run(parallel: Parallel) -> tuple[Tensor, Tensor]:
+        experts, (x, expert_ids, weights) = layer.load(ops, parallel), layer.step(parallel.layout.dp_rank)
+        expected = experts(x, expert_ids, weights)
+        if parallel.layout.dp_rank == 0:
+            x[1] = torch.nan
+        return expected, experts(x, expert_ids, weights)
+
+    with forward_context(step_context(ops, layer.num_tokens_across_dp)):
+        (expected, output), others = run_ranks(ep_layouts(2, 1), run)
+    assert output[1].isnan().all()
+    torch.testing.assert_close(output[[0, 2]], expected[[0, 2]])
+    torch.testing.assert_close(*others)
+
+
+def test_a_mixture_with_a_shared_expert_gives_the_bits_of_one_that_is_not_spread() -> None:
+    ops, layer = load_ops("reference"), Layer(6, 2, (4, 1))
+    gate = layer.random(6, HIDDEN_SIZE, part=7000)
+
+    def mixture(parallel: Parallel) -> Tensor:
+        router = Router(ops, Linear(ops, gate), RoutingRule(2, RouterScore.SOFTMAX), dtype=torch.float32)
+        return SparseMlp(router, layer.load(ops, parallel), shared=torch.sin)(layer.tokens(parallel.layout.dp_rank))
+
+    with forward_context(step_context(ops, layer.num_tokens_across_dp)):
+        outputs = run_ranks(ep_layouts(2, 1), lambda parallel: (mixture(parallel), mixture(replace(parallel, ep=None))))
+    assert all(torch.equal(*pair) for pair in outputs)

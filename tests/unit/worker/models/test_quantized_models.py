@@ -1,0 +1,157 @@
+"""Whole models in the formats that people publish: our output against that of the values they stand for."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from services.worker.models.loader import load_model
+from services.worker.ops import load_ops
+from shared.model_dir import ModelDirectoryError
+from tests.support.paged_model import PagedModel
+from tests.support.quantized_checkpoints import SCHEMES, write_quantized
+from tests.support.tiny_llama import write_tiny_llama
+
+CHANGES = {"num_hidden_layers": 2, "tie_word_embeddings": False, "attention_bias": True}
+UP = "model.layers.0.mlp.up_proj"
+
+
+def logits_of(model_dir: Path, *, backend: str = "reference", dtype: torch.dtype = torch.float32) -> Tensor:
+    ops = load_ops(backend)
+    paged = PagedModel(load_model(model_dir, ops, dtype, lambda _: None).model, ops, num_blocks=8)
+    return paged.prefill_all(paged.add([5, 9, 300, 4, 77]))
+
+
+@pytest.fixture(scope="module")
+def plain_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("plain"), changes=CHANGES)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_quantized_model_computes_what_its_values_do(plain_dir: Path, tmp_path: Path, scheme: str) -> None:
+    quantized, values = write_quantized(plain_dir, tmp_path, SCHEMES[scheme])
+    expected = logits_of(values)
+    torch.testing.assert_close(logits_of(quantized), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits_of(quantized, backend="cpu"), expected, rtol=1e-4, atol=1e-4)
+    # And it is another model than the one it was made from.
+    assert (logits_of(plain_dir) - expected).abs().max() > 1e-2
+
+
+def test_a_quantized_model_runs_in_bfloat16(plain_dir: Path, tmp_path: Path) -> None:
+    quantized, values = write_quantized(plain_dir, tmp_path, SCHEMES["fp8, blocks"])
+    assert torch.equal(logits_of(quantized, dtype=torch.bfloat16), logits_of(values, dtype=torch.bfloat16))
+
+
+def drop_scale(tensors: dict[str, Tensor], suffix: str) -> None:
+    tensors[UP + suffix] = torch.ones_like(tensors[UP + suffix])
+
+
+def exchange_scales(tensors: dict[str, Tensor], suffix: str) -> None:
+    other = "model.layers.0.mlp.gate_proj" + suffix
+    tensors[UP + suffix], tensors[other] = tensors[other], tensors[UP + suffix]
+
+
+def shift_scales(tensors: dict[str, Tensor], suffix: str) -> None:
+    tensors[UP + suffix] = tensors[UP + suffix].roll(1, dims=0)
+
+
+# Formats that have several scales per layer, and where they are.
+SCALED = {
+    "fp8, blocks": ".weight_scale_inv",
+    "compressed fp8, channels": ".weight_scale",
+    "compressed int8, W8A8": ".weight_scale",
+    "compressed int8, asymmetric": ".weight_zero_point",
+    "compressed int4, groups": ".weight_scale",
+    "compressed int4, asymmetric": ".weight_zero_point",
+    "compressed int4, activation order": ".weight_g_idx",
+}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "mutate"),
+    [
+        (scheme, mutate)
+        for scheme in SCALED
+        for mutate in (drop_scale, exchange_scales, shift_scales)
+        # Both layers have the same groups.
+        if (scheme, mutate) != ("compressed int4, activation order", exchange_scales)
+    ],
+)
+def test_a_scale_that_is_dropped_or_exchanged_is_seen_in_the_output(
+    plain_dir: Path, tmp_path: Path, scheme: str, mutate: Callable[[dict[str, Tensor], str], None]
+) -> None:
+    quantized, values = write_quantized(plain_dir, tmp_path, SCHEMES[scheme])
+    tensors = load_file(quantized / "model.safetensors")
+    mutate(tensors, SCALED[scheme])
+    save_file(tensors, quantized / "model.safetensors")
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(logits_of(quantized), logits_of(values), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name"),
+    [
+        ("fp8, blocks", f"{UP}.weight_scale_inv"),
+        ("compressed int8, asymmetric", f"{UP}.weight_zero_point"),
+        ("compressed int4, groups", f"{UP}.weight_packed"),
+        ("compressed int4, groups", f"{UP}.weight_shape"),
+    ],
+)
+def test_a_tensor_of_a_format_that_is_missing_is_named(plain_dir: Path, tmp_path: Path, scheme: str, name: str) -> None:
+    quantized, _ = write_quantized(plain_dir, tmp_path, SCHEMES[scheme])
+    tensors = load_file(quantized / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, quantized / "model.safetensors")
+    with pytest.raises(ModelDirectoryError, match=f"missing: {name}$"):
+        logits_of(quantized)
+
+
+def test_scales_of_another_granularity_are_refused(plain_dir: Path, tmp_path: Path) -> None:
+    quantized, _ = write_quantized(plain_dir, tmp_path, SCHEMES["compressed fp8, channels"])
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["strategy"] = "tensor"
+    (quantized / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelDirectoryError, match=r"up_proj.weight_scale has shape \[144, 1\], not \[1, 1\] or \[1\]"):
+        logits_of(quantized)
+
+
+def test_a_quantized_layer_that_the_configuration_leaves_out_is_refused(plain_dir: Path, tmp_path: Path) -> None:
+    quantized, _ = write_quantized(plain_dir, tmp_path, SCHEMES["compressed fp8, channels"])
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"]["ignore"].append("re:.*up_proj")
+    (quantized / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelDirectoryError) as error_info:
+        logits_of(quantized)
+    assert f"of a wrong dtype: {UP}.weight and 1 more" in str(error_info.value)
+    assert "has dtype F8_E4M3, not F32 or F16 or BF16" in str(error_info.value)
+    assert f"no place in this architecture: {UP}.weight_scale" in str(error_info.value)
+
+
+def test_scales_of_a_quantized_cache_are_left_unread(plain_dir: Path, tmp_path: Path) -> None:
+    quantized, _ = write_quantized(plain_dir, tmp_path, SCHEMES["compressed fp8, channels"])
+    expected = logits_of(quantized)
+    tensors = load_file(quantized / "model.safetensors")
+    tensors["model.layers.0.self_attn.k_scale"] = torch.tensor(0.5)
+    tensors["model.layers.0.self_attn.k_proj.output_scale"] = torch.tensor(0.5)
+    save_file(tensors, quantized / "model.safetensors")
+    assert torch.equal(logits_of(quantized), expected)
+
+
+def test_what_dequantizing_costs_is_logged_once_per_format(
+    plain_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    quantized, _ = write_quantized(plain_dir, tmp_path, SCHEMES["mixed"])
+    with caplog.at_level(logging.INFO, "services.worker"):
+        logits_of(quantized)
+    records = {record.__dict__["format"]: record.__dict__ for record in caplog.records if "format" in record.__dict__}
+    # o_proj of both layers, down_proj of the second; q, k and v of both, gate and up of the second.
+    counts = {label: record["num_matrices"] for label, record in records.items()}
+    assert counts == {"fp8, channel": 3, "int4, packed": 8}
+    assert all(0 < record["stored_bytes"] < record["memory_bytes"] for record in records.values())

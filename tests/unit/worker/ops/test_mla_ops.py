@@ -1,0 +1,237 @@
+"""Latent attention and the sparse indexer of every backend against their definitions in float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from services.worker.forward.forward_context import AttentionMetadata
+from services.worker.forward.kv_cache import CacheTensor
+from services.worker.ops import BACKEND_NAMES, AttentionParams, Ops, cpu_mla, load_ops
+from tests.support.attention_batches import Batch, attend, batches, random
+
+NUM_HEADS, LATENT_DIM, VALUE_DIM = 3, 12, 8
+NUM_INDEX_HEADS, INDEX_DIM = 2, 4
+SCALE = 0.4
+every_backend = pytest.mark.parametrize("ops", [load_ops(name) for name in BACKEND_NAMES], ids=BACKEND_NAMES)
+every_kind = pytest.mark.parametrize("is_prefill", [True, False])
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Latents and index keys of every token of each sequence, and queries of both kinds of the new ones."""
+
+    latents: list[Tensor]
+    index_keys: list[Tensor]
+    query: Tensor
+    index_query: Tensor
+    index_weights: Tensor
+
+    @classmethod
+    def random(cls, batch: Batch, dtype: torch.dtype = torch.float32) -> Tokens:
+        """Queries that are views of wider tensors. Scores are sums of whole numbers: exact, and often equal."""
+        count = batch.num_tokens
+        return cls(
+            latents=[context.to(dtype) for context in batch.contexts(LATENT_DIM, seed=1)],
+            index_keys=[context.round().to(dtype) for context in batch.contexts(INDEX_DIM, seed=2)],
+            query=random(count, NUM_HEADS, LATENT_DIM + 2, seed=batch.order).to(dtype)[..., :LATENT_DIM],
+            index_query=random(count, NUM_INDEX_HEADS + 1, INDEX_DIM, seed=3).round().to(dtype)[:, :NUM_INDEX_HEADS],
+            index_weights=random(count, NUM_INDEX_HEADS, seed=4).round(),
+        )
+
+    def part(self, seq: int, rows: slice, context_len: int) -> Tokens:
+        """Those of a sequence alone, with the queries of the step's tokens `rows`."""
+        return Tokens(
+            [self.latents[seq][:context_len]],
+            [self.index_keys[seq][:context_len]],
+            self.query[rows],
+            self.index_query[rows],
+            self.index_weights[rows],
+        )
+
+
+class LatentStep:
+    """A batch and the cache that it runs on."""
+
+    def __init__(self, batch: Batch, *, is_prefill: bool, tokens: Tokens | None = None) -> None:
+        """Fill the cache with what comes before the step; `tokens` are random ones by default."""
+        self.batch = batch
+        self.tokens = Tokens.random(batch) if tokens is None else tokens
+        self.metadata = batch.metadata(is_prefill=is_prefill)
+        dtype = self.tokens.query.dtype
+        cache = batch.make_cache((CacheTensor((LATENT_DIM,), dtype), CacheTensor((INDEX_DIM,), dtype)))
+        self.cache = cache
+        batch.fill_cached(self.metadata, cache.layers[0][0], self.tokens.latents)
+        batch.fill_cached(self.metadata, cache.layers[0][1], self.tokens.index_keys)
+
+    def select(self, ops: Ops, num_selected: int) -> Tensor | None:
+        """Write the index keys and select."""
+        plan = ops.plan_attention(self.metadata, self.cache)
+        tokens, index_keys = self.tokens, self.cache.layers[0][1]
+        ops.write_cache(self.batch.new_rows(tokens.index_keys), index_keys, plan)
+        return ops.select_context(tokens.index_query, tokens.index_weights, index_keys, plan, num_selected=num_selected)
+
+    def attend(self, ops: Ops, *, num_selected: int | None = None) -> Tensor:
+        """One layer's writes and attention, over all or over what the indexer selects."""
+        plan = ops.plan_attention(self.metadata, self.cache)
+        latents = self.cache.layers[0][0]
+        ops.write_cache(self.batch.new_rows(self.tokens.latents), latents, plan)
+        selected = None if num_selected is None else self.select(ops, num_selected)
+        query = self.tokens.query
+        return ops.mla_attention(query, latents, plan, scale=SCALE, value_dim=VALUE_DIM, selected=selected)
+
+    def expected(self, *, num_selected: int | None = None) -> Tensor:
+        """The definition."""
+
+        def attend_one(seq: int, row: int, position: int) -> Tensor:
+            keys = self.tokens.latents[seq][: position + 1, None]
+            if num_selected is not None:
+                keys = keys[sorted(self.best(seq, row, position)[:num_selected])]
+            return attend(self.tokens.query[row], keys, keys[..., :VALUE_DIM], AttentionParams(SCALE)).view(
+                NUM_HEADS, -1
+            )
+
+        return self.batch.attend_each(attend_one)
+
+    def best(self, seq: int, row: int, position: int) -> list[int]:
+        """Positions up to a token's own, best first."""
+        products = self.tokens.index_keys[seq][: position + 1].double() @ self.tokens.index_query[row].double().T
+        scores = (torch.relu(products) @ self.tokens.index_weights[row].double()).tolist()
+        return sorted(range(position + 1), key=lambda place: (-scores[place], place))
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual.double(), expected.double(), atol=1e-5, rtol=1e-5)
+
+
+latent_batches = batches() | batches(max_new=5, max_cached=200)
+
+
+@every_backend
+@given(batch=latent_batches, is_prefill=st.booleans())
+@settings(max_examples=60)
+def test_latents_are_keys_and_their_beginnings_values(ops: Ops, batch: Batch, is_prefill: bool) -> None:
+    step = LatentStep(batch, is_prefill=is_prefill)
+    output = step.attend(ops)
+    assert output.shape == (batch.num_tokens, NUM_HEADS, VALUE_DIM)
+    assert output.is_contiguous()
+    assert_close(output, step.expected())
+
+
+@every_backend
+@given(batch=latent_batches, is_prefill=st.booleans(), num_selected=st.integers(1, 80))
+@settings(max_examples=60)
+def test_sparse_attention_sees_the_best_positions_and_the_lower_of_equal_ones(
+    ops: Ops, batch: Batch, is_prefill: bool, num_selected: int
+) -> None:
+    step = LatentStep(batch, is_prefill=is_prefill)
+    assert_close(step.attend(ops, num_selected=num_selected), step.expected(num_selected=num_selected))
+
+
+@given(batch=latent_batches, is_prefill=st.booleans(), num_selected=st.integers(1, 80))
+@settings(max_examples=40)
+def test_cpu_computes_sparse_attention_in_rounds_of_any_size(batch: Batch, is_prefill: bool, num_selected: int) -> None:
+    step = LatentStep(batch, is_prefill=is_prefill)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_mla, "_MAX_SPARSE_BYTES", 200 * LATENT_DIM * 4)
+        patch.setattr(cpu_mla, "_MAX_INDEX_SCORES", 500)
+        output = step.attend(load_ops("cpu"), num_selected=num_selected)
+    assert_close(output, step.expected(num_selected=num_selected))
+
+
+@every_backend
+@every_kind
+def test_contexts_that_fit_are_not_selected_from(ops: Ops, is_prefill: bool) -> None:
+    step = LatentStep(Batch(16, [0, 30], [7, 2], 1), is_prefill=is_prefill)
+    assert step.select(ops, 32) is None
+    selected = step.select(ops, 31)
+    assert selected is not None
+    # The last token sees 32 positions, the one before it 31.
+    assert [len(set(row) - {-1}) for row in selected.tolist()] == [1, 2, 3, 4, 5, 6, 7, 31, 31]
+
+
+# Processors make NaN with either sign, and it counts as infinity: else a row of NaN might select nothing at all.
+SCORES = [-math.inf, -2.5, -1e-40, -0.0, 0.0, 1e-40, 1.0, 3e38, math.inf, math.nan, -math.nan]
+
+
+@given(scores=st.lists(st.sampled_from(SCORES), min_size=1), data=st.data())
+def test_cpu_takes_the_largest_scores_and_the_lower_column_of_equal_ones(
+    scores: list[float], data: st.DataObject
+) -> None:
+    count = data.draw(st.integers(1, len(scores)))
+    columns = cpu_mla.largest_columns(torch.tensor([scores]), count)
+    ranks = [-math.inf if math.isnan(score) else -score for score in scores]
+    best_first = sorted(range(len(scores)), key=lambda column: (ranks[column], column))
+    assert columns[0].sort().values.tolist() == sorted(best_first[:count])
+
+
+@every_backend
+@every_kind
+@pytest.mark.parametrize("num_selected", [None, 20])
+def test_one_rows_nan_stays_its_own(ops: Ops, is_prefill: bool, num_selected: int | None) -> None:
+    step = LatentStep(Batch(16, [33, 20, 5], [1, 1, 1], 2), is_prefill=is_prefill)
+    expected = step.expected(num_selected=num_selected)
+    step.tokens.query[1] = step.tokens.index_query[1] = math.nan
+    step.tokens.latents[1][-1] = step.tokens.index_keys[1][-1] = math.nan
+    output = step.attend(ops, num_selected=num_selected)
+    assert output[1].isnan().all()
+    assert_close(output[[0, 2]], expected[[0, 2]])
+
+
+@every_backend
+@pytest.mark.parametrize("num_selected", [None, 4])
+def test_a_padded_row_changes_nothing(ops: Ops, num_selected: int | None) -> None:
+    step = LatentStep(Batch(16, [20, 0], [1, 1], 2), is_prefill=False)
+    expected = step.expected(num_selected=num_selected)
+    step.metadata = padded(step.metadata, 1)
+    assert_close(step.attend(ops, num_selected=num_selected)[0], expected[0])
+    held = step.cache.layers[0][0].isfinite().all(-1).sum()
+    assert held == 21
+
+
+def padded(metadata: AttentionMetadata, row: int) -> AttentionMetadata:
+    """The metadata with one row of a token turned into padding."""
+    lengths = [0 if seq == row else length for seq, length in enumerate(metadata.context_lens_host)]
+    slots, tables = metadata.slot_mapping.clone(), metadata.block_tables.clone()
+    slots[row], tables[row] = -1, 0
+    return replace(
+        metadata,
+        slot_mapping=slots,
+        block_tables=tables,
+        context_lens=torch.tensor(lengths, dtype=torch.int32),
+        context_lens_host=tuple(lengths),
+    )
+
+
+@given(batch=batches(max_new=9), num_selected=st.none() | st.integers(1, 60), chunk=st.integers(1, 9))
+@settings(max_examples=30)
+def test_reference_gives_a_token_the_same_bits_in_any_batch_chunk_and_block(
+    batch: Batch, num_selected: int | None, chunk: int
+) -> None:
+    ops = load_ops("reference")
+    together = LatentStep(batch, is_prefill=True)
+    expected = together.attend(ops, num_selected=num_selected)
+    start = 0
+    for seq, (cached, new) in enumerate(zip(batch.num_cached, batch.num_new, strict=True)):
+        # Alone, in blocks of another size, a few tokens at a time.
+        rows = slice(start, start + min(chunk, new))
+        part = Batch(5, [cached], [rows.stop - rows.start], order=3)
+        alone = LatentStep(part, is_prefill=False, tokens=together.tokens.part(seq, rows, part.context_lens[0]))
+        assert torch.equal(alone.attend(ops, num_selected=num_selected), expected[rows])
+        start += new
+
+
+@every_backend
+@pytest.mark.parametrize("num_selected", [None, 20])
+def test_bfloat16_is_attended_to_in_bfloat16(ops: Ops, num_selected: int | None) -> None:
+    batch = Batch(16, [20, 33, 5, 0], [1, 7, 20, 30], 2)
+    step = LatentStep(batch, is_prefill=True, tokens=Tokens.random(batch, torch.bfloat16))
+    output = step.attend(ops, num_selected=num_selected)
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(output.double(), step.expected(num_selected=num_selected), atol=0.05, rtol=0.05)

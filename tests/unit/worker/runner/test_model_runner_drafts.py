@@ -1,0 +1,142 @@
+"""What a runner generates depends on no draft, and on nothing else that is decided besides the request."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from services.worker.models.loader import LoadedModel
+from services.worker.spec_decode.drafts import Drafting
+from services.worker.spec_decode.ngram_drafts import LookupProposer, NgramProposer
+from services.worker.step import Int32Column
+from tests.support.drafting import CYCLE, REQUESTS
+from tests.support.tiny_llama import write_tiny_llama
+from tests.support.worker_driver import Answer, WorkerDriver
+from tests.support.worker_runner import WrappedModel, load_exact, make_runner
+from tests.support.worker_steps import decode_step, make_enter, prefill_step
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load_exact(write_tiny_llama(tmp_path_factory.mktemp("model"), changes={"num_hidden_layers": 2}))
+
+
+class KnowingProposer(LookupProposer):
+    """Knows how sequences go on, and errs now and then."""
+
+    def __init__(self, answers: list[Answer], *, share_right: float, seed: int = 0) -> None:
+        self._texts = [request.prompt + answer.tokens for request, answer in zip(REQUESTS, answers, strict=True)]
+        self._share_right = share_right
+        self._rng = Random(seed)
+
+    def look_up(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
+        """See `LookupProposer.look_up`."""
+        known = token_ids.tolist()
+        text = next((text for text in self._texts if text[: len(known)] == known), [])
+        right = text[len(known) : len(known) + max_tokens]
+        guess = [token if self._rng.random() < self._share_right else self._rng.randrange(512) for token in right]
+        return np.array(guess, np.int32)
+
+
+@pytest.fixture(scope="module")
+def undrafted(loaded: LoadedModel) -> list[Answer]:
+    return WorkerDriver(make_runner(loaded, num_blocks=200)).generate(REQUESTS)
+
+
+def test_requests_get_alone_what_they_get_together(loaded: LoadedModel, undrafted: list[Answer]) -> None:
+    runner = make_runner(loaded, num_blocks=200)
+    assert [WorkerDriver(runner, max_chunk=1000).generate([request])[0] for request in REQUESTS] == undrafted
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 4, 8])
+@pytest.mark.parametrize("share_right", [1.0, 0.7])
+def test_right_and_wrong_drafts_change_no_answer(
+    loaded: LoadedModel, undrafted: list[Answer], num_draft_tokens: int, share_right: float
+) -> None:
+    proposer = KnowingProposer(undrafted, share_right=share_right)
+    runner = make_runner(loaded, num_blocks=200, drafting=Drafting(proposer, num_draft_tokens))
+    driver = WorkerDriver(runner, seed=num_draft_tokens)
+    assert driver.generate(REQUESTS) == undrafted
+    assert sum(output.num_draft_tokens for output in driver.outputs) > 30
+
+
+def test_drafts_looked_up_in_the_prompt_change_no_answer(loaded: LoadedModel, undrafted: list[Answer]) -> None:
+    runner = make_runner(loaded, num_blocks=200, drafting=Drafting(NgramProposer(), 4))
+    assert WorkerDriver(runner, seed=3).generate(REQUESTS) == undrafted
+
+
+def test_a_step_has_no_more_tokens_than_it_may_have(loaded: LoadedModel, undrafted: list[Answer]) -> None:
+    proposer = KnowingProposer(undrafted, share_right=1.0)
+    runner = make_runner(loaded, num_blocks=200, drafting=Drafting(proposer, 8))
+    # Nine rows, or fewer and chunks of at most two tokens: some room for drafts is left, but not for all of them.
+    driver = WorkerDriver(runner, max_num_batched_tokens=18, max_chunk=2)
+    assert driver.generate(REQUESTS) == undrafted
+    assert max(output.num_draft_tokens for output in driver.outputs) > 4
+
+
+def test_right_drafts_save_steps(loaded: LoadedModel, undrafted: list[Answer]) -> None:
+    proposer = KnowingProposer(undrafted, share_right=1.0)
+    runner = make_runner(loaded, num_blocks=200, drafting=Drafting(proposer, 8))
+    driver = WorkerDriver(runner, max_chunk=1000)
+    assert driver.generate([REQUESTS[2]]) == [undrafted[2]]
+    # 17 tokens: the prompt's own, then 2, 4 and 8 drafts and one more each.
+    counts = [output.counts.tolist() for output in driver.outputs if output.counts is not None]
+    assert [count for count in counts if count != [0]] == [[3], [5], [8]]
+
+
+def test_a_sequence_that_has_all_its_tokens_gets_none(loaded: LoadedModel) -> None:
+    runner = make_runner(loaded, drafting=Drafting(NgramProposer(), 4))
+    runner.attach(block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
+    enters = [make_enter(0, CYCLE * 2, range(4), max_num_tokens=14), make_enter(1, [8, 1, 8, 1], range(5, 10))]
+    runner.run_step(prefill_step(*enters))
+    runner.run_step(decode_step(rows=[0]))
+    both = runner.run_step(decode_step())
+    assert both.counts is not None
+    assert both.counts.tolist() == [0, len(both.token_ids)]
+    alone = runner.run_step(decode_step(rows=[0]))
+    assert alone.counts is not None
+    assert (alone.counts.tolist(), alone.token_ids.tolist(), alone.num_draft_tokens) == ([0], [], 0)
+    assert len(runner.run_step(decode_step(rows=[1])).token_ids) >= 1
+
+
+class NotFiniteRow(WrappedModel):
+    """From some step on has NaN in the logits of its second row's first token."""
+
+    is_broken = False
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """See `CausalLM.compute_logits`."""
+        logits = super().compute_logits(hidden).clone()
+        if self.is_broken:
+            logits[-1] = torch.nan
+        return logits
+
+
+def test_a_row_that_is_not_finite_keeps_its_number_beside_one_that_is_full(loaded: LoadedModel) -> None:
+    model = NotFiniteRow(loaded.model)
+    runner = make_runner(replace(loaded, model=model), drafting=Drafting(NgramProposer(), 4))
+    runner.attach(block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
+    enters = [
+        make_enter(0, [8, 9], range(4), max_num_tokens=3),
+        make_enter(1, [7, 8, 9], range(4, 10)),
+        make_enter(2, [3], range(10, 12)),
+    ]
+    runner.run_step(prefill_step(*enters))
+    model.is_broken = True
+    output = runner.run_step(decode_step())
+    assert output.not_finite_rows.tolist() == [2]
+    assert output.counts is not None
+    assert output.counts.tolist() == [0, 1, 1]
+    model.is_broken = False
+    assert runner.run_step(decode_step(rows=[1, 2])).not_finite_rows.tolist() == []
+
+
+def test_drafts_leave_the_fingerprint_as_it_is(loaded: LoadedModel) -> None:
+    drafting = make_runner(loaded, drafting=Drafting(NgramProposer(), 4))
+    assert drafting.numerics_fingerprint == make_runner(loaded).numerics_fingerprint
+    assert (drafting.num_draft_tokens, make_runner(loaded).num_draft_tokens) == (4, 0)

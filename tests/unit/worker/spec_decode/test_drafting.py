@@ -1,0 +1,135 @@
+"""Who drafts is loaded as the settings say, and refused where it does not fit the model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.worker.config import WorkerSettings
+from services.worker.ops import load_ops
+from services.worker.runner.model_runner import build_model_runner
+from services.worker.spec_decode.draft_model import DraftModelProposer
+from services.worker.spec_decode.drafting import make_drafting
+from services.worker.spec_decode.drafts import Drafting
+from services.worker.spec_decode.ngram_drafts import NgramProposer
+from shared.model_dir import TOKENIZER, ModelDirectoryError
+from tests.support.tiny_llama import write_tiny_llama
+from tests.support.worker_runner import load_exact
+
+SMALL = {"num_hidden_layers": 1, "max_position_embeddings": 64}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("model"), changes={"num_hidden_layers": 1})
+
+
+def drafting_of(model_dir: Path, **settings: Any) -> Drafting | None:
+    loaded = load_exact(model_dir)
+    all_settings = WorkerSettings(model_dir=model_dir, ops_backend="reference", **settings)
+    return make_drafting(all_settings, loaded, load_ops("reference"), lambda: None)
+
+
+def change_tokenizer(model_dir: Path, changes: Mapping[str, int]) -> None:
+    """Give some tokens other ids, and those ids' tokens theirs."""
+    path = model_dir / TOKENIZER
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["model"]["vocab"].update(changes)
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def test_nobody_drafts_unless_asked(model_dir: Path) -> None:
+    assert drafting_of(model_dir) is None
+
+
+def test_ngrams_need_nothing(model_dir: Path) -> None:
+    drafting = drafting_of(model_dir, draft_proposer="ngram", num_draft_tokens=3)
+    assert drafting is not None
+    assert isinstance(drafting.proposer, NgramProposer)
+    assert drafting.num_draft_tokens == 3
+
+
+def test_a_draft_model_may_have_any_size_and_a_shorter_context(model_dir: Path, tmp_path: Path) -> None:
+    draft_dir = write_tiny_llama(tmp_path / "draft", changes=SMALL, seed=2)
+    drafting = drafting_of(model_dir, draft_proposer="model", draft_model=draft_dir)
+    assert drafting is not None
+    assert isinstance(drafting.proposer, DraftModelProposer)
+    assert len(drafting.proposer.kv_cache_spec.layers) == 1
+
+
+def test_a_tokenizer_that_is_written_otherwise_is_the_same(model_dir: Path, tmp_path: Path) -> None:
+    draft_dir = write_tiny_llama(tmp_path / "draft", changes=SMALL)
+    path = draft_dir / TOKENIZER
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")), sort_keys=True), encoding="utf-8")
+    assert drafting_of(model_dir, draft_proposer="model", draft_model=draft_dir) is not None
+
+
+def test_a_model_of_another_vocabulary_size_cannot_draft(model_dir: Path, tmp_path: Path) -> None:
+    draft_dir = write_tiny_llama(tmp_path / "draft", changes={**SMALL, "vocab_size": 500})
+    with pytest.raises(ModelDirectoryError, match=f"{draft_dir} cannot draft for {model_dir}: .* 500 tokens, not 512"):
+        drafting_of(model_dir, draft_proposer="model", draft_model=draft_dir)
+
+
+def test_a_model_of_another_tokenizer_cannot_draft(model_dir: Path, tmp_path: Path) -> None:
+    draft_dir = write_tiny_llama(tmp_path / "draft", changes=SMALL)
+    vocabulary = json.loads((draft_dir / TOKENIZER).read_text(encoding="utf-8"))["model"]["vocab"]
+    first, second = (next(text for text, token_id in vocabulary.items() if token_id == number) for number in (40, 41))
+    change_tokenizer(draft_dir, {first: 41, second: 40})
+    with pytest.raises(ModelDirectoryError, match=r"another tokenizer\.json; token 40 is"):
+        drafting_of(model_dir, draft_proposer="model", draft_model=draft_dir)
+
+
+def test_a_vocabulary_may_be_a_list_of_pieces_with_scores(tmp_path: Path) -> None:
+    dirs = [write_tiny_llama(tmp_path / name, changes=SMALL) for name in ("model", "draft", "other")]
+    for directory, last in zip(dirs, ("c", "c", "d"), strict=True):
+        content = {"model": {"type": "Unigram", "vocab": [["a", -1.0], ["b", -2.0], [last, -3.0]]}}
+        (directory / TOKENIZER).write_text(json.dumps(content), encoding="utf-8")
+    assert drafting_of(dirs[0], draft_proposer="model", draft_model=dirs[1]) is not None
+    with pytest.raises(ModelDirectoryError, match="token 2 is 'd', not 'c'"):
+        drafting_of(dirs[0], draft_proposer="model", draft_model=dirs[2])
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"model": {"vocab": 3}}', '{"model": {"vocab": [1]}}'])
+def test_a_tokenizer_without_a_vocabulary_is_an_error(model_dir: Path, tmp_path: Path, content: str) -> None:
+    draft_dir = write_tiny_llama(tmp_path / "draft", changes=SMALL)
+    (draft_dir / TOKENIZER).write_text(content, encoding="utf-8")
+    with pytest.raises(ModelDirectoryError, match=str(draft_dir / TOKENIZER)):
+        drafting_of(model_dir, draft_proposer="model", draft_model=draft_dir)
+
+
+def test_mtp_is_refused_where_there_are_no_layers_for_it(model_dir: Path) -> None:
+    with pytest.raises(ModelDirectoryError, match=f"{model_dir}: no layers for multi-token prediction"):
+        drafting_of(model_dir, draft_proposer="mtp")
+
+
+def test_a_signal_ends_the_loading_of_a_draft_model(model_dir: Path, tmp_path: Path) -> None:
+    class StopError(Exception):
+        pass
+
+    parts: list[float] = []
+
+    def on_progress(part: float) -> None:
+        if parts and parts[-1] == part == 1.0:
+            raise StopError
+        parts.append(part)
+
+    draft_dir = write_tiny_llama(tmp_path / "draft", changes=SMALL)
+    settings = WorkerSettings(model_dir=model_dir, draft_proposer="model", draft_model=draft_dir, num_threads=1)
+    with pytest.raises(StopError):
+        build_model_runner(settings, on_progress)
+
+
+def test_dummy_models_draft_without_a_tokenizer(model_dir: Path, tmp_path: Path) -> None:
+    dirs = []
+    for name in ("model", "draft"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_bytes((model_dir / "config.json").read_bytes())
+        dirs.append(tmp_path / name)
+    settings = WorkerSettings(
+        model_dir=dirs[0], draft_proposer="model", draft_model=dirs[1], load_format="dummy", num_threads=1
+    )
+    assert build_model_runner(settings, lambda _: None).num_draft_tokens == 4

@@ -1,0 +1,130 @@
+"""Which layer of a checkpoint has which format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from services.worker.weights.quantization.config import QuantizationConfig
+from shared.model_dir import ModelDirectoryError
+from tests.support.quantized_checkpoints import SCHEMES
+
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+FP8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
+
+
+def label_of(config: Mapping[str, Any], layer: str) -> str:
+    return QuantizationConfig.from_json({"quantization_config": config}).linear_format(layer).label
+
+
+def compressed(**values: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": INT4, "format": "pack-quantized"}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, **values}
+
+
+@pytest.mark.parametrize("config", [{}, {"quantization_config": None}])
+def test_without_a_quantization_config_all_layers_are_plain(config: Mapping[str, Any]) -> None:
+    assert QuantizationConfig.from_json(config).linear_format("model.layers.0.mlp.up_proj").label == "plain"
+
+
+@pytest.mark.parametrize(
+    ("layer", "is_plain"),
+    [
+        ("lm_head", True),
+        ("model.lm_head", True),
+        ("model.layers.1", True),
+        ("model.layers.1.mlp.up_proj", True),
+        ("model.layers.11.mlp.up_proj", False),
+        ("model.layers.12.mlp.gate", True),
+        ("model.layers.12.mlp.gate_proj", False),
+        ("model.layers.3.self_attn.q_proj", False),
+        ("model.layers.4.self_attn.q_proj", True),
+    ],
+)
+def test_a_list_of_fp8_names_ends_starts_at_dots_and_expressions(layer: str, is_plain: bool) -> None:
+    names = ["lm_head", "model.layers.1", "model.layers.*.mlp.gate", r"model\.layers\.[4-6]\.self_attn"]
+    for key in ("modules_to_not_convert", "ignored_layers"):
+        assert (label_of({"quant_method": "fp8", key: names}, layer) == "plain") is is_plain
+
+
+def test_an_empty_list_leaves_no_layer_out() -> None:
+    assert label_of({"quant_method": "fp8", "modules_to_not_convert": []}, "lm_head") == "fp8"
+    assert label_of({"quant_method": "fp8", "modules_to_not_convert": None}, "lm_head") == "fp8"
+
+
+def test_ignored_layers_of_compressed_tensors_are_whole_names_and_expressions() -> None:
+    config = compressed(ignore=["lm_head", r"re:.*\.mlp\.gate$", "model.layers.3"])
+    for layer, is_plain in (
+        ("lm_head", True),
+        ("model.lm_head", False),
+        ("model.layers.0.mlp.gate", True),
+        ("model.layers.0.mlp.gate_proj", False),
+        ("model.layers.3.mlp.up_proj", False),
+    ):
+        assert (label_of(config, layer) == "plain") is is_plain
+
+
+def test_a_layers_own_name_counts_before_an_expression_and_that_before_its_class() -> None:
+    groups = {
+        "group_0": {"targets": ["Linear"], "weights": INT4, "format": "pack-quantized"},
+        "group_1": {"targets": [r"re:.*down_proj"], "weights": FP8, "format": "float-quantized"},
+        "group_2": {"targets": ["model.layers.0.mlp.down_proj"], "weights": None},
+    }
+    config = compressed(config_groups=groups, format="mixed-precision")
+    assert label_of(config, "model.layers.0.mlp.up_proj") == "int4, packed"
+    assert label_of(config, "model.layers.1.mlp.down_proj") == "fp8, channel"
+    assert label_of(config, "model.layers.0.mlp.down_proj") == "plain"
+
+
+def test_a_class_that_no_layer_has_targets_nothing() -> None:
+    groups = {"group_0": {"targets": ["Conv2d"], "weights": INT4, "format": "pack-quantized"}}
+    assert label_of(compressed(config_groups=groups), "model.layers.0.mlp.up_proj") == "plain"
+
+
+def test_an_older_name_of_the_configuration_is_read() -> None:
+    config = QuantizationConfig.from_json({"compression_config": SCHEMES["compressed int4, groups"].config})
+    assert config.linear_format("model.layers.0.mlp.up_proj").label == "int4, packed"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "awq"}, "'awq' is not supported; supported: compressed-tensors, fbgemm_fp8, fp8, mxfp4"),
+        ({"bits": 4}, "quant_method None is not supported"),
+        ("fp8", "quant_method None is not supported"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "method 'fp8': ValueError"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size is"),
+        ({"quant_method": "fp8", "modules_to_not_convert": ["("]}, "method 'fp8'"),
+        ({"quant_method": "compressed-tensors"}, "config_groups"),
+        (
+            compressed(config_groups={"group_0": {"targets": ["Linear"], "weights": INT4, "format": "marlin-24"}}),
+            "marlin",
+        ),
+        (
+            compressed(
+                config_groups={"g": {"targets": ["Linear"], "weights": {**INT4, "num_bits": 3}}},
+                format="pack-quantized",
+            ),
+            "'pack-quantized' with symmetric int weights of 3 bits is not supported; supported: .*4 or 8",
+        ),
+        (
+            compressed(
+                config_groups={"g": {"targets": ["Linear"], "weights": {**FP8, "num_bits": 4}}},
+                format="nvfp4-pack-quantized",
+            ),
+            "'nvfp4-pack-quantized' with symmetric float weights of 4 bits",
+        ),
+        (
+            compressed(config_groups={"g": {"targets": ["Linear"], "weights": {**INT4, "strategy": "tensor_group"}}}),
+            "strategy 'tensor_group'",
+        ),
+        (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparse-24-bitmask"),
+        (compressed(transform_config={"config_groups": {"u": {}}}), "transform_config"),
+        (compressed(ignore=["re:("]), "compressed-tensors"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(config: Any, message: str) -> None:
+    with pytest.raises(ModelDirectoryError, match=message):
+        QuantizationConfig.from_json({"quantization_config": config})

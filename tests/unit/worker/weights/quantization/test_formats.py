@@ -1,0 +1,150 @@
+"""Each format of a layer, as a checkpoint publishes it, read whole and in any slices."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from services.worker.weights.checkpoint import CheckpointWeights
+from services.worker.weights.quantization.config import QuantizationConfig
+from services.worker.weights.weight_files import WeightFiles
+from shared.model_dir import ModelDirectoryError
+from tests.support.quantized_checkpoints import SCHEMES, mxfp4_stack
+
+# No multiples of any block, group or word.
+SHAPE = (75, 171)
+MXFP4 = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}}
+
+
+@contextmanager
+def weights_of(tmp_path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Iterator[CheckpointWeights]:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    with WeightFiles(tmp_path) as files:
+        yield CheckpointWeights(files, torch.float32, QuantizationConfig.from_json(config))
+
+
+def random_slice(draw: random.Random, size: int) -> slice:
+    start = draw.randrange(size)
+    return slice(start, draw.randint(start + 1, size))
+
+
+def matrix(shape: tuple[int, ...], seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_layer_is_what_its_format_says_whole_and_in_slices(tmp_path: Path, name: str) -> None:
+    layer = "model.layers.1.self_attn.q_proj"
+    quantized = SCHEMES[name].quantize(matrix(SHAPE))
+    tensors = {layer + suffix: tensor for suffix, tensor in quantized.tensors.items()}
+    draw = random.Random(name)
+    with weights_of(tmp_path, tensors, {"quantization_config": SCHEMES[name].config}) as weights:
+        torch.testing.assert_close(weights.linear(layer, SHAPE), quantized.values, rtol=1e-6, atol=0)
+        for _ in range(20):
+            rows, columns = random_slice(draw, SHAPE[0]), random_slice(draw, SHAPE[1])
+            part = weights.linear(layer, SHAPE, rows=rows, columns=columns)
+            torch.testing.assert_close(part, quantized.values[rows, columns], rtol=1e-6, atol=0)
+        weights.check_complete()
+
+
+def test_slices_are_read_into_a_larger_matrix(tmp_path: Path) -> None:
+    quantized = SCHEMES["fp8, blocks"].quantize(matrix(SHAPE))
+    tensors = {"a_proj" + suffix: tensor for suffix, tensor in quantized.tensors.items()}
+    with weights_of(tmp_path, tensors, {"quantization_config": SCHEMES["fp8, blocks"].config}) as weights:
+        fused = torch.zeros(SHAPE[1], 100, dtype=torch.bfloat16)
+        # Transposed, as a backend may want it.
+        weights.linear("a_proj", SHAPE, out=fused.T[10:85])
+        assert torch.equal(fused.T[10:85], quantized.values.bfloat16())
+        assert not fused.T[:10].any()
+        assert not fused.T[85:].any()
+
+
+def test_mxfp4_experts_are_those_of_transformers_whole_and_in_slices(tmp_path: Path) -> None:
+    stack = mxfp4_stack(matrix((3, 96, 50)))
+    theirs = convert_moe_packed_tensors(stack.tensors["_blocks"], stack.tensors["_scales"], dtype=torch.float32)
+    name, draw = "model.layers.0.mlp.experts.gate_up_proj", random.Random(1)
+    with weights_of(tmp_path, {name + suffix: part for suffix, part in stack.tensors.items()}, MXFP4) as weights:
+        assert torch.equal(weights.stacked(name, (3, 96, 50)), theirs)
+        assert torch.equal(theirs, stack.values)
+        for _ in range(20):
+            experts, rows, columns = (random_slice(draw, size) for size in (3, 96, 50))
+            part = weights.stacked(name, (3, 96, 50), experts=experts, rows=rows, columns=columns)
+            assert torch.equal(part, theirs[experts, rows, columns])
+        weights.check_complete()
+
+
+@pytest.mark.parametrize("config", [{}, MXFP4])
+def test_experts_that_are_stacked_plainly_are_read_in_any_slices(tmp_path: Path, config: Mapping[str, Any]) -> None:
+    stack = matrix((3, 20, 50))
+    with weights_of(tmp_path, {"experts.down_proj": stack}, config) as weights:
+        assert torch.equal(weights.stacked("experts.down_proj", (3, 20, 50)), stack)
+        part = weights.stacked(
+            "experts.down_proj", (3, 20, 50), experts=slice(1, 3), rows=slice(7), columns=slice(9, 30)
+        )
+        assert torch.equal(part, stack[1:3, :7, 9:30])
+
+
+def test_every_code_of_fp8_is_the_number_that_torch_says_it_is(tmp_path: Path) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    numbers = codes[~codes.float().isnan()].reshape(2, 127)
+    tensors = {"a_proj.weight": numbers, "a_proj.weight_scale": torch.tensor(1.0)}
+    with weights_of(tmp_path, tensors, {"quantization_config": {"quant_method": "fp8"}}) as weights:
+        assert torch.equal(weights.linear("a_proj", (2, 127)), numbers.float())
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_an_fp8_weight_that_is_not_a_number_is_found(tmp_path: Path, code: int) -> None:
+    weight = matrix((4, 6)).to(torch.float8_e4m3fn)
+    weight.view(torch.uint8)[2, 3] = code
+    tensors = {"a_proj.weight": weight, "a_proj.weight_scale": torch.tensor(1.0)}
+    with weights_of(tmp_path, tensors, {"quantization_config": {"quant_method": "fp8"}}) as weights:
+        weights.linear("a_proj", (4, 6))
+        with pytest.raises(ModelDirectoryError, match="not finite: a_proj"):
+            weights.check_complete()
+
+
+def test_an_mxfp4_scale_that_is_not_a_number_is_found(tmp_path: Path) -> None:
+    stack = mxfp4_stack(matrix((2, 32, 5)))
+    stack.tensors["_scales"][1, 4, 0] = 255
+    with weights_of(
+        tmp_path, {"experts.up" + suffix: part for suffix, part in stack.tensors.items()}, MXFP4
+    ) as weights:
+        weights.stacked("experts.up", (2, 32, 5))
+        with pytest.raises(ModelDirectoryError, match="not finite"):
+            weights.check_complete()
+
+
+def test_scales_may_be_powers_of_two_in_a_byte(tmp_path: Path) -> None:
+    weight, scales = matrix((4, 6)).to(torch.float8_e4m3fn), torch.tensor([[2.0, 0.25]])
+    tensors = {"a_proj.weight": weight, "a_proj.weight_scale_inv": scales.to(torch.float8_e8m0fnu)}
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [4, 3], "scale_fmt": "ue8m0"}}
+    with weights_of(tmp_path, tensors, config) as weights:
+        assert torch.equal(weights.linear("a_proj", (4, 6)), weight.float() * scales.repeat_interleave(3, dim=1))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "suffix", "change", "message"),
+    [
+        ("compressed int4, activation order", ".weight_g_idx", lambda t: t + 4, "weight_g_idx names a group"),
+        ("compressed int4, activation order", ".weight_g_idx", lambda t: t - 1, "weight_g_idx names a group"),
+        ("compressed int4, groups", ".weight_shape", lambda t: t + 32, "weight_shape says"),
+    ],
+)
+def test_tensors_that_contradict_each_other_are_refused(
+    tmp_path: Path, scheme: str, suffix: str, change: Any, message: str
+) -> None:
+    tensors = {f"a_proj{key}": part for key, part in SCHEMES[scheme].quantize(matrix((8, 64))).tensors.items()}
+    tensors[f"a_proj{suffix}"] = change(tensors[f"a_proj{suffix}"])
+    with weights_of(tmp_path, tensors, {"quantization_config": SCHEMES[scheme].config}) as weights:
+        weights.linear("a_proj", (8, 64))
+        with pytest.raises(ModelDirectoryError, match=rf"malformed: a_proj \({message}"):
+            weights.check_complete()

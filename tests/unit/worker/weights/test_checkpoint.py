@@ -1,0 +1,149 @@
+"""Reading tensors and parts of them, what is noted of them, and what may be left over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from services.worker.weights.checkpoint import CheckpointWeights
+from services.worker.weights.weight_files import WeightFiles
+from shared.model_dir import ModelDirectoryError
+
+TENSORS = {
+    "table.weight": torch.arange(60, dtype=torch.float32).view(20, 3),
+    "up_proj.weight": torch.arange(35, dtype=torch.float32).view(5, 7).bfloat16(),
+    "norm.weight": torch.full((4,), 1.1, dtype=torch.float16),
+    "scalar": torch.tensor(3.0),
+}
+
+
+@contextmanager
+def weights_of(
+    directory: Path, tensors: dict[str, Tensor], dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[CheckpointWeights, WeightFiles]]:
+    save_file(tensors, directory / "model.safetensors")
+    with WeightFiles(directory) as files:
+        yield CheckpointWeights(files, dtype), files
+
+
+def read_all(weights: CheckpointWeights) -> None:
+    for name, tensor in TENSORS.items():
+        weights.read(name, tuple(tensor.shape))
+
+
+def test_a_tensor_comes_in_the_models_dtype_or_in_the_one_asked_for(tmp_path: Path) -> None:
+    with weights_of(tmp_path, TENSORS, torch.bfloat16) as (weights, _):
+        assert torch.equal(weights.read("norm.weight", (4,)), torch.full((4,), 1.1).half().bfloat16())
+        assert torch.equal(weights.read("norm.weight", (4,), dtype=torch.float32), torch.full((4,), 1.1).half().float())
+        assert weights.read("scalar", ()).item() == 3
+        assert ("scalar" in weights, "vector" in weights) == (True, False)
+
+
+def test_parts_are_those_of_the_whole(tmp_path: Path) -> None:
+    with weights_of(tmp_path, TENSORS) as (weights, _):
+        assert torch.equal(weights.read("table.weight", (20, 3), rows=slice(4, 9)), TENSORS["table.weight"][4:9])
+        assert torch.equal(
+            weights.linear("up_proj", (5, 7), rows=slice(2, None)), TENSORS["up_proj.weight"][2:].float()
+        )
+        assert torch.equal(
+            weights.linear("up_proj", (5, 7), columns=slice(3, 4)), TENSORS["up_proj.weight"][:, 3:4].float()
+        )
+        assert weights.linear("up_proj", (5, 7), rows=slice(2, 2)).shape == (0, 7)
+
+
+def test_what_is_returned_is_the_callers_own(tmp_path: Path) -> None:
+    with weights_of(tmp_path, TENSORS) as (weights, _):
+        first = weights.read("table.weight", (20, 3)).fill_(7)
+        assert torch.equal(weights.read("table.weight", (20, 3)), TENSORS["table.weight"])
+    assert (first == 7).all()
+
+
+def test_the_digest_names_what_was_read_whatever_the_order(tmp_path: Path) -> None:
+    def digest_of(*names: str, tensors: dict[str, Tensor] = TENSORS) -> str:
+        with weights_of(tmp_path, tensors) as (weights, files):
+            for name in names:
+                weights.read(name, tuple(tensors[name].shape))
+            return files.digest()
+
+    table, norm = "table.weight", "norm.weight"
+    assert digest_of(table, norm) == digest_of(norm, table, norm)
+    assert len({digest_of(table), digest_of(norm), digest_of(table, norm), digest_of()}) == 4
+    changed = {**TENSORS, table: TENSORS[table].clone()}
+    changed[table][15, 0] += 1
+    assert digest_of(norm, tensors=changed) == digest_of(norm)
+    assert digest_of(table, tensors=changed) != digest_of(table)
+
+
+def test_the_digest_of_parts_is_that_of_the_whole(tmp_path: Path) -> None:
+    tensors = {**TENSORS, "experts.up": torch.arange(24, dtype=torch.float32).view(3, 2, 4)}
+
+    def digest_of(part: slice, dtype: torch.dtype) -> str:
+        with weights_of(tmp_path, tensors, dtype) as (weights, files):
+            weights.read("table.weight", (20, 3), rows=part)
+            weights.linear("up_proj", (5, 7), columns=part)
+            weights.stacked("experts.up", (3, 2, 4), experts=part)
+            return files.digest()
+
+    whole = digest_of(slice(None), torch.float32)
+    assert digest_of(slice(1), torch.bfloat16) == whole
+    # A rank that holds none of it.
+    assert digest_of(slice(0), torch.float32) == whole
+
+
+def test_progress_counts_a_tensor_when_a_part_of_it_is_first_read(tmp_path: Path) -> None:
+    save_file({"a.weight": torch.ones(8, 8), "b.weight": torch.ones(64)}, tmp_path / "model.safetensors")
+    shares: list[float] = []
+    with WeightFiles(tmp_path, shares.append) as files:
+        weights = CheckpointWeights(files, torch.float32)
+        weights.linear("a", (8, 8), rows=slice(4))
+        weights.linear("a", (8, 8), rows=slice(4))
+        weights.linear("a", (8, 8), rows=slice(4, 8), columns=slice(2))
+        weights.read("b.weight", (64,))
+    assert shares == [0.5, 1.0]
+
+
+def test_tensors_that_are_ignored_may_be_left_unread(tmp_path: Path) -> None:
+    tensors = {**TENSORS, "model.layers.61.norm.weight": torch.ones(2), "rotary.inv_freq": torch.ones(2)}
+    with weights_of(tmp_path, tensors) as (weights, _):
+        read_all(weights)
+        weights.ignore(suffixes=["inv_freq"])
+        with pytest.raises(ModelDirectoryError, match=r"no place in .*: model\.layers\.61\.norm\.weight$"):
+            weights.check_complete()
+    with weights_of(tmp_path, tensors) as (weights, _):
+        read_all(weights)
+        weights.ignore(prefixes=["model.layers.61."])
+        weights.ignore(suffixes=["inv_freq"])
+        weights.check_complete()
+
+
+def test_behind_a_problem_shapes_are_still_right_and_all_else_is_still_checked(tmp_path: Path) -> None:
+    with weights_of(tmp_path, TENSORS) as (weights, _):
+        assert weights.linear("down_proj", (6, 9), rows=slice(3)).shape == (3, 9)
+        assert weights.stacked("experts.up", (2, 3, 4), columns=slice(2)).shape == (2, 3, 2)
+        assert weights.read("norm.weight", (5,), dtype=torch.float64).dtype == torch.float64
+        read_all(weights)
+        with pytest.raises(ModelDirectoryError) as error_info:
+            weights.check_complete()
+    expected = "missing: down_proj.weight, experts.up; misshapen: norm.weight has shape [4], not [5]"
+    assert str(error_info.value).endswith(expected)
+
+
+def test_memory_beyond_what_files_could_fill_is_refused(tmp_path: Path) -> None:
+    with weights_of(tmp_path, TENSORS) as (weights, _):
+        assert weights.empty((3, 5)).shape == (3, 5)
+        with pytest.raises(ModelDirectoryError, match="too small"):
+            weights.empty((10**9, 10**9))
+
+
+def test_experts_of_a_layer_that_is_missing_count_once(tmp_path: Path) -> None:
+    with weights_of(tmp_path, TENSORS) as (weights, _):
+        for expert in range(64):
+            weights.stacked("experts.up", (64, 512, 512), experts=slice(expert, expert + 1))
+        with pytest.raises(ModelDirectoryError, match=r"do not fit: missing: experts\.up; no place"):
+            weights.check_complete()

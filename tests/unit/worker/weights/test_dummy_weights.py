@@ -1,0 +1,112 @@
+"""Random weights from a configuration alone: the same in any order and slices, and sound enough to run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.worker.models.loader import LoadedModel, LoadOptions, load_model
+from services.worker.ops import load_ops
+from services.worker.weights.dummy_weights import DummyWeights
+from shared.model_dir import ModelDirectoryError
+from tests.support.paged_model import PagedModel
+from tests.support.tiny_llama import TINY_CONFIG, write_tiny_llama
+
+# More values than one period of the random numbers, so that slices cross its end.
+SHAPE = (1100, 1001)
+
+
+def load_dummy(model_dir: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> LoadedModel:
+    return load_model(model_dir, load_ops("cpu"), dtype, lambda _: None, options=LoadOptions(dummy_seed=seed))
+
+
+def write_config(model_dir: Path, **changes: Any) -> Path:
+    (model_dir / "config.json").write_text(json.dumps({**TINY_CONFIG, **changes}))
+    return model_dir
+
+
+def test_values_do_not_depend_on_order_or_slices() -> None:
+    weights, again = DummyWeights(3, torch.float32), DummyWeights(3, torch.float32)
+    matrix, stack = weights.linear("a", SHAPE), weights.stacked("experts", (3, 40, 50))
+    rows, columns = slice(900, 1090), slice(17, 800)
+    expected = weights.stacked("experts", (3, 40, 50), experts=slice(1, 3), rows=slice(5, 9), columns=slice(10, 30))
+    assert torch.equal(expected, stack[1:3, 5:9, 10:30])
+    assert torch.equal(again.linear("a", SHAPE, rows=rows, columns=columns), matrix[rows, columns])
+    assert torch.equal(again.linear("a", SHAPE, rows=rows), matrix[rows])
+    assert torch.equal(again.linear("a", SHAPE), matrix)
+    fused = torch.zeros(2 * SHAPE[1], SHAPE[0])
+    again.linear("a", SHAPE, out=fused.T[:, SHAPE[1] :])
+    assert torch.equal(fused[SHAPE[1] :].T, matrix)
+    table = weights.read("table.weight", SHAPE)
+    assert torch.equal(again.read("table.weight", SHAPE, rows=rows), table[rows])
+
+
+def test_names_and_seeds_tell_weights_apart() -> None:
+    def values(seed: int, name: str) -> tuple[float, ...]:
+        return tuple(DummyWeights(seed, torch.float32).linear(name, (3, 4)).flatten().tolist())
+
+    assert len({values(1, "a"), values(1, "b"), values(2, "a")}) == 3
+    assert values(1, "a") == values(1, "a")
+
+
+def test_matrices_keep_the_size_of_activations_and_norms_are_about_one() -> None:
+    weights = DummyWeights(1, torch.bfloat16)
+    matrix = weights.linear("a", (2000, 1000)).float()
+    assert matrix.mean().abs() < 1e-3
+    assert (matrix.std() * 1000**0.5 - 1).abs() < 0.05
+    norm = weights.read("input_layernorm.weight", (5000,)).float()
+    assert (norm.mean() - 1).abs() < 0.01
+    assert 0.05 < norm.std() < 0.2
+    assert weights.read("up_proj.bias", (5000,)).float().abs().max() < 0.2
+    assert weights.read("scale", ()).shape == ()
+    # No row is another one.
+    assert torch.unique(matrix, dim=0).shape == matrix.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_configuration_alone_gives_a_model_with_finite_logits(tmp_path: Path, dtype: torch.dtype) -> None:
+    loaded = load_dummy(write_config(tmp_path, num_hidden_layers=12, attention_bias=True), dtype=dtype)
+    paged = PagedModel(loaded.model, load_ops("cpu"), num_blocks=8)
+    logits = paged.prefill_all(paged.add(list(range(40))))
+    assert logits.isfinite().all()
+    assert 0.01 < logits.std() < 100
+    assert loaded.facts.context_length == 512
+
+
+def test_the_digest_names_configuration_and_seed(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    first = load_dummy(tmp_path)
+    assert load_dummy(tmp_path).weights_digest == first.weights_digest
+    assert load_dummy(tmp_path, seed=1).weights_digest != first.weights_digest
+    write_config(tmp_path, rms_norm_eps=1e-6)
+    assert load_dummy(tmp_path).weights_digest != first.weights_digest
+
+
+def test_a_dummy_has_the_model_digest_that_the_tokenizer_sees(tmp_path: Path) -> None:
+    real = load_model(write_tiny_llama(tmp_path), load_ops("cpu"), torch.float32, lambda _: None)
+    (tmp_path / "model.safetensors").unlink()
+    dummy = load_dummy(tmp_path)
+    assert dummy.facts.model_digest == real.facts.model_digest
+    assert dummy.weights_digest != real.weights_digest
+
+
+def test_a_dummy_of_a_quantised_checkpoint_needs_none_of_its_formats(tmp_path: Path) -> None:
+    quantized = write_config(tmp_path, quantization_config={"quant_method": "gptq"})
+    assert load_dummy(quantized).facts.logits_width == 512
+
+
+def test_loading_a_dummy_can_be_stopped(tmp_path: Path) -> None:
+    def stop(_: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        load_model(write_config(tmp_path), load_ops("cpu"), torch.float32, stop, options=LoadOptions(dummy_seed=0))
+
+
+def test_without_a_configuration_there_is_no_dummy(tmp_path: Path) -> None:
+    with pytest.raises(ModelDirectoryError, match=r"config\.json"):
+        load_dummy(tmp_path)

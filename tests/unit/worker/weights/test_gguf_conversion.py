@@ -1,0 +1,101 @@
+"""What is imported of each architecture that GGUF files have, and what is refused rather than lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from services.worker.models.loader import load_model
+from services.worker.ops import load_ops
+from services.worker.weights.gguf_conversion import ARCHITECTURES, UnsupportedGgufError, convert
+from tests.support.gguf_files import CONFIG, write_gguf
+from tests.support.paged_model import PagedModel
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.Q8_0, Kind.Q4_0], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_weights_are_the_values_that_the_file_has(tmp_path: Path, architecture: str, kind: Kind) -> None:
+    expected = write_gguf(tmp_path / "tiny.gguf", architecture, kind=kind)
+    convert(tmp_path / "tiny.gguf", tmp_path / "model")
+    actual = load_file(tmp_path / "model" / "model.safetensors")
+    assert actual.keys() == expected.keys()
+    different = [name for name in expected if not torch.equal(actual[name], expected[name])]
+    # Rows of a rotated head are put in another order, which a block in a row does not notice.
+    assert not different
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_an_imported_model_computes_what_transformers_does(tmp_path: Path, architecture: str) -> None:
+    write_gguf(tmp_path / "tiny.gguf", architecture, kind=Kind.Q8_0)
+    convert(tmp_path / "tiny.gguf", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert config["architectures"] == [ARCHITECTURES[architecture]]
+    assert (config["head_dim"], config["rms_norm_eps"]) == (CONFIG["head_dim"], 1e-5)
+    assert config["rope_parameters"]["rope_theta"] == 100000.0
+    ops = load_ops("cpu")
+    paged = PagedModel(load_model(tmp_path / "model", ops, torch.float32, lambda _: None).model, ops, num_blocks=8)
+    prompt = [5, 9, 300, 4, 77, 12]
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([prompt])).logits[0]
+    torch.testing.assert_close(paged.prefill_all(paged.add(prompt)), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_qwens_tokenizer_splits_digits_words_and_marks(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", "qwen2")
+    convert(tmp_path / "tiny.gguf", tmp_path / "model")
+    split = Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json")).pre_tokenizer
+    assert [text for text, _ in split.pre_tokenize_str("It's 2024: x  y")] == [
+        *("It", "'s", "Ġ", "2", "0", "2", "4", ":", "Ġx", "Ġ", "Ġy")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "more", "message"),
+    [
+        ("llama", {"rope.scaling.type": "yarn"}, r"cannot be imported: rope\.scaling\.type$"),
+        ("llama", {"rope_freqs.weight": torch.ones(16)}, r"cannot be imported: rope_freqs\.weight$"),
+        ("llama", {"attention.sliding_window": 4096}, r"cannot be imported: attention\.sliding_window$"),
+        ("llama", {"expert_count": 8}, "cannot be imported: expert_count$"),
+        ("qwen3", {"rope.dimension_count": 16}, r"cannot be imported: rope\.dimension_count$"),
+        ("llama", {"blk.0.attn_q.bias": torch.ones(128)}, r"tensors without a place: blk\.0\.attn_q\.bias$"),
+        ("qwen3moe", {"blk.0.ffn_up_shexp.weight": torch.ones(32, 64)}, "without a place: blk.0.ffn_up_shexp"),
+    ],
+)
+def test_what_would_be_lost_is_refused_by_name(
+    tmp_path: Path, architecture: str, more: dict[str, Any], message: str
+) -> None:
+    write_gguf(tmp_path / "tiny.gguf", architecture, more=more)
+    with pytest.raises(UnsupportedGgufError, match=message):
+        convert(tmp_path / "tiny.gguf", tmp_path / "model")
+
+
+def test_an_unknown_architecture_is_refused_with_the_list(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", "mamba")
+    with pytest.raises(UnsupportedGgufError, match=r"'mamba', which .*; supported: llama, qwen2, qwen3, qwen3moe$"):
+        convert(tmp_path / "tiny.gguf", tmp_path / "model")
+
+
+def test_a_file_without_a_size_that_every_model_has_is_refused(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
+    writer.add_block_count(2)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedGgufError, match="lacks context_length, embedding_length"):
+        convert(tmp_path / "tiny.gguf", tmp_path / "model")
+
+
+def test_tensors_that_do_not_have_the_configured_sizes_are_refused(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", "qwen3", more={"output.weight": torch.ones(7, 64)})
+    with pytest.raises(UnsupportedGgufError, match="lm_head"):
+        convert(tmp_path / "tiny.gguf", tmp_path / "model")

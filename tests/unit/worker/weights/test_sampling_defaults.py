@@ -1,0 +1,77 @@
+"""The sampling parameters that a model directory brings, and which of them refuse the start."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.worker.weights.sampling_defaults import SamplingDefaults, sampling_defaults
+from shared.limits import ModelLimits
+from shared.model_dir import ModelDirectoryError
+
+LIMITS = ModelLimits(context_length=100, logits_width=50, num_pool_tokens=100)
+
+
+def read(model_dir: Path, config: object) -> SamplingDefaults:
+    (model_dir / "generation_config.json").write_text(json.dumps(config))
+    return sampling_defaults(model_dir, LIMITS)
+
+
+def test_a_model_without_a_generation_configuration_has_no_defaults(tmp_path: Path) -> None:
+    assert sampling_defaults(tmp_path, LIMITS) == SamplingDefaults()
+
+
+def test_what_is_absent_or_null_has_no_default(tmp_path: Path) -> None:
+    assert read(tmp_path, {"eos_token_id": 2, "top_p": None, "do_sample": True}) == SamplingDefaults()
+
+
+def test_values_are_taken_as_they_are_whatever_do_sample_says(tmp_path: Path) -> None:
+    config = {
+        "do_sample": False,
+        "max_new_tokens": 2048,
+        "temperature": 0.6,
+        "top_k": 50,
+        "top_p": 0.95,
+        "min_p": 0,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 1.5,
+        "frequency_penalty": -0.5,
+        "num_beams": 4,
+    }
+    assert read(tmp_path, config) == SamplingDefaults(2048, 0.6, 50, 0.95, 0, 1.1, 1.5, -0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", 2.5),
+        ("temperature", float("nan")),
+        ("temperature", "0.6"),
+        ("temperature", True),
+        ("temperature", [0.6]),
+        ("top_k", -1),
+        ("top_k", 51),
+        ("top_k", 20.0),
+        ("top_k", True),
+        ("top_p", 0),
+        ("top_p", 1.01),
+        ("min_p", -0.1),
+        ("min_p", 2),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", 3.0),
+        ("frequency_penalty", float("inf")),
+    ],
+)
+def test_a_value_that_no_request_may_ask_for_refuses_the_start(tmp_path: Path, name: str, value: Any) -> None:
+    with pytest.raises(ModelDirectoryError, match=rf"generation_config\.json: {name}"):
+        read(tmp_path, {name: value})
+
+
+@pytest.mark.parametrize("value", [0, -5, 1.5, "many"])
+def test_a_most_of_no_tokens_refuses_the_start(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(ModelDirectoryError, match=r"generation_config\.json: max_"):
+        read(tmp_path, {"max_new_tokens": value})
