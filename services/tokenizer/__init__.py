@@ -1,0 +1,1 @@
+"""The tokenizer service: text and chat in, streams of text out."""

@@ -6,13 +6,13 @@ import asyncio
 import logging
 import sys
 
-from services.tokenizer.cell_requests import CellRequests
 from services.tokenizer.config import TokenizerSettings
-from services.tokenizer.live_requests import LiveRequests
+from services.tokenizer.exchange.cell_requests import CellRequests
+from services.tokenizer.exchange.scheduler_client import SchedulerClient
 from services.tokenizer.metrics import make_registry
-from services.tokenizer.model import ServedModel, load_model
-from services.tokenizer.scheduler_client import SchedulerClient
-from services.tokenizer.servicer import TOKENIZER_SERVICE, TokenizerServicer
+from services.tokenizer.request.model import ServedModel, load_model
+from services.tokenizer.server.live_requests import LiveRequests
+from services.tokenizer.server.servicer import TOKENIZER_SERVICE, TokenizerServicer
 from shared.config import load_settings, log_settings
 from shared.health import Health
 from shared.lifecycle import STOP_GRACE_S, freeze_garbage, run_service

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from services.tokenizer.scheduler_client import SchedulerClient
+from services.tokenizer.exchange.scheduler_client import SchedulerClient
 
 
 def make_registry(scheduler: SchedulerClient) -> CollectorRegistry:

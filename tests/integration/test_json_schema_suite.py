@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.tokenizer.grammar_trial import GrammarTrial
+from services.tokenizer.grammar.grammar_trial import GrammarTrial
 from shared.grammar import GrammarError, GrammarLibrary
 from shared.model_dir import eos_token_ids
 from tests.support.grammar_texts import TextWriter

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from services.tokenizer.chat_encoding import render_chat
-from services.tokenizer.chat_template import ChatTemplate, load_chat_template
-from services.tokenizer.conversation import Conversation, Message
-from services.tokenizer.encoder import Encoder, load_tokenizer
-from services.tokenizer.text_cuts import TextCutter
+from services.tokenizer.chat.chat_encoding import render_chat
+from services.tokenizer.chat.chat_template import ChatTemplate, load_chat_template
+from services.tokenizer.chat.conversation import Conversation, Message
+from services.tokenizer.text.encoder import Encoder, load_tokenizer
+from services.tokenizer.text.text_cuts import TextCutter
 from tests.support.many_tokenizers import TEXTS as ODD_TEXTS
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<repo_name>", "<file_sep>", "<jupyter_output>"]

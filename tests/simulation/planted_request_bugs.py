@@ -24,7 +24,7 @@ from services.scheduler.core.result_taker import ResultTaker
 from services.scheduler.core.stops import find_finish
 from services.scheduler.server.cell_server import ClientLink
 from services.scheduler.server.token_door import TokenDoor
-from services.tokenizer.request_ledger import RequestLedger
+from services.tokenizer.exchange.request_ledger import RequestLedger
 from shared.errors import ServiceError
 from tests.simulation.faults import Fault
 from tests.simulation.planting import Patch, PlantedBug, planter

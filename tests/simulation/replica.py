@@ -13,10 +13,10 @@ from google.rpc import error_details_pb2
 from lockstep.internal.v1 import exchange_pb2
 from services.scheduler.core.batch.sequence import Finish, FinishReason
 from services.scheduler.server.exchange_codec import FINISH_REASONS
-from services.tokenizer.exchange_codec import encode_handles, encode_submit, read_rows
-from services.tokenizer.logprobs import Logprobs, read_prompt_logprobs, read_row_logprobs
-from services.tokenizer.request_ledger import ExchangeError, RequestLedger
-from services.tokenizer.resolved_request import ResolvedRequest
+from services.tokenizer.exchange.exchange_codec import encode_handles, encode_submit, read_rows
+from services.tokenizer.exchange.logprobs import Logprobs, read_prompt_logprobs, read_row_logprobs
+from services.tokenizer.exchange.request_ledger import ExchangeError, RequestLedger
+from services.tokenizer.request.resolved_request import ResolvedRequest
 from shared.errors import ServiceError
 from tests.simulation.clock import Clock
 from tests.simulation.exchange import ExchangeStream

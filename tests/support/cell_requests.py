@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 
 from lockstep.internal.v1 import exchange_pb2
-from services.tokenizer.cell_requests import CellRequests
-from services.tokenizer.exchange_link import ExchangeLink
-from services.tokenizer.logprobs import Logprobs
-from services.tokenizer.resolved_request import ResolvedRequest
+from services.tokenizer.exchange.cell_requests import CellRequests
+from services.tokenizer.exchange.exchange_link import ExchangeLink
+from services.tokenizer.exchange.logprobs import Logprobs
+from services.tokenizer.request.resolved_request import ResolvedRequest
 from shared.errors import ServiceError
 from shared.limits import SamplingParams
 from tests.support.exchange_peer import column

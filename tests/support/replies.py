@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from services.tokenizer.conversation import Tool
+from services.tokenizer.chat.conversation import Tool
 from services.tokenizer.replies import ReasoningPart, ReplyPart, TextPart, ToolCallPart, make_reply_parser
 
 TEXT, NUMBER = {"type": "string"}, {"type": "number"}

@@ -16,8 +16,8 @@ from lockstep.internal.v1 import exchange_pb2
 from lockstep.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from services.tokenizer.__main__ import serve
 from services.tokenizer.config import TokenizerSettings
-from services.tokenizer.model import load_model
-from services.tokenizer.servicer import TOKENIZER_SERVICE
+from services.tokenizer.request.model import load_model
+from services.tokenizer.server.servicer import TOKENIZER_SERVICE
 from shared.model_dir import model_digest
 from shared.rpc import make_channel, make_server
 from tests.support.exchange_peer import ExchangePeer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.tokenizer.conversation import Tool
+from services.tokenizer.chat.conversation import Tool
 from services.tokenizer.replies.deepseek_v3 import CALLS_BEGIN, DeepseekV3Parser
 from services.tokenizer.replies.glm4 import KEY_BEGIN, Glm4Parser
 from services.tokenizer.replies.harmony import CHANNEL, HarmonyParser

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from services.tokenizer.conversation import Tool
-from services.tokenizer.json_values import JsonObject, JsonValue
+from services.tokenizer.chat.conversation import Tool
+from services.tokenizer.json.json_values import JsonObject, JsonValue
 from services.tokenizer.replies import deepseek_v3, glm4, harmony
 from services.tokenizer.replies.lark import LarkGrammar, length_pattern, search_pattern
 from shared.errors import InvalidRequestError, Violation

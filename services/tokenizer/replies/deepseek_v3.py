@@ -8,9 +8,9 @@ Source: the chat templates of deepseek-ai/DeepSeek-V3-0324 and deepseek-ai/DeepS
 
 from __future__ import annotations
 
-from services.tokenizer.markers import Markers
 from services.tokenizer.replies.parser import MAX_NAME_LENGTH, ReplyParser
 from services.tokenizer.replies.reader import SPACE, Reading
+from services.tokenizer.text.markers import Markers
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 
-from services.tokenizer.json_values import JsonValue
-from services.tokenizer.markers import Markers
+from services.tokenizer.json.json_values import JsonValue
 from services.tokenizer.replies.parser import MAX_NAME_LENGTH, ReplyParser
 from services.tokenizer.replies.reader import SPACE, Reading
+from services.tokenizer.text.markers import Markers
 
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 KEY_BEGIN, KEY_END = "<arg_key>", "</arg_key>"

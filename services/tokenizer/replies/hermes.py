@@ -5,9 +5,9 @@ Source: the chat templates of NousResearch/Hermes-2-Pro-Llama-3-8B and Qwen/Qwen
 
 from __future__ import annotations
 
-from services.tokenizer.markers import Markers
 from services.tokenizer.replies.json_calls import JsonCallParser
 from services.tokenizer.replies.reader import SPACE, Reading
+from services.tokenizer.text.markers import Markers
 
 _CALL_BEGIN, _CALL_END = "<tool_call>", "</tool_call>"
 _OPENINGS = Markers(_CALL_BEGIN, "\n" + _CALL_BEGIN)

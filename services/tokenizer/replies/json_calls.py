@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from services.tokenizer.json_values import read_json_object
+from services.tokenizer.json.json_values import read_json_object
 from services.tokenizer.replies.json_reading import read_object, read_string, read_value
 from services.tokenizer.replies.parser import ReplyParser
 from services.tokenizer.replies.reader import Reading, UnparsableError

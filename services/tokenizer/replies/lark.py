@@ -9,8 +9,8 @@ import json
 import re
 from collections.abc import Collection
 
-from services.tokenizer.json_schema import STRICT_JSON, check_schema
-from services.tokenizer.json_values import JsonObject, JsonValue
+from services.tokenizer.json.json_schema import STRICT_JSON, check_schema
+from services.tokenizer.json.json_values import JsonObject, JsonValue
 
 # JSON as chat templates write it, which is how models have seen it.
 _JSON_STYLE: JsonObject = {

@@ -5,9 +5,9 @@ Source: Meta's "Llama 3.1 model card and prompt formats", "JSON based tool calli
 
 from __future__ import annotations
 
-from services.tokenizer.markers import Markers
 from services.tokenizer.replies.json_calls import JsonCallParser
 from services.tokenizer.replies.reader import SPACE, Reading
+from services.tokenizer.text.markers import Markers
 
 _PYTHON_TAG = "<|python_tag|>"
 _OPENINGS = Markers("{", _PYTHON_TAG)

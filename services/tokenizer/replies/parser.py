@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from services.tokenizer.conversation import Tool
-from services.tokenizer.markers import Markers
+from services.tokenizer.chat.conversation import Tool
 from services.tokenizer.replies.json_reading import read_value
 from services.tokenizer.replies.parts import ReasoningPart, ReplyPart, TextPart, ToolCallPart
 from services.tokenizer.replies.reader import SPACE, Reading, TextEndedError, TextReader, UnparsableError
+from services.tokenizer.text.markers import Markers
 
 # No tool has a longer name; what goes on for longer is none.
 MAX_NAME_LENGTH = 256

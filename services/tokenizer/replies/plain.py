@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from services.tokenizer.markers import Markers
 from services.tokenizer.replies.parser import ReplyParser
 from services.tokenizer.replies.reader import Reading
+from services.tokenizer.text.markers import Markers
 
 
 class PlainParser(ReplyParser):

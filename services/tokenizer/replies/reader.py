@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Generator
 from typing import TypeVar
 
-from services.tokenizer.markers import Markers
+from services.tokenizer.text.markers import Markers
 
 T = TypeVar("T")
 

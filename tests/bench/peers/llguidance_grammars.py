@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
-from services.tokenizer.grammar_source import grammar_source
+from services.tokenizer.grammar.grammar_source import grammar_source
 from shared.grammar import GrammarLibrary
 from tests.bench.peers.grammar_contestant import Suite
 from tests.bench.peers.protocol import serve

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.internal.v1 import exchange_pb2
-from services.tokenizer.cell_requests import CellRequests
-from services.tokenizer.choice import Choice
-from services.tokenizer.completion import Completion
-from services.tokenizer.detokenizer import make_token_texts
-from services.tokenizer.encoder import load_tokenizer
-from services.tokenizer.generation import Generation
-from services.tokenizer.resolved_request import ResolvedRequest
+from services.tokenizer.exchange.cell_requests import CellRequests
+from services.tokenizer.request.resolved_request import ResolvedRequest
+from services.tokenizer.server.choice import Choice
+from services.tokenizer.server.completion import Completion
+from services.tokenizer.server.generation import Generation
+from services.tokenizer.text.detokenizer import make_token_texts
+from services.tokenizer.text.encoder import load_tokenizer
 from shared.lifecycle import freeze_garbage
 from shared.limits import TOKEN_DTYPE, SamplingParams
 from tests.bench.peers.contestant import Stopwatch

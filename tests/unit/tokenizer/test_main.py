@@ -22,8 +22,8 @@ CHECK_IMPORTS = """
 import sys
 from pathlib import Path
 import services.tokenizer.__main__
-from services.tokenizer.chat_template import load_chat_template
-from services.tokenizer.conversation import Conversation, Message
+from services.tokenizer.chat.chat_template import load_chat_template
+from services.tokenizer.chat.conversation import Conversation, Message
 from tests.support.processes import ROOT, module_environment
 template = load_chat_template(Path(sys.argv[1]), timeout_s=60.0)
 template.render(template.fields(Conversation((Message("user", "hello"),))))

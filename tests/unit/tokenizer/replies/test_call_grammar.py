@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from services.tokenizer.conversation import Tool
-from services.tokenizer.json_values import JsonObject
+from services.tokenizer.chat.conversation import Tool
+from services.tokenizer.json.json_values import JsonObject
 from services.tokenizer.replies import REPLY_PARSERS, ReasoningPart, ReplyPart, ToolCallPart
 from services.tokenizer.replies.call_grammar import CallRequest, tool_call_grammar
 from services.tokenizer.replies.lark import search_pattern

@@ -1,0 +1,1 @@
+"""Conversations, and the model's template that turns them into text."""

@@ -1,0 +1,223 @@
+"""From public chat messages to conversations in which everything is checked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+from lockstep.v1 import tokenizer_pb2
+from services.tokenizer.chat.conversation import Conversation, Message, Tool, ToolCall, ToolMode
+from services.tokenizer.json.json_values import JsonObject, read_json_object
+from services.tokenizer.text_size import check_text_bytes
+from shared.errors import MAX_VIOLATIONS, Violation
+from shared.request_fields import raise_violations
+
+MAX_MESSAGES = 1024
+MAX_MESSAGE_BYTES = 512 * 1024
+MAX_TOOL_CALLS = 128
+MAX_TOOLS = 128
+MAX_ALL_TOOLS_BYTES = 512 * 1024
+MAX_NAME_BYTES = 256
+MAX_VARIABLES_BYTES = 64 * 1024
+
+_ROLE_NAMES: dict[int, str] = {
+    tokenizer_pb2.ROLE_SYSTEM: "system",
+    tokenizer_pb2.ROLE_USER: "user",
+    tokenizer_pb2.ROLE_ASSISTANT: "assistant",
+    tokenizer_pb2.ROLE_TOOL: "tool",
+}
+_TOOL_MODES: dict[int, ToolMode] = {
+    tokenizer_pb2.TOOL_MODE_UNSPECIFIED: ToolMode.AUTO,
+    tokenizer_pb2.TOOL_MODE_AUTO: ToolMode.AUTO,
+    tokenizer_pb2.TOOL_MODE_NONE: ToolMode.NONE,
+    tokenizer_pb2.TOOL_MODE_REQUIRED: ToolMode.REQUIRED,
+}
+_NO_ARGUMENTS: JsonObject = {"type": "object", "properties": {}}
+
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_VARIABLE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
+# What a template, and what renders it, knows by these names is not the request's to change; nor are special tokens.
+_RESERVED_VARIABLES = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversations",
+        "messages",
+        "return_assistant_tokens_mask",
+        "self",
+        "tools",
+    }
+)
+_SPECIAL_TOKEN_VARIABLE = "_token"  # noqa: S105 - the end of a variable's name
+
+
+def check_chat(chat: tokenizer_pb2.Chat) -> Conversation:
+    """The conversation of a request.
+
+    Raises:
+        RequestTooLargeError: all its text together is above 3 MiB of UTF-8.
+        InvalidRequestError: naming the first bad fields.
+    """
+    check_text_bytes(chat_text_bytes(chat))
+    violations: list[Violation] = []
+    conversation = read_chat(chat, violations)
+    raise_violations(violations)
+    return conversation
+
+
+def chat_text_bytes(chat: tokenizer_pb2.Chat) -> int:
+    """The bytes of all text that a conversation brings, as UTF-8."""
+    return sum(len(text.encode()) for text in _texts(chat))
+
+
+def read_chat(chat: tokenizer_pb2.Chat, violations: list[Violation], *, field: str = "chat") -> Conversation:
+    """A conversation; what is wrong with it joins `violations`, named behind `field`, and then it means nothing."""
+    return _ChatReader(violations, field).read(chat)
+
+
+class _ChatReader:
+    """Reads one conversation, and notes what is wrong with it."""
+
+    def __init__(self, violations: list[Violation], field: str) -> None:
+        self._violations = violations
+        self._field = field
+
+    def read(self, chat: tokenizer_pb2.Chat) -> Conversation:
+        tools = self._read_tools(chat.tools)
+        return Conversation(
+            self._read_messages(chat.messages),
+            tools,
+            self._read_tool_mode(chat, tools),
+            chat.tool_name,
+            self._read_variables(chat.template_variables),
+        )
+
+    def _refuse(self, field: str, description: str) -> None:
+        self._violations.append(Violation(f"{self._field}.{field}", "OUT_OF_RANGE", description))
+
+    def _read_messages(self, messages: Sequence[tokenizer_pb2.ChatMessage]) -> tuple[Message, ...]:
+        if not 1 <= len(messages) <= MAX_MESSAGES:
+            self._refuse("messages", f"must have 1 to {MAX_MESSAGES} messages")
+            return ()
+        return tuple(self._up_to_enough(lambda index: self._read_message(messages[index], index), len(messages)))
+
+    def _up_to_enough(self, read: Callable[[int], Message], count: int) -> Iterator[Message]:
+        """Each message, until more is wrong than will be reported."""
+        for index in range(count):
+            if len(self._violations) > MAX_VIOLATIONS:
+                return
+            yield read(index)
+
+    def _read_message(self, message: tokenizer_pb2.ChatMessage, index: int) -> Message:
+        field = f"messages[{index}]"
+        role = _ROLE_NAMES.get(message.role, "")
+        if not role:
+            self._refuse(f"{field}.role", "must be ROLE_SYSTEM, ROLE_USER, ROLE_ASSISTANT or ROLE_TOOL")
+        self._check_size(f"{field}.content", message.content, MAX_MESSAGE_BYTES)
+        self._check_size(f"{field}.reasoning", message.reasoning, MAX_MESSAGE_BYTES)
+        self._check_size(f"{field}.tool_call_id", message.tool_call_id, MAX_NAME_BYTES)
+        self._check_size(f"{field}.name", message.name, MAX_NAME_BYTES)
+        if message.role != tokenizer_pb2.ROLE_ASSISTANT:
+            self._check_absent(f"{field}.tool_calls", len(message.tool_calls), "the assistant")
+            self._check_absent(f"{field}.reasoning", len(message.reasoning), "the assistant")
+        if message.role != tokenizer_pb2.ROLE_TOOL:
+            self._check_absent(f"{field}.tool_call_id", len(message.tool_call_id), "a tool")
+        return Message(
+            role,
+            message.content,
+            self._read_tool_calls(message.tool_calls, f"{field}.tool_calls"),
+            message.tool_call_id,
+            message.name,
+            message.reasoning,
+        )
+
+    def _check_size(self, field: str, text: str, max_bytes: int) -> None:
+        if len(text.encode()) > max_bytes:
+            self._refuse(field, f"at most {max_bytes} bytes")
+
+    def _check_absent(self, field: str, size: int, owner: str) -> None:
+        if size:
+            self._refuse(field, f"only of {owner}")
+
+    def _read_tool_calls(self, calls: Sequence[tokenizer_pb2.ToolCall], field: str) -> tuple[ToolCall, ...]:
+        if len(calls) > MAX_TOOL_CALLS:
+            self._refuse(field, f"at most {MAX_TOOL_CALLS} calls")
+            return ()
+        return tuple(self._read_tool_call(call, f"{field}[{index}]") for index, call in enumerate(calls))
+
+    def _read_tool_call(self, call: tokenizer_pb2.ToolCall, field: str) -> ToolCall:
+        self._check_size(f"{field}.id", call.id, MAX_NAME_BYTES)
+        if not 1 <= len(call.name.encode()) <= MAX_NAME_BYTES:
+            self._refuse(f"{field}.name", f"must have 1 to {MAX_NAME_BYTES} bytes")
+        return ToolCall(call.id, call.name, self._read_object(f"{field}.arguments", call.arguments, MAX_MESSAGE_BYTES))
+
+    def _read_object(self, field: str, text: str, max_bytes: int) -> JsonObject:
+        """A JSON object; an empty one for no text."""
+        if not text:
+            return {}
+        if len(text.encode()) > max_bytes:
+            self._refuse(field, f"at most {max_bytes} bytes")
+            return {}
+        try:
+            return read_json_object(text)
+        except ValueError as error:
+            self._refuse(field, f"must be a JSON object: {error}")
+            return {}
+
+    def _read_tools(self, tools: Sequence[tokenizer_pb2.Tool]) -> tuple[Tool, ...]:
+        if len(tools) > MAX_TOOLS:
+            self._refuse("tools", f"at most {MAX_TOOLS} tools")
+            return ()
+        if sum(len(text.encode()) for tool in tools for text in _tool_texts(tool)) > MAX_ALL_TOOLS_BYTES:
+            self._refuse("tools", f"at most {MAX_ALL_TOOLS_BYTES} bytes in all")
+            return ()
+        names: set[str] = set()
+        return tuple(self._read_tool(tool, f"tools[{index}]", names) for index, tool in enumerate(tools))
+
+    def _read_tool(self, tool: tokenizer_pb2.Tool, field: str, names: set[str]) -> Tool:
+        if not _TOOL_NAME.fullmatch(tool.name):
+            self._refuse(f"{field}.name", "must be 1 to 64 of A-Z, a-z, 0-9, _, . and -")
+        elif tool.name in names:
+            self._refuse(f"{field}.name", "must not be another tool's")
+        names.add(tool.name)
+        parameters = self._read_object(f"{field}.parameters", tool.parameters, MAX_ALL_TOOLS_BYTES)
+        if parameters.get("type", "object") != "object":
+            self._refuse(f"{field}.parameters", "must be the schema of an object")
+        return Tool(tool.name, tool.description, parameters or _NO_ARGUMENTS)
+
+    def _read_tool_mode(self, chat: tokenizer_pb2.Chat, tools: Sequence[Tool]) -> ToolMode:
+        mode = _TOOL_MODES.get(chat.tool_mode)
+        if mode is None:
+            self._refuse("tool_mode", "must be TOOL_MODE_AUTO, _NONE or _REQUIRED")
+        elif mode is ToolMode.REQUIRED and not tools:
+            self._refuse("tool_mode", "TOOL_MODE_REQUIRED needs tools")
+        if chat.tool_name and not any(tool.name == chat.tool_name for tool in tools):
+            self._refuse("tool_name", "must be one of the tools'")
+        elif chat.tool_name and mode is ToolMode.NONE:
+            self._refuse("tool_name", "not with TOOL_MODE_NONE")
+        return ToolMode.REQUIRED if chat.tool_name else mode or ToolMode.AUTO
+
+    def _read_variables(self, text: str) -> JsonObject:
+        variables = self._read_object("template_variables", text, MAX_VARIABLES_BYTES)
+        for name in variables:
+            if not _VARIABLE_NAME.fullmatch(name):
+                self._refuse("template_variables", "names are a letter and up to 63 of A-Z, a-z, 0-9 and _")
+            elif name in _RESERVED_VARIABLES or name.endswith(_SPECIAL_TOKEN_VARIABLE):
+                self._refuse("template_variables", f"{name} is not the request's to set")
+        return variables
+
+
+def _texts(chat: tokenizer_pb2.Chat) -> Iterator[str]:
+    for message in chat.messages:
+        yield from (message.content, message.reasoning, message.name, message.tool_call_id)
+        for call in message.tool_calls:
+            yield from (call.id, call.name, call.arguments)
+    for tool in chat.tools:
+        yield from _tool_texts(tool)
+    yield chat.tool_name
+    yield chat.template_variables
+
+
+def _tool_texts(tool: tokenizer_pb2.Tool) -> tuple[str, ...]:
+    return tool.name, tool.description, tool.parameters

@@ -1,0 +1,168 @@
+"""Renders conversations with the model's own chat template, which comes from the model directory and nowhere else.
+
+No torch is imported on the way.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from services.tokenizer.chat.conversation import Conversation, Message, Tool
+from services.tokenizer.chat.template_rendering import render_template
+from services.tokenizer.chat.template_trial import TemplateFeatures, try_template
+from services.tokenizer.json.json_values import JsonObject, JsonValue
+from shared.errors import InvalidRequestError, Violation
+from shared.model_dir import CHAT_TEMPLATE, ModelDirectoryError, read_json
+
+logger = logging.getLogger(__name__)
+
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+
+_PLAIN = TemplateFeatures()
+
+Guard = Callable[[JsonValue], JsonValue]
+
+
+class ChatTemplate:
+    """A template that is known to render a plain message, so a conversation that fails is itself to blame."""
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: dict[str, str],
+        *,
+        tools_source: str | None = None,
+        features: TemplateFeatures = _PLAIN,
+    ) -> None:
+        """Take a template.
+
+        Args:
+            source: The template.
+            special_tokens: The text of each that it may use by name, such as `bos_token`.
+            tools_source: The template for conversations with tools; None if the first one is for all.
+            features: What the one with tools does with them.
+        """
+        self._source = source
+        self._tools_source = source if tools_source is None else tools_source
+        self._special_tokens = special_tokens
+        self._features = features
+
+    @property
+    def text(self) -> str:
+        """All that it may write."""
+        return self._source if self._tools_source is self._source else f"{self._source}\n{self._tools_source}"
+
+    def fields(self, conversation: Conversation, guard: Guard = lambda value: value) -> JsonObject:
+        """What the template is given of a conversation, as `apply_chat_template` takes it.
+
+        Args:
+            conversation: The conversation.
+            guard: Applied to everything that its author wrote.
+        """
+        tools: list[JsonValue] = [_tool_fields(tool, guard) for tool in conversation.offered_tools]
+        return {
+            **{name: guard(value) for name, value in conversation.variables.items()},
+            "messages": [self._message_fields(message, guard) for message in conversation.messages],
+            "tools": tools or None,
+        }
+
+    def render(self, fields: JsonObject) -> str:
+        """Render a conversation's fields with the assistant's turn opened. Not for an event loop.
+
+        Raises:
+            InvalidRequestError: the template refuses the conversation, or that makes it fail.
+        """
+        try:
+            source = self._source if fields["tools"] is None else self._tools_source
+            return render_template(source, self._special_tokens, fields)
+        except Exception as error:  # noqa: BLE001 - a template can raise anything
+            refused = type(error) is TemplateError
+            # The error's text may hold a message's content, which is never logged.
+            logger.info("a chat template failed", extra={"refused": refused, "error_type": type(error).__name__})
+            description = "the model's chat template refuses them" if refused else "they make the chat template fail"
+            raise InvalidRequestError.from_violations(
+                [Violation("chat.messages", "TEMPLATE_FAILED", description)]
+            ) from None
+
+    def _message_fields(self, message: Message, guard: Guard) -> JsonObject:
+        fields: JsonObject = {"role": message.role, "content": guard(message.content)}
+        others: JsonObject = {
+            "reasoning_content": message.reasoning,
+            "name": message.name,
+            "tool_call_id": message.tool_call_id,
+        }
+        fields |= {name: guard(value) for name, value in others.items() if value}
+        if message.tool_calls:
+            if not message.content and self._features.empty_content_is_none:
+                fields["content"] = None
+            fields["tool_calls"] = [
+                {
+                    "type": "function",
+                    **({"id": guard(call.id)} if call.id else {}),
+                    "function": {"name": guard(call.name), "arguments": self._arguments(guard(call.arguments))},
+                }
+                for call in message.tool_calls
+            ]
+        return fields
+
+    def _arguments(self, arguments: JsonValue) -> JsonValue:
+        return json.dumps(arguments, ensure_ascii=False) if self._features.arguments_are_text else arguments
+
+
+def load_chat_template(model_dir: Path, *, timeout_s: float) -> ChatTemplate | None:
+    """The model's template, tried in a process of its own; None when the directory has none.
+
+    Raises:
+        ModelDirectoryError: a file is malformed, or the template does not render a plain message in time.
+    """
+    config = read_json(model_dir, _TOKENIZER_CONFIG) if (model_dir / _TOKENIZER_CONFIG).exists() else {}
+    sources = _template_sources(model_dir, config)
+    source, tools_source = sources.get("default"), sources.get("tool_use")
+    if source is None:
+        return None
+    special_tokens = _special_tokens(config)
+    names = tuple(special_tokens.items())
+    tried = [
+        try_template(each, names, timeout_s=timeout_s, has_tools=name == "tool_use") for name, each in sources.items()
+    ]
+    logger.info("the chat template works", extra={"takes_tools": tried[-1].takes_tools})
+    return ChatTemplate(source, special_tokens, tools_source=tools_source, features=tried[-1])
+
+
+def _tool_fields(tool: Tool, guard: Guard) -> JsonObject:
+    function: JsonObject = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    return {"type": "function", "function": guard(function)}
+
+
+def _template_sources(model_dir: Path, config: dict[str, Any]) -> dict[str, str]:
+    """The model's templates by name: `default`, and `tool_use` if there is another one for tools."""
+    path = model_dir / CHAT_TEMPLATE
+    if path.exists():
+        try:
+            return {"default": path.read_text(encoding="utf-8")}
+        except (OSError, ValueError) as error:
+            raise ModelDirectoryError(f"{path}: {error}") from error
+    template = config.get("chat_template")
+    named: dict[str, Any] = {"default": template}
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template}
+    sources = {name: named[name] for name in ("default", "tool_use") if named.get(name) is not None}
+    if not all(isinstance(source, str) for source in sources.values()):
+        raise ModelDirectoryError(f"{model_dir / _TOKENIZER_CONFIG}: chat_template is no text")
+    return sources
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """The special tokens that the configuration names: each a text, or an object that holds it."""
+    tokens = {}
+    for name, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            tokens[name] = text
+    return tokens

@@ -1,0 +1,160 @@
+"""Tries a chat template in a process of its own, where one that never ends or eats all memory does no harm.
+
+Run as a module it is that process: a trial comes in on its standard input, what came of it goes out on its standard
+output, both as JSON.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from services.tokenizer.chat.template_rendering import render_template
+from services.tokenizer.json.json_values import JsonObject, JsonValue
+from services.tokenizer.text_size import MAX_TEXT_BYTES
+from services.tokenizer.trial_limits import cpu_problem, limit_cpu, wall_clock_s, was_out_of_cpu
+from shared.model_dir import ModelDirectoryError
+from shared.parent import make_end_with_parent
+
+MAX_MEMORY_BYTES = 512 * 1024 * 1024
+
+_MAX_ERROR_LENGTH = 500
+
+_USER: JsonObject = {"role": "user", "content": "Hello"}
+_TOOL: JsonObject = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Look a word up.",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
+    },
+}
+_ARGUMENTS: JsonObject = {"word": "salutation"}
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateFeatures:
+    """What a template that works does with tools, and how it wants a message that calls them.
+
+    `takes_tools`: it tells the model of tools. `arguments_are_text`: it takes a call's arguments as JSON text, not as
+    an object. `empty_content_is_none`: it takes no text beside calls for an answer without calls.
+    """
+
+    takes_tools: bool = False
+    arguments_are_text: bool = False
+    empty_content_is_none: bool = False
+
+
+@functools.lru_cache(maxsize=16)
+def try_template(
+    source: str, special_tokens: tuple[tuple[str, str], ...], *, timeout_s: float, has_tools: bool = False
+) -> TemplateFeatures:
+    """Try a template; what came of it is remembered.
+
+    Args:
+        source: The template.
+        special_tokens: Names and texts of those that it may use.
+        timeout_s: Seconds of a processor for the trial, the start of its process aside.
+        has_tools: It is only for conversations with tools.
+
+    Raises:
+        ModelDirectoryError: it does not render a plain message, in `timeout_s` of a processor and 512 MiB.
+    """
+    tools: list[JsonValue] | None = [_TOOL] if has_tools else None
+    trial = json.dumps(
+        {"source": source, "special_tokens": dict(special_tokens), "timeout_s": timeout_s, "tools": tools}
+    )
+    try:
+        child = subprocess.run(
+            [sys.executable, "-m", __spec__.name, str(os.getpid())],
+            input=trial.encode(),
+            capture_output=True,
+            timeout=wall_clock_s(timeout_s),
+            check=True,
+            env={"PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+    except subprocess.TimeoutExpired:
+        raise _refusal(f"not within {wall_clock_s(timeout_s):g} s") from None
+    except subprocess.CalledProcessError as error:
+        if was_out_of_cpu(error.returncode):
+            raise _refusal(cpu_problem(timeout_s)) from None
+        raise _refusal(f"the trial ended with {error.returncode}") from None
+    result = json.loads(child.stdout)
+    if "error" in result:
+        raise _refusal(result["error"])
+    return TemplateFeatures(**result)
+
+
+def main() -> int:
+    """The trial's process."""
+    make_end_with_parent(int(sys.argv[1]))()
+    trial = json.load(sys.stdin)
+    _limit_memory()
+    limit_cpu(trial["timeout_s"])
+
+    def render(fields: JsonObject) -> str:
+        return render_template(trial["source"], trial["special_tokens"], fields)
+
+    json.dump(_result(render, {"messages": [_USER], "tools": trial["tools"]}), sys.stdout)
+    return 0
+
+
+def _result(render: Callable[[JsonObject], str], plain: JsonObject) -> JsonObject:
+    try:
+        size = len(render(plain).encode())
+        if size > MAX_TEXT_BYTES:
+            raise ValueError(f"{size} bytes come of it")
+    except Exception as error:  # noqa: BLE001 - a template can raise anything
+        return {"error": f"{type(error).__name__}: {error}"[:_MAX_ERROR_LENGTH]}
+    takes_tools = "look_up" in _rendered(render, [_USER], [_TOOL])
+    # The first form of a call that comes out, as `apply_chat_template` takes it if that does.
+    for empty_content_is_none, arguments_are_text in itertools.product((False, True), repeat=2):
+        features = TemplateFeatures(takes_tools, arguments_are_text, empty_content_is_none)
+        if _writes_call(render, features):
+            return asdict(features)
+    return asdict(TemplateFeatures(takes_tools))
+
+
+def _writes_call(render: Callable[[JsonObject], str], features: TemplateFeatures) -> bool:
+    arguments = json.dumps(_ARGUMENTS) if features.arguments_are_text else _ARGUMENTS
+    call: JsonObject = {"type": "function", "id": "call_0", "function": {"name": "look_up", "arguments": arguments}}
+    content = None if features.empty_content_is_none else ""
+    messages: list[JsonValue] = [
+        _USER,
+        {"role": "assistant", "content": content, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_0", "name": "look_up", "content": "A greeting."},
+    ]
+    text = _rendered(render, messages, [_TOOL])
+    # An object that a template does not know how to write comes out in Python's notation.
+    return "salutation" in text and str(_ARGUMENTS) not in text
+
+
+def _rendered(render: Callable[[JsonObject], str], messages: list[JsonValue], tools: list[JsonValue]) -> str:
+    """The text; empty if the template fails."""
+    try:
+        return render({"messages": messages, "tools": tools})
+    except Exception:  # noqa: BLE001 - a template can raise anything
+        return ""
+
+
+def _limit_memory() -> None:
+    """Bound what is taken on top of what the interpreter has already."""
+    num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    address_space = num_pages * resource.getpagesize() + MAX_MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
+
+
+def _refusal(cause: str) -> ModelDirectoryError:
+    return ModelDirectoryError(f"the chat template does not render a plain message: {cause}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

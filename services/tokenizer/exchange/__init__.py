@@ -1,0 +1,1 @@
+"""The stream to the schedulers: what is submitted, what comes back, and what happens when one dies."""

@@ -1,0 +1,87 @@
+"""Between the messages of `Exchange` and what the service works with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import cast
+
+import numpy as np
+
+from lockstep.internal.v1 import exchange_pb2
+from lockstep.v1 import common_pb2
+from services.tokenizer.exchange.request_ledger import ExchangeError
+from services.tokenizer.request.resolved_request import Attempt
+from shared.limits import TOKEN_DTYPE
+from shared.sampling_codec import encode_options
+
+_HANDLE_DTYPE = np.dtype("<u4")
+
+
+def encode_submit(attempt: Attempt) -> exchange_pb2.Submit:
+    """The message of one submission."""
+    request = attempt.request
+    sampling = request.sampling
+    return exchange_pb2.Submit(
+        handle=attempt.handle,
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt,
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        seed=sampling.seed,
+        ignore_eos=sampling.ignore_eos,
+        stop_token_ids=_column(sampling.stop_token_ids),
+        stop_token_sequences=[_column(sequence) for sequence in sampling.stop_token_sequences],
+        priority=cast(common_pb2.Priority, request.priority),
+        cache_salt=request.cache_salt,
+        attempt=attempt.number,
+        choices_so_far=[
+            exchange_pb2.ChoiceSoFar(token_ids=choice.output, has_ended=choice.has_ended)
+            for choice in attempt.choices_so_far
+        ],
+        age=timedelta(seconds=attempt.age_s),
+        time_left=None if attempt.time_left_s is None else timedelta(seconds=max(0.0, attempt.time_left_s)),
+        n=request.n,
+        options=None if sampling.options is None else encode_options(sampling.options),
+        determinism=common_pb2.DETERMINISM_EXACT if request.is_exact else common_pb2.DETERMINISM_ORDINARY,
+        num_earlier_resumes=attempt.num_resumes,
+    )
+
+
+def encode_handles(handles: Sequence[int]) -> bytes:
+    """A column of handles."""
+    return np.array(handles, _HANDLE_DTYPE).tobytes()
+
+
+def read_rows(outputs: exchange_pb2.Outputs) -> list[tuple[int, int, list[int]]]:
+    """The handle, first index and token ids of each row.
+
+    Raises:
+        ExchangeError: the columns do not fit each other.
+    """
+    try:
+        handles = np.frombuffer(outputs.handles, _HANDLE_DTYPE).tolist()
+        first_indexes = np.frombuffer(outputs.first_indexes, TOKEN_DTYPE).tolist()
+        counts = np.frombuffer(outputs.counts, TOKEN_DTYPE)
+        token_ids = np.frombuffer(outputs.token_ids, TOKEN_DTYPE).tolist()
+    except ValueError as error:
+        raise ExchangeError("a column is no multiple of 4 bytes") from error
+    if len(handles) == len(first_indexes) == len(counts) == len(token_ids) and (counts == 1).all():
+        # A step without drafts.
+        columns = zip(handles, first_indexes, token_ids, strict=True)
+        return [(handle, first_index, [token_id]) for handle, first_index, token_id in columns]
+    ends = counts.cumsum(dtype=np.int64)
+    num_tokens = int(ends[-1]) if len(ends) else 0
+    if not len(handles) == len(first_indexes) == len(counts) or num_tokens != len(token_ids) or (counts < 0).any():
+        raise ExchangeError("the columns do not fit each other")
+    starts = (ends - counts).tolist()
+    return [
+        (handle, first_index, token_ids[start:end])
+        for handle, first_index, start, end in zip(handles, first_indexes, starts, ends.tolist(), strict=True)
+    ]
+
+
+def _column(token_ids: Sequence[int]) -> bytes:
+    return np.array(token_ids, TOKEN_DTYPE).tobytes()

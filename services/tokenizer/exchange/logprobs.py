@@ -1,0 +1,145 @@
+"""Log-probabilities on their way from the cell's columns to clients: messages are made when they leave."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.internal.v1 import exchange_pb2, sampling_pb2
+from lockstep.v1 import common_pb2
+from services.tokenizer.exchange.exchange_codec import read_rows
+from services.tokenizer.exchange.request_ledger import ExchangeError
+from shared.sampling_codec import decode_logprobs
+
+# Half a millisecond's work, and far below what a client's message may be.
+_ENTRIES_PER_RESPONSE = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log-probabilities at some positions.
+
+    `indexes` and `ranks`: int32 [num_positions]; `bounds`: int64 [num_positions + 1]: where each position's entries
+    stand in `token_ids` (int32) and `values` (float32), its own token first, the likeliest ones behind it.
+    """
+
+    indexes: npt.NDArray[np.int32]
+    ranks: npt.NDArray[np.int32]
+    bounds: npt.NDArray[np.int64]
+    token_ids: npt.NDArray[np.int32]
+    values: npt.NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def part(self, start: int, end: int) -> Logprobs:
+        """Those from position number `start` to before `end`."""
+        bounds = self.bounds[start : end + 1]
+        return Logprobs(self.indexes[start:end], self.ranks[start:end], bounds, self.token_ids, self.values)
+
+    def last(self, num_positions: int) -> Logprobs:
+        """Those of the last so many positions."""
+        return self.part(len(self) - num_positions, len(self))
+
+    def messages(self, bytes_of: Callable[[int], bytes]) -> Iterator[common_pb2.PositionLogprobs]:
+        """What clients are told, position after position, the texts by `bytes_of`."""
+        first, last = int(self.bounds[0]), int(self.bounds[-1])
+        entries = [
+            _token_message(token_id, value, bytes_of(token_id))
+            for token_id, value in zip(
+                self.token_ids[first:last].tolist(), self.values[first:last].tolist(), strict=True
+            )
+        ]
+        bounds = (self.bounds - first).tolist()
+        for own_rank, start, end in zip(self.ranks.tolist(), bounds, bounds[1:], strict=False):
+            token, top = entries[start], entries[start + 1 : end]
+            token.rank = own_rank
+            for rank, entry in enumerate(top, start=1):
+                entry.rank = rank
+            yield common_pb2.PositionLogprobs(token=token, top=top)
+
+
+def read_row_logprobs(outputs: exchange_pb2.Outputs) -> dict[int, Logprobs]:
+    """Those of each row's tokens, by the row's handle; rows that have none are left out.
+
+    Raises:
+        ExchangeError: columns do not fit each other, or only some of a row's tokens have them.
+    """
+    logprobs = _read_columns(outputs.logprobs)
+    rows = read_rows(outputs)
+    ends = np.cumsum([len(token_ids) for _, _, token_ids in rows])
+    places = [0, *np.searchsorted(logprobs.indexes, ends).tolist()]
+    if len(logprobs) and (logprobs.indexes[0] < 0 or places[-1] < len(logprobs)):
+        raise ExchangeError("log-probabilities of tokens that are not there")
+    handle_to_logprobs = {}
+    for (handle, _, token_ids), start, end in zip(rows, places, places[1:], strict=False):
+        if start == end:
+            continue
+        if end - start != len(token_ids):
+            raise ExchangeError("log-probabilities are missing")
+        handle_to_logprobs[handle] = logprobs.part(start, end)
+    return handle_to_logprobs
+
+
+def read_prompt_logprobs(message: sampling_pb2.Logprobs) -> Logprobs:
+    """Those of a prompt's next tokens: positions in a row, at least one.
+
+    Raises:
+        ExchangeError: columns do not fit each other, or positions are missing.
+    """
+    logprobs = _read_columns(message)
+    if not len(logprobs) or logprobs.indexes[-1] - logprobs.indexes[0] != len(logprobs) - 1:
+        raise ExchangeError("log-probabilities are missing")
+    return logprobs
+
+
+class LogprobQueue:
+    """What has come and not left yet, in order."""
+
+    def __init__(self, num_top: int, bytes_of: Callable[[int], bytes]) -> None:
+        """Begin empty, for `num_top` tokens beside each position's own; `bytes_of` gives a token's bytes by itself."""
+        # What one response takes.
+        self.max_positions = max(1, _ENTRIES_PER_RESPONSE // (1 + num_top))
+        self._bytes_of = bytes_of
+        self._parts: deque[Logprobs] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def put(self, logprobs: Logprobs) -> None:
+        """Add those of the next positions, at least one."""
+        self._parts.append(logprobs)
+
+    def take(self, num_positions: int) -> Iterator[common_pb2.PositionLogprobs]:
+        """The messages of the next positions: so many, or as many as there are."""
+        while num_positions and self._parts:
+            part = self._parts.popleft()
+            if len(part) > num_positions:
+                self._parts.appendleft(part.part(num_positions, len(part)))
+                part = part.part(0, num_positions)
+            num_positions -= len(part)
+            yield from part.messages(self._bytes_of)
+
+
+def _token_message(token_id: int, logprob: float, data: bytes) -> common_pb2.TokenLogprob:
+    try:
+        return common_pb2.TokenLogprob(token_id=token_id, logprob=logprob, text=data.decode())
+    except UnicodeDecodeError:
+        text = data.decode(errors="replace")
+        return common_pb2.TokenLogprob(token_id=token_id, logprob=logprob, text=text, text_bytes=data)
+
+
+def _read_columns(message: sampling_pb2.Logprobs) -> Logprobs:
+    try:
+        indexes, ranks, counts, token_ids, values = decode_logprobs(message)
+    except ValueError as error:
+        raise ExchangeError("a column of log-probabilities is no multiple of 4 bytes") from error
+    bounds = np.concatenate([[0], counts.cumsum(dtype=np.int64)])
+    fits = len(indexes) == len(ranks) == len(counts) and bounds[-1] == len(token_ids) == len(values)
+    if not fits or (counts < 1).any() or (np.diff(indexes) <= 0).any():
+        raise ExchangeError("the columns of log-probabilities do not fit each other")
+    return Logprobs(indexes, ranks, bounds, token_ids, values)

@@ -1,0 +1,198 @@
+"""The only caller of ExchangeService: keeps one stream to the cell, and opens a new one when it breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc
+from lockstep.v1 import common_pb2
+from services.tokenizer.exchange.cell_requests import CellRequests
+from services.tokenizer.exchange.exchange_link import ExchangeLink
+from services.tokenizer.exchange.request_ledger import ExchangeError
+from shared.errors import NotReadyError, SchedulerLostError
+from shared.heartbeat import Silence, next_beat_at
+from shared.limits import ModelLimits
+from shared.rpc import make_channel, reason_of, status_from_rpc_error
+
+logger = logging.getLogger(__name__)
+
+FIRST_RETRY_S = 0.1
+LONGEST_RETRY_S = 2.0
+
+_random = secrets.SystemRandom()
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """The cell at the other end; `exact_fingerprint` is empty where its answers cannot be exact."""
+
+    scheduler_instance_id: str
+    eos_token_ids: tuple[int, ...]
+    limits: ModelLimits
+    default_sampling: common_pb2.SamplingParams
+    exact_fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class _LinkEnd:
+    """Why there is no link any more, and whether the scheduler did not say so itself: it may be dead."""
+
+    reason: str
+    is_unexplained: bool = False
+
+
+class SchedulerClient:
+    """Links the service to its cell, whose `requests` wait while there is no link.
+
+    Invariant: there is a link exactly while a scheduler's stream lives and has told its cell, and the cell serves our
+    model.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        model_digest: str,
+        requests: CellRequests,
+        on_change: Callable[[bool], Awaitable[None]],
+        *,
+        silence_s: float,
+    ) -> None:
+        """Prepare to link; `run` does it.
+
+        Args:
+            addresses: The cell's schedulers, at least one. They are tried in turn; one of them serves.
+            model_digest: A cell with another one is refused.
+            requests: What the link carries.
+            on_change: Told whether there is a link, whenever that has changed.
+            silence_s: A scheduler that says nothing for so long has lost us.
+        """
+        self.requests = requests
+        self._addresses = tuple(addresses)
+        self._model_digest = model_digest
+        self._on_change = on_change
+        self._silence_s = silence_s
+        self._cell: Cell | None = None
+        # Tries since the last link, and the pause when each address has had one.
+        self._num_tries = 0
+        self._retry_s = FIRST_RETRY_S
+
+    @property
+    def is_linked(self) -> bool:
+        """Whether there is a link."""
+        return self._cell is not None
+
+    def cell(self) -> Cell:
+        """The cell that the service is linked to.
+
+        Raises:
+            NotReadyError: there is no link.
+        """
+        if self._cell is None:
+            raise NotReadyError("the service is not linked to its cell")
+        return self._cell
+
+    async def run(self) -> None:
+        """Keep linked until cancelled."""
+        logger.info("linking to the scheduler", extra={"addresses": self._addresses})
+        for address in itertools.cycle(self._addresses):
+            end = await self._run_link(address)
+            logger.warning("no link to the scheduler", extra={"address": address, "reason": end.reason})
+            self._num_tries += 1
+            if self._num_tries % len(self._addresses) == 0:
+                # Drawn, so that the replicas of a cell do not all come at once.
+                await asyncio.sleep(_random.uniform(0.5, 1.0) * self._retry_s)
+                self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
+
+    async def _run_link(self, address: str) -> _LinkEnd:
+        """Open a stream and serve it to its end; returns why it ended."""
+        link = self.requests.make_link()
+        # A channel of its own: nothing of a link that was lost is in the way of the next one.
+        async with make_channel(address, internal=True) as channel:
+            call = exchange_pb2_grpc.ExchangeServiceStub(channel).Exchange(link.messages())
+            reader = asyncio.create_task(self._read(link, call))
+            end = _LinkEnd("cancelled")
+            try:
+                end = await self._keep_alive(link, reader)
+            finally:
+                reader.cancel()
+                await asyncio.wait([reader])
+                await self._unlink(link, end)
+        return end
+
+    async def _keep_alive(self, link: ExchangeLink, reader: asyncio.Task[_LinkEnd]) -> _LinkEnd:
+        """Give signs of life until the stream has ended, or the scheduler has given none for too long."""
+        silence = Silence(self._silence_s)
+        while not silence.beat():
+            link.beat()
+            heard_s, now = link.heard_s, time.monotonic()
+            await asyncio.wait([reader], timeout=next_beat_at(now) - now)
+            if reader.done():
+                return reader.result()
+            if link.heard_s != heard_s:
+                silence.hear()
+        return _LinkEnd("the scheduler does not serve, or is silent", is_unexplained=True)
+
+    async def _read(
+        self,
+        link: ExchangeLink,
+        call: grpc.aio.StreamStreamCall[exchange_pb2.ExchangeRequest, exchange_pb2.ExchangeResponse],
+    ) -> _LinkEnd:
+        try:
+            async for response in call:
+                await self._on_response(link, response)
+        except grpc.aio.AioRpcError as error:
+            # What a scheduler ends by itself it gives a reason for.
+            is_unexplained = reason_of(status_from_rpc_error(error)) is None
+            return _LinkEnd(f"{error.code().name}: {error.details()}", is_unexplained)
+        except ExchangeError as error:
+            logger.error("this scheduler cannot be used", extra={"error": str(error)})
+            return _LinkEnd(str(error))
+        return _LinkEnd("the scheduler ended the stream")
+
+    async def _on_response(self, link: ExchangeLink, response: exchange_pb2.ExchangeResponse) -> None:
+        kind = response.WhichOneof("message")
+        # While there are others, one that lives and does not serve is as good as none.
+        if self._cell is not None or kind != "heartbeat" or len(self._addresses) == 1:
+            link.heard_s = time.monotonic()
+        if self._cell is not None and kind == "outputs":
+            self.requests.on_outputs(response.outputs)
+        elif self._cell is None and kind == "cell_info":
+            await self._accept_cell(link, response.cell_info)
+        elif kind == "heartbeat":
+            self.requests.hear_scheduler()
+        else:
+            raise ExchangeError("cell_info comes first, and once")
+
+    async def _accept_cell(self, link: ExchangeLink, info: exchange_pb2.CellInfo) -> None:
+        if info.model_digest != self._model_digest:
+            self.requests.fail_all(SchedulerLostError("the cell serves another model by now"))
+            raise ExchangeError(
+                f"the cell serves another model: its digest is {info.model_digest}, ours {self._model_digest}"
+            )
+        self._cell = Cell(
+            info.scheduler_instance_id,
+            tuple(info.eos_token_ids),
+            ModelLimits(info.context_length, info.logits_width, info.num_pool_tokens),
+            info.default_sampling,
+            info.exact_fingerprint,
+        )
+        num_requests = self.requests.open_stream(link, info)
+        self._num_tries, self._retry_s = 0, FIRST_RETRY_S
+        facts = {"instance_id": info.scheduler_instance_id, "num_resubmitted": num_requests}
+        logger.info("linked to the scheduler", extra=facts)
+        await self._on_change(True)
+
+    async def _unlink(self, link: ExchangeLink, end: _LinkEnd) -> None:
+        was_linked = self._cell is not None
+        self._cell = None
+        self.requests.lose_stream(link, died_s=link.heard_s if end.is_unexplained else None)
+        if was_linked:
+            await self._on_change(False)

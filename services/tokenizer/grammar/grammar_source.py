@@ -1,0 +1,93 @@
+"""Turns what clients ask of a text into a grammar in the library's form.
+
+For a process where a hostile grammar may cost time and memory, never for the event loop.
+
+Source: llguidance, docs/syntax.md and docs/json_schema.md.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from services.tokenizer.json.json_schema import MAX_SCHEMA_DEPTH, STRICT_JSON, check_schema
+from services.tokenizer.json.json_values import JsonObject, read_json
+from shared.grammar import GrammarError
+
+# Enough to indent with; a model that has begun a run of spaces may find no end of it.
+_JSON_STYLE: JsonObject = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}", **STRICT_JSON}
+_ANY_OBJECT = '{"type": "object"}'
+
+_GBNF_ROOT = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
+_GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
+
+
+def grammar_source(kind: str, text: str) -> str:
+    """The grammar of one form that `lockstep.v1.StructuredOutput` has.
+
+    Args:
+        kind: The form's field.
+        text: What the field holds; choices as a JSON list; anything for `json_object`.
+
+    Raises:
+        GrammarError: it is malformed, or asks for what a grammar cannot promise. Most of that only compiling tells.
+    """
+    return _KIND_TO_READER[kind](text)
+
+
+def _read_json_schema(text: str) -> str:
+    try:
+        schema = read_json(text, max_depth=MAX_SCHEMA_DEPTH)
+    except ValueError as error:
+        raise GrammarError(f"no JSON schema: {error}") from None
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise GrammarError("a schema is an object or true")
+    check_schema(schema)
+    # Properties come in the order in which the schema has them.
+    return LLMatcher.grammar_from_json_schema(json.dumps({**schema, "x-guidance": _JSON_STYLE}, ensure_ascii=False))
+
+
+def _read_lark_or_gbnf(text: str) -> str:
+    if _GBNF_ROOT.search(text):
+        return _read_gbnf(text)
+    if text.lstrip().startswith("{"):
+        # The library would take it for its own form.
+        raise GrammarError("a grammar begins with a rule")
+    return text
+
+
+def _read_gbnf(text: str) -> str:
+    try:
+        return gbnf_to_lark(_GBNF_ESCAPE.sub(_write_out, text))
+    except Exception as error:  # noqa: BLE001 - the library raises bare exceptions
+        raise GrammarError(f"cannot be read as GBNF: {error}") from None
+
+
+def _write_out(escape: re.Match[str]) -> str:
+    """The character of an escape that the library gets wrong, \\u or \\U; the others as they are."""
+    digits = escape[1] or escape[2]
+    if digits is None:
+        return escape[0]
+    number = int(digits, 16)
+    return f"\\x{number:02x}" if number < 0x80 else chr(number)
+
+
+def _read_choices(text: str) -> str:
+    # One terminal: as rules, each would count as a parse of its own. The library does not take every character as
+    # it is: all but ASCII is escaped.
+    return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice) for choice in json.loads(text))
+
+
+_KIND_TO_READER: Mapping[str, Callable[[str], str]] = {
+    "json_schema": _read_json_schema,
+    "regex": LLMatcher.grammar_from_regex,
+    "grammar": _read_lark_or_gbnf,
+    "choices": _read_choices,
+    "json_object": lambda _: _read_json_schema(_ANY_OBJECT),
+}

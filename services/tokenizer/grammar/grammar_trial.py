@@ -1,0 +1,159 @@
+"""Tries grammars in a process of its own, where one that never ends or eats all memory does no harm.
+
+Run as a module it is that process: it answers each line of its standard input with one on its standard output, both
+JSON, until the input ends. The kernel ends it when a grammar costs more than one may, and when its parent is gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import resource
+import sys
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher
+
+from services.tokenizer.grammar.grammar_source import grammar_source
+from services.tokenizer.grammar.shortest_text import shortest_text
+from services.tokenizer.trial_limits import limit_cpu
+from shared.grammar import GrammarError, GrammarLibrary, check_matcher
+from shared.limits import MAX_GRAMMAR_BYTES
+from shared.model_dir import eos_token_ids, vocabulary_size
+from shared.parent import make_end_with_parent
+
+_MAX_MESSAGE_LENGTH = 500
+# A grammar may be cheap to compile and dear to follow.
+_NUM_TRIAL_TOKENS = 256
+# What ends something in most notations: tokens drawn blindly would never get out of the first string.
+_CLOSERS = '"}])>;,:.\n 0'
+_NICENESS = 5
+
+# How the library says that a limit is reached.
+_LIMIT_MESSAGE = re.compile(r"\b(too (big|large|many|much|deep|complex)|max is|limit|recursion)")
+
+Mask = npt.NDArray[np.bool_]
+
+
+class GrammarTrial:
+    """Compiles grammars, and follows each for some tokens."""
+
+    def __init__(self, library: GrammarLibrary) -> None:
+        self._library = library
+        tokens = map(library.tokenizer.greedy_tokenize, _CLOSERS)
+        closers = [token_ids[0] for token_ids in tokens if len(token_ids) == 1]
+        self._closers = np.array([token_id for token_id in closers if token_id < library.num_tokens], np.int64)
+        self._eos_token_ids = library.tokenizer.eos_tokens
+
+    def run(self, kind: str, text: str) -> str:
+        """The grammar in the library's form; see `grammar_source`.
+
+        Raises:
+            GrammarError: it is malformed, costs too much, or no text fits it.
+        """
+        try:
+            grammar = grammar_source(kind, text)
+        except RecursionError:
+            raise GrammarError("too deeply nested") from None
+        if len(grammar.encode()) > MAX_GRAMMAR_BYTES:
+            raise GrammarError(f"too large: at most {MAX_GRAMMAR_BYTES} bytes in the library's form")
+        self._follow(self._library.compile(grammar))
+        return grammar
+
+    def _follow(self, grammar: LLMatcher) -> None:
+        """Draw texts: long runs of one token, then any tokens, then such as end something.
+
+        They are the same ones each time: a grammar is always judged alike.
+        """
+        random = np.random.default_rng(0)
+
+        def any_of(allowed: Mask) -> int:
+            return int(random.choice(np.flatnonzero(allowed)))
+
+        def again(allowed: Mask) -> int:
+            return last if allowed[last] else any_of(allowed)
+
+        def closer(allowed: Mask) -> int:
+            closers = self._closers[allowed[self._closers]]
+            return int(random.choice(closers)) if len(closers) and random.random() < 0.5 else any_of(allowed)
+
+        for choose in (again, any_of, closer):
+            matcher, last = grammar.deep_copy(), 0
+            for _ in range(_NUM_TRIAL_TOKENS):
+                allowed = self._allowed(matcher)
+                if allowed.any():
+                    last = choose(allowed)
+                    matcher.consume_token(last)
+                else:
+                    matcher.reset()
+
+    def _allowed(self, matcher: LLMatcher) -> Mask:
+        """What may come next, ends aside; nothing when the text has ended.
+
+        Raises:
+            GrammarError: the matcher has failed, or there is not even an end.
+        """
+        allowed = self._library.allowed_tokens(matcher)
+        check_matcher(matcher)
+        if not allowed.any():
+            raise GrammarError("no text fits")
+        allowed[self._eos_token_ids] = False
+        return allowed
+
+
+def main() -> int:
+    """The process."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model-dir", type=Path, required=True)
+    parser.add_argument("--memory-bytes", type=int, required=True)
+    parser.add_argument("--cpu-s", type=float, required=True)
+    parser.add_argument("--parent-pid", type=int, required=True)
+    args = parser.parse_args()
+    make_end_with_parent(args.parent_pid)()
+    resource.setrlimit(resource.RLIMIT_AS, (args.memory_bytes, args.memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    eos_ids, num_tokens = eos_token_ids(args.model_dir), vocabulary_size(args.model_dir)
+    trial = GrammarTrial(GrammarLibrary(args.model_dir, eos_ids, num_tokens))
+    # Getting ready must not take long; trying may when the machine is busy.
+    os.nice(_NICENESS)
+    _answer({"is_ready": True})
+    # What the library says when it is killed by a grammar may quote it.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    for line in sys.stdin.buffer:
+        # Past it the kernel ends the process.
+        limit_cpu(args.cpu_s)
+        answer = _try(trial, json.loads(line))
+        limit_cpu(0.0)
+        # What a grammar leaves behind must not count against the next.
+        _answer({**answer, "is_last": _memory_bytes() > args.memory_bytes / 2})
+    return 0
+
+
+def _try(trial: GrammarTrial, request: dict[str, str]) -> dict[str, object]:
+    try:
+        kind, text = request["kind"], request["text"]
+        return {"grammar": trial.run(kind, text), "shortest_bytes": shortest_text(kind, text)}
+    except GrammarError as error:
+        message = str(error)
+    except MemoryError:
+        message = "too much memory is needed"
+    return {"problem": message[:_MAX_MESSAGE_LENGTH], "is_too_complex": bool(_LIMIT_MESSAGE.search(message))}
+
+
+def _answer(answer: dict[str, object]) -> None:
+    sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def _memory_bytes() -> int:
+    """The address space in use."""
+    num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    return num_pages * resource.getpagesize()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

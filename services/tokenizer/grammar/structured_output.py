@@ -1,0 +1,205 @@
+"""What the answer's text has to look like: from the form that a request gives to a grammar that is known to work.
+
+    outputs = StructuredOutputs(model_dir, TrialLimits(cpu_s=2.0, memory_bytes=2**30))
+    grammar = await outputs.compile(tokenizer_pb2.StructuredOutput(json_schema='{"type": "integer"}'))
+    grammar = await outputs.compile(tokenizer_pb2.StructuredOutput(grammar='start: "yes" | "no"'), field="chat")
+
+Every grammar is tried in another process first: a hostile one costs its own request and nobody else's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.v1 import tokenizer_pb2
+from services.tokenizer.grammar.grammar_child import GrammarChild, GrammarRefusedError, TrialLimits
+from services.tokenizer.grammar.shortest_text import MAX_BYTES, too_long
+from services.tokenizer.trial_limits import wall_clock_s
+from shared.errors import InvalidRequestError, NotSupportedError, QueueFullError, Violation
+
+MAX_FORM_BYTES = 512 * 1024
+MAX_CHOICES = 1024
+
+_NUM_CHILDREN = 2
+_MAX_WAITING = 256
+_RETRY_DELAY_S = 1.0
+_MAX_REMEMBERED = 256
+_MAX_REMEMBERED_BYTES = 16 * 1024 * 1024
+
+
+class StructuredOutputs:
+    """Compiles forms for one model, on an event loop in the process's main thread.
+
+    The processes that try grammars are started when there is something to try. They end with `close`, or this process.
+    """
+
+    def __init__(self, model_dir: Path, limits: TrialLimits, *, can_compile: bool = True) -> None:
+        """Compile for the model of a directory; no grammar may cost more than `limits` say.
+
+        Args:
+            model_dir: The model's directory.
+            limits: Of each grammar.
+            can_compile: Whether the grammar library knows the model's tokenizer; else every form is refused.
+        """
+        self._model_dir = model_dir
+        self._can_compile = can_compile
+        self._limits = limits
+        self._idle: list[GrammarChild] = []
+        self._turns = asyncio.Semaphore(_NUM_CHILDREN)
+        self._num_waiting = 0
+        self._outcomes = _Outcomes()
+
+    async def compile(
+        self, form: tokenizer_pb2.StructuredOutput, *, field: str = "structured_output", max_bytes: int = MAX_BYTES
+    ) -> str:
+        """The grammar of a form, as `SamplingOptions.grammar` has it.
+
+        Args:
+            form: As it came; nothing in it was checked.
+            field: The request's field that it is, for violations.
+            max_bytes: No text is longer, for want of context.
+
+        Raises:
+            InvalidRequestError: it is too large, malformed, asks for what a grammar cannot promise, no text fits it
+                (`GRAMMAR_INVALID`), or it costs too much (`GRAMMAR_TOO_COMPLEX`).
+            NotSupportedError: no form can be had with this model.
+            QueueFullError: too many others wait for theirs.
+        """
+        kind, text = _read_form(form, field)
+        if not self._can_compile:
+            raise NotSupportedError(f"{field}: grammars cannot be compiled for this model's tokenizer")
+        key = hashlib.sha256(f"{kind}:{text}".encode()).digest()
+        outcome = self._outcomes.get(key)
+        if outcome is None:
+            async with self._turn():
+                # Another request may have asked the same meanwhile.
+                outcome = self._outcomes.get(key) or await self._try(kind, text)
+            if outcome.is_lasting:
+                self._outcomes.add(key, outcome)
+        if outcome.problem:
+            reason = "GRAMMAR_TOO_COMPLEX" if outcome.is_too_complex else "GRAMMAR_INVALID"
+            raise _refusal(f"{field}.{kind}", reason, outcome.problem)
+        if outcome.shortest_bytes > max_bytes:
+            raise _refusal(f"{field}.{kind}", "GRAMMAR_TOO_COMPLEX", too_long(outcome.shortest_bytes, max_bytes))
+        return outcome.grammar
+
+    def close(self) -> None:
+        """End the processes that wait for work; the others end with what they try."""
+        for child in self._idle:
+            child.kill()
+
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        if self._num_waiting >= _MAX_WAITING:
+            raise QueueFullError("too many grammars wait to be compiled", retry_delay_s=_RETRY_DELAY_S)
+        self._num_waiting += 1
+        try:
+            await self._turns.acquire()
+        finally:
+            self._num_waiting -= 1
+        try:
+            yield
+        finally:
+            self._turns.release()
+
+    async def _try(self, kind: str, text: str) -> _Outcome:
+        child = self._take_idle() or await GrammarChild.start(self._model_dir, self._limits)
+        try:
+            tried = await child.try_grammar(kind, text)
+            return _Outcome(grammar=tried.source, shortest_bytes=tried.shortest_bytes)
+        except GrammarRefusedError as error:
+            return _Outcome(problem=str(error), is_too_complex=error.is_too_complex)
+        except TimeoutError:
+            # The machine may be too busy just now.
+            problem = f"it takes more than {wall_clock_s(self._limits.cpu_s):g} s"
+            return _Outcome(problem=problem, is_too_complex=True, is_lasting=False)
+        finally:
+            if child.is_usable:
+                self._idle.append(child)
+            else:
+                # A call that was cancelled is in the middle of something.
+                child.kill()
+
+    def _take_idle(self) -> GrammarChild | None:
+        while self._idle:
+            child = self._idle.pop()
+            if child.is_usable:
+                return child
+            child.kill()
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What came of a form: a grammar, or a problem."""
+
+    grammar: str = ""
+    shortest_bytes: int = 0
+    problem: str = ""
+    is_too_complex: bool = False
+    is_lasting: bool = True
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.grammar) + len(self.problem)
+
+
+class _Outcomes:
+    """What came of the forms that were compiled last."""
+
+    def __init__(self) -> None:
+        self._key_to_outcome: OrderedDict[bytes, _Outcome] = OrderedDict()
+        self._num_bytes = 0
+
+    def get(self, key: bytes) -> _Outcome | None:
+        outcome = self._key_to_outcome.get(key)
+        if outcome is not None:
+            self._key_to_outcome.move_to_end(key)
+        return outcome
+
+    def add(self, key: bytes, outcome: _Outcome) -> None:
+        if key in self._key_to_outcome:
+            return
+        self._key_to_outcome[key] = outcome
+        self._num_bytes += outcome.num_bytes
+        while len(self._key_to_outcome) > _MAX_REMEMBERED or self._num_bytes > _MAX_REMEMBERED_BYTES:
+            _, oldest = self._key_to_outcome.popitem(last=False)
+            self._num_bytes -= oldest.num_bytes
+
+
+def _read_form(form: tokenizer_pb2.StructuredOutput, field: str) -> tuple[str, str]:
+    """The form's kind and its text, which is all that tells it from others of the kind.
+
+    Raises:
+        InvalidRequestError: it is empty or too large.
+    """
+    kind = form.WhichOneof("form")
+    if kind is None:
+        raise _refusal(field, "OUT_OF_RANGE", "one of json_schema, regex, grammar, choices and json_object is needed")
+    if kind == "json_object":
+        if not form.json_object:
+            raise _refusal(f"{field}.{kind}", "OUT_OF_RANGE", "can only be true")
+        return kind, ""
+    if kind == "choices":
+        texts = form.choices.texts
+        if not 1 <= len(texts) <= MAX_CHOICES or not all(texts):
+            raise _refusal(f"{field}.{kind}", "OUT_OF_RANGE", f"1 to {MAX_CHOICES} texts, no empty one")
+        text = json.dumps(list(texts), ensure_ascii=False)
+    else:
+        text = getattr(form, kind)
+        if not text:
+            raise _refusal(f"{field}.{kind}", "OUT_OF_RANGE", "must not be empty")
+    if len(text.encode()) > MAX_FORM_BYTES:
+        raise _refusal(f"{field}.{kind}", "OUT_OF_RANGE", f"at most {MAX_FORM_BYTES} bytes")
+    return kind, text
+
+
+def _refusal(field: str, reason: str, description: str) -> InvalidRequestError:
+    return InvalidRequestError.from_violations([Violation(field, reason, description)])

@@ -1,0 +1,1 @@
+"""JSON from clients and models, read strictly: values and schemas."""

@@ -1,0 +1,1 @@
+"""From a public message to tokens and resolved parameters."""

@@ -1,0 +1,53 @@
+"""Everything that the service reads from the model's directory, once, at start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.tokenizer.chat.chat_template import load_chat_template
+from services.tokenizer.config import TokenizerSettings
+from services.tokenizer.grammar.grammar_child import TrialLimits
+from services.tokenizer.grammar.structured_output import StructuredOutputs
+from services.tokenizer.request.model_checks import can_compile_grammars, warn_of_unknown_tokens
+from services.tokenizer.request.prompts import PromptEncoder
+from services.tokenizer.request.reply_parsers import ReplyParsers, load_reply_parsers
+from services.tokenizer.text.detokenizer import TokenTexts, make_token_texts
+from services.tokenizer.text.encoder import Encoder, load_tokenizer
+from shared.model_dir import model_digest
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model as text sees it; no token is the text of more than `longest_token_bytes`."""
+
+    name: str
+    digest: str
+    prompts: PromptEncoder
+    texts: TokenTexts
+    reply_parsers: ReplyParsers
+    structured_outputs: StructuredOutputs
+    longest_token_bytes: int
+
+
+def load_model(settings: TokenizerSettings) -> ServedModel:
+    """Read the model's directory.
+
+    Raises:
+        ModelDirectoryError: a file is missing or malformed, an EOS token is one that the model does not know, or the
+            chat template does not render a plain message.
+    """
+    tokenizer = load_tokenizer(settings.model_dir)
+    warn_of_unknown_tokens(tokenizer, settings.model_dir)
+    encoder = Encoder(tokenizer)
+    template = load_chat_template(settings.model_dir, timeout_s=settings.template_timeout_s)
+    prompts = PromptEncoder(encoder, template, num_threads=settings.num_encode_threads)
+    grammar_limits = TrialLimits(settings.grammar_timeout_s, round(settings.grammar_memory_gib * 2**30))
+    return ServedModel(
+        settings.served_model_name,
+        model_digest(settings.model_dir),
+        prompts,
+        make_token_texts(tokenizer),
+        load_reply_parsers(settings.model_dir, prompts, name=settings.reply_parser),
+        StructuredOutputs(settings.model_dir, grammar_limits, can_compile=can_compile_grammars(settings.model_dir)),
+        max(len(token.encode()) for token in tokenizer.get_vocab(with_added_tokens=True)),
+    )

@@ -1,0 +1,137 @@
+"""From a checked request to what the cell is sent: prompts are encoded, bad words spelled, grammars compiled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from lockstep.v1 import tokenizer_pb2
+from services.tokenizer.chat.conversation import Conversation, Tool
+from services.tokenizer.grammar.shortest_text import shortest_json, too_long
+from services.tokenizer.replies import ReplyParser
+from services.tokenizer.request.bad_words import add_bad_words, spellings
+from services.tokenizer.request.model import ServedModel
+from services.tokenizer.request.request import CheckedRequest, Prompt, TokenIds, resolve_request
+from services.tokenizer.request.resolved_request import ResolvedRequest
+from shared.errors import Violation
+from shared.limits import NO_OPTIONS, ModelLimits, SamplingParams
+from shared.request_fields import raise_violations
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """One prompt of a request.
+
+    `echo` is the text that the answer begins with. `make_parser` makes what takes a reply apart.
+    """
+
+    request: ResolvedRequest
+    echo: str
+    make_parser: Callable[[], ReplyParser | None]
+
+
+class RequestPreparer:
+    """Does what takes a request time before it can go to the cell."""
+
+    def __init__(self, model: ServedModel, limits: Callable[[], ModelLimits]) -> None:
+        """Prepare for a model and a cell, which may be another one by the time it is asked for."""
+        self._model = model
+        self._limits = limits
+
+    async def prepare(self, request: CheckedRequest) -> list[PreparedPrompt]:
+        """The request's prompts, in order.
+
+        Raises:
+            InvalidRequestError: a field, by name.
+            TemplateFailedError: a conversation, and the model has no template.
+            RequestTooLargeError: a conversation whose rendered text is too large.
+            PromptTooLongError, ContextExceededError, KvCapacityExceededError: a prompt does not fit.
+            NotSupportedError: a constrained text, and no grammar can be compiled for the model.
+            QueueFullError: too much text waits to be encoded, or too many grammars to be compiled.
+        """
+        sampling = request.sampling
+        if request.bad_words:
+            sampling = await self._with_bad_words(request)
+        if request.structured_output is not None:
+            sampling = await self._with_grammar(sampling, request.structured_output, "structured_output")
+        tasks = [asyncio.create_task(self._prepare(request, index, sampling)) for index in range(len(request.prompts))]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            # One that is refused is refused with all: nobody waits for the others' tokens any more.
+            for task in tasks:
+                task.cancel()
+
+    async def _prepare(self, request: CheckedRequest, index: int, sampling: SamplingParams) -> PreparedPrompt:
+        prompt, prompts = request.prompts[index], self._model.prompts
+        make_parser: Callable[[], ReplyParser | None] = _no_parser
+        if isinstance(prompt, Conversation):
+            text, token_ids = await prompts.render_chat(prompt, self._limits().context_length)
+            if prompt.callable_tools:
+                field = f"{request.field_prefix(index)}chat.tools"
+                grammar = await asyncio.to_thread(self._call_grammar, prompt, text, field, self._max_bytes())
+                calls = tokenizer_pb2.StructuredOutput(grammar=grammar)
+                sampling = await self._with_grammar(sampling, calls, field)
+            if not request.form.is_raw:
+                skips = request.form.skips_special_tokens
+                make_parser = partial(self._model.reply_parsers.make, prompt, text, skips_special_tokens=skips)
+        else:
+            token_ids = await prompts.encode(prompt, self._limits().context_length)
+        # That took its time: the cell may be another one by now.
+        resolved = resolve_request(request, index, token_ids, sampling, self._limits())
+        return PreparedPrompt(resolved, await self._echo(request, prompt, token_ids), make_parser)
+
+    async def _echo(self, request: CheckedRequest, prompt: Prompt, token_ids: TokenIds) -> str:
+        if not request.form.echoes:
+            return ""
+        if isinstance(prompt, str):
+            return prompt
+        skips = request.form.skips_special_tokens
+        return await self._model.prompts.decode(token_ids, skips_special_tokens=skips)
+
+    async def _with_bad_words(self, request: CheckedRequest) -> SamplingParams:
+        options = request.sampling.options or NO_OPTIONS
+        spelled = await self._model.prompts.spell(spellings(request.bad_words))
+        violations: list[Violation] = []
+        runs = add_bad_words(options.bad_words, spelled, violations)
+        raise_violations(violations)
+        return replace(request.sampling, options=replace(options, bad_words=runs))
+
+    def _call_grammar(self, conversation: Conversation, text: str, field: str, max_bytes: int) -> str:
+        """The grammar of calls; takes its time where schemas are large."""
+        grammar = self._model.reply_parsers.call_grammar(conversation, text)
+        _check_arguments_fit(conversation.callable_tools, field, max_bytes)
+        return grammar
+
+    async def _with_grammar(
+        self, sampling: SamplingParams, form: tokenizer_pb2.StructuredOutput, field: str
+    ) -> SamplingParams:
+        grammar = await self._model.structured_outputs.compile(form, field=field, max_bytes=self._max_bytes())
+        return replace(sampling, options=replace(sampling.options or NO_OPTIONS, grammar=grammar))
+
+    def _max_bytes(self) -> int:
+        """Bytes of text that no request can exceed."""
+        limits = self._limits()
+        return min(limits.context_length, limits.num_pool_tokens) * self._model.longest_token_bytes
+
+
+def _check_arguments_fit(tools: Sequence[Tool], field: str, max_bytes: int) -> None:
+    """Refuse tools whose shortest arguments are too long for any call.
+
+    Raises:
+        InvalidRequestError: naming them.
+    """
+    name_to_size = {tool.name: shortest_json(tool.parameters) for tool in tools}
+    raise_violations(
+        [
+            Violation(field, "GRAMMAR_TOO_COMPLEX", f"{name}: {too_long(size, max_bytes)}")
+            for name, size in name_to_size.items()
+            if size > max_bytes
+        ]
+    )
+
+
+def _no_parser() -> None:
+    """The reply is text."""

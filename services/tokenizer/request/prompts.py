@@ -1,0 +1,138 @@
+"""Turns every kind of prompt into token ids, off the event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from services.tokenizer.chat.chat_encoding import RenderedChat, render_chat
+from services.tokenizer.chat.chat_template import ChatTemplate
+from services.tokenizer.chat.conversation import Conversation
+from services.tokenizer.request.request import Prompt, TokenIds
+from services.tokenizer.text.control_tokens import texts_in
+from services.tokenizer.text.encoder import Encoder
+from services.tokenizer.text.text_lanes import Lane, TextLanes
+from services.tokenizer.text_size import check_text
+from shared.errors import PromptTooLongError, TemplateFailedError
+
+
+class PromptEncoder:
+    """The model's tokenizer and, if it has one, its chat template."""
+
+    def __init__(self, encoder: Encoder, template: ChatTemplate | None, *, num_threads: int = 1) -> None:
+        """Encode with `num_threads` threads for short texts, and one more for long ones."""
+        self._encoder = encoder
+        self._template = template
+        self._lanes = TextLanes(num_threads)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be rendered."""
+        return self._template is not None
+
+    @property
+    def template_text(self) -> str | None:
+        """All that the chat template may write; None without one."""
+        return None if self._template is None else self._template.text
+
+    @property
+    def added_tokens(self) -> frozenset[str]:
+        """The texts that are one token whatever stands around them, once a template has written them."""
+        return self._encoder.added_tokens
+
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        """The texts that decoding leaves out."""
+        return self._encoder.special_tokens
+
+    async def encode(self, prompt: Prompt, context_length: int) -> TokenIds:
+        """The ids of a prompt: [num_tokens], fewer than `context_length` unless it came as ids.
+
+        Raises:
+            TemplateFailedError: a conversation, and the model has no template.
+            InvalidRequestError: a conversation that its template does not take.
+            RequestTooLargeError: a conversation whose rendered text is too large.
+            PromptTooLongError: it leaves no room for one more token; it is not encoded to its end.
+            QueueFullError: too much text waits.
+        """
+        if isinstance(prompt, str):
+            return await self.encode_text(prompt, context_length)
+        if isinstance(prompt, Conversation):
+            _, token_ids = await self.render_chat(prompt, context_length)
+            return token_ids
+        return prompt
+
+    async def encode_text(self, text: str, context_length: int) -> TokenIds:
+        """The ids of plain text, with what the tokenizer's post-processor adds; as `encode`."""
+        return await self._encode([text], context_length, add_special_tokens=True)
+
+    async def render_chat(self, conversation: Conversation, context_length: int) -> tuple[str, TokenIds]:
+        """A conversation's text and its ids: [num_tokens]; as `encode`."""
+        template = self._template
+        if template is None:
+            raise TemplateFailedError("the model has no chat template")
+
+        def render() -> RenderedChat:
+            rendered = render_chat(template, self._encoder.control_tokens, conversation)
+            check_text(rendered.text)
+            return rendered
+
+        num_bytes = _num_bytes(texts_in(template.fields(conversation)))
+        lane = self._lanes.lane_for(num_bytes)
+        with lane.admit(num_bytes):
+            rendered = await lane.run(render)
+        return rendered.text, await self._encode(rendered.pieces, context_length)
+
+    async def spell(self, words: Sequence[str]) -> list[list[int]]:
+        """The ids of each of some words as they stand within a text."""
+        return await self._lanes.short.run(lambda: [self._encoder.encode_pieces(["", word]).tolist() for word in words])
+
+    async def decode(self, token_ids: TokenIds, *, skips_special_tokens: bool = True) -> str:
+        """The text of ids, special tokens left out unless told otherwise."""
+        return await self._lanes.lane_for(token_ids.nbytes).run(
+            lambda: self._encoder.decode(token_ids, skips_special_tokens=skips_special_tokens)
+        )
+
+    async def _encode(
+        self, pieces: Sequence[str | int], context_length: int, *, add_special_tokens: bool = False
+    ) -> TokenIds:
+        texts = [piece for piece in pieces if isinstance(piece, str)]
+        runs = self._encoder.encode_in_parts(pieces, add_special_tokens=add_special_tokens)
+        num_bytes = _num_bytes(texts)
+        lane = self._lanes.lane_for(num_bytes)
+        with lane.admit(num_bytes):
+            if lane is self._lanes.short:
+                token_ids = np.concatenate(await lane.run(lambda: list(runs)))
+                _check_length(token_ids.size, context_length)
+                return token_ids
+            _check_length(await lane.run(lambda: sum(map(self._encoder.least_tokens, texts))), context_length)
+            return await _collect(lane, runs, context_length)
+
+
+async def _collect(lane: Lane, runs: Iterator[TokenIds], context_length: int) -> TokenIds:
+    """Join runs of ids, each of which takes its turn in the lane.
+
+    Raises:
+        PromptTooLongError: as soon as they are too many.
+    """
+    collected: list[TokenIds] = []
+    num_tokens = 0
+    while (run := await lane.run(lambda: next(runs, None))) is not None:
+        num_tokens += run.size
+        _check_length(num_tokens, context_length)
+        collected.append(run)
+    return np.concatenate(collected)
+
+
+def _check_length(num_tokens: int, context_length: int) -> None:
+    if num_tokens >= context_length:
+        raise PromptTooLongError(
+            f"the text has at least {num_tokens} tokens, the model's context is {context_length}",
+            limit=context_length - 1,
+            actual=num_tokens,
+        )
+
+
+def _num_bytes(texts: Iterable[str]) -> int:
+    return sum(len(text.encode()) for text in texts)

@@ -1,0 +1,70 @@
+"""How the served model replies to conversations: what reads it, and what it looks like when it must call a tool."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from services.tokenizer.chat.conversation import Conversation
+from services.tokenizer.replies import ReplyParser, choose_reply_parser, make_reply_parser
+from services.tokenizer.replies.call_grammar import CallRequest, tool_call_grammar
+from services.tokenizer.request.prompts import PromptEncoder
+from shared.model_dir import CONFIG, read_json
+
+_PLAIN = "none"
+
+
+class ReplyParsers:
+    """The parsers of one family of models."""
+
+    def __init__(self, name: str, prompts: PromptEncoder) -> None:
+        """Take the family's name, one of `REPLY_PARSERS`, and what the model is prompted by."""
+        self._name = name
+        self._prompts = prompts
+
+    def make(
+        self, conversation: Conversation, prompt_text: str, *, skips_special_tokens: bool = True
+    ) -> ReplyParser | None:
+        """A parser for one reply; None where replies are nothing but text.
+
+        Args:
+            conversation: What is replied to.
+            prompt_text: The same as the model sees it.
+            skips_special_tokens: Whether the client does not want to see them.
+        """
+        if self._name == _PLAIN:
+            return None
+        return make_reply_parser(
+            self._name,
+            tools=conversation.offered_tools,
+            prompt_text=prompt_text,
+            special_tokens=self._prompts.special_tokens if skips_special_tokens else frozenset(),
+        )
+
+    def call_grammar(self, conversation: Conversation, prompt_text: str) -> str:
+        """The grammar of a reply to a conversation that must call one of its `callable_tools`.
+
+        Raises:
+            InvalidRequestError: the model has no known form of tool calls, or a tool's schema cannot be had in it.
+        """
+        return tool_call_grammar(
+            self._name,
+            CallRequest(
+                conversation.callable_tools,
+                bool(conversation.tool_name),
+                prompt_text,
+                self._prompts.template_text or "",
+                self._prompts.added_tokens,
+            ),
+        )
+
+
+def load_reply_parsers(model_dir: Path, prompts: PromptEncoder, *, name: str) -> ReplyParsers:
+    """The parsers called `name`; for "auto" those that fit the model.
+
+    Raises:
+        ModelDirectoryError: the model's configuration is missing or malformed.
+    """
+    if name == "auto":
+        architectures = read_json(model_dir, CONFIG).get("architectures") or [""]
+        name = choose_reply_parser(str(architectures[0]), prompts.template_text)
+    return ReplyParsers(name, prompts)

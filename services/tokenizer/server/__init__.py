@@ -1,0 +1,1 @@
+"""The RPCs that clients call, and the answers on their way out."""

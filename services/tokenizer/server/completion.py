@@ -1,0 +1,104 @@
+"""The answer's tokens and text: what of them is certain, and what has not been taken yet. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from services.tokenizer.text.detokenizer import Detokenizer
+from services.tokenizer.text.stop_strings import StopMatcher
+
+
+class Completion:
+    """Takes tokens as they come, and gives out certain tokens and text.
+
+    Invariant: `_late_ids` are the tokens behind a completed stop string while another, which began earlier, may
+    still be completed. They belong to the answer only if it is.
+    """
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stop_strings: Sequence[str],
+        *,
+        includes_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        """Begin an answer.
+
+        Args:
+            detokenizer: A new one.
+            stop_strings: May be empty.
+            includes_stop: Whether the stop string is part of the text.
+            min_tokens: A stop string that is completed within so many tokens is text like any other.
+        """
+        self._detokenizer = detokenizer
+        self.has_stop_strings = bool(stop_strings)
+        self._matcher = StopMatcher(stop_strings, includes_stop=includes_stop) if stop_strings else None
+        self._min_tokens = min_tokens
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._late_ids: list[int] = []
+        self.num_tokens = 0
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the answer; None while there is none, or not for certain."""
+        if self._matcher is None or not self._matcher.is_decided or self._matcher.candidate is None:
+            return None
+        return self._matcher.candidate.stop
+
+    def push(self, token_ids: Sequence[int]) -> None:
+        """Take the next tokens. Those behind a stop string are dropped."""
+        if self._matcher is None:
+            # Most requests, and each of their tokens: no call more than is needed.
+            self._token_ids += token_ids
+            self.num_tokens += len(token_ids)
+            self._texts.append(self._detokenizer.push(token_ids))
+            return
+        for token_id in token_ids:
+            self._watch(self._matcher, self._detokenizer.push((token_id,)), (token_id,))
+
+    def push_silent(self, token_ids: Sequence[int]) -> None:
+        """Take the next tokens, and leave the text of the last one out: it only ends the answer."""
+        self.push(token_ids[:-1])
+        if self._matcher is None:
+            self._accept(token_ids[-1:])
+        else:
+            self._watch(self._matcher, "", token_ids[-1:])
+
+    def finish(self) -> None:
+        """The end: no token follows. What was held back is certain now, or a stop string is."""
+        rest = self._detokenizer.flush()
+        if self._matcher is None:
+            self._texts.append(rest)
+            return
+        self._watch(self._matcher, rest, ())
+        if not self._matcher.is_decided:
+            self._texts.append(self._matcher.finish())
+
+    def take(self) -> tuple[str, list[int]]:
+        """The certain text and tokens since the last call. The text may lag behind the tokens."""
+        text, token_ids = "".join(self._texts), self._token_ids
+        self._texts, self._token_ids = [], []
+        return text, token_ids
+
+    def put_back(self, token_ids: list[int]) -> None:
+        """Have tokens that were taken last be the first that the next call takes."""
+        self._token_ids = token_ids + self._token_ids
+
+    def _watch(self, matcher: StopMatcher, text: str, token_ids: Sequence[int]) -> None:
+        """Let the matcher see the next text, which `token_ids` brought."""
+        if matcher.is_decided:
+            return
+        candidate = matcher.candidate
+        # Without a candidate nothing is late: the tokens before these are all counted.
+        matcher.is_watchful = self.num_tokens + len(token_ids) > self._min_tokens
+        self._texts.append(matcher.push(text))
+        self._late_ids += token_ids
+        if matcher.candidate is None or matcher.candidate is not candidate:
+            self._accept(self._late_ids)
+            self._late_ids = []
+
+    def _accept(self, token_ids: Sequence[int]) -> None:
+        self._token_ids += token_ids
+        self.num_tokens += len(token_ids)

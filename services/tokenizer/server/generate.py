@@ -1,0 +1,187 @@
+"""The course of one `Generate` call: check, encode, submit, stream, and one line in the log at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from lockstep.v1 import common_pb2, tokenizer_pb2
+from services.tokenizer.exchange.logprobs import LogprobQueue
+from services.tokenizer.exchange.scheduler_client import SchedulerClient
+from services.tokenizer.request.model import ServedModel
+from services.tokenizer.request.prepare import PreparedPrompt, RequestPreparer
+from services.tokenizer.request.request import CheckedRequest, check_request
+from services.tokenizer.server.choice import Choice, Extras
+from services.tokenizer.server.completion import Completion
+from services.tokenizer.server.generation import Generation
+from services.tokenizer.server.live_requests import LiveRequests
+from shared.errors import DeadlinePassedError, ServiceError
+from shared.limits import NO_OPTIONS
+from shared.request_fields import check_exactness
+from shared.rpc import StatusError, reason_of
+
+logger = logging.getLogger(__name__)
+
+# At most a mebibyte of text: a client's library takes messages of 4.
+_ECHO_CHARACTERS = 256 * 1024
+
+
+class Writer(Protocol):
+    """Takes the responses of a call, in order."""
+
+    async def write(self, response: tokenizer_pb2.GenerateResponse) -> None:
+        """Take one; returns when there is room for another."""
+
+
+class GenerateCall:
+    """Serves one call; made when it arrives."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        scheduler: SchedulerClient,
+        live: LiveRequests,
+        writer: Writer,
+        *,
+        time_left_s: float | None,
+    ) -> None:
+        """Take in a call, whose client waits `time_left_s` for its answer; None is for ever."""
+        self._model = model
+        self._scheduler = scheduler
+        self._preparer = RequestPreparer(model, lambda: scheduler.cell().limits)
+        self._live = live
+        self._writer = writer
+        self._arrived_s = time.monotonic()
+        self._deadline_s = None if time_left_s is None else self._arrived_s + time_left_s
+        # What the log tells of the request: ids, counts and durations, never text.
+        self._facts: dict[str, str | int | float] = {}
+
+    async def serve(self, request: tokenizer_pb2.GenerateRequest) -> None:
+        """Write all responses to the call.
+
+        Raises:
+            ServiceError: the request is refused, or its answer ended with an error.
+        """
+        outcome: str | None = "INTERNAL"
+        try:
+            outcome = await self._serve(request)
+        except StatusError as error:
+            outcome = reason_of(error.status)
+            raise
+        except ServiceError as error:
+            outcome = error.reason
+            raise
+        except asyncio.CancelledError:
+            outcome = "CANCELLED"
+            raise
+        finally:
+            logger.info("request ended", extra={**self._facts, "outcome": outcome, "total_ms": self._elapsed_ms()})
+
+    async def _serve(self, message: tokenizer_pb2.GenerateRequest) -> str:
+        """Returns the names of the finish reasons."""
+        self._live.check_open()
+        cell = self._scheduler.cell()
+        request = check_request(
+            message, model_name=self._model.name, limits=cell.limits, defaults=cell.default_sampling
+        )
+        self._facts["request_id"] = request.request_id
+        check_exactness(cell.exact_fingerprint, is_exact=request.is_exact)
+        with self._live.admit(request.all_ids):
+            prompts = await self._preparer.prepare(request)
+            self._check_deadline()
+            return await self._stream(request, prompts)
+
+    def _check_deadline(self) -> None:
+        if self._deadline_s is not None and time.monotonic() >= self._deadline_s:
+            raise DeadlinePassedError("the deadline passed before the request reached the cell")
+
+    async def _stream(self, request: CheckedRequest, prompts: Sequence[PreparedPrompt]) -> str:
+        generation = Generation(arrived_s=self._arrived_s)
+        self._live.begin(request.request_id, generation)
+        handles: list[int] = []
+        try:
+            for index, prompt in enumerate(prompts):
+                handles.append(self._submit(request, index, prompt, generation))
+            for index, prompt in enumerate(prompts):
+                await self._begin(index, prompt)
+            async for response in generation.responses():
+                await self._writer.write(response)
+        finally:
+            for handle in handles:
+                self._scheduler.requests.abort(handle)
+            self._note(generation)
+        reasons = sorted({common_pb2.FinishReason.Name(reason) for reason in generation.finish_reasons})
+        return ",".join(reason.removeprefix("FINISH_REASON_") for reason in reasons)
+
+    def _submit(self, request: CheckedRequest, index: int, prompt: PreparedPrompt, generation: Generation) -> int:
+        """Send a prompt to the cell; returns the handle to abort it by."""
+        choices = [self._make_choice(request, prompt, generation, (index, number)) for number in range(request.n)]
+        generation.choices += choices
+        return self._scheduler.requests.submit(
+            prompt.request, choices, arrived_s=self._arrived_s, deadline_s=self._deadline_s
+        )
+
+    def _make_choice(
+        self, request: CheckedRequest, prompt: PreparedPrompt, generation: Generation, place: tuple[int, int]
+    ) -> Choice:
+        form, options = request.form, prompt.request.sampling.options or NO_OPTIONS
+        parser = prompt.make_parser()
+        # A parser may have to see special tokens, and then leaves them out itself.
+        skips = form.skips_special_tokens and not (parser is not None and parser.needs_special_tokens)
+        completion = Completion(
+            self._model.texts.detokenizer(skips_special_tokens=skips),
+            form.stop_strings,
+            includes_stop=form.includes_stop,
+            min_tokens=options.min_tokens,
+        )
+        extras = Extras(
+            form.includes_stop,
+            parser,
+            self._logprob_queue(options.num_logprobs),
+            self._logprob_queue(options.num_prompt_logprobs),
+        )
+        return Choice(
+            generation, completion, place=place, num_prompt_tokens=prompt.request.num_prompt_tokens, extras=extras
+        )
+
+    def _logprob_queue(self, num_top: int | None) -> LogprobQueue | None:
+        return None if num_top is None else LogprobQueue(num_top, self._model.texts.bytes_of)
+
+    async def _begin(self, index: int, prompt: PreparedPrompt) -> None:
+        """Tell how a prompt was understood, and echo it."""
+        request = prompt.request
+        accepted = tokenizer_pb2.Accepted(
+            request_id=request.request_id,
+            model=self._model.name,
+            num_prompt_tokens=request.num_prompt_tokens,
+            max_tokens=request.sampling.max_tokens,
+            seed=request.sampling.seed,
+        )
+        await self._writer.write(tokenizer_pb2.GenerateResponse(accepted=accepted, prompt=index))
+        for choice in range(request.n):
+            for text in echo_pieces(prompt.echo):
+                await self._writer.write(tokenizer_pb2.GenerateResponse(text=text, prompt=index, choice=choice))
+
+    def _note(self, generation: Generation) -> None:
+        usage = generation.usage()
+        self._facts["num_prompt_tokens"] = usage.num_prompt_tokens
+        self._facts["num_cached_tokens"] = usage.num_cached_tokens
+        self._facts["num_completion_tokens"] = generation.num_tokens
+        if generation.num_resumes:
+            self._facts["num_resumes"] = generation.num_resumes
+        for choice in generation.choices:
+            self._scheduler.requests.counters.add_resumes(choice.num_resumes, is_exact=choice.resumes_exactly)
+        if generation.ttft_s is not None:
+            self._facts["ttft_ms"] = round(1e3 * generation.ttft_s, 3)
+
+    def _elapsed_ms(self) -> float:
+        return round(1e3 * (time.monotonic() - self._arrived_s), 3)
+
+
+def echo_pieces(text: str) -> Iterator[str]:
+    """A text in pieces that each fit a message; none for an empty one."""
+    for start in range(0, len(text), _ECHO_CHARACTERS):
+        yield text[start : start + _ECHO_CHARACTERS]

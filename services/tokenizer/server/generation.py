@@ -1,0 +1,107 @@
+"""One call's answer on its way from the cell to the client: what its choices have to say, interleaved.
+
+What has piled up of a choice leaves in one response. It is what the cell brings while one write is blocked, which may
+last `--max-unread-s`, and in no case more than the text of `max_tokens` tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+from lockstep.v1 import common_pb2, tokenizer_pb2
+from services.tokenizer.server.choice import Choice
+from shared.errors import ServiceError
+
+
+class Generation:
+    """Yields the responses of all choices of one call.
+
+    It ends exactly once: when its last choice has finished, or by an error.
+
+    Invariant: `_fresh` are the choices that have news and whose turn has not come, in the order in which they got it.
+    """
+
+    def __init__(self, *, arrived_s: float) -> None:
+        """Begin an answer, whose `choices` are to follow; the call arrived at `arrived_s` of `time.monotonic`."""
+        self.arrived_s = arrived_s
+        self.choices: list[Choice] = []
+        self._fresh: list[Choice] = []
+        self._error: ServiceError | None = None
+        self._news = asyncio.Event()
+
+    @property
+    def finish_reasons(self) -> list[common_pb2.FinishReason]:
+        """Why the choices finished, as `Choice.finish_reason`."""
+        return [choice.finish_reason for choice in self.choices]
+
+    @property
+    def num_tokens(self) -> int:
+        """Completion tokens that are part of the answer so far."""
+        return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def num_resumes(self) -> int:
+        """Recoveries of all choices so far, as `Choice.num_resumes`."""
+        return sum(choice.num_resumes for choice in self.choices)
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From the call's arrival to the first token that left; None while none has."""
+        return min((choice.ttft_s for choice in self.choices if choice.ttft_s is not None), default=None)
+
+    def usage(self) -> common_pb2.Usage:
+        """What all choices consumed together, each prompt counted with its first choice."""
+        firsts = [choice.usage for choice in self.choices if choice.is_first]
+        return common_pb2.Usage(
+            num_prompt_tokens=sum(usage.num_prompt_tokens for usage in firsts),
+            num_cached_tokens=sum(usage.num_cached_tokens for usage in firsts),
+            num_completion_tokens=sum(choice.usage.num_completion_tokens for choice in self.choices),
+        )
+
+    def on_news(self, choice: Choice) -> None:
+        """Take a choice that has something to send."""
+        self._fresh.append(choice)
+        self._news.set()
+
+    def fail(self, error: ServiceError) -> None:
+        """End with an error; what was received before still goes out. Nothing changes when it is over."""
+        if self._error is not None or self._has_all_finishes():
+            return
+        self._error = error
+        for choice in self.choices:
+            choice.close()
+        self._news.set()
+
+    async def responses(self) -> AsyncIterator[tokenizer_pb2.GenerateResponse]:
+        """Yield what has piled up whenever there is something; the last response has `usage` set.
+
+        Raises:
+            ServiceError: the answer ended with this error.
+        """
+        num_unfinished = len(self.choices)
+        while num_unfinished:
+            await self._news.wait()
+            self._news.clear()
+            fresh, self._fresh = self._fresh, []
+            for choice in fresh:
+                if choice.prompt_logprobs is not None:
+                    for prompt_response in choice.take_prompt_logprobs():
+                        yield prompt_response
+                response = choice.take(time.monotonic())
+                if choice.has_news:
+                    # Its next turn comes behind the others'.
+                    self.on_news(choice)
+                if response is None:
+                    continue
+                if response.HasField("finish"):
+                    num_unfinished -= 1
+                    if not num_unfinished:
+                        response.usage.CopyFrom(self.usage())
+                yield response
+            if self._error is not None and not self._fresh:
+                raise self._error
+
+    def _has_all_finishes(self) -> bool:
+        return common_pb2.FINISH_REASON_UNSPECIFIED not in self.finish_reasons

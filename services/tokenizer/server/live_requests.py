@@ -1,0 +1,67 @@
+"""Which requests are in flight in this replica."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from services.tokenizer.server.generation import Generation
+from shared.errors import DrainingError, DuplicateRequestError
+
+
+class LiveRequests:
+    """Claims request ids, and sees the last requests out when the service stops.
+
+    Invariant: an id is here from its admission until its request has ended.
+    """
+
+    def __init__(self) -> None:
+        self._generations: dict[str, Generation | None] = {}
+        self._is_draining = False
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
+
+    def check_open(self) -> None:
+        """Refuse new requests once the service is stopping.
+
+        Raises:
+            DrainingError: it is.
+        """
+        if self._is_draining:
+            raise DrainingError("the service is stopping")
+
+    @contextmanager
+    def admit(self, request_ids: Sequence[str]) -> Iterator[None]:
+        """Hold ids, all or none of them, for the length of a `with` block. The first one is the request's.
+
+        Raises:
+            DuplicateRequestError: a request with one of these ids is in flight.
+        """
+        for request_id in request_ids:
+            if request_id in self._generations:
+                raise DuplicateRequestError("a request with this id is in flight", request_id=request_id)
+        self._generations.update(dict.fromkeys(request_ids))
+        self._is_empty.clear()
+        try:
+            yield
+        finally:
+            for request_id in request_ids:
+                del self._generations[request_id]
+            if not self._generations:
+                self._is_empty.set()
+
+    def begin(self, request_id: str, generation: Generation) -> None:
+        """An admitted request's answer has begun."""
+        self._generations[request_id] = generation
+
+    async def drain(self, grace_s: float) -> None:
+        """Take no more requests, let those in flight finish, and end with DRAINING what then is left."""
+        self._is_draining = True
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._is_empty.wait()
+        except TimeoutError:
+            for generation in self._generations.values():
+                if generation is not None:
+                    generation.fail(DrainingError("the service is stopping"))

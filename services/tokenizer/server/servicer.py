@@ -1,0 +1,111 @@
+"""The public RPCs: from messages to the service's parts and back."""
+
+from __future__ import annotations
+
+import grpc
+import numpy as np
+
+from lockstep.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+from services.tokenizer.chat.chat_request import check_chat
+from services.tokenizer.exchange.scheduler_client import Cell, SchedulerClient
+from services.tokenizer.request.model import ServedModel
+from services.tokenizer.server.generate import GenerateCall, Writer
+from services.tokenizer.server.live_requests import LiveRequests
+from services.tokenizer.server.whole_answer import WholeAnswer
+from services.tokenizer.text_size import check_text
+from shared.errors import InvalidRequestError, Violation
+from shared.limits import check_token_ids
+from shared.request_fields import read_time_left
+from shared.response_writer import ResponseWriter
+
+TOKENIZER_SERVICE = "lockstep.v1.TokenizerService"
+
+
+class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
+    """Serves clients; the contracts are those of tokenizer.proto.
+
+    Every method needs the link to the cell, and is refused once the service is stopping.
+    """
+
+    def __init__(self, model: ServedModel, scheduler: SchedulerClient, live: LiveRequests, max_unread_s: float) -> None:
+        """Serve with these parts; a client that takes nothing of its answer for `max_unread_s` loses it."""
+        self._model = model
+        self._scheduler = scheduler
+        self._live = live
+        self._max_unread_s = max_unread_s
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serve on `server`."""
+        tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(self, server)
+
+    async def Generate(self, request: tokenizer_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+        """Continue a prompt; the responses are written to `context`."""
+        await self._generate(request, ResponseWriter(context, self._max_unread_s), context)
+
+    async def Complete(
+        self, request: tokenizer_pb2.CompleteRequest, context: grpc.aio.ServicerContext
+    ) -> tokenizer_pb2.CompleteResponse:
+        """Continue a prompt; all responses in one."""
+        answer = WholeAnswer()
+        await self._generate(request.request, answer, context)
+        return answer.message()
+
+    async def Tokenize(
+        self, request: tokenizer_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> tokenizer_pb2.TokenizeResponse:
+        """Encode text."""
+        cell = self._cell()
+        check_text(request.text)
+        token_ids = await self._model.prompts.encode_text(request.text, cell.limits.context_length)
+        return tokenizer_pb2.TokenizeResponse(token_ids=token_ids.tolist())
+
+    async def Detokenize(
+        self, request: tokenizer_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> tokenizer_pb2.DetokenizeResponse:
+        """Decode token ids."""
+        cell = self._cell()
+        _check_num_ids(len(request.token_ids), cell.limits.context_length)
+        token_ids = np.array(request.token_ids, np.uint32)
+        check_token_ids(token_ids, cell.limits.logits_width, field="token_ids")
+        return tokenizer_pb2.DetokenizeResponse(text=await self._model.prompts.decode(token_ids))
+
+    async def RenderChat(
+        self, request: tokenizer_pb2.RenderChatRequest, context: grpc.aio.ServicerContext
+    ) -> tokenizer_pb2.RenderChatResponse:
+        """Render a conversation and encode it."""
+        context_length = self._cell().limits.context_length
+        text, token_ids = await self._model.prompts.render_chat(check_chat(request.chat), context_length)
+        return tokenizer_pb2.RenderChatResponse(text=text, token_ids=token_ids.tolist())
+
+    async def GetModelInfo(
+        self, request: tokenizer_pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext
+    ) -> tokenizer_pb2.GetModelInfoResponse:
+        """Tell what is served."""
+        cell = self._cell()
+        return tokenizer_pb2.GetModelInfoResponse(
+            model=self._model.name,
+            model_digest=self._model.digest,
+            context_length=cell.limits.context_length,
+            logits_width=cell.limits.logits_width,
+            eos_token_ids=cell.eos_token_ids,
+            num_pool_tokens=cell.limits.num_pool_tokens,
+            has_chat_template=self._model.prompts.has_chat_template,
+            has_exact_determinism=bool(cell.exact_fingerprint),
+        )
+
+    async def _generate(
+        self, request: tokenizer_pb2.GenerateRequest, writer: Writer, context: grpc.aio.ServicerContext
+    ) -> None:
+        time_left_s = read_time_left(context.time_remaining())
+        call = GenerateCall(self._model, self._scheduler, self._live, writer, time_left_s=time_left_s)
+        await call.serve(request)
+
+    def _cell(self) -> Cell:
+        self._live.check_open()
+        return self._scheduler.cell()
+
+
+def _check_num_ids(num_ids: int, context_length: int) -> None:
+    if num_ids > context_length:
+        violation = Violation("token_ids", "OUT_OF_RANGE", f"at most {context_length}, the model's context")
+        raise InvalidRequestError.from_violations([violation])

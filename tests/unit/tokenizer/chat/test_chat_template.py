@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from services.tokenizer.chat.chat_template import ChatTemplate, load_chat_template
+from services.tokenizer.chat.conversation import Conversation, Message, Tool, ToolCall, ToolMode
+from services.tokenizer.chat.template_trial import TemplateFeatures
+from services.tokenizer.json.json_values import JsonObject
+from services.tokenizer.request.prompts import PromptEncoder
+from services.tokenizer.text.encoder import Encoder
+from shared.errors import InvalidRequestError, TemplateFailedError
+from shared.model_dir import ModelDirectoryError
+from tests.support.tiny_tokenizer import CHATML, tiny_tokenizer, write_tiny_tokenizer
+
+USER = Message("user", "Hi")
+SCHEMA: JsonObject = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOL = Tool("get_weather", "Tells the weather.", SCHEMA)
+CALL = Message("assistant", "", (ToolCall("c1", "get_weather", {"city": "Aix"}),), reasoning="Hm.")
+RESULT = Message("tool", "sunny", tool_call_id="c1", name="get_weather")
+
+
+def write_config(directory: Path, **fields: object) -> None:
+    """Change the directory's tokenizer configuration."""
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def load(directory: Path) -> ChatTemplate | None:
+    return load_chat_template(directory, timeout_s=60.0)
+
+
+def render(template: ChatTemplate | None, *messages: Message, tools: tuple[Tool, ...] = ()) -> str:
+    assert template is not None
+    return template.render(template.fields(Conversation(messages, tools)))
+
+
+def test_a_template_has_what_transformers_gives_it() -> None:
+    source = """\
+{% for m in messages %}
+    {% if loop.index0 > 0 %}
+        {% break %}
+    {% endif %}
+    {% generation %}
+{{ bos_token ~ (m | tojson) ~ (strftime_now('%Y') | length) }}
+    {% endgeneration %}
+{% endfor %}
+{{ tools is none }}{{ add_generation_prompt }}"""
+    rendered = render(ChatTemplate(source, {"bos_token": "<s>"}), Message("user", "<é>"), USER)
+    assert rendered == '<s>{"role": "user", "content": "<é>"}4\nTrueTrue'
+
+
+def test_a_message_has_only_the_fields_that_are_set() -> None:
+    template = ChatTemplate("{{ messages | tojson }}", {})
+    assert json.loads(render(template, USER, CALL, RESULT)) == [
+        {"role": "user", "content": "Hi"},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "Hm.",
+            # The name by which transformers hands it to gpt-oss.
+            "thinking": "Hm.",
+            "tool_calls": [
+                {"type": "function", "id": "c1", "function": {"name": "get_weather", "arguments": {"city": "Aix"}}}
+            ],
+        },
+        {"role": "tool", "content": "sunny", "tool_call_id": "c1", "name": "get_weather"},
+    ]
+
+
+def test_tools_are_functions_and_none_without_any() -> None:
+    template = ChatTemplate("{{ tools | tojson }}", {})
+    function = {"name": "get_weather", "description": "Tells the weather.", "parameters": SCHEMA}
+    assert json.loads(render(template, USER, tools=(TOOL,))) == [{"type": "function", "function": function}]
+    assert render(template, USER) == "null"
+
+
+def test_the_template_is_not_told_of_tools_that_must_not_be_called() -> None:
+    template = ChatTemplate("{{ tools is none }}", {})
+    fields = template.fields(Conversation((USER,), (TOOL,), ToolMode.NONE))
+    assert template.render(fields) == "True"
+
+
+def test_variables_reach_the_template() -> None:
+    template = ChatTemplate("{{ enable_thinking }} {{ documents[0].title }} {{ eos_token }}", {"eos_token": "</s>"})
+    variables: JsonObject = {"enable_thinking": False, "documents": [{"title": "A"}]}
+    assert template.render(template.fields(Conversation((USER,), variables=variables))) == "False A </s>"
+
+
+def test_calls_come_in_the_form_that_the_template_wants() -> None:
+    features = TemplateFeatures(arguments_are_text=True, empty_content_is_none=True)
+    template = ChatTemplate("{{ messages | tojson }}", {}, features=features)
+    empty, full = json.loads(render(template, CALL, Message("assistant", "So:", CALL.tool_calls)))
+    assert (empty["content"], full["content"]) == (None, "So:")
+    assert empty["tool_calls"][0]["function"]["arguments"] == '{"city": "Aix"}'
+
+
+def test_a_conversation_with_tools_may_have_a_template_of_its_own() -> None:
+    template = ChatTemplate("plain", {}, tools_source="with tools")
+    assert (render(template, USER), render(template, USER, tools=(TOOL,))) == ("plain", "with tools")
+    assert (template.text, ChatTemplate("plain", {}).text) == ("plain\nwith tools", "plain")
+
+
+def test_special_tokens_come_from_the_configuration(tmp_path: Path) -> None:
+    write_tiny_tokenizer(tmp_path, chat_template="{{ bos_token }}{{ eos_token }}{{ unk_token is defined }}")
+    write_config(tmp_path, eos_token={"content": "<|im_end|>", "lstrip": False}, add_bos_token=True)
+    assert render(load(tmp_path), USER) == "<|im_start|><|im_end|>False"
+
+
+@pytest.mark.parametrize(
+    "template", ["from the configuration", [{"name": "default", "template": "from the configuration"}]]
+)
+def test_the_configuration_may_hold_the_template(tmp_path: Path, template: object) -> None:
+    write_tiny_tokenizer(tmp_path, chat_template=None)
+    write_config(tmp_path, chat_template=template)
+    assert render(load(tmp_path), USER) == "from the configuration"
+
+
+def test_the_configuration_may_hold_a_template_for_tools(tmp_path: Path) -> None:
+    write_tiny_tokenizer(tmp_path, chat_template=None)
+    names = {"default": "plain", "tool_use": "{{ tools[0].function.name }}", "rag": "{{ unclosed"}
+    write_config(tmp_path, chat_template=[{"name": name, "template": text} for name, text in names.items()])
+    template = load(tmp_path)
+    assert (render(template, USER), render(template, USER, tools=(TOOL,))) == ("plain", "get_weather")
+
+
+def test_the_templates_own_file_comes_first(tmp_path: Path) -> None:
+    write_tiny_tokenizer(tmp_path, chat_template="from the file")
+    write_config(tmp_path, chat_template="from the configuration")
+    assert render(load(tmp_path), USER) == "from the file"
+
+
+async def test_a_model_without_a_template_takes_no_conversations(tmp_path: Path) -> None:
+    write_tiny_tokenizer(tmp_path, chat_template=None)
+    prompts = PromptEncoder(Encoder(tiny_tokenizer()), load(tmp_path))
+    assert not prompts.has_chat_template
+    with pytest.raises(TemplateFailedError):
+        await prompts.encode(Conversation((USER,)), 256)
+
+
+def test_a_template_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    write_tiny_tokenizer(tmp_path, chat_template=None)
+    write_config(tmp_path, chat_template=7)
+    with pytest.raises(ModelDirectoryError):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "failure", ["{{ raise_exception('no ' + messages[0].content) }}", "{{ messages[7].content.x }}", "{{ 1 / 0 }}"]
+)
+def test_messages_that_make_the_template_fail_are_to_blame(failure: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    template = ChatTemplate(f"{{% if messages | length > 1 %}}{failure}{{% endif %}}", {})
+    with pytest.raises(InvalidRequestError) as caught:
+        render(template, Message("user", "a secret"), USER)
+    assert caught.value.reason == "INVALID_REQUEST"
+    assert [violation.field for violation in caught.value.violations] == ["chat.messages"]
+    assert "secret" not in caught.value.message + caplog.text
+
+
+def test_a_later_render_knows_nothing_of_an_earlier_one() -> None:
+    template = ChatTemplate(CHATML, {})
+    first = render(template, USER)
+    render(template, Message("system", "other"), USER)
+    assert render(template, USER) == first

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.tokenizer.chat.template_trial import TemplateFeatures, try_template
+from shared.model_dir import ModelDirectoryError
+from tests.support.processes import ROOT, module_environment
+
+# One that never ends.
+PARENT = """
+from services.tokenizer.chat.template_trial import try_template
+try_template("{% for i in range(10 ** 4) %}{% for j in range(10 ** 5) %}{% endfor %}{% endfor %}", (), timeout_s=600)
+"""
+
+# The forms in which templates write the calls of a message: Qwen3's, DeepSeek-V3's, and one that writes none.
+CALLS_AS_OBJECTS = """\
+{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{% for m in messages %}{{ m.content }}{% for call in m.tool_calls %}
+{%- if call.function.arguments is string %}{{ call.function.arguments }}{% else %}{{ call.function.arguments | tojson }}
+{%- endif %}{% endfor %}{% endfor %}"""
+CALLS_AS_TEXT = """\
+{% for m in messages %}{% if m.content is not none %}{{ m.content }}{% else %}{% for call in m.tool_calls %}
+{{- 'call ' + call.function.arguments }}{% endfor %}{% endif %}{% endfor %}"""
+CALLS_AS_PYTHON = (
+    "{% for m in messages %}{% for call in m.tool_calls %}{{ call.function.arguments }}{% endfor %}{% endfor %}"
+)
+NO_CALLS = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def attempt(source: str, timeout_s: float = 60.0) -> TemplateFeatures:
+    return try_template(source, (("bos_token", "<s>"),), timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("source", "features"),
+    [
+        (CALLS_AS_OBJECTS, TemplateFeatures(takes_tools=True)),
+        (CALLS_AS_TEXT, TemplateFeatures(arguments_are_text=True, empty_content_is_none=True)),
+        (CALLS_AS_PYTHON, TemplateFeatures(arguments_are_text=True)),
+        (NO_CALLS, TemplateFeatures()),
+        ("{{ bos_token }}{{ raise_exception('no tools') if tools else '' }}", TemplateFeatures()),
+    ],
+)
+def test_a_trial_tells_how_a_template_takes_tools(source: str, features: TemplateFeatures) -> None:
+    assert attempt(source) == features
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ unclosed",
+        "{{ messages[5].content }}",
+        "{{ raise_exception('never') }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{% set _ = messages[0].update({'role': 'x'}) %}",
+        "{{ 1 / 0 }}",
+        "{% include '/etc/passwd' %}",
+        "{{ ('%0' ~ 2 * 10 ** 9 ~ 'd') | format(1) }}",
+        "{{ 'a' * 10 ** 10 }}",
+        "{{ 'a' * messages[0].content | length * 10 ** 6 }}",
+    ],
+)
+def test_a_template_that_fails_on_a_plain_message_is_refused(source: str) -> None:
+    with pytest.raises(ModelDirectoryError, match="plain message"):
+        attempt(source)
+
+
+LOOP = "{{% for _ in range(99999) %}}{}{{% endfor %}}"
+ENDLESS = LOOP.format(LOOP.format(LOOP.format("")))
+
+
+@pytest.mark.parametrize("source", [ENDLESS, "{{ 9 ** (9 ** 9) }}"])
+def test_a_template_that_does_not_end_is_refused_in_time(source: str) -> None:
+    with pytest.raises(ModelDirectoryError, match="more than 1 s of a processor"):
+        attempt(source, timeout_s=1.0)
+
+
+def test_a_template_that_eats_memory_is_refused() -> None:
+    source = "{% set ns = namespace(a=['x']) %}{% for _ in range(64) %}{% set ns.a = ns.a + ns.a %}{% endfor %}"
+    with pytest.raises(ModelDirectoryError, match="MemoryError"):
+        attempt(source)
+
+
+def test_a_trial_ends_with_its_parent() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], cwd=ROOT, env=module_environment()) as parent:
+        while not (trials := psutil.Process(parent.pid).children()):
+            assert parent.poll() is None
+        parent.kill()
+    assert psutil.wait_procs(trials, timeout=60)[1] == []
+
+
+def test_a_trial_may_wait_for_a_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Stops itself before it starts, as a process does for which a busy machine has no time.
+    pids, interpreter = tmp_path / "pids", tmp_path / "python"
+    os.mkfifo(pids)
+    interpreter.write_text(f'#!/bin/sh\necho $$ > {pids}\nkill -STOP $$\nexec {sys.executable} "$@"\n')
+    interpreter.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(interpreter))
+    clock = Clock()
+    monkeypatch.setattr(subprocess, "_time", clock)
+    with ThreadPoolExecutor(1) as thread:
+        trial = thread.submit(attempt, f"{NO_CALLS} {tmp_path}", 2.0)
+        pid = int(pids.read_text())
+        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+        clock.passed_s = 30.0
+        os.kill(pid, signal.SIGCONT)
+        assert trial.result() == TemplateFeatures()
+
+
+class Clock:
+    """What `subprocess` goes by: the real time and what the test has pass."""
+
+    def __init__(self) -> None:
+        self.passed_s = 0.0
+        self._now = time.monotonic
+
+    def __call__(self) -> float:
+        return self._now() + self.passed_s

@@ -1,0 +1,525 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from services.tokenizer.exchange.request_ledger import ExchangeError, RequestLedger
+from services.tokenizer.exchange.submit_suspects import SUSPICION_S
+from services.tokenizer.request.resolved_request import Attempt, ChoiceSoFar, ResolvedRequest
+from shared.errors import DeadlinePassedError, ExactUnavailableError, PoisonRequestError, SchedulerLostError
+from shared.limits import SamplingParams
+from tests.support.exchange_peer import column
+
+LOST_AFTER_S = 60.0
+
+
+def make_request(name: str = "r", n: int = 1, *, is_exact: bool = False) -> ResolvedRequest:
+    sampling = SamplingParams(max_tokens=9, seed=7)
+    return ResolvedRequest(name, column([1, 2, 3]), sampling, priority=1, cache_salt=b"s", n=n, is_exact=is_exact)
+
+
+class Ledger(RequestLedger):
+    """A ledger with a stream, or without one since 0."""
+
+    def __init__(self, *, has_stream: bool = True, lost_after_s: float = LOST_AFTER_S) -> None:
+        super().__init__(lost_after_s, 0.0)
+        self.stream = self.open_stream()[0] if has_stream else 0
+
+    def begin_request(self, *tokens: int, arrived_s: float = 0.0, deadline_s: float | None = None) -> int:
+        """A request that was submitted and has got tokens."""
+        handle = self.add(make_request(), arrived_s=arrived_s, deadline_s=deadline_s)
+        assert self.next_attempt(handle, arrived_s) is not None
+        if tokens:
+            self.begin(self.stream, handle)
+        assert self.receive(self.stream, handle, 0, list(tokens)) == list(tokens)
+        return handle
+
+    def begin_choices(self, *outputs: Sequence[int]) -> list[int]:
+        """The handles of a request's choices, which was submitted; each has got its tokens."""
+        handle = self.add(make_request(n=len(outputs)), arrived_s=0.0, deadline_s=None)
+        assert self.next_attempt(handle, 0.0) is not None
+        for number, tokens in enumerate(outputs):
+            assert self.receive(self.stream, handle + number, 0, list(tokens)) == list(tokens)
+        return list(range(handle, handle + len(outputs)))
+
+    def restart(self, now: float) -> list[int]:
+        """Lose the stream and get another one."""
+        self.lose_stream(self.stream, now)
+        self.stream, order = self.open_stream()
+        return order
+
+    def outlive(self, now: float) -> tuple[list[int], list[int]]:
+        """The scheduler dies and the next one is there.
+
+        Returns:
+            The handles to submit, and those of choices that failed.
+        """
+        self.lose_stream(self.stream, now)
+        ends = self.mourn(now)
+        assert all(isinstance(error, PoisonRequestError) for _, error in ends)
+        self.stream, order = self.open_stream()
+        return order, [handle for handle, _ in ends]
+
+    def submit_all(self, handles: Sequence[int], now: float) -> list[int]:
+        """Submit those that can be; returns them."""
+        return [handle for handle in handles if self.next_attempt(handle, now) is not None]
+
+    def accused(self, num_requests: int) -> list[int]:
+        """Requests of which two schedulers have died by now."""
+        handles = [self.begin_request() for _ in range(num_requests)]
+        self.submit_all(self.outlive(0.0)[0], 0.0)
+        self.outlive(0.0)
+        return handles
+
+
+def test_a_first_attempt_carries_the_request_and_its_times() -> None:
+    ledger = Ledger()
+    handle = ledger.add(make_request(), arrived_s=10.0, deadline_s=25.0)
+    assert ledger.next_attempt(handle, 12.0) == Attempt(handle, make_request(), 1, (), age_s=2.0, time_left_s=13.0)
+
+
+def test_a_request_is_submitted_once_on_a_stream() -> None:
+    ledger = Ledger()
+    handle = ledger.begin_request()
+    assert ledger.next_attempt(handle, 1.0) is None
+
+
+def test_without_a_stream_nothing_is_submitted() -> None:
+    ledger = Ledger()
+    handle = ledger.begin_request(5)
+    ledger.lose_stream(ledger.stream, 1.0)
+    other = ledger.add(make_request(), arrived_s=1.0, deadline_s=None)
+    assert ledger.next_attempt(handle, 2.0) is ledger.next_attempt(other, 2.0) is None
+
+
+def test_a_fresh_stream_is_told_the_output_so_far_and_that_it_is_another_attempt() -> None:
+    ledger = Ledger()
+    handle = ledger.begin_request(5, 6, arrived_s=1.0, deadline_s=31.0)
+    assert ledger.restart(now=10.0) == [handle]
+    attempt = ledger.next_attempt(handle, 11.0)
+    so_far = (ChoiceSoFar(column([5, 6])),)
+    assert attempt == Attempt(handle, make_request(), 2, so_far, age_s=10.0, time_left_s=20.0, num_resumes=1)
+    assert ledger.receive(ledger.stream, handle, 2, [7]) == [7]
+    ledger.restart(now=12.0)
+    third = ledger.next_attempt(handle, 12.0)
+    assert third is not None
+    assert (third.number, third.choices_so_far) == (3, (ChoiceSoFar(column([5, 6, 7])),))
+
+
+def test_who_has_tokens_goes_first_and_then_the_oldest() -> None:
+    ledger = Ledger()
+    young_waiting = ledger.begin_request(arrived_s=4.0)
+    young_running = ledger.begin_request(5, arrived_s=3.0)
+    old_waiting = ledger.begin_request(arrived_s=1.0)
+    old_running = ledger.begin_request(5, arrived_s=2.0)
+    assert ledger.restart(now=5.0) == [old_running, young_running, old_waiting, young_waiting]
+
+
+def test_a_request_that_ended_is_not_submitted_again() -> None:
+    ledger = Ledger()
+    ended, removed = ledger.begin_request(5), ledger.begin_request(5)
+    assert ledger.end(ledger.stream, ended)
+    assert ledger.remove(removed)
+    assert ledger.restart(now=1.0) == []
+    assert ledger.next_attempt(ended, 1.0) is ledger.next_attempt(removed, 1.0) is None
+
+
+def test_repeated_tokens_are_dropped() -> None:
+    ledger = Ledger()
+    handle = ledger.begin_request(5, 6, 7)
+    assert ledger.receive(ledger.stream, handle, 0, [5, 6]) == []
+    assert ledger.receive(ledger.stream, handle, 1, [6, 7, 8]) == [8]
+    assert ledger.receive(ledger.stream, handle, 4, [9]) == [9]
+
+
+def test_missing_tokens_are_an_error_and_change_nothing() -> None:
+    ledger = Ledger()
+    handle = ledger.begin_request(5)
+    with pytest.raises(ExchangeError):
+        ledger.receive(ledger.stream, handle, 2, [7])
+    assert ledger.receive(ledger.stream, handle, 1, [6]) == [6]
+
+
+def test_what_comes_on_an_older_stream_is_dropped() -> None:
+    ledger = Ledger()
+    old, handle = ledger.stream, ledger.begin_request(5)
+    unbegun = ledger.begin_request()
+    ledger.lose_stream(old, 1.0)
+    for _ in ("while there is none", "while there is another one"):
+        assert ledger.receive(old, handle, 1, [6]) == []
+        assert not ledger.begin(old, unbegun)
+        assert not ledger.end(old, handle)
+        ledger.open_stream()
+        ledger.next_attempt(handle, 2.0)
+    assert ledger.receive(old + 1, handle, 1, [8]) == []
+    assert ledger.receive(old + 2, handle, 1, [8]) == [8]
+
+
+def test_what_comes_for_a_request_before_its_submit_is_dropped() -> None:
+    ledger = Ledger()
+    handle = ledger.begin_request(5)
+    ledger.restart(now=1.0)
+    assert ledger.receive(ledger.stream, handle, 1, [6]) == []
+    assert not ledger.end(ledger.stream, handle)
+
+
+def test_the_loss_of_an_older_stream_changes_nothing() -> None:
+    ledger = Ledger()
+    handle = ledger.begin_request(5)
+    old = ledger.stream
+    ledger.restart(now=1.0)
+    assert ledger.next_attempt(handle, 1.0) is not None
+    ledger.lose_stream(old, 2.0)
+    assert ledger.receive(ledger.stream, handle, 1, [6]) == [6]
+    assert ledger.expire(1e9) == []
+
+
+def test_only_the_first_beginning_counts() -> None:
+    ledger = Ledger()
+    handle = ledger.begin_request()
+    ledger.restart(now=1.0)
+    ledger.next_attempt(handle, 1.0)
+    assert ledger.begin(ledger.stream, handle)
+    assert not ledger.begin(ledger.stream, handle)
+
+
+def test_a_request_ends_once() -> None:
+    ledger = Ledger()
+    handle = ledger.begin_request(5)
+    assert ledger.end(ledger.stream, handle)
+    assert not ledger.end(ledger.stream, handle)
+    assert not ledger.remove(handle)
+    assert ledger.receive(ledger.stream, handle, 1, [6]) == []
+    assert ledger.expire(1e9) == []
+    assert ledger.remove_all() == []
+    assert len(ledger) == 0
+
+
+def test_the_scheduler_is_told_only_of_requests_that_it_has() -> None:
+    ledger = Ledger()
+    sent, resubmitted, waiting = ledger.begin_request(5), ledger.begin_request(5), ledger.begin_request()
+    unsent = ledger.add(make_request(), arrived_s=0.0, deadline_s=None)
+    assert ledger.remove(sent)
+    assert not ledger.remove(unsent)
+    ledger.restart(now=1.0)
+    ledger.next_attempt(resubmitted, 1.0)
+    assert ledger.remove(resubmitted)
+    assert not ledger.remove(waiting)
+
+
+def test_requests_wait_for_a_stream_only_so_long() -> None:
+    ledger = Ledger()
+    handles = [ledger.begin_request(5), ledger.begin_request()]
+    ledger.lose_stream(ledger.stream, 100.0)
+    assert ledger.next_wakeup() == 100.0 + LOST_AFTER_S
+    assert ledger.expire(99.9 + LOST_AFTER_S) == []
+    ends = ledger.expire(100.0 + LOST_AFTER_S)
+    assert [handle for handle, _ in ends] == handles
+    assert all(isinstance(error, SchedulerLostError) for _, error in ends)
+    assert (len(ledger), ledger.next_wakeup()) == (0, None)
+    assert ledger.open_stream()[1] == []
+
+
+def test_a_stream_in_time_starts_the_wait_anew() -> None:
+    ledger = Ledger()
+    handle = ledger.begin_request(5)
+    ledger.restart(now=50.0)
+    assert ledger.expire(1e9) == []
+    assert ledger.next_attempt(handle, 55.0) is not None
+    ledger.lose_stream(ledger.stream, 60.0)
+    assert ledger.next_wakeup() == 60.0 + LOST_AFTER_S
+
+
+def test_the_time_in_which_a_scheduler_lives_and_does_not_serve_yet_does_not_count() -> None:
+    ledger = Ledger()
+    ledger.begin_request(5)
+    ledger.lose_stream(ledger.stream, 100.0)
+    for now in (110.0, 150.0, 200.0):
+        ledger.hear_scheduler(now)
+        assert ledger.expire(now + LOST_AFTER_S - 1.0) == []
+    assert ledger.next_wakeup() == 200.0 + LOST_AFTER_S
+    assert len(ledger.expire(200.0 + LOST_AFTER_S)) == 1
+
+
+def test_with_no_time_to_wait_requests_end_with_their_stream() -> None:
+    ledger = Ledger(lost_after_s=0.0)
+    ledger.begin_request(5)
+    ledger.lose_stream(ledger.stream, 3.0)
+    [(_, error)] = ledger.expire(3.0)
+    assert isinstance(error, SchedulerLostError)
+
+
+def test_a_request_that_never_had_a_stream_waits_no_longer_either() -> None:
+    ledger = Ledger(has_stream=False)
+    handle = ledger.add(make_request(), arrived_s=1.0, deadline_s=None)
+    assert ledger.next_wakeup() == LOST_AFTER_S
+    [(ended, error)] = ledger.expire(LOST_AFTER_S)
+    assert ended == handle
+    assert isinstance(error, SchedulerLostError)
+
+
+def test_a_deadline_that_passes_before_the_submit_ends_the_request() -> None:
+    ledger = Ledger()
+    late = ledger.add(make_request(), arrived_s=0.0, deadline_s=2.0)
+    patient = ledger.add(make_request(), arrived_s=0.0, deadline_s=3.0)
+    assert ledger.next_wakeup() == 2.0
+    [(ended, error)] = ledger.expire(2.0)
+    assert ended == late
+    assert isinstance(error, DeadlinePassedError)
+    assert ledger.next_attempt(late, 2.0) is None
+    assert ledger.next_attempt(patient, 2.0) is not None
+    assert ledger.next_wakeup() is None
+
+
+def test_deadlines_pass_while_requests_wait_for_a_stream() -> None:
+    ledger = Ledger()
+    handle = ledger.begin_request(5, deadline_s=20.0)
+    # The scheduler keeps the deadline while it has the request.
+    assert ledger.expire(20.0) == []
+    ledger.lose_stream(ledger.stream, 10.0)
+    assert ledger.next_wakeup() == 20.0
+    [(ended, error)] = ledger.expire(20.0)
+    assert ended == handle
+    assert isinstance(error, DeadlinePassedError)
+
+
+def test_what_two_schedulers_died_of_is_tried_by_halves_and_the_others_wait() -> None:
+    ledger = Ledger()
+    harmless = ledger.begin_request(5)
+    suspects = ledger.accused(4)
+    fresh = ledger.add(make_request(), arrived_s=1.0, deadline_s=None)
+    everybody = [harmless, *suspects, fresh]
+    assert [handle for handle in everybody if not ledger.must_wait(handle)] == suspects[:2]
+    assert ledger.submit_all(everybody, 1.0) == suspects[:2]
+    assert ledger.take_released() == []
+    ledger.receive(ledger.stream, suspects[1], 0, [7])
+    assert ledger.take_released() == []
+    ledger.end(ledger.stream, suspects[0])
+    assert ledger.take_released() == suspects[2:3]
+    assert ledger.submit_all(everybody, 2.0) == suspects[2:3]
+    for suspect in suspects[2:]:
+        ledger.next_attempt(suspect, 2.0)
+        ledger.receive(ledger.stream, suspect, 0, [7])
+        released = ledger.take_released()
+    # Who has tokens goes first, then by age.
+    assert (released, ledger.is_trying) == ([harmless, fresh], False)
+
+
+def test_the_request_that_schedulers_die_of_ends_with_all_its_choices() -> None:
+    ledger = Ledger()
+    neighbour = ledger.begin_request(5)
+    first, second = ledger.begin_choices([], [])
+    orders = []
+    for _ in range(2):
+        order, failed = ledger.outlive(0.0)
+        orders.append(ledger.submit_all(order, 0.0))
+        assert failed == []
+        ledger.receive(ledger.stream, neighbour, 1, [6])
+    assert orders == [[neighbour, first], [first]]
+    assert ledger.outlive(0.0) == ([neighbour], [first, second])
+    assert len(ledger) == 1
+
+
+def test_a_token_since_the_submit_clears_a_request() -> None:
+    ledger = Ledger()
+    handle = ledger.begin_request()
+    for index in range(5):
+        assert ledger.outlive(0.0) == ([handle], [])
+        assert ledger.next_attempt(handle, 0.0) is not None
+        # A repeated one is none.
+        assert ledger.receive(ledger.stream, handle, 0, [7] * index) == []
+        assert ledger.receive(ledger.stream, handle, index, [7]) == [7]
+
+
+def test_a_trial_moves_on_when_its_time_is_up() -> None:
+    ledger = Ledger()
+    tried, other = ledger.accused(2)
+    assert ledger.next_wakeup() is None
+    assert ledger.next_attempt(tried, 3.0) is not None
+    assert ledger.next_wakeup() == 3.0 + SUSPICION_S
+    assert ledger.expire(3.0 + SUSPICION_S) == []
+    assert ledger.take_released() == [other]
+
+
+def test_while_there_is_no_stream_a_trial_stands_still() -> None:
+    ledger = Ledger()
+    tried, other = ledger.accused(2)
+    ledger.next_attempt(tried, 3.0)
+    ledger.lose_stream(ledger.stream, 4.0)
+    assert ledger.next_wakeup() == 4.0 + LOST_AFTER_S
+    assert ledger.expire(3.0 + SUSPICION_S) == []
+    assert ledger.open_stream()[1] == [tried]
+    assert ledger.must_wait(other)
+
+
+def test_a_deadline_passes_while_a_request_waits_for_a_trial() -> None:
+    ledger = Ledger()
+    ledger.accused(2)
+    late = ledger.add(make_request(), arrived_s=0.0, deadline_s=5.0)
+    assert ledger.next_wakeup() == 5.0
+    [(ended, error)] = ledger.expire(5.0)
+    assert ended == late
+    assert isinstance(error, DeadlinePassedError)
+
+
+def test_when_all_requests_end_so_does_a_trial() -> None:
+    ledger = Ledger()
+    ledger.accused(2)
+    ledger.remove_all()
+    assert not ledger.is_trying
+
+
+@pytest.mark.parametrize(
+    ("fingerprints", "resumes_exactly"),
+    [("a", [True]), ("aaa", [True, True, True]), ("aba", [True, False, False]), (["", ""], [False, False])],
+)
+def test_resumes_are_exact_while_every_cell_has_one_fingerprint(
+    fingerprints: Sequence[str], resumes_exactly: list[bool]
+) -> None:
+    ledger = Ledger(has_stream=False)
+    handle = ledger.add(make_request(), arrived_s=0.0, deadline_s=None)
+    attempts = []
+    for fingerprint in fingerprints:
+        assert ledger.meet_cell(fingerprint) == []
+        ledger.restart(0.0)
+        attempts.append(ledger.next_attempt(handle, 0.0))
+    told = [(attempt.num_resumes, attempt.resumes_exactly) for attempt in attempts if attempt is not None]
+    assert told == list(enumerate(resumes_exactly))
+
+
+def test_losses_that_a_scheduler_told_are_known_after_its_death() -> None:
+    ledger = Ledger()
+    first, second = ledger.begin_choices([5], [6])
+    assert ledger.resume(ledger.stream, first, 2)
+    old_stream = ledger.stream
+    ledger.restart(1.0)
+    attempt = ledger.next_attempt(first, 1.0)
+    assert attempt is not None
+    assert (attempt.num_resumes, ledger.num_resumes(first), ledger.num_resumes(second)) == (1, 3, 1)
+    # The scheduler counts on from the least of them.
+    assert not ledger.resume(ledger.stream, first, 2)
+    assert ledger.resume(ledger.stream, second, 2)
+    assert not ledger.resume(old_stream, second, 9)
+    assert (ledger.num_resumes(first), ledger.num_resumes(second)) == (3, 2)
+    ledger.end(ledger.stream, second)
+    ledger.restart(2.0)
+    attempt = ledger.next_attempt(first, 2.0)
+    assert attempt is not None
+    assert attempt.num_resumes == 4
+
+
+@pytest.mark.parametrize("fingerprint", ["", "b"])
+def test_an_exact_request_ends_where_its_bytes_would_be_others(fingerprint: str) -> None:
+    ledger = Ledger(has_stream=False)
+    ledger.meet_cell("a")
+    ledger.stream, _ = ledger.open_stream()
+    exact = ledger.add(make_request(n=2, is_exact=True), arrived_s=0.0, deadline_s=None)
+    ordinary = ledger.begin_request(5)
+    ledger.next_attempt(exact, 0.0)
+    ledger.lose_stream(ledger.stream, 1.0)
+    assert ledger.meet_cell("a") == []
+    ends = ledger.meet_cell(fingerprint)
+    assert [handle for handle, _ in ends] == [exact, exact + 1]
+    assert all(isinstance(error, ExactUnavailableError) for _, error in ends)
+    assert ledger.open_stream()[1] == [ordinary]
+
+
+def test_an_exact_request_that_no_cell_has_had_takes_any_exact_one() -> None:
+    ledger = Ledger(has_stream=False)
+    handle = ledger.add(make_request(is_exact=True), arrived_s=0.0, deadline_s=None)
+    assert ledger.meet_cell("a") == ledger.meet_cell("b") == []
+    assert [ended for ended, _ in ledger.meet_cell("")] == [handle]
+
+
+def test_a_request_has_a_handle_for_each_choice() -> None:
+    ledger = Ledger()
+    first = ledger.add(make_request(n=3), arrived_s=0.0, deadline_s=None)
+    second = ledger.add(make_request(), arrived_s=0.0, deadline_s=None)
+    assert (first, second) == (1, 4)
+    assert (ledger.open_choices(1), ledger.open_choices(4), ledger.open_choices(2)) == ([1, 2, 3], [4], [])
+    assert len(ledger) == 2
+
+
+def test_each_choice_has_tokens_and_a_beginning_of_its_own() -> None:
+    ledger = Ledger()
+    first, second = ledger.begin_choices([5], [])
+    assert ledger.begin(ledger.stream, second)
+    assert ledger.begin(ledger.stream, first)
+    assert not ledger.begin(ledger.stream, second)
+    assert ledger.receive(ledger.stream, second, 0, [6, 7]) == [6, 7]
+    assert ledger.receive(ledger.stream, first, 0, [5, 8]) == [8]
+
+
+def test_a_request_lives_until_its_last_choice_has_ended() -> None:
+    ledger = Ledger()
+    first, second, third = ledger.begin_choices([5], [6], [7])
+    assert ledger.end(ledger.stream, second)
+    assert ledger.stop(first)
+    assert not ledger.end(ledger.stream, first)
+    assert not ledger.stop(second)
+    assert ledger.receive(ledger.stream, second, 1, [8]) == []
+    assert ledger.open_choices(first) == [third]
+    assert ledger.end(ledger.stream, third)
+    assert len(ledger) == 0
+    assert not ledger.remove(first)
+
+
+def test_a_fresh_stream_is_told_which_choices_have_ended() -> None:
+    ledger = Ledger()
+    first, second, _ = ledger.begin_choices([5, 6], [7], [])
+    ledger.stop(first)
+    assert ledger.restart(now=1.0) == [first]
+    attempt = ledger.next_attempt(first, 1.0)
+    assert attempt is not None
+    assert attempt.choices_so_far == (
+        ChoiceSoFar(column([5, 6]), has_ended=True),
+        ChoiceSoFar(column([7])),
+        ChoiceSoFar(b""),
+    )
+    assert ledger.receive(ledger.stream, second, 1, [8]) == [8]
+
+
+def test_choices_of_which_nothing_is_known_are_not_told() -> None:
+    ledger = Ledger()
+    first, _ = ledger.begin_choices([], [])
+    ledger.restart(now=1.0)
+    attempt = ledger.next_attempt(first, 1.0)
+    assert attempt is not None
+    assert (attempt.number, attempt.choices_so_far) == (2, ())
+
+
+def test_removing_a_request_ends_all_its_choices() -> None:
+    ledger = Ledger()
+    first, second = ledger.begin_choices([5], [])
+    assert ledger.remove(first)
+    assert ledger.receive(ledger.stream, second, 0, [6]) == []
+    assert ledger.restart(now=1.0) == []
+
+
+def test_what_expires_is_told_choice_by_choice() -> None:
+    ledger = Ledger()
+    first, second, third = ledger.begin_choices([5], [], [])
+    ledger.end(ledger.stream, second)
+    ledger.lose_stream(ledger.stream, 1.0)
+    assert [handle for handle, _ in ledger.expire(1.0 + LOST_AFTER_S)] == [first, third]
+    late = ledger.add(make_request(n=2), arrived_s=0.0, deadline_s=5.0)
+    ledger.open_stream()
+    assert [handle for handle, _ in ledger.expire(5.0)] == [late, late + 1]
+    assert len(ledger) == 0
+
+
+def test_positions_of_the_prompt_that_are_known_are_not_new() -> None:
+    ledger = Ledger()
+    first, second = ledger.begin_choices([], [])
+    assert ledger.receive_prompt(ledger.stream, first, 1, 4) == 4
+    assert ledger.receive_prompt(ledger.stream, first, 1, 3) == 0
+    assert ledger.receive_prompt(ledger.stream, first, 3, 4) == 2
+    with pytest.raises(ExchangeError):
+        ledger.receive_prompt(ledger.stream, first, 8, 1)
+    # Whichever choice leads, it is the same prompt.
+    ledger.restart(now=1.0)
+    assert ledger.receive_prompt(ledger.stream, first, 1, 9) == 0
+    ledger.next_attempt(first, 1.0)
+    assert ledger.receive_prompt(ledger.stream, second, 1, 7) == 1
+    assert ledger.receive_prompt(ledger.stream - 1, first, 8, 1) == 0

@@ -1,0 +1,116 @@
+"""Requests that are in flight when schedulers die: the one that kills them is found, and the others are answered."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from lockstep.v1 import common_pb2
+from services.tokenizer.exchange import cell_requests, submit_suspects
+from shared.errors import DeadlinePassedError, PoisonRequestError
+from tests.support.cell_requests import Requests, Sink
+from tests.support.exchange_peer import Row, make_end, make_outputs
+
+MAX_TOKENS = common_pb2.FINISH_REASON_MAX_TOKENS
+
+
+@pytest.fixture
+def no_jitter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is submitted again is so at once."""
+    monkeypatch.setattr(cell_requests, "LONGEST_JITTER_S", 0.0)
+
+
+class Deaths:
+    """Has one scheduler after the other die, or end otherwise."""
+
+    def __init__(self, requests: Requests) -> None:
+        self.num_deaths = 0
+        self._requests = requests
+
+    async def die(self, *, is_explained: bool = False, is_same: bool = False) -> None:
+        """Lose the stream, and get the next one."""
+        self.num_deaths += 1
+        died_s = None if is_explained else time.monotonic()
+        self._requests.lose_stream(self._requests.link, died_s=died_s)
+        self._requests.open_link("same" if is_same else f"instance {self.num_deaths}")
+        # What goes up at once is there.
+        await asyncio.sleep(0)
+
+
+@pytest.mark.usefixtures("no_jitter")
+async def test_of_200_requests_the_one_that_kills_schedulers_fails_and_the_others_are_answered() -> None:
+    requests = Requests()
+    sinks = [Sink() for _ in range(200)]
+    poison = Sink()
+    # Some have tokens, when the one comes that kills.
+    handles = [await requests.begin_request(sink) for sink in sinks]
+    requests.on_outputs(make_outputs(*(Row(handle, 0, [5]) for handle in handles[::2])))
+    poisonous = requests.add(poison)
+    handle_to_sink = dict(zip(handles, sinks, strict=True))
+    deaths = Deaths(requests)
+    while not all(sink.ends for sink in sinks):
+        submits = (await requests.next_message()).submits
+        if poisonous in {submit.handle for submit in submits}:
+            await deaths.die()
+            continue
+        for submit in submits:
+            sink = handle_to_sink[submit.handle]
+            end = make_end(submit.handle, MAX_TOKENS, len(sink.token_ids) + 1)
+            requests.on_outputs(make_outputs(Row(submit.handle, len(sink.token_ids), [6]), ends=[end]))
+    assert isinstance(poison.error, PoisonRequestError)
+    assert [sink.error for sink in sinks] == [None] * 200
+    assert requests.counters.num_poison_requests == 1
+    assert deaths.num_deaths <= 10
+
+
+@pytest.mark.usefixtures("no_jitter")
+@pytest.mark.parametrize(("is_explained", "is_same"), [(True, False), (False, True)])
+async def test_a_scheduler_that_says_why_it_ends_or_is_met_again_has_not_died(
+    is_explained: bool, is_same: bool
+) -> None:
+    requests = Requests()
+    sink = Sink()
+    handle = requests.add(sink)
+    deaths = Deaths(requests)
+    for _ in range(9):
+        assert (await requests.next_submit()).handle == handle
+        await deaths.die(is_explained=is_explained, is_same=is_same)
+    # The first one was another than the next.
+    assert (await requests.next_submit()).handle == handle
+    assert sink.error is None
+
+
+@pytest.mark.usefixtures("no_jitter")
+async def test_what_comes_during_a_trial_joins_behind_it() -> None:
+    requests = Requests()
+    suspect = await requests.begin_request(Sink())
+    deaths = Deaths(requests)
+    await deaths.die()
+    await requests.next_submit()
+    await deaths.die()
+    sink, late = Sink(), Sink()
+    fresh = requests.add(sink)
+    requests.add(late, deadline_s=time.monotonic() + 0.05)
+    assert (await requests.next_submit()).handle == suspect
+    await late.failed.wait()
+    assert isinstance(late.error, DeadlinePassedError)
+    requests.on_outputs(make_outputs(Row(suspect, 0, [5])))
+    assert (await requests.next_submit()).handle == fresh
+    assert sink.error is None
+
+
+@pytest.mark.usefixtures("no_jitter")
+async def test_a_trial_ends_when_its_request_is_gone_or_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submit_suspects, "SUSPICION_S", 1.0)
+    requests = Requests()
+    tried, other = [await requests.begin_request(Sink()) for _ in range(2)]
+    deaths = Deaths(requests)
+    await deaths.die()
+    assert len((await requests.next_message()).submits) == 2
+    await deaths.die()
+    fresh = requests.add(Sink())
+    requests.abort(tried)
+    assert (await requests.next_submit()).handle == other
+    assert (await requests.next_submit()).handle == fresh

@@ -1,0 +1,268 @@
+"""Finding the request that kills the scheduler."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.tokenizer.exchange.submit_suspects import SUSPICION_S, SubmitSuspects
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def die(suspects: SubmitSuspects, handles: Iterable[int], now: float = 0.0) -> int | None:
+    """Send requests to a scheduler that dies at once."""
+    for handle in handles:
+        suspects.open(handle, now)
+    return suspects.accuse(now)
+
+
+def tried(suspects: SubmitSuspects, handles: Iterable[int]) -> list[int]:
+    """Those of the requests that need not wait."""
+    return [handle for handle in handles if suspects.may_submit(handle)]
+
+
+def test_one_death_accuses_nobody_yet() -> None:
+    suspects = SubmitSuspects()
+    assert die(suspects, range(4)) is None
+    assert not suspects.is_trying
+    assert tried(suspects, range(5)) == [0, 1, 2, 3, 4]
+
+
+def test_after_the_second_death_half_of_those_that_both_accuse_is_tried_alone() -> None:
+    suspects = SubmitSuspects()
+    die(suspects, range(6))
+    die(suspects, [2, 3, 4, 5, 6])
+    assert tried(suspects, range(10)) == [2, 3]
+
+
+def test_a_token_acquits() -> None:
+    suspects = SubmitSuspects()
+    die(suspects, [1, 2])
+    suspects.open(1, 0.0)
+    suspects.open(2, 0.0)
+    suspects.close(1)
+    suspects.accuse(0.0)
+    assert tried(suspects, [1, 2, 3]) == [2]
+
+
+def test_what_was_sent_too_long_ago_is_not_accused() -> None:
+    suspects = SubmitSuspects()
+    for handle, since in ((1, 0.0), (2, 1.0)):
+        suspects.open(handle, since)
+    suspects.accuse(SUSPICION_S)
+    die(suspects, [1, 2])
+    assert tried(suspects, [1, 2]) == [2]
+
+
+def test_what_a_stream_was_sent_that_ended_otherwise_is_not_accused() -> None:
+    suspects = SubmitSuspects()
+    die(suspects, [1])
+    suspects.open(1, 0.0)
+    suspects.void()
+    assert suspects.accuse(0.0) is None
+    assert not suspects.is_trying
+
+
+def test_when_the_half_has_got_its_tokens_the_other_is_tried_in_halves() -> None:
+    suspects = SubmitSuspects()
+    for _ in range(2):
+        die(suspects, range(8))
+    assert suspects.take_change()
+    assert tried(suspects, range(8)) == [0, 1, 2, 3]
+    for handle in (3, 1, 0):
+        suspects.close(handle)
+    assert (suspects.take_change(), suspects.may_submit(4)) == (False, False)
+    suspects.close(2)
+    assert suspects.take_change()
+    # It is known to be among those that are left: they need not die together first.
+    assert tried(suspects, range(8)) == [4, 5]
+
+
+def test_when_the_half_dies_it_is_what_is_halved() -> None:
+    suspects = SubmitSuspects()
+    for _ in range(2):
+        die(suspects, range(8))
+    assert die(suspects, [0, 1, 2, 3]) is None
+    assert tried(suspects, range(8)) == [0, 1]
+
+
+def test_when_all_have_got_their_tokens_nobody_waits() -> None:
+    suspects = SubmitSuspects()
+    for _ in range(2):
+        die(suspects, range(3))
+    for handle in range(3):
+        suspects.close(handle)
+    assert not suspects.is_trying
+    assert suspects.take_change()
+    assert tried(suspects, range(5)) == [0, 1, 2, 3, 4]
+
+
+def test_the_one_that_two_deaths_leave_alone_is_found_guilty() -> None:
+    suspects = SubmitSuspects()
+    for _ in range(2):
+        die(suspects, [1, 2])
+    assert die(suspects, [1]) is None
+    assert die(suspects, [1]) == 1
+
+
+def test_the_only_one_that_two_deaths_accuse_is_tried_once_more() -> None:
+    suspects = SubmitSuspects()
+    die(suspects, [1, 2])
+    assert die(suspects, [1, 3]) is None
+    assert tried(suspects, [1, 2, 3]) == [1]
+    assert die(suspects, [1]) == 1
+
+
+def test_a_token_between_two_deaths_alone_starts_the_count_anew() -> None:
+    suspects = SubmitSuspects()
+    for _ in range(2):
+        die(suspects, [1])
+    suspects.open(1, 0.0)
+    suspects.close(1)
+    assert not suspects.is_trying
+    for _ in range(2):
+        assert die(suspects, [1]) is None
+    assert die(suspects, [1]) == 1
+
+
+def test_a_trial_waits_for_no_request_for_longer_than_it_is_suspected() -> None:
+    suspects = SubmitSuspects()
+    for _ in range(2):
+        die(suspects, [1, 2])
+    assert suspects.next_closing() is None
+    suspects.open(1, 5.0)
+    assert suspects.next_closing() == 5.0 + SUSPICION_S
+    suspects.close_old(4.9 + SUSPICION_S)
+    assert tried(suspects, [1, 2]) == [1]
+    suspects.close_old(5.0 + SUSPICION_S)
+    assert tried(suspects, [1, 2]) == [2]
+
+
+def test_a_death_before_anything_was_sent_changes_nothing() -> None:
+    suspects = SubmitSuspects()
+    for _ in range(2):
+        die(suspects, range(4))
+    assert suspects.accuse(0.0) is None
+    assert tried(suspects, range(4)) == [0, 1]
+
+
+def test_a_request_that_ends_on_trial_makes_room_for_the_others() -> None:
+    suspects = SubmitSuspects()
+    for _ in range(2):
+        die(suspects, [1, 2])
+    suspects.close(1)
+    assert tried(suspects, [1, 2]) == [2]
+
+
+class Replica:
+    """Requests that want a few tokens each, in a cell whose scheduler dies of some of them, or is killed.
+
+    Attributes:
+        failed: Requests that were found guilty, in order.
+        num_deaths: Deaths so far.
+        max_suspects: Requests that were suspects at once.
+    """
+
+    def __init__(self, rng: Random, *, num_requests: int, poison: Sequence[int] = (), num_kills: int = 0) -> None:
+        self.failed: list[int] = []
+        self.num_deaths = self.max_suspects = 0
+        self._rng = rng
+        self._poison = frozenset(poison)
+        self._num_kills = num_kills
+        self._num_tokens_left = {handle: rng.randint(1, 3) for handle in range(num_requests)}
+        self._suspects = SubmitSuspects()
+        self._in_cell: set[int] = set()
+        # A scheduler may die of a poison when it comes, or once its turn does.
+        self._dies_at_once = rng.random() < 0.5
+
+    def run(self) -> None:
+        """Go on until each request has all its tokens or was found guilty."""
+        while self._num_tokens_left:
+            self._suspects.void()
+            self._in_cell.clear()
+            self._serve()
+
+    def _serve(self) -> None:
+        """One scheduler's life."""
+        while self._num_tokens_left:
+            if self._submit() or self._compute():
+                self._die()
+                break
+
+    def _submit(self) -> bool:
+        """Submit all that may be; returns whether the scheduler dies of it."""
+        waiting = [handle for handle in self._num_tokens_left if handle not in self._in_cell]
+        for handle in waiting:
+            if self._suspects.may_submit(handle):
+                self._suspects.open(handle, 0.0)
+                self._in_cell.add(handle)
+                if handle in self._poison and self._dies_at_once:
+                    return True
+        return False
+
+    def _compute(self) -> bool:
+        """One of them has its turn; returns whether the scheduler dies of it, or is killed behind its token."""
+        handle = self._rng.choice(sorted(self._in_cell))
+        if handle in self._poison:
+            return True
+        self._give_token(handle)
+        is_killed = self._num_kills > 0 and self._rng.random() < 0.1
+        self._num_kills -= is_killed
+        return is_killed
+
+    def _give_token(self, handle: int) -> None:
+        self._suspects.close(handle)
+        self._num_tokens_left[handle] -= 1
+        if not self._num_tokens_left[handle]:
+            del self._num_tokens_left[handle]
+            self._in_cell.remove(handle)
+
+    def _die(self) -> None:
+        self.num_deaths += 1
+        guilty = self._suspects.accuse(0.0)
+        self.max_suspects = max(self.max_suspects, self._suspects.num_suspects)
+        if guilty is not None:
+            self.failed.append(guilty)
+            self._suspects.close(guilty)
+            del self._num_tokens_left[guilty]
+
+
+@given(SEEDS, st.integers(1, 200), st.data())
+@settings(max_examples=300)
+def test_one_poison_among_others_is_found_in_so_many_deaths(seed: int, num_requests: int, data: st.DataObject) -> None:
+    poison = data.draw(st.integers(0, num_requests - 1))
+    replica = Replica(Random(seed), num_requests=num_requests, poison=[poison])
+    replica.run()
+    assert replica.failed == [poison]
+    assert replica.num_deaths <= 3 + math.log2(replica.max_suspects)
+
+
+@pytest.mark.parametrize("poison", [0, 77, 199])
+def test_of_200_requests_199_are_unharmed(poison: int) -> None:
+    for seed in range(20):
+        replica = Replica(Random(seed), num_requests=200, poison=[poison])
+        replica.run()
+        assert replica.failed == [poison]
+        assert replica.num_deaths <= 10
+
+
+@given(SEEDS, st.integers(1, 200), st.integers(0, 50))
+@settings(max_examples=200)
+def test_kills_from_outside_poison_nobody(seed: int, num_requests: int, num_kills: int) -> None:
+    replica = Replica(Random(seed), num_requests=num_requests, num_kills=num_kills)
+    replica.run()
+    assert replica.failed == []
+
+
+@given(SEEDS, st.integers(0, 50), st.sets(st.integers(0, 59), max_size=4))
+@settings(max_examples=300)
+def test_kills_from_outside_among_poisons_harm_nobody_else(seed: int, num_kills: int, poison: set[int]) -> None:
+    replica = Replica(Random(seed), num_requests=60, poison=sorted(poison), num_kills=num_kills)
+    replica.run()
+    assert sorted(replica.failed) == sorted(poison)

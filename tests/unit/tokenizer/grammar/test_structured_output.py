@@ -1,0 +1,289 @@
+"""Grammars are tried in other processes: what they cost, and what is said of those that are refused."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lockstep.v1 import tokenizer_pb2
+from services.tokenizer.grammar import structured_output
+from services.tokenizer.grammar.grammar_child import TrialLimits
+from services.tokenizer.grammar.structured_output import StructuredOutputs
+from shared.errors import InvalidRequestError, QueueFullError, Violation
+from tests.support.patience import PATIENCE_S
+from tests.support.processes import module_environment
+
+MIB = 2**20
+LIMITS = TrialLimits(cpu_s=2.0, memory_bytes=1024 * MIB)
+YES_NO = tokenizer_pb2.StructuredOutput(grammar='start: "yes" | "no"')
+# Ten seconds and 400 MiB.
+DEAR = tokenizer_pb2.StructuredOutput(json_schema='{"type": "integer", "multipleOf": 999983}')
+# An orphan must not outlive its parent, whatever it is doing.
+PARENT = """
+import asyncio, sys
+from pathlib import Path
+from lockstep.v1 import tokenizer_pb2
+from services.tokenizer.grammar.grammar_child import TrialLimits
+from services.tokenizer.grammar.structured_output import StructuredOutputs
+
+async def main():
+    outputs = StructuredOutputs(Path(sys.argv[1]), TrialLimits(60.0, 2**30))
+    await outputs.compile(tokenizer_pb2.StructuredOutput(grammar='start: "a"'))
+    form = tokenizer_pb2.StructuredOutput(json_schema='{"type": "integer", "multipleOf": 999983}')
+    trial = asyncio.create_task(outputs.compile(form))
+    await asyncio.sleep(0)
+    print("busy", flush=True)
+    await trial
+
+asyncio.run(main())
+"""
+
+Form = tokenizer_pb2.StructuredOutput
+
+
+@contextmanager
+def outputs_for(model_dir: Path, limits: TrialLimits = LIMITS) -> Iterator[StructuredOutputs]:
+    """What compiles for the model of a directory."""
+    outputs = StructuredOutputs(model_dir, limits)
+    try:
+        yield outputs
+    finally:
+        outputs.close()
+
+
+def children() -> list[psutil.Process]:
+    """The processes that try grammars."""
+    return [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def wait_for_end(child: psutil.Process) -> None:
+    """Wait until a process has ended, and leave it to the event loop to take note."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+
+
+def pass_time(monkeypatch: pytest.MonkeyPatch, passed_s: float) -> None:
+    """Have the event loop's clock show so much more."""
+    loop = asyncio.get_running_loop()
+    now = loop.time
+    monkeypatch.setattr(loop, "time", lambda: now() + passed_s)
+
+
+async def violation_of(outputs: StructuredOutputs, form: Form, *, field: str = "structured_output") -> Violation:
+    """Why a form is refused."""
+    with pytest.raises(InvalidRequestError) as caught:
+        await outputs.compile(form, field=field)
+    (violation,) = caught.value.violations
+    return violation
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        Form(json_schema='{"type": "integer"}'),
+        Form(regex="[a-z]+"),
+        YES_NO,
+        Form(grammar='root ::= "yes" | "no"'),
+        Form(grammar="start: <|im_start|> /[a-z]*/ <|im_end|>"),
+        Form(choices=Form.Choices(texts=["a", "ab"])),
+        Form(json_object=True),
+    ],
+    ids=lambda form: form.WhichOneof("form"),
+)
+async def test_a_form_becomes_a_grammar(model_dir: Path, form: Form) -> None:
+    with outputs_for(model_dir) as outputs:
+        grammar = await outputs.compile(form)
+        assert len(grammar) > 10
+        assert await outputs.compile(form) == grammar
+
+
+@pytest.mark.parametrize(
+    ("form", "field", "reason", "text"),
+    [
+        (Form(), "", "OUT_OF_RANGE", "one of json_schema, regex, grammar, choices and json_object"),
+        (Form(json_object=False), ".json_object", "OUT_OF_RANGE", "true"),
+        (Form(regex=""), ".regex", "OUT_OF_RANGE", "empty"),
+        (Form(choices=Form.Choices()), ".choices", "OUT_OF_RANGE", "1 to 1024 texts"),
+        (Form(choices=Form.Choices(texts=["a", ""])), ".choices", "OUT_OF_RANGE", "no empty one"),
+        (Form(choices=Form.Choices(texts=["a"] * 1025)), ".choices", "OUT_OF_RANGE", "1 to 1024"),
+        (Form(json_schema=" " * (512 * 1024 + 1)), ".json_schema", "OUT_OF_RANGE", "at most 524288 bytes"),
+        (Form(grammar="start: other"), ".grammar", "GRAMMAR_INVALID", 'unknown name: "other"'),
+        (Form(grammar='start: s\ns: s s | "a"'), ".grammar", "GRAMMAR_TOO_COMPLEX", "items"),
+    ],
+)
+async def test_a_form_that_cannot_be_had_is_refused_with_the_reason(
+    model_dir: Path, form: Form, field: str, reason: str, text: str
+) -> None:
+    with outputs_for(model_dir) as outputs:
+        violation = await violation_of(outputs, form)
+    assert (violation.field, violation.reason) == (f"structured_output{field}", reason)
+    assert text in violation.description
+
+
+async def test_what_is_said_of_a_grammar_is_not_long(model_dir: Path) -> None:
+    with outputs_for(model_dir) as outputs:
+        violation = await violation_of(
+            outputs, Form(json_schema=json.dumps({"x" * 10_000: 1, "$ref": "#/" + "y" * 10_000}))
+        )
+    assert violation.reason == "GRAMMAR_INVALID"
+    assert len(violation.description) == 500
+
+
+async def test_a_violation_names_the_field_that_it_is_told(model_dir: Path) -> None:
+    with outputs_for(model_dir) as outputs:
+        violation = await violation_of(outputs, Form(grammar="?"), field="chat.tools[1]")
+    assert violation.field == "chat.tools[1].grammar"
+
+
+@pytest.mark.parametrize(
+    ("limits", "text"),
+    [
+        (TrialLimits(cpu_s=0.2, memory_bytes=1024 * MIB), "0.2 s of a processor"),
+        (TrialLimits(cpu_s=60.0, memory_bytes=256 * MIB), "256 MiB of memory"),
+    ],
+)
+async def test_a_grammar_that_costs_too_much_is_given_up_and_the_next_one_compiles(
+    model_dir: Path, limits: TrialLimits, text: str
+) -> None:
+    with outputs_for(model_dir, limits) as outputs:
+        violation = await violation_of(outputs, DEAR)
+        assert violation.reason == "GRAMMAR_TOO_COMPLEX"
+        assert text in violation.description
+        # A process that is only starting may take its time.
+        assert "yes" in await outputs.compile(YES_NO)
+
+
+async def test_hostile_grammars_at_once_disturb_no_other(model_dir: Path) -> None:
+    hostile = [Form(grammar=f'start: s "{number}"\ns: s s | "a"') for number in range(4)]
+    hostile += [
+        Form(json_schema=f'{{"type": "integer", "multipleOf": 999983, "title": "{number}"}}') for number in range(4)
+    ]
+    hostile += [Form(regex="(" * number) for number in range(1, 30)]
+    good = [Form(regex=f"good{number}") for number in range(20)]
+    with outputs_for(model_dir, TrialLimits(cpu_s=0.3, memory_bytes=1024 * MIB)) as outputs:
+        refused = asyncio.gather(*(violation_of(outputs, form) for form in hostile))
+        grammars = await asyncio.gather(*(outputs.compile(form) for form in good))
+        assert all(f"good{number}" in grammar for number, grammar in enumerate(grammars))
+        reasons = [violation.reason for violation in await refused]
+    assert reasons == ["GRAMMAR_TOO_COMPLEX"] * 8 + ["GRAMMAR_INVALID"] * 29
+
+
+async def test_a_form_that_was_tried_is_not_tried_again(model_dir: Path) -> None:
+    bad = Form(regex="(")
+    with outputs_for(model_dir) as outputs:
+        grammar, violation = await outputs.compile(YES_NO), await violation_of(outputs, bad)
+    # Nobody is there to try anything.
+    assert await outputs.compile(YES_NO) == grammar
+    assert await violation_of(outputs, bad) == violation
+
+
+def test_a_process_without_a_processor_has_a_minute_and_then_its_grammar_may_be_tried_again(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = children()
+
+    async def try_without_processor(outputs: StructuredOutputs) -> None:
+        await outputs.compile(YES_NO)
+        (child,) = [child for child in children() if child not in others]
+        # As a machine does that has other work.
+        child.suspend()
+        trial = asyncio.ensure_future(outputs.compile(Form(regex="[a-c]")))
+        await asyncio.sleep(0)
+        pass_time(monkeypatch, 30.0)
+        await asyncio.sleep(0)
+        child.resume()
+        assert "[a-c]" in await trial
+        child.suspend()
+        refused = asyncio.ensure_future(violation_of(outputs, Form(regex="[d-f]")))
+        await asyncio.sleep(0)
+        pass_time(monkeypatch, 61.0)
+        assert (await refused).description == "it takes more than 60 s"
+        assert "[d-f]" in await outputs.compile(Form(regex="[d-f]"))
+
+    # Not uvloop, whose clock cannot be turned.
+    with outputs_for(model_dir) as outputs, asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+        runner.run(try_without_processor(outputs))
+
+
+async def test_forms_that_are_not_remembered_any_more_are_compiled_again(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(structured_output, "_MAX_REMEMBERED", 2)
+    with outputs_for(model_dir) as outputs:
+        for _ in range(2):
+            for letter in "abcd":
+                assert f"/{letter}/" in await outputs.compile(Form(regex=letter))
+    assert len(outputs._outcomes._key_to_outcome) == 2
+
+
+async def test_a_request_too_many_is_told_so(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structured_output, "_MAX_WAITING", 3)
+    with outputs_for(model_dir) as outputs:
+        trials = [asyncio.ensure_future(outputs.compile(Form(regex=f"r{number}"))) for number in range(10)]
+        results = await asyncio.gather(*trials, return_exceptions=True)
+        refused = [result for result in results if isinstance(result, QueueFullError)]
+        # Two are being tried, three wait.
+        assert len(refused) == 5
+        assert all(error.retry_delay_s for error in refused)
+        assert sum(isinstance(result, str) for result in results) == 5
+        assert "yes" in await outputs.compile(YES_NO)
+
+
+async def test_a_request_that_is_given_up_takes_its_process_with_it(model_dir: Path) -> None:
+    others = children()
+    with outputs_for(model_dir, TrialLimits(cpu_s=60.0, memory_bytes=1024 * MIB)) as outputs:
+        await outputs.compile(YES_NO)
+        (child,) = [child for child in children() if child not in others]
+        trial = asyncio.ensure_future(outputs.compile(DEAR))
+        await asyncio.sleep(0)
+        trial.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await trial
+        await asyncio.to_thread(wait_for_end, child)
+        assert "b" in await outputs.compile(Form(regex="b"))
+
+
+async def test_a_process_that_was_killed_while_it_waited_is_replaced(model_dir: Path) -> None:
+    others = children()
+    with outputs_for(model_dir) as outputs:
+        await outputs.compile(YES_NO)
+        (child,) = [child for child in children() if child not in others]
+        child.kill()
+        await asyncio.to_thread(wait_for_end, child)
+        assert "b" in await outputs.compile(Form(regex="b"))
+
+
+async def test_processes_are_started_when_needed_and_kept(model_dir: Path) -> None:
+    # Those of other tests may not be gone yet.
+    others = children()
+    with outputs_for(model_dir) as outputs:
+        for letter in "abc":
+            await outputs.compile(Form(regex=letter))
+        assert len([child for child in children() if child not in others]) == 1
+
+
+def test_a_process_dies_with_its_parent(model_dir: Path) -> None:
+    command = [sys.executable, "-c", PARENT, str(model_dir)]
+    env = module_environment()
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"busy\n"
+        (child,) = psutil.Process(parent.pid).children()
+        parent.send_signal(signal.SIGKILL)
+    assert psutil.wait_procs([child], timeout=PATIENCE_S)[1] == []
+
+
+async def test_a_process_that_does_not_get_ready_is_no_fault_of_the_request(tmp_path: Path) -> None:
+    with outputs_for(tmp_path) as outputs, pytest.raises(RuntimeError, match="ended with 1"):
+        await outputs.compile(YES_NO)

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import pytest
+
+from services.tokenizer.json.json_values import MAX_DEPTH, read_json, read_json_object
+
+
+def nested(depth: int) -> str:
+    return '{"a":' * depth + "1" + "}" * depth
+
+
+@pytest.mark.parametrize("text", ["{}", '{"a": [1, -2.5, true, null, "\\ud83d\\ude00"]}', nested(MAX_DEPTH)])
+def test_an_object_is_read(text: str) -> None:
+    assert isinstance(read_json_object(text), dict)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "1",
+        '{"a": NaN}',
+        '{"a": -Infinity}',
+        "{'a': 1}",
+        '{"a": "\\ud800"}',
+        '{"\\udc00": 1}',
+        '{"a": ' + "9" * 5000 + "}",
+        '{"a": ' + "9" * 400 + "}",
+        '{"a": 1e999}',
+        nested(MAX_DEPTH + 1),
+        nested(100_000),
+        '{"a": ' + "[" * 100_000,
+    ],
+)
+def test_anything_else_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        read_json_object(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a": [1, {"b": NaN}]}', "NaN is no JSON value, at $.a[1].b"),
+        ("-Infinity", "-Infinity is no JSON value, at $"),
+        ("[1e999]", "a number is beyond 1.8e308, at $[0]"),
+        (f"[{2**1024 - 2**970}]", "a number is beyond 1.8e308, at $[0]"),
+        ('{"a": ' + "9" * 400 + "}", "a number is beyond 1.8e308, at $.a"),
+        ('{"a": ' + "9" * 5000 + "}", "a number of 5000 characters is beyond 1.8e308, at $.a"),
+        ('["\\ud800"]', "half of a surrogate pair is no text, at $[0]"),
+        ('{"\\udc00": 1}', "half of a surrogate pair is no text, in a name at $.?"),
+        ("[" * 3 + "]" * 3, "nested too deep: more than 2 levels, at $[0][0]"),
+        ("[" * 100_000, "nested too deep: more than 2 levels"),
+        ('{"' + "a" * 100 + '": NaN}', "NaN is no JSON value, at $." + "a" * 58 + "…"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_place(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=r".+") as caught:
+        read_json(text, max_depth=2 if "[[[" in text else 8)
+    assert str(caught.value) == message

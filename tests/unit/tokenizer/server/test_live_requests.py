@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.tokenizer.server.choice import Choice
+from services.tokenizer.server.completion import Completion
+from services.tokenizer.server.generation import Generation
+from services.tokenizer.server.live_requests import LiveRequests
+from services.tokenizer.text.detokenizer import ByteLevelDetokenizer
+from shared.errors import DrainingError, DuplicateRequestError
+
+
+def test_an_id_is_free_again_when_its_request_has_ended() -> None:
+    live = LiveRequests()
+    with live.admit(["a"]):
+        with pytest.raises(DuplicateRequestError), live.admit(["a"]):
+            pass
+        with live.admit(["b"]):
+            pass
+    with live.admit(["a"]):
+        pass
+
+
+def test_of_several_ids_all_are_held_or_none() -> None:
+    live = LiveRequests()
+    with live.admit(["a", "a-0", "a-1"]):
+        with pytest.raises(DuplicateRequestError), live.admit(["a-1"]):
+            pass
+        with pytest.raises(DuplicateRequestError), live.admit(["b", "a-0"]):
+            pass
+        with live.admit(["b"]):
+            pass
+    with live.admit(["a-1"]):
+        pass
+
+
+async def test_draining_waits_for_the_last_request() -> None:
+    live = LiveRequests()
+    with live.admit(["a"]):
+        draining = asyncio.create_task(live.drain(60))
+        await asyncio.sleep(0)
+        with pytest.raises(DrainingError):
+            live.check_open()
+        assert not draining.done()
+    await draining
+
+
+async def test_what_is_left_after_the_grace_is_told_so() -> None:
+    live = LiveRequests()
+    generation = Generation(arrived_s=0)
+    generation.choices.append(Choice(generation, Completion(ByteLevelDetokenizer({}, {}), ()), num_prompt_tokens=1))
+    with live.admit(["encoding"]), live.admit(["streaming"]):
+        live.begin("streaming", generation)
+        await live.drain(0)
+    with pytest.raises(DrainingError):
+        await anext(generation.responses())
+
+
+async def test_draining_without_requests_is_done_at_once() -> None:
+    live = LiveRequests()
+    await live.drain(60)
+    with pytest.raises(DrainingError):
+        live.check_open()

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from services.tokenizer.text.least_tokens import LeastTokens
+from tests.support.many_tokenizers import ALL_NAMES, TEXTS, tokenizers
+
+
+@pytest.mark.parametrize("name", ALL_NAMES)
+@given(TEXTS | st.builds(lambda text, times: text * times, st.text("the fox1 .\n你é", max_size=4), st.integers(0, 30)))
+def test_no_text_has_fewer_tokens(name: str, text: str) -> None:
+    tokenizer = tokenizers()[name]
+    assert LeastTokens(tokenizer).of(text) <= len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+@pytest.mark.parametrize("name", ALL_NAMES)
+@pytest.mark.parametrize("text", ["a", "1", "=", "aB1.!"])
+def test_a_text_that_is_far_too_long_is_seen_to_be(name: str, text: str) -> None:
+    assert LeastTokens(tokenizers()[name]).of(text * 100_000) > 5_000
+
+
+def test_letters_that_a_vocabulary_lacks_say_nothing() -> None:
+    tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "<unk>": 1}, merges=[], unk_token="<unk>", fuse_unk=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    assert LeastTokens(tokenizer).of("b" * 1000) == 0
