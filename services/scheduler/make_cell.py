@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 from lockstep.internal.v1 import worker_pb2
-from services.scheduler.cell.attach import DomainAttach, Standing
+from services.scheduler.cell.attach import ClaimStanding, DomainAttach
 from services.scheduler.cell.engine import Engine
 from services.scheduler.cell.events import Event, Exit
 from services.scheduler.config import SchedulerSettings
@@ -19,7 +19,7 @@ from shared.health import Health
 def make_cell(settings: SchedulerSettings, instance_id: str, health: Health) -> CellServer:
     """Make the cell that the settings describe, in the running event loop; no worker is attached yet."""
     topology = settings.topology
-    standing = Standing(instance_id, topology.dp_size, random.SystemRandom().random)
+    standing = ClaimStanding(instance_id, topology.dp_size, random.SystemRandom().random)
     attach_request = worker_pb2.AttachRequest(
         scheduler_instance_id=instance_id,
         block_size=settings.kv_cache_block_size,

@@ -12,8 +12,8 @@ import grpc
 from lockstep.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from shared.cli.client import NotTextError, check_text, describe_failure, run_client
 from shared.cli.conversation import Conversation
-from shared.cli.doors import TOKENIZER, explain_wrong_door
 from shared.cli.request_flags import add_client_flags, request_from
+from shared.cli.wrong_service import TOKENIZER, explain_wrong_service
 from shared.rpc import make_channel
 
 _HELP = """\
@@ -65,7 +65,7 @@ def _answer_lines(runner: asyncio.Runner, channel: grpc.aio.Channel, target: str
 
 
 async def _answer(channel: grpc.aio.Channel, target: str, conversation: Conversation, turn: str) -> None:
-    async with explain_wrong_door(channel, target, TOKENIZER):
+    async with explain_wrong_service(channel, target, TOKENIZER):
         await conversation.answer(turn)
 
 
@@ -120,9 +120,9 @@ async def _find_model(channel: grpc.aio.Channel, target: str) -> str:
 
     Raises:
         grpc.aio.AioRpcError: none does.
-        WrongDoorError: another service does.
+        WrongServiceError: another service does.
     """
-    async with explain_wrong_door(channel, target, TOKENIZER):
+    async with explain_wrong_service(channel, target, TOKENIZER):
         stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
         info = await stub.GetModelInfo(tokenizer_pb2.GetModelInfoRequest())
         return str(info.model)

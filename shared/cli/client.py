@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from lockstep.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
-from shared.cli.doors import WrongDoorError
+from shared.cli.wrong_service import WrongServiceError
 from shared.rpc import reason_of, status_from_rpc_error
 
 _INTERRUPTED = 130
@@ -62,7 +62,7 @@ def run_client(body: Callable[[], None]) -> int:
     except grpc.aio.AioRpcError as error:
         print(f"error: {describe_failure(error)}", file=sys.stderr)
         return 1
-    except (NotTextError, WrongDoorError) as error:
+    except (NotTextError, WrongServiceError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

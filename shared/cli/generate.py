@@ -17,8 +17,8 @@ from shared.cli.client import (
     run_client,
     stream_answer,
 )
-from shared.cli.doors import TOKENIZER, explain_wrong_door
 from shared.cli.request_flags import add_client_flags, request_from
+from shared.cli.wrong_service import TOKENIZER, explain_wrong_service
 from shared.rpc import make_channel
 
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 async def _generate(target: str, request: tokenizer_pb2.GenerateRequest, timeout_s: float | None) -> None:
     answer = Answer()
-    async with make_channel(target) as channel, explain_wrong_door(channel, target, TOKENIZER):
+    async with make_channel(target) as channel, explain_wrong_service(channel, target, TOKENIZER):
         await stream_answer(channel, request, answer, timeout_s=timeout_s)
     if answer.logprobs:
         print(f"\n{describe_logprobs(answer.logprobs)}")
@@ -60,7 +60,7 @@ async def _generate(target: str, request: tokenizer_pb2.GenerateRequest, timeout
 async def _generate_several(target: str, request: tokenizer_pb2.GenerateRequest, timeout_s: float | None) -> None:
     """Write each answer once it is whole: several streams on one terminal could not be told apart."""
     answers: dict[int, Answer] = defaultdict(Answer)
-    async with make_channel(target) as channel, explain_wrong_door(channel, target, TOKENIZER):
+    async with make_channel(target) as channel, explain_wrong_service(channel, target, TOKENIZER):
         async for response in tokenizer_pb2_grpc.TokenizerServiceStub(channel).Generate(request, timeout=timeout_s):
             answer = answers[response.choice]
             answer.add(response)

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 
 from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc
 from shared.cli.client import run_client
-from shared.cli.doors import SCHEDULER, explain_wrong_door
 from shared.cli.running_cells import find_cells
+from shared.cli.wrong_service import SCHEDULER, explain_wrong_service
 from shared.rpc import make_channel
 
 DEFAULT_SCHEDULER = "127.0.0.1:50052"
@@ -106,12 +106,12 @@ async def _show(target: str, interval_s: float, num_snapshots: int | None) -> No
 
     Raises:
         grpc.aio.AioRpcError: the scheduler did not answer.
-        WrongDoorError: another service did.
+        WrongServiceError: another service did.
     """
     is_terminal = sys.stdout.isatty() and num_snapshots is None
     before: scheduler_pb2.GetStateResponse | None = None
     before_at = 0.0
-    async with make_channel(target) as channel, explain_wrong_door(channel, target, SCHEDULER):
+    async with make_channel(target) as channel, explain_wrong_service(channel, target, SCHEDULER):
         stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         for number in itertools.count(1):
             state = await stub.GetState(scheduler_pb2.GetStateRequest(), timeout=_DEADLINE_S)

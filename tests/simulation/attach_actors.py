@@ -15,13 +15,13 @@ from typing import Any, Generic, TypeVar
 from services.scheduler.cell.attach import (
     Accepted,
     AttachEvent,
+    ClaimStanding,
     Command,
     DomainAttach,
     GroupPlace,
     Offer,
     Refused,
     RetryAt,
-    Standing,
     StreamBroken,
     StreamOpened,
 )
@@ -83,7 +83,7 @@ class SchedulerActor:
 
     def __init__(self, instance_id: str, topology: CellTopology) -> None:
         self.instance_id = instance_id
-        self._standing = Standing(instance_id, topology.dp_size, _draw_nothing)
+        self._standing = ClaimStanding(instance_id, topology.dp_size, _draw_nothing)
         self._attaches = [DomainAttach(domain, topology, self._standing) for domain in range(topology.num_domains)]
         # By domain: the epoch that is attached, and the steps sent under it.
         self.attached: dict[int, int] = {}

@@ -11,6 +11,7 @@ from typing import Protocol
 from services.scheduler.cell.attach import (
     Accepted,
     AttachEvent,
+    ClaimStanding,
     CloseStreams,
     Command,
     DomainAttach,
@@ -21,7 +22,6 @@ from services.scheduler.cell.attach import (
     Restart,
     RetryAt,
     RetryDue,
-    Standing,
     StreamBroken,
     StreamOpened,
 )
@@ -62,7 +62,7 @@ class DomainLink:
         self,
         domain: int,
         process: Process,
-        standing: Standing,
+        standing: ClaimStanding,
         settings: CellSettings,
         clock: Clock,
         rng: Random,

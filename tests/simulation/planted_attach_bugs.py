@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from services.scheduler.cell import attach
-from services.scheduler.cell.attach import Accepted, AttachEvent, Command, DomainAttach, Refused, Standing
+from services.scheduler.cell.attach import Accepted, AttachEvent, ClaimStanding, Command, DomainAttach, Refused
 from services.worker.server.claim import ClaimLedger, LaunchedStep
 from shared.errors import StaleEpochError
 from tests.simulation.attach_search import FAULTS, ONE_GROUP, SPLIT, SUCCESSION, TAKEN_GROUP, Search
@@ -104,7 +104,7 @@ def _refusals_teach_nothing(patch: Patch) -> None:
 @planted(SPLIT)
 def _nobody_goes(patch: Patch) -> None:
     """Two schedulers that each hold a part of a cell keep it for ever."""
-    patch.setattr(Standing, "is_below", lambda *_: False)
+    patch.setattr(ClaimStanding, "is_below", lambda *_: False)
 
 
 @planted(SUCCESSION)

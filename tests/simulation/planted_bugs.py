@@ -20,10 +20,10 @@ from services.scheduler.core.batch.sequence import TOKEN_BYTES, Sequence, Sequen
 from services.scheduler.core.batch.slot_table import RUN_TOKENS, SlotTable
 from services.scheduler.core.cache.block_manager import BlockManager
 from services.scheduler.core.endings import Endings
+from services.scheduler.core.postprocess import Postprocessor
 from services.scheduler.core.preemption import Preemption
 from services.scheduler.core.prefill import Prefill, PrefillPlanner
 from services.scheduler.core.queue.waiting_queue import WaitingQueue
-from services.scheduler.core.result_taker import ResultTaker
 from services.scheduler.core.running_batch import RunningBatch
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.step_deadline import StepDeadline
@@ -42,14 +42,15 @@ _planted = planter(CELL_BUGS)
 @_planted(Fault.RESULT_REPEATED)
 def _repeated_results_count(patch: Patch) -> None:
     """A result that was taken in before passes for the next one's."""
-    find_nonsense = Scheduler.find_nonsense
+    validate_result = Scheduler.validate_result
 
-    def find(self: Scheduler, result: Any, logits_width: int) -> str | None:
+    def validate(self: Scheduler, result: Any, logits_width: int) -> str | None:
         record = self.oldest_in_flight
-        return find_nonsense(self, result if record is None else replace(result, step_id=record.step_id), logits_width)
+        renumbered = result if record is None else replace(result, step_id=record.step_id)
+        return validate_result(self, renumbered, logits_width)
 
     patch.setattr(Scheduler, "last_returned_step_id", 0)
-    patch.setattr(Scheduler, "find_nonsense", find)
+    patch.setattr(Scheduler, "validate_result", validate)
 
 
 @_planted(Fault.RESULT_LATE, Fault.LINK_BREAK, Fault.WORKER_CRASH)
@@ -67,7 +68,7 @@ def _results_of_old_epochs_count(patch: Patch) -> None:
 @_planted(Fault.RESULT_NONSENSE, Fault.RESULT_REORDERED)
 def _nonsense_counts(patch: Patch) -> None:
     """A result is not checked: tokens that do not exist, too many of them, another step's."""
-    patch.setattr(Scheduler, "find_nonsense", lambda *_: None)
+    patch.setattr(Scheduler, "validate_result", lambda *_: None)
 
 
 @_planted(Fault.WORKER_HANG, Fault.RESULT_LOST)
@@ -256,7 +257,7 @@ def _bad_kv_stays_cached(patch: Patch) -> None:
 @_planted(Fault.NOT_FINITE)
 def _rows_that_are_not_finite_count(patch: Patch) -> None:
     """The token of a row that means nothing goes to its client."""
-    patch.setattr(ResultTaker, "_fail_not_finite", lambda *_: None)
+    patch.setattr(Postprocessor, "_fail_not_finite", lambda *_: None)
 
 
 @_planted(Fault.LONG_ANSWER)
@@ -293,15 +294,15 @@ def _wasted_rows_are_delivered(patch: Patch) -> None:
 @_planted()
 def _rows_behind_the_last_token(patch: Patch) -> None:
     """A request gets a row more than its tokens and placeholders leave, which can only be wasted."""
-    send = RunningBatch.send
+    commit = RunningBatch.commit
 
-    def send_more(self: RunningBatch, *args: Any) -> int:
+    def commit_more(self: RunningBatch, *args: Any) -> int:
         self.slots.max_num_tokens += 1
-        step_id = send(self, *args)
+        step_id = commit(self, *args)
         self.slots.max_num_tokens -= 1
         return step_id
 
-    patch.setattr(RunningBatch, "send", send_more)
+    patch.setattr(RunningBatch, "commit", commit_more)
 
 
 @_planted()

@@ -12,10 +12,10 @@ from services.scheduler.cell.domain import Domain, Rank
 from services.scheduler.cell.engine import Engine
 from services.scheduler.cell.events import Action, SendStep
 from services.scheduler.cell.heartbeat import Heartbeat
+from services.scheduler.cell.quarantine.quarantine import Quarantine
 from services.scheduler.cell.quarantine.suspects import Group, Suspects
-from services.scheduler.cell.quarantine.trials import Trials
 from services.scheduler.core.batch.step import OutputsByClient, StepKind, StepPace
-from services.scheduler.core.scheduler import Scheduler, Survivors
+from services.scheduler.core.scheduler import RecoveredSequences, Scheduler
 from services.worker.batch.step_input import StepInput
 from tests.simulation.faults import Fault
 from tests.simulation.planting import Patch, PlantedBug, planter
@@ -42,9 +42,9 @@ def _idle_ranks_get_no_dummy(patch: Patch) -> None:
 @_planted()
 def _dummies_are_of_another_kind(patch: Patch) -> None:
     """Beside decodes idle ranks prefill."""
-    send_dummy = Scheduler.send_dummy
+    commit_dummy = Scheduler.commit_dummy
     prefill = StepPace(StepKind.PREFILL, 1)
-    patch.setattr(Scheduler, "send_dummy", lambda self, now, _: send_dummy(self, now, prefill))
+    patch.setattr(Scheduler, "commit_dummy", lambda self, now, _: commit_dummy(self, now, prefill))
 
 
 @_planted()
@@ -99,10 +99,10 @@ def _sequences_of_a_lost_rank_are_forgotten(patch: Patch) -> None:
     """Who ran on a rank that is lost waits for none of the others."""
     end_epoch = Scheduler.end_epoch
 
-    def forget(self: Scheduler, now: float) -> Survivors:
-        survivors = end_epoch(self, now)
-        lost = set(survivors.computed)
-        return replace(survivors, sequences=[seq for seq in survivors.sequences if seq not in lost])
+    def forget(self: Scheduler, now: float) -> RecoveredSequences:
+        recovered = end_epoch(self, now)
+        lost = set(recovered.computed)
+        return replace(recovered, sequences=[seq for seq in recovered.sequences if seq not in lost])
 
     patch.setattr(Scheduler, "end_epoch", forget)
 
@@ -112,11 +112,11 @@ def _sequences_of_a_lost_rank_go_to_the_back(patch: Patch) -> None:
     """Who was on a rank that is lost waits elsewhere as if it had just arrived."""
     end_epoch = Scheduler.end_epoch
 
-    def requeue(self: Scheduler, now: float) -> Survivors:
-        survivors = end_epoch(self, now)
-        for seq in survivors.sequences:
+    def requeue(self: Scheduler, now: float) -> RecoveredSequences:
+        recovered = end_epoch(self, now)
+        for seq in recovered.sequences:
             seq.arrive_time = now
-        return survivors
+        return recovered
 
     patch.setattr(Scheduler, "end_epoch", requeue)
 
@@ -158,8 +158,8 @@ def _a_prefill_clears(patch: Patch) -> None:
         assert record is not None
         ids = {seq.id for seq in rank.scheduler.sequences_in(record)}
         outputs = postprocess(self, rank, *args)
-        if self._trials.is_on(domain):
-            self._trials.suspects.acquit(domain.number, ids)
+        if self._quarantine.is_on(domain):
+            self._quarantine.suspects.clear(domain.number, ids)
         return outputs
 
     patch.setattr(Cell, "postprocess", clear)
@@ -185,7 +185,7 @@ def _suspects_are_not_halved(patch: Patch) -> None:
 def _suspects_are_tried_beside_others(patch: Patch) -> None:
     """A domain with a trial takes newcomers."""
     patch.setattr(
-        Trials,
+        Quarantine,
         "open_ranks",
         lambda self: [rank for domain in self._domains if domain.epoch is not None for rank in domain.ranks],
     )
@@ -194,7 +194,7 @@ def _suspects_are_tried_beside_others(patch: Patch) -> None:
 @_planted(Fault.WORKER_CRASH)
 def _trials_are_sent_ahead(patch: Patch) -> None:
     """Suspects are tried with several steps in flight."""
-    patch.setattr("services.scheduler.cell.quarantine.trials.TRIAL_DEPTH", 4)
+    patch.setattr("services.scheduler.cell.quarantine.quarantine.TRIAL_DEPTH", 4)
 
 
 @_planted(Fault.WORKER_CRASH, Fault.POISON)

@@ -18,12 +18,12 @@ from services.scheduler.core.batch.logprobs import Logprobs
 from services.scheduler.core.batch.sequence import Finish, Numerics, Sequence
 from services.scheduler.core.batch.step import OutputsByClient
 from services.scheduler.core.endings import Endings
+from services.scheduler.core.postprocess import Postprocessor
 from services.scheduler.core.prefill import PrefillPlanner
 from services.scheduler.core.queue.waiting_queue import WaitingQueue
-from services.scheduler.core.result_taker import ResultTaker
 from services.scheduler.core.stops import find_finish
 from services.scheduler.server.cell_server import ClientLink
-from services.scheduler.server.token_door import TokenDoor
+from services.scheduler.server.direct_clients import DirectClients
 from services.tokenizer.exchange.request_ledger import RequestLedger
 from shared.errors import ServiceError
 from tests.simulation.faults import Fault
@@ -163,12 +163,12 @@ def _prompts_are_charged_for_good(patch: Patch) -> None:
 @_planted(Fault.GRAMMAR_FAILURE)
 def _tokens_behind_a_grammars_end_are_told(patch: Patch) -> None:
     """A row whose grammar cannot be followed any further brings a token like any other."""
-    take = ResultTaker.take
+    postprocess = Postprocessor.postprocess
     no_rows = np.empty(0, np.int32)
     patch.setattr(
-        ResultTaker,
-        "take",
-        lambda self, result, now: take(self, replace(result, failed_grammar_rows=no_rows), now),
+        Postprocessor,
+        "postprocess",
+        lambda self, result, now: postprocess(self, replace(result, failed_grammar_rows=no_rows), now),
     )
 
 
@@ -193,21 +193,21 @@ def _exact_resumes_are_told_as_others(patch: Patch) -> None:
 @_planted(Fault.DIRECT_CALL, Fault.CANCEL)
 def _direct_requests_go_with_their_first_choice(patch: Patch) -> None:
     """A direct call that is cancelled when its first choice has ended does not abort the others."""
-    forget = TokenDoor._forget
+    forget = DirectClients._forget
 
-    def forget_first(self: TokenDoor, submission: Submission) -> None:
+    def forget_first(self: DirectClients, submission: Submission) -> None:
         if submission.handle in self._choices:
             forget(self, submission)
         for choice in range(submission.n):
             self._choices.pop(submission.handle + choice, None)
 
-    patch.setattr(TokenDoor, "_forget", forget_first)
+    patch.setattr(DirectClients, "_forget", forget_first)
 
 
 @_planted(Fault.DIRECT_CALL)
 def _of_direct_calls_with_news_one_is_woken(patch: Patch) -> None:
     """What a step brings to the second direct call and those after it is never sent."""
-    patch.setattr(TokenDoor, "_wake_some", lambda self: self._to_wake.popleft().wake())
+    patch.setattr(DirectClients, "_wake_some", lambda self: self._to_wake.popleft().wake())
 
 
 # Requests, their ends and their attempts.

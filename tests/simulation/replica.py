@@ -177,7 +177,7 @@ class Replica:
         """What lives goes on on this stream, spread over a while, in order."""
         self._is_open = True
         if self._died_at is not None and stream.scheduler_id != self._scheduler_id:
-            self._fail_each(self._ledger.mourn(self._died_at))
+            self._fail_each(self._ledger.on_scheduler_death(self._died_at))
         self._died_at, self._scheduler_id = None, stream.scheduler_id
         stream.ledger_number, handles = self._ledger.open_stream()
         delays = sorted(self._rng.uniform(0.0, _RESUBMIT_S) for _ in handles)

@@ -10,12 +10,12 @@ import grpc
 
 from lockstep.internal.v1 import worker_pb2
 from lockstep.v1 import scheduler_pb2
-from services.scheduler.cell.attach import Standing
+from services.scheduler.cell.attach import ClaimStanding
 from services.scheduler.cell.engine import Engine
 from services.scheduler.cell.events import Action, Beat, Event, Exit, StepReturned, TimePassed
 from services.scheduler.server.cell_server import CellServer
+from services.scheduler.server.direct_clients import DIRECT_CLIENT
 from services.scheduler.server.servicer import ExchangeServicer, SchedulerServicer
-from services.scheduler.server.token_door import DOOR_CLIENT
 from services.scheduler.workers.worker_client import decode_result
 from shared.health import Health
 from tests.simulation.clock import Clock
@@ -99,7 +99,7 @@ class SchedulerProcess:
         self._is_ending = False
         self._health = Health(())
         self._links: list[DomainLink] = []
-        standing = Standing(self.instance_id, settings.topology.dp_size, rng.random)
+        standing = ClaimStanding(self.instance_id, settings.topology.dp_size, rng.random)
 
         def link_domain(domain: int, on_event: Callable[[Event], None], on_exit: Callable[[Exit], None]) -> DomainLink:
             link = DomainLink(
@@ -195,8 +195,8 @@ class SchedulerProcess:
 
     def check_calls(self) -> None:
         """Check that the engine goes on with nothing for calls that have ended."""
-        handles = {seq.handle for seq in self.engine._requests.choices() if seq.client == DOOR_CLIENT}
-        assert self._is_over or handles == set(self.cell.door._choices), "a request goes on without its call"
+        handles = {seq.handle for seq in self.engine._requests.choices() if seq.client == DIRECT_CLIENT}
+        assert self._is_over or handles == set(self.cell.direct_clients._choices), "a request goes on without its call"
 
     def check_end(self) -> None:
         """Check a process that has nothing more to do."""
@@ -240,7 +240,7 @@ class SchedulerProcess:
 
     def abort_request(self, request_id: str) -> None:
         """Somebody calls for the end of a request."""
-        self.when_running(lambda: self.cell.door.abort(scheduler_pb2.AbortRequest(request_id=request_id)))
+        self.when_running(lambda: self.cell.direct_clients.abort(scheduler_pb2.AbortRequest(request_id=request_id)))
 
     def flush_prefix_cache(self) -> None:
         """Somebody calls for an empty prefix cache."""
@@ -249,7 +249,7 @@ class SchedulerProcess:
     def _on_stream_end(self, stream: ExchangeStream) -> None:
         """A handler has ended: the engine goes on with nothing for replicas that are not linked."""
         del self.streams[stream]
-        clients = {seq.client for seq in self.engine._requests.choices()} - {DOOR_CLIENT}
+        clients = {seq.client for seq in self.engine._requests.choices()} - {DIRECT_CLIENT}
         assert self._is_over or clients <= self.cell._clients.keys(), "a request goes on without its stream"
 
     def _exit(self) -> None:

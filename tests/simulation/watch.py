@@ -30,7 +30,7 @@ from services.scheduler.cell.events import (
 )
 from services.scheduler.core.batch.sequence import Finish, FinishReason
 from services.scheduler.core.batch.step import Outputs, StepResult
-from services.scheduler.server.token_door import DOOR_CLIENT
+from services.scheduler.server.direct_clients import DIRECT_CLIENT
 from shared.limits import TOKEN_DTYPE
 from tests.simulation.epoch_watch import Entry, EpochWatch, Key, Number
 from tests.simulation.lockstep_watch import check_lockstep
@@ -199,7 +199,7 @@ class EngineWatch:
 
     def _submit(self, client: int, submission: Submission, must: Said, now: float) -> None:
         plan = self._plans[number_of(submission.params.seed)]
-        if client != DOOR_CLIENT:
+        if client != DIRECT_CLIENT:
             _check_times(submission, plan)
         assert submission.n == plan.n, "a replica submits other choices"
         earlier = [entry for entry in self._live.values() if entry.plan.request_id == plan.request_id]

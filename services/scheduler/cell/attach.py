@@ -32,7 +32,7 @@ class Rival:
 
 
 @dataclass(slots=True)
-class Standing:
+class ClaimStanding:
     """What a scheduler is among those that want its workers; the domains of a cell share one.
 
     One that never held a domain takes nothing while another scheduler holds any group that answers. One that did goes
@@ -215,7 +215,7 @@ class DomainAttach:
     is ignored.
     """
 
-    def __init__(self, domain: int, topology: CellTopology, standing: Standing) -> None:
+    def __init__(self, domain: int, topology: CellTopology, standing: ClaimStanding) -> None:
         self._domain = domain
         self._topology = topology
         self._standing = standing

@@ -8,7 +8,7 @@ from services.scheduler.cell.events import Action, SendStep
 from services.scheduler.cell.lockstep import LockstepPlanner
 from services.scheduler.core.batch.step import Step
 from services.scheduler.core.policy import SchedulerPolicy
-from services.scheduler.core.scheduler import Scheduler, Survivors
+from services.scheduler.core.scheduler import RecoveredSequences, Scheduler
 from services.scheduler.core.worker_facts import WorkerFacts
 
 
@@ -56,8 +56,8 @@ class Domain:
             rank.facts, rank.heard_at, rank.progress = rank_facts, now, None
             rank.scheduler.begin_epoch(rank_facts)
 
-    def end_epoch(self, now: float) -> list[Survivors]:
-        """A group is lost, and with it all: returns whom the ranks had."""
+    def end_epoch(self, now: float) -> list[RecoveredSequences]:
+        """A group is lost, and with it all: returns the sequences that the ranks had."""
         self.epoch = None
         self.is_held = False
         return [scheduler.end_epoch(now) for scheduler in self._schedulers]
@@ -95,8 +95,8 @@ class Domain:
                 return f"rank {rank.number} neither answers a step nor gets on"
         return None
 
-    def forgive(self, pause_s: float, now: float) -> None:
-        """Do not hold against the ranks that for so long nobody listened."""
+    def extend_deadlines(self, pause_s: float, now: float) -> None:
+        """Leave out of account the last `pause_s` seconds, in which this process did not listen to the ranks."""
         for rank in self.ranks:
             rank.heard_at = min(now, rank.heard_at + pause_s)
-            rank.scheduler.forgive(pause_s, now)
+            rank.scheduler.extend_deadlines(pause_s, now)

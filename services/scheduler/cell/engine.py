@@ -1,7 +1,7 @@
 """The cell's one decision-maker: events in, actions out.
 
 Sans-I/O: no threads, no sockets, no clock but the `now` it is passed, so that a whole cell can be simulated from
-one seed. `server` wraps it and decides nothing.
+one seed. `cell_server` wraps it and decides nothing.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Engine:
 
     def flush_prefix_cache(self) -> int:
         """Forget every cached prefix; returns the blocks that held one. Requests in flight go on."""
-        return sum(rank.scheduler.blocks.flush() for rank in self._cell.ranks)
+        return sum(rank.scheduler.flush_prefix_cache() for rank in self._cell.ranks)
 
     def state(self) -> CellState:
         """The state now."""
@@ -146,7 +146,7 @@ class Engine:
         faults: list[tuple[Domain, str]] = []
         for domain in self._cell.domains:
             if pause_s:
-                domain.forgive(pause_s, now)
+                domain.extend_deadlines(pause_s, now)
             fault = domain.find_fault(now)
             if fault is not None:
                 faults.append((domain, fault))
@@ -206,20 +206,16 @@ class Engine:
         if result.epoch != domain.epoch or result.step_id <= rank.scheduler.last_returned_step_id:
             self._counters.num_late_results += 1
             return []
-        nonsense = self._find_nonsense(rank_number, result)
-        if nonsense is not None:
-            return self._drop(domain, nonsense, now, accuses_rows=False) + self._go_on(now)
+        assert self._facts.model is not None
+        problem = rank.scheduler.validate_result(result, self._facts.model.logits_width)
+        if problem is not None:
+            return self._drop(domain, problem, now, accuses_rows=False) + self._go_on(now)
         rank.heard_at = now
         outputs = self._cell.postprocess(rank, result, now)
         self._desk.take_ends(outputs)
         actions = deliver(outputs)
         actions += self._cell.go_on_after(rank, now)
         return actions
-
-    def _find_nonsense(self, rank_number: int, result: StepResult) -> str | None:
-        """Why a result cannot be an answer to a rank's oldest step in flight; None when it can."""
-        assert self._facts.model is not None
-        return self._cell.ranks[rank_number].scheduler.find_nonsense(result, self._facts.model.logits_width)
 
     def _go_on(self, now: float) -> list[Action]:
         """Put everybody where they can go on, and send steps."""

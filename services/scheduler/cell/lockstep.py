@@ -56,7 +56,7 @@ class LockstepPlanner:
         """Whether prefills that wait may go with the next step."""
         if not self._max_wait_steps:
             return True
-        num_waiting = sum(bool(scheduler.waiting) for scheduler in self._schedulers)
+        num_waiting = sum(bool(scheduler.num_waiting) for scheduler in self._schedulers)
         if not num_waiting:
             self._num_waited_steps = 0
             return True
@@ -64,7 +64,7 @@ class LockstepPlanner:
             num_waiting == len(self._schedulers)
             or self._num_waited_steps >= self._max_wait_steps
             or any(scheduler.is_prefilling for scheduler in self._schedulers)
-            or any(scheduler.waiting and not scheduler.num_running for scheduler in self._schedulers)
+            or any(scheduler.num_waiting and not scheduler.num_running for scheduler in self._schedulers)
         )
         self._num_waited_steps = 0 if is_due else self._num_waited_steps + 1
         return is_due
@@ -78,7 +78,7 @@ class LockstepPlanner:
         padded_size = graph_batch_size(pace.num_tokens) if is_decode else 0
         steps = []
         for scheduler, batch in zip(self._schedulers, batches, strict=True):
-            sent = scheduler.send_dummy(now, pace) if batch is None else (scheduler.send(batch, now, pace), batch)
+            sent = scheduler.commit_dummy(now, pace) if batch is None else (scheduler.commit(batch, now, pace), batch)
             steps.append(Step(epoch, *sent, num_tokens, padded_size))
         assert len({step.step_id for step in steps}) == 1, "coupled ranks are not in step"
         return steps

@@ -32,7 +32,7 @@ class Placement:
         rank = ranks[0] if len(ranks) == 1 else self._pick(sequences[0], ranks)
         for seq in sequences:
             seq.rank = rank.number
-            rank.scheduler.waiting.add(seq, now)
+            rank.scheduler.add(seq, now)
 
     def feed(self, idle: Rank, ranks: Sequence[Rank], now: float) -> None:
         """Let a rank with nothing to do take requests that wait on the busiest one, if they would be placed there now.
@@ -40,13 +40,13 @@ class Placement:
         Only those of which no choice has begun, the last of them first. It does nothing unless `idle` is one of the
         ranks.
         """
-        busy = [rank for rank in ranks if rank.scheduler.waiting]
+        busy = [rank for rank in ranks if rank.scheduler.num_waiting]
         if not busy or idle not in ranks:
             return
         busiest = max(busy, key=self._load)
         for sequences in _newcomers(busiest)[: -MAX_MOVES - 1 : -1]:
             for seq in sequences:
-                busiest.scheduler.waiting.remove(seq, now)
+                busiest.scheduler.withdraw(seq, now)
             self.place(sequences, (busiest, idle), now)
 
     def _pick(self, seq: TokenSequence, ranks: Iterable[Rank]) -> Rank:
@@ -59,8 +59,9 @@ class Placement:
         return rank
 
     def _load(self, rank: Rank) -> int:
-        waiting = rank.scheduler.waiting
-        return waiting.num_new_tokens + self._tokens_per_seq * (len(waiting) + rank.scheduler.num_running)
+        scheduler = rank.scheduler
+        num_sequences = scheduler.num_waiting + scheduler.num_running
+        return scheduler.num_waiting_tokens + self._tokens_per_seq * num_sequences
 
 
 def by_request(sequences: Iterable[TokenSequence]) -> list[list[TokenSequence]]:
@@ -74,4 +75,4 @@ def by_request(sequences: Iterable[TokenSequence]) -> list[list[TokenSequence]]:
 def _newcomers(rank: Rank) -> list[list[TokenSequence]]:
     """The requests in a rank's queue that have not begun: no choice was ever admitted."""
     begun = {seq.id for seq in rank.scheduler.unfinished() if seq.num_first_cached_tokens is not None}
-    return [sequences for sequences in by_request(rank.scheduler.waiting) if sequences[0].id not in begun]
+    return [sequences for sequences in by_request(rank.scheduler.waiting_sequences()) if sequences[0].id not in begun]

@@ -203,13 +203,11 @@ class RequestDesk:
             raise InvalidRequestError.from_violations([violation])
         if request.attempt > 1 or not request.choices:
             return
-        queue, *others = self._cell.queues
-        num_choices = len(request.choices)
-        queue.check_room(request.choices[0].num_prompt_tokens, now, num_choices=num_choices, others=others)
+        self._cell.check_room(request.choices[0].num_prompt_tokens, len(request.choices), now)
         if num_bytes and self._requests.num_prompt_logprob_bytes + num_bytes > max_bytes:
             raise QueueFullError(
                 "too many log-probabilities of prompts are asked for",
-                retry_delay_s=queue.retry_delay_s(1, now, others),
+                retry_delay_s=self._cell.retry_delay_s(now),
                 num_bytes=self._requests.num_prompt_logprob_bytes,
             )
 

@@ -29,7 +29,7 @@ class Endings:
         self._slots = running.slots
         self._preemption = preemption
         self._eos_token_ids = frozenset(facts.eos_token_ids)
-        # None where nothing is computed: in the lobby.
+        # None where nothing is computed: in the unplaced queue.
         self._numerics = Numerics(facts.numerics_fingerprint, facts.is_exact) if facts.num_blocks else None
         self._counters = counters
 

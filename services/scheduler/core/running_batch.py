@@ -99,7 +99,7 @@ class RunningBatch:
         num_not_sent = seq.num_unsent_tokens or 1
         self.blocks.publish(seq, seq.num_stored_tokens - num_not_sent)
 
-    def send(self, batch: ScheduledBatch, now: float, pace: StepPace | None = None) -> int:
+    def commit(self, batch: ScheduledBatch, now: float, pace: StepPace | None = None) -> int:
         """Note that a step is in flight; returns its id. `pace` is that of the batch when absent."""
         self._last_step_id += 1
         kind, num_tokens = (batch.kind, batch.num_tokens) if pace is None else pace

@@ -38,8 +38,8 @@ class StepDeadline:
         """Note that the worker gets on."""
         self._last_progress_at = now
 
-    def forgive(self, pause_s: float, now: float) -> None:
-        """Do not hold it against the worker that nobody listened for so long before `now`."""
+    def extend(self, pause_s: float, now: float) -> None:
+        """Leave out of account the last `pause_s` seconds, in which this process did not listen."""
         if self._in_flight:
             since = max(self._began_at(self._in_flight[0]), self._last_progress_at)
             self._last_progress_at = min(now, since + pause_s)

@@ -33,10 +33,10 @@ from services.scheduler.cell.events import (
 )
 from services.scheduler.core.batch.step import Step
 from services.scheduler.server.acceptance_log import AcceptanceLog
+from services.scheduler.server.direct_clients import DIRECT_CLIENT, DirectClients
 from services.scheduler.server.exchange_codec import encode_outputs
 from services.scheduler.server.failpoint import SubmitFailpoint
 from services.scheduler.server.idle_check import IdleCheck
-from services.scheduler.server.token_door import DOOR_CLIENT, TokenDoor
 from shared.errors import NotReadyError, SchedulerLostError, ServiceError
 from shared.health import Health
 from shared.heartbeat import Silence
@@ -172,7 +172,7 @@ class CellServer:
         """
         self.instance_id = instance_id
         self.engine = engine
-        self.door = TokenDoor(lambda: self.engine.model_limits, self.on_event, self._default_sampling)
+        self.direct_clients = DirectClients(lambda: self.engine.model_limits, self.on_event, self._default_sampling)
         self.failed = asyncio.Event()
         self.bug: Exception | None = None
         self._replica_silence_s = replica_silence_s
@@ -214,7 +214,7 @@ class CellServer:
         it only among deaths that nobody explains.
         """
         error = SchedulerLostError("the scheduler ends; send the request again, with its output so far")
-        self.door.close(error)
+        self.direct_clients.close(error)
         if self.bug is None:
             for client in self._clients.values():
                 client.close(error)
@@ -294,8 +294,8 @@ class CellServer:
         match action:
             case SendStep(rank, step):
                 self._domains[self.engine.topology.domain_of(rank)].send(rank, step)
-            case Deliver(client, outputs) if client == DOOR_CLIENT:
-                self.door.deliver(outputs)
+            case Deliver(client, outputs) if client == DIRECT_CLIENT:
+                self.direct_clients.deliver(outputs)
             case Deliver(client, outputs):
                 if client in self._clients:
                     response = exchange_pb2.ExchangeResponse(outputs=encode_outputs(outputs))

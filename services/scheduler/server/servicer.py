@@ -108,13 +108,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Continue a prompt of token ids; the responses are written to `context`."""
         writer = ResponseWriter(context, self._max_unread_s)
         time_left_s = read_time_left(context.time_remaining())
-        await self._cell.door.generate(request, writer.write, time_left_s=time_left_s)
+        await self._cell.direct_clients.generate(request, writer.write, time_left_s=time_left_s)
 
     async def Abort(
         self, request: scheduler_pb2.AbortRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.AbortResponse:
         """End a request by its id."""
-        self._cell.door.abort(request)
+        self._cell.direct_clients.abort(request)
         return scheduler_pb2.AbortResponse()
 
     async def GetState(

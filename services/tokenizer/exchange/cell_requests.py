@@ -210,7 +210,7 @@ class CellRequests:
     def _meet_scheduler(self, instance_id: str) -> None:
         """A scheduler serves: where it is not the last one, that one may have died, and a request may be to blame."""
         if self._died_s is not None and instance_id != self._scheduler_instance_id:
-            ends = self._ledger.mourn(self._died_s)
+            ends = self._ledger.on_scheduler_death(self._died_s)
             self.counters.num_poison_requests += bool(ends)
             self._fail_each(ends)
         self._died_s, self._scheduler_instance_id = None, instance_id

@@ -148,7 +148,7 @@ class RequestLedger:
         ]
         return [end for handle in inexact for end in self._fail(handle, error)]
 
-    def mourn(self, died_s: float) -> list[tuple[int, ServiceError]]:
+    def on_scheduler_death(self, died_s: float) -> list[tuple[int, ServiceError]]:
         """The scheduler of the stream that was lost has died, at `died_s` or soon after.
 
         Returns:

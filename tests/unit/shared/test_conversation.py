@@ -14,7 +14,7 @@ import pytest
 
 from lockstep.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 from shared.cli.conversation import Conversation
-from shared.cli.doors import SCHEDULER, TOKENIZER, WrongDoorError, explain_wrong_door
+from shared.cli.wrong_service import SCHEDULER, TOKENIZER, WrongServiceError, explain_wrong_service
 from shared.errors import NotReadyError
 from shared.health import Health
 from shared.rpc import make_channel, make_server
@@ -110,13 +110,13 @@ async def test_an_answer_that_is_stopped_is_kept_as_far_as_it_came(
 
 async def test_another_services_address_is_told_with_the_way_to_the_right_one(channel: grpc.aio.Channel) -> None:
     stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-    with pytest.raises(WrongDoorError, match=r"^HERE is the tokenizer's address: `lockstep top` asks the scheduler"):
-        async with explain_wrong_door(channel, "HERE", SCHEDULER):
+    with pytest.raises(WrongServiceError, match=r"^HERE is the tokenizer's address: `lockstep top` asks the scheduler"):
+        async with explain_wrong_service(channel, "HERE", SCHEDULER):
             await stub.GetState(scheduler_pb2.GetStateRequest())
 
 
 async def test_what_the_right_service_cannot_do_stays_as_it_is(channel: grpc.aio.Channel) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async with explain_wrong_door(channel, "HERE", TOKENIZER):
+        async with explain_wrong_service(channel, "HERE", TOKENIZER):
             await tokenizer_pb2_grpc.TokenizerServiceStub(channel).GetModelInfo(tokenizer_pb2.GetModelInfoRequest())
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -1,6 +1,6 @@
 """Which request kills its worker: suspects are tried by halves, until one is alone.
 
-Plain data: who they are, and who is tried next. `trials` sees that a trial is alone on its ranks.
+Plain data: who they are, and who is tried next. `quarantine` sees to it that a trial has its ranks to itself.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Suspects:
         self._ids.update(request_ids)
         return None
 
-    def acquit(self, domain: int, request_ids: set[str]) -> None:
+    def clear(self, domain: int, request_ids: set[str]) -> None:
         """Clear those of a domain's trial that stood in a decode step which has returned, or that have ended."""
         trial = self._trials[domain]
         for request_id in request_ids.intersection(trial.request_ids):
@@ -116,7 +116,7 @@ class Suspects:
             if (left := [request_id for request_id in group.request_ids if request_id not in ended])
         )
         for domain in self.trying_domains:
-            self.acquit(domain, ended)
+            self.clear(domain, ended)
         for request_id in ended:
             self._forget(request_id)
 

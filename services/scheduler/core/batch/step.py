@@ -187,6 +187,13 @@ class StepResult:
         num_rows = len(self.token_ids) if self.counts is None else int(np.count_nonzero(self.counts))
         return len(self.token_ids) - num_rows
 
+    def rows(self, row_slots: Slots, num_draft_tokens: int) -> RowTokens:
+        """The tokens by the rows of the step. Where the worker drafts, there are counts."""
+        counts = self.counts
+        if counts is None and num_draft_tokens:
+            counts = np.ones(len(row_slots), np.int32)
+        return RowTokens(row_slots, self.token_ids, counts, self.logprobs)
+
 
 @dataclass(slots=True)
 class RequestStart:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,14 @@ from services.scheduler.core.cache.prefix_cache import PrefixCache
 
 # A few cached blocks more or less in a large pool make no difference, and many go for the price of one.
 _EVICTION_BATCH = 512
+
+
+class BlockCounts(NamedTuple):
+    """KV blocks of one rank. A cached one is free or used, and can be found by its prefix."""
+
+    total: int
+    free: int
+    cached: int
 
 
 class BlockManager:
@@ -46,6 +55,11 @@ class BlockManager:
     def num_cached_blocks(self) -> int:
         """Free blocks that hold a prefix."""
         return self._free.num_cached
+
+    @property
+    def counts(self) -> BlockCounts:
+        """The blocks by what they are used for."""
+        return BlockCounts(self.num_blocks, self.num_free_blocks, self.num_cached_blocks)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""

@@ -11,6 +11,7 @@ from services.scheduler.cell.attach import (
     QUESTION,
     RETRY_DELAY_S,
     Accepted,
+    ClaimStanding,
     CloseStreams,
     Command,
     DomainAttach,
@@ -22,7 +23,6 @@ from services.scheduler.cell.attach import (
     Restart,
     RetryAt,
     RetryDue,
-    Standing,
     StreamBroken,
     StreamOpened,
 )
@@ -38,12 +38,12 @@ def accepted(group: int, epoch: int = 1, *, place: GroupPlace | None = None, **f
     return Accepted(group, epoch, worker_facts(epoch=epoch), place or GroupPlace(group, 2, 1, True), **fields)
 
 
-def newcomer(instance_id: str = "me", *, num_groups: int = 2) -> Standing:
+def newcomer(instance_id: str = "me", *, num_groups: int = 2) -> ClaimStanding:
     """A scheduler that never held a domain, and draws the middle of what it might."""
-    return Standing(instance_id, num_groups, lambda: 0.5)
+    return ClaimStanding(instance_id, num_groups, lambda: 0.5)
 
 
-def former_holder() -> Standing:
+def former_holder() -> ClaimStanding:
     """One that did, and holds none now."""
     standing = newcomer()
     standing.has_held = True
@@ -59,7 +59,7 @@ def free(group: int) -> Refused:
     return refused(group, QUESTION, 0)
 
 
-def offered(standing: Standing | None = None) -> DomainAttach:
+def offered(standing: ClaimStanding | None = None) -> DomainAttach:
     """Two coupled groups that have been offered epoch 1, after the question."""
     attach = DomainAttach(0, COUPLED, standing or newcomer())
     assert attach.on_event(RetryDue(), 0.0) == [Offer(0, QUESTION), Offer(1, QUESTION)]
@@ -213,7 +213,7 @@ def test_groups_may_differ_in_their_pools_and_their_numerics() -> None:
 
 @pytest.mark.parametrize(("drawn", "delay_s"), [(0.0, 0.5 * RETRY_DELAY_S), (1.0, 1.5 * RETRY_DELAY_S)])
 def test_rounds_begin_at_moments_that_are_drawn(drawn: float, delay_s: float) -> None:
-    attach = DomainAttach(0, COUPLED, Standing("me", 2, lambda: drawn))
+    attach = DomainAttach(0, COUPLED, ClaimStanding("me", 2, lambda: drawn))
     attach.on_event(RetryDue(), 0.0)
     attach.on_event(refused(0, QUESTION, 3, "other"), 5.0)
     [retry] = attach.on_event(free(1), 5.0)

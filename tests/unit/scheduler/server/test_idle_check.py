@@ -51,7 +51,7 @@ class Idleness:
     def prefixes(self) -> PrefixCache:
         """The books that tests break."""
         (rank,) = self.driver.engine._cell.ranks
-        return rank.scheduler.blocks._prefixes
+        return rank.scheduler._blocks._prefixes
 
 
 def test_an_idle_period_is_checked_once_and_then_nothing_wakes_up() -> None:

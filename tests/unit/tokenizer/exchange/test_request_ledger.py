@@ -56,7 +56,7 @@ class Ledger(RequestLedger):
             The handles to submit, and those of choices that failed.
         """
         self.lose_stream(self.stream, now)
-        ends = self.mourn(now)
+        ends = self.on_scheduler_death(now)
         assert all(isinstance(error, PoisonRequestError) for _, error in ends)
         self.stream, order = self.open_stream()
         return order, [handle for handle, _ in ends]

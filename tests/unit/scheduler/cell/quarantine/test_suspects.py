@@ -25,7 +25,7 @@ def num_deaths_of(poison: str, request_ids: list[str], *, num_per_step: int) -> 
         steps = [trial[start : start + num_per_step] for start in range(0, len(trial), num_per_step)]
         fatal = next((step for step in steps if poison in step), None)
         if fatal is None:
-            suspects.acquit(0, set(trial))
+            suspects.clear(0, set(trial))
         else:
             found = suspects.accuse(0, fatal, 0.0)
             num_deaths += 1
@@ -62,12 +62,12 @@ def test_halves_are_tried_one_after_the_other_and_who_decodes_is_cleared() -> No
     suspects = Suspects()
     assert suspects.accuse(0, names(5), 1.0) is None
     assert suspects.begin_trial(0) == ["r0", "r1", "r2"]
-    suspects.acquit(0, {"r0", "r2"})
+    suspects.clear(0, {"r0", "r2"})
     assert suspects.ids() == {"r1", "r3", "r4"}
-    suspects.acquit(0, {"r1"})
+    suspects.clear(0, {"r1"})
     assert suspects.trying_domains == []
     assert suspects.begin_trial(0) == ["r3", "r4"]
-    suspects.acquit(0, {"r3", "r4"})
+    suspects.clear(0, {"r3", "r4"})
     assert not suspects
 
 
@@ -79,7 +79,7 @@ def test_a_crash_accuses_those_of_its_steps_and_the_rest_of_the_trial_waits_agai
     groups = []
     while suspects.next_group is not None:
         groups.append(suspects.begin_trial(0))
-        suspects.acquit(0, set(groups[-1]))
+        suspects.clear(0, set(groups[-1]))
     assert groups == [["r2"], ["r3"], ["r0", "r1"], ["r4", "r5", "r6", "r7"]]
 
 
@@ -99,7 +99,7 @@ def test_two_crashes_alone_are_poison_unless_a_decode_step_returned_in_between(d
     assert suspects.accuse(0, ["a"], 0.0) is None
     suspects.begin_trial(0)
     if decodes:
-        suspects.acquit(0, {"a"})
+        suspects.clear(0, {"a"})
     assert suspects.accuse(0, ["a"], 0.0) == (None if decodes else "a")
     assert ("a" in suspects) == decodes
 
@@ -112,7 +112,7 @@ def test_domains_try_groups_of_their_own() -> None:
     assert suspects.is_tried_on("r0", 1)
     assert not suspects.is_tried_on("r0", 0)
     suspects.accuse(1, ["r0", "r1"], 0.0)
-    suspects.acquit(0, {"r2", "r3"})
+    suspects.clear(0, {"r2", "r3"})
     assert suspects.ids() == {"r0", "r1"}
 
 

@@ -13,7 +13,7 @@ import pytest
 from lockstep.internal.v1 import exchange_pb2
 from lockstep.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler.core.batch.step import Outputs, RequestEnd
-from services.scheduler.server.token_door import RESPONSES_PER_TURN, TokenDoor
+from services.scheduler.server.direct_clients import RESPONSES_PER_TURN, DirectClients
 from shared.errors import NotReadyError
 from shared.limits import ModelLimits
 from shared.rpc import reason_of
@@ -133,7 +133,7 @@ async def test_a_client_that_reads_slowly_gets_what_piled_up_in_one_response(tmp
             await may_go_on.wait()
 
         request = seeded(PROMPT, max_tokens=40)
-        slow = asyncio.create_task(cell.server.door.generate(request, write))
+        slow = asyncio.create_task(cell.server.direct_clients.generate(request, write))
         # The slow reader holds up neither its neighbour nor its own sequence.
         neighbour = await generate_tokens(cell.scheduler, seeded([9], max_tokens=60))
         assert neighbour.token_ids == expected_completion([9], 0, 60)
@@ -153,7 +153,7 @@ def one_token_each(num_calls: int, index: int) -> Outputs:
 
 async def test_few_responses_leave_in_each_turn_and_what_waits_grows_together() -> None:
     limits = ModelLimits(context_length=512, logits_width=1000, num_pool_tokens=512)
-    door = TokenDoor(lambda: limits, lambda _: None)
+    door = DirectClients(lambda: limits, lambda _: None)
     num_calls = 3 * RESPONSES_PER_TURN
     sent: list[list[int]] = []
 
@@ -284,7 +284,9 @@ async def test_a_deadline_that_passes_while_its_call_is_cancelled_loses_no_step(
         async def write(_: Response) -> None:
             accepted.set()
 
-        large = asyncio.create_task(cell.server.door.generate(seeded([2] * 90, max_tokens=1), write, time_left_s=1.0))
+        large = asyncio.create_task(
+            cell.server.direct_clients.generate(seeded([2] * 90, max_tokens=1), write, time_left_s=1.0)
+        )
         await accepted.wait()
         passed_at = loop.time() + 1.0
         # It waits for the large one, whose end lets its step be sent.

@@ -26,16 +26,16 @@ _SERVICE_TO_ADVICE = {
 }
 
 
-class WrongDoorError(Exception):
+class WrongServiceError(Exception):
     """Another service answers at an address; the message says which, and where the right one is."""
 
 
 @contextlib.asynccontextmanager
-async def explain_wrong_door(channel: grpc.aio.Channel, target: str, service: str) -> AsyncIterator[None]:
+async def explain_wrong_service(channel: grpc.aio.Channel, target: str, service: str) -> AsyncIterator[None]:
     """Say more where a call of `service` fails because another service answers at `target`.
 
     Raises:
-        WrongDoorError: that is so.
+        WrongServiceError: that is so.
     """
     try:
         yield
@@ -45,7 +45,7 @@ async def explain_wrong_door(channel: grpc.aio.Channel, target: str, service: st
         other = await _find_other(channel, service)
         if other is None:
             raise
-        raise WrongDoorError(f"{target} is {_SERVICE_TO_NAME[other]}: {_SERVICE_TO_ADVICE[service]}") from None
+        raise WrongServiceError(f"{target} is {_SERVICE_TO_NAME[other]}: {_SERVICE_TO_ADVICE[service]}") from None
 
 
 async def _find_other(channel: grpc.aio.Channel, service: str) -> str | None:

@@ -11,7 +11,7 @@ from services.scheduler.core.policy import SchedulerCounters, SchedulerPolicy
 TRIAL_DEPTH = 1
 
 
-class Trials:
+class Quarantine:
     """Which domain tries which suspects, and who may be on which rank meanwhile.
 
     A trial holds its domain: nobody else is there, and one step is in flight at a time. A domain with nothing to do

@@ -12,7 +12,7 @@ from lockstep.v1 import common_pb2, scheduler_pb2
 from services.scheduler.core.batch.logprobs import Logprobs
 from services.scheduler.core.batch.sequence import Finish, FinishReason
 from services.scheduler.core.batch.step import RequestEnd
-from services.scheduler.server.token_door import TokenDoor, resolve_request
+from services.scheduler.server.direct_clients import DirectClients, resolve_request
 from services.scheduler.server.token_stream import MAX_ENTRIES, TokenStream
 from shared.limits import ModelLimits, SamplingOptions
 from tests.support.cell_model import expected_completion, logprobs_of
@@ -130,7 +130,7 @@ async def test_what_piles_up_leaves_in_one_response_a_choice(tmp_path: Path) -> 
             responses.append(response)
             await may_go_on.wait()
 
-        slow = asyncio.create_task(cell.server.door.generate(seeded(PROMPT, n=3, max_tokens=40), write))
+        slow = asyncio.create_task(cell.server.direct_clients.generate(seeded(PROMPT, n=3, max_tokens=40), write))
         await cell.wait_until(lambda state: state.num_finished == 3)
         may_go_on.set()
         await slow
@@ -224,7 +224,7 @@ def test_a_submission_has_the_rarer_options_and_what_is_known_of_the_choices() -
 
 async def test_handles_begin_anew_before_they_run_out() -> None:
     events: list[Any] = []
-    door = TokenDoor(lambda: LIMITS, events.append)
+    door = DirectClients(lambda: LIMITS, events.append)
     door._next_handle = 2**32 - 10
 
     async def write(_: Response) -> None:

@@ -36,7 +36,7 @@ from shared.request_fields import (
 logger = logging.getLogger(__name__)
 
 # The engine's number for all direct calls; replicas count from 1.
-DOOR_CLIENT = 0
+DIRECT_CLIENT = 0
 
 # A response costs about 50 µs. The results of steps are let in between so many, at most half a millisecond late.
 RESPONSES_PER_TURN = 8
@@ -44,7 +44,7 @@ RESPONSES_PER_TURN = 8
 _MAX_FIRST_HANDLE = 2**32 - MAX_CHOICES
 
 
-class TokenDoor:
+class DirectClients:
     """Brings direct calls to the engine and its outputs back to them.
 
     Invariant: a choice is here from its submission until its end or its abort, as the engine's is. A stream that has
@@ -164,7 +164,7 @@ class TokenDoor:
             len(submission.prompt) // TOKEN_DTYPE.itemsize, num_tokens or [0] * submission.n, submission.open_choices
         )
         self._choices.update((submission.handle + choice.choice, choice) for choice in stream.choices)
-        self._on_event(ClientMessage(DOOR_CLIENT, [submission]))
+        self._on_event(ClientMessage(DIRECT_CLIENT, [submission]))
         return stream
 
     def _forget(self, submission: Submission) -> None:
@@ -172,7 +172,7 @@ class TokenDoor:
         handles = range(submission.handle, submission.handle + submission.n)
         unfinished = [self._choices.pop(handle) for handle in handles if handle in self._choices]
         if unfinished:
-            self._on_event(ClientMessage(DOOR_CLIENT, aborts=[submission.handle]))
+            self._on_event(ClientMessage(DIRECT_CLIENT, aborts=[submission.handle]))
 
     def _with_news(self, choice: ChoiceStream) -> ChoiceStream:
         """The choice, which is about to get news; a call that has some is waiting to be woken, or awake."""

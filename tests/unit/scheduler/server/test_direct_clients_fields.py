@@ -10,7 +10,7 @@ import pytest
 from lockstep.v1 import common_pb2
 from services.scheduler.cell.events import ChoiceSoFar, ClientMessage, Event
 from services.scheduler.core.batch.sequence import Priority
-from services.scheduler.server.token_door import TokenDoor, resolve_request
+from services.scheduler.server.direct_clients import DirectClients, resolve_request
 from shared.errors import DeadlinePassedError, InvalidRequestError
 from shared.limits import ModelLimits
 from tests.support.cell_model import expected_completion
@@ -166,7 +166,7 @@ async def test_the_engine_ends_a_call_whose_deadline_passed_while_it_waited(tmp_
 
         # As the call of a client whose own clock has not noticed.
         with pytest.raises(DeadlinePassedError):
-            await cell.server.door.generate(seeded([9]), write, time_left_s=0.05)
+            await cell.server.direct_clients.generate(seeded([9]), write, time_left_s=0.05)
         assert (await cell.state()).num_waiting == 0
         first.cancel()
         worker.gate.set()
@@ -186,7 +186,7 @@ async def test_the_deadline_of_a_call_reaches_the_engine(tmp_path: Path) -> None
             events.append(event)
             on_event(event)
 
-        cell.server.door = TokenDoor(lambda: LIMITS, spy)
+        cell.server.direct_clients = DirectClients(lambda: LIMITS, spy)
         async for _ in cell.scheduler.Generate(seeded(PROMPT, max_tokens=2), timeout=50):
             pass
         async for _ in cell.scheduler.Generate(seeded(PROMPT, max_tokens=2)):

@@ -12,7 +12,6 @@ from services.scheduler.core.batch.step import OutputsByClient, RequestStart, St
 from services.scheduler.core.endings import Endings
 from services.scheduler.core.policy import SchedulerCounters
 from services.scheduler.core.preemption import Preemption
-from services.scheduler.core.result_check import find_nonsense
 from services.scheduler.core.running_batch import RunningBatch
 from services.scheduler.core.step_deadline import StepDeadline
 from shared.errors import InvalidRequestError, NumericError, ServiceError, Violation
@@ -20,7 +19,7 @@ from shared.errors import InvalidRequestError, NumericError, ServiceError, Viola
 _Mask = npt.NDArray[np.bool_]
 
 
-class ResultTaker:
+class Postprocessor:
     """Takes in the results of one epoch's steps, in order.
 
     A result is read by its step's record, never by a slot's present tenant. `last_prefill_latency` is in seconds, from
@@ -44,17 +43,7 @@ class ResultTaker:
         self._endings = endings
         self._counters = counters
 
-    def find_nonsense(self, result: StepResult, logits_width: int) -> str | None:
-        """Why a result cannot be an answer to the oldest step in flight; None when it can."""
-        record = self._running.in_flight[0] if self._running.in_flight else None
-        if record is None or result.step_id != record.step_id:
-            return f"result of step {result.step_id}, which is not the next"
-        nonsense = find_nonsense(result, record, self._slots, logits_width)
-        if nonsense is None and (result.counts is not None or self._slots.num_draft_tokens):
-            nonsense = self._rows(record, result).find_bad_counts(self._slots, result.not_finite_rows)
-        return nonsense
-
-    def take(self, result: StepResult, now: float) -> OutputsByClient:
+    def postprocess(self, result: StepResult, now: float) -> OutputsByClient:
         """Take in the tokens of the oldest step in flight, and end what stops with them.
 
         Args:
@@ -71,7 +60,7 @@ class ResultTaker:
         outputs = OutputsByClient()
         if result.prompt_logprobs:
             self._tell_prompt_logprobs(result, outputs)
-        rows = self._rows(record, result)
+        rows = result.rows(record.row_slots, self._slots.num_draft_tokens)
         failed: list[Sequence] = []
         if self._slots.num_ended or result.not_finite_rows.size or result.failed_grammar_rows.size:
             is_usable = self._slots.live[rows.slots]
@@ -107,13 +96,6 @@ class ResultTaker:
                 self._endings.end_if_stopped(seq, outputs, now)
         self._preemption.take_back(record, now)
         return outputs
-
-    def _rows(self, record: StepRecord, result: StepResult) -> RowTokens:
-        """What a result brings to the rows of a step; where the worker drafts, there are counts."""
-        counts = result.counts
-        if counts is None and self._slots.num_draft_tokens:
-            counts = np.ones(len(record.row_slots), np.int32)
-        return RowTokens(record.row_slots, result.token_ids, counts, result.logprobs)
 
     def _take_tokens(self, rows: RowTokens, positions: IntColumn, outputs: OutputsByClient, now: float) -> None:
         """Take in a token a row, and end what stops with it."""

@@ -10,8 +10,8 @@ from services.scheduler.core.batch.step import StepRecord, StepResult
 from shared.limits import TOKEN_DTYPE
 
 
-def find_nonsense(result: StepResult, record: StepRecord, slots: SlotTable, logits_width: int) -> str | None:
-    """Why a result cannot be an answer to its step; None when it can. Whether counts fit the rows is not looked at.
+def validate_result(result: StepResult, record: StepRecord, slots: SlotTable, logits_width: int) -> str | None:
+    """Find out why a result cannot be an answer to its step; returns None when it can.
 
     Args:
         result: What a worker sent.
@@ -30,12 +30,14 @@ def find_nonsense(result: StepResult, record: StepRecord, slots: SlotTable, logi
             return "a row number is out of range"
     if result.num_draft_tokens > num_rows * slots.num_draft_tokens:
         return f"{result.num_draft_tokens} drafts for {num_rows} rows"
-    nonsense = None
+    problem = None
     if result.logprobs is not None:
-        nonsense = _find_bad_logprobs(result.logprobs, result.token_ids, logits_width)
-    if nonsense is None and result.prompt_logprobs:
-        nonsense = _find_bad_prompt_logprobs(result, record, slots, logits_width)
-    return nonsense
+        problem = _find_bad_logprobs(result.logprobs, result.token_ids, logits_width)
+    if problem is None and result.prompt_logprobs:
+        problem = _find_bad_prompt_logprobs(result, record, slots, logits_width)
+    if problem is None and (result.counts is not None or slots.num_draft_tokens):
+        problem = result.rows(record.row_slots, slots.num_draft_tokens).find_bad_counts(slots, result.not_finite_rows)
+    return problem
 
 
 def _find_bad_logprobs(logprobs: Logprobs, token_ids: IntColumn, logits_width: int) -> str | None:
