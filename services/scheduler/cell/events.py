@@ -154,7 +154,7 @@ class CloseClient:
 
 @dataclass(frozen=True, slots=True)
 class DropDomain:
-    """End the links to a domain: a group sent an invalid result, or none in time. For the engine its epoch has ended."""
+    """End the links to a domain: it sent an invalid result, or none in time. For the engine its epoch has ended."""
 
     domain: int
     epoch: int
