@@ -103,6 +103,7 @@ def test_insecure_bind_replaces_the_address_with_a_warning(caplog: pytest.LogCap
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "command",
     [["services.scheduler"], ["services.tokenizer"], ["services.worker"], ["shared.cli", "serve"]],

@@ -53,6 +53,7 @@ def test_one_error_names_every_violation() -> None:
     assert error.violations == tuple(violations)
 
 
+@pytest.mark.process
 def test_the_domains_modules_load_no_transport() -> None:
     code = (
         "import sys, shared.errors, shared.limits; print([name for name in ('grpc', 'google') if name in sys.modules])"

@@ -121,6 +121,7 @@ def test_a_file_that_somebody_made_non_blocking_loses_nothing() -> None:
     assert line == "late"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_a_process_whose_stderr_nobody_reads_ends(is_closed: bool) -> None:
     with full_pipe() as (reader, fd):
@@ -130,11 +131,13 @@ def test_a_process_whose_stderr_nobody_reads_ends(is_closed: bool) -> None:
         assert process.wait(WAIT_S) == 1
 
 
+@pytest.mark.process
 def test_a_process_without_stderr_ends() -> None:
     command = ["sh", "-c", 'exec "$@" 2>&-', "sh", *TALKING]
     assert subprocess.run(command, env=module_environment(), timeout=WAIT_S, check=False).returncode == 1
 
 
+@pytest.mark.process
 def test_a_process_tells_its_last_words_whole() -> None:
     result = subprocess.run(TALKING, stderr=subprocess.PIPE, env=module_environment(), check=False)
     *records, last = result.stderr.decode().splitlines()

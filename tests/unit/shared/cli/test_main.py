@@ -165,6 +165,7 @@ def test_a_failed_call_is_told_as_status_reason_and_message(capsys: pytest.Captu
     assert capsys.readouterr().err == "error: UNAVAILABLE NOT_READY: not yet\n"
 
 
+@pytest.mark.process
 def test_a_reader_that_has_enough_ends_a_command_quietly() -> None:
     script = "from shared.cli.client import run_client\nraise SystemExit(run_client(lambda: print('x' * 1_000_000)))"
     command = [sys.executable, "-c", script]

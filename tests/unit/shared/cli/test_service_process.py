@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from shared.cli.cell_plan import ServiceCommand
 from shared.cli.service_process import ServiceProcess
+
+pytestmark = pytest.mark.process
 
 COMMAND = ServiceCommand("worker", (), "unix:/nowhere", domain="worker")
 

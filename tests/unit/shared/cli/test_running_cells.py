@@ -48,6 +48,7 @@ def test_cells_that_run_are_found_newest_first_and_gone_after_their_end(temp_dir
     assert find_cells() == []
 
 
+@pytest.mark.process
 def test_what_a_killed_launcher_left_is_no_cell(temp_dir: Path) -> None:
     directory = make_directory(temp_dir, "killed")
     subprocess.run([sys.executable, "-c", LAUNCHER, str(directory)], cwd=ROOT, env=module_environment(), check=False)
