@@ -11,6 +11,8 @@ import pytest
 from tests.support.processes import ROOT, module_environment
 from tests.support.settings_table import BEGIN, END, README, render_tables, with_tables
 
+pytestmark = pytest.mark.process
+
 # Whoever writes the tables needs no torch, and need not wait for it.
 CHECK_IMPORTS = "import sys, tests.support.settings_table; print('torch' in sys.modules, 'transformers' in sys.modules)"
 

@@ -27,6 +27,8 @@ from tests.support.processes import module_command, module_environment, python_c
 from tests.support.token_client import error_of, generate_tokens, reason, seeded
 from tests.support.worker_peer import WorkerPeer
 
+pytestmark = pytest.mark.process
+
 ENVIRONMENT = module_environment()
 
 

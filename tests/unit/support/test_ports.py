@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import subprocess
 
+import pytest
+
 from tests.support.ports import free_port
 from tests.support.processes import module_environment, python_command
+
+pytestmark = pytest.mark.process
 
 TAKE_ONE = "from tests.support.ports import free_port; print(free_port())"
 

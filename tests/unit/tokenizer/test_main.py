@@ -15,6 +15,8 @@ from tests.support.patience import PATIENCE_S
 from tests.support.processes import module_command, module_environment
 from tests.support.tiny_tokenizer import write_tiny_tokenizer
 
+pytestmark = pytest.mark.process
+
 ENVIRONMENT = module_environment()
 
 # After everything that rendering and serving imports.

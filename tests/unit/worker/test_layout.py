@@ -34,6 +34,7 @@ def test_who_follows_has_exactly_one_leader(dp_size: int, tp_size: int, ep: bool
     assert [layout.ep_rank for layout in cell] == list(range(cell[0].ep_size))
 
 
+@pytest.mark.process
 def test_a_process_knows_its_place_before_torch_is_imported() -> None:
     # OpenMP reads its settings when torch is loaded: what is imported before must not load it.
     code = "import sys, services.worker.__main__; sys.exit('torch' in sys.modules)"

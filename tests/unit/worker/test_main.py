@@ -25,6 +25,8 @@ from tests.support.worker_steps import (
     unpack,
 )
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -91,6 +91,7 @@ def test_a_template_that_eats_memory_is_refused() -> None:
         attempt(source)
 
 
+@pytest.mark.process
 def test_a_trial_ends_with_its_parent() -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT], cwd=ROOT, env=module_environment()) as parent:
         while not (trials := psutil.Process(parent.pid).children()):

@@ -273,6 +273,7 @@ async def test_processes_are_started_when_needed_and_kept(model_dir: Path) -> No
         assert len([child for child in children() if child not in others]) == 1
 
 
+@pytest.mark.process
 def test_a_process_dies_with_its_parent(model_dir: Path) -> None:
     command = [sys.executable, "-c", PARENT, str(model_dir)]
     env = module_environment()

@@ -22,6 +22,8 @@ from tests.support.worker_steps import (
     unpack,
 )
 
+pytestmark = pytest.mark.process
+
 PROMPT = [5, 9, 2, 44, 17]
 ATTACH = worker_pb2.AttachRequest(
     epoch=1, scheduler_instance_id="test", block_size=4, max_num_seqs=4, max_num_batched_tokens=64

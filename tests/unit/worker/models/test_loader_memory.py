@@ -17,6 +17,8 @@ from services.worker.weights.dummy_weights import DummyWeights
 from tests.support.processes import ROOT, module_environment
 from tests.support.tiny_llama import TINY_CONFIG, tensor_shapes, write_tiny_llama
 
+pytestmark = pytest.mark.process
+
 SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 8192, "num_hidden_layers": 4, "head_dim": 256}
 CONFIG = {**TINY_CONFIG, **SIZES, "num_key_value_heads": 4, "tie_word_embeddings": False}
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}

@@ -8,6 +8,8 @@ import pytest
 from tests.support.patience import PATIENCE_S
 from tests.support.processes import ROOT
 
+pytestmark = pytest.mark.process
+
 # The signal goes to another thread while the main one sleeps, waiting for a job: it was seen so in a hundred looks.
 PROGRAM = """
 import os, pathlib, signal, threading
