@@ -44,7 +44,7 @@ BEFORE ?= $(shell git rev-parse --verify --quiet origin/main || git rev-parse --
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run demo test test-unit test-slow simulate format lint lint-changes protos settings-table parity chaos bench bench-peers bench-drafts bench-lockstep bench-interference clean
+.PHONY: help run demo test test-unit test-slow simulate format lint lint-changes protos settings parity chaos bench bench-peers bench-drafts bench-lockstep bench-interference clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' Makefile
@@ -115,7 +115,7 @@ lint-changes: $(INSTALLED)
 
 protos: $(STUBS) ## generate the Python stubs from protos/
 
-settings-table: $(INSTALLED) $(STUBS) ## write the README's tables of settings
+settings: $(INSTALLED) $(STUBS) ## write the tables in services/SETTINGS.md from the services' settings models
 	@$(BIN)/python -m tests.support.settings_table
 
 clean: ## remove everything that was made here

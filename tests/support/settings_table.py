@@ -1,6 +1,6 @@
-"""The README's tables of settings, written from the configuration models: `make settings-table`.
+"""The tables of services/SETTINGS.md, generated from the settings models: `make settings`.
 
-It stands here because only the tests may import every service.
+The module is part of the tests because only they may import every service.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from shared.cli.serve_settings import ServeSettings
 from shared.config import ServiceSettings
 from tests.support.processes import ROOT
 
-README = ROOT / "README.md"
-BEGIN = "<!-- Made by `make settings-table`: change the models in services/*/config.py instead. -->\n"
-END = "<!-- The end of what `make settings-table` makes. -->\n"
+SETTINGS_FILE = ROOT / "services" / "SETTINGS.md"
+BEGIN = "<!-- Made by `make settings`: change the models in services/*/config.py instead. -->\n"
+END = "<!-- The end of what `make settings` makes. -->\n"
 
 _TITLE_TO_MODEL: dict[str, type[ServiceSettings]] = {
     "`lockstep serve`": ServeSettings,
@@ -33,20 +33,20 @@ _SHARED_NAMES = tuple(name for name in ServiceSettings.model_fields if name != "
 
 
 def main() -> None:
-    """Bring the README up to date."""
-    README.write_text(with_tables(README.read_text(encoding="utf-8")), encoding="utf-8")
+    """Bring services/SETTINGS.md up to date."""
+    SETTINGS_FILE.write_text(with_tables(SETTINGS_FILE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
-def with_tables(readme: str) -> str:
-    """The README's text with its tables as the models say.
+def with_tables(document: str) -> str:
+    """The document's text with its tables replaced by those of the settings models.
 
     Raises:
         ValueError: the text does not have the two marks, once each and in order.
     """
-    before, begin, rest = readme.partition(BEGIN)
+    before, begin, rest = document.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end or BEGIN in after or END in before + after:
-        raise ValueError("the README lacks the marks around its tables of settings")
+        raise ValueError("services/SETTINGS.md lacks the marks around its tables")
     return f"{before}{BEGIN}\n{render_tables()}{END}{after}"
 
 

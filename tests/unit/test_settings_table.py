@@ -1,4 +1,4 @@
-"""The README's tables of settings say what the services' models say."""
+"""The tables of services/SETTINGS.md match the services' settings models."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.processes import ROOT, module_environment
-from tests.support.settings_table import BEGIN, END, README, render_tables, with_tables
+from tests.support.settings_table import BEGIN, END, SETTINGS_FILE, render_tables, with_tables
 
 pytestmark = pytest.mark.process
 
-# Whoever writes the tables needs no torch, and need not wait for it.
+# Writing the tables needs no torch, and should not wait for its import.
 CHECK_IMPORTS = "import sys, tests.support.settings_table; print('torch' in sys.modules, 'transformers' in sys.modules)"
 
 
@@ -25,9 +25,9 @@ def rows_of(title: str) -> Iterator[list[str]]:
         yield [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_the_readme_is_up_to_date() -> None:
-    readme = README.read_text(encoding="utf-8")
-    assert with_tables(readme) == readme, "run `make settings-table`"
+def test_the_document_is_up_to_date() -> None:
+    document = SETTINGS_FILE.read_text(encoding="utf-8")
+    assert with_tables(document) == document, "run `make settings`"
 
 
 def test_a_setting_stands_under_its_service_with_default_and_choices() -> None:
@@ -49,10 +49,10 @@ def test_what_stands_around_the_tables_is_kept_and_an_outdated_table_goes() -> N
     assert with_tables(f"before\n{BEGIN}| old |\n{END}after\n") == f"before\n{BEGIN}\n{render_tables()}{END}after\n"
 
 
-@pytest.mark.parametrize("readme", ["", BEGIN, END, END + BEGIN, BEGIN + END + BEGIN + END])
-def test_a_readme_without_the_marks_is_refused(readme: str) -> None:
+@pytest.mark.parametrize("document", ["", BEGIN, END, END + BEGIN, BEGIN + END + BEGIN + END])
+def test_a_document_without_the_marks_is_refused(document: str) -> None:
     with pytest.raises(ValueError, match="marks"):
-        with_tables(readme)
+        with_tables(document)
 
 
 def test_the_models_are_read_without_torch() -> None:
