@@ -1,4 +1,4 @@
-"""The README's clients, run as they are printed there; only the address is the test's."""
+"""The documents' sample clients, run as they are printed; only the address is the test's."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from tests.support.ports import free_port
 from tests.support.processes import ROOT
 
 ADDRESS = "127.0.0.1:50051"
+DOCUMENTS = (ROOT / "README.md", ROOT / "protos" / "README.md")
 SAMPLE = re.compile(r"^```(python|js)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def samples() -> dict[str, str]:
-    """The README's samples, by their language."""
-    found = SAMPLE.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    """The documents' samples, by their language."""
+    found = [sample for document in DOCUMENTS for sample in SAMPLE.findall(document.read_text(encoding="utf-8"))]
     assert sorted(language for language, _ in found) == ["js", "python"]
     return dict(found)
 
