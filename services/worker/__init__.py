@@ -1,1 +1,1 @@
-"""The worker service: one process per GPU, which runs a shard of the model."""
+"""The worker service: one process per device, running one shard of the model."""

@@ -1,4 +1,4 @@
-"""The worker process: RPC in a thread of its own, device work in the main thread."""
+"""The worker process: RPC on its own thread, device work on the main thread."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How long a thread may hold the interpreter while the other one waits: CPython's 5 ms would be felt in every step.
+# How long one thread may hold the interpreter while the other waits. CPython's default of 5 ms would slow every step.
 _SWITCH_INTERVAL_S = 200e-6
-# For the loading to notice that it is to stop.
+# Time for the loading to notice that it should stop.
 _LOADING_STOP_S = 2.0
 
 
 class _LoadingStoppedError(Exception):
-    """A signal came while the weights were loading."""
+    """A stop signal arrived while the weights were loading."""
 
 
 def main() -> int:
-    """Serve until SIGTERM or SIGINT; the process's exit code."""
+    """Serve until SIGTERM or SIGINT, then return the exit code."""
     settings = load_settings(WorkerSettings)
     configure_logging(service="worker", level=settings.log_level, log_format=settings.log_format)
     log_settings(settings)
@@ -61,7 +61,10 @@ def main() -> int:
 
 
 def _stop(device: DeviceLoop, is_loaded: threading.Event) -> None:
-    """End the main thread's work; the process too where it waits for its domain's other ones, which may never come."""
+    """Stop the main thread's work. End the process if loading does not stop in time.
+
+    While loading it may be waiting for other processes of its failure domain, which may never come.
+    """
     device.stop()
     if not is_loaded.wait(_LOADING_STOP_S):
         end_process(ExitCode.STOPPED, "stopped while loading")
@@ -85,7 +88,7 @@ def _serve(settings: WorkerSettings, device: DeviceLoop, rpc: RpcThread, is_load
 
 
 def _load(settings: WorkerSettings, device: DeviceLoop) -> ModelRunner:
-    # torch takes seconds to import: settings are refused, health checks answered and OpenMP told before.
+    # torch takes seconds to import; until then settings are checked, OpenMP is configured and health checks are answered.
     from services.worker.runner.model_runner import build_model_runner  # noqa: PLC0415
 
     progress = make_progress(sys.stderr, log_format=settings.log_format)
@@ -102,12 +105,12 @@ def _load(settings: WorkerSettings, device: DeviceLoop) -> ModelRunner:
 
 
 def _tune_libraries() -> None:
-    """Set what torch and OpenMP read from the environment once, when they are loaded; what the user set stays.
+    """Set defaults for the environment variables that torch and OpenMP read once, when they are loaded.
 
-    OpenMP's threads sleep when they have nothing to do: spinning they would take the cores that the other services
-    and the RPC thread need. But from one kernel to the next is a few microseconds, and waking a thread costs as
-    much: GNU's library waits that long before it sleeps (10 to 20 % more tokens per second on 2 cores than with no
-    wait at all). Large tensors are in huge pages: a decode step reads all weights, and is 7 % faster.
+    Idle OpenMP threads sleep: spinning ones would take the cores that the other services and the RPC thread need. But
+    kernels are only a few microseconds apart, and waking a thread costs as much, so GNU's library spins that long
+    before it sleeps (10 to 20 % more tokens per second on 2 cores than with no spinning at all). Large tensors use huge
+    pages: a decode step reads all weights, and is 7 % faster with them.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")

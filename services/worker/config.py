@@ -1,4 +1,4 @@
-"""What the worker service can be told."""
+"""Settings of the worker service."""
 
 from __future__ import annotations
 
@@ -18,76 +18,83 @@ class WorkerSettings(ServiceSettings):
 
     model_config = SettingsConfigDict(env_prefix="LOCKSTEP_WORKER_", cli_prog_name="python -m services.worker")
 
-    model_dir: Path = Field(description="The model: a directory in Hugging Face's layout.")
+    model_dir: Path = Field(description="Model directory in Hugging Face's layout.")
     ops_backend: Literal["cpu", "reference"] = Field(
-        default="cpu", description="Kernels: cpu is fast, reference is exact (a row's bits depend on nothing else)."
+        default="cpu",
+        description="Kernels: cpu is fast; reference is exact (a row's bits do not depend on the rest of the batch).",
     )
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Type of weights and KV cache.")
     load_format: Literal["auto", "dummy"] = Field(
         default="auto",
-        description="Where weights come from: auto reads the model's files, each layer in its own format; dummy are "
-        "random ones of the shapes that its config.json asks for, for performance work.",
+        description="Where weights come from: auto reads the model's files, each layer in its own format; dummy makes "
+        "random weights of the shapes in config.json, for performance work.",
     )
     dummy_seed: int = Field(
-        default=0, ge=0, lt=2**63, description="Seed of dummy weights; equal ones give equal weights."
+        default=0, ge=0, lt=2**63, description="Seed for dummy weights; equal seeds give equal weights."
     )
     kv_cache_memory_gib: float = Field(
         default=1.0, gt=0, allow_inf_nan=False, description="Memory for the KV cache, in GiB."
     )
     kv_cache_num_blocks: int | None = Field(
-        default=None, ge=1, description="KV blocks, instead of what the memory holds."
+        default=None, ge=1, description="Number of KV blocks; by default as many as --kv-cache-memory-gib holds."
     )
-    num_threads: int | None = Field(default=None, ge=1, description="Threads that compute; all cores by default.")
+    num_threads: int | None = Field(default=None, ge=1, description="Compute threads; all cores by default.")
     draft_proposer: DraftProposerName = Field(
         default="none",
-        description="Who drafts tokens that the model then checks several at once: ngram looks up where a sequence's "
-        "last tokens stood before, which pays where answers repeat what they were given; mtp are the layers that a "
-        "checkpoint brings for it (multi-token prediction); model is a second, smaller model.",
+        description="What drafts tokens, which the model then checks several at once: ngram looks up where a "
+        "sequence's last tokens occurred before, which pays off when answers repeat their prompt; mtp uses the "
+        "checkpoint's multi-token prediction layers; model uses a second, smaller model.",
     )
     draft_model: Path | None = Field(
         default=None,
-        description="The model that drafts, with the tokenizer of the other: a directory in Hugging Face's layout.",
+        description="The smaller model that drafts: a directory in Hugging Face's layout, with the same tokenizer.",
     )
     num_draft_tokens: int = Field(
-        default=4, ge=1, le=MAX_DRAFT_TOKENS, description="Most tokens drafted for a sequence in a step."
+        default=4, ge=1, le=MAX_DRAFT_TOKENS, description="Maximum tokens drafted per sequence and step."
     )
-    dp_rank: int = Field(default=0, ge=0, description="Of the process's tensor-parallel group: from 0.")
-    dp_size: int = Field(default=1, ge=1, description="Tensor-parallel groups of the cell; each has a whole model.")
-    tp_rank: int = Field(default=0, ge=0, description="Of the process in its group: from 0, which is its leader's.")
+    dp_rank: int = Field(
+        default=0, ge=0, description="Data-parallel rank of the process's tensor-parallel group, from 0."
+    )
+    dp_size: int = Field(
+        default=1, ge=1, description="Number of tensor-parallel groups in the cell; each has a whole model."
+    )
+    tp_rank: int = Field(
+        default=0, ge=0, description="Rank of the process in its tensor-parallel group, from 0, which is the leader's."
+    )
     tp_size: int = Field(default=1, ge=1, description="Processes that a model is split over.")
     ep: bool = Field(
         default=False,
-        description="Split experts over all processes of the cell, which are one failure domain then.",
+        description="Split experts over all processes of the cell, which then are one failure domain.",
     )
     leader: Address | None = Field(
         default=None,
-        description="Whom to join: a group's other members its leader, and with --ep the other groups' leaders that of "
-        "DP rank 0.",
+        description="The leader to join: for a group's other members their group's leader; with --ep, for the other "
+        "groups' leaders the one of DP rank 0.",
     )
     rendezvous: Address | None = Field(
         default=None,
-        description="HOST:PORT where the processes of a failure domain find each other; its first one serves there.",
+        description="HOST:PORT where the processes of a failure domain find each other; the first of them serves it.",
     )
     domain_start_id: str = Field(
         default="",
-        description="Names this start of the failure domain: equal on all its processes, and on no other start's.",
+        description="Id of this start of the failure domain: the same on all its processes, different at every start.",
     )
     collective_host: str | None = Field(
         default=None,
-        description="Address that collectives use; by default that of the route to --rendezvous. They are not "
-        "encrypted.",
+        description="Local address for collectives, which are not encrypted; by default the one on the route to "
+        "--rendezvous.",
     )
     silence_s: float = Field(
         default=3.0,
         ge=1.0,
         allow_inf_nan=False,
-        description="Seconds without a sign of life after which a process of the failure domain is given up, and the "
+        description="Seconds without a sign of life after which a process of the failure domain counts as lost and the "
         "domain ends.",
     )
     fail_on_token: int | None = Field(
         default=None,
         ge=0,
-        description="For tests of recovery: the process ends where a step brings this token of a prompt or a "
+        description="For recovery tests: the process ends when a step contains this token in a prompt or in a "
         "completion so far.",
     )
     listen: LocalAddress = Field(
@@ -96,34 +103,34 @@ class WorkerSettings(ServiceSettings):
 
     @property
     def weights_seed(self) -> int | None:
-        """Seed of random weights; None: those of the directories are loaded."""
+        """Seed for dummy weights; None means the weights are loaded from the model directories."""
         return self.dummy_seed if self.load_format == "dummy" else None
 
     @property
     def layout(self) -> RankLayout:
-        """The process's place among those that serve the model."""
+        """The process's place among the processes that serve the model."""
         return RankLayout(self.dp_rank, self.dp_size, self.tp_rank, self.tp_size, has_expert_parallel=self.ep)
 
     @model_validator(mode="after")
     def _check_layout(self) -> WorkerSettings:
         if self.dp_rank >= self.dp_size or self.tp_rank >= self.tp_size:
-            raise ValueError("--dp-rank and --tp-rank must be below --dp-size and --tp-size")
+            raise ValueError("--dp-rank must be less than --dp-size, and --tp-rank less than --tp-size")
         if self.layout.follows is not (self.leader is not None):
             raise ValueError(
-                "--leader is for the members of a group but its first, and with --ep for the leaders of all groups but "
-                "the first"
+                "--leader is required for every member of a group except its first, and with --ep for the leader of "
+                "every group except the first; no other process may have it"
             )
         if not self.layout.is_alone and (self.rendezvous is None or not self.domain_start_id):
-            raise ValueError("several processes need --rendezvous and --domain-start-id")
+            raise ValueError("--rendezvous and --domain-start-id are required when there are several processes")
         if self.rendezvous is not None and self.rendezvous.startswith("unix:"):
             raise ValueError("--rendezvous must be HOST:PORT")
         return self
 
     @model_validator(mode="after")
     def _check_drafts_are_planned(self) -> WorkerSettings:
-        # A plan tells every group how many tokens the others compute, and drafts are made where they are computed.
+        # A step says how many tokens each group computes, but only the group itself knows how many drafts it makes.
         if self.layout.is_coupled and self.draft_proposer != "none":
-            raise ValueError("--draft-proposer goes with --ep in a single group only")
+            raise ValueError("--draft-proposer can be combined with --ep only when there is a single group")
         return self
 
     @model_validator(mode="after")
@@ -134,5 +141,5 @@ class WorkerSettings(ServiceSettings):
 
 
 if __name__ == "__main__":
-    # `lockstep serve` asks whether the flags are good, before it starts anything.
+    # `lockstep serve` runs this module to check the flags before it starts anything.
     load_settings(WorkerSettings)

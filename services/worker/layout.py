@@ -1,4 +1,7 @@
-"""Where a process stands among those that serve one model. It imports no torch: settings are checked with it."""
+"""The place of a process among those that serve one model.
+
+Must not import torch: settings are checked with it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,14 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """The place of a process. Ranks of one model replica are a TP group; with expert parallelism all ranks are one."""
+    """The place of a process.
+
+    The ranks of one model replica are a TP group. With expert parallelism, collectives also span all groups:
+
+                    tp_rank 0    tp_rank 1
+        dp_rank 0   ep_rank 0    ep_rank 1      each row is a TP group; its tp_rank 0 is the leader
+        dp_rank 1   ep_rank 2    ep_rank 3      without --ep each row is a failure domain, with --ep all rows are one
+    """
 
     dp_rank: int = 0
     dp_size: int = 1
@@ -17,17 +27,17 @@ class RankLayout:
 
     @property
     def is_leader(self) -> bool:
-        """Whether it speaks for its TP group."""
+        """Whether the scheduler talks to its TP group through this process."""
         return not self.tp_rank
 
     @property
     def ep_rank(self) -> int:
-        """Its place among all ranks of the cell, which experts are placed by."""
+        """Its rank among all ranks of the cell; experts are placed by it."""
         return self.dp_rank * self.tp_size + self.tp_rank
 
     @property
     def ep_size(self) -> int:
-        """All ranks of the cell."""
+        """Number of ranks in the cell."""
         return self.dp_size * self.tp_size
 
     @property
@@ -42,7 +52,7 @@ class RankLayout:
 
     @property
     def follows(self) -> bool:
-        """Whether it joins a leader: a member that of its group, a coupled group's leader that of DP rank 0."""
+        """Whether it joins a leader: a member joins its group's leader, a coupled group's leader that of DP rank 0."""
         return not self.is_leader or (self.is_coupled and self.dp_rank > 0)
 
     def followers(self) -> frozenset[RankLayout]:

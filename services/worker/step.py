@@ -1,6 +1,6 @@
-"""One step as the worker's domain sees it: what changes in the batch, what is computed, what came of it.
+"""One step as plain data: how the batch changes, what is computed, and the result.
 
-Plain data. It crosses from the RPC thread to the main thread and back, so it is frozen.
+It crosses from the RPC thread to the main thread and back, so it is frozen.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ class StepKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """A sequence's next tokens, whose KV the step computes. Nothing of it has been checked."""
+    """A sequence's next tokens, whose KV the step computes. Its values are unchecked."""
 
     slot: int
-    # Prompt, then completion.
     token_ids: Int32Column
-    # Tokens that later steps bring; 0: the sequence is complete, and a token is sampled for it.
+    """Prompt tokens, then completion tokens."""
     num_later_tokens: int
+    """Tokens left for later steps; at 0 the sequence is complete, and a token is sampled for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnteringSequence:
-    """A sequence that enters the batch. Nothing of it has been checked."""
+    """A sequence that enters the batch. Its values are unchecked."""
 
-    # Its first tokens whose KV is not cached.
     chunk: PrefillChunk
+    """Its first tokens whose KV is not cached."""
     num_cached_tokens: int
     num_prompt_tokens: int
     block_ids: Int32Column
@@ -50,38 +50,38 @@ class EnteringSequence:
     top_k: int
     top_p: float
     seed: int
-    # Prompt and most completion tokens together.
     max_num_tokens: int
+    """Limit for prompt and completion tokens together."""
     choice: int = 0
     options: SamplingOptions | None = None
-    # Tokens that are not drawn before `options.min_tokens`.
     stop_token_ids: Int32Column = field(default_factory=lambda: _NO_TOKENS)
-    # The tokens before the chunk's, when options or drafts need them.
+    """Tokens that are not drawn before `options.min_tokens`."""
     cached_token_ids: Int32Column = field(default_factory=lambda: _NO_TOKENS)
+    """The tokens before the chunk, when options or drafts need them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Changes to the batch, applied in the order of the fields, and what is computed then."""
+    """Changes to the batch, applied in the order of the fields, and what is then computed."""
 
     epoch: int
     step_id: int
     kind: StepKind
     leave_slots: Int32Column
     enters: tuple[EnteringSequence, ...]
-    # Parallel columns; a slot that gets several blocks stands there several times.
     append_slots: Int32Column
+    """Parallel to `append_block_ids`; a slot that gets several blocks occurs several times."""
     append_block_ids: Int32Column
-    # The sequences that are decoded; None: all complete ones that were in the batch before, in the order they entered.
     decode_slots: Int32Column | None
-    # Next tokens of sequences that entered before and are not complete.
+    """The sequences to decode; None means all complete ones already in the batch, in the order they entered."""
     chunks: tuple[PrefillChunk, ...]
-    # Nothing is computed for any sequence: one token whose KV goes nowhere meets the other ranks' collectives.
+    """Next tokens of sequences that entered before and are not complete."""
     is_dummy: bool = False
-    # Tokens of this step on each coupled DP rank; empty where ranks are not coupled.
+    """Compute no sequence, only one token without KV, so that the other ranks' collectives have a partner."""
     num_tokens_across_dp: tuple[int, ...] = ()
-    # Rows that a captured graph must hold on every coupled rank.
+    """Tokens of this step on each coupled DP rank; empty if ranks are not coupled."""
     graph_batch_size: int = 0
+    """Rows that a captured graph must hold on every coupled rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,28 +95,28 @@ class Logprobs:
     values: npt.NDArray[np.float32]  # [sum of counts]
 
 
-# By slot; their indexes are positions in the prompt.
+# (slot, its log-probabilities); `indexes` are positions in the prompt.
 PromptLogprobs = tuple[tuple[int, Logprobs], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The rows' tokens, in row order."""
+    """The result of a step: each row's tokens, in row order."""
 
     epoch: int
     step_id: int
     token_ids: Int32Column
-    # Rows (not slots) whose logits were not finite; their token means nothing.
     not_finite_rows: Int32Column
+    """Rows (not slots) whose logits were not finite; their token is meaningless."""
     device_time_us: int
-    # Tokens of each row, [num_rows]; None: one each.
-    counts: Int32Column | None = None
+    counts: Int32Column | None = None  # [num_rows], tokens of each row; None: one each
     num_draft_tokens: int = 0
-    # Their indexes count in `token_ids`.
     logprobs: Logprobs | None = None
+    """`indexes` are places in `token_ids`."""
     prompt_logprobs: PromptLogprobs = ()
-    # Rows whose grammar cannot be followed any further; their last token means nothing.
     failed_grammar_rows: Int32Column = field(default_factory=lambda: _NO_TOKENS)
-    # Greedy completion tokens that were computed again, and those of them that are not the likeliest this time.
+    """Rows whose grammar cannot be followed any further; their last token is meaningless."""
     num_replayed_tokens: int = 0
+    """Greedy completion tokens that were computed again and compared."""
     num_replay_mismatches: int = 0
+    """How many of them were not the most likely token this time."""

@@ -1,4 +1,4 @@
-"""Steps between their wire form and the worker's own: columns are bytes of little-endian int32."""
+"""Converts steps between protobuf messages and `services.worker.step`. Columns are little-endian int32 bytes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _KINDS = {
 
 
 def parse_step(request: worker_pb2.StepRequest) -> Step:
-    """Read a step without copying its columns. Whether it fits the batch is `InputBatch`'s to say.
+    """Read a step without copying its columns. `InputBatch` checks whether it fits the batch.
 
     Raises:
-        StepMismatchError: the kind is unknown, a column is not a whole number of its values, or parallel ones of the
-            sampling options differ in length.
+        StepMismatchError: the kind is unknown, a column's length is not a multiple of its item size, or parallel
+            columns of the sampling options differ in length.
     """
     kind = _KINDS.get(request.kind)
     if kind is None:
@@ -45,7 +45,7 @@ def parse_step(request: worker_pb2.StepRequest) -> Step:
 
 
 def to_result(output: StepOutput) -> worker_pb2.StepResult:
-    """The message that answers a step."""
+    """Encode a step's result."""
     return worker_pb2.StepResult(
         epoch=output.epoch,
         step_id=output.step_id,
@@ -100,5 +100,5 @@ def _pack(column: Int32Column) -> bytes:
 
 def _column(name: str, data: bytes) -> Int32Column:
     if len(data) % _WIRE_DTYPE.itemsize:
-        raise StepMismatchError("a column is not a whole number of int32", column=name, num_bytes=len(data))
+        raise StepMismatchError("a column's length is not a multiple of 4 bytes", column=name, num_bytes=len(data))
     return np.frombuffer(data, dtype=_WIRE_DTYPE)
