@@ -88,7 +88,7 @@ def _serve(settings: WorkerSettings, device: DeviceLoop, rpc: RpcThread, is_load
 
 
 def _load(settings: WorkerSettings, device: DeviceLoop) -> ModelRunner:
-    # torch takes seconds to import; until then settings are checked, OpenMP is configured and health checks are answered.
+    # torch takes seconds to import: settings, OpenMP and health checks must not wait for it.
     from services.worker.runner.model_runner import build_model_runner  # noqa: PLC0415
 
     progress = make_progress(sys.stderr, log_format=settings.log_format)

@@ -1,1 +1,1 @@
-"""The processes of one TP group: the leader's steps reach its members."""
+"""The processes of one TP group: the leader relays its steps to the members."""

@@ -1,4 +1,15 @@
-"""GroupService: the leader's end of the links inside its failure domain, and the relay of its group's steps."""
+"""GroupService: the leader's end of the links inside its failure domain, and the relay of its group's steps.
+
+A step on its way through a TP group; heartbeats flow both ways on every Join stream:
+
+    scheduler ── Execute: StepRequest ──► leader ── Join: the same bytes ──► members (tp_rank 1, 2, …)
+                                            │                                  │
+                                        computes ◄────── collectives ──────► compute
+                                            │                                  │
+    scheduler ◄── Execute: StepResult ── agree  ◄──── Join: Done, checksum ────┘
+
+The leaders of other coupled groups join the leader of DP rank 0 too, but take their steps from the scheduler.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +44,7 @@ class Follower:
         self._dones: asyncio.Queue[worker_pb2.Done] = asyncio.Queue()
 
     async def read(self, requests: AsyncIterator[worker_pb2.JoinRequest]) -> bool:
-        """Take what comes until nothing more does; whether the process was asked to end."""
+        """Handle messages until the stream ends; whether the process said goodbye because it was asked to end."""
         async for request in requests:
             self.link.hear()
             kind = request.WhichOneof("message")
@@ -44,18 +55,18 @@ class Follower:
             elif kind == "done":
                 self._dones.put_nowait(request.done)
             else:
-                assert kind == "heartbeat", "a process that has joined says who it is once"
+                assert kind == "heartbeat", "a joined process sent a second hello"
         return False
 
     async def num_blocks(self, epoch: int) -> int:
-        """The KV blocks that it has for an epoch, once it holds the empty batch."""
+        """The number of KV blocks that it has for an epoch, once it holds the empty batch."""
         while (attached := await self._attached.get()).epoch < epoch:
             pass
         assert attached.epoch == epoch, "a member is ahead of its leader"
         return int(attached.num_blocks)
 
     async def checksum(self, epoch: int, step_id: int) -> int:
-        """What it drew in a step, once it has run it; steps before that nobody asked for are skipped."""
+        """Checksum of the tokens that it drew in a step, once it has run it; skips earlier steps."""
         while ((done := await self._dones.get()).epoch, done.step_id) < (epoch, step_id):
             pass
         assert (done.epoch, done.step_id) == (epoch, step_id), "a member is ahead of its leader"
@@ -63,13 +74,13 @@ class Follower:
 
 
 class GroupServicer(worker_pb2_grpc.GroupServiceServicer):
-    """Takes in those that follow this leader, and relays what it launches to the members of its group.
+    """Accepts the processes that follow this leader, and relays its epochs and steps to the members of its group.
 
-    Invariant: what a member is sent, it is sent in the order in which the leader launches it.
+    Invariant: members receive epochs and steps in the order in which the leader launches them.
     """
 
     def __init__(self, layout: RankLayout, domain_start_id: str, end: DomainEnd, silence_s: float) -> None:
-        """Lead those that follow `layout`; a partner that is silent for `silence_s` is lost."""
+        """Lead the followers of `layout`; a partner that is silent for `silence_s` counts as lost."""
         self._layout = layout
         self._domain_start_id = domain_start_id
         self._end = end
@@ -84,7 +95,7 @@ class GroupServicer(worker_pb2_grpc.GroupServiceServicer):
         worker_pb2_grpc.add_GroupServiceServicer_to_server(self, server)
 
     async def open(self, runner: ModelRunner) -> None:
-        """The weights are loaded: take in those that join; returns when all have."""
+        """Accept the followers, once the weights are loaded; returns when all have joined."""
         self._runner = runner
         self._is_loaded.set()
         if self._layout.followers():
@@ -95,31 +106,31 @@ class GroupServicer(worker_pb2_grpc.GroupServiceServicer):
         first = await anext(aiter(requests), worker_pb2.JoinRequest())
         await self._is_loaded.wait()
         follower = self._take_in(first.hello)
-        # The first heartbeat tells it that it belongs to the domain from here on.
+        # The first heartbeat tells the follower that it was accepted.
         ended = await follower.link.run(context.write, follower.read(requests), self._end.stopping)
         if ended is LinkEnd.LEFT:
-            self._end.stop("a partner was asked to end", partner=follower.layout)
+            self._end.stop("a follower was asked to end", partner=follower.layout)
         elif ended is not LinkEnd.CLOSED:
-            self._end.fail(ExitCode.LINK_LOST, f"the link of a partner is {ended.value}", partner=follower.layout)
+            self._end.fail(ExitCode.LINK_LOST, f"the link to a follower is {ended.value}", partner=follower.layout)
 
     def relay_attach(self, request: worker_pb2.AttachRequest) -> list[asyncio.Task[int]]:
-        """Begin an epoch on the members; each answers with its KV blocks."""
+        """Begin an epoch on the members; each task returns a member's number of KV blocks."""
         for member in self._members:
             member.link.send(worker_pb2.JoinResponse(attach=request))
         return [asyncio.create_task(member.num_blocks(request.epoch)) for member in self._members]
 
     def relay_step(self, request: worker_pb2.StepRequest) -> None:
-        """Send a step to the members, which the leader launches next."""
+        """Send the members the step that the leader launches next."""
         if members := self._members:
             message = worker_pb2.JoinResponse(step=request.SerializeToString())
             for member in members:
                 member.link.send(message)
 
     async def agree(self, output: StepOutput) -> None:
-        """Return when every member has drawn what the leader has; else the process ends.
+        """Return when every member has drawn the same tokens as the leader; otherwise end the process.
 
         Raises:
-            InternalError: it ends.
+            InternalError: the tokens differ, and the process is ending.
         """
         own = checksum(output)
         for member in self._members:
@@ -127,16 +138,16 @@ class GroupServicer(worker_pb2_grpc.GroupServiceServicer):
             if theirs != own:
                 self._end.fail(
                     ExitCode.RANKS_DIFFER,
-                    "ranks of the group drew different tokens",
+                    "the group's ranks drew different tokens",
                     step_id=output.step_id,
                     own_checksum=own,
                     tp_rank=member.layout.tp_rank,
                     checksum=theirs,
                 )
-                raise InternalError("the group's ranks disagree")
+                raise InternalError("the group's ranks drew different tokens")
 
     def fingerprint(self, own: str) -> str:
-        """The numerics of the whole group: its members' common one, or one of them all in rank order."""
+        """The numerics fingerprint of the group: the common one, or a hash of all of them in rank order."""
         parts = [own, *(member.numerics_fingerprint for member in self._members)]
         return own if len(set(parts)) == 1 else hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
@@ -150,16 +161,20 @@ class GroupServicer(worker_pb2_grpc.GroupServiceServicer):
         """Add a process to the domain.
 
         Raises:
-            GroupMismatchError: it does not belong to it.
+            GroupMismatchError: the process does not belong to the domain.
         """
         assert self._runner is not None
         follower = Follower(hello, Link(self._make_heartbeat, _GOODBYE, self._silence_s))
         if hello.domain_start_id != self._domain_start_id:
-            raise GroupMismatchError("another start of the domain", domain_start_id=self._domain_start_id)
+            raise GroupMismatchError(
+                "the process belongs to another start of the domain", domain_start_id=self._domain_start_id
+            )
         if follower.layout not in self._layout.followers() or follower.layout in self._followers:
-            raise GroupMismatchError("no place for this process", leader=self._layout)
+            raise GroupMismatchError("the process's rank is unknown or already taken", leader=self._layout)
         if hello.model_digest != self._runner.facts.model_digest:
-            raise GroupMismatchError("another model", model_digest=self._runner.facts.model_digest)
+            raise GroupMismatchError(
+                "the process has loaded another model", model_digest=self._runner.facts.model_digest
+            )
         self._followers[follower.layout] = follower
         if self._followers.keys() == self._layout.followers():
             self._is_complete.set()

@@ -23,23 +23,23 @@ Connect = Callable[[str], grpc.aio.Channel]
 
 
 def connect_inside(address: str) -> grpc.aio.Channel:
-    """A channel to another process of the failure domain."""
+    """Open a channel to another process of the failure domain."""
     return make_channel(address, internal=True)
 
 
 class Relay(Protocol):
-    """Takes what a leader sends to the members of its group."""
+    """Handles the epochs and steps that a leader sends to the members of its group."""
 
     def take(self, message: worker_pb2.JoinResponse) -> None:
-        """Take a message, no heartbeat; from the RPC thread's event loop."""
+        """Handle an epoch or a step, never a heartbeat. Called on the RPC thread's event loop."""
 
 
 class JoinedLink:
-    """Joins a leader, and ends this process when the link breaks or falls silent, or the leader was asked to end."""
+    """Joins a leader, and ends this process when the link breaks or falls silent or the leader says goodbye."""
 
     def __init__(self, settings: WorkerSettings, end: DomainEnd, connect: Connect = connect_inside) -> None:
-        """Join the leader that `settings` name, over a channel that `connect` makes."""
-        assert settings.leader is not None, "nobody to join"
+        """Prepare to join the leader given by `settings`, over a channel that `connect` opens."""
+        assert settings.leader is not None, "there is no leader to join"
         self._leader = settings.leader
         self._layout = settings.layout
         self._domain_start_id = settings.domain_start_id
@@ -51,16 +51,16 @@ class JoinedLink:
         self._link: Link[worker_pb2.JoinRequest] | None = None
 
     def send(self, message: worker_pb2.JoinRequest) -> None:
-        """Send the leader a message, once joined."""
+        """Send the leader a message. Only after `open`."""
         assert self._link is not None
         self._link.send(message)
 
     async def open(self, runner: ModelRunner, relay: Relay | None = None) -> None:
-        """Join, once the weights are loaded; returns when the leader has taken this process in.
+        """Join, once the weights are loaded; returns when the leader has accepted this process.
 
         Args:
             runner: Holds the shard.
-            relay: Takes the epochs and steps that come; None for the leader of a coupled group, which gets none.
+            relay: Handles the epochs and steps received; None for the leader of a coupled group, which receives none.
         """
         hello = worker_pb2.Hello(
             layout=to_layout_message(self._layout),
@@ -73,7 +73,7 @@ class JoinedLink:
         await self._joined.wait()
 
     async def close(self) -> None:
-        """Return when the link has ended, which says goodbye where this process was asked to end."""
+        """Wait for the link to end; it says goodbye first if this process was asked to end."""
         if self._task is not None:
             if not self._joined.is_set():
                 self._task.cancel()
@@ -85,7 +85,7 @@ class JoinedLink:
             call = worker_pb2_grpc.GroupServiceStub(channel).Join(wait_for_ready=True)
             await call.write(worker_pb2.JoinRequest(hello=hello))
             try:
-                # Whom it takes in, it gives a sign of life at once. Headers say less: a refusal may have some, too.
+                # The leader sends a heartbeat when it accepts. Headers prove nothing: a refusal may have them too.
                 first = await call.read()
             except grpc.aio.AioRpcError as error:
                 self._end.fail(ExitCode.REFUSED, "the leader refused this process", error=error.details())
@@ -99,14 +99,14 @@ class JoinedLink:
 
 
 async def _read(call: Any, first: Any, link: Link[worker_pb2.JoinRequest], relay: Relay | None) -> bool:
-    """Take what comes, from the first message until nothing more does; whether the leader was asked to end."""
+    """Handle messages, `first` first, until the stream ends; whether the leader said goodbye."""
     message = first
     while message is not grpc.aio.EOF:
         link.hear()
         if message.HasField("leave"):
             return True
         if not message.HasField("heartbeat"):
-            assert relay is not None, "a coupled leader was sent a step"
+            assert relay is not None, "a coupled leader received a step from its leader"
             relay.take(message)
         message = await call.read()
     return False

@@ -1,4 +1,4 @@
-"""What both ends of a link inside a failure domain share: sending in order, signs of life, a step's checksum."""
+"""What both ends of a link inside a failure domain share: ordered sending, heartbeats, a step's checksum."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shared.heartbeat import Silence, next_beat_at
 
 logger = logging.getLogger(__name__)
 
-# For a partner to read our goodbye.
+# Time for a partner to read our goodbye.
 _GOODBYE_S = 0.3
 
 MessageT = TypeVar("MessageT")
@@ -27,30 +27,33 @@ MessageT = TypeVar("MessageT")
 class LinkEnd(enum.Enum):
     """How a link ended."""
 
-    # This process lets go of it.
+    # By this process, which was asked to end.
     CLOSED = "closed"
-    # The partner was asked to end, and said so.
+    # The partner was asked to end, and said goodbye.
     LEFT = "left"
     BROKEN = "broken"
     SILENT = "silent"
 
 
 class Link(Generic[MessageT]):
-    """One end of a Join stream: what is sent leaves in order, nobody waits for it, and silence is noticed."""
+    """One end of a Join stream: sends messages in order without blocking, and notices a silent partner."""
 
     def __init__(self, make_heartbeat: Callable[[], MessageT], goodbye: MessageT, silence_s: float) -> None:
-        """Send a heartbeat when one is due, and `goodbye` last where this process was asked to end."""
+        """Send heartbeats when due, and `goodbye` last if this process is asked to end.
+
+        A partner that is not heard for `silence_s` ends the link.
+        """
         self._make_heartbeat = make_heartbeat
         self._goodbye = goodbye
         self._silence = Silence(silence_s)
         self._outbox: asyncio.Queue[MessageT] = asyncio.Queue()
 
     def send(self, message: MessageT) -> None:
-        """Append a message to those that leave."""
+        """Queue a message; does not wait."""
         self._outbox.put_nowait(message)
 
     def hear(self) -> None:
-        """Something came: the partner lives."""
+        """Record a sign of life from the partner."""
         self._silence.hear()
 
     async def run(
@@ -59,14 +62,14 @@ class Link(Generic[MessageT]):
         read: Coroutine[Any, Any, bool],
         closing: asyncio.Event,
     ) -> LinkEnd:
-        """Keep the link until it ends.
+        """Keep the link open until it ends.
 
         Args:
             write: Writes a message to the stream.
-            read: Takes what comes until nothing more does; whether the partner said goodbye.
-            closing: Set where this process was asked to end.
+            read: Handles messages until the stream ends; returns whether the partner said goodbye.
+            closing: Set when this process is asked to end.
         """
-        # That a write fails says less than what is read then.
+        # A failed write alone does not end the link: the read that fails with it tells more.
         writing = asyncio.create_task(self._write_all(write))
         writing.add_done_callback(_take_error)
         reading, watching = asyncio.create_task(read), asyncio.create_task(self._beat())
@@ -74,7 +77,7 @@ class Link(Generic[MessageT]):
         try:
             await asyncio.wait({reading, watching, leaving}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
-            # The library cancels a call's handler when the connection is gone.
+            # gRPC cancels a call's handler when the connection is gone.
             return LinkEnd.CLOSED if closing.is_set() else LinkEnd.BROKEN
         finally:
             for task in (writing, reading, watching, leaving):
@@ -88,14 +91,14 @@ class Link(Generic[MessageT]):
     async def _beat(self) -> None:
         while not self._silence.beat():
             self.send(self._make_heartbeat())
-            # The monotonic clock, which all processes of a machine share.
+            # The monotonic clock, which all processes on a machine share.
             now = asyncio.get_running_loop().time()
             await asyncio.sleep(next_beat_at(now) - now)
 
     async def _leave(self, closing: asyncio.Event, reading: asyncio.Task[bool]) -> None:
         await closing.wait()
         self.send(self._goodbye)
-        # The partner ends the stream when it has read that: who ends it sooner takes the message back.
+        # The partner ends the stream once it has read the goodbye; if we ended it sooner, the message would be lost.
         await asyncio.wait({reading}, timeout=_GOODBYE_S)
 
     async def _write_all(self, write: Callable[[MessageT], Awaitable[object]]) -> None:
@@ -104,13 +107,13 @@ class Link(Generic[MessageT]):
 
 
 def checksum(output: StepOutput) -> int:
-    """CRC-32 of the drawn tokens and their counts, as they are on the wire: equal on all ranks of a group."""
+    """CRC-32 of the drawn tokens and their counts in wire format; equal on all ranks of a group."""
     tokens = zlib.crc32(output.token_ids.astype("<i4", copy=False).tobytes())
     return tokens if output.counts is None else zlib.crc32(output.counts.astype("<i4", copy=False).tobytes(), tokens)
 
 
 def to_layout_message(layout: RankLayout) -> worker_pb2.RankLayout:
-    """The message that carries a process's place."""
+    """Encode a process's place."""
     return worker_pb2.RankLayout(
         dp_rank=layout.dp_rank,
         dp_size=layout.dp_size,
@@ -121,12 +124,12 @@ def to_layout_message(layout: RankLayout) -> worker_pb2.RankLayout:
 
 
 def parse_layout(message: worker_pb2.RankLayout) -> RankLayout:
-    """A process's place."""
+    """Decode a process's place."""
     return RankLayout(message.dp_rank, message.dp_size, message.tp_rank, message.tp_size, message.has_expert_parallel)
 
 
 def _take_error(task: asyncio.Task[Any]) -> BaseException | None:
-    """What a task failed with; logged unless it says that the connection is gone."""
+    """The exception of a finished task; logged unless it only means that the connection is gone."""
     error = None if task.cancelled() else task.exception()
     if error is not None and not isinstance(
         error, grpc.aio.AioRpcError | grpc.aio.UsageError | asyncio.InvalidStateError

@@ -1,4 +1,4 @@
-"""A process that follows its TP group's leader: it runs what the leader sends it, and serves health only."""
+"""A process that follows its TP group's leader: it runs the steps that the leader relays, and serves only health."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Member:
-    """Runs the group's epochs and steps in the order in which its leader launches them."""
+    """Runs the group's epochs and steps in the order in which the leader launches them."""
 
     servicers: tuple[Servicer, ...] = ()
     service_names: tuple[str, ...] = ()
@@ -31,7 +31,7 @@ class Member:
     def __init__(
         self, settings: WorkerSettings, device: DeviceLoop, end: DomainEnd, connect: Connect = connect_inside
     ) -> None:
-        """Follow the leader that `settings` name, on `device`; `connect` makes the channel to it."""
+        """Follow the leader given by `settings`, computing on `device`; `connect` opens the channel to the leader."""
         self._settings = settings
         self._device = device
         self._end = end
@@ -39,14 +39,14 @@ class Member:
         self._steps: DeviceSteps | None = None
 
     async def open(self, runner: ModelRunner) -> None:
-        """Join the group, once the weights are loaded; returns when the leader has taken this process in."""
+        """Join the group, once the weights are loaded; returns when the leader has accepted this process."""
         self._steps = DeviceSteps(
             self._device, runner, self._end, is_alone=False, fail_on_token=self._settings.fail_on_token
         )
         await self._link.open(runner, self)
 
     async def close(self) -> None:
-        """Say goodbye."""
+        """Say goodbye to the leader."""
         await self._link.close()
 
     def take(self, message: worker_pb2.JoinResponse) -> None:
@@ -77,5 +77,5 @@ class Member:
 
 
 def _has_result(future: asyncio.Future[int] | asyncio.Future[StepOutput]) -> bool:
-    # What failed ends the process.
+    # A failure ends the process.
     return not future.cancelled() and future.exception() is None

@@ -1,1 +1,1 @@
-"""The worker's process: the device loop on its main thread, the RPC thread, and how it ends."""
+"""The worker process: the device loop on its main thread, the RPC thread, and how the process ends."""

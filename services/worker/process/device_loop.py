@@ -1,6 +1,6 @@
-"""The thread that launches device work: the process's main thread, fed by the RPC thread.
+"""The queue of device work: the RPC thread fills it, the process's main thread runs it.
 
-Waiting is passive on both sides: an idle worker costs no CPU time.
+Both sides block when idle, so an idle worker costs no CPU time.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 
 class DeviceLoop:
-    """Runs submitted jobs one after the other, in order, on the thread that calls `run`.
+    """Runs submitted jobs one at a time, in order, on the thread that calls `run`.
 
-    Invariant: every submitted job's future ends, at the latest when `run` returns.
+    Invariant: every submitted job's future completes, at the latest when `run` returns.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class DeviceLoop:
         return self._is_stopping
 
     def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Queue `function`. Cancelling the future drops the job unless it runs already. From any thread.
+        """Queue `function`; cancelling the future drops the job unless it is already running. From any thread.
 
         Raises:
             DrainingError: the loop has ended.
@@ -48,11 +48,11 @@ class DeviceLoop:
         return job.future
 
     def run(self) -> None:
-        """Run jobs until `stop`; what is queued then is not run and fails with DrainingError."""
+        """Run jobs until `stop`; jobs still queued then fail with DrainingError."""
         while not self._is_stopping:
             if (job := self._jobs.get()) is not None:
                 job.run()
-            # Waiting must not keep the last job's arrays alive.
+            # Do not keep the last job's arrays alive while waiting.
             del job
         with self._closing:
             self._is_closed = True
@@ -61,7 +61,7 @@ class DeviceLoop:
                 job.refuse()
 
     def stop(self) -> None:
-        """Let `run` return when the job it runs has returned. From any thread."""
+        """Let `run` return after the current job. From any thread."""
         self._is_stopping = True
         self._jobs.put(None)
 
@@ -76,7 +76,7 @@ class _Job(Generic[T]):
             return
         try:
             result = self._function()
-        except Exception as error:  # noqa: BLE001 - whoever awaits the future gets it
+        except Exception as error:  # noqa: BLE001 - passed on through the future
             self.future.set_exception(error)
         else:
             self.future.set_result(result)

@@ -1,4 +1,4 @@
-"""Steps and resets on their way to the device and back, as the RPC thread's event loop sees them."""
+"""Hands epochs and steps to the device, as futures of the RPC thread's event loop."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceSteps:
-    """Gives a runner's work to the device, in order.
+    """Queues a runner's work on the device, in order.
 
-    What fails in a domain of several processes ends this one: its partners wait for it inside a collective.
+    In a domain of several processes a failure ends this one: its partners would wait for it inside a collective.
     """
 
     def __init__(
@@ -35,7 +35,15 @@ class DeviceSteps:
         is_alone: bool,
         fail_on_token: int | None = None,
     ) -> None:
-        """Run on `device`; `is_alone`: the process is a domain by itself."""
+        """Run on `device`.
+
+        Args:
+            device: Runs the jobs.
+            runner: What the jobs call.
+            end: Ends the process after a failure.
+            is_alone: Whether the process is a failure domain by itself.
+            fail_on_token: For recovery tests: end the process when a step contains this token.
+        """
         self.runner = runner
         self._device = device
         self._end = end
@@ -43,14 +51,17 @@ class DeviceSteps:
         self._fail_on_token = fail_on_token
 
     def attach(self, request: worker_pb2.AttachRequest) -> asyncio.Future[int]:
-        """Begin an epoch behind what was launched; the result is the number of KV blocks, 0 for not even one."""
+        """Begin an epoch after the launched steps; the result is the number of KV blocks, 0 if not one fits."""
         num_blocks = self.runner.num_blocks(request.block_size)
         future = asyncio.wrap_future(self._device.submit(self._attach, request, num_blocks))
         future.add_done_callback(self._end_if_failed)
         return future
 
     def launch(self, step: Step) -> asyncio.Future[StepOutput]:
-        """Run a step. Who cancels the result drops a step that has not begun, where no partner can have begun it."""
+        """Run a step. Cancelling the result drops a step that has not begun, but only if the process is alone.
+
+        Otherwise a partner may have begun it.
+        """
         future = asyncio.wrap_future(self._device.submit(self._run, step))
         future.add_done_callback(self._end_if_failed)
         return future if self._is_alone else asyncio.shield(future)
@@ -65,9 +76,9 @@ class DeviceSteps:
         return num_blocks
 
     def _run(self, step: Step) -> StepOutput:
-        # On the main thread. It logs here because the stream that would tell may be gone when the step fails.
+        # On the main thread. Errors are logged here because the stream that would carry them may be gone by then.
         if self._fail_on_token is not None and any((column == self._fail_on_token).any() for column in _brought(step)):
-            end_process(ExitCode.FAILPOINT, "a step brought the token to fail on", step_id=step.step_id)
+            end_process(ExitCode.FAILPOINT, "the step contains the --fail-on-token token", step_id=step.step_id)
         try:
             return self.runner.run_step(step)
         except ServiceError as error:
@@ -85,14 +96,14 @@ class DeviceSteps:
 
 
 def _max_num_tokens(request: worker_pb2.AttachRequest, runner: ModelRunner) -> int:
-    """Most tokens of a step of the epoch; see worker.proto."""
+    """The most tokens in a step of the epoch; see worker.proto."""
     if request.HasField("max_num_batched_tokens"):
         return request.max_num_batched_tokens
     return runner.step_proposal.num_prompt_tokens + request.max_num_seqs
 
 
 def _brought(step: Step) -> Iterator[Int32Column]:
-    """The tokens that a step brings."""
+    """All token columns in a step."""
     for enter in step.enters:
         yield enter.chunk.token_ids
         yield enter.cached_token_ids

@@ -1,7 +1,7 @@
-"""How a process ends when its failure domain does: at once, from the RPC thread, whatever the main thread is in.
+"""How a process ends with its failure domain: at once, from the RPC thread, whatever the main thread is doing.
 
-A rank inside a collective cannot be woken, and nobody repairs a communicator (DESIGN section 7, "Groups"): all
-processes of the domain leave, and whoever supervises them starts them again.
+A rank inside a collective cannot be interrupted, and a broken communicator cannot be repaired: all processes of the
+domain exit, and their supervisor restarts them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from services.worker.process.device_loop import DeviceLoop
 
 logger = logging.getLogger(__name__)
 
-# A partner that goes breaks our collective a moment before or after its goodbye.
+# How long to wait for the goodbye of a partner whose leaving has broken our collective.
 _GOODBYE_S = 0.5
-# For the job that runs while a partner stops: it may wait for that partner.
+# How long the running job may still take after a partner stopped; it may be waiting for that partner.
 _STOP_GRACE_S = 1.0
 
 
 class ExitCode(enum.IntEnum):
-    """Why the process ended, beside 1 for what keeps it from serving at all."""
+    """Why the process ended. 1 means that it could not begin to serve."""
 
     STOPPED = 0
     LINK_LOST = 10
@@ -43,30 +43,33 @@ def end_process(code: ExitCode, reason: str, **fields: object) -> None:
 
 
 class DomainEnd:
-    """Ends the process when a partner is lost, or has been asked to end. Belongs to the RPC thread's event loop.
+    """Ends the process when a partner is lost or asked to end. Belongs to the RPC thread's event loop.
 
-    A process that was asked to end itself takes no loss of a partner for a failure.
+    If this process was asked to end itself, losing a partner is not a failure.
     """
 
     def __init__(self, device: DeviceLoop, end: Callable[..., None] = end_process) -> None:
-        """Stop `device` where there is time for it, and call `end` to end the process."""
+        """Stop `device` if there is time for it, and call `end` to end the process."""
         self._device = device
         self._end = end
-        # Links inside the domain say goodbye then.
+        # Once it is set, links inside the domain say goodbye.
         self.stopping = asyncio.Event()
 
     def fail(self, code: ExitCode, reason: str, **fields: object) -> None:
-        """End at once: the domain cannot go on."""
+        """End at once: the domain cannot continue."""
         self._end(ExitCode.STOPPED if self._device.is_stopping else code, reason, **fields)
 
     def fail_step(self, **fields: object) -> None:
-        """A step failed, and the communicator is undefined: end, unless a partner tells in a moment that it stopped."""
+        """End after a failed step, which leaves the communicator undefined.
+
+        Waits a moment first: the cause may be a partner that was asked to end and is about to say goodbye.
+        """
         loop = asyncio.get_running_loop()
         loop.call_later(_GOODBYE_S, lambda: self.fail(ExitCode.STEP_FAILED, "a step failed", **fields))
 
     def stop(self, reason: str, **fields: object) -> None:
-        """End as after a signal: a partner was asked to."""
+        """End as after a stop signal: a partner was asked to end."""
         logger.info(reason, extra=fields)
         self._device.stop()
         self.stopping.set()
-        asyncio.get_running_loop().call_later(_STOP_GRACE_S, self._end, ExitCode.STOPPED, "stopped inside a step")
+        asyncio.get_running_loop().call_later(_STOP_GRACE_S, self._end, ExitCode.STOPPED, "stopped during a step")

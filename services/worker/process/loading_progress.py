@@ -1,4 +1,4 @@
-"""What a user sees of the loading: a bar on a terminal, else a log line for each tenth."""
+"""Shows the loading of the weights: a progress bar on a terminal, otherwise a log line every 10 %."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ _BAR_WIDTH = 40
 
 
 class Progress(Protocol):
-    """Shows how far the loading is."""
+    """Shows how much is loaded."""
 
     def __call__(self, part: float) -> None:
         """Show `part`, 0 to 1."""
 
     def close(self) -> None:
-        """The loading has ended, at 1 or before."""
+        """Stop showing: loading has ended, complete or not."""
 
 
 class LoggedProgress:
-    """A log line for each tenth."""
+    """Writes a log line every 10 %."""
 
     def __init__(self) -> None:
         self._next_percent = 0
@@ -37,7 +37,7 @@ class LoggedProgress:
 
 
 class ProgressBar:
-    """One line, drawn again for each percent."""
+    """One line on a terminal, redrawn every percent."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -53,11 +53,11 @@ class ProgressBar:
         self._stream.flush()
 
     def close(self) -> None:
-        """See `Progress`: what is written next starts a line."""
+        """See `Progress`; ends the line."""
         if self._percent is not None:
             self._stream.write("\n")
 
 
 def make_progress(stream: TextIO, *, log_format: str) -> Progress:
-    """The bar where `stream`, to which the log goes, is a terminal and the log is text for people."""
+    """A progress bar if `stream`, where the log goes, is a terminal and the log format is text; else log lines."""
     return ProgressBar(stream) if log_format == "text" and stream.isatty() else LoggedProgress()

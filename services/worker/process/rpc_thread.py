@@ -20,26 +20,27 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# For results that are on their way; the scheduler keeps its stream open, so all of it is spent when there is one.
+# Time for results that are still being sent. The scheduler keeps its stream open, so while one is connected all of it
+# is spent.
 _STOP_GRACE_S = 0.3
 
 
 class Role(Protocol):
-    """What a process does in its failure domain; belongs to the RPC thread's event loop."""
+    """What a process does in its failure domain: leader or member. Belongs to the RPC thread's event loop."""
 
-    # What it serves beside health, and the names of those services.
     servicers: tuple[Servicer, ...]
+    """What it serves besides health."""
     service_names: tuple[str, ...]
 
     async def open(self, runner: ModelRunner) -> None:
-        """The weights are loaded; returns when the process can be used."""
+        """Begin, once the weights are loaded; returns when the process is ready."""
 
     async def close(self) -> None:
-        """Say goodbye to the others."""
+        """Say goodbye to the domain's other processes."""
 
 
 class RpcThread:
-    """Serves a role and health on one address: not serving until the role is open."""
+    """Serves a role and health on one address; health says "not serving" until the role is open."""
 
     def __init__(self, address: str, role: Role, end: DomainEnd, *, reflection: bool) -> None:
         self._address = address
@@ -49,31 +50,31 @@ class RpcThread:
         self._health = Health(role.service_names)
         self._started: Future[asyncio.AbstractEventLoop] = Future()
         self._stop = asyncio.Event()
-        # A process whose main thread fails must not live on in this one.
+        # A daemon: when the main thread fails, this one must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name="rpc", daemon=True)
 
     def start(self) -> None:
-        """Begin to listen.
+        """Start listening.
 
         Raises:
-            RuntimeError: the address is taken or not usable.
+            RuntimeError: the address is taken or unusable.
         """
         self._thread.start()
         self._started.result()
 
     def announce(self, runner: ModelRunner) -> None:
-        """Let the process be used as soon as its domain is complete, and tell health checks then. Does not wait."""
+        """Open the role, and report "serving" once the failure domain is complete. Does not wait."""
         asyncio.run_coroutine_threadsafe(self._announce(runner), self._started.result())
 
     def stop(self) -> None:
-        """Refuse what is new, end what is open, return when all of it is over. After `start` only."""
+        """Refuse new calls, end the open ones and join the thread. Only after `start`."""
         self._started.result().call_soon_threadsafe(self._stop.set)
         self._thread.join()
 
     def _run(self) -> None:
         try:
             uvloop.run(self._serve())
-        except Exception as error:  # noqa: BLE001 - `start` raises it
+        except Exception as error:  # noqa: BLE001 - raised by `start`
             self._started.set_exception(error)
 
     async def _serve(self) -> None:
@@ -91,7 +92,7 @@ class RpcThread:
         try:
             await self._role.open(runner)
         except Exception:
-            logger.exception("cannot begin to serve")
-            self._end.fail(ExitCode.BUG, "cannot begin to serve")
+            logger.exception("cannot start serving")
+            self._end.fail(ExitCode.BUG, "cannot start serving")
         await self._health.set_serving(True)
         logger.info("serving", extra={"address": self._address})

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and SIGHUP for a process whose main thread waits for work."""
+"""Stop signals for a process whose main thread blocks on a queue."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from shared.lifecycle import stop_signals
 
 
 def call_at_stop_signals(on_signal: Callable[[], None]) -> None:
-    """Call `on_signal`, in a thread of its own, at the first of the stop signals. Only from the main thread, once.
+    """Call `on_signal` on its own thread at the first stop signal. Call this once, from the main thread.
 
-    Python runs a signal's handler in the main thread alone, and one that waits for a lock is not woken when the
-    kernel gives the signal to another thread. The byte that the interpreter writes at once, whichever thread it is
-    in, wakes a thread that waits for nothing else.
+    Python runs signal handlers only in the main thread, which is not woken from waiting for a lock when the kernel
+    delivers the signal to another thread. But the interpreter writes a byte to the wakeup fd at once, in whichever
+    thread, and that wakes the thread that reads it.
     """
-    # Never closed: they live as long as the process.
+    # Never closed: needed as long as the process runs.
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

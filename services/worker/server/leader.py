@@ -1,4 +1,4 @@
-"""A process that speaks for its TP group: it serves the scheduler, and those of its failure domain that follow it."""
+"""A TP group's leader: it serves the scheduler and the processes of its failure domain that follow it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class Leader:
-    """A group's leader; the one of a coupled group follows that of DP rank 0."""
+    """A group's leader; in coupled groups it follows the leader of DP rank 0."""
 
     service_names: tuple[str, ...] = (SERVICE_NAME,)
 
     def __init__(self, settings: WorkerSettings, device: DeviceLoop, end: DomainEnd) -> None:
-        """Lead the group that `settings` name, on `device`."""
+        """Lead the group given by `settings`, computing on `device`."""
         self._settings = settings
         self._device = device
         self._end = end
@@ -33,7 +33,7 @@ class Leader:
         self.servicers: tuple[Servicer, ...] = (self._servicer, self._group)
 
     async def open(self, runner: ModelRunner) -> None:
-        """Take in the followers, once the weights are loaded; returns when the group can be claimed."""
+        """Accept the followers, once the weights are loaded; returns when the group can be claimed."""
         await self._group.open(runner)
         if self._link is not None:
             await self._link.open(runner)
@@ -44,6 +44,6 @@ class Leader:
         self._servicer.open(steps)
 
     async def close(self) -> None:
-        """Say goodbye to whom it follows; its own followers hear it from their streams."""
+        """Say goodbye to the leader that it follows; its own followers learn of it from their Join streams."""
         if self._link is not None:
             await self._link.close()

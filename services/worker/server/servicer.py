@@ -1,6 +1,6 @@
-"""WorkerService: claims by epoch, and steps from the scheduler to the group and back.
+"""WorkerService: epoch claims, and steps from the scheduler to the group and back.
 
-Runs on the RPC thread's event loop. It parses and orders; what is computed runs in the `DeviceLoop`.
+Runs on the RPC thread's event loop. It parses and orders steps; the `DeviceLoop` computes them.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ logger = logging.getLogger(__name__)
 
 SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
-# A launched step that has not returned for so long is stuck (DESIGN section 7, "The epoch").
+# A launched step that has not returned after this long is stuck: Attach then answers without waiting for it.
 STUCK_S = 10.0
-# For the answer to a Restart to leave before the process does.
+# Time for the answer to a Restart to be sent before the process ends.
 _ANSWER_S = 0.1
 
-# Far above any use; they keep a wrong number from taking the host's memory.
+# Far above any real use; they keep a wrong number from exhausting the host's memory.
 _MAX_SIZES = {"block_size": 4096, "max_num_seqs": 1 << 16, "max_num_batched_tokens": 1 << 24}
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """Serves one group to one scheduler at a time.
 
-    Invariant: steps are launched as the claim ledger allows, and an epoch's empty batch stands in the device's queue
-    before its first step.
+    Invariant: only steps that the claim ledger allows are launched, and an epoch's empty batch is queued on the device
+    before the epoch's first step.
     """
 
     def __init__(self, layout: RankLayout, group: GroupServicer, end: DomainEnd, *, stuck_s: float = STUCK_S) -> None:
@@ -68,7 +68,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server)
 
     def open(self, steps: DeviceSteps) -> None:
-        """The weights are loaded and the members are there: from now on the group can be claimed."""
+        """Let schedulers claim the group: the weights are loaded and the members have joined."""
         self._steps = steps
 
     async def Attach(
@@ -80,12 +80,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             raise NotReadyError("weights are loading, or members have not joined")
         _check_sizes(request, steps.runner)
         epoch = self._begin(request, steps)
-        # Waiting ends nothing: a cancelled call leaves the epoch claimed, and its batch made. Where no step was ever
-        # launched none is stuck, and a large cache takes its time.
+        # Only the waiting has a timeout: after a cancelled call the epoch is still claimed and its batch still made.
+        # If no step was ever launched, none can be stuck, and allocating a large cache may take longer than that.
         may_be_stuck = epoch.last_launched != NOTHING_LAUNCHED
         await asyncio.wait({epoch.ready}, timeout=self._stuck_s if may_be_stuck else None)
         if epoch is not self._epoch:
-            raise self._stale("another Attach came in between")
+            raise self._stale("superseded by another Attach")
         is_stuck = not epoch.ready.done()
         num_blocks = steps.runner.num_blocks(request.block_size) if is_stuck else epoch.ready.result()
         logger.info(
@@ -104,7 +104,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             await asyncio.shield(epoch.ready)
             if epoch is not self._epoch or not self._ledger.is_open:
                 raise self._stale("the epoch was superseded")
-            # By itself: a write that is cancelled while it sends the headers leaves a call that never ends.
+            # Separately, before any write: a write cancelled while it sends the headers leaves a call that never ends.
             await context.send_initial_metadata(())
             stream.read_by(asyncio.create_task(self._read_steps(requests, stream, steps)))
             await self._answer(stream, epoch, context)
@@ -126,7 +126,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.RestartResponse()
 
     def _begin(self, request: worker_pb2.AttachRequest, steps: DeviceSteps) -> Epoch:
-        """Fence the present epoch and begin the offered one.
+        """Fence the current epoch and begin the offered one.
 
         Raises:
             StaleEpochError, GroupHeldError: see `ClaimLedger.offer`.
@@ -155,9 +155,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def _answer(self, stream: StepStream, epoch: Epoch, context: grpc.aio.ServicerContext) -> None:
         """Write results and heartbeats until the scheduler has ended its side.
 
-        The first heartbeat, which comes at once, tells the scheduler that the stream stands.
+        The first heartbeat is sent at once: it tells the scheduler that the stream is open.
         """
-        # A call takes one write at a time.
+        # A call allows one write at a time.
         writing = asyncio.Lock()
         beats = asyncio.create_task(self._beat(epoch, context, writing))
         beats.add_done_callback(retrieve)
@@ -209,10 +209,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
 
 async def _fewest(blocks: list[asyncio.Future[int]]) -> int:
-    """The KV blocks of a group: those that each of its processes has.
+    """The smallest number of KV blocks among the group's processes, which is what the group can use.
 
     Raises:
-        InvalidRequestError: one has none.
+        InvalidRequestError: a process has none.
     """
     num_blocks = min(await asyncio.gather(*blocks))
     if not num_blocks:
@@ -236,5 +236,5 @@ def _check_sizes(request: worker_pb2.AttachRequest, runner: ModelRunner) -> None
 
 
 def _no_room() -> InvalidRequestError:
-    text = "the KV cache's memory does not hold one block"
+    text = "the KV cache memory is too small for one block"
     return InvalidRequestError.from_violations([Violation("block_size", "OUT_OF_RANGE", text)])

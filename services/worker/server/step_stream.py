@@ -1,4 +1,4 @@
-"""An epoch's work on the RPC thread's event loop: its empty batch, and the streams on which its steps come."""
+"""An epoch's work on the RPC thread's event loop: its empty batch, and the streams that carry its steps."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from services.worker.step import StepOutput
 class Epoch:
     """One epoch, from its Attach until a later one supersedes it.
 
-    `ready` ends when the group holds the epoch's empty batch; its result is the number of KV blocks.
+    `ready` completes when the group holds the epoch's empty batch; its result is the number of KV blocks.
     """
 
     def __init__(self, number: int, ready: asyncio.Future[int], last_launched: LaunchedStep) -> None:
-        """Begin the epoch; `last_launched` is the last step before it."""
+        """Begin the epoch; `last_launched` is the last step of earlier ones."""
         self.number = number
         self.ready = ready
         self.last_launched = last_launched
@@ -24,24 +24,24 @@ class Epoch:
         self._streams: set[StepStream] = set()
 
     def open_stream(self, number: int) -> StepStream:
-        """Add a stream."""
+        """Add a stream; `number` is the claim ledger's."""
         stream = StepStream(number)
         self._streams.add(stream)
         return stream
 
     def close_stream(self, stream: StepStream) -> None:
-        """Take a stream away: its RPC has ended."""
+        """Remove a stream whose RPC has ended."""
         stream.cut()
         self._streams.discard(stream)
 
     def supersede(self) -> None:
-        """End the streams: nothing of the epoch is launched from now on."""
+        """End the streams: steps of this epoch are no longer launched."""
         for stream in self._streams:
             stream.cut()
 
 
 class StepStream:
-    """The steps of one Execute stream that were launched and not answered, in order."""
+    """The steps of one Execute stream that were launched and not answered yet, in order."""
 
     def __init__(self, number: int) -> None:
         """Begin without steps; `number` is the claim ledger's."""
@@ -51,7 +51,7 @@ class StepStream:
         self._reader: asyncio.Task[None] | None = None
 
     def read_by(self, reader: asyncio.Task[None]) -> None:
-        """Let `reader` add the steps; `next_step` ends after the last one when it is done."""
+        """Set the task that adds the steps; when it is done, `next_step` returns None after the last one."""
         self._reader = reader
         reader.add_done_callback(retrieve)
         reader.add_done_callback(lambda _: self._steps.put_nowait(None))
@@ -64,20 +64,20 @@ class StepStream:
         self._steps.put_nowait(step)
 
     async def next_step(self) -> asyncio.Future[StepOutput] | None:
-        """The next step in order, whose result may still have to come; None after the last one."""
+        """The next step in order, possibly still running; None after the last one."""
         return await self._steps.get()
 
     async def finish(self) -> None:
         """Wait for the reader.
 
         Raises:
-            ServiceError: what came last was refused.
+            ServiceError: the last message was refused.
         """
-        assert self._reader is not None, "nobody reads"
+        assert self._reader is not None, "the stream has no reader"
         await self._reader
 
     def cut(self) -> None:
-        """Drop the steps that are not launched yet and everything that would come; whoever waits is cancelled."""
+        """Cancel the reader and the pending steps; one that the device has begun is still computed."""
         for step in list(self._pending):
             step.cancel()
         if self._reader is not None:
@@ -85,6 +85,6 @@ class StepStream:
 
 
 def retrieve(future: asyncio.Future[Any]) -> None:
-    """Take what a future ended with, for which nobody has to wait: else asyncio would log what was told already."""
+    """Mark a future's exception as retrieved, so that asyncio does not log an error that was reported elsewhere."""
     if not future.cancelled():
         future.exception()

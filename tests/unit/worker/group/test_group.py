@@ -214,7 +214,7 @@ async def test_a_member_of_another_start_is_refused_and_ends(domain: Domain) -> 
     member = await domain.start_member(start_id="second")
     code, fields = await member.ended.get()
     assert code is ExitCode.REFUSED
-    assert fields["error"] == "another start of the domain"
+    assert fields["error"] == "the process belongs to another start of the domain"
 
 
 @pytest.mark.parametrize(

@@ -82,14 +82,14 @@ def test_signs_of_life_go_on_inside_a_collective_and_a_killed_member_ends_it(mod
             member.process.kill()
             assert leader.wait() == ExitCode.LINK_LOST, leader.log()
             results.cancel()
-        assert "the link of a partner is broken" in leader.log()
+        assert "the link to a follower is broken" in leader.log()
 
 
 def test_a_stopped_member_is_noticed_and_ends_all_of_its_group(model_dir: Path, tmp_path: Path) -> None:
     with start_group(model_dir, tmp_path, 3, "--silence-s=2") as (leader, stopped, other):
         stopped.process.send_signal(signal.SIGSTOP)
         assert leader.wait() == ExitCode.LINK_LOST, leader.log()
-        assert "the link of a partner is silent" in leader.log()
+        assert "the link to a follower is silent" in leader.log()
         assert other.wait() == ExitCode.LINK_LOST, other.log()
         stopped.process.send_signal(signal.SIGCONT)
         assert stopped.wait() == ExitCode.LINK_LOST, stopped.log()
