@@ -1,1 +1,1 @@
-"""One step's rows in host arrays, and the checks that it passes before."""
+"""One step in host arrays, and the checks on what enters the batch."""

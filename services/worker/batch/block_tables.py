@@ -16,10 +16,10 @@ _FIRST_WIDTH = 16
 class BlockTables:
     """One row of block ids per slot, in the order of the sequence's tokens.
 
-    Invariant: every id is below `num_pool_blocks`; behind a slot's last block its row is 0.
+    Invariant: every id is below `num_pool_blocks`; after a slot's last block its row is 0.
 
-    The width grows with the longest table there has been: 512 rows for a context of 131072 one-token blocks would
-    take 268 MB from the start.
+    The width grows with the longest table so far: 512 rows for a context of 131072 one-token blocks would take 268 MB
+    from the start.
     """
 
     def __init__(self, *, num_slots: int, num_pool_blocks: int, max_blocks_per_sequence: int) -> None:
@@ -31,18 +31,18 @@ class BlockTables:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the tables."""
+        """Memory of the tables, in bytes."""
         return self._ids.nbytes
 
     def num_blocks(self, slots: Int32Column) -> Int32Column:
-        """The length of each slot's table."""
+        """The length of each slot's table, in blocks."""
         return self._num_blocks[slots]
 
     def set(self, slot: int, block_ids: Int32Column) -> None:
-        """Give an empty slot its table.
+        """Set the table of an empty slot.
 
         Raises:
-            StepMismatchError: an id is not in the pool, or they are more than one sequence can use.
+            StepMismatchError: an id is not in the pool, or there are more than one sequence can use.
         """
         self._check(block_ids)
         self._make_room(len(block_ids))
@@ -50,7 +50,7 @@ class BlockTables:
         self._num_blocks[slot] = len(block_ids)
 
     def append(self, slots: Int32Column, block_ids: Int32Column) -> None:
-        """Put one block behind each slot's table; a slot that stands there n times gets n blocks, in that order.
+        """Append one block to each slot's table; a slot that occurs n times gets n blocks, in that order.
 
         Raises:
             StepMismatchError: an id is not in the pool, or a table becomes longer than one sequence can use.
@@ -75,7 +75,7 @@ class BlockTables:
         return self._ids[slots, :width]
 
     def ids_at(self, slots: npt.NDArray[np.integer[Any]], columns: npt.NDArray[np.integer[Any]]) -> Int32Column:
-        """The id at each (slot, column); a column behind the end of a table reads 0 or raises IndexError."""
+        """The id at each (slot, column); a column past the end of a table reads 0 or raises IndexError."""
         ids: Int32Column = self._ids[slots, columns]
         return ids
 

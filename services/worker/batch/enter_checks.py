@@ -1,4 +1,4 @@
-"""What a sequence has to be that enters a worker's batch: every number of it came over the wire."""
+"""Checks on a sequence that enters a worker's batch: every number in it came over the wire."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shared.limits import ModelLimits, SamplingParams, check_sampling
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """What every step has to stay below."""
+    """Limits for every step of an epoch."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -25,45 +25,45 @@ def require(condition: bool, message: str, **values: object) -> None:
     """Refuse a step unless `condition` holds.
 
     Raises:
-        StepMismatchError: it does not.
+        StepMismatchError: `condition` is false.
     """
     if not condition:
         raise StepMismatchError(message, violations=(), retry_delay_s=None, **values)
 
 
 def check_enter(enter: EnteringSequence, limits: BatchLimits, *, needs_all_tokens: bool) -> None:
-    """Refuse a sequence that cannot be computed, whatever else the batch holds.
+    """Refuse a sequence that could not be computed in any batch. Does not check block ids and the chunk's tokens.
 
     Args:
         enter: The sequence.
-        limits: The epoch's.
-        needs_all_tokens: Whether its cached tokens must be told, whatever its options are.
+        limits: The epoch's limits.
+        needs_all_tokens: Whether the cached token ids are required, whatever its options.
 
     Raises:
-        StepMismatchError: it cannot. Blocks and the chunk's tokens are not looked at.
+        StepMismatchError: the sequence is refused.
     """
     slot = enter.chunk.slot
     num_tokens = enter.num_cached_tokens + len(enter.chunk.token_ids) + enter.chunk.num_later_tokens
     require(0 <= slot < limits.max_num_seqs, "a slot is out of range", slot=slot, limit=limits.max_num_seqs)
-    require(len(enter.chunk.token_ids) > 0, "a sequence enters without a token to compute", slot=slot)
+    require(len(enter.chunk.token_ids) > 0, "a sequence enters without tokens to compute", slot=slot)
     require(num_tokens <= limits.context_length, "a sequence is longer than the context", slot=slot)
     require(
         enter.num_cached_tokens >= 0 and enter.num_cached_tokens % limits.block_size == 0,
-        "cached tokens are not whole blocks",
+        "num_cached_tokens is not a whole number of blocks",
         slot=slot,
     )
     require(0 < enter.num_prompt_tokens <= num_tokens, "num_prompt_tokens is out of range", slot=slot)
-    require(num_tokens < enter.max_num_tokens, "max_num_tokens leaves no token to draw", slot=slot)
+    require(num_tokens < enter.max_num_tokens, "max_num_tokens leaves no token to generate", slot=slot)
     require(num_tokens <= len(enter.block_ids) * limits.block_size, "a block table is too short", slot=slot)
     _check_cached_tokens(enter, limits, needs_all_tokens=needs_all_tokens)
     _check_sampling(enter, limits)
 
 
 def check_token_ids(slot: int, token_ids: Int32Column, limits: BatchLimits) -> None:
-    """Refuse tokens that the model does not know.
+    """Refuse tokens outside the model's vocabulary.
 
     Raises:
-        StepMismatchError: it does not know one.
+        StepMismatchError: a token is.
     """
     require(
         not len(token_ids) or bool(0 <= token_ids.min() <= token_ids.max() < limits.logits_width),
@@ -78,13 +78,13 @@ def _check_cached_tokens(enter: EnteringSequence, limits: BatchLimits, *, needs_
     needs_all_tokens = needs_all_tokens or (options is not None and options.needs_all_tokens)
     require(
         num_told == enter.num_cached_tokens or (num_told == 0 and not needs_all_tokens),
-        "cached_token_ids are not the cached tokens",
+        "cached_token_ids does not have one id per cached token",
         slot=slot,
     )
     check_token_ids(slot, enter.cached_token_ids, limits)
     require(
         enter.num_cached_tokens == 0 or options is None or options.num_prompt_logprobs is None,
-        "a prompt is cached whose log-probabilities are asked for",
+        "prompt log-probabilities are requested for a prompt with cached tokens",
         slot=slot,
     )
 

@@ -1,7 +1,7 @@
-"""How often a completion that is computed again comes out as it was given: the price of recovering without exactness.
+"""Measures how often a completion that is computed again would come out the same: the price of inexact recovery.
 
-A sequence that comes back brings its completion, and computing its KV again gives the logits of every token of it. For
-greedy sequences each token's logits should be largest at the token; the last ones of each are compared.
+A resumed sequence arrives with its completion so far, and computing its KV again also gives the logits for every token
+of it. In a greedy sequence each token should be the most likely one; this is checked for its last tokens.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 from services.worker.ops import Ops
 from services.worker.step import EnteringSequence, Int32Column, PrefillChunk
 
-# Tokens of one sequence that are compared.
+# How many of a sequence's last tokens are compared at most.
 _MAX_TOKENS = 64
-# Bounds the logits that exist at once: 128 rows of a vocabulary of 128k are 64 MiB.
+# Bounds the logits in memory: 128 rows for a vocabulary of 128k are 64 MiB.
 _MAX_ROWS = 128
 
 
@@ -27,24 +27,28 @@ _MAX_ROWS = 128
 class Replay:
     """A completion that is computed again, chunk by chunk."""
 
-    # Tokens from this position on are compared.
     first_position: int
-    # The likeliest token behind the last chunk, where that is to be compared.
+    """Tokens are compared from this position on."""
     expected_token: int | None = None
+    """The most likely token after the last chunk, to compare with the next chunk's first; None if not compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedChunk:
-    """A step's tokens of such a sequence."""
+    """The tokens that a step computes for such a sequence."""
 
     replay: Replay
-    first_token: int  # where they begin among the step's tokens
-    num_tokens: int  # at least 1
-    position: int  # of the first one
-    is_last: bool  # whether no token of the sequence comes behind them
+    first_token: int
+    """Where they begin among the step's tokens."""
+    num_tokens: int
+    """At least 1."""
+    position: int
+    """Position of the first one in its sequence."""
+    is_last: bool
+    """Whether they are the last tokens of the sequence so far."""
 
     def scoring_tokens(self) -> npt.NDArray[np.int64]:
-        """The tokens, among the step's, whose logits are another one's that is compared."""
+        """Indexes of the step's tokens whose logits predict a token that is compared."""
         start = max(self.replay.first_position - 1 - self.position, 0)
         return np.arange(self.first_token + start, self.first_token + self.num_tokens - self.is_last)
 
@@ -53,14 +57,13 @@ class Replays:
     """The sequences of a batch, by slot, whose completions are computed again."""
 
     def __init__(self) -> None:
-        """Begin with none."""
         self._by_slot: dict[int, Replay] = {}
 
     def __bool__(self) -> bool:
         return bool(self._by_slot)
 
     def enter(self, enter: EnteringSequence) -> None:
-        """A greedy sequence enters, whose logits nothing changes; whatever was in its slot has left."""
+        """Add a greedy sequence whose options change no logits, if it has a completion. Its slot must be free."""
         num_tokens = enter.num_cached_tokens + len(enter.chunk.token_ids) + enter.chunk.num_later_tokens
         if num_tokens > enter.num_prompt_tokens:
             self._by_slot[enter.chunk.slot] = Replay(max(enter.num_prompt_tokens, num_tokens - _MAX_TOKENS))
@@ -73,12 +76,12 @@ class Replays:
     def take_in(
         self, chunks: Sequence[PrefillChunk], positions: Int32Column, starts: Int32Column
     ) -> tuple[ReplayedChunk, ...]:
-        """Those of a step's chunks that are compared; a sequence is forgotten with its last one.
+        """The step's chunks that are compared; a sequence is forgotten after its last chunk.
 
         Args:
-            chunks: The step's, of different slots.
-            positions: [len(chunks)], each one's first token's in its sequence.
-            starts: [len(chunks)], where its tokens begin among the step's.
+            chunks: The step's chunks, from different slots.
+            positions: [len(chunks)], position of each chunk's first token in its sequence.
+            starts: [len(chunks)], where each chunk's tokens begin among the step's.
         """
         replayed = []
         for chunk, position, start in zip(chunks, positions.tolist(), starts.tolist(), strict=True):
@@ -93,10 +96,10 @@ class Replays:
 
 
 class ReplayScorer:
-    """Compares what is likeliest with what was given."""
+    """Compares the most likely tokens with the given ones."""
 
     def __init__(self, ops: Ops, compute_logits: Callable[[Tensor], Tensor]) -> None:
-        """Score by logits [n, vocabulary] float32 of hidden states [n, hidden]."""
+        """Score with `compute_logits`: hidden states [n, hidden] to logits [n, vocabulary] float32."""
         self._ops = ops
         self._compute_logits = compute_logits
 
@@ -106,12 +109,12 @@ class ReplayScorer:
         """Compare one step's tokens.
 
         Args:
-            chunks: Of different sequences, at least one.
+            chunks: From different sequences, at least one.
             token_ids: [num_tokens], the step's.
-            hidden: [num_tokens, hidden], what the model computed for them.
+            hidden: [num_tokens, hidden], the model's output for them.
 
         Returns:
-            How many tokens were compared, and how many of them are not the likeliest.
+            How many tokens were compared, and how many of them are not the most likely.
         """
         rows = [chunk.scoring_tokens() for chunk in chunks]
         likeliest = self._likeliest(hidden, np.concatenate(rows))
@@ -124,7 +127,7 @@ class ReplayScorer:
         return num_compared, num_different
 
     def _likeliest(self, hidden: Tensor, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The likeliest token behind each of `rows`."""
+        """The most likely token after each of `rows`."""
         likeliest = np.empty(len(rows), np.int64)
         for start in range(0, len(rows), _MAX_ROWS):
             part = slice(start, start + _MAX_ROWS)
@@ -134,7 +137,7 @@ class ReplayScorer:
 
 
 def _pairs(chunk: ReplayedChunk, likeliest: list[int], token_ids: npt.NDArray[np.int64]) -> tuple[list[int], list[int]]:
-    """The likeliest tokens of a chunk's places and the given ones; what is behind the chunk waits for the next one."""
+    """The most likely and the given tokens of a chunk; a prediction past its end is kept for the next chunk."""
     end = chunk.first_token + chunk.num_tokens
     before = chunk.replay.expected_token
     expected = likeliest if before is None else [before, *likeliest]

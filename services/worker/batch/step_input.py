@@ -1,4 +1,4 @@
-"""What one step computes, as the worker's batch makes it for the model. Plain numpy on the host."""
+"""The inputs of one step, made by the worker's batch for the model. Plain numpy on the host."""
 
 from __future__ import annotations
 
@@ -16,48 +16,61 @@ _NO_SLOTS: Int32Column = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class ScoredChunk:
-    """The prompt's tokens of a chunk whose log-probabilities are asked for."""
+    """The prompt tokens of a chunk whose log-probabilities were requested."""
 
     slot: int
-    first_token: int  # where they begin among the step's tokens
-    num_tokens: int  # at least 1; completion behind them is not counted
-    position: int  # of the first one
+    first_token: int
+    """Where they begin among the step's tokens."""
+    num_tokens: int
+    """At least 1; completion tokens after the prompt are not counted."""
+    position: int
+    """Position of the first one in its sequence."""
     num_prompt_tokens: int
-    num_top: int  # likeliest tokens that each position comes with
+    num_top: int
+    """How many of the most likely tokens to report at each position."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """What one step computes, in host arrays that belong to it alone.
+    """The inputs of one step, in host arrays that belong to it alone.
 
-    Sequence i computes the tokens [cu_seqlens_q[i], cu_seqlens_q[i + 1]): in a decode its last token and drafts behind
-    it, else a part of its prompt. Tokens are sampled for those that are complete, the rows here. The result has a row
-    more for each sequence that was to be decoded and has all its tokens: of those nothing is computed.
+    Sequence i computes the tokens [cu_seqlens_q[i], cu_seqlens_q[i + 1]): a decode its last token and then its drafts,
+    a prefill a chunk of its prompt. A row is a sequence that is complete, so tokens are sampled for it:
 
-    A dummy's one token is of no sequence: it has no slot in the batch and no row, but a place like a sequence's in the
-    columns that attention is planned from.
+        sequence        0: decode, 2 drafts    1: decode    2: chunk, more to come    3: last chunk
+        token_ids       t  d0 d1               t            p p p                     p p
+        cu_seqlens_q    0                      3            4                         7               9
+        row             0                      1            none                      2
+        logit_tokens    0  1  2                3                                      8
+
+    So row_indexes is [0, 1, 3] and num_decodes is 2. The result also has a row, without tokens, for each sequence that
+    was to be decoded but already had all its tokens: it is not computed and does not occur here.
+
+    A dummy's one token belongs to no sequence: it has no slot and no row, but an entry in the columns from which
+    attention is planned, as if it were a sequence.
     """
 
-    num_decodes: int  # the first so many sequences are decoded, the others compute a part of their prompt
+    num_decodes: int
+    """The first `num_decodes` sequences are decoded; the others compute a part of their prompt."""
     slots: Int32Column  # [num_seqs]
     num_result_rows: int
     row_numbers: npt.NDArray[np.int64] | None  # [num_rows], the rows' places in the result; None: they are all of it
     row_slots: Int32Column  # [num_rows]
-    row_indexes: npt.NDArray[np.int64] | None  # [num_rows], which sequences they are; None: all, in order
+    row_indexes: npt.NDArray[np.int64] | None  # [num_rows], the rows' sequences, ascending; None: all, in order
     token_ids: npt.NDArray[np.int64]  # [num_tokens], possibly none
-    positions: npt.NDArray[np.int64]  # [num_tokens], each token's place in its sequence
-    slot_mapping: npt.NDArray[np.int64]  # [num_tokens], block_id * block_size + offset; -1: its KV goes nowhere
-    block_tables: Int32Column  # [num_seqs, most blocks of one], 0 behind a sequence's last block
-    context_lens: Int32Column  # [num_seqs], this step's tokens included
+    positions: npt.NDArray[np.int64]  # [num_tokens], each token's position in its sequence
+    slot_mapping: npt.NDArray[np.int64]  # [num_tokens], block_id * block_size + offset; -1: its KV is not stored
+    block_tables: Int32Column  # [num_seqs, most blocks of one sequence], 0 after a sequence's last block
+    context_lens: Int32Column  # [num_seqs], including this step's tokens
     query_lens: Int32Column  # [num_seqs], this step's tokens
     cu_seqlens_q: Int32Column  # [num_seqs + 1]
-    sampling: SamplingRows  # of the rows
+    sampling: SamplingRows
     scored_chunks: tuple[ScoredChunk, ...] = ()
     replayed_chunks: tuple[ReplayedChunk, ...] = ()
 
     @classmethod
     def dummy(cls, sampling: SamplingRows, *, is_prefill: bool) -> StepInput:
-        """Token 0 at position 0, whose KV goes nowhere; `sampling` has no row."""
+        """Token 0 at position 0, whose KV is not stored; `sampling` has no row."""
         zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
         return cls(
             num_decodes=int(not is_prefill),
@@ -69,7 +82,7 @@ class StepInput:
             token_ids=zero.astype(np.int64),
             positions=zero.astype(np.int64),
             slot_mapping=np.full(1, -1, np.int64),
-            # Attention reads what lies at the beginning of the pool, and nobody reads what comes of it.
+            # Attention reads whatever block 0 holds, and its result is discarded.
             block_tables=zero[np.newaxis],
             context_lens=one,
             query_lens=one,
@@ -79,15 +92,15 @@ class StepInput:
 
     @property
     def is_prefill(self) -> bool:
-        """Whether any tokens are a prompt's."""
+        """Whether any token belongs to a prompt."""
         return self.num_decodes < len(self.query_lens)
 
     def row_sequences(self) -> npt.NDArray[np.int64]:
-        """[num_rows], which sequences the rows are, ascending."""
+        """[num_rows], the rows' sequences, ascending."""
         return np.arange(len(self.slots)) if self.row_indexes is None else self.row_indexes
 
     def logit_tokens(self) -> npt.NDArray[np.int64] | None:
-        """The tokens whose logits `sampling` needs, row after row; None: those of all tokens."""
+        """Indexes of the tokens whose logits `sampling` needs, row after row; None means all tokens."""
         if self.row_indexes is None:
             return None
         ends = self.cu_seqlens_q[1:][self.row_indexes].astype(np.int64)

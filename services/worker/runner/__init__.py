@@ -1,1 +1,1 @@
-"""The batch that the worker holds between steps, and the step that is run for it."""
+"""The batch that the worker keeps between steps, and the runner that computes its steps."""

@@ -1,7 +1,7 @@
-"""The batch that a worker holds between steps, and the inputs of each step made from it.
+"""The batch that a worker keeps between steps, and the inputs of each step made from it.
 
-Plain numpy on the host; only drafts may be made by a model. Every number that came over the wire is checked here,
-before the step's own tensors are touched. A step that does not fit leaves the batch undefined; its epoch ends with it.
+Plain numpy on the host; only drafts may come from a model. Every number that came over the wire is checked here,
+before any tensor of the step is touched. A step that does not fit leaves the batch undefined, which ends its epoch.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ _NO_SLOTS: Int32Column = np.empty(0, dtype=np.int32)
 class InputBatch:
     """The sequences of one epoch by slot: lengths, last tokens, block tables, sampling parameters.
 
-    Invariant: `num_tokens` of a slot counts the tokens known, the sampled ones included; after a step the KV of
-    all but the last is in the cache, and of all while `num_later` more tokens of the prompt are to come. What rejected
-    drafts left behind there is overwritten before it is read.
+    Invariant: a slot's `_num_tokens` counts the known tokens, including the sampled ones. After a step the cache holds
+    the KV of all of them while `_num_later` more prompt tokens are to come, and then of all but the last. KV left there
+    by rejected drafts is overwritten before it is read.
+
+    `StepInput` shows how a step's arrays are laid out.
     """
 
     def __init__(
@@ -44,9 +46,9 @@ class InputBatch:
         """Begin empty.
 
         Args:
-            limits: The epoch's.
-            make_matcher: Follows a grammar; None: no sequence may have one.
-            drafter: Drafts tokens for decodes; None: none are drafted.
+            limits: The epoch's limits.
+            make_matcher: Makes the matcher of a grammar; None means no sequence may have one.
+            drafter: Drafts tokens for decodes; None means no drafts.
         """
         num_slots = limits.max_num_seqs
         self._limits = limits
@@ -64,7 +66,7 @@ class InputBatch:
         self._top_p = np.ones(num_slots, dtype=np.float32)
         self._seed = np.zeros(num_slots, dtype=np.uint64)
         self._choice = np.zeros(num_slots, dtype=np.uint32)
-        # Of the few sequences that have options.
+        # Only for the few sequences that have options.
         self._states: dict[int, SamplingState] = {}
         self._replays = Replays()
         self._tables = BlockTables(
@@ -79,7 +81,7 @@ class InputBatch:
         return len(self._order)
 
     def apply(self, step: Step) -> StepInput:
-        """Change the batch as the step says and make the inputs of what it computes.
+        """Change the batch as the step says and make the inputs for its computation.
 
         Raises:
             StepMismatchError: the step does not fit; the batch must not be used again.
@@ -91,12 +93,12 @@ class InputBatch:
         self._enter(step.enters)
         self._append_blocks(step.append_slots, step.append_block_ids)
         chunks = (*step.chunks, *(enter.chunk for enter in step.enters))
-        require(bool(chunks) is (step.kind is not StepKind.DECODE), "the step's kind does not fit its prompts")
+        require(bool(chunks) is (step.kind is not StepKind.DECODE), "the step's kind does not fit its prompt chunks")
         num_tokens = len(decode_slots) + sum(len(chunk.token_ids) for chunk in chunks)
         room = self._limits.max_num_batched_tokens - num_tokens
         require(
             num_tokens > 0 and room >= 0,
-            "the number of tokens is out of range",
+            "the step's number of tokens is out of range",
             limit=self._limits.max_num_batched_tokens,
         )
         for chunk in chunks:
@@ -104,12 +106,12 @@ class InputBatch:
         return self._make_input(self._decodes(decode_slots, room), chunks)
 
     def record_sampled(self, slots: Int32Column, token_ids: Int32Column, counts: Int32Column | None = None) -> None:
-        """Put what was sampled behind the rows' sequences; the last of it is the input of their next decode step.
+        """Append the sampled tokens to their sequences; each one's last token is the input of its next decode step.
 
         Args:
-            slots: [num_rows], of the step's rows.
-            token_ids: Tokens of all rows, one row behind the other.
-            counts: [num_rows], how many each has, at least 1; None: one each.
+            slots: [num_rows], the slots of the step's rows.
+            token_ids: [sum of counts], the tokens of all rows, row after row.
+            counts: [num_rows], tokens of each row, at least 1; None means one each.
         """
         if self._drafter is not None:
             self._drafter.record(slots, token_ids, counts)
@@ -141,12 +143,12 @@ class InputBatch:
         for enter in enters:
             check_enter(enter, self._limits, needs_all_tokens=self._drafter is not None)
             slot = enter.chunk.slot
-            require(not self._is_used[slot], "a sequence enters a slot that is not free", slot=slot)
+            require(not self._is_used[slot], "a sequence enters a slot that is in use", slot=slot)
             self._is_used[slot] = True
-            # Until `_extend` takes the chunk in, all its tokens are later ones.
+            # Until `_extend` adds the chunk, all its tokens count as later ones.
             self._num_tokens[slot] = enter.num_cached_tokens
             self._num_later[slot] = len(enter.chunk.token_ids) + enter.chunk.num_later_tokens
-            # The token behind a full context is drawn, and nothing behind it.
+            # One token is drawn after a full context, and none after that.
             self._max_num_tokens[slot] = min(enter.max_num_tokens, self._limits.context_length + 1)
             self._tables.set(slot, enter.block_ids)
             self._temperature[slot] = enter.temperature
@@ -167,7 +169,7 @@ class InputBatch:
 
     def _make_state(self, enter: EnteringSequence, options: SamplingOptions) -> SamplingState:
         slot = enter.chunk.slot
-        require(not options.grammar or self._make_matcher is not None, "grammars are not known here", slot=slot)
+        require(not options.grammar or self._make_matcher is not None, "grammars are not supported here", slot=slot)
         state = SamplingState(
             options,
             stop_token_ids=enter.stop_token_ids,
@@ -185,7 +187,7 @@ class InputBatch:
             self._tables.append(slots, block_ids)
 
     def _decode_slots(self, step: Step) -> Int32Column:
-        """The sequences that are decoded; those that enter have no sampled token yet that they could start from."""
+        """The sequences to decode. Entering ones are not among them: they have no sampled token to start from."""
         if step.kind is StepKind.PREFILL:
             require(step.decode_slots is None, "decode_slots in a prefill step")
             return _NO_SLOTS
@@ -198,11 +200,11 @@ class InputBatch:
         return slots
 
     def _extend(self, chunk: PrefillChunk) -> None:
-        """Take the next tokens of a prompt in."""
+        """Add the next tokens of a prompt."""
         slot, num_new = chunk.slot, len(chunk.token_ids)
         self._check_used("chunks", np.array([slot]))
-        require(0 < num_new <= self._num_later[slot], "a chunk does not fit its prompt", slot=slot)
-        require(num_new + chunk.num_later_tokens == self._num_later[slot], "a prompt changed its length", slot=slot)
+        require(0 < num_new <= self._num_later[slot], "a chunk is empty or exceeds the rest of its prompt", slot=slot)
+        require(num_new + chunk.num_later_tokens == self._num_later[slot], "a prompt's length has changed", slot=slot)
         check_token_ids(slot, chunk.token_ids, self._limits)
         self._num_tokens[slot] += num_new
         self._num_later[slot] = chunk.num_later_tokens
@@ -212,15 +214,15 @@ class InputBatch:
             self._drafter.extend(slot, chunk.token_ids)
 
     def _dummy(self, step: Step) -> StepInput:
-        """The rest of the changes of a step that computes nothing for any sequence, and the token that it computes."""
-        require(not step.enters and not step.chunks, "a dummy step computes a prompt")
-        require(step.decode_slots is None or not len(step.decode_slots), "a dummy step decodes a sequence")
+        """Apply the other changes of a step that computes no sequence; the input is its one dummy token."""
+        require(not step.enters and not step.chunks, "a dummy step must not compute a prompt")
+        require(step.decode_slots is None or not len(step.decode_slots), "a dummy step must not decode a sequence")
         self._append_blocks(step.append_slots, step.append_block_ids)
         is_prefill = step.kind is not StepKind.DECODE
         return StepInput.dummy(self._sampling_rows(_NO_SLOTS, None), is_prefill=is_prefill)
 
     def _decodes(self, slots: Int32Column, room: int) -> _Decodes:
-        """What of the sequences to be decoded is computed; `room` is how many tokens the step may have besides."""
+        """Choose which of the sequences to decode are computed, and draft up to `room` tokens for them."""
         if self._drafter is None or not len(slots):
             return _Decodes(len(slots), None, slots, None)
         num_slots, numbers = len(slots), None
@@ -232,9 +234,9 @@ class InputBatch:
         return _Decodes(num_slots, numbers, slots, drafts if len(drafts.token_ids) else None)
 
     def _draft_room(self, slots: Int32Column) -> Int32Column:
-        """How many tokens may be drafted for each of these sequences; one more is drawn behind them."""
+        """How many tokens may be drafted for each of these sequences; one more is drawn after them."""
         num_places = self._tables.num_blocks(slots) * self._limits.block_size
-        # The last token that a sequence may have is drawn, never computed; so the context bounds drafts too.
+        # A sequence's last possible token is drawn but never computed. This also keeps drafts within the context.
         most = np.minimum(self._max_num_tokens[slots] - 1, num_places)
         return np.maximum(most - self._num_tokens[slots], 0)
 
@@ -251,7 +253,7 @@ class InputBatch:
         if chunks:
             chunk_slots = np.array([chunk.slot for chunk in chunks], dtype=np.int32)
             slots = np.concatenate([slots, chunk_slots])
-            require(len(np.unique(slots)) == len(slots), "a slot stands in the step twice")
+            require(len(np.unique(slots)) == len(slots), "a slot occurs twice in the step")
             token_ids = np.concatenate([token_ids, *(chunk.token_ids for chunk in chunks)])
             lengths = np.array([len(chunk.token_ids) for chunk in chunks], dtype=np.int32)
             query_lens = np.concatenate([query_lens, lengths])
@@ -261,7 +263,7 @@ class InputBatch:
         num_blocks_needed = self._check_lengths(slots, context_lens)
         cu_seqlens_q = np.zeros(len(slots) + 1, dtype=np.int32)
         np.cumsum(query_lens, out=cu_seqlens_q[1:])
-        # A row's tokens are the last of its context, so both end at the same place.
+        # A sequence's tokens in this step are the last ones of its context, so both end at the same position.
         positions = np.arange(len(token_ids), dtype=np.int64) + np.repeat(context_lens - cu_seqlens_q[1:], query_lens)
         block_size = self._limits.block_size
         block_ids = self._tables.ids_at(np.repeat(slots, query_lens), positions // block_size)
@@ -287,7 +289,7 @@ class InputBatch:
         )
 
     def _check_lengths(self, slots: Int32Column, context_lens: Int32Column) -> Int32Column:
-        """The blocks that each sequence needs for its context."""
+        """How many blocks each sequence needs for its context; refuse the step if it does not have them."""
         require(
             int(context_lens.max(initial=0)) <= self._limits.context_length,
             "a sequence is longer than the context",
@@ -323,7 +325,7 @@ class InputBatch:
         return {int(slot_to_row[slot]): state for slot, state in self._states.items() if slot_to_row[slot] >= 0}
 
     def _scored_chunks(self, chunks: Sequence[PrefillChunk], starts: Int32Column) -> tuple[ScoredChunk, ...]:
-        """Those of `chunks` that begin in the prompt of a sequence which wants its log-probabilities."""
+        """The chunks that begin inside a prompt whose log-probabilities were requested."""
         scored = []
         for chunk, start in zip(chunks, starts.tolist(), strict=False):
             state = self._states.get(chunk.slot)
@@ -345,7 +347,7 @@ class InputBatch:
         return tuple(scored)
 
     def _replayed_chunks(self, chunks: Sequence[PrefillChunk], starts: Int32Column) -> tuple[ReplayedChunk, ...]:
-        """Those of `chunks` that are compared with what they are likely to be."""
+        """The chunks whose tokens are compared with the most likely ones; see `Replays`."""
         lengths = np.array([len(chunk.token_ids) for chunk in chunks], np.int32)
         slots = np.array([chunk.slot for chunk in chunks], np.int32)
         return self._replays.take_in(chunks, self._num_tokens[slots] - lengths, starts)
@@ -354,20 +356,24 @@ class InputBatch:
         in_range = not len(slots) or 0 <= slots.min() <= slots.max() < self._limits.max_num_seqs
         require(bool(in_range), "a slot is out of range", column=column, limit=self._limits.max_num_seqs)
         require(bool(self._is_used[slots].all()), "a slot holds no sequence", column=column)
-        require(may_repeat or len(np.unique(slots)) == len(slots), "a slot stands there twice", column=column)
+        require(may_repeat or len(np.unique(slots)) == len(slots), "a slot occurs twice", column=column)
 
 
 @dataclass(frozen=True, slots=True)
 class _Decodes:
     """The sequences that a step decodes."""
 
-    num_slots: int  # with those that have all their tokens, of which nothing is computed
-    numbers: npt.NDArray[np.int64] | None  # which of them are computed; None: all
-    slots: Int32Column  # that are computed
-    drafts: Drafts | None  # behind the tokens of `slots`; None: no row has any
+    num_slots: int
+    """All of them, including those that already have all their tokens and are not computed."""
+    numbers: npt.NDArray[np.int64] | None
+    """Which of them are computed; None means all."""
+    slots: Int32Column
+    """The slots of those that are computed."""
+    drafts: Drafts | None
+    """Drafts for `slots`; None means no sequence has any."""
 
     def row_numbers(self, num_rows: int) -> npt.NDArray[np.int64] | None:
-        """The places of a step's first `num_rows` computed rows, of which these are the first, among all rows."""
+        """[num_rows], the result's row of each computed row, of which these decodes are the first; None: the same."""
         if self.numbers is None:
             return None
         num_others = num_rows - len(self.numbers)

@@ -1,4 +1,4 @@
-"""Who follows a sequence's grammar: a matcher of the grammar library, or one that ends the text at once."""
+"""Makes grammar matchers: from the grammar library, or one that ends the text at once if the tokenizer is unusable."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class GrammarMatchers:
-    """Makes matchers for one model; what they need of it is read with the first one."""
+    """Makes matchers for one model; reads its tokenizer when the first one is made."""
 
     def __init__(self, model_dir: Path, logits_width: int, eos_token_ids: Sequence[int]) -> None:
         self._model_dir = model_dir
@@ -29,10 +29,10 @@ class GrammarMatchers:
         self._compiler: GrammarCompiler | None = None
 
     def make(self, grammar: str) -> GrammarMatcher:
-        """Follow `grammar` from its beginning.
+        """A matcher at the beginning of `grammar`.
 
-        Where the model's tokenizer cannot be read, which whoever compiled the grammar before could, the sequence fails
-        at once: the step's other sequences must not fail with it.
+        If the model's tokenizer cannot be read here (the tokenizer service could read it), the matcher has failed from
+        the start: raising would fail the step's other sequences too.
         """
         try:
             return self._get_compiler().matcher(grammar)
@@ -42,7 +42,7 @@ class GrammarMatchers:
 
     def _get_compiler(self) -> GrammarCompiler:
         if self._compiler is None:
-            # Only workers that meet a grammar load the library.
+            # Loads the library only in workers that need it.
             from services.worker.sampling.grammar import GrammarCompiler  # noqa: PLC0415
 
             self._compiler = GrammarCompiler(self._model_dir, self._logits_width, self._eos_token_ids)
@@ -50,7 +50,7 @@ class GrammarMatchers:
 
 
 class _FailedMatcher:
-    """Allows the end-of-sequence tokens alone. See `GrammarMatcher`."""
+    """Allows only the end-of-sequence tokens. See `GrammarMatcher`."""
 
     has_failed = True
 

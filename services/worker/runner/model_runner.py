@@ -1,6 +1,6 @@
-"""Runs steps on the device, one after the other: prepare_model, run_model, postprocess.
+"""Runs steps on the device, one at a time: update the batch, run the model, sample.
 
-Owns the KV cache, the batch and the sampler. One thread calls `attach` and `run_step`; the facts may be read by any.
+Owns the KV cache, the batch and the sampler. One thread calls `attach` and `run_step`; any thread may read the facts.
 """
 
 from __future__ import annotations
@@ -50,16 +50,17 @@ _ALONE = RankLayout()
 
 @dataclass(frozen=True, slots=True)
 class KvCacheSize:
-    """How large the KV cache may be: so many blocks, or else what the memory holds."""
+    """How large the KV cache may be."""
 
     memory_bytes: int
     num_blocks: int | None = None
+    """None means as many as `memory_bytes` holds."""
 
 
 class ModelRunner:
     """One model on one device, and the batch it works on.
 
-    Invariant: between steps the batch holds, for every row, the token that the row's next decode step computes.
+    Invariant: between steps the batch holds, for every sequence that can be decoded, the token to compute next.
     """
 
     def __init__(
@@ -74,11 +75,11 @@ class ModelRunner:
         """Make a loaded model ready to run.
 
         Args:
-            loaded: Loaded with `ops`.
+            loaded: The model, loaded with `ops`.
             ops: The backend.
-            kv_cache_size: Of every epoch's cache.
-            drafting: How tokens are drafted; None: none are.
-            layout: The place that the model was loaded for.
+            kv_cache_size: Size of each epoch's cache.
+            drafting: How tokens are drafted; None means no drafts.
+            layout: The layout that the model was loaded for.
         """
         self._model = loaded.model
         self._ops = ops
@@ -96,27 +97,27 @@ class ModelRunner:
         self.layout: RankLayout = layout
         self.ops_backend: str = ops.name
         self.is_exact: bool = ops.is_exact
-        # A model is made on torch's default device.
+        # Models are created on torch's default device.
         self.step_proposal = propose_steps(torch.get_default_device().type)
         self.numerics_fingerprint: str = numerics_fingerprint(loaded, ops, layout)
 
     @property
     def progress(self) -> int:
-        """Layers and steps computed so far, of all epochs. From any thread."""
+        """Layers and steps computed so far, over all epochs. From any thread."""
         return self._progress.count
 
     @property
     def num_draft_tokens(self) -> int:
-        """Most tokens that are drafted for a sequence in a step."""
+        """The most tokens drafted for a sequence in a step; 0 without drafting."""
         return 0 if self._drafting is None else self._drafting.num_draft_tokens
 
     def num_blocks(self, block_size: int) -> int:
-        """KV blocks that the memory setting holds; 0 when not even one."""
+        """The configured number of KV blocks, or how many fit into the configured memory; 0 if not one fits."""
         if self._kv_cache_size.num_blocks is not None:
             return self._kv_cache_size.num_blocks
         layers = self._model.kv_cache_spec.layers
         if self._drafting is not None:
-            # Caches with the same blocks share the memory.
+            # The proposer's cache has the same blocks and comes out of the same memory.
             layers += self._drafting.proposer.kv_cache_spec.layers
         return num_blocks_for(self._kv_cache_size.memory_bytes, KvCacheSpec(layers), block_size)
 
@@ -124,13 +125,13 @@ class ModelRunner:
         """Start an epoch: an empty batch, and a KV cache of at least one block (see `num_blocks`).
 
         Returns:
-            The last step launched before, of any epoch; 0 when there was none.
+            The id of the last step run before, in any epoch; 0 if there was none.
         """
         num_blocks = self.num_blocks(block_size)
         self._batch = None
         cache = self._kv_cache
         if cache is None or (cache.num_blocks, cache.block_size) != (num_blocks, block_size):
-            # The old cache goes first: there may be no memory for two.
+            # Free the old cache first: there may be no memory for two.
             self._kv_cache = cache = None
             self._kv_cache = cache = KvCache(self._model.kv_cache_spec, num_blocks, block_size)
         limits = BatchLimits(
@@ -147,13 +148,13 @@ class ModelRunner:
         return self._last_step_id
 
     def run_step(self, step: Step) -> StepOutput:
-        """Change the batch as `step` says, compute its rows and sample one token for each.
+        """Change the batch as `step` says, compute its sequences and sample tokens for the complete ones.
 
         Raises:
             StepMismatchError: the step does not fit the batch; nothing was computed.
             StaleEpochError: an earlier step of the epoch failed.
         """
-        # It comes back when the step returns: what a failed step leaves behind is undefined.
+        # It is put back when the step succeeds: a failed step leaves it undefined.
         batch, self._batch = self._batch, None
         if batch is None:
             raise StaleEpochError("an earlier step of this epoch failed", epoch=step.epoch)
@@ -192,25 +193,25 @@ class ModelRunner:
         )
 
     def _dp_metadata(self, step: Step, num_tokens: int) -> DpMetadata:
-        """What the step says of the coupled ranks, checked against the `num_tokens` that this one computes.
+        """What the coupled ranks compute in this step, checked against this rank's own `num_tokens`.
 
-        A rank that ran another step than its partners expect would leave them in a collective.
+        A rank that computed something else than its partners expect would leave them waiting in a collective.
 
         Raises:
-            StepMismatchError: it does not fit.
+            StepMismatchError: the step's numbers do not fit.
         """
         counts, layout = step.num_tokens_across_dp, self.layout
         require(
             len(counts) == (layout.dp_size if layout.is_coupled else 0),
-            "num_tokens_across_dp does not fit the coupled ranks",
+            "num_tokens_across_dp must have one entry per coupled DP rank",
             num_ranks=len(counts),
         )
-        require(bool(counts) or not step.is_dummy, "a dummy step, and the ranks are not coupled")
+        require(bool(counts) or not step.is_dummy, "a dummy step needs coupled ranks")
         if counts:
             require(min(counts) > 0, "num_tokens_across_dp has a rank that computes nothing")
             require(
                 counts[layout.dp_rank] == num_tokens,
-                "num_tokens_across_dp differs from what the step computes",
+                "num_tokens_across_dp differs from the number of tokens that the step computes",
                 num_tokens=num_tokens,
             )
         return DpMetadata(counts, step.graph_batch_size)
@@ -231,9 +232,9 @@ class ModelRunner:
         return ForwardContext.for_step(self._ops, attention, self._kv_cache, dp=dp, progress=self._progress)
 
     def _run_model(self, step_input: StepInput, dp: DpMetadata) -> Tensor:
-        """Hidden states of all tokens, [num_tokens, hidden]."""
+        """Hidden states of all tokens, [num_tokens, hidden]; empty if there are none."""
         if not len(step_input.token_ids):
-            # Every sequence to be decoded has all its tokens.
+            # Every sequence to decode already has all its tokens.
             return torch.empty(0)
         with forward_context(self._prepare_model(step_input, dp)):
             return self._model.forward(torch.from_numpy(step_input.token_ids), torch.from_numpy(step_input.positions))
@@ -249,9 +250,9 @@ class ModelRunner:
         return self._replay_scorer.score(step_input.replayed_chunks, step_input.token_ids, hidden)
 
     def _sample(self, step_input: StepInput, hidden: Tensor) -> SampledTokens:
-        """Draw each row's tokens from the logits behind its last one and its drafts."""
+        """Draw each row's tokens from the logits of its last token and of its drafts."""
         if not len(step_input.row_slots):
-            # Every prompt has later tokens.
+            # No prompt of the step is complete yet.
             return _NO_TOKENS
         logit_tokens = step_input.logit_tokens()
         if logit_tokens is not None:
@@ -260,15 +261,15 @@ class ModelRunner:
 
 
 def build_model_runner(settings: WorkerSettings, on_progress: Callable[[float], None]) -> ModelRunner:
-    """Load the model that `settings` name and make it ready to run.
+    """Meet the other ranks, load the model given by `settings` and make it ready to run.
 
     Args:
-        settings: The process's.
-        on_progress: Called with the part of the weights that is loaded, 0 to 1; what it raises ends the loading.
+        settings: The process's settings.
+        on_progress: Called with the part of the weights that is loaded, 0 to 1; raising in it ends the loading.
 
     Raises:
-        ModelDirectoryError: the directory is not a model that this worker can run.
-        RuntimeError: the other processes of the failure domain were not met.
+        ModelDirectoryError: the directory does not hold a model that this worker can run.
+        RuntimeError: the rendezvous with the failure domain's other processes failed.
     """
     torch.set_num_threads(settings.num_threads or len(os.sched_getaffinity(0)))
     ops, layout = load_ops(settings.ops_backend), settings.layout
@@ -277,7 +278,7 @@ def build_model_runner(settings: WorkerSettings, on_progress: Callable[[float], 
     dtype = _DTYPES[settings.dtype]
     loaded = load_model(settings.model_dir, ops, dtype, on_progress, options=options, parallel=parallel)
     if layout.has_expert_parallel and not loaded.model.has_experts:
-        raise ModelDirectoryError(f"{settings.model_dir}: the model has no experts that --ep could split")
+        raise ModelDirectoryError(f"{settings.model_dir}: the model has no experts for --ep to split")
     drafting = make_drafting(settings, loaded, ops, lambda: on_progress(1.0))
     size = KvCacheSize(int(settings.kv_cache_memory_gib * _GIB), settings.kv_cache_num_blocks)
     return ModelRunner(loaded, ops, size, drafting=drafting, layout=layout)
@@ -290,9 +291,9 @@ def _rendezvous(settings: WorkerSettings) -> Rendezvous | None:
 
 
 def numerics_fingerprint(loaded: LoadedModel, ops: Ops, layout: RankLayout = _ALONE) -> str:
-    """Equal on workers whose results are bitwise equal; 32 hex digits."""
+    """32 hex digits, equal only on workers whose results are bitwise equal."""
     dtype = str(loaded.model.dtype)
-    # The sampler's noise and filters are numpy's; all else is the backend's, with torch, CPU and threads.
+    # Sampling depends on numpy; everything else on the backend, whose `numerics` covers torch, CPU and threads.
     parts = (
         loaded.weights_digest,
         dtype,
@@ -305,16 +306,16 @@ def numerics_fingerprint(loaded: LoadedModel, ops: Ops, layout: RankLayout = _AL
 
 
 def _layout_numerics(layout: RankLayout, *, is_exact: bool) -> str:
-    """What of the layout results depend on: where an expert computes makes no difference to an exact backend."""
+    """The part of the layout that results depend on. On an exact backend, the placement of experts is not."""
     has_spread_experts = layout.has_expert_parallel and not is_exact
     return f"tp-{layout.tp_size} ep-{layout.ep_size if has_spread_experts else 1}"
 
 
 def _usable_tokens(sampled: SampledTokens) -> Int32Column:
-    """The tokens as inputs of the next step: one that means nothing becomes token 0, which every model has."""
+    """The tokens as inputs of the next step: meaningless ones are replaced by token 0, which every model has."""
     if not len(sampled.not_finite_rows):
         return sampled.token_ids
-    # Such a row has one token.
+    # A row that is not finite has one token.
     places = sampled.not_finite_rows
     if sampled.counts is not None:
         places = (np.cumsum(sampled.counts, dtype=np.int32) - sampled.counts)[places]
@@ -324,7 +325,7 @@ def _usable_tokens(sampled: SampledTokens) -> Int32Column:
 
 
 def _result_counts(step_input: StepInput, sampled: SampledTokens) -> Int32Column | None:
-    """The tokens of each of the result's rows; None: one each."""
+    """The number of tokens in each row of the result; None means one each."""
     if step_input.row_numbers is None:
         return sampled.counts
     counts = np.zeros(step_input.num_result_rows, np.int32)
@@ -333,5 +334,5 @@ def _result_counts(step_input: StepInput, sampled: SampledTokens) -> Int32Column
 
 
 def _result_rows(step_input: StepInput, rows: Int32Column) -> Int32Column:
-    """The places of computed rows in the result."""
+    """Map computed rows to rows of the result."""
     return rows if step_input.row_numbers is None else step_input.row_numbers[rows].astype(np.int32)

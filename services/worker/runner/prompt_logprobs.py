@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts, chunk by chunk: each token's hidden state gives those of its successor."""
+"""Prompt log-probabilities, chunk by chunk: each token's hidden state gives those of the next token."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _MAX_ROWS = 128
 
 
 class PromptScorer:
-    """Scores prompts whose chunks come in order, each prompt token but the first exactly once.
+    """Scores prompts whose chunks arrive in order, each prompt token but the first exactly once.
 
-    Invariant: of a prompt that goes on, the hidden state of its last token so far is kept, by slot. What a sequence
-    that left its slot before left behind is dropped when the next prompt begins there.
+    Invariant: while a prompt is incomplete, the hidden state of its last token so far is kept, by slot. One left over
+    from a sequence that left its slot early is dropped when the next prompt begins there.
     """
 
     def __init__(self, compute_logits: Callable[[Tensor], Tensor]) -> None:
-        """Score by logits [n, vocabulary] float32 of hidden states [n, hidden]."""
+        """Score with `compute_logits`: hidden states [n, hidden] to logits [n, vocabulary] float32."""
         self._compute_logits = compute_logits
         self._slot_to_last_hidden: dict[int, Tensor] = {}
 
@@ -35,12 +35,12 @@ class PromptScorer:
         """Score one step's chunks.
 
         Args:
-            chunks: Of different slots.
+            chunks: From different slots.
             token_ids: [num_tokens], the step's.
-            hidden: [num_tokens, hidden], what the model computed for them.
+            hidden: [num_tokens, hidden], the model's output for them.
 
         Returns:
-            By slot, with positions in the prompt; a chunk that is only the first token has none.
+            (slot, log-probabilities by position in the prompt); none for a chunk that is only a prompt's first token.
         """
         scores = ((chunk.slot, self._score_chunk(chunk, token_ids, hidden)) for chunk in chunks)
         return tuple((slot, logprobs) for slot, logprobs in scores if logprobs is not None)
@@ -53,10 +53,10 @@ class PromptScorer:
         if chunk.position == 0:
             targets = targets[1:]
         else:
-            assert before is not None, "the prompt's chunk before was not scored"
+            assert before is not None, "the prompt's previous chunk was not scored"
             states = torch.cat((before, states))
         if chunk.position + chunk.num_tokens < chunk.num_prompt_tokens:
-            # A copy: the whole step's states would stay with it.
+            # A copy: a view would keep all of the step's hidden states alive.
             self._slot_to_last_hidden[chunk.slot] = hidden[end - 1 : end].clone()
         first = chunk.position + chunk.num_tokens - len(targets)
         indexes = np.arange(first, first + len(targets), dtype=np.int32)

@@ -1,4 +1,4 @@
-"""What a worker proposes for its steps, where nobody has set it: its device decides how much at once pays."""
+"""The step sizes that a worker proposes when none are configured; they depend on its device."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StepProposal:
-    """Most tokens of prompts in a step, and whether decodes are computed with them."""
+    """What a worker proposes to the scheduler."""
 
     num_prompt_tokens: int
+    """The most prompt tokens in a step."""
     mixes: bool
+    """Whether prompts and decodes share steps."""
 
 
-# A GPU computes so many tokens in a fraction of a second, and no faster with fewer.
+# A GPU computes this many tokens in a fraction of a second, at its full throughput.
 _GPU_STEPS = StepProposal(16384, mixes=False)
-# A CPU is busy with 512 tokens, which take it as long as a GPU takes for all of the above: whatever is decoded waits
-# for a step, so it is a part of each, and none has more.
+# A CPU takes as long for 512 tokens as a GPU for all of the above, and more at once would not be faster. Decodes wait
+# for every step, so each step includes them and stays this small.
 _CPU_STEPS = StepProposal(512, mixes=True)
 
 
 def propose_steps(device_type: str) -> StepProposal:
-    """What suits a device, named as torch does."""
+    """The proposal for a torch device type, such as "cpu" or "cuda"."""
     return _CPU_STEPS if device_type == "cpu" else _GPU_STEPS
