@@ -12,11 +12,8 @@ from dataclasses import dataclass, replace
 class RankLayout:
     """The place of a process.
 
-    The ranks of one model replica are a TP group. With expert parallelism, collectives also span all groups:
-
-                    tp_rank 0    tp_rank 1
-        dp_rank 0   ep_rank 0    ep_rank 1      each row is a TP group; its tp_rank 0 is the leader
-        dp_rank 1   ep_rank 2    ep_rank 3      without --ep each row is a failure domain, with --ep all rows are one
+    The ranks of one model replica are a TP group and a failure domain. With expert parallelism, collectives span all
+    ranks of the cell, which then are one failure domain.
     """
 
     dp_rank: int = 0

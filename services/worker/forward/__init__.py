@@ -1,1 +1,1 @@
-"""What a forward pass knows besides its tokens: attention metadata and the KV cache."""
+"""What a forward pass needs besides its tokens: attention metadata and the KV cache."""

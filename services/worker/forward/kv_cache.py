@@ -1,7 +1,7 @@
-"""The paged KV cache: per layer a few tensors, cut into blocks of tokens.
+"""The paged KV cache: a few tensors per layer, divided into blocks of tokens.
 
-Which block belongs to whom is the scheduler's business, and what a layer keeps is the model's; here are only the
-tensors and their size.
+This module has only the tensors and their size. The scheduler decides which sequence a block belongs to, and the model
+what a layer stores.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class CacheTensor:
-    """What one token keeps in one tensor of a layer's cache."""
+    """What one token stores in one tensor of a layer's cache."""
 
-    # (K, D) for keys or values; one dimension for what all heads share, such as a latent or an indexer's key.
     shape: tuple[int, ...]
+    """(K, D) for keys or values; one dimension for what all heads share, such as a latent or an indexer's key."""
     dtype: torch.dtype
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token."""
+        """Bytes of one token in this tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -32,25 +32,25 @@ LayerCache = tuple[CacheTensor, ...]
 
 
 def attention_cache(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> LayerCache:
-    """What a layer of ordinary attention keeps: its keys and its values."""
+    """What a layer of ordinary attention stores: keys and values."""
     heads = CacheTensor((num_kv_heads, head_dim), dtype)
     return heads, heads
 
 
 @dataclass(frozen=True, slots=True)
 class KvCacheSpec:
-    """What one token needs in the cache, layer by layer. It comes from the model."""
+    """What one token stores in the cache, layer by layer. It comes from the model."""
 
     layers: tuple[LayerCache, ...]
 
     @property
     def bytes_per_token(self) -> int:
-        """What one token keeps in all layers."""
+        """Bytes of one token in all layers."""
         return sum(tensor.bytes_per_token for layer in self.layers for tensor in layer)
 
 
 def num_blocks_for(memory_bytes: int, spec: KvCacheSpec, block_size: int) -> int:
-    """How many blocks of `block_size` tokens fit into `memory_bytes`; 0 when not even one does.
+    """How many blocks of `block_size` tokens fit into `memory_bytes`, possibly 0.
 
     Raises:
         ValueError: `block_size` is below 1.
@@ -63,9 +63,9 @@ def num_blocks_for(memory_bytes: int, spec: KvCacheSpec, block_size: int) -> int
 class KvCache:
     """The cache's tensors, zeroed at start, written and read by `Ops`.
 
-    `layers[i]` are those of layer i in the order of its `LayerCache`, each [num_blocks, block_size, *shape],
-    contiguous. For keys and values that is the "flash" layout that AITER's `unified_attention` and
-    `reshape_and_cache_flash` take.
+    `layers[i]` has the tensors of layer i in the order of its `LayerCache`, each [num_blocks, block_size, *shape],
+    contiguous. For keys and values this is the "flash" layout of AITER's `unified_attention` and
+    `reshape_and_cache_flash`.
     """
 
     def __init__(self, spec: KvCacheSpec, num_blocks: int, block_size: int, device: str = "cpu") -> None:
@@ -81,9 +81,9 @@ class KvCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
-    """Zeros. On the CPU the kernel makes a page of them when it is first written: a large cache costs no time at start.
+    """A tensor of zeros. On the CPU the kernel zeroes pages on first use, so a large cache takes no time at start.
 
-    torch would write them all, which takes a second for each GiB, or several where huge pages have to be found.
+    torch would write all of them, which takes a second per GiB, or several seconds if huge pages must be found.
     """
     if device != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""How the ranks that serve one model exchange tensors, and what a rank alone does instead."""
+"""How the ranks that serve one model exchange tensors, and what a single rank does instead."""
 
 from __future__ import annotations
 
@@ -13,43 +13,44 @@ from services.worker.layout import RankLayout
 
 
 class Communicator(Protocol):
-    """Collectives over some ranks. Every one of them calls the same ones, in the same order, with fitting shapes.
+    """Collectives over some ranks. All of them must make the same calls, in the same order, with matching shapes.
 
-    Tensors are contiguous. Raises RuntimeError where a partner is lost; the process ends then.
+    Tensors are contiguous. Raises RuntimeError when a partner is lost; the process then ends.
     """
 
     rank: int
     size: int
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over the ranks of a floating x [..., n], on every rank the same bits; may be written into `x`.
+        """The sum over all ranks of a floating-point x [..., n], bitwise equal on all of them; may overwrite `x`.
 
-        Where the ops backend is exact it is an all-gather and a sum in rank order: a ring's order of summation depends
-        on where in the buffer a row stands.
+        With an exact ops backend it is an all-gather and a sum in rank order: a ring's order of summation depends on
+        where in the buffer a row is.
         """
 
     def all_gather(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """The ranks' x [T, sizes[rank]] side by side, in rank order: [T, sum(sizes)]; may be `x` where it is alone."""
+        """The ranks' x [T, sizes[rank]] side by side, in rank order: [T, sum(sizes)]; may be `x` on a single rank."""
 
     def all_to_all(self, x: Tensor, send_counts: list[int], receive_counts: list[int]) -> Tensor:
         """Exchange rows of x [sum(send_counts), ...]: the first go to rank 0, the next to rank 1, and so on.
 
         Returns:
-            A new [sum(receive_counts), ...]: those from rank 0, then those from rank 1, and so on.
+            A new [sum(receive_counts), ...]: the rows from rank 0, then those from rank 1, and so on.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """What layers are sharded by. `ep` is over all ranks of the cell; None without expert parallelism, or others."""
+    """The layout and communicators that layers are sharded with."""
 
     layout: RankLayout
     tp: Communicator
     ep: Communicator | None = None
+    """Spans all ranks of the cell; None without expert parallelism or other ranks."""
 
 
 class SingleCommunicator:
-    """Of one rank, which has nobody to exchange with. See `Communicator`."""
+    """The communicator of a single rank, without partners. See `Communicator`."""
 
     rank = 0
     size = 1
@@ -72,9 +73,9 @@ SINGLE = Parallel(RankLayout(), SingleCommunicator())
 
 
 def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of floating tensors from the first to the last, new: what an exact `all_reduce` gives of the ranks'.
+    """The sum of floating-point tensors in order, as a new tensor: the result of an exact `all_reduce`.
 
-    It is taken in float32 at least, and rounded once.
+    Summed in float32 or wider, and rounded once.
     """
     total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
     for part in parts[1:]:

@@ -1,7 +1,7 @@
-"""Communicators over `torch.distributed`: how ranks find each other, and what they say.
+"""Communicators over `torch.distributed`: rendezvous and collectives.
 
-Process groups are made directly, with their store, and belong to whoever holds them: there is no default group, and no
-collective of Python objects, which would be pickled.
+Process groups are created directly, each with its store, and owned by their communicator: there is no default group,
+and there are no collectives of Python objects, which would be pickled.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # 
 from services.worker.layout import RankLayout
 from services.worker.parallel.communicator import SINGLE, Communicator, Parallel, sum_in_order
 
-# Whoever is lost is noticed by others (DESIGN §7), and a step may be long: nobody gives up on a partner here.
+# Effectively none: a step may take long, and lost partners are detected by heartbeats on the links between processes.
 COLLECTIVE_TIMEOUT = timedelta(days=1)
-# Sums of at most so many bytes are gathered over Gloo: a ring takes more rounds, which a small sum waits for. Measured
-# over loopback, two and three ranks: half the time for a few KiB where cores are free, no clear difference where they
-# are busy; at 2 MiB it is the ring that wins, by up to three times.
+# Over Gloo, sums of at most this many bytes are gathered and added locally: a ring takes more rounds, and a small sum
+# spends its time waiting for them. Measured over loopback with two and three ranks: half the time for a few KiB if
+# cores are free, no clear difference if they are busy; at 2 MiB the ring wins, by up to three times.
 _GATHERED_BYTES = 1 << 16
 
-# ProcessGroupGloo or ProcessGroupNCCL: torch's stubs leave their collectives out.
+# ProcessGroupGloo or ProcessGroupNCCL: torch's stubs omit their collectives.
 _Group = Any
 
 
 class GroupCommunicator:
-    """See `Communicator`: over one process group."""
+    """A `Communicator` over one process group."""
 
     def __init__(self, group: _Group, *, max_gathered_bytes: int) -> None:
-        """Use `group`; tensors up to `max_gathered_bytes` are summed from what all ranks have, in rank order."""
+        """Use `group`; tensors up to `max_gathered_bytes` are all-gathered and summed in rank order."""
         self.rank = group.rank()
         self.size = group.size()
         self._group = group
@@ -50,7 +50,7 @@ class GroupCommunicator:
 
     def all_gather(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """See `Communicator`."""
-        # The library's parts are all of one size.
+        # The library gathers parts of one size only.
         parts = self._gather(F.pad(x, (0, max(sizes) - x.shape[1])))
         return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=1)
 
@@ -70,17 +70,17 @@ class GroupCommunicator:
 class Rendezvous:
     """Where the ranks of a failure domain meet."""
 
-    # HOST:PORT, where the domain's first rank serves a store.
     address: str
-    # Of this start of the domain: ranks of another one are never met.
+    """HOST:PORT where the domain's first rank serves a store."""
     start_id: str
-    # The address of this machine that collectives bind; None: that of the route to `address`.
+    """Id of this start of the domain: ranks of another start are never met."""
     collective_host: str | None = None
-    # How long ranks wait for each other, here and in a collective.
+    """Local address that collectives bind to; None means the one on the route to `address`."""
     timeout: timedelta = COLLECTIVE_TIMEOUT
+    """How long ranks wait for each other, here and in a collective."""
 
     def local_host(self) -> str:
-        """The address that collectives bind. Nothing is sent to find out."""
+        """The local address that collectives bind to. Finding it sends nothing."""
         if self.collective_host is not None:
             return self.collective_host
         host, port = _host_and_port(self.address)
@@ -97,17 +97,17 @@ def make_parallel(
 
     Args:
         layout: The place of this rank.
-        rendezvous: Where the domain meets, which its first rank serves from here on; None for a rank that is alone.
-        is_exact: Whether sums must have one order; see `Communicator.all_reduce`.
-        device: What tensors are on: over "cpu" Gloo exchanges them, over "cuda" NCCL or RCCL.
+        rendezvous: Where the domain meets; its first rank starts to serve there. None for a rank that is alone.
+        is_exact: Whether sums must have a fixed order; see `Communicator.all_reduce`.
+        device: Where tensors are: "cpu" uses Gloo, "cuda" uses NCCL or RCCL.
 
     Raises:
-        RuntimeError: the store's address is taken, or ranks did not come in time, or one was lost meanwhile.
+        RuntimeError: the store's address is taken, ranks did not arrive in time, or one was lost meanwhile.
     """
     if layout.is_alone:
         return Parallel(layout, SINGLE.tp)
     rank = layout.ep_rank if layout.is_coupled else layout.tp_rank
-    assert rendezvous is not None, "ranks that do not know where to meet"
+    assert rendezvous is not None, "several ranks need a rendezvous"
     host, port = _host_and_port(rendezvous.address)
     server = TCPStore(host, port, is_master=rank == 0, wait_for_workers=False, timeout=rendezvous.timeout)
     store = PrefixStore(rendezvous.start_id, server)
@@ -130,13 +130,13 @@ def _make_gloo_group(store: Store, rank: int, size: int, rendezvous: Rendezvous)
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_device(hostname=rendezvous.local_host())]
     options._timeout = rendezvous.timeout
-    # One collective at a time is under way.
+    # Only one collective runs at a time.
     options._threads = 1
     return ProcessGroupGloo(store, rank, size, options)
 
 
 def _make_nccl_group(store: Store, rank: int, size: int, rendezvous: Rendezvous) -> _Group:
-    # Not at the top: builds for the CPU have none.
+    # Not at the top: CPU builds of torch do not have it.
     from torch.distributed import ProcessGroupNCCL  # noqa: PLC0415
 
     options = ProcessGroupNCCL.Options()

@@ -1,1 +1,1 @@
-"""From logits to tokens, row by row: penalties, grammars, noise, log-probabilities."""
+"""Turns logits into tokens, row by row: penalties, grammars, noise, log-probabilities."""

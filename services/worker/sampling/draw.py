@@ -1,6 +1,6 @@
 """Draws one token from one row of logits: temperature, min-p, top-k, top-p, then counter-based noise.
 
-Plain numpy on nothing but the row, so a token cannot depend on the batch. Ties break by the lower token id.
+Plain numpy that sees only the row, so a token cannot depend on the batch. Ties go to the lower token id.
 """
 
 from __future__ import annotations
@@ -28,21 +28,25 @@ _TokenIds = npt.NDArray[np.int64]
 class TokenDraw:
     """How the tokens of one sequence are drawn."""
 
-    temperature: float  # finite; below 1e-5 greedy
-    top_k: int  # 0: all
-    top_p: float  # in (0, 1]; 1: all
-    min_p: float  # in [0, 1]; 0: all
+    temperature: float
+    """Finite; below 1e-5 the draw is greedy."""
+    top_k: int
+    """0 keeps all tokens."""
+    top_p: float
+    """In (0, 1]; 1 keeps all tokens."""
+    min_p: float
+    """In [0, 1]; 0 keeps all tokens."""
     seed: int
     choice: int
 
     def token(self, logits: _FloatRow, position: int) -> int:
-        """The token at an absolute position, which picks its noise: the likeliest, or one by the Gumbel-max trick.
+        """Draw a token: the most likely one if greedy, otherwise by the Gumbel-max trick.
 
         Args:
             logits: [vocabulary], the largest of them finite; not written.
-            position: At least 0.
+            position: Absolute position of the token in its sequence, at least 0; it selects the noise.
         """
-        # Columns are in ascending order, and argmax takes the first of equals: the lower token id.
+        # Columns ascend, and argmax takes the first of equals: the lower token id.
         if self.temperature < GREEDY_TEMPERATURE:
             return int(logits.argmax())
         kept = self.kept_columns(logits)
@@ -56,8 +60,8 @@ class TokenDraw:
         return int(kept[scores.argmax()])
 
     def kept_columns(self, logits: _FloatRow) -> _TokenIds | None:
-        """The columns that survive min-p, top-k and top-p, in ascending order; None when none of them filters."""
-        # Min-p and top-k both keep what is largest, so their order is free, and top-k needs no exponentials.
+        """The columns that survive min-p, top-k and top-p, in ascending order; None if no filter is set."""
+        # Min-p and top-k both keep the largest entries, so either may come first, and top-k needs no exponentials.
         kept = largest(logits, self.top_k) if 0 < self.top_k < len(logits) else None
         if self.min_p > 0.0:
             kept = self._narrowed(logits, kept, partial(_above_share, min_p=self.min_p))
@@ -78,20 +82,20 @@ def _above_share(scaled: _Floats, min_p: float) -> _TokenIds:
     Source: Nguyen et al., arXiv:2407.01082, section 3.
     """
     exponents = scaled - scaled.max()
-    # Exponentials are the cost: few entries are near enough to need one.
+    # Exponentials dominate the cost, and few entries are near enough to need one.
     near: _TokenIds = np.flatnonzero(exponents >= math.log(min_p) - 1e-6)
     kept: _TokenIds = near[np.exp(exponents[near]) >= min_p]
     return kept
 
 
 def _in_nucleus(scaled: _Floats, top_p: float) -> _TokenIds:
-    """The smallest set of the most probable entries that holds a share of `top_p`, ascending.
+    """The smallest set of the most probable entries with a total probability of at least `top_p`, ascending.
 
     Source: Holtzman et al., arXiv:1904.09751, section 3.1.
     """
     weights = np.exp(scaled - scaled.max())
     total = weights.sum()
-    # Sorting is the cost. All entries below this threshold hold less than what is cut off: they are cut off.
+    # Sorting dominates the cost. Entries below this threshold together hold less than 1 - top_p, so they are cut off.
     likely = weights[weights >= total * (1.0 - top_p) / (2 * len(weights))]
     descending = np.sort(likely)[::-1]
     held_before = np.cumsum(descending) - descending

@@ -1,7 +1,7 @@
-"""Follows the texts of sequences that have a grammar: which tokens may come next.
+"""Follows sequences that have a grammar: which tokens may come next.
 
-Compiling and masks are done ahead in threads, while the device computes; the library lets go of the interpreter
-meanwhile. A mask takes some 20 µs, now and then a millisecond.
+Threads compile grammars and compute masks ahead of time, while the device computes; the library releases the GIL
+meanwhile. A mask takes about 20 µs, occasionally a millisecond.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _NUM_THREADS = 2
 
 
 class GrammarCompiler:
-    """Makes matchers for one model. Its threads live as long as the process."""
+    """Makes matchers for one model. Its threads run as long as the process."""
 
     def __init__(self, model_dir: Path, logits_width: int, eos_token_ids: Sequence[int]) -> None:
         """Read the model's tokenizer: a quarter of a second for 50,000 tokens.
 
         Args:
             model_dir: The model's directory.
-            logits_width: Tokens of each mask. Those that the tokenizer does not know are never allowed.
-            eos_token_ids: What ends a text.
+            logits_width: Length of each mask. Tokens that the tokenizer does not know are never allowed.
+            eos_token_ids: The tokens that end a text.
 
         Raises:
             ModelDirectoryError: the tokenizer is missing or malformed.
@@ -43,7 +43,7 @@ class GrammarCompiler:
         self._library = GrammarLibrary(model_dir, eos_token_ids, logits_width)
         self._only_the_end = np.zeros(logits_width, np.bool_)
         self._only_the_end[list(eos_token_ids)] = True
-        # At the beginning of their text, and never advanced: a copy takes 20 µs. The least recently used one is first.
+        # Matchers at the beginning of a text, never advanced but copied, which takes 20 µs. Least recently used first.
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
         self._wanted: SimpleQueue[GrammarMatcher] = SimpleQueue()
@@ -51,7 +51,7 @@ class GrammarCompiler:
             threading.Thread(target=self._prepare_wanted, name=f"grammar-{number}", daemon=True).start()
 
     def matcher(self, grammar: str) -> GrammarMatcher:
-        """Follow a grammar from the beginning of a text. It is compiled when that is first needed.
+        """A matcher at the beginning of a text. The grammar is compiled when it is first used.
 
         Args:
             grammar: In the library's form; see `SamplingOptions.grammar`.
@@ -59,7 +59,7 @@ class GrammarCompiler:
         return GrammarMatcher(self, grammar)
 
     def begin(self, grammar: str) -> LLMatcher:
-        """The library's matcher, at the beginning of a text.
+        """A new library matcher at the beginning of a text. From any thread.
 
         Raises:
             GrammarError: the library refuses the grammar.
@@ -73,13 +73,13 @@ class GrammarCompiler:
             return self._compiled[grammar].deep_copy()
 
     def mask(self, matcher: LLMatcher | None) -> npt.NDArray[np.bool_]:
-        """What `matcher` allows, [logits_width]; without one, only the end."""
+        """The tokens that `matcher` allows, [logits_width]; if it is None, only the end-of-sequence tokens."""
         if matcher is None:
             return self._only_the_end
         return self._library.allowed_tokens(matcher)
 
     def prepare(self, matcher: GrammarMatcher) -> None:
-        """Have its mask computed soon, in another thread."""
+        """Queue its next mask for computation in another thread."""
         self._wanted.put(matcher)
 
     def _prepare_wanted(self) -> None:
@@ -90,7 +90,7 @@ class GrammarCompiler:
 class GrammarMatcher:
     """Follows one sequence's completion.
 
-    One thread uses it; masks that were asked for ahead are computed in others.
+    One thread uses it; masks requested with `prepare` are computed in others.
     """
 
     def __init__(self, compiler: GrammarCompiler, grammar: str) -> None:
@@ -100,13 +100,13 @@ class GrammarMatcher:
         self._mask: npt.NDArray[np.bool_] | None = None
         self._lock = threading.Lock()
         self.has_failed = False
-        """Whether the text had to end before the grammar let it: nothing fits behind it, or its parsing costs more
-        than is allowed. A grammar that the tokenizer service has tried hardly ever comes to that."""
+        """Whether the text has to end although the grammar does not allow it: no token fits, or parsing costs more
+        than is allowed. Rare for a grammar that the tokenizer service has tried out."""
 
     def mask(self) -> npt.NDArray[np.bool_]:
-        """The tokens that may come next, [logits_width]; not to be written.
+        """The tokens that may come next, [logits_width], True for allowed; the caller must not write it.
 
-        End-of-sequence tokens may where the text may end, and they alone once it has ended or failed.
+        End-of-sequence tokens are allowed where the text may end, and only they once it has ended or failed.
         """
         with self._lock:
             if self._mask is None:
@@ -114,7 +114,7 @@ class GrammarMatcher:
             return self._mask
 
     def advance(self, token_id: int) -> None:
-        """Take in the completion's next token. Behind one that does not fit, only the end is allowed."""
+        """Advance by the completion's next token. After one that does not fit, only the end is allowed."""
         with self._lock:
             self._mask = None
             matcher = self._begun()
@@ -122,7 +122,7 @@ class GrammarMatcher:
                 matcher.consume_token(token_id)
 
     def prepare(self) -> None:
-        """Start to compute the next mask."""
+        """Start computing the next mask in another thread."""
         self._compiler.prepare(self)
 
     def _compute_mask(self) -> npt.NDArray[np.bool_]:
@@ -132,22 +132,22 @@ class GrammarMatcher:
             self._fail(matcher.stop_reason())
         elif not mask.any():
             # The tokenizer may know more tokens than the model.
-            self._fail("it needs a token that the model does not have")
+            self._fail("the grammar requires a token that the model does not have")
             return self._compiler.mask(None)
         return mask
 
     def _begun(self) -> LLMatcher | None:
-        """The library's matcher; None when the grammar has failed before the text began."""
+        """The library's matcher; None if the grammar failed before the text began."""
         if self._matcher is None and not self.has_failed:
             try:
                 self._matcher = self._compiler.begin(self._grammar)
             except GrammarError:
-                # It was compiled once before it came here, with the same library: the two differ.
-                self._fail("it does not compile")
+                # The tokenizer service compiled it with the same library, so the two services must differ.
+                self._fail("the grammar does not compile")
         return self._matcher
 
     def _fail(self, cause: str) -> None:
-        # Never the library's message: it may quote what the client sent.
+        # Never log the library's message: it may quote the client's input.
         if not self.has_failed:
             logger.error("a grammar cannot be followed", extra={"cause": cause})
         self.has_failed = True

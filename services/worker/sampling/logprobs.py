@@ -1,6 +1,6 @@
 """Log-probabilities of tokens in the model's own distribution.
 
-Row by row in a fixed order, so that a row's bytes do not depend on its batch.
+Computed row by row in a fixed order, so that a row's bytes do not depend on its batch.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from services.worker.step import Int32Column, Logprobs
 
 
 def token_logprobs(logits: Tensor, token_ids: Int32Column, indexes: Int32Column, num_top: int) -> Logprobs:
-    """Log-probabilities of one token per row, and of each row's likeliest ones.
+    """Log-probabilities of one token per row, and of each row's most likely ones.
 
     Args:
         logits: [n, vocabulary], float32, the largest of each row finite; not written.
         token_ids: [n].
-        indexes: [n], what the result calls the rows.
-        num_top: How many of the likeliest tokens follow the row's own, at least 0; of equals the lower id comes first.
+        indexes: [n], the rows' `indexes` in the result.
+        num_top: How many of the most likely tokens follow the row's own, at least 0; ties go to the lower id.
     """
     rows: npt.NDArray[np.float32] = logits.numpy()
     num_entries = 1 + min(num_top, rows.shape[1])
@@ -39,7 +39,7 @@ def token_logprobs(logits: Tensor, token_ids: Int32Column, indexes: Int32Column,
 
 
 def join_logprobs(parts: Sequence[Logprobs]) -> Logprobs:
-    """The positions of all parts, one part behind the other.
+    """Concatenate the positions of all parts.
 
     Args:
         parts: At least one.
@@ -54,7 +54,7 @@ def join_logprobs(parts: Sequence[Logprobs]) -> Logprobs:
 
 
 def _likeliest(row: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.int64]:
-    """The `count` likeliest tokens, the likeliest first."""
+    """The `count` most likely tokens, the most likely first."""
     token_ids = largest(row, count)
     return token_ids[np.argsort(-row[token_ids], kind="stable")]
 
@@ -62,7 +62,7 @@ def _likeliest(row: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.int64
 def _log_softmax(row: npt.NDArray[np.float32], token_ids: Int32Column) -> npt.NDArray[np.float64]:
     """Natural logarithms of these tokens' probabilities."""
     shifted = row - row.max()
-    # Exponentials in float32 are ten times as fast; the sum in float64 keeps the error below theirs.
+    # Exponentials in float32 are ten times as fast; summing in float64 adds an error smaller than theirs.
     log_total = np.log(np.exp(shifted).sum(dtype=np.float64))
     values: npt.NDArray[np.float64] = shifted[token_ids].astype(np.float64) - log_total
     return values

@@ -1,13 +1,13 @@
-"""Counter-based noise: a pure function of request, position, purpose and vocabulary column (DESIGN §2.6).
+"""Counter-based noise: a pure function of request, position, purpose and vocabulary column.
 
-Never of row, step or rank, so whoever draws a token draws the same one. Philox4x64-10 (Salmon et al., "Parallel
-random numbers: as easy as 1, 2, 3", SC 2011, section 4.3) with
+It does not depend on row, step or rank, so every process that draws a token draws the same one. Philox4x64-10 (Salmon
+et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 4.3) with
 
     key     = (seed, purpose << 32 | choice)
     counter = (column // 4, position, 0, 0)
 
 whose four 64-bit words serve the columns 4 * (column // 4) + 0 … 3. numpy computes it in C; Triton has the same
-variant, so that a GPU backend can reproduce it.
+variant, so a GPU backend can reproduce it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WORD = 2**64
 
 
 class NoisePurpose(enum.IntEnum):
-    """What noise is drawn for: two uses at one position must not share it."""
+    """What the noise is used for: two uses at one position must not share it."""
 
     TOKEN = 0
 
@@ -32,13 +32,13 @@ def noise_words(
     """The words of columns 0 to `num_columns` - 1, [num_columns].
 
     Args:
-        seed: The request's, an unsigned 64-bit number.
-        position: The absolute position of the token in its sequence, at least 0.
+        seed: The request's seed, an unsigned 64-bit number.
+        position: Absolute position of the token in its sequence, at least 0.
         num_columns: At least 1.
-        purpose: What the noise is for.
+        purpose: What the noise is used for.
         choice: Which of the request's choices, below 2**32.
     """
-    # numpy counts up before each block, so it starts one below the first; the borrow goes through all four words.
+    # numpy increments the counter before each block, so start one below the first; the borrow spans all four words.
     before = (position * _WORD - 1) % _WORD**4
     counter = np.array([before >> shift & (_WORD - 1) for shift in (0, 64, 128, 192)], dtype=np.uint64)
     key = np.array([seed, purpose << 32 | choice], dtype=np.uint64)
@@ -48,7 +48,7 @@ def noise_words(
 def gumbel(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
     """Standard Gumbel variates: `-log(-log(u))` with u in (0, 1) from each word's upper 53 bits.
 
-    The largest of `logit + gumbel` is a draw from the softmax of the logits (Maddison et al., arXiv:1411.0030,
+    The argmax of `logit + gumbel` is a draw from the softmax of the logits (Maddison et al., arXiv:1411.0030,
     section 2).
     """
     values = (words >> np.uint64(11)).astype(np.float64)

@@ -1,7 +1,7 @@
-"""Draws the tokens of a step's rows, each from nothing but the row: its logits, parameters, options and noise.
+"""Draws the tokens of a step's rows, each only from the row's own logits, parameters, options and noise.
 
-A row with drafts gets as many tokens as its drafts were right, and one more: a draft is accepted exactly when it is
-the token that would have been drawn without it, so drafts change when tokens come and never which (DESIGN §2.6).
+A row with drafts gets a token for each accepted draft and one more. A draft is accepted exactly when it is the token
+that would have been drawn without it, so drafts change when tokens arrive and never which.
 """
 
 from __future__ import annotations
@@ -23,47 +23,46 @@ _NO_TOKENS: Int32Column = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """How each row of a step is sampled; a row is a sequence that gets tokens. Columns have one entry per row."""
+    """How each row of a step is sampled; a row is a sequence that gets tokens."""
 
-    temperature: npt.NDArray[np.float32]  # finite; below 1e-5 greedy
-    top_k: npt.NDArray[np.int32]  # 0: all
-    top_p: npt.NDArray[np.float32]  # in (0, 1]; 1: all
-    seed: npt.NDArray[np.uint64]
-    choice: npt.NDArray[np.uint32]  # which of its request's choices a row is
-    # The absolute position of the first token being drawn: the tokens that the sequence has so far.
-    position: npt.NDArray[np.int64]
-    # By row, those whose sequence has options.
+    temperature: npt.NDArray[np.float32]  # [num_rows], finite; below 1e-5 greedy
+    top_k: npt.NDArray[np.int32]  # [num_rows], 0: all
+    top_p: npt.NDArray[np.float32]  # [num_rows], in (0, 1]; 1: all
+    seed: npt.NDArray[np.uint64]  # [num_rows]
+    choice: npt.NDArray[np.uint32]  # [num_rows], which of its request's choices a row is
+    position: npt.NDArray[np.int64]  # [num_rows], absolute position of the first token drawn: the length so far
     states: dict[int, SamplingState] = field(default_factory=dict)
-    # Drafts of all rows, one row behind the other.
-    draft_token_ids: Int32Column = field(default_factory=lambda: _NO_TOKENS)
-    draft_counts: Int32Column | None = None  # drafts of each row; None: no row has any
+    """By row, for sequences that have options."""
+    draft_token_ids: Int32Column = field(default_factory=lambda: _NO_TOKENS)  # [num_drafts], row after row
+    draft_counts: Int32Column | None = None  # [num_rows], drafts of each row; None: no row has any
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """What was drawn."""
+    """The tokens drawn in a step."""
 
-    token_ids: Int32Column  # of all rows, one row behind the other; means nothing in a row that is not finite
-    not_finite_rows: Int32Column  # rows whose first logits hold NaN or +Inf, or nothing above -Inf
-    # Tokens of each row, at least 1: the accepted drafts and the one drawn behind them. None: one each.
-    counts: Int32Column | None = None
-    logprobs: Logprobs | None = None  # of finite rows that ask for them; indexes count in `token_ids`
-    # Rows whose grammar cannot be followed any further; their last token means nothing.
+    token_ids: Int32Column  # [sum of counts], row after row; meaningless in a row that is not finite
+    not_finite_rows: Int32Column
+    """Rows whose first logits contain NaN or +Inf, or nothing above -Inf."""
+    counts: Int32Column | None = None  # [num_rows], at least 1: accepted drafts and one more; None: one each
+    logprobs: Logprobs | None = None
+    """For finite rows that ask for them; `indexes` are places in `token_ids`."""
     failed_grammar_rows: Int32Column = field(default_factory=lambda: _NO_TOKENS)
+    """Rows whose grammar cannot be followed any further; their last token is meaningless."""
 
 
 class Sampler:
-    """Draws tokens: plain greedy ones by the backend, the others by counter-based noise, row by row."""
+    """Draws tokens: plain greedy ones with the backend, the others row by row with counter-based noise."""
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> SampledTokens:
-        """Draw tokens for each row; states that change logits take in those of their rows.
+        """Draw tokens for each row, and add them to the row's state if that changes logits.
 
         Args:
-            logits: [num_rows + number of drafts, vocabulary], float32; not written. Those of a row stand together: at
-                its `position`, then behind each of its drafts.
+            logits: [num_rows + num_drafts, vocabulary], float32; not written. Row after row: those at the row's
+                `position`, then those after each of its drafts.
             rows: At least one.
         """
         greedy_ids, largest = self._ops.greedy_sample(logits)
@@ -88,13 +87,13 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """Where the rows' logits stand, and how far each row may go along its drafts."""
+    """Where each row's logits are, and which tokens must be drawn for the row to continue with its next logits."""
 
     first: npt.NDArray[np.int64]  # [num_rows], each row's first logits
     is_good: npt.NDArray[np.bool_]  # [num_rows], whether those are finite
-    # [num_logits], the token that has to be drawn there so that the row's next logits are its next token's: the draft
-    # they were computed behind. -1, which is no token, where there is no such draft, or the next are not finite.
-    wanted: npt.NDArray[np.int32]
+    wanted: npt.NDArray[np.int32]  # [num_logits]
+    """The draft that the row's next logits were computed with: they are valid only if this token is drawn here.
+    -1, which is no token, if there is no such draft, or if these or the next logits are not finite."""
 
     @classmethod
     def make(cls, rows: SamplingRows, is_finite: npt.NDArray[np.bool_]) -> _Runs:
@@ -111,13 +110,13 @@ class _Runs:
         return cls(first, is_finite[first], wanted)
 
     def counts(self, token_ids: Int32Column) -> Int32Column:
-        """Tokens of each row, given those drawn: up to the first that is not the wanted one."""
+        """How many of the tokens drawn for each row it gets: up to and with the first that is not the wanted one."""
         ends = np.flatnonzero(token_ids != self.wanted)
         counts: npt.NDArray[np.int64] = ends[ends.searchsorted(self.first)] - self.first + 1
         return counts.astype(np.int32)
 
     def cut(self, token_ids: Int32Column, counts: Int32Column) -> Int32Column:
-        """The first `counts` tokens of each row, one row behind the other."""
+        """The first `counts` tokens of each row, row after row."""
         starts = np.cumsum(counts, dtype=np.int64) - counts
         places = np.repeat(self.first - starts, counts) + np.arange(counts.sum())
         kept: Int32Column = token_ids[places]
@@ -125,7 +124,7 @@ class _Runs:
 
 
 def _is_drawn(rows: SamplingRows) -> npt.NDArray[np.bool_]:
-    """[num_rows], False for those whose token is their logits' largest."""
+    """[num_rows], False for rows whose tokens are simply the most likely ones."""
     is_drawn: npt.NDArray[np.bool_] = rows.temperature >= GREEDY_TEMPERATURE
     for row, state in rows.states.items():
         is_drawn[row] |= state.changes_logits
@@ -135,10 +134,10 @@ def _is_drawn(rows: SamplingRows) -> npt.NDArray[np.bool_]:
 def _draw_run(
     logits: npt.NDArray[np.float32], rows: SamplingRows, row: int, *, runs: _Runs, token_ids: Int32Column
 ) -> bool:
-    """Draw one row's tokens into their places in `token_ids`, as far as its drafts are right.
+    """Draw one row's tokens into their places in `token_ids`, until one differs from its draft.
 
     Returns:
-        Whether its grammar, where it has one, could be followed that far.
+        False if the row has a grammar that could not be followed that far.
     """
     state = rows.states.get(row)
     draw = TokenDraw(
@@ -154,7 +153,7 @@ def _draw_run(
         token_id = draw.token(logits[place] if state is None else state.process(logits[place], position), position)
         token_ids[place] = token_id
         if state is not None:
-            # Asked before the next mask may be begun ahead: whether that one fails concerns the next token.
+            # Read before the next mask may be started: a failure of that one concerns the next token.
             has_failed = state.has_failed
             state.append(token_id)
             if has_failed:
@@ -168,7 +167,7 @@ def _draw_run(
 
 
 def _logprobs(logits: Tensor, rows: SamplingRows, runs: _Runs, sampled: SampledTokens) -> Logprobs | None:
-    """Those of all tokens whose rows ask for them; None when there are none."""
+    """Log-probabilities of all tokens in rows that ask for them; None if there are none."""
     counts = np.ones(len(runs.first), np.int32) if sampled.counts is None else sampled.counts
     starts = np.cumsum(counts, dtype=np.int32) - counts
     parts = []

@@ -1,7 +1,7 @@
-"""What the rarer sampling options need to know of one sequence, and what they make of its logits.
+"""The state that the rarer sampling options keep for one sequence, and how they change its logits.
 
-A sequence without such options has no state. What an option does not need is not kept: token counts only for
-penalties, the completion's end only for bad words.
+A sequence without such options has no state. Only what its options need is kept: token counts for penalties, the
+completion's last tokens for bad words.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ _LIMITS = np.finfo(np.float32)
 class GrammarMatcher(Protocol):
     """Follows one sequence's completion through its grammar."""
 
-    # Whether the newest mask is only the end because the grammar cannot be followed any further.
     has_failed: bool
+    """Whether the latest mask allows only the end because the grammar cannot be followed any further."""
 
     def mask(self) -> npt.NDArray[np.bool_]:
-        """The tokens that may come next, [logits_width], True for allowed; not written by the caller.
+        """The tokens that may come next, [logits_width], True for allowed; the caller must not write it.
 
-        End-of-sequence tokens are where the text may end, and they alone once nothing else fits.
+        End-of-sequence tokens are allowed where the text may end, and only they once nothing else fits.
         """
 
     def advance(self, token_id: int) -> None:
-        """Take in the completion's next token; one that does not fit leaves only the end."""
+        """Advance by the completion's next token; after one that does not fit, only the end is allowed."""
 
     def prepare(self) -> None:
-        """Start to compute the next mask, if that helps: `mask` is called once a forward pass has ended."""
+        """Start computing the next mask, if that helps: `mask` is called after the next forward pass."""
 
 
 class SamplingState:
-    """One sequence's options, and what its tokens so far make of them.
+    """One sequence's options and what they need to know of its tokens so far.
 
     Invariant: with an option that needs all tokens (`SamplingOptions.needs_all_tokens`), every token of the sequence
-    was given to `extend` or `append` once, in order. The other options need none of them.
+    was passed to `extend` or `append` once, in order. The other options need none of them.
     """
 
     def __init__(
@@ -60,15 +60,15 @@ class SamplingState:
         """Begin with no token known.
 
         Args:
-            options: The request's.
-            stop_token_ids: What is not drawn before `options.min_tokens` completion tokens; an id that the model does
-                not have never is.
+            options: The request's options.
+            stop_token_ids: Tokens that are not drawn before `options.min_tokens` completion tokens; ids outside the
+                vocabulary are ignored.
             num_prompt_tokens: At least 1.
-            logits_width: Entries of each row of logits.
-            matcher: The grammar's, before the completion's first token; None without a grammar.
+            logits_width: Length of each row of logits.
+            matcher: Follows the grammar, at the beginning of the completion; None without a grammar.
 
         Raises:
-            ValueError: a number of `options` is out of range.
+            ValueError: a number in `options` is out of range.
         """
         _check_options(options, logits_width)
         self.options = options
@@ -82,7 +82,7 @@ class SamplingState:
         self._seen = TokenCounts() if options.repetition_penalty != 1.0 else None
         counts_completion = options.presence_penalty != 0.0 or options.frequency_penalty != 0.0
         self._drawn = TokenCounts() if counts_completion else None
-        # Whether `process` may change anything: not if log-probabilities or `min_p` are all that is asked for.
+        # Whether `process` may change anything: log-probabilities and `min_p` alone do not.
         self.changes_logits = bool(
             matcher is not None
             or options.min_tokens
@@ -94,11 +94,11 @@ class SamplingState:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the row that `process` just made ends the text only because its grammar could not be followed."""
+        """Whether the row last made by `process` ends the text only because the grammar could not be followed."""
         return self._matcher is not None and self._matcher.has_failed
 
     def extend(self, token_ids: Int32Column) -> None:
-        """Take in known tokens: the prompt's, then the completion's, of which a resumed sequence has some."""
+        """Add known tokens: the prompt's, then, in a resumed sequence, the completion's so far."""
         num_of_prompt = min(max(self.num_prompt_tokens - self._num_known, 0), len(token_ids))
         self._num_known += len(token_ids)
         if self._seen is not None:
@@ -114,7 +114,7 @@ class SamplingState:
             self._matcher.prepare()
 
     def append(self, token_id: int) -> None:
-        """Take in the token that was just drawn."""
+        """Add the token that was just drawn."""
         if self._seen is not None:
             self._seen.add_one(token_id)
         if self._drawn is not None:
@@ -125,7 +125,7 @@ class SamplingState:
             self._matcher.advance(token_id)
 
     def prepare(self) -> None:
-        """Start what can be computed for the next token before its logits are there."""
+        """Start computing what the next token needs besides its logits."""
         if self._matcher is not None:
             self._matcher.prepare()
 
@@ -134,10 +134,10 @@ class SamplingState:
 
         Args:
             logits: [logits_width], the largest of them finite; not written.
-            position: That of the token to be drawn: the tokens that the sequence has so far.
+            position: Position of the token to draw, which is the sequence's length so far.
 
         Returns:
-            A new row whose largest entry is finite; what cannot be drawn is -Inf.
+            A new row whose largest entry is finite; tokens that cannot be drawn are -Inf.
         """
         processed = self._masked(logits, position)
         if len(self._bias_ids):
@@ -150,7 +150,7 @@ class SamplingState:
         return processed
 
     def _masked(self, logits: _FloatRow, position: int) -> _FloatRow:
-        """A new row without what must not be drawn. If nothing were left, the grammar alone decides."""
+        """A new row with -Inf for tokens that must not be drawn. If none were left, only the grammar applies."""
         allowed = logits.copy() if self._matcher is None else _only(self._matcher.mask(), logits)
         banned = self._banned_ids(position)
         values = allowed[banned]
@@ -167,7 +167,7 @@ class SamplingState:
 
 
 class TokenCounts:
-    """How often each token occurs: parallel columns, ascending by token id."""
+    """How often each token occurs, in parallel columns, ascending by token id."""
 
     def __init__(self) -> None:
         self.token_ids: _TokenIds = _NO_IDS
@@ -183,7 +183,7 @@ class TokenCounts:
         self.counts = counts
 
     def add_one(self, token_id: int) -> None:
-        """Count one token more."""
+        """Count one more token."""
         place = int(self.token_ids.searchsorted(token_id))
         if place < len(self.token_ids) and self.token_ids[place] == token_id:
             self.counts[place] += 1
@@ -193,7 +193,7 @@ class TokenCounts:
 
 
 class _BadWords:
-    """Runs of tokens that the completion must not hold, and the end of the completion."""
+    """Token sequences that must not occur in the completion, and the completion's last tokens."""
 
     def __init__(self, words: tuple[tuple[int, ...], ...]) -> None:
         self._always = tuple(word[0] for word in words if len(word) == 1)
@@ -204,7 +204,7 @@ class _BadWords:
         self._end.extend(token_ids)
 
     def banned_ids(self) -> _TokenIds:
-        """What would complete a run, ascending."""
+        """The tokens that would complete a bad word, ascending."""
         end = tuple(self._end)
         completing = {last for before, last in self._runs if end[-len(before) :] == before}
         return np.array(sorted(completing.union(self._always)), np.int64)
@@ -213,7 +213,7 @@ class _BadWords:
 def _check_options(options: SamplingOptions, logits_width: int) -> None:
     for ids in ([token_id for token_id, _ in options.logit_bias], *options.bad_words):
         if ids and not 0 <= min(ids) <= max(ids) < logits_width:
-            raise ValueError("a token id is out of range")
+            raise ValueError("a token id in logit_bias or bad_words is out of range")
     is_good = (
         0.0 <= options.min_p <= 1.0
         and MIN_REPETITION_PENALTY <= options.repetition_penalty <= MAX_REPETITION_PENALTY
@@ -222,15 +222,15 @@ def _check_options(options: SamplingOptions, logits_width: int) -> None:
         and all(abs(bias) <= MAX_LOGIT_BIAS for _, bias in options.logit_bias)
     )
     if not is_good:
-        raise ValueError("min_p, a penalty or a bias is out of range")
+        raise ValueError("min_p, a penalty or a logit bias is out of range")
 
 
 def _only(mask: npt.NDArray[np.bool_], logits: _FloatRow) -> _FloatRow:
-    """A new row with the logits of allowed tokens, the others -Inf; a mask that allows none is no mask."""
+    """A new row with the logits of allowed tokens, the others -Inf; a mask that allows none is ignored."""
     allowed: _FloatRow = np.where(mask, logits, np.float32(-np.inf))
     if allowed.max() > -np.inf:
         return allowed
-    # The model gives no allowed token a probability: the grammar wins.
+    # All allowed tokens have zero probability in the model: the grammar wins, and they become equally likely.
     return np.where(mask, np.float32(0), np.float32(-np.inf)) if mask.any() else logits.copy()
 
 
@@ -241,6 +241,6 @@ def _penalize_repetition(logits: _FloatRow, token_ids: _TokenIds, penalty: float
     """
     values = logits[token_ids].astype(np.float64)
     penalized = np.where(values > 0, values / penalty, values * penalty)
-    # What is finite stays finite: a row of which nothing is has no token to draw.
+    # Keep finite entries finite: a row without any has no token to draw.
     bounded = np.clip(penalized, _LIMITS.min, _LIMITS.max)
     logits[token_ids] = np.where(values > -np.inf, bounded, values)

@@ -1,4 +1,4 @@
-"""Drafts by a second, smaller model of the same vocabulary, with a KV cache of its own."""
+"""Drafts from a second, smaller model with the same vocabulary and its own KV cache."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from services.worker.step import Int32Column
 
 
 class DraftModelProposer(DraftProposer):
-    """Lets a draft model go on greedily behind each sequence's tokens.
+    """Lets a draft model continue each sequence greedily.
 
-    Its KV cache has the blocks of the large model's, and the same tables: where a token's KV lies in one, it lies in
-    the other. The chunks of a step's prompts it computes right behind the step, so that whoever shares their blocks
-    finds them; what a sequence got since, when it drafts for it: one or two tokens, or more when the sequence was left
-    alone. It drafts up to its own context.
+    Its KV cache has the same blocks and block tables as the large model's, so a token's KV is at the same place in
+    both. `observe` computes a step's prompt chunks right after the step, so that sequences that share their blocks find
+    the KV there. `propose` computes the tokens that a sequence got since then: one or two, or more if it was not
+    drafted for meanwhile. Drafts end where the draft model's context does.
 
-    Invariant: of each slot's sequence the KV of the first `_num_computed` tokens is in its cache, as far as it was ever
-    computed there. It is taken for computed where the sequence found its prefix in the prefix cache, though the one
-    which computed that may have been left alone since then and its newest tokens be missing. A cell that was never
-    written is zero, or of an earlier tenant. All this may spoil drafts, never what is generated.
+    Invariant: the first `_num_computed` tokens of each slot's sequence need no more computing here. Their KV is in the
+    cache, except perhaps the end of a prefix from the prefix cache: the sequence that computed the prefix may not have
+    been drafted for since. An entry that was never written is zero, or left from an earlier sequence. This may spoil
+    drafts, but never the output.
     """
 
     def __init__(self, model: CausalLM, ops: Ops) -> None:
-        """Draft by `model`, which was loaded with `ops`."""
+        """Draft with `model`, which was loaded with `ops`."""
         self._model = model
         self._ops = ops
         self.kv_cache_spec = model.kv_cache_spec
@@ -44,7 +44,7 @@ class DraftModelProposer(DraftProposer):
         """See `DraftProposer.attach`."""
         cache, sizes = self._kv_cache, (kv_cache.num_blocks, kv_cache.block_size)
         if cache is None or (cache.num_blocks, cache.block_size) != sizes:
-            # The old cache goes first: there may be no memory for two.
+            # Free the old cache first: there may be no memory for two.
             self._kv_cache = cache = None
             self._kv_cache = KvCache(self.kv_cache_spec, *sizes)
         self._num_computed = np.zeros(limits.max_num_seqs, np.int32)
@@ -61,7 +61,7 @@ class DraftModelProposer(DraftProposer):
         if len(fitting):
             runs = TokenRuns(first[fitting], lengths[fitting], inputs.block_tables[inputs.num_decodes :][fitting])
             self._compute(runs, torch.from_numpy(inputs.token_ids[runs.spread(first_tokens[fitting])]))
-        # Drafts that were wrong were computed all the same; what is right ends before the newest token at the latest.
+        # Rejected drafts were computed too. The newest token was only just drawn: what is valid ends before it.
         counts = 1 if step.counts is None else step.counts
         num_known = inputs.sampling.position + counts
         rows = inputs.row_slots
@@ -69,12 +69,12 @@ class DraftModelProposer(DraftProposer):
 
     def propose(self, rows: DraftRows) -> Drafts:
         """See `DraftProposer.propose`."""
-        # The last draft is never computed, so it may stand right behind the context.
+        # The last draft is never computed, so it may be one past the context.
         counts = np.clip(self._model.context_length + 1 - rows.num_known, 0, rows.counts_in_room()).astype(np.int32)
         num_computed = self._num_computed[rows.slots]
         num_missing = np.where(counts > 0, rows.num_known - num_computed, 0)
         lengths = self._at_once(num_missing)
-        # Who has too much to catch up with computes a part of it, and drafts some steps later.
+        # A sequence with too many missing tokens computes some of them now, and drafts some steps later.
         counts[lengths < num_missing] = 0
         self._num_computed[rows.slots] = num_computed + lengths + np.maximum(counts - 1, 0)
         behind = np.flatnonzero(lengths)
@@ -99,7 +99,7 @@ class DraftModelProposer(DraftProposer):
         return Drafts(drafts.token_ids, counts)
 
     def _at_once(self, num_missing: Int32Column) -> Int32Column:
-        """How many of each row's missing tokens one forward pass takes, the first rows' first."""
+        """How many of each row's missing tokens to compute in one forward pass, first rows first."""
         before = np.cumsum(num_missing) - num_missing
         lengths: Int32Column = np.clip(self._max_tokens_at_once - before, 0, num_missing).astype(np.int32)
         return lengths

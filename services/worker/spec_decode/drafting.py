@@ -1,4 +1,4 @@
-"""Who drafts, as the settings say: loaded, and checked to fit the model."""
+"""Makes the draft proposer chosen by the settings, and checks that it fits the model."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from shared.model_dir import TOKENIZER, ModelDirectoryError, read_json
 def make_drafting(
     settings: WorkerSettings, loaded: LoadedModel, ops: Ops, on_progress: Callable[[], None]
 ) -> Drafting | None:
-    """How the worker drafts; None: not at all.
+    """How the worker drafts; None if it does not.
 
     Args:
-        settings: The process's.
-        loaded: The model that checks the drafts, with its MTP layers if these draft.
+        settings: The process's settings.
+        loaded: The model that checks the drafts, with its MTP layers if they are to draft.
         ops: The backend that it was loaded with.
-        on_progress: Called while a draft model loads; what it raises ends the loading.
+        on_progress: Called while a draft model loads; an exception it raises ends the loading.
 
     Raises:
-        ModelDirectoryError: the model has no MTP layers that could draft, or the draft model cannot be loaded or has
+        ModelDirectoryError: the model has no MTP layers to draft with, or the draft model cannot be loaded or has
             another vocabulary.
     """
     if settings.draft_proposer == "none":
@@ -42,22 +42,22 @@ def _make_proposer(
         return NgramProposer()
     if settings.draft_proposer == "mtp":
         if loaded.model.mtp is None:
-            raise ModelDirectoryError(f"{loaded.model_dir}: no layers for multi-token prediction, so mtp cannot draft")
+            raise ModelDirectoryError(f"{loaded.model_dir}: no layers for multi-token prediction, as mtp needs")
         return MtpProposer(loaded.model.mtp, ops)
     assert settings.draft_model is not None, "checked by the settings"
     seed = settings.weights_seed
     options = LoadOptions(dummy_seed=seed)
-    # Whole on every rank: splitting what is small costs more than it saves.
+    # Whole on every rank: splitting a small model costs more than it saves.
     draft = load_model(settings.draft_model, ops, loaded.model.dtype, lambda _: on_progress(), options=options)
     _check_fit(loaded, draft, has_texts=seed is None)
     return DraftModelProposer(draft.model, ops)
 
 
 def _check_fit(loaded: LoadedModel, draft: LoadedModel, *, has_texts: bool) -> None:
-    """Refuse a draft model whose tokens are not the model's; without texts their number is all there is to compare.
+    """Refuse a draft model with another vocabulary. Without token texts only the sizes are compared.
 
     Raises:
-        ModelDirectoryError: it names the first difference.
+        ModelDirectoryError: the vocabularies differ; names the first difference.
     """
     whose = f"{draft.model_dir} cannot draft for {loaded.model_dir}"
     size, draft_size = loaded.facts.logits_width, draft.facts.logits_width
@@ -69,13 +69,13 @@ def _check_fit(loaded: LoadedModel, draft: LoadedModel, *, has_texts: bool) -> N
     if different := tokens.items() ^ draft_tokens.items():
         token_id = min(token_id for token_id, _ in different)
         raise ModelDirectoryError(
-            f"{whose}: another {TOKENIZER}; token {token_id} is {draft_tokens.get(token_id)!r}, "
+            f"{whose}: {TOKENIZER} differs; token {token_id} is {draft_tokens.get(token_id)!r}, "
             f"not {tokens.get(token_id)!r}"
         )
 
 
 def _vocabulary(model_dir: Path) -> dict[int, str]:
-    """The texts of all tokens.
+    """The text of each token, by id.
 
     Raises:
         ModelDirectoryError: tokenizer.json is missing or malformed.
@@ -83,11 +83,11 @@ def _vocabulary(model_dir: Path) -> dict[int, str]:
     content = read_json(model_dir, TOKENIZER)
     try:
         vocabulary = content["model"]["vocab"]
-        # Unigram models list pieces with their scores, the others map them to ids.
+        # Unigram models list pieces with scores; the others map pieces to ids.
         texts = [piece for piece, _ in vocabulary] if isinstance(vocabulary, list) else list(vocabulary)
         ids = range(len(texts)) if isinstance(vocabulary, list) else vocabulary.values()
         id_to_text = {int(token_id): str(text) for token_id, text in zip(ids, texts, strict=True)}
         added = {int(token["id"]): str(token["content"]) for token in content.get("added_tokens", ())}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ModelDirectoryError(f"{model_dir / TOKENIZER}: no vocabulary: {error!r}") from error
+        raise ModelDirectoryError(f"{model_dir / TOKENIZER}: cannot read the vocabulary: {error!r}") from error
     return id_to_text | added

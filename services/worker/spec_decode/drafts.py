@@ -1,8 +1,12 @@
 """Guesses of next tokens, which the model then checks several at once (speculative decoding).
 
-A draft never changes what is generated, only how many tokens a step brings (DESIGN §2.6). Here are whoever keeps the
-sequences' tokens and decides how many drafts are worth it (`Drafter`), and what it asks of those who guess
-(`DraftProposer`): once a step, for all of its sequences together.
+A draft never changes what is generated, only how many tokens a step yields. `Drafter` keeps the sequences' tokens and
+decides how many drafts are worth making; once per step it asks a `DraftProposer` for all of its sequences together.
+
+    known tokens      … a b c          c was sampled last; its KV is not in the cache yet
+    the step computes       c  d0 d1   the row's own token, then its drafts, in one forward pass
+    the sampler draws       x0 x1 x2   one token after each of them
+    accepted                x0 == d0, x1 != d1: the sequence gets x0 x1, and x2 is not used
 """
 
 from __future__ import annotations
@@ -19,10 +23,10 @@ from services.worker.forward.kv_cache import KvCache, KvCacheSpec
 from services.worker.step import Int32Column
 from shared.limits import MAX_DRAFT_TOKENS
 
-# What a sequence begins with, and how many steps it is left alone at most.
+# How many tokens are drafted for a sequence at first, and for how many steps drafting pauses at most.
 _FIRST_DRAFT = 2
 _MAX_STEPS_ALONE = 32
-# Bounds the logits of a step, of which each draft needs a row: 1,024 of a vocabulary of 128k are half a GiB.
+# Bounds a step's logits, of which each draft needs a row: 1,024 rows for a vocabulary of 128k are half a GiB.
 _MAX_DRAFTED_TOGETHER = 1024
 
 NO_DRAFTS: Int32Column = np.empty(0, np.int32)
@@ -30,34 +34,36 @@ NO_DRAFTS: Int32Column = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Guesses for some sequences: `token_ids` of all of them one behind the other, `counts` of each."""
+    """Guesses for some sequences."""
 
-    token_ids: Int32Column
-    counts: Int32Column
+    token_ids: Int32Column  # [sum of counts], sequence after sequence
+    counts: Int32Column  # [num_sequences], at least 0
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRows:
-    """Sequences to draft for; columns have one entry each."""
+    """Sequences to draft for."""
 
-    slots: Int32Column
-    most: Int32Column  # tokens that are wanted of each, at least 1
-    most_together: int  # that all of them can use; the first ones get theirs first
-    token_ids: tuple[Int32Column, ...]  # all tokens known of each, at least one; not to be written
-    # The worker's. Those of a row hold the places of all its tokens, and of as many more as are wanted of it.
+    slots: Int32Column  # [num_rows]
+    most: Int32Column  # [num_rows], the most drafts wanted for each, at least 1
+    most_together: int
+    """The most drafts for all of them together; first rows first."""
+    token_ids: tuple[Int32Column, ...]
+    """For each row all known tokens, at least one; must not be written."""
     tables: BlockTables
+    """The worker's block tables. A row's blocks have room for its known tokens and `most` more."""
 
     @property
     def num_known(self) -> Int32Column:
-        """How many tokens are known of each."""
+        """[num_rows], number of known tokens."""
         return np.array([len(token_ids) for token_ids in self.token_ids], np.int32)
 
     def block_tables(self) -> Int32Column:
-        """[num_rows, most blocks of one]."""
+        """[num_rows, most blocks of one row]."""
         return self.tables.rows(self.slots, int(self.tables.num_blocks(self.slots).max()))
 
     def counts_in_room(self) -> Int32Column:
-        """How many of the wanted tokens `most_together` leaves each."""
+        """[num_rows], how many drafts each may have within `most` and `most_together`."""
         before = np.cumsum(self.most) - self.most
         counts: Int32Column = np.clip(self.most_together - before, 0, self.most).astype(np.int32)
         return counts
@@ -65,42 +71,40 @@ class DraftRows:
 
 @dataclass(frozen=True, slots=True)
 class ComputedStep:
-    """What a step computed, for proposers that go by it."""
+    """What a step computed, for proposers that use it."""
 
     inputs: StepInput
-    hidden: Tensor  # [num_tokens, hidden], what the model returned for the step's tokens; not to be written
-    # Tokens of all rows, one row behind the other, as they are inputs of the next step, and how many each has; None:
-    # one each.
-    token_ids: Int32Column
-    counts: Int32Column | None
+    hidden: Tensor  # [num_tokens, hidden], the model's output for the step's tokens; must not be written
+    token_ids: Int32Column  # [sum of counts], row after row, as inputs for the next step
+    counts: Int32Column | None  # [num_rows], tokens of each row; None: one each
 
 
 class DraftProposer:
-    """Guesses how sequences go on. One that keeps nothing of them has `propose` alone.
+    """Guesses how sequences continue. A proposer without state needs only `propose`.
 
-    Guesses may be wrong in any way, but they are tokens that the model knows.
+    Guesses may be wrong in any way, but must be in the model's vocabulary.
     """
 
-    # What a token needs in a KV cache of the proposer's own.
+    # What a token needs in the proposer's own KV cache.
     kv_cache_spec = KvCacheSpec(())
 
     def attach(self, limits: BatchLimits, kv_cache: KvCache) -> None:
-        """An epoch begins: there is no sequence. Blocks are those of `kv_cache`, which is the model's."""
+        """Begin an epoch, without sequences. `kv_cache` is the model's; block ids refer to it."""
 
     def forget(self, slots: Int32Column) -> None:
-        """Their sequences left."""
+        """Forget the sequences of these slots."""
 
     def observe(self, step: ComputedStep) -> None:
-        """A step has been computed, of at least one token."""
+        """Take note of a step that was computed, with at least one token."""
 
     def propose(self, rows: DraftRows) -> Drafts:
-        """The next tokens of sequences that a step decodes, as far as there are guesses.
+        """Guess the next tokens of sequences that a step decodes.
 
         Args:
             rows: At least one.
 
         Returns:
-            For each row 0 to `most` tokens, `most_together` at most.
+            For each row 0 to `most` tokens, and at most `most_together` in total.
         """
         raise NotImplementedError
 
@@ -113,7 +117,7 @@ class Drafting:
     num_draft_tokens: int
 
     def begin(self, limits: BatchLimits, kv_cache: KvCache) -> Drafter:
-        """For the batch of a new epoch, which is empty."""
+        """Make the drafter for a new epoch, whose batch is empty."""
         self.proposer.attach(limits, kv_cache)
         return Drafter(self.proposer, self.num_draft_tokens)
 
@@ -121,10 +125,10 @@ class Drafting:
 class Drafter:
     """Keeps the tokens of a batch's sequences, by slot, and drafts from them.
 
-    How much it drafts for a sequence follows from how its last drafts fared: on the CPU a rejected token costs half as
-    much time as a row, unless the batch is small.
+    How many tokens it drafts for a sequence depends on how its last drafts did: on the CPU a rejected draft costs half
+    as much time as a row, unless the batch is small.
 
-    Invariant: of each slot in use every known token was told once, in order.
+    Invariant: for each slot in use, every known token was passed in once, in order.
     """
 
     def __init__(self, proposer: DraftProposer, num_draft_tokens: int) -> None:
@@ -134,12 +138,12 @@ class Drafter:
         self._sequences: dict[int, _DraftedSequence] = {}
 
     def enter(self, slot: int, token_ids: Int32Column, max_num_tokens: int) -> None:
-        """A sequence begins with these tokens, perhaps none; it will never have more than `max_num_tokens`."""
+        """Add a sequence that begins with these tokens, possibly none; it never has more than `max_num_tokens`."""
         self._sequences[slot] = _DraftedSequence(max_num_tokens)
         self.extend(slot, token_ids)
 
     def extend(self, slot: int, token_ids: Int32Column) -> None:
-        """More tokens of a prompt."""
+        """Add more tokens of a prompt."""
         self._sequences[slot].extend(token_ids)
 
     def leave(self, slots: Int32Column) -> None:
@@ -149,12 +153,12 @@ class Drafter:
             del self._sequences[slot]
 
     def propose(self, slots: Int32Column, most: Int32Column, *, most_together: int, tables: BlockTables) -> Drafts:
-        """Draft for the sequences that a step decodes; `record` tells how it went.
+        """Draft for the sequences that a step decodes; `record` then learns how the drafts did.
 
         Args:
-            slots: Theirs.
-            most: [len(slots)], how many tokens each can use, at least 0.
-            most_together: How many all of them can use, at least 0; the first ones get theirs first.
+            slots: The sequences' slots.
+            most: [len(slots)], the most drafts that each can use, at least 0.
+            most_together: The most drafts that all of them can use, at least 0; first rows first.
             tables: The blocks of every slot.
         """
         most = np.minimum(most, self._num_draft_tokens)
@@ -173,7 +177,7 @@ class Drafter:
         return Drafts(drafts.token_ids, counts)
 
     def record(self, slots: Int32Column, token_ids: Int32Column, counts: Int32Column | None) -> None:
-        """The tokens that a step's sequences got; see `SampledTokens`."""
+        """Add the tokens that a step's sequences got; see `SampledTokens`."""
         ends = np.arange(1, len(slots) + 1) if counts is None else np.cumsum(counts)
         start = 0
         for slot, end in zip(slots.tolist(), ends.tolist(), strict=True):
@@ -184,14 +188,14 @@ class Drafter:
 
 
 class _DraftedSequence:
-    """The known tokens of one sequence, and what its drafts are worth.
+    """The known tokens of one sequence, and how many tokens to draft for it.
 
-    As many tokens are drafted as were right the last time, and one more; twice as many once all of them were right.
-    When none was, the sequence is left alone for a while, which doubles from one failure to the next.
+    One more than were right the last time, or twice as many if all were right. If none was, drafting pauses for some
+    steps; the pause doubles from one failure to the next.
     """
 
     def __init__(self, max_num_tokens: int) -> None:
-        # Memory that is not touched costs nothing.
+        # Memory that is never touched costs nothing.
         self._token_ids: Int32Column = np.empty(max_num_tokens, np.int32)
         self._num_tokens = 0
         self.num_drafted = 0
@@ -201,17 +205,17 @@ class _DraftedSequence:
 
     @property
     def token_ids(self) -> Int32Column:
-        """All that are known: a view."""
+        """All known tokens, as a view."""
         return self._token_ids[: self._num_tokens]
 
     def extend(self, token_ids: Int32Column) -> None:
-        """Known tokens."""
+        """Append known tokens."""
         end = self._num_tokens + len(token_ids)
         self._token_ids[self._num_tokens : end] = token_ids
         self._num_tokens = end
 
     def want(self, max_tokens: int) -> int:
-        """How many tokens to draft, at most `max_tokens`; `num_drafted` then takes how many there are."""
+        """How many tokens to draft, at most `max_tokens`. Call once per step, then set `num_drafted`."""
         self.num_drafted = 0
         if self._num_steps_alone:
             self._num_steps_alone -= 1
@@ -219,7 +223,7 @@ class _DraftedSequence:
         return min(max_tokens, self._most_drafted)
 
     def learn(self, num_accepted: int) -> None:
-        """How many tokens of the last draft were right."""
+        """Adapt to how many of the `num_drafted` tokens were right."""
         if not self.num_drafted:
             return
         if num_accepted:

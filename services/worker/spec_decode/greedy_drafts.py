@@ -1,4 +1,4 @@
-"""Drafts by a model: one token after the other, each the likeliest behind the one before, all sequences together."""
+"""Greedy drafts from a model: one token after another, for all sequences together."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ class Advance(Protocol):
     """Computes the next hidden states of some rows."""
 
     def __call__(self, rows: npt.NDArray[np.int64], token_ids: Tensor, hidden: Tensor, num_drafted: int, /) -> Tensor:
-        """Take the newest draft of some rows in.
+        """Compute the newest draft of some rows.
 
         Args:
-            rows: [n], which ones.
+            rows: [n], indexes of the rows.
             token_ids: [n] int64, their newest drafts.
-            hidden: [n, hidden], what these were drawn from.
-            num_drafted: How many drafts each has, at least 1.
+            hidden: [n, hidden], the states that these were drawn from.
+            num_drafted: How many drafts each row has, at least 1.
 
         Returns:
-            [n, hidden], what their next drafts are drawn from.
+            [n, hidden], the states to draw the next drafts from.
         """
 
 
 def draft_greedily(
     hidden: Tensor, counts: Int32Column, *, compute_logits: Callable[[Tensor], Tensor], ops: Ops, advance: Advance
 ) -> Drafts:
-    """Draft `counts` tokens for each row; `advance` is called once for each further place, not once for each row.
+    """Draft `counts` tokens for each row; `advance` is called once per further draft, for all rows together.
 
-    Of equal logits the lower token wins; where they are not finite, some token of the vocabulary does.
+    Ties go to the lower token id; logits that are not finite give some token of the vocabulary.
 
     Args:
-        hidden: [num_rows, hidden], what the rows' first drafts are drawn from; only read where `counts` is above 0.
+        hidden: [num_rows, hidden], the states to draw the first drafts from; only read where `counts` is above 0.
         counts: [num_rows], at least 0.
-        compute_logits: Logits [n, vocabulary] float32 of hidden states [n, hidden].
+        compute_logits: Hidden states [n, hidden] to logits [n, vocabulary] float32.
         ops: The backend.
         advance: See `Advance`.
     """

@@ -1,4 +1,4 @@
-"""Drafts by the layers that a checkpoint brings for it (multi-token prediction)."""
+"""Drafts from a checkpoint's multi-token prediction (MTP) layers."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ _IntArray = npt.NDArray[np.int64]
 
 
 class MtpProposer(DraftProposer):
-    """Lets MTP layers go on from the model's hidden states.
+    """Lets MTP layers continue from the model's hidden states.
 
-    A layer takes the hidden state of a token, from the layer before it, with the token that follows; for the first
-    layer it is the model's own. Right behind each step the layers compute what became known with it: a row's accepted
-    tokens, a chunk's tokens up to the last, whose hidden state waits for the next chunk. So between steps they have
-    computed all tokens but the last known one; drafting begins with what they left there, and goes on through the
-    layers, the last of them over and over.
+    A layer combines a token's hidden state in the previous layer, for the first layer in the model, with the next
+    token. So after each step the layers compute every token whose successor became known with it: a row's accepted
+    tokens, and a chunk's tokens except the last, whose hidden state waits for the next chunk. Between steps they have
+    computed all known tokens but the last. Drafting starts from the states they left there and continues layer by
+    layer, repeating the last one.
 
-    Where a prefix was found in the prefix cache, so is what the layers computed for the sequence that was there first.
-    Of the prefix's last token that was made with the token behind it in that sequence, and stays as it is: there is no
-    hidden state of it here. A cell that was never written is zero, or of an earlier tenant. All this may spoil drafts,
-    never what is generated: the model's own layers do not read it.
+    A prefix from the prefix cache includes what the layers computed for the sequence that was there first. For the
+    prefix's last token that depends on that sequence's next token, and it stays so: the hidden state to compute it
+    again is not known here. An entry that was never written is zero, or left from an earlier sequence. All this may
+    spoil drafts, but never the output: the model's own layers do not read it.
 
-    Source: DeepSeek-V3, arXiv:2412.19437, section 2.2; vLLM's `EagleProposer`, which repeats layers likewise.
+    Source: DeepSeek-V3, arXiv:2412.19437, section 2.2; vLLM's `EagleProposer`, which also repeats layers.
     """
 
     def __init__(self, layers: MtpLayers, ops: Ops) -> None:
-        """Draft by `layers` of the model whose steps are observed; it was loaded with `ops`."""
+        """Draft with `layers` of the model whose steps are observed; it was loaded with `ops`."""
         self._layers = layers
         self._ops = ops
         self._kv_cache: KvCache | None = None
-        # Of each slot the position of the token that a hidden state waits for; 0: none does.
-        self._awaited: _IntArray = np.empty(0, np.int64)
+        # The slots' hidden states that wait for the next chunk, and the position of its first token; 0: none waits.
+        self._awaited: _IntArray = np.empty(0, np.int64)  # [max_num_seqs]
         self._waiting = torch.empty(0)  # [max_num_seqs, hidden]
         # What each layer computed last for each slot.
         self._last = torch.empty(0)  # [num_layers, max_num_seqs, hidden]
@@ -84,7 +84,7 @@ class MtpProposer(DraftProposer):
         tables, num_known = rows.block_tables(), rows.num_known
 
         def advance(some: _IntArray, token_ids: Tensor, hidden: Tensor, num_drafted: int) -> Tensor:
-            # The first draft stands at `num_known`, the token whose hidden state it goes with just before.
+            # The first draft is at position `num_known`, the token whose hidden state it is combined with just before.
             places = num_known[some] + (num_drafted - 2)
             layer = min(num_drafted, self._layers.num_layers - 1)
             return self._compute(
@@ -101,7 +101,7 @@ class MtpProposer(DraftProposer):
         )
 
     def _make_room(self, hidden: Tensor) -> None:
-        """The size of hidden states is known with the first of an epoch."""
+        """Allocate hidden states: their size and dtype are known with the epoch's first step."""
         if not self._waiting.shape[1]:
             self._waiting = hidden.new_zeros(len(self._waiting), hidden.shape[1])
             self._last = hidden.new_zeros(*self._last.shape[:2], hidden.shape[1])
@@ -115,7 +115,7 @@ class MtpProposer(DraftProposer):
             states = hidden
             for layer in range(self._layers.num_layers):
                 computed = self._layers.forward(states, token_ids, positions, layer)
-                # The next layer looks one token further: it takes the state of the token before.
+                # The next layer looks one token further ahead: each token takes the state of the token before it.
                 states = computed.roll(1, dims=0)
                 states[starts] = self._last[layer, slots]
                 self._last[layer, slots] = computed[lasts]
@@ -133,20 +133,20 @@ class _KnownTokens:
     """The tokens whose successor became known with a step."""
 
     runs: TokenRuns
-    sequences: _IntArray  # [num_runs], the step's
-    places: _IntArray  # [num_tokens], where the step has their hidden states; means nothing for those that waited
+    sequences: _IntArray  # [num_runs], indexes of the step's sequences
+    places: _IntArray  # [num_tokens], where their hidden states are in the step; meaningless for those that waited
     token_ids: _IntArray  # [num_tokens], their successors
-    awaited: _IntArray  # which of the tokens are such whose hidden states waited
+    awaited: _IntArray  # indexes of the tokens whose hidden states waited
 
     @classmethod
     def make(cls, step: ComputedStep, is_awaited: npt.NDArray[np.bool_]) -> _KnownTokens:
-        """What is known of `step`; hidden states wait for the first tokens of the sequences that `is_awaited` says."""
+        """The tokens known after `step`; `is_awaited` marks the sequences with a hidden state that waited for it."""
         inputs, num_waiting = step.inputs, is_awaited.astype(np.int64)
         rows, starts = inputs.row_sequences(), inputs.cu_seqlens_q[:-1]
         counts = np.ones(len(rows), np.int64) if step.counts is None else step.counts
         num_drafts = 0 if inputs.sampling.draft_counts is None else inputs.sampling.draft_counts
         lengths = inputs.query_lens + num_waiting - 1
-        # A row's last token is drawn: nobody has to wait for it. Of its drafts only the right ones count.
+        # The successor of a row's last token was just drawn, so that token counts too; of drafts only accepted ones do.
         lengths[rows] += counts - num_drafts
         sequences = np.flatnonzero(lengths)
         first = inputs.positions[starts] - num_waiting

@@ -1,4 +1,4 @@
-"""Drafts that are looked up in what a sequence holds already. Plain numpy."""
+"""Drafts that are looked up among a sequence's own tokens. Plain numpy."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from services.worker.step import Int32Column
 
 
 class LookupProposer(DraftProposer):
-    """Looks at each sequence's tokens alone, and keeps nothing."""
+    """Looks at each sequence's tokens separately, and keeps no state."""
 
     def propose(self, rows: DraftRows) -> Drafts:
-        """See `DraftProposer.propose`; what one row leaves of the room is there for the next."""
+        """See `DraftProposer.propose`; room that one row does not use is left for the next."""
         num_left = rows.most_together
         guesses = [NO_DRAFTS]
         for token_ids, most in zip(rows.token_ids, rows.most.tolist(), strict=True):
@@ -23,39 +23,39 @@ class LookupProposer(DraftProposer):
         return Drafts(np.concatenate(guesses), counts)
 
     def look_up(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
-        """The next tokens of one sequence, as far as there is a guess.
+        """Guess the next tokens of one sequence.
 
         Args:
-            token_ids: [num_tokens], all tokens known of it, at least one; not written.
-            max_tokens: The most that can be used, at least 1.
+            token_ids: [num_tokens], all its known tokens, at least one; not written.
+            max_tokens: The most tokens to guess, at least 1.
 
         Returns:
-            [0 to `max_tokens`].
+            0 to `max_tokens` tokens.
         """
         raise NotImplementedError
 
 
 class NgramProposer(LookupProposer):
-    """Looks up where the sequence's last tokens stood before, and proposes what followed there.
+    """Looks up where the sequence's last tokens occurred before, and proposes what followed there.
 
-    Of all earlier places it takes those that agree with the most of the last `max_ngram` tokens, and of these the
-    latest. What follows may run into the end of the sequence, and goes on with what it proposed there: text that
-    repeats itself with a short period is continued in full.
+    The longest match with up to the last `max_ngram` tokens wins, and of equally long ones the latest. Where the tokens
+    that followed run into the end of the sequence, they continue with the proposed ones: text that repeats with a short
+    period is continued in full.
 
     Source: Saxena, "Prompt Lookup Decoding", github.com/apoorvumang/prompt-lookup-decoding, 2023; vLLM's
-    `NgramProposer`, which takes the earliest such place.
+    `NgramProposer`, which takes the earliest match.
     """
 
     def __init__(self, *, min_ngram: int = 2, max_ngram: int = 8) -> None:
-        """Propose where at least the last `min_ngram` tokens stood before; 1 <= `min_ngram` <= `max_ngram`."""
+        """Require a match of at least `min_ngram` tokens; 1 <= `min_ngram` <= `max_ngram`."""
         assert 1 <= min_ngram <= max_ngram
         self._min_ngram = min_ngram
         self._max_ngram = max_ngram
 
     def look_up(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
-        """See `LookupProposer.look_up`; some 10 µs for 4,096 tokens."""
+        """See `LookupProposer.look_up`; about 10 µs for 4,096 tokens."""
         num_tokens = len(token_ids)
-        # Places whose tokens agree with the sequence's end, given by their last token.
+        # Matches with the end of the sequence, by the index of their last token.
         places = np.flatnonzero(token_ids[:-1] == token_ids[-1])
         num_agreed = 1
         while num_agreed < self._max_ngram and len(places):

@@ -1,4 +1,4 @@
-"""What a model computes besides a step: runs of tokens of some sequences, each behind what the cache holds of it."""
+"""Forward passes besides a step's own: runs of tokens that continue what the cache holds of their sequences."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ IntArray = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True)
 class TokenRuns:
-    """Consecutive tokens of some sequences, one run behind the other; columns have one entry per run.
+    """Runs of consecutive tokens, one per sequence.
 
     Invariant: the tables hold the blocks of every token up to a run's last.
     """
 
-    first_positions: IntArray
-    lengths: IntArray  # at least 1
-    block_tables: Int32Column  # [num_runs, most blocks of one]
+    first_positions: IntArray  # [num_runs]
+    lengths: IntArray  # [num_runs], at least 1
+    block_tables: Int32Column  # [num_runs, most blocks of one run]
 
     @property
     def starts(self) -> npt.NDArray[np.int64]:
-        """Where each run begins among the tokens of all."""
+        """[num_runs], index of each run's first token among the tokens of all runs."""
         return np.cumsum(self.lengths, dtype=np.int64) - self.lengths
 
     @property
     def lasts(self) -> npt.NDArray[np.int64]:
-        """Where each run's last token stands among the tokens of all."""
+        """[num_runs], index of each run's last token among the tokens of all runs."""
         return np.cumsum(self.lengths, dtype=np.int64) - 1
 
     def spread(self, values: IntArray) -> npt.NDArray[np.int64]:
@@ -46,7 +46,7 @@ class TokenRuns:
         return np.arange(self.lengths.sum(), dtype=np.int64) + np.repeat(values - self.starts, self.lengths)
 
     def compute(self, ops: Ops, kv_cache: KvCache, forward: Callable[[Tensor], Tensor]) -> Tensor:
-        """Call `forward` with the positions [num_tokens] int64 of all tokens, in the context that they need."""
+        """Call `forward` with the positions of all tokens, [num_tokens] int64, inside their forward context."""
         positions = self.spread(self.first_positions)
         attention = self._attention(positions, kv_cache.block_size)
         with forward_context(ForwardContext.for_step(ops, attention, kv_cache)):
@@ -60,7 +60,7 @@ class TokenRuns:
         block_ids = self.block_tables[run_of_token, positions // block_size].astype(np.int64)
         max_query_len = int(self.lengths.max())
         return AttentionMetadata(
-            # A decode has a token, and drafts behind it; longer runs are parts of prompts to a backend.
+            # A decode has one token and its drafts; a backend treats longer runs as parts of prompts.
             is_prefill=max_query_len > 1 + MAX_DRAFT_TOKENS,
             slot_mapping=torch.from_numpy(block_ids * block_size + positions % block_size),
             block_tables=torch.from_numpy(self.block_tables),
