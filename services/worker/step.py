@@ -28,7 +28,7 @@ class StepKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """A sequence's next tokens, whose KV the step computes. Its values are unchecked."""
+    """A sequence's next tokens; the step computes their KV. Its values are unchecked."""
 
     slot: int
     token_ids: Int32Column
@@ -42,7 +42,7 @@ class EnteringSequence:
     """A sequence that enters the batch. Its values are unchecked."""
 
     chunk: PrefillChunk
-    """Its first tokens whose KV is not cached."""
+    """Its first tokens that are not in the KV cache."""
     num_cached_tokens: int
     num_prompt_tokens: int
     block_ids: Int32Column
@@ -107,7 +107,7 @@ class StepOutput:
     step_id: int
     token_ids: Int32Column
     not_finite_rows: Int32Column
-    """Rows (not slots) whose logits were not finite; their token is meaningless."""
+    """Rows (not slots) with logits that were not finite; their token is meaningless."""
     device_time_us: int
     counts: Int32Column | None = None  # [num_rows], tokens of each row; None: one each
     num_draft_tokens: int = 0
@@ -115,7 +115,7 @@ class StepOutput:
     """`indexes` are places in `token_ids`."""
     prompt_logprobs: PromptLogprobs = ()
     failed_grammar_rows: Int32Column = field(default_factory=lambda: _NO_TOKENS)
-    """Rows whose grammar cannot be followed any further; their last token is meaningless."""
+    """Rows with a grammar that cannot be followed any further; their last token is meaningless."""
     num_replayed_tokens: int = 0
     """Greedy completion tokens that were computed again and compared."""
     num_replay_mismatches: int = 0

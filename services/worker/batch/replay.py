@@ -48,13 +48,13 @@ class ReplayedChunk:
     """Whether they are the last tokens of the sequence so far."""
 
     def scoring_tokens(self) -> npt.NDArray[np.int64]:
-        """Indexes of the step's tokens whose logits predict a token that is compared."""
+        """Indexes of the step's tokens with logits for a token that is compared."""
         start = max(self.replay.first_position - 1 - self.position, 0)
         return np.arange(self.first_token + start, self.first_token + self.num_tokens - self.is_last)
 
 
 class Replays:
-    """The sequences of a batch, by slot, whose completions are computed again."""
+    """The sequences of a batch, by slot, with completions that are computed again."""
 
     def __init__(self) -> None:
         self._by_slot: dict[int, Replay] = {}
@@ -63,7 +63,7 @@ class Replays:
         return bool(self._by_slot)
 
     def enter(self, enter: EnteringSequence) -> None:
-        """Add a greedy sequence whose options change no logits, if it has a completion. Its slot must be free."""
+        """Add a greedy sequence without options that change logits, if it has a completion. Its slot must be free."""
         num_tokens = enter.num_cached_tokens + len(enter.chunk.token_ids) + enter.chunk.num_later_tokens
         if num_tokens > enter.num_prompt_tokens:
             self._by_slot[enter.chunk.slot] = Replay(max(enter.num_prompt_tokens, num_tokens - _MAX_TOKENS))

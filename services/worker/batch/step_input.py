@@ -16,7 +16,7 @@ _NO_SLOTS: Int32Column = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class ScoredChunk:
-    """The prompt tokens of a chunk whose log-probabilities were requested."""
+    """A chunk's prompt tokens, with log-probabilities requested for them."""
 
     slot: int
     first_token: int
@@ -70,7 +70,7 @@ class StepInput:
 
     @classmethod
     def dummy(cls, sampling: SamplingRows, *, is_prefill: bool) -> StepInput:
-        """Token 0 at position 0, whose KV is not stored; `sampling` has no row."""
+        """Token 0 at position 0; its KV is not stored, and `sampling` has no row."""
         zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
         return cls(
             num_decodes=int(not is_prefill),
@@ -100,7 +100,7 @@ class StepInput:
         return np.arange(len(self.slots)) if self.row_indexes is None else self.row_indexes
 
     def logit_tokens(self) -> npt.NDArray[np.int64] | None:
-        """Indexes of the tokens whose logits `sampling` needs, row after row; None means all tokens."""
+        """Indexes of the tokens that `sampling` needs logits of, row after row; None means all tokens."""
         if self.row_indexes is None:
             return None
         ends = self.cu_seqlens_q[1:][self.row_indexes].astype(np.int64)

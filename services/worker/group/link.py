@@ -27,10 +27,10 @@ MessageT = TypeVar("MessageT")
 class LinkEnd(enum.Enum):
     """How a link ended."""
 
-    # By this process, which was asked to end.
     CLOSED = "closed"
-    # The partner was asked to end, and said goodbye.
+    """By this process, which was asked to end."""
     LEFT = "left"
+    """The partner was asked to end, and said goodbye."""
     BROKEN = "broken"
     SILENT = "silent"
 

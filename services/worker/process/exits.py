@@ -16,7 +16,7 @@ from services.worker.process.device_loop import DeviceLoop
 
 logger = logging.getLogger(__name__)
 
-# How long to wait for the goodbye of a partner whose leaving has broken our collective.
+# How long to wait for a goodbye after a broken collective: the cause may be a partner that was asked to end.
 _GOODBYE_S = 0.5
 # How long the running job may still take after a partner stopped; it may be waiting for that partner.
 _STOP_GRACE_S = 1.0

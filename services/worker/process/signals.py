@@ -1,4 +1,4 @@
-"""Stop signals for a process whose main thread blocks on a queue."""
+"""Stop signals for a process with a main thread that blocks on a queue."""
 
 from __future__ import annotations
 

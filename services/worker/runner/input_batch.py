@@ -325,7 +325,7 @@ class InputBatch:
         return {int(slot_to_row[slot]): state for slot, state in self._states.items() if slot_to_row[slot] >= 0}
 
     def _scored_chunks(self, chunks: Sequence[PrefillChunk], starts: Int32Column) -> tuple[ScoredChunk, ...]:
-        """The chunks that begin inside a prompt whose log-probabilities were requested."""
+        """The chunks that begin inside a prompt with log-probabilities requested."""
         scored = []
         for chunk, start in zip(chunks, starts.tolist(), strict=False):
             state = self._states.get(chunk.slot)
@@ -347,7 +347,7 @@ class InputBatch:
         return tuple(scored)
 
     def _replayed_chunks(self, chunks: Sequence[PrefillChunk], starts: Int32Column) -> tuple[ReplayedChunk, ...]:
-        """The chunks whose tokens are compared with the most likely ones; see `Replays`."""
+        """The chunks to compare with the most likely tokens; see `Replays`."""
         lengths = np.array([len(chunk.token_ids) for chunk in chunks], np.int32)
         slots = np.array([chunk.slot for chunk in chunks], np.int32)
         return self._replays.take_in(chunks, self._num_tokens[slots] - lengths, starts)

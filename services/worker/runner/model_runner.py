@@ -291,7 +291,7 @@ def _rendezvous(settings: WorkerSettings) -> Rendezvous | None:
 
 
 def numerics_fingerprint(loaded: LoadedModel, ops: Ops, layout: RankLayout = _ALONE) -> str:
-    """32 hex digits, equal only on workers whose results are bitwise equal."""
+    """32 hex digits, equal only on workers with bitwise equal results."""
     dtype = str(loaded.model.dtype)
     # Sampling depends on numpy; everything else on the backend, whose `numerics` covers torch, CPU and threads.
     parts = (

@@ -18,7 +18,7 @@ _MAX_ROWS = 128
 
 
 class PromptScorer:
-    """Scores prompts whose chunks arrive in order, each prompt token but the first exactly once.
+    """Scores prompts chunk by chunk in order, each prompt token but the first exactly once.
 
     Invariant: while a prompt is incomplete, the hidden state of its last token so far is kept, by slot. One left over
     from a sequence that left its slot early is dropped when the next prompt begins there.

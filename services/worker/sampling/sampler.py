@@ -43,12 +43,12 @@ class SampledTokens:
 
     token_ids: Int32Column  # [sum of counts], row after row; meaningless in a row that is not finite
     not_finite_rows: Int32Column
-    """Rows whose first logits contain NaN or +Inf, or nothing above -Inf."""
+    """Rows with NaN, +Inf or nothing above -Inf in their first logits."""
     counts: Int32Column | None = None  # [num_rows], at least 1: accepted drafts and one more; None: one each
     logprobs: Logprobs | None = None
     """For finite rows that ask for them; `indexes` are places in `token_ids`."""
     failed_grammar_rows: Int32Column = field(default_factory=lambda: _NO_TOKENS)
-    """Rows whose grammar cannot be followed any further; their last token is meaningless."""
+    """Rows with a grammar that cannot be followed any further; their last token is meaningless."""
 
 
 class Sampler:
@@ -124,7 +124,7 @@ class _Runs:
 
 
 def _is_drawn(rows: SamplingRows) -> npt.NDArray[np.bool_]:
-    """[num_rows], False for rows whose tokens are simply the most likely ones."""
+    """[num_rows], False for rows that simply get the most likely tokens."""
     is_drawn: npt.NDArray[np.bool_] = rows.temperature >= GREEDY_TEMPERATURE
     for row, state in rows.states.items():
         is_drawn[row] |= state.changes_logits

@@ -137,7 +137,7 @@ class SamplingState:
             position: Position of the token to draw, which is the sequence's length so far.
 
         Returns:
-            A new row whose largest entry is finite; tokens that cannot be drawn are -Inf.
+            A new row with a finite largest entry; tokens that cannot be drawn are -Inf.
         """
         processed = self._masked(logits, position)
         if len(self._bias_ids):

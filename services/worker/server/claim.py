@@ -69,7 +69,7 @@ class ClaimLedger:
         """
         if epoch <= self.epoch:
             raise self.stale("the offered epoch is not above the group's current one", now)
-        # A holder's new epoch supersedes its old one, whose end of stream may not have reached us yet.
+        # A holder's new epoch supersedes its old one; the end of the old stream may not have reached us yet.
         if self.live_holder(now) not in ("", scheduler_instance_id):
             raise self._held("another scheduler holds this group", now)
         self.epoch, self.holder = epoch, scheduler_instance_id

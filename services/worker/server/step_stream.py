@@ -30,7 +30,7 @@ class Epoch:
         return stream
 
     def close_stream(self, stream: StepStream) -> None:
-        """Remove a stream whose RPC has ended."""
+        """Remove a stream after its RPC has ended."""
         stream.cut()
         self._streams.discard(stream)
 

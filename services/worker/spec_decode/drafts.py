@@ -117,7 +117,7 @@ class Drafting:
     num_draft_tokens: int
 
     def begin(self, limits: BatchLimits, kv_cache: KvCache) -> Drafter:
-        """Make the drafter for a new epoch, whose batch is empty."""
+        """Make the drafter for a new epoch with an empty batch."""
         self.proposer.attach(limits, kv_cache)
         return Drafter(self.proposer, self.num_draft_tokens)
 

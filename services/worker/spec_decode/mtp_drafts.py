@@ -26,8 +26,8 @@ class MtpProposer(DraftProposer):
     """Lets MTP layers continue from the model's hidden states.
 
     A layer combines a token's hidden state in the previous layer, for the first layer in the model, with the next
-    token. So after each step the layers compute every token whose successor became known with it: a row's accepted
-    tokens, and a chunk's tokens except the last, whose hidden state waits for the next chunk. Between steps they have
+    token. So after each step the layers compute every token with a successor that became known: a row's accepted
+    tokens, and a chunk's tokens except the last: its hidden state waits for the next chunk. Between steps they have
     computed all known tokens but the last. Drafting starts from the states they left there and continues layer by
     layer, repeating the last one.
 
@@ -40,7 +40,7 @@ class MtpProposer(DraftProposer):
     """
 
     def __init__(self, layers: MtpLayers, ops: Ops) -> None:
-        """Draft with `layers` of the model whose steps are observed; it was loaded with `ops`."""
+        """Draft with `layers` of the model that computes the observed steps; it was loaded with `ops`."""
         self._layers = layers
         self._ops = ops
         self._kv_cache: KvCache | None = None
@@ -84,7 +84,7 @@ class MtpProposer(DraftProposer):
         tables, num_known = rows.block_tables(), rows.num_known
 
         def advance(some: _IntArray, token_ids: Tensor, hidden: Tensor, num_drafted: int) -> Tensor:
-            # The first draft is at position `num_known`, the token whose hidden state it is combined with just before.
+            # The first draft is at position `num_known`; it is combined with the hidden state of the token just before.
             places = num_known[some] + (num_drafted - 2)
             layer = min(num_drafted, self._layers.num_layers - 1)
             return self._compute(
@@ -107,7 +107,7 @@ class MtpProposer(DraftProposer):
             self._last = hidden.new_zeros(*self._last.shape[:2], hidden.shape[1])
 
     def _compute_known(self, known: _KnownTokens, hidden: Tensor, slots: Tensor) -> None:
-        """Run all layers over `known`, whose hidden states in the model are `hidden`."""
+        """Run all layers over `known`; `hidden` are the model's hidden states of these tokens."""
         token_ids, starts = torch.from_numpy(known.token_ids), torch.from_numpy(known.runs.starts)
         lasts = torch.from_numpy(known.runs.lasts)
 
@@ -130,13 +130,13 @@ class MtpProposer(DraftProposer):
 
 @dataclass(frozen=True, slots=True)
 class _KnownTokens:
-    """The tokens whose successor became known with a step."""
+    """The tokens with a successor that became known in a step."""
 
     runs: TokenRuns
     sequences: _IntArray  # [num_runs], indexes of the step's sequences
     places: _IntArray  # [num_tokens], where their hidden states are in the step; meaningless for those that waited
     token_ids: _IntArray  # [num_tokens], their successors
-    awaited: _IntArray  # indexes of the tokens whose hidden states waited
+    awaited: _IntArray  # [num_awaited], indexes of the tokens with hidden states that waited
 
     @classmethod
     def make(cls, step: ComputedStep, is_awaited: npt.NDArray[np.bool_]) -> _KnownTokens:
