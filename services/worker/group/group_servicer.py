@@ -34,7 +34,7 @@ _GOODBYE = worker_pb2.JoinResponse(leave=worker_pb2.Leave())
 
 
 class Follower:
-    """A process that joined: a member of the group, or the leader of a coupled one."""
+    """A process that joined: a member of the group, or the leader of another coupled group."""
 
     def __init__(self, hello: worker_pb2.Hello, link: Link[worker_pb2.JoinResponse]) -> None:
         self.layout = parse_layout(hello.layout)

@@ -35,14 +35,9 @@ class DeviceSteps:
         is_alone: bool,
         fail_on_token: int | None = None,
     ) -> None:
-        """Run on `device`.
+        """Run on `device`; `is_alone` says that the process is a failure domain by itself.
 
-        Args:
-            device: Runs the jobs.
-            runner: What the jobs call.
-            end: Ends the process after a failure.
-            is_alone: Whether the process is a failure domain by itself.
-            fail_on_token: For recovery tests: end the process when a step contains this token.
+        For recovery tests, a step that contains `fail_on_token` ends the process.
         """
         self.runner = runner
         self._device = device

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 # How long to wait for a goodbye after a broken collective: the cause may be a partner that was asked to end.
 _GOODBYE_S = 0.5
-# How long the running job may still take after a partner stopped; it may be waiting for that partner.
+# How long the running job may continue after a partner stopped; it may be waiting for that partner.
 _STOP_GRACE_S = 1.0
 
 

@@ -13,7 +13,7 @@ from services.worker.batch.step_input import ScoredChunk
 from services.worker.sampling.logprobs import join_logprobs, token_logprobs
 from services.worker.step import Logprobs
 
-# Bounds the logits that exist at once: 128 rows of a vocabulary of 128k are 64 MiB.
+# Bounds the logits in memory: 128 rows for a vocabulary of 128k are 64 MiB.
 _MAX_ROWS = 128
 
 

@@ -110,7 +110,7 @@ class _Runs:
         return cls(first, is_finite[first], wanted)
 
     def counts(self, token_ids: Int32Column) -> Int32Column:
-        """How many of the tokens drawn for each row it gets: up to and with the first that is not the wanted one."""
+        """How many of the tokens drawn for each row it gets: up to and including the first unwanted one."""
         ends = np.flatnonzero(token_ids != self.wanted)
         counts: npt.NDArray[np.int64] = ends[ends.searchsorted(self.first)] - self.first + 1
         return counts.astype(np.int32)

@@ -24,7 +24,7 @@ class Epoch:
         self._streams: set[StepStream] = set()
 
     def open_stream(self, number: int) -> StepStream:
-        """Add a stream; `number` is the claim ledger's."""
+        """Add a stream, known to the claim ledger as `number`."""
         stream = StepStream(number)
         self._streams.add(stream)
         return stream
@@ -44,7 +44,7 @@ class StepStream:
     """The steps of one Execute stream that were launched and not answered yet, in order."""
 
     def __init__(self, number: int) -> None:
-        """Begin without steps; `number` is the claim ledger's."""
+        """Begin without steps; the claim ledger knows the stream as `number`."""
         self.number = number
         self._steps: asyncio.Queue[asyncio.Future[StepOutput] | None] = asyncio.Queue()
         self._pending: set[asyncio.Future[StepOutput]] = set()

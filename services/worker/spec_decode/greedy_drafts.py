@@ -19,7 +19,7 @@ class Advance(Protocol):
     """Computes the next hidden states of some rows."""
 
     def __call__(self, rows: npt.NDArray[np.int64], token_ids: Tensor, hidden: Tensor, num_drafted: int, /) -> Tensor:
-        """Compute the newest draft of some rows.
+        """Feed the newest draft of some rows to the drafting layers.
 
         Args:
             rows: [n], indexes of the rows.

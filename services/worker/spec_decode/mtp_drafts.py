@@ -25,11 +25,11 @@ _IntArray = npt.NDArray[np.int64]
 class MtpProposer(DraftProposer):
     """Lets MTP layers continue from the model's hidden states.
 
-    A layer combines a token's hidden state in the previous layer, for the first layer in the model, with the next
-    token. So after each step the layers compute every token with a successor that became known: a row's accepted
-    tokens, and a chunk's tokens except the last: its hidden state waits for the next chunk. Between steps they have
-    computed all known tokens but the last. Drafting starts from the states they left there and continues layer by
-    layer, repeating the last one.
+    A layer combines a token's hidden state (from the previous layer; for the first layer, from the model) with the
+    next token. So after each step the layers compute every token with a successor that became known: a row's accepted
+    tokens, and a chunk's tokens except the last. The last one's hidden state waits for the next chunk. Between steps
+    they have computed all known tokens but the last. Drafting starts from the states they left there and continues
+    layer by layer, repeating the last one.
 
     A prefix from the prefix cache includes what the layers computed for the sequence that was there first. For the
     prefix's last token that depends on that sequence's next token, and it stays so: the hidden state to compute it
