@@ -61,10 +61,7 @@ def main() -> int:
 
 
 def _stop(device: DeviceLoop, is_loaded: threading.Event) -> None:
-    """Stop the main thread's work. End the process if loading does not stop in time.
-
-    While loading it may be waiting for other processes of its failure domain, which may never come.
-    """
+    """Stop the main thread. End the process if loading does not stop: it may wait for other ranks that never come."""
     device.stop()
     if not is_loaded.wait(_LOADING_STOP_S):
         end_process(ExitCode.STOPPED, "stopped while loading")
@@ -105,12 +102,11 @@ def _load(settings: WorkerSettings, device: DeviceLoop) -> ModelRunner:
 
 
 def _tune_libraries() -> None:
-    """Set defaults for the environment variables that torch and OpenMP read once, when they are loaded.
+    """Set defaults for environment variables that torch and OpenMP read once, when loaded.
 
-    Idle OpenMP threads sleep: spinning ones would take the cores that the other services and the RPC thread need. But
-    kernels are only a few microseconds apart, and waking a thread costs as much, so GNU's library spins that long
-    before it sleeps (10 to 20 % more tokens per second on 2 cores than with no spinning at all). Large tensors use huge
-    pages: a decode step reads all weights, and is 7 % faster with them.
+    Idle OpenMP threads sleep, to leave cores to the RPC thread and the other services. But waking one costs as much as
+    the few microseconds between kernels, so GNU's library spins that long first (10 to 20 % more tokens per second on 2
+    cores than without). Large tensors use huge pages: a decode step reads all weights, and is 7 % faster with them.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")

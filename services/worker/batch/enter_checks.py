@@ -22,11 +22,7 @@ class BatchLimits:
 
 
 def require(condition: bool, message: str, **values: object) -> None:
-    """Refuse a step unless `condition` holds.
-
-    Raises:
-        StepMismatchError: `condition` is false.
-    """
+    """Raise StepMismatchError unless `condition` holds."""
     if not condition:
         raise StepMismatchError(message, violations=(), retry_delay_s=None, **values)
 
@@ -34,10 +30,7 @@ def require(condition: bool, message: str, **values: object) -> None:
 def check_enter(enter: EnteringSequence, limits: BatchLimits, *, needs_all_tokens: bool) -> None:
     """Refuse a sequence that could not be computed in any batch. Does not check block ids and the chunk's tokens.
 
-    Args:
-        enter: The sequence.
-        limits: The epoch's limits.
-        needs_all_tokens: Whether the cached token ids are required, whatever its options.
+    `needs_all_tokens` requires the cached token ids, whatever the sequence's options.
 
     Raises:
         StepMismatchError: the sequence is refused.
@@ -60,11 +53,7 @@ def check_enter(enter: EnteringSequence, limits: BatchLimits, *, needs_all_token
 
 
 def check_token_ids(slot: int, token_ids: Int32Column, limits: BatchLimits) -> None:
-    """Refuse tokens outside the model's vocabulary.
-
-    Raises:
-        StepMismatchError: a token is.
-    """
+    """Raise StepMismatchError for a token outside the model's vocabulary."""
     require(
         not len(token_ids) or bool(0 <= token_ids.min() <= token_ids.max() < limits.logits_width),
         "a token id is out of range",

@@ -79,9 +79,9 @@ class Replays:
         """The step's chunks that are compared; a sequence is forgotten after its last chunk.
 
         Args:
-            chunks: The step's chunks, from different slots.
-            positions: [len(chunks)], position of each chunk's first token in its sequence.
-            starts: [len(chunks)], where each chunk's tokens begin among the step's.
+            chunks: From different slots.
+            positions: [len(chunks)], each chunk's first position in its sequence.
+            starts: [len(chunks)], where each chunk begins among the step's tokens.
         """
         replayed = []
         for chunk, position, start in zip(chunks, positions.tolist(), starts.tolist(), strict=True):
@@ -106,15 +106,12 @@ class ReplayScorer:
     def score(
         self, chunks: Sequence[ReplayedChunk], token_ids: npt.NDArray[np.int64], hidden: Tensor
     ) -> tuple[int, int]:
-        """Compare one step's tokens.
+        """Compare one step's tokens: how many were compared, and how many of them are not the most likely.
 
         Args:
             chunks: From different sequences, at least one.
-            token_ids: [num_tokens], the step's.
-            hidden: [num_tokens, hidden], the model's output for them.
-
-        Returns:
-            How many tokens were compared, and how many of them are not the most likely.
+            token_ids: [num_tokens].
+            hidden: [num_tokens, hidden].
         """
         rows = [chunk.scoring_tokens() for chunk in chunks]
         likeliest = self._likeliest(hidden, np.concatenate(rows))
@@ -127,7 +124,6 @@ class ReplayScorer:
         return num_compared, num_different
 
     def _likeliest(self, hidden: Tensor, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The most likely token after each of `rows`."""
         likeliest = np.empty(len(rows), np.int64)
         for start in range(0, len(rows), _MAX_ROWS):
             part = slice(start, start + _MAX_ROWS)

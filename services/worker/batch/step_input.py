@@ -46,8 +46,7 @@ class StepInput:
     So row_indexes is [0, 1, 3] and num_decodes is 2. The result also has a row, without tokens, for each sequence that
     was to be decoded but already had all its tokens: it is not computed and does not occur here.
 
-    A dummy's one token belongs to no sequence: it has no slot and no row, but an entry in the columns from which
-    attention is planned, as if it were a sequence.
+    A dummy's one token has no slot and no row, but an entry in the columns from which attention is planned.
     """
 
     num_decodes: int

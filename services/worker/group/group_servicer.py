@@ -127,7 +127,7 @@ class GroupServicer(worker_pb2_grpc.GroupServiceServicer):
                 member.link.send(message)
 
     async def agree(self, output: StepOutput) -> None:
-        """Return when every member has drawn the same tokens as the leader; otherwise end the process.
+        """Return when every member has drawn the same tokens as the leader.
 
         Raises:
             InternalError: the tokens differ, and the process is ending.
@@ -153,7 +153,6 @@ class GroupServicer(worker_pb2_grpc.GroupServiceServicer):
 
     @property
     def _members(self) -> list[Follower]:
-        """The other processes of the group, in rank order."""
         members = [follower for follower in self._followers.values() if follower.layout.tp_rank]
         return sorted(members, key=lambda member: member.layout.tp_rank)
 

@@ -38,7 +38,6 @@ class JoinedLink:
     """Joins a leader, and ends this process when the link breaks or falls silent or the leader says goodbye."""
 
     def __init__(self, settings: WorkerSettings, end: DomainEnd, connect: Connect = connect_inside) -> None:
-        """Prepare to join the leader given by `settings`, over a channel that `connect` opens."""
         assert settings.leader is not None, "there is no leader to join"
         self._leader = settings.leader
         self._layout = settings.layout
@@ -58,9 +57,7 @@ class JoinedLink:
     async def open(self, runner: ModelRunner, relay: Relay | None = None) -> None:
         """Join, once the weights are loaded; returns when the leader has accepted this process.
 
-        Args:
-            runner: Holds the shard.
-            relay: Handles the epochs and steps received; None for the leader of a coupled group, which receives none.
+        `relay` handles the epochs and steps received; the leader of a coupled group receives none and passes None.
         """
         hello = worker_pb2.Hello(
             layout=to_layout_message(self._layout),

@@ -39,10 +39,7 @@ class Link(Generic[MessageT]):
     """One end of a Join stream: sends messages in order without blocking, and notices a silent partner."""
 
     def __init__(self, make_heartbeat: Callable[[], MessageT], goodbye: MessageT, silence_s: float) -> None:
-        """Send heartbeats when due, and `goodbye` last if this process is asked to end.
-
-        A partner that is not heard for `silence_s` ends the link.
-        """
+        """Send heartbeats when due, and `goodbye` if asked to end; a partner silent for `silence_s` ends the link."""
         self._make_heartbeat = make_heartbeat
         self._goodbye = goodbye
         self._silence = Silence(silence_s)

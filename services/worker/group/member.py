@@ -31,7 +31,6 @@ class Member:
     def __init__(
         self, settings: WorkerSettings, device: DeviceLoop, end: DomainEnd, connect: Connect = connect_inside
     ) -> None:
-        """Follow the leader given by `settings`, computing on `device`; `connect` opens the channel to the leader."""
         self._settings = settings
         self._device = device
         self._end = end

@@ -97,9 +97,9 @@ def make_parallel(
 
     Args:
         layout: The place of this rank.
-        rendezvous: Where the domain meets; its first rank starts to serve there. None for a rank that is alone.
+        rendezvous: The domain's first rank starts to serve there; None for a rank that is alone.
         is_exact: Whether sums must have a fixed order; see `Communicator.all_reduce`.
-        device: Where tensors are: "cpu" uses Gloo, "cuda" uses NCCL or RCCL.
+        device: "cpu" uses Gloo, "cuda" uses NCCL or RCCL.
 
     Raises:
         RuntimeError: the store's address is taken, ranks did not arrive in time, or one was lost meanwhile.

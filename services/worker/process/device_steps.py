@@ -35,10 +35,7 @@ class DeviceSteps:
         is_alone: bool,
         fail_on_token: int | None = None,
     ) -> None:
-        """Run on `device`; `is_alone` says that the process is a failure domain by itself.
-
-        For recovery tests, a step that contains `fail_on_token` ends the process.
-        """
+        """`is_alone` means that the process is a failure domain by itself."""
         self.runner = runner
         self._device = device
         self._end = end
@@ -53,10 +50,7 @@ class DeviceSteps:
         return future
 
     def launch(self, step: Step) -> asyncio.Future[StepOutput]:
-        """Run a step. Cancelling the result drops a step that has not begun, but only if the process is alone.
-
-        Otherwise a partner may have begun it.
-        """
+        """Run a step. Cancelling drops one that has not begun, unless a partner may have begun it."""
         future = asyncio.wrap_future(self._device.submit(self._run, step))
         future.add_done_callback(self._end_if_failed)
         return future if self._is_alone else asyncio.shield(future)
@@ -91,7 +85,6 @@ class DeviceSteps:
 
 
 def _max_num_tokens(request: worker_pb2.AttachRequest, runner: ModelRunner) -> int:
-    """The most tokens in a step of the epoch; see worker.proto."""
     if request.HasField("max_num_batched_tokens"):
         return request.max_num_batched_tokens
     return runner.step_proposal.num_prompt_tokens + request.max_num_seqs

@@ -60,10 +60,7 @@ class DomainEnd:
         self._end(ExitCode.STOPPED if self._device.is_stopping else code, reason, **fields)
 
     def fail_step(self, **fields: object) -> None:
-        """End after a failed step, which leaves the communicator undefined.
-
-        Waits a moment first: the cause may be a partner that was asked to end and is about to say goodbye.
-        """
+        """End after a failed step, unless a partner says goodbye in a moment: its end was then the cause."""
         loop = asyncio.get_running_loop()
         loop.call_later(_GOODBYE_S, lambda: self.fail(ExitCode.STEP_FAILED, "a step failed", **fields))
 

@@ -43,13 +43,7 @@ class InputBatch:
         make_matcher: Callable[[str], GrammarMatcher] | None = None,
         drafter: Drafter | None = None,
     ) -> None:
-        """Begin empty.
-
-        Args:
-            limits: The epoch's limits.
-            make_matcher: Makes the matcher of a grammar; None means no sequence may have one.
-            drafter: Drafts tokens for decodes; None means no drafts.
-        """
+        """Begin empty. Without `make_matcher` no sequence may have a grammar; without `drafter` nothing is drafted."""
         num_slots = limits.max_num_seqs
         self._limits = limits
         self._make_matcher = make_matcher
@@ -77,7 +71,7 @@ class InputBatch:
 
     @property
     def num_seqs(self) -> int:
-        """Sequences held."""
+        """Number of sequences."""
         return len(self._order)
 
     def apply(self, step: Step) -> StepInput:
@@ -187,7 +181,7 @@ class InputBatch:
             self._tables.append(slots, block_ids)
 
     def _decode_slots(self, step: Step) -> Int32Column:
-        """The sequences to decode. Entering ones are not among them: they have no sampled token to start from."""
+        """The sequences to decode; not the entering ones, which have no sampled token to start from."""
         if step.kind is StepKind.PREFILL:
             require(step.decode_slots is None, "decode_slots in a prefill step")
             return _NO_SLOTS
@@ -200,7 +194,6 @@ class InputBatch:
         return slots
 
     def _extend(self, chunk: PrefillChunk) -> None:
-        """Add the next tokens of a prompt."""
         slot, num_new = chunk.slot, len(chunk.token_ids)
         self._check_used("chunks", np.array([slot]))
         require(0 < num_new <= self._num_later[slot], "a chunk is empty or exceeds the rest of its prompt", slot=slot)

@@ -31,8 +31,7 @@ class GrammarMatchers:
     def make(self, grammar: str) -> GrammarMatcher:
         """A matcher at the beginning of `grammar`.
 
-        If the model's tokenizer cannot be read here (the tokenizer service could read it), the matcher has failed from
-        the start: raising would fail the step's other sequences too.
+        If the tokenizer cannot be read, the matcher has failed from the start: raising would fail the whole step.
         """
         try:
             return self._get_compiler().matcher(grammar)

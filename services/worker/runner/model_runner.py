@@ -72,15 +72,7 @@ class ModelRunner:
         drafting: Drafting | None = None,
         layout: RankLayout = _ALONE,
     ) -> None:
-        """Make a loaded model ready to run.
-
-        Args:
-            loaded: The model, loaded with `ops`.
-            ops: The backend.
-            kv_cache_size: Size of each epoch's cache.
-            drafting: How tokens are drafted; None means no drafts.
-            layout: The layout that the model was loaded for.
-        """
+        """`loaded` was loaded with `ops` and for `layout`; without `drafting` no tokens are drafted."""
         self._model = loaded.model
         self._ops = ops
         self._sampler = Sampler(ops)
@@ -232,7 +224,7 @@ class ModelRunner:
         return ForwardContext.for_step(self._ops, attention, self._kv_cache, dp=dp, progress=self._progress)
 
     def _run_model(self, step_input: StepInput, dp: DpMetadata) -> Tensor:
-        """Hidden states of all tokens, [num_tokens, hidden]; empty if there are none."""
+        """[num_tokens, hidden]; empty without tokens."""
         if not len(step_input.token_ids):
             # Every sequence to decode already has all its tokens.
             return torch.empty(0)
@@ -265,10 +257,10 @@ def build_model_runner(settings: WorkerSettings, on_progress: Callable[[float], 
 
     Args:
         settings: The process's settings.
-        on_progress: Called with the part of the weights that is loaded, 0 to 1; raising in it ends the loading.
+        on_progress: Called with the loaded part of the weights, 0 to 1; raising in it ends the loading.
 
     Raises:
-        ModelDirectoryError: the directory does not hold a model that this worker can run.
+        ModelDirectoryError: this worker cannot run what the directory holds.
         RuntimeError: the rendezvous with the failure domain's other processes failed.
     """
     torch.set_num_threads(settings.num_threads or len(os.sched_getaffinity(0)))
@@ -325,7 +317,6 @@ def _usable_tokens(sampled: SampledTokens) -> Int32Column:
 
 
 def _result_counts(step_input: StepInput, sampled: SampledTokens) -> Int32Column | None:
-    """The number of tokens in each row of the result; None means one each."""
     if step_input.row_numbers is None:
         return sampled.counts
     counts = np.zeros(step_input.num_result_rows, np.int32)

@@ -36,8 +36,8 @@ class PromptScorer:
 
         Args:
             chunks: From different slots.
-            token_ids: [num_tokens], the step's.
-            hidden: [num_tokens, hidden], the model's output for them.
+            token_ids: [num_tokens].
+            hidden: [num_tokens, hidden].
 
         Returns:
             (slot, log-probabilities by position in the prompt); none for a chunk that is only a prompt's first token.

@@ -32,10 +32,7 @@ class GrammarCompiler:
     def __init__(self, model_dir: Path, logits_width: int, eos_token_ids: Sequence[int]) -> None:
         """Read the model's tokenizer: a quarter of a second for 50,000 tokens.
 
-        Args:
-            model_dir: The model's directory.
-            logits_width: Length of each mask. Tokens that the tokenizer does not know are never allowed.
-            eos_token_ids: The tokens that end a text.
+        Masks have `logits_width` entries; tokens that the tokenizer does not know are never allowed.
 
         Raises:
             ModelDirectoryError: the tokenizer is missing or malformed.
@@ -51,11 +48,7 @@ class GrammarCompiler:
             threading.Thread(target=self._prepare_wanted, name=f"grammar-{number}", daemon=True).start()
 
     def matcher(self, grammar: str) -> GrammarMatcher:
-        """A matcher at the beginning of a text. The grammar is compiled when it is first used.
-
-        Args:
-            grammar: In the library's form; see `SamplingOptions.grammar`.
-        """
+        """A matcher at the beginning of a text; compiles `grammar` (see `SamplingOptions.grammar`) on first use."""
         return GrammarMatcher(self, grammar)
 
     def begin(self, grammar: str) -> LLMatcher:
@@ -104,17 +97,14 @@ class GrammarMatcher:
         than is allowed. Rare for a grammar that the tokenizer service has tried out."""
 
     def mask(self) -> npt.NDArray[np.bool_]:
-        """The tokens that may come next, [logits_width], True for allowed; the caller must not write it.
-
-        End-of-sequence tokens are allowed where the text may end, and only they once it has ended or failed.
-        """
+        """See `sampling_state.GrammarMatcher`."""
         with self._lock:
             if self._mask is None:
                 self._mask = self._compute_mask()
             return self._mask
 
     def advance(self, token_id: int) -> None:
-        """Advance by the completion's next token. After one that does not fit, only the end is allowed."""
+        """See `sampling_state.GrammarMatcher`."""
         with self._lock:
             self._mask = None
             matcher = self._begun()
@@ -122,7 +112,7 @@ class GrammarMatcher:
                 matcher.consume_token(token_id)
 
     def prepare(self) -> None:
-        """Start computing the next mask in another thread."""
+        """See `sampling_state.GrammarMatcher`."""
         self._compiler.prepare(self)
 
     def _compute_mask(self) -> npt.NDArray[np.bool_]:

@@ -37,6 +37,5 @@ def largest_down_to(values: npt.NDArray[np.floating], count: int, *, edge: np.fl
 
 
 def _edge(values: npt.NDArray[np.floating], count: int) -> np.floating:
-    """The `count`-th largest entry."""
     edge: np.floating = np.partition(values, len(values) - count)[len(values) - count]
     return edge

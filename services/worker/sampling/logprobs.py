@@ -39,11 +39,7 @@ def token_logprobs(logits: Tensor, token_ids: Int32Column, indexes: Int32Column,
 
 
 def join_logprobs(parts: Sequence[Logprobs]) -> Logprobs:
-    """Concatenate the positions of all parts.
-
-    Args:
-        parts: At least one.
-    """
+    """Concatenate at least one part."""
     return Logprobs(
         indexes=np.concatenate([part.indexes for part in parts]),
         ranks=np.concatenate([part.ranks for part in parts]),
@@ -60,7 +56,6 @@ def _likeliest(row: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.int64
 
 
 def _log_softmax(row: npt.NDArray[np.float32], token_ids: Int32Column) -> npt.NDArray[np.float64]:
-    """Natural logarithms of these tokens' probabilities."""
     shifted = row - row.max()
     # Exponentials in float32 are ten times as fast; summing in float64 adds an error smaller than theirs.
     log_total = np.log(np.exp(shifted).sum(dtype=np.float64))

@@ -32,10 +32,10 @@ def noise_words(
     """The words of columns 0 to `num_columns` - 1, [num_columns].
 
     Args:
-        seed: The request's seed, an unsigned 64-bit number.
+        seed: An unsigned 64-bit number.
         position: Absolute position of the token in its sequence, at least 0.
         num_columns: At least 1.
-        purpose: What the noise is used for.
+        purpose: See `NoisePurpose`.
         choice: Which of the request's choices, below 2**32.
     """
     # numpy increments the counter before each block, so start one below the first; the borrow spans all four words.

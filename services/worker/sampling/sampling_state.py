@@ -31,7 +31,7 @@ class GrammarMatcher(Protocol):
     def mask(self) -> npt.NDArray[np.bool_]:
         """The tokens that may come next, [logits_width], True for allowed; the caller must not write it.
 
-        End-of-sequence tokens are allowed where the text may end, and only they once nothing else fits.
+        End-of-sequence tokens are allowed where the text may end, and only they once it has ended or failed.
         """
 
     def advance(self, token_id: int) -> None:
@@ -61,11 +61,10 @@ class SamplingState:
 
         Args:
             options: The request's options.
-            stop_token_ids: Tokens that are not drawn before `options.min_tokens` completion tokens; ids outside the
-                vocabulary are ignored.
+            stop_token_ids: Not drawn before `options.min_tokens` completion tokens; unknown ids are ignored.
             num_prompt_tokens: At least 1.
             logits_width: Length of each row of logits.
-            matcher: Follows the grammar, at the beginning of the completion; None without a grammar.
+            matcher: At the beginning of the completion; None without a grammar.
 
         Raises:
             ValueError: a number in `options` is out of range.

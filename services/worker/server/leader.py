@@ -23,7 +23,6 @@ class Leader:
     service_names: tuple[str, ...] = (SERVICE_NAME,)
 
     def __init__(self, settings: WorkerSettings, device: DeviceLoop, end: DomainEnd) -> None:
-        """Lead the group given by `settings`, computing on `device`."""
         self._settings = settings
         self._device = device
         self._end = end

@@ -16,7 +16,7 @@ class Epoch:
     """
 
     def __init__(self, number: int, ready: asyncio.Future[int], last_launched: LaunchedStep) -> None:
-        """Begin the epoch; `last_launched` is the last step of earlier ones."""
+        """Begin the epoch; `last_launched` is the last step of earlier epochs."""
         self.number = number
         self.ready = ready
         self.last_launched = last_launched
@@ -24,7 +24,7 @@ class Epoch:
         self._streams: set[StepStream] = set()
 
     def open_stream(self, number: int) -> StepStream:
-        """Add a stream, known to the claim ledger as `number`."""
+        """Add a stream."""
         stream = StepStream(number)
         self._streams.add(stream)
         return stream
@@ -44,7 +44,7 @@ class StepStream:
     """The steps of one Execute stream that were launched and not answered yet, in order."""
 
     def __init__(self, number: int) -> None:
-        """Begin without steps; the claim ledger knows the stream as `number`."""
+        """Begin without steps; `number` identifies the stream in the claim ledger."""
         self.number = number
         self._steps: asyncio.Queue[asyncio.Future[StepOutput] | None] = asyncio.Queue()
         self._pending: set[asyncio.Future[StepOutput]] = set()

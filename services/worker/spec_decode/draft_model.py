@@ -32,7 +32,6 @@ class DraftModelProposer(DraftProposer):
     """
 
     def __init__(self, model: CausalLM, ops: Ops) -> None:
-        """Draft with `model`, which was loaded with `ops`."""
         self._model = model
         self._ops = ops
         self.kv_cache_spec = model.kv_cache_spec

@@ -18,13 +18,9 @@ from shared.model_dir import TOKENIZER, ModelDirectoryError, read_json
 def make_drafting(
     settings: WorkerSettings, loaded: LoadedModel, ops: Ops, on_progress: Callable[[], None]
 ) -> Drafting | None:
-    """How the worker drafts; None if it does not.
+    """How the worker drafts for the `loaded` model; None if it does not.
 
-    Args:
-        settings: The process's settings.
-        loaded: The model that checks the drafts, with its MTP layers if they are to draft.
-        ops: The backend that it was loaded with.
-        on_progress: Called while a draft model loads; an exception it raises ends the loading.
+    `on_progress` is called while a draft model loads; an exception it raises ends the loading.
 
     Raises:
         ModelDirectoryError: the model has no MTP layers to draft with, or the draft model cannot be loaded or has
@@ -54,11 +50,7 @@ def _make_proposer(
 
 
 def _check_fit(loaded: LoadedModel, draft: LoadedModel, *, has_texts: bool) -> None:
-    """Refuse a draft model with another vocabulary. Without token texts only the sizes are compared.
-
-    Raises:
-        ModelDirectoryError: the vocabularies differ; names the first difference.
-    """
+    """Raise ModelDirectoryError for the first difference of the vocabularies; without texts compare only sizes."""
     whose = f"{draft.model_dir} cannot draft for {loaded.model_dir}"
     size, draft_size = loaded.facts.logits_width, draft.facts.logits_width
     if size != draft_size:

@@ -138,7 +138,7 @@ class Drafter:
         self._sequences: dict[int, _DraftedSequence] = {}
 
     def enter(self, slot: int, token_ids: Int32Column, max_num_tokens: int) -> None:
-        """Add a sequence that begins with these tokens, possibly none; it never has more than `max_num_tokens`."""
+        """Add a sequence with its first tokens, possibly none; it never has more than `max_num_tokens`."""
         self._sequences[slot] = _DraftedSequence(max_num_tokens)
         self.extend(slot, token_ids)
 
@@ -158,7 +158,7 @@ class Drafter:
         Args:
             slots: The sequences' slots.
             most: [len(slots)], the most drafts that each can use, at least 0.
-            most_together: The most drafts that all of them can use, at least 0; first rows first.
+            most_together: The most drafts for all of them, at least 0; first rows first.
             tables: The blocks of every slot.
         """
         most = np.minimum(most, self._num_draft_tokens)

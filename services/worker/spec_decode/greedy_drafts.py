@@ -22,10 +22,10 @@ class Advance(Protocol):
         """Feed the newest draft of some rows to the drafting layers.
 
         Args:
-            rows: [n], indexes of the rows.
+            rows: [n].
             token_ids: [n] int64, their newest drafts.
             hidden: [n, hidden], the states that these were drawn from.
-            num_drafted: How many drafts each row has, at least 1.
+            num_drafted: Drafts of each row so far, at least 1.
 
         Returns:
             [n, hidden], the states to draw the next drafts from.
@@ -44,7 +44,7 @@ def draft_greedily(
         counts: [num_rows], at least 0.
         compute_logits: Hidden states [n, hidden] to logits [n, vocabulary] float32.
         ops: The backend.
-        advance: See `Advance`.
+        advance: Computes the states for the next drafts.
     """
     drafted = np.zeros((len(counts), int(counts.max(initial=0))), np.int32)
     rows = np.flatnonzero(counts)

@@ -40,7 +40,6 @@ class MtpProposer(DraftProposer):
     """
 
     def __init__(self, layers: MtpLayers, ops: Ops) -> None:
-        """Draft with `layers` of the model that computes the observed steps; it was loaded with `ops`."""
         self._layers = layers
         self._ops = ops
         self._kv_cache: KvCache | None = None
