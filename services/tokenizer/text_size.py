@@ -1,4 +1,4 @@
-"""How much text one request may carry."""
+"""The limit on the text of one request."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ MAX_TEXT_BYTES = 3 * 1024 * 1024
 
 
 def check_text(text: str) -> None:
-    """Refuse a text that is larger than one request's may be.
+    """Refuse a text that exceeds the limit on its own.
 
     Raises:
-        RequestTooLargeError: above 3 MiB of UTF-8.
+        RequestTooLargeError: it is above 3 MiB of UTF-8.
     """
     check_text_bytes(len(text.encode()))
 
 
 def check_text_bytes(num_bytes: int) -> None:
-    """Refuse a request by the bytes of all its text.
+    """Refuse a request whose texts together have too many bytes of UTF-8.
 
     Raises:
-        RequestTooLargeError: above 3 MiB.
+        RequestTooLargeError: they have more than 3 MiB.
     """
     if num_bytes > MAX_TEXT_BYTES:
         raise RequestTooLargeError(
-            f"the request has {num_bytes} bytes of text, at most {MAX_TEXT_BYTES} are taken",
+            f"the request has {num_bytes} bytes of text, but at most {MAX_TEXT_BYTES} are allowed",
             limit=MAX_TEXT_BYTES,
             actual=num_bytes,
         )

@@ -1,4 +1,4 @@
-"""How long a trial in a process of its own may take: by the processor time that it uses, not by the clock on the wall.
+"""Time limits of trials that run in a separate process, in CPU time rather than wall-clock time.
 
 On a busy machine a process may wait for seconds without having computed anything.
 """
@@ -7,26 +7,26 @@ from __future__ import annotations
 
 import signal
 
-# By then even a very busy machine has given a process its time: the wall clock only ends what waits for nothing.
+# Even a very busy machine has scheduled the process by then: the wall-clock limit only ends a trial that hangs.
 _WALL_CLOCK_RATIO = 10.0
 _MIN_WALL_CLOCK_S = 60.0
 
 
 def wall_clock_s(cpu_s: float) -> float:
-    """How long to wait for a trial that may use `cpu_s` of a processor."""
+    """The wall-clock seconds to wait for a trial that may use `cpu_s` seconds of CPU time."""
     return max(_MIN_WALL_CLOCK_S, _WALL_CLOCK_RATIO * cpu_s)
 
 
 def limit_cpu(cpu_s: float) -> None:
-    """Have the kernel end this process, by SIGPROF, once it has used so much of a processor from now on; 0 is never."""
+    """Have the kernel kill this process with SIGPROF after `cpu_s` more seconds of CPU time; 0 removes the limit."""
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
 
 
 def was_out_of_cpu(returncode: int) -> bool:
-    """Whether a process that ended so had used what `limit_cpu` allows."""
+    """Whether a process with this return code was killed by `limit_cpu`."""
     return returncode == -signal.SIGPROF
 
 
 def cpu_problem(cpu_s: float) -> str:
-    """Why a trial was ended that used more."""
-    return f"it takes more than {cpu_s:g} s of a processor"
+    """The message for a trial that was killed by `limit_cpu`."""
+    return f"it takes more than {cpu_s:g} s of CPU time"

@@ -1,4 +1,4 @@
-"""From public chat messages to conversations in which everything is checked."""
+"""Turns the public chat message into a checked conversation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NO_ARGUMENTS: JsonObject = {"type": "object", "properties": {}}
 
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _VARIABLE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
-# What a template, and what renders it, knows by these names is not the request's to change; nor are special tokens.
+# Names that the template or its renderer already uses; a request must not override them, nor the special tokens.
 _RESERVED_VARIABLES = frozenset(
     {
         "add_generation_prompt",
@@ -53,11 +53,11 @@ _SPECIAL_TOKEN_VARIABLE = "_token"  # noqa: S105 - the end of a variable's name
 
 
 def check_chat(chat: tokenizer_pb2.Chat) -> Conversation:
-    """The conversation of a request.
+    """Read a request's conversation.
 
     Raises:
-        RequestTooLargeError: all its text together is above 3 MiB of UTF-8.
-        InvalidRequestError: naming the first bad fields.
+        RequestTooLargeError: its texts together are above 3 MiB of UTF-8.
+        InvalidRequestError: fields are bad; it names the first ones.
     """
     check_text_bytes(chat_text_bytes(chat))
     violations: list[Violation] = []
@@ -67,17 +67,20 @@ def check_chat(chat: tokenizer_pb2.Chat) -> Conversation:
 
 
 def chat_text_bytes(chat: tokenizer_pb2.Chat) -> int:
-    """The bytes of all text that a conversation brings, as UTF-8."""
+    """The total size of a conversation's texts, in bytes of UTF-8."""
     return sum(len(text.encode()) for text in _texts(chat))
 
 
 def read_chat(chat: tokenizer_pb2.Chat, violations: list[Violation], *, field: str = "chat") -> Conversation:
-    """A conversation; what is wrong with it joins `violations`, named behind `field`, and then it means nothing."""
+    """Read a conversation and append what is wrong with it to `violations`, with `field` as the prefix.
+
+    The result must not be used if there were violations.
+    """
     return _ChatReader(violations, field).read(chat)
 
 
 class _ChatReader:
-    """Reads one conversation, and notes what is wrong with it."""
+    """Reads one conversation and collects its violations."""
 
     def __init__(self, violations: list[Violation], field: str) -> None:
         self._violations = violations
@@ -103,7 +106,7 @@ class _ChatReader:
         return tuple(self._up_to_enough(lambda index: self._read_message(messages[index], index), len(messages)))
 
     def _up_to_enough(self, read: Callable[[int], Message], count: int) -> Iterator[Message]:
-        """Each message, until more is wrong than will be reported."""
+        """Yield the messages, and stop early once there are more violations than will be reported."""
         for index in range(count):
             if len(self._violations) > MAX_VIOLATIONS:
                 return
@@ -134,15 +137,15 @@ class _ChatReader:
 
     def _check_size(self, field: str, text: str, max_bytes: int) -> None:
         if len(text.encode()) > max_bytes:
-            self._refuse(field, f"at most {max_bytes} bytes")
+            self._refuse(field, f"must have at most {max_bytes} bytes")
 
     def _check_absent(self, field: str, size: int, owner: str) -> None:
         if size:
-            self._refuse(field, f"only of {owner}")
+            self._refuse(field, f"is only allowed in a message of {owner}")
 
     def _read_tool_calls(self, calls: Sequence[tokenizer_pb2.ToolCall], field: str) -> tuple[ToolCall, ...]:
         if len(calls) > MAX_TOOL_CALLS:
-            self._refuse(field, f"at most {MAX_TOOL_CALLS} calls")
+            self._refuse(field, f"must have at most {MAX_TOOL_CALLS} calls")
             return ()
         return tuple(self._read_tool_call(call, f"{field}[{index}]") for index, call in enumerate(calls))
 
@@ -153,11 +156,11 @@ class _ChatReader:
         return ToolCall(call.id, call.name, self._read_object(f"{field}.arguments", call.arguments, MAX_MESSAGE_BYTES))
 
     def _read_object(self, field: str, text: str, max_bytes: int) -> JsonObject:
-        """A JSON object; an empty one for no text."""
+        """Read a JSON object; empty text is an empty object."""
         if not text:
             return {}
         if len(text.encode()) > max_bytes:
-            self._refuse(field, f"at most {max_bytes} bytes")
+            self._refuse(field, f"must have at most {max_bytes} bytes")
             return {}
         try:
             return read_json_object(text)
@@ -167,10 +170,10 @@ class _ChatReader:
 
     def _read_tools(self, tools: Sequence[tokenizer_pb2.Tool]) -> tuple[Tool, ...]:
         if len(tools) > MAX_TOOLS:
-            self._refuse("tools", f"at most {MAX_TOOLS} tools")
+            self._refuse("tools", f"must have at most {MAX_TOOLS} tools")
             return ()
         if sum(len(text.encode()) for tool in tools for text in _tool_texts(tool)) > MAX_ALL_TOOLS_BYTES:
-            self._refuse("tools", f"at most {MAX_ALL_TOOLS_BYTES} bytes in all")
+            self._refuse("tools", f"must have at most {MAX_ALL_TOOLS_BYTES} bytes in total")
             return ()
         names: set[str] = set()
         return tuple(self._read_tool(tool, f"tools[{index}]", names) for index, tool in enumerate(tools))
@@ -179,11 +182,11 @@ class _ChatReader:
         if not _TOOL_NAME.fullmatch(tool.name):
             self._refuse(f"{field}.name", "must be 1 to 64 of A-Z, a-z, 0-9, _, . and -")
         elif tool.name in names:
-            self._refuse(f"{field}.name", "must not be another tool's")
+            self._refuse(f"{field}.name", "must differ from the other tools' names")
         names.add(tool.name)
         parameters = self._read_object(f"{field}.parameters", tool.parameters, MAX_ALL_TOOLS_BYTES)
         if parameters.get("type", "object") != "object":
-            self._refuse(f"{field}.parameters", "must be the schema of an object")
+            self._refuse(f"{field}.parameters", 'must be a JSON schema of type "object"')
         return Tool(tool.name, tool.description, parameters or _NO_ARGUMENTS)
 
     def _read_tool_mode(self, chat: tokenizer_pb2.Chat, tools: Sequence[Tool]) -> ToolMode:
@@ -193,18 +196,18 @@ class _ChatReader:
         elif mode is ToolMode.REQUIRED and not tools:
             self._refuse("tool_mode", "TOOL_MODE_REQUIRED needs tools")
         if chat.tool_name and not any(tool.name == chat.tool_name for tool in tools):
-            self._refuse("tool_name", "must be one of the tools'")
+            self._refuse("tool_name", "must be the name of one of the tools")
         elif chat.tool_name and mode is ToolMode.NONE:
-            self._refuse("tool_name", "not with TOOL_MODE_NONE")
+            self._refuse("tool_name", "cannot be combined with TOOL_MODE_NONE")
         return ToolMode.REQUIRED if chat.tool_name else mode or ToolMode.AUTO
 
     def _read_variables(self, text: str) -> JsonObject:
         variables = self._read_object("template_variables", text, MAX_VARIABLES_BYTES)
         for name in variables:
             if not _VARIABLE_NAME.fullmatch(name):
-                self._refuse("template_variables", "names are a letter and up to 63 of A-Z, a-z, 0-9 and _")
+                self._refuse("template_variables", "names must be a letter followed by up to 63 of A-Z, a-z, 0-9 and _")
             elif name in _RESERVED_VARIABLES or name.endswith(_SPECIAL_TOKEN_VARIABLE):
-                self._refuse("template_variables", f"{name} is not the request's to set")
+                self._refuse("template_variables", f"{name} is reserved")
         return variables
 
 

@@ -1,6 +1,6 @@
-"""Renders conversations with the model's own chat template, which comes from the model directory and nowhere else.
+"""Renders conversations with the model's own chat template, which only ever comes from the model directory.
 
-No torch is imported on the way.
+Must not import torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Guard = Callable[[JsonValue], JsonValue]
 
 
 class ChatTemplate:
-    """A template that is known to render a plain message, so a conversation that fails is itself to blame."""
+    """A template that is known to render a plain message, so a failure is the conversation's fault."""
 
     def __init__(
         self,
@@ -40,13 +40,13 @@ class ChatTemplate:
         tools_source: str | None = None,
         features: TemplateFeatures = _PLAIN,
     ) -> None:
-        """Take a template.
+        """Wrap a template.
 
         Args:
-            source: The template.
-            special_tokens: The text of each that it may use by name, such as `bos_token`.
-            tools_source: The template for conversations with tools; None if the first one is for all.
-            features: What the one with tools does with them.
+            source: The Jinja source.
+            special_tokens: Name to text of the special tokens that it may use, such as `bos_token`.
+            tools_source: The template for conversations with tools; None means `source` renders these too.
+            features: How the template for tools handles them.
         """
         self._source = source
         self._tools_source = source if tools_source is None else tools_source
@@ -55,15 +55,15 @@ class ChatTemplate:
 
     @property
     def text(self) -> str:
-        """All that it may write."""
+        """The source of the template, or of both: everything that rendering can write."""
         return self._source if self._tools_source is self._source else f"{self._source}\n{self._tools_source}"
 
     def fields(self, conversation: Conversation, guard: Guard = lambda value: value) -> JsonObject:
-        """What the template is given of a conversation, as `apply_chat_template` takes it.
+        """The template's variables for a conversation, in the form that `apply_chat_template` takes.
 
         Args:
             conversation: The conversation.
-            guard: Applied to everything that its author wrote.
+            guard: Applied to every value that comes from the request.
         """
         tools: list[JsonValue] = [_tool_fields(tool, guard) for tool in conversation.offered_tools]
         return {
@@ -73,19 +73,19 @@ class ChatTemplate:
         }
 
     def render(self, fields: JsonObject) -> str:
-        """Render a conversation's fields with the assistant's turn opened. Not for an event loop.
+        """Render a conversation's fields, ending with the assistant's turn opened. Too slow for the event loop.
 
         Raises:
-            InvalidRequestError: the template refuses the conversation, or that makes it fail.
+            InvalidRequestError: the template rejects the conversation, or fails on it.
         """
         try:
             source = self._source if fields["tools"] is None else self._tools_source
             return render_template(source, self._special_tokens, fields)
         except Exception as error:  # noqa: BLE001 - a template can raise anything
             refused = type(error) is TemplateError
-            # The error's text may hold a message's content, which is never logged.
-            logger.info("a chat template failed", extra={"refused": refused, "error_type": type(error).__name__})
-            description = "the model's chat template refuses them" if refused else "they make the chat template fail"
+            # The error's text may contain a message's content, which is never logged.
+            logger.info("rendering a chat failed", extra={"refused": refused, "error_type": type(error).__name__})
+            description = "the chat template rejected the messages" if refused else "the chat template failed"
             raise InvalidRequestError.from_violations(
                 [Violation("chat.messages", "TEMPLATE_FAILED", description)]
             ) from None
@@ -116,7 +116,7 @@ class ChatTemplate:
 
 
 def load_chat_template(model_dir: Path, *, timeout_s: float) -> ChatTemplate | None:
-    """The model's template, tried in a process of its own; None when the directory has none.
+    """Load the model's template after a trial in a separate process; None if the directory has no template.
 
     Raises:
         ModelDirectoryError: a file is malformed, or the template does not render a plain message in time.
@@ -131,7 +131,7 @@ def load_chat_template(model_dir: Path, *, timeout_s: float) -> ChatTemplate | N
     tried = [
         try_template(each, names, timeout_s=timeout_s, has_tools=name == "tool_use") for name, each in sources.items()
     ]
-    logger.info("the chat template works", extra={"takes_tools": tried[-1].takes_tools})
+    logger.info("chat template loaded", extra={"takes_tools": tried[-1].takes_tools})
     return ChatTemplate(source, special_tokens, tools_source=tools_source, features=tried[-1])
 
 
@@ -141,7 +141,7 @@ def _tool_fields(tool: Tool, guard: Guard) -> JsonObject:
 
 
 def _template_sources(model_dir: Path, config: dict[str, Any]) -> dict[str, str]:
-    """The model's templates by name: `default`, and `tool_use` if there is another one for tools."""
+    """The model's templates by name: `default`, and `tool_use` if there is a separate one for tools."""
     path = model_dir / CHAT_TEMPLATE
     if path.exists():
         try:
@@ -154,12 +154,12 @@ def _template_sources(model_dir: Path, config: dict[str, Any]) -> dict[str, str]
         named = {entry.get("name"): entry.get("template") for entry in template}
     sources = {name: named[name] for name in ("default", "tool_use") if named.get(name) is not None}
     if not all(isinstance(source, str) for source in sources.values()):
-        raise ModelDirectoryError(f"{model_dir / _TOKENIZER_CONFIG}: chat_template is no text")
+        raise ModelDirectoryError(f"{model_dir / _TOKENIZER_CONFIG}: chat_template is not a string")
     return sources
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """The special tokens that the configuration names: each a text, or an object that holds it."""
+    """The special tokens that the configuration names, each given as a string or as an object with `content`."""
     tokens = {}
     for name, value in config.items():
         text = value.get("content") if isinstance(value, dict) else value

@@ -1,7 +1,7 @@
-"""Tries a chat template in a process of its own, where one that never ends or eats all memory does no harm.
+"""Tries a chat template in a separate process, where an endless loop or a memory hog does no harm.
 
-Run as a module it is that process: a trial comes in on its standard input, what came of it goes out on its standard
-output, both as JSON.
+Run as a module, it is that process: it reads a trial from standard input and writes the result to standard output, both
+as JSON.
 """
 
 from __future__ import annotations
@@ -42,31 +42,30 @@ _ARGUMENTS: JsonObject = {"word": "salutation"}
 
 @dataclass(frozen=True, slots=True)
 class TemplateFeatures:
-    """What a template that works does with tools, and how it wants a message that calls them.
-
-    `takes_tools`: it tells the model of tools. `arguments_are_text`: it takes a call's arguments as JSON text, not as
-    an object. `empty_content_is_none`: it takes no text beside calls for an answer without calls.
-    """
+    """How a template that works handles tools, and the form in which it takes messages with tool calls."""
 
     takes_tools: bool = False
+    """Whether it lists the tools in the prompt."""
     arguments_are_text: bool = False
+    """Whether it takes a call's arguments as JSON text rather than as an object."""
     empty_content_is_none: bool = False
+    """Whether a message with calls and no text must have None as its content: with "" the calls are left out."""
 
 
 @functools.lru_cache(maxsize=16)
 def try_template(
     source: str, special_tokens: tuple[tuple[str, str], ...], *, timeout_s: float, has_tools: bool = False
 ) -> TemplateFeatures:
-    """Try a template; what came of it is remembered.
+    """Try a template; results are cached.
 
     Args:
-        source: The template.
-        special_tokens: Names and texts of those that it may use.
-        timeout_s: Seconds of a processor for the trial, the start of its process aside.
-        has_tools: It is only for conversations with tools.
+        source: The Jinja source.
+        special_tokens: Names and texts of the special tokens that it may use.
+        timeout_s: CPU seconds for the trial, not counting the start of its process.
+        has_tools: Whether the template is only for conversations with tools.
 
     Raises:
-        ModelDirectoryError: it does not render a plain message, in `timeout_s` of a processor and 512 MiB.
+        ModelDirectoryError: it does not render a plain message within `timeout_s` and 512 MiB.
     """
     tools: list[JsonValue] | None = [_TOOL] if has_tools else None
     trial = json.dumps(
@@ -82,11 +81,11 @@ def try_template(
             env={"PYTHONPATH": os.pathsep.join(sys.path)},
         )
     except subprocess.TimeoutExpired:
-        raise _refusal(f"not within {wall_clock_s(timeout_s):g} s") from None
+        raise _refusal(f"it did not finish within {wall_clock_s(timeout_s):g} s") from None
     except subprocess.CalledProcessError as error:
         if was_out_of_cpu(error.returncode):
             raise _refusal(cpu_problem(timeout_s)) from None
-        raise _refusal(f"the trial ended with {error.returncode}") from None
+        raise _refusal(f"the trial process exited with status {error.returncode}") from None
     result = json.loads(child.stdout)
     if "error" in result:
         raise _refusal(result["error"])
@@ -94,7 +93,7 @@ def try_template(
 
 
 def main() -> int:
-    """The trial's process."""
+    """Entry point of the trial process."""
     make_end_with_parent(int(sys.argv[1]))()
     trial = json.load(sys.stdin)
     _limit_memory()
@@ -111,11 +110,11 @@ def _result(render: Callable[[JsonObject], str], plain: JsonObject) -> JsonObjec
     try:
         size = len(render(plain).encode())
         if size > MAX_TEXT_BYTES:
-            raise ValueError(f"{size} bytes come of it")
+            raise ValueError(f"the rendered text of {size} bytes is too large")
     except Exception as error:  # noqa: BLE001 - a template can raise anything
         return {"error": f"{type(error).__name__}: {error}"[:_MAX_ERROR_LENGTH]}
     takes_tools = "look_up" in _rendered(render, [_USER], [_TOOL])
-    # The first form of a call that comes out, as `apply_chat_template` takes it if that does.
+    # The first form in which calls are rendered wins; the form that `apply_chat_template` takes is tried first.
     for empty_content_is_none, arguments_are_text in itertools.product((False, True), repeat=2):
         features = TemplateFeatures(takes_tools, arguments_are_text, empty_content_is_none)
         if _writes_call(render, features):
@@ -133,12 +132,12 @@ def _writes_call(render: Callable[[JsonObject], str], features: TemplateFeatures
         {"role": "tool", "tool_call_id": "call_0", "name": "look_up", "content": "A greeting."},
     ]
     text = _rendered(render, messages, [_TOOL])
-    # An object that a template does not know how to write comes out in Python's notation.
+    # A template that expects text and gets an object writes it in Python's notation.
     return "salutation" in text and str(_ARGUMENTS) not in text
 
 
 def _rendered(render: Callable[[JsonObject], str], messages: list[JsonValue], tools: list[JsonValue]) -> str:
-    """The text; empty if the template fails."""
+    """The rendered text; empty if the template fails."""
     try:
         return render({"messages": messages, "tools": tools})
     except Exception:  # noqa: BLE001 - a template can raise anything
@@ -146,14 +145,14 @@ def _rendered(render: Callable[[JsonObject], str], messages: list[JsonValue], to
 
 
 def _limit_memory() -> None:
-    """Bound what is taken on top of what the interpreter has already."""
+    """Limit the memory that may be allocated on top of what the interpreter already uses."""
     num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     address_space = num_pages * resource.getpagesize() + MAX_MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
 
 
 def _refusal(cause: str) -> ModelDirectoryError:
-    return ModelDirectoryError(f"the chat template does not render a plain message: {cause}")
+    return ModelDirectoryError(f"the chat template cannot render a plain message: {cause}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A process that tries grammars, as its parent sees it: see `grammar_trial`."""
+"""The parent's side of a process that tries grammars; `grammar_trial` is the child's side."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _START_TIMEOUT_S = 60.0
 
 
 class GrammarRefusedError(Exception):
-    """The grammar cannot be used; the message says why."""
+    """The grammar cannot be used; the message says why, for the client."""
 
     def __init__(self, message: str, *, is_too_complex: bool) -> None:
         super().__init__(message)
@@ -29,26 +29,27 @@ class GrammarRefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TrialLimits:
-    """What one grammar may cost.
-
-    A worker that compiles a grammar keeps its whole batch waiting for about `cpu_s`. The memory is that of the whole
-    process, whose beginnings take 220 MiB.
-    """
+    """What trying one grammar may cost."""
 
     cpu_s: float
+    """CPU seconds. A worker that compiles a grammar which is just within the limit stalls its batch for about as
+    long."""
     memory_bytes: int
+    """Address space of the whole process, of which 220 MiB are in use before the first grammar."""
 
 
 @dataclass(frozen=True, slots=True)
 class TriedGrammar:
-    """A grammar in the library's form, and how many bytes each of its texts has at least."""
+    """A grammar that passed its trial."""
 
     source: str
+    """The grammar in the library's form."""
     shortest_bytes: int
+    """A lower bound on the bytes of any text that fits it."""
 
 
 class GrammarChild:
-    """A running process, which tries one grammar at a time."""
+    """A running process that tries one grammar at a time."""
 
     def __init__(self, process: subprocess.Popen[bytes], limits: TrialLimits) -> None:
         self._process = process
@@ -57,10 +58,12 @@ class GrammarChild:
 
     @classmethod
     async def start(cls, model_dir: Path, limits: TrialLimits) -> GrammarChild:
-        """Start a process and have it read the model's tokenizer. From the main thread: its end is the child's.
+        """Start a process and wait until it has loaded the model's tokenizer.
+
+        Must be called from the main thread: the child is killed when the thread that started it ends.
 
         Raises:
-            RuntimeError: it does not get ready; why is on stderr.
+            RuntimeError: the process ended during its start; stderr says why.
         """
         command = [
             sys.executable,
@@ -71,20 +74,20 @@ class GrammarChild:
             f"--cpu-s={limits.cpu_s}",
             f"--parent-pid={os.getpid()}",
         ]
-        # Not by the event loop: uvloop forks, and one in twenty children dies of gRPC's handlers of forks. This waits
-        # for a millisecond.
+        # Not through the event loop: uvloop forks, and gRPC's fork handlers kill one child in twenty. This blocks for
+        # a millisecond.
         process = subprocess.Popen(  # noqa: ASYNC220
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # Threads for mathematics would only take address space.
+            # BLAS threads would only use up address space.
             env={"PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"},
         )
         child = cls(process, limits)
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 if await asyncio.to_thread(child._ask, b"") is None:
-                    raise RuntimeError(f"the process that tries grammars ended with {process.wait()}")
+                    raise RuntimeError(f"the grammar trial process ended with {process.wait()}")
         except BaseException:
             child.kill()
             raise
@@ -93,17 +96,17 @@ class GrammarChild:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it runs, and is not in the middle of anything."""
+        """Whether the process is running and idle."""
         return not self._is_spent and self._process.poll() is None
 
     async def try_grammar(self, kind: str, text: str) -> TriedGrammar:
-        """Compile the grammar of a form; see `grammar_source`.
+        """Compile the grammar of a form; the arguments are those of `grammar_source`.
 
-        Afterwards the process may not be usable; then it is to be killed.
+        Afterwards the caller must kill the process unless it `is_usable`.
 
         Raises:
-            GrammarRefusedError: it is malformed, no text fits it, or it costs too much.
-            TimeoutError: there is no answer although the wall clock gives it far more time than it may use.
+            GrammarRefusedError: the grammar is malformed, no text fits it, or it costs too much.
+            TimeoutError: the trial did not finish within a wall-clock limit far above `cpu_s`.
             RuntimeError: the process failed.
         """
         self._is_spent = True
@@ -118,14 +121,14 @@ class GrammarChild:
         return TriedGrammar(answer["grammar"], answer["shortest_bytes"])
 
     def kill(self) -> None:
-        """End the process, if it has not ended; threads that wait for its answer return."""
+        """Kill the process if it is still running; threads that wait for its answer return."""
         self._is_spent = True
         self._process.kill()
-        # It may have much memory to give back first.
+        # In a thread: freeing a lot of memory can delay the end of the process.
         threading.Thread(target=self._bury).start()
 
     def _bury(self) -> None:
-        # Closing a pipe writes what is left for it.
+        # Closing the pipe flushes what is still buffered, which fails when the process is gone.
         with contextlib.suppress(BrokenPipeError), self._process:
             pass
 
@@ -134,7 +137,7 @@ class GrammarChild:
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
-        # If it has ended, reading tells the same.
+        # If the process has ended, the read below notices.
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(request)
             process.stdin.flush()
@@ -152,4 +155,4 @@ class GrammarChild:
         if returncode < 0:
             limit_mib = self._limits.memory_bytes // 2**20
             return GrammarRefusedError(f"it takes more than {limit_mib} MiB of memory", is_too_complex=True)
-        return RuntimeError(f"the process that tries grammars ended with {returncode}")
+        return RuntimeError(f"the grammar trial process ended with {returncode}")

@@ -1,6 +1,6 @@
-"""Turns what clients ask of a text into a grammar in the library's form.
+"""Translates a client's structured output form into a grammar in the library's form.
 
-For a process where a hostile grammar may cost time and memory, never for the event loop.
+Must only run in a process where a hostile grammar may use up time and memory, never on the event loop.
 
 Source: llguidance, docs/syntax.md and docs/json_schema.md.
 """
@@ -18,7 +18,7 @@ from services.tokenizer.json.json_schema import MAX_SCHEMA_DEPTH, STRICT_JSON, c
 from services.tokenizer.json.json_values import JsonObject, read_json
 from shared.grammar import GrammarError
 
-# Enough to indent with; a model that has begun a run of spaces may find no end of it.
+# Enough for indentation. The limit is needed because a model that has begun a run of spaces may never end it.
 _JSON_STYLE: JsonObject = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}", **STRICT_JSON}
 _ANY_OBJECT = '{"type": "object"}'
 
@@ -27,14 +27,15 @@ _GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOT
 
 
 def grammar_source(kind: str, text: str) -> str:
-    """The grammar of one form that `lockstep.v1.StructuredOutput` has.
+    """Translate one form of `lockstep.v1.StructuredOutput`.
 
     Args:
-        kind: The form's field.
-        text: What the field holds; choices as a JSON list; anything for `json_object`.
+        kind: The name of the form's field.
+        text: The field's value; choices as a JSON list; ignored for `json_object`.
 
     Raises:
-        GrammarError: it is malformed, or asks for what a grammar cannot promise. Most of that only compiling tells.
+        GrammarError: the form is malformed, or asks for something that a grammar cannot guarantee. Most such errors
+            only show when the grammar is compiled.
     """
     return _KIND_TO_READER[kind](text)
 
@@ -43,13 +44,13 @@ def _read_json_schema(text: str) -> str:
     try:
         schema = read_json(text, max_depth=MAX_SCHEMA_DEPTH)
     except ValueError as error:
-        raise GrammarError(f"no JSON schema: {error}") from None
+        raise GrammarError(f"not a JSON schema: {error}") from None
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
-        raise GrammarError("a schema is an object or true")
+        raise GrammarError("a schema must be an object or true")
     check_schema(schema)
-    # Properties come in the order in which the schema has them.
+    # A text must have its properties in the order in which the schema lists them.
     return LLMatcher.grammar_from_json_schema(json.dumps({**schema, "x-guidance": _JSON_STYLE}, ensure_ascii=False))
 
 
@@ -57,8 +58,8 @@ def _read_lark_or_gbnf(text: str) -> str:
     if _GBNF_ROOT.search(text):
         return _read_gbnf(text)
     if text.lstrip().startswith("{"):
-        # The library would take it for its own form.
-        raise GrammarError("a grammar begins with a rule")
+        # The library would read it as its own JSON form.
+        raise GrammarError("a grammar begins with a rule, not with a brace")
     return text
 
 
@@ -66,11 +67,11 @@ def _read_gbnf(text: str) -> str:
     try:
         return gbnf_to_lark(_GBNF_ESCAPE.sub(_write_out, text))
     except Exception as error:  # noqa: BLE001 - the library raises bare exceptions
-        raise GrammarError(f"cannot be read as GBNF: {error}") from None
+        raise GrammarError(f"invalid GBNF: {error}") from None
 
 
 def _write_out(escape: re.Match[str]) -> str:
-    """The character of an escape that the library gets wrong, \\u or \\U; the others as they are."""
+    """Replace a \\u or \\U escape, which the library misreads, by its character; other escapes stay as they are."""
     digits = escape[1] or escape[2]
     if digits is None:
         return escape[0]
@@ -79,8 +80,8 @@ def _write_out(escape: re.Match[str]) -> str:
 
 
 def _read_choices(text: str) -> str:
-    # One terminal: as rules, each would count as a parse of its own. The library does not take every character as
-    # it is: all but ASCII is escaped.
+    # A single terminal: as rules, each choice would count as a separate parse. Everything but ASCII is escaped, since
+    # the library does not accept every character literally.
     return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice) for choice in json.loads(text))
 
 

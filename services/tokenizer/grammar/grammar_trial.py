@@ -1,7 +1,7 @@
-"""Tries grammars in a process of its own, where one that never ends or eats all memory does no harm.
+"""Tries grammars in a separate process, where an endless loop or a memory hog does no harm.
 
-Run as a module it is that process: it answers each line of its standard input with one on its standard output, both
-JSON, until the input ends. The kernel ends it when a grammar costs more than one may, and when its parent is gone.
+Run as a module, it is that process: it answers each line of standard input with one line on standard output, both JSON,
+until the input ends. The kernel kills it when a grammar exceeds its limits, and when the parent process ends.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from shared.model_dir import eos_token_ids, vocabulary_size
 from shared.parent import make_end_with_parent
 
 _MAX_MESSAGE_LENGTH = 500
-# A grammar may be cheap to compile and dear to follow.
+# A grammar may be cheap to compile and expensive to follow.
 _NUM_TRIAL_TOKENS = 256
-# What ends something in most notations: tokens drawn blindly would never get out of the first string.
+# Characters that close something in most notations: randomly drawn tokens would never leave the first string.
 _CLOSERS = '"}])>;,:.\n 0'
 _NICENESS = 5
 
-# How the library says that a limit is reached.
+# The library's wording when a limit is reached.
 _LIMIT_MESSAGE = re.compile(r"\b(too (big|large|many|much|deep|complex)|max is|limit|recursion)")
 
 Mask = npt.NDArray[np.bool_]
 
 
 class GrammarTrial:
-    """Compiles grammars, and follows each for some tokens."""
+    """Compiles grammars, and follows each one for some tokens."""
 
     def __init__(self, library: GrammarLibrary) -> None:
         self._library = library
@@ -50,10 +50,10 @@ class GrammarTrial:
         self._eos_token_ids = library.tokenizer.eos_tokens
 
     def run(self, kind: str, text: str) -> str:
-        """The grammar in the library's form; see `grammar_source`.
+        """Translate a form, see `grammar_source`, compile the grammar and follow it; returns it in the library's form.
 
         Raises:
-            GrammarError: it is malformed, costs too much, or no text fits it.
+            GrammarError: the grammar is malformed, costs too much, or no text fits it.
         """
         try:
             grammar = grammar_source(kind, text)
@@ -65,9 +65,9 @@ class GrammarTrial:
         return grammar
 
     def _follow(self, grammar: LLMatcher) -> None:
-        """Draw texts: long runs of one token, then any tokens, then such as end something.
+        """Generate three texts: one repeats a token while it can, one is random, one prefers tokens that close things.
 
-        They are the same ones each time: a grammar is always judged alike.
+        The seed is fixed, so a grammar always gets the same verdict.
         """
         random = np.random.default_rng(0)
 
@@ -92,10 +92,10 @@ class GrammarTrial:
                     matcher.reset()
 
     def _allowed(self, matcher: LLMatcher) -> Mask:
-        """What may come next, ends aside; nothing when the text has ended.
+        """The tokens that may come next, without EOS; none when the text is complete.
 
         Raises:
-            GrammarError: the matcher has failed, or there is not even an end.
+            GrammarError: the matcher has failed, or no token may come next, not even EOS.
         """
         allowed = self._library.allowed_tokens(matcher)
         check_matcher(matcher)
@@ -106,7 +106,7 @@ class GrammarTrial:
 
 
 def main() -> int:
-    """The process."""
+    """Entry point of the trial process."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model-dir", type=Path, required=True)
     parser.add_argument("--memory-bytes", type=int, required=True)
@@ -118,17 +118,17 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     eos_ids, num_tokens = eos_token_ids(args.model_dir), vocabulary_size(args.model_dir)
     trial = GrammarTrial(GrammarLibrary(args.model_dir, eos_ids, num_tokens))
-    # Getting ready must not take long; trying may when the machine is busy.
+    # Only after the start, which must be fast; a trial may take longer when the machine is busy.
     os.nice(_NICENESS)
     _answer({"is_ready": True})
-    # What the library says when it is killed by a grammar may quote it.
+    # The library's output when a grammar crashes it may quote the grammar.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     for line in sys.stdin.buffer:
-        # Past it the kernel ends the process.
+        # Beyond this the kernel kills the process.
         limit_cpu(args.cpu_s)
         answer = _try(trial, json.loads(line))
         limit_cpu(0.0)
-        # What a grammar leaves behind must not count against the next.
+        # Memory that a grammar leaves allocated must not count against the next one.
         _answer({**answer, "is_last": _memory_bytes() > args.memory_bytes / 2})
     return 0
 
@@ -140,7 +140,7 @@ def _try(trial: GrammarTrial, request: dict[str, str]) -> dict[str, object]:
     except GrammarError as error:
         message = str(error)
     except MemoryError:
-        message = "too much memory is needed"
+        message = "it takes too much memory"
     return {"problem": message[:_MAX_MESSAGE_LENGTH], "is_too_complex": bool(_LIMIT_MESSAGE.search(message))}
 
 
@@ -150,7 +150,7 @@ def _answer(answer: dict[str, object]) -> None:
 
 
 def _memory_bytes() -> int:
-    """The address space in use."""
+    """The size of the address space in use."""
     num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     return num_pages * resource.getpagesize()
 

@@ -1,7 +1,7 @@
-"""How short a text of a structured form can be: a lower bound, for forms whose texts fit no context.
+"""A lower bound on the length of a structured output form's texts, to refuse forms whose texts fit no context.
 
-The library compiles `{"type": "array", "minItems": 1000000000}` in no time, and no answer would ever end. Nothing that
-has a short text is given a long one here; some long ones are missed.
+The library compiles `{"type": "array", "minItems": 1000000000}` in no time, but no answer would ever end. The bound is
+never too high; it may be too low, and then such a form is accepted.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from urllib.parse import unquote
 
 from services.tokenizer.json.json_values import JsonObject, JsonValue
 
-# More than fits anywhere. Sums and products stop there: those of hostile numbers have no end.
+# More than fits anywhere. Sums and products are capped here, since hostile numbers would make them grow without bound.
 MAX_BYTES = 2**62
 _MAX_DIGITS = len(str(MAX_BYTES)) + 1
 
-# References in references that are followed.
+# How many nested references are followed.
 _MAX_DEPTH = 64
 
-# A piece of a regular expression: a quantifier; what matches nothing by itself; the begin of a group; a class; an
-# escape; any other character. What is not closed goes on to the end, and no run is given back: a hostile expression is
-# read once, and not again from each of its characters.
+# A piece of a regular expression: a quantifier; something that matches the empty string, such as an anchor; the start
+# or end of a group; a class; an escape; any other character. What is not closed extends to the end, and quantifiers are
+# possessive, so a hostile expression is scanned once and not again from each of its characters.
 _PIECE = re.compile(
     r"(?P<quantifier>(?:[*+?]|\{(?P<least>\d+)(?:,\d*)?\})\??)"
     r"|(?P<nothing>\^|\$|\\[bBAzZ]|\(\?[a-zA-Z-]*\))"
@@ -33,12 +33,12 @@ _PIECE = re.compile(
     r"|.",
     re.DOTALL,
 )
-# Its spaces and comments are not read here.
+# Verbose mode, whose spaces and comments are not understood here.
 _VERBOSE = re.compile(r"\(\?[a-zA-Z]*x")
 
 
 def shortest_text(kind: str, text: str) -> int:
-    """Bytes that every text of a form has, at least 0; the arguments are those of `grammar_source`, which took them."""
+    """A lower bound on the bytes of any text of a form that `grammar_source` has accepted; same arguments."""
     if kind == "json_schema":
         return shortest_json(json.loads(text))
     if kind == "choices":
@@ -47,11 +47,11 @@ def shortest_text(kind: str, text: str) -> int:
 
 
 def shortest_match(pattern: str) -> int:
-    """Characters that every text has which a regular expression, in the library's syntax, matches."""
+    """A lower bound on the characters of any text that a regular expression in the library's syntax matches."""
     if _VERBOSE.search(pattern):
         return 0
     outer: list[tuple[int, int]] = []
-    # Of the alternatives before this one, of this one so far, and of the last piece.
+    # The bounds of the alternatives before this one, of this one so far, and of the last piece.
     best, total, last = MAX_BYTES, 0, 0
     for piece in _PIECE.finditer(pattern):
         if piece["quantifier"]:
@@ -76,25 +76,25 @@ def shortest_match(pattern: str) -> int:
 
 
 def shortest_json(schema: JsonValue) -> int:
-    """Bytes that every JSON text of a schema has."""
+    """A lower bound on the bytes of any JSON text that fits a schema."""
     return _ShortestJson(schema).of(schema, 0)
 
 
 def too_long(shortest_bytes: int, max_bytes: int) -> str:
-    """Why a form is refused whose shortest text is too long."""
-    return f"its shortest text has {shortest_bytes} bytes or more, and the model's context holds at most {max_bytes}"
+    """The message for a form whose shortest text is too long."""
+    return f"its shortest text has at least {shortest_bytes} bytes, but the model's context holds at most {max_bytes}"
 
 
 class _ShortestJson:
-    """Walks one schema. Every part of it is looked at once, however often it is referred to."""
+    """Walks one schema. Each part is visited once, however often it is referenced."""
 
     def __init__(self, root: JsonValue) -> None:
         self._root = root
-        # By the identity of a part, which the root keeps alive; 0 for one that is being looked at.
+        # Keyed by the `id` of a part, which the root keeps alive; 0 for a part that is being visited.
         self._known: dict[int, int] = {}
 
     def of(self, node: JsonValue, depth: int) -> int:
-        """Of a part of the schema, to which so many references lead."""
+        """The bound for a part of the schema that was reached through `depth` nested references or subschemas."""
         if not isinstance(node, dict) or depth > _MAX_DEPTH:
             return 1
         if id(node) not in self._known:
@@ -103,7 +103,7 @@ class _ShortestJson:
         return self._known[id(node)]
 
     def _of_node(self, node: JsonObject, depth: int) -> int:
-        """All keywords must hold: the longest of what each asks for."""
+        """The largest of the keywords' bounds, since all keywords must hold."""
         bounds = [self._of_types(node, depth)]
         if "const" in node:
             bounds.append(_size(node["const"]))
@@ -147,7 +147,7 @@ class _ShortestJson:
         return len("{}") + sizes + max(len(required) - 1, 0)
 
     def _resolve(self, reference: str) -> JsonValue:
-        """What a JSON pointer into the schema leads to (RFC 6901, section 4); None for anything else."""
+        """The target of a JSON pointer into the schema (RFC 6901, section 4); None for any other reference."""
         node = self._root
         if reference[:1] != "#" or reference[1:2] not in ("", "/"):
             return None
@@ -165,7 +165,7 @@ def _shortest_string(node: JsonObject) -> int:
 
 
 def _read_count(digits: str) -> int:
-    """A number that may have more digits than Python reads; 0 for none."""
+    """Read a number that may have more digits than `int` accepts; no digits are 0."""
     return min(int(digits.lstrip("0")[:_MAX_DIGITS] or 0), MAX_BYTES)
 
 
@@ -179,7 +179,7 @@ def _list(value: JsonValue) -> list[JsonValue]:
 
 
 def _size(value: JsonValue) -> int:
-    """Bytes of a value's JSON: numbers may be written in another way, and shorter."""
+    """A lower bound on the bytes of a value's JSON; a number counts as 1, since it can be written in other ways."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return 1
     if isinstance(value, list):

@@ -1,10 +1,10 @@
-"""What the answer's text has to look like: from the form that a request gives to a grammar that is known to work.
+"""Structured output: turns the form that a request gives into a grammar that is known to work.
 
     outputs = StructuredOutputs(model_dir, TrialLimits(cpu_s=2.0, memory_bytes=2**30))
     grammar = await outputs.compile(tokenizer_pb2.StructuredOutput(json_schema='{"type": "integer"}'))
     grammar = await outputs.compile(tokenizer_pb2.StructuredOutput(grammar='start: "yes" | "no"'), field="chat")
 
-Every grammar is tried in another process first: a hostile one costs its own request and nobody else's.
+Every grammar is first tried in another process, so a hostile one only costs its own request.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ _MAX_REMEMBERED_BYTES = 16 * 1024 * 1024
 
 
 class StructuredOutputs:
-    """Compiles forms for one model, on an event loop in the process's main thread.
+    """Compiles forms for one model; runs on the event loop of the process's main thread.
 
-    The processes that try grammars are started when there is something to try. They end with `close`, or this process.
+    The trial processes are started on demand. They end with `close`, or with this process.
     """
 
     def __init__(self, model_dir: Path, limits: TrialLimits, *, can_compile: bool = True) -> None:
-        """Compile for the model of a directory; no grammar may cost more than `limits` say.
+        """Start no process yet.
 
         Args:
             model_dir: The model's directory.
-            limits: Of each grammar.
-            can_compile: Whether the grammar library knows the model's tokenizer; else every form is refused.
+            limits: The limits for each grammar.
+            can_compile: Whether the grammar library supports the model's tokenizer; if not, every form is refused.
         """
         self._model_dir = model_dir
         self._can_compile = can_compile
@@ -59,18 +59,19 @@ class StructuredOutputs:
     async def compile(
         self, form: tokenizer_pb2.StructuredOutput, *, field: str = "structured_output", max_bytes: int = MAX_BYTES
     ) -> str:
-        """The grammar of a form, as `SamplingOptions.grammar` has it.
+        """Compile a form to a grammar for `SamplingOptions.grammar`; results are cached.
 
         Args:
-            form: As it came; nothing in it was checked.
-            field: The request's field that it is, for violations.
-            max_bytes: No text is longer, for want of context.
+            form: As it came from the client, unchecked.
+            field: The name of the form's field in the request, for violations.
+            max_bytes: The longest text that fits the context.
 
         Raises:
-            InvalidRequestError: it is too large, malformed, asks for what a grammar cannot promise, no text fits it
-                (`GRAMMAR_INVALID`), or it costs too much (`GRAMMAR_TOO_COMPLEX`).
-            NotSupportedError: no form can be had with this model.
-            QueueFullError: too many others wait for theirs.
+            InvalidRequestError: the form is empty or too large (`OUT_OF_RANGE`); it is malformed, asks for something
+                that a grammar cannot guarantee, or no text fits it (`GRAMMAR_INVALID`); or it costs too much, or its
+                texts exceed `max_bytes` (`GRAMMAR_TOO_COMPLEX`).
+            NotSupportedError: grammars cannot be compiled for this model.
+            QueueFullError: too many grammars are waiting to be compiled.
         """
         kind, text = _read_form(form, field)
         if not self._can_compile:
@@ -79,7 +80,7 @@ class StructuredOutputs:
         outcome = self._outcomes.get(key)
         if outcome is None:
             async with self._turn():
-                # Another request may have asked the same meanwhile.
+                # Another request with the same form may have finished meanwhile.
                 outcome = self._outcomes.get(key) or await self._try(kind, text)
             if outcome.is_lasting:
                 self._outcomes.add(key, outcome)
@@ -91,14 +92,14 @@ class StructuredOutputs:
         return outcome.grammar
 
     def close(self) -> None:
-        """End the processes that wait for work; the others end with what they try."""
+        """Kill the idle trial processes; a busy one ends with this process at the latest."""
         for child in self._idle:
             child.kill()
 
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
         if self._num_waiting >= _MAX_WAITING:
-            raise QueueFullError("too many grammars wait to be compiled", retry_delay_s=_RETRY_DELAY_S)
+            raise QueueFullError("too many grammars are waiting to be compiled", retry_delay_s=_RETRY_DELAY_S)
         self._num_waiting += 1
         try:
             await self._turns.acquire()
@@ -117,14 +118,14 @@ class StructuredOutputs:
         except GrammarRefusedError as error:
             return _Outcome(problem=str(error), is_too_complex=error.is_too_complex)
         except TimeoutError:
-            # The machine may be too busy just now.
+            # Not cached: the machine may just be too busy.
             problem = f"it takes more than {wall_clock_s(self._limits.cpu_s):g} s"
             return _Outcome(problem=problem, is_too_complex=True, is_lasting=False)
         finally:
             if child.is_usable:
                 self._idle.append(child)
             else:
-                # A call that was cancelled is in the middle of something.
+                # After a cancelled call the process is still busy with the grammar.
                 child.kill()
 
     def _take_idle(self) -> GrammarChild | None:
@@ -138,7 +139,7 @@ class StructuredOutputs:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What came of a form: a grammar, or a problem."""
+    """The result of compiling a form: a grammar, or a problem."""
 
     grammar: str = ""
     shortest_bytes: int = 0
@@ -152,7 +153,7 @@ class _Outcome:
 
 
 class _Outcomes:
-    """What came of the forms that were compiled last."""
+    """An LRU cache of outcomes, bounded by their number and size."""
 
     def __init__(self) -> None:
         self._key_to_outcome: OrderedDict[bytes, _Outcome] = OrderedDict()
@@ -175,29 +176,29 @@ class _Outcomes:
 
 
 def _read_form(form: tokenizer_pb2.StructuredOutput, field: str) -> tuple[str, str]:
-    """The form's kind and its text, which is all that tells it from others of the kind.
+    """The form's kind and its text; equal pairs mean equal grammars.
 
     Raises:
-        InvalidRequestError: it is empty or too large.
+        InvalidRequestError: the form is empty or too large.
     """
     kind = form.WhichOneof("form")
     if kind is None:
-        raise _refusal(field, "OUT_OF_RANGE", "one of json_schema, regex, grammar, choices and json_object is needed")
+        raise _refusal(field, "OUT_OF_RANGE", "one of json_schema, regex, grammar, choices and json_object must be set")
     if kind == "json_object":
         if not form.json_object:
-            raise _refusal(f"{field}.{kind}", "OUT_OF_RANGE", "can only be true")
+            raise _refusal(f"{field}.{kind}", "OUT_OF_RANGE", "must be true if set")
         return kind, ""
     if kind == "choices":
         texts = form.choices.texts
         if not 1 <= len(texts) <= MAX_CHOICES or not all(texts):
-            raise _refusal(f"{field}.{kind}", "OUT_OF_RANGE", f"1 to {MAX_CHOICES} texts, no empty one")
+            raise _refusal(f"{field}.{kind}", "OUT_OF_RANGE", f"must have 1 to {MAX_CHOICES} texts, none of them empty")
         text = json.dumps(list(texts), ensure_ascii=False)
     else:
         text = getattr(form, kind)
         if not text:
             raise _refusal(f"{field}.{kind}", "OUT_OF_RANGE", "must not be empty")
     if len(text.encode()) > MAX_FORM_BYTES:
-        raise _refusal(f"{field}.{kind}", "OUT_OF_RANGE", f"at most {MAX_FORM_BYTES} bytes")
+        raise _refusal(f"{field}.{kind}", "OUT_OF_RANGE", f"must have at most {MAX_FORM_BYTES} bytes")
     return kind, text
 
 

@@ -1,6 +1,6 @@
-"""What we ask of the grammar library about JSON schemas, so that every text that ends fits its schema.
+"""Checks JSON schemas beyond what the grammar library does, so that every complete text fits its schema.
 
-The library refuses keywords that it does not know, and references to other documents. Here is what it lets through.
+The library refuses unknown keywords and references to other documents. This module refuses what it wrongly accepts.
 """
 
 from __future__ import annotations
@@ -11,22 +11,23 @@ from collections.abc import Iterator
 from services.tokenizer.json.json_values import JsonObject, JsonValue
 from shared.grammar import GrammarError
 
-# The library reads little more.
+# The library does not accept much more.
 MAX_SCHEMA_DEPTH = 100
 
-# For a schema's "x-guidance". Without \u: the library would allow a free name that is another property's, spelled so.
+# For a schema's "x-guidance". \u is not allowed: with it, the library would accept another property's name, escaped, as
+# an additional property.
 STRICT_JSON: JsonObject = {"json_allowed_escapes": 'nrbtf\\"', "lenient": False, "coerce_one_of": False}
 
-# The library computes bounds with doubles, to which not all whole numbers above it are known.
+# The library computes bounds as doubles, which cannot represent every whole number above this.
 _LARGEST_BOUND = 2**53
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-# Whole numbers that it keeps as they are.
+# Whole numbers that the library does not round.
 _EXACT = range(-(2**63), 2**64)
 
-# What JSON writes with \u. Where nothing else may stand, the library leaves it out.
+# Characters that JSON writes with \u. Where only such a character may come, the library omits it.
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
-# A class of several characters, of which the others remain; or an escape; or any character. A class that is not closed
-# goes on to the end: a hostile pattern is read once, and not again from each of its characters.
+# A class of several characters, where omitting one leaves others; or an escape; or any character. A class that is not
+# closed extends to the end, so a hostile pattern is scanned once and not again from each of its characters.
 _PIECE_OF_PATTERN = re.compile(
     r"\[(?:(?>\\(?:x..|u....|.)?|[^\\\]])){2,}+(?:\]|\Z)"
     r"|\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|[xu]\{([0-9a-fA-F]+)\}|([0acev])|.)"
@@ -36,12 +37,12 @@ _PIECE_OF_PATTERN = re.compile(
 
 
 def check_schema(schema: JsonValue) -> None:
-    """Refuse what the library would take although a text may come of it that does not fit the schema.
+    """Refuse schemas that the library accepts although it might then allow texts that do not fit them.
 
     Raises:
-        GrammarError: options for the library; control characters; numbers that it would round; or `minProperties` of
-            which more than one would be of names that are not in `required`: the library lets a free name occur twice,
-            which counts once.
+        GrammarError: the schema has options for the library; control characters; numbers that the library would round;
+            or `minProperties` above the number of `required` names plus one: the library allows an additional name to
+            occur twice, which counts once.
     """
     for value in _values(schema):
         if isinstance(value, dict):
@@ -54,11 +55,11 @@ def check_schema(schema: JsonValue) -> None:
 
 def _check_object(node: JsonObject) -> None:
     if "x-guidance" in node:
-        raise GrammarError('"x-guidance" is not taken')
+        raise GrammarError('"x-guidance" is not allowed')
     least, required = node.get("minProperties"), node.get("required")
     num_required = len(required) if isinstance(required, list) else 0
     if isinstance(least, int | float) and least > num_required + 1:
-        raise GrammarError('"minProperties" is supported up to one more than there are "required" properties')
+        raise GrammarError('"minProperties" is supported only up to one more than the number of "required" properties')
     for name in _BOUNDS:
         bound = node.get(name)
         if isinstance(bound, int | float) and abs(bound) > _LARGEST_BOUND and _may_be_whole(node.get("type")):
@@ -70,7 +71,7 @@ def _check_object(node: JsonObject) -> None:
 
 
 def _may_be_whole(kind: JsonValue) -> bool:
-    """Whether a schema's "type" asks for whole numbers."""
+    """Whether a schema's "type" includes "integer"."""
     return kind == "integer" or (isinstance(kind, list) and "integer" in kind)
 
 
@@ -88,7 +89,10 @@ def _needs_control_character(pattern: str) -> bool:
 
 
 def _values(value: JsonValue) -> Iterator[JsonValue]:
-    """A value and all that is in it, names included. Some of it is data, as in `enum`: keywords are rare there."""
+    """A value and everything nested in it, names included.
+
+    Parts of it may be data rather than schemas, as in `enum`; keywords are unlikely there.
+    """
     values = [value]
     while values:
         value = values.pop()

@@ -1,4 +1,4 @@
-"""JSON from clients and models, read strictly: what is wrong with it is told with its place."""
+"""Strict parsing of JSON from clients and models; errors say where in the text they are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ JsonObject = dict[str, JsonValue]
 
 MAX_DEPTH = 64
 
-# What a double can hold: the next whole number rounds to infinity.
+# The largest whole number that a double can represent; the next one rounds to infinity.
 _LARGEST = 2**1024 - 2**970 - 1
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_SHOWN = 60
@@ -22,7 +22,7 @@ _Key = str | int
 
 @dataclass(frozen=True, slots=True)
 class _NoValue:
-    """What stands where JSON has a value."""
+    """Stands in for something that is not a JSON value, such as NaN."""
 
     text: str
 
@@ -31,7 +31,7 @@ def read_json_object(text: str) -> JsonObject:
     """Read a JSON object; see `read_json`.
 
     Raises:
-        ValueError: it is something else, or nested more than 64 deep.
+        ValueError: the text is not one, or is nested more than 64 levels deep.
     """
     value = read_json(text, max_depth=MAX_DEPTH)
     if not isinstance(value, dict):
@@ -40,10 +40,10 @@ def read_json_object(text: str) -> JsonObject:
 
 
 def read_json(text: str, *, max_depth: int) -> JsonValue:
-    """Read JSON whose numbers a double can hold, and whose strings are text that UTF-8 can hold.
+    """Read JSON whose numbers fit a double and whose strings can be encoded as UTF-8.
 
     Raises:
-        ValueError: it is something else, or nested more than `max_depth` deep. The message says where.
+        ValueError: the text is not such JSON, or is nested more than `max_depth` levels deep. The message says where.
     """
     try:
         value = _parse(text)
@@ -54,10 +54,10 @@ def read_json(text: str, *, max_depth: int) -> JsonValue:
 
 
 def _parse(text: str) -> JsonValue:
-    """The value, in which `_NoValue` stands where there is none.
+    """Parse JSON, with `_NoValue` in place of what Python accepts although it is not JSON.
 
     Raises:
-        ValueError: it is no JSON.
+        ValueError: the text is not JSON.
         RecursionError: it is nested thousands of levels deep.
     """
     try:
@@ -65,7 +65,7 @@ def _parse(text: str) -> JsonValue:
     except json.JSONDecodeError:
         raise
     except ValueError:
-        # A number of thousands of digits, which Python does not read.
+        # A number with thousands of digits, which `int` refuses.
         value = json.loads(text, parse_constant=_NoValue, parse_int=_read_int)
     return value
 
@@ -75,17 +75,17 @@ def _read_int(text: str) -> int | _NoValue:
 
 
 def _check(root: JsonValue, max_depth: int) -> None:
-    """Refuse what is no value, and what is nested too deep."""
+    """Refuse invalid values and nesting beyond `max_depth`."""
     keys: list[_Key] = [""]
     open_items = [_items([root])]
     while open_items:
         for key, value in open_items[-1]:
-            # Long lists are of numbers mostly, and this is the event loop's time.
+            # A fast path: long lists mostly hold numbers, and this runs on the event loop.
             if type(key) is type(value) is int and -_LARGEST <= value <= _LARGEST:
                 continue
             keys[-1] = key
             if isinstance(key, str) and _SURROGATE.search(key):
-                raise ValueError(f"half of a surrogate pair is no text, in a name at {_place(keys)}")
+                raise ValueError(f"a lone surrogate is not valid text, in a name at {_place(keys)}")
             if isinstance(value, dict | list):
                 if len(open_items) > max_depth:
                     raise ValueError(f"nested too deep: more than {max_depth} levels, at {_place(keys)}")
@@ -105,22 +105,22 @@ def _items(value: JsonObject | list[JsonValue]) -> Iterator[tuple[_Key, JsonValu
 
 
 def _find_problem(value: object) -> str | None:
-    """What is wrong with a value that holds no others."""
+    """What is wrong with a value that is not a list or an object; None if nothing is."""
     if isinstance(value, int | float):
         return None if -_LARGEST <= value <= _LARGEST else "a number is beyond 1.8e308"
     if isinstance(value, str):
-        # It can be written in JSON, and nowhere else.
-        return "half of a surrogate pair is no text" if _SURROGATE.search(value) else None
+        # JSON's escapes can write one, but UTF-8 cannot encode it.
+        return "a lone surrogate is not valid text" if _SURROGATE.search(value) else None
     if not isinstance(value, _NoValue):
         return None
     if len(value.text) > _MAX_SHOWN:
         return f"a number of {len(value.text)} characters is beyond 1.8e308"
-    return f"{value.text} is no JSON value"
+    return f"{value.text} is not a JSON value"
 
 
 def _place(keys: list[_Key]) -> str:
-    """As JSONPath has it; the beginning of a long one."""
-    # The first key is that of the whole value.
+    """The place in JSONPath notation, shortened if it is long."""
+    # The first key belongs to the list that wraps the whole value.
     steps = (f"[{key}]" if isinstance(key, int) else f".{_SURROGATE.sub('?', key)}" for key in keys[1:])
     place = "$" + "".join(steps)
     return place if len(place) <= _MAX_SHOWN else f"{place[:_MAX_SHOWN]}…"

@@ -1,4 +1,4 @@
-"""Spells words that a text must not hold as runs of tokens. Pure."""
+"""Spells a request's bad words as runs of tokens. Pure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Run = tuple[int, ...]
 
 
 def spellings(words: Sequence[str]) -> list[str]:
-    """The texts whose tokens stand for `words`: each without a space before it, then with one.
+    """The texts to encode for `words`: each word without a leading space, then with one.
 
-    Vocabularies have tokens that begin with a space.
+    Both are needed because vocabularies have tokens that begin with a space.
     """
     return [text for word in words for text in (word.lstrip(), f" {word.lstrip()}")]
 
@@ -21,26 +21,27 @@ def spellings(words: Sequence[str]) -> list[str]:
 def add_bad_words(
     runs: Sequence[Run], spelled: Sequence[Sequence[int]], violations: list[Violation]
 ) -> tuple[Run, ...]:
-    """Bad words as runs of tokens behind those given as such; what is wrong with them joins `violations`.
+    """Append the spelled bad words to those given as tokens; violations are appended to `violations`.
 
-    A spelling is left out when the other one is its end: whoever avoids that one avoids both.
+    The spelling with a space is left out when it ends with the one without: forbidding the shorter run forbids both.
 
-    Source: vLLM's `SamplingParams.update_from_tokenizer`, but for one thing: that leaves out spellings with a space
-    that have more or fewer tokens than without, and lets " word" through where it is one token and "word" two.
+    Source: vLLM's `SamplingParams.update_from_tokenizer`, with one difference: vLLM leaves out the spelling with a
+    space when it has more or fewer tokens than the other, and so lets " word" through where it is one token and "word"
+    is two.
 
     Args:
-        runs: Given as tokens, none of them empty.
-        spelled: The ids of the words' `spellings`.
-        violations: Grows.
+        runs: The bad words given as tokens, none of them empty.
+        spelled: The token ids of the words' `spellings`.
+        violations: Appended to.
     """
     all_runs = dict.fromkeys(runs)
     for index, (bare, spaced) in enumerate(zip(spelled[::2], spelled[1::2], strict=True)):
         word_runs = [bare] if spaced[-len(bare) :] == bare else [bare, spaced]
         if not all(1 <= len(run) <= MAX_BAD_WORD_LENGTH for run in word_runs):
-            description = f"must be 1 to {MAX_BAD_WORD_LENGTH} tokens"
+            description = f"must encode to 1 to {MAX_BAD_WORD_LENGTH} tokens"
             violations.append(Violation(f"bad_words[{index}]", "OUT_OF_RANGE", description))
         all_runs.update((tuple(run), None) for run in word_runs)
     if len(all_runs) > MAX_BAD_WORDS:
-        description = f"at most {MAX_BAD_WORDS} spellings, those of sampling.bad_words included"
+        description = f"must have at most {MAX_BAD_WORDS} spellings, including those of sampling.bad_words"
         violations.append(Violation("bad_words", "OUT_OF_RANGE", description))
     return tuple(all_runs)

@@ -1,4 +1,4 @@
-"""What a model's files do not allow, found and told at start instead of with each request that it concerns."""
+"""Startup checks of a model's files: reports once what would otherwise fail each request that needs it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from shared.model_dir import ModelDirectoryError, eos_token_ids, vocabulary_size
 
 logger = logging.getLogger(__name__)
 
-# Tokens that a log line names.
+# The most tokens that one log line names.
 _MAX_NAMED = 8
 
 
 def warn_of_unknown_tokens(tokenizer: Tokenizer, model_dir: Path) -> None:
-    """Warn where the tokenizer knows tokens that the model has no embedding of.
+    """Warn if the tokenizer has tokens that the model has no embedding for.
 
     Raises:
         ModelDirectoryError: the model's configuration is missing or malformed.
@@ -29,7 +29,7 @@ def warn_of_unknown_tokens(tokenizer: Tokenizer, model_dir: Path) -> None:
     unknown = sorted((token_id, token) for token, token_id in vocabulary.items() if token_id >= size)
     if unknown:
         logger.warning(
-            "the tokenizer knows tokens that the model does not: texts and chats that need one are refused",
+            "the tokenizer has tokens that the model does not: prompts that contain one are refused",
             extra={
                 "vocab_size": size,
                 "num_unknown": len(unknown),
@@ -39,18 +39,18 @@ def warn_of_unknown_tokens(tokenizer: Tokenizer, model_dir: Path) -> None:
 
 
 def can_compile_grammars(model_dir: Path) -> bool:
-    """Whether the grammar library knows this kind of tokenizer; a warning says why it does not.
+    """Whether the grammar library supports this kind of tokenizer; if not, a warning says why.
 
     Raises:
-        ModelDirectoryError: an EOS token is one that the model does not know, or a configuration is malformed.
+        ModelDirectoryError: an EOS token is outside the model's vocabulary, or a configuration is malformed.
     """
     eos_ids, size = eos_token_ids(model_dir), vocabulary_size(model_dir)
     try:
         GrammarLibrary(model_dir, eos_ids, size)
     except ModelDirectoryError as error:
         logger.warning(
-            "no grammar can be compiled for this tokenizer: structured output, and tools that must be called, are "
-            "refused",
+            "grammars cannot be compiled for this tokenizer: requests with structured output or with required tool "
+            "calls are refused",
             extra={"error": str(error)},
         )
         return False

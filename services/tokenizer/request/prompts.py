@@ -128,7 +128,7 @@ async def _collect(lane: Lane, runs: Iterator[TokenIds], context_length: int) ->
 def _check_length(num_tokens: int, context_length: int) -> None:
     if num_tokens >= context_length:
         raise PromptTooLongError(
-            f"the text has at least {num_tokens} tokens, the model's context is {context_length}",
+            f"the text has at least {num_tokens} tokens, but the model's context length is {context_length}",
             limit=context_length - 1,
             actual=num_tokens,
         )

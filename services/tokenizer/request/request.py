@@ -1,7 +1,6 @@
-"""From public messages to requests in which everything is checked and resolved.
+"""Turns public messages into checked requests, and these into resolved ones.
 
-Cheap checks come first and all of their violations are reported together; how long a list is, is looked at before
-anything in it.
+Cheap checks come first and their violations are reported together. The length of a list is checked before its items.
 """
 
 from __future__ import annotations
@@ -37,37 +36,35 @@ MAX_ALL_STOP_STRINGS_BYTES = 1024
 MAX_BAD_STRINGS = 32
 MAX_BAD_STRING_BYTES = 256
 MAX_PROMPTS = 64
-# Behind it comes the number of a prompt, within the 64 characters that an id may have.
+# Leaves room for the suffix "-63": a prompt's id is the request's id plus its index, within the limit of 64 characters.
 MAX_LIST_REQUEST_ID = 61
 
 TokenIds = npt.NDArray[np.integer]
-# Text to encode, a conversation to render, or ids.
+# Text to encode, a conversation to render, or token ids.
 Prompt = str | Conversation | TokenIds
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """What the answer's text is to look like, and where it ends."""
+    """How the answer's text is to be presented, and what ends it."""
 
     stop_strings: tuple[str, ...] = ()
     includes_stop: bool = False
     echoes: bool = False
     skips_special_tokens: bool = True
     is_raw: bool = False
-    """Whether the reply to a conversation is not taken apart."""
+    """Whether the reply to a conversation is returned as plain text, without parsing reasoning and tool calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:
-    """A request in which every field is acceptable; its prompts may still have to be encoded.
-
-    `sampling.max_tokens` is only the most that it may become unless `has_max_tokens`. The tokens of `bad_words` and the
-    grammar of `structured_output` are not in `sampling` yet.
-    """
+    """A request whose fields are all acceptable; its prompts may still have to be encoded."""
 
     request_id: str
     prompts: tuple[Prompt, ...]
     sampling: SamplingParams
+    """Without the tokens of `bad_words` and the grammar of `structured_output`, which are added later. `max_tokens` is
+    only an upper bound unless `has_max_tokens`."""
     has_max_tokens: bool
     n: int
     form: AnswerForm
@@ -79,18 +76,18 @@ class CheckedRequest:
 
     @property
     def all_ids(self) -> list[str]:
-        """Its own id, and those of its prompts."""
+        """The request's id and those of its prompts, without duplicates."""
         return list(dict.fromkeys([self.request_id, *self.prompt_ids]))
 
     @property
     def prompt_ids(self) -> list[str]:
-        """What the cell knows each prompt by."""
+        """The request id of each prompt in the cell."""
         if len(self.prompts) == 1:
             return [self.request_id]
         return [f"{self.request_id}-{index}" for index in range(len(self.prompts))]
 
     def field_prefix(self, index: int) -> str:
-        """What stands before the fields of a prompt where a violation names them."""
+        """The prefix of a prompt's fields in violations."""
         return "" if len(self.prompts) == 1 else f"prompts.prompts[{index}]."
 
 
@@ -101,27 +98,27 @@ def check_request(
     limits: ModelLimits,
     defaults: common_pb2.SamplingParams | None = None,
 ) -> CheckedRequest:
-    """Check everything that can be checked before the prompts are encoded; draw what the request leaves to us.
+    """Check everything that can be checked before the prompts are encoded, and draw the id and seed if not given.
 
     Args:
-        request: The request.
-        model_name: The served model's.
-        limits: The cell's.
-        defaults: The model's own sampling parameters.
+        request: The public message.
+        model_name: The name of the served model.
+        limits: The cell's limits.
+        defaults: The model's default sampling parameters.
 
     Raises:
         ModelNotFoundError: it names another model.
-        RequestTooLargeError: its text is larger than one request's may be.
+        RequestTooLargeError: its texts exceed the limit.
         PromptTooLongError: its token ids leave no room for one more.
-        InvalidRequestError: naming the first bad fields.
+        InvalidRequestError: fields are bad; it names the first ones.
     """
     if request.HasField("model") and request.model != model_name:
-        raise ModelNotFoundError("this model is not served here", served_model=model_name)
+        raise ModelNotFoundError("the requested model is not served here", served_model=model_name)
     violations: list[Violation] = []
     request_id = read_request_id(request.request_id if request.HasField("request_id") else None, violations)
     prompts = _check_prompts(request, limits, violations)
     if len(prompts) > 1 and len(request_id) > MAX_LIST_REQUEST_ID:
-        description = f"at most {MAX_LIST_REQUEST_ID} characters with several prompts"
+        description = f"must have at most {MAX_LIST_REQUEST_ID} characters in a request with several prompts"
         violations.append(Violation("request_id", "OUT_OF_RANGE", description))
     checked = CheckedRequest(
         request_id,
@@ -144,17 +141,17 @@ def check_request(
 def resolve_request(
     request: CheckedRequest, index: int, prompt_token_ids: TokenIds, sampling: SamplingParams, limits: ModelLimits
 ) -> ResolvedRequest:
-    """Put one encoded prompt in, and resolve what depends on its length.
+    """Resolve one prompt of a request, including what depends on the prompt's length.
 
     Args:
         request: A checked request.
-        index: Which of its prompts it is.
+        index: The prompt's index in the request.
         prompt_token_ids: [num_prompt_tokens], any integer dtype.
-        sampling: The request's, with tokens of bad words and the prompt's grammar.
-        limits: The cell's.
+        sampling: The request's parameters with the tokens of its bad words and the prompt's grammar added.
+        limits: The cell's limits.
 
     Raises:
-        InvalidRequestError: the prompt has no token, or one that the model does not know.
+        InvalidRequestError: the prompt is empty, or has a token that the model does not know.
         PromptTooLongError, ContextExceededError, KvCapacityExceededError: it does not fit.
     """
     field = f"{request.field_prefix(index)}prompt"
@@ -175,13 +172,13 @@ def resolve_request(
 
 
 def _check_known(token_ids: TokenIds, logits_width: int, field: str) -> None:
-    """Refuse a text for which the tokenizer has a token that the model has not.
+    """Refuse a text that contains a token of the tokenizer that the model does not know.
 
     Raises:
-        InvalidRequestError: it is such a text.
+        InvalidRequestError: it contains one.
     """
     if token_ids.size and (token_id := int(token_ids.max())) >= logits_width:
-        description = f"the tokenizer makes token {token_id} of it, and the model knows only ids below {logits_width}"
+        description = f"it contains the tokenizer's token {token_id}, but the model only knows ids below {logits_width}"
         raise InvalidRequestError.from_violations([Violation(field, "TOKEN_ID_OUT_OF_RANGE", description)])
 
 
@@ -201,7 +198,7 @@ def _check_prompts(
 
 
 def _text_bytes(message: tokenizer_pb2.GenerateRequest | tokenizer_pb2.Prompt) -> int:
-    """The bytes of all text that a message's prompts bring."""
+    """The total size of the texts in a message's prompts, in bytes of UTF-8."""
     kind = message.WhichOneof("prompt")
     if kind == "text":
         return len(message.text.encode())
@@ -218,7 +215,7 @@ def _check_prompt(
     limits: ModelLimits,
     violations: list[Violation],
 ) -> Prompt:
-    """The prompt of a message that has one; what is wrong with it joins `violations`, each field behind `prefix`."""
+    """Read a message's prompt; violations are appended to `violations`, with `prefix` before each field."""
     kind = message.WhichOneof("prompt")
     if kind == "chat":
         return read_chat(message.chat, violations, field=f"{prefix}chat")
@@ -226,9 +223,9 @@ def _check_prompt(
         field = f"{prefix}tokens.token_ids"
         return read_prompt_token_ids(message.tokens.token_ids, limits, violations, field=field)
     if kind is None:
-        violations.append(Violation(f"{prefix}prompt", "PROMPT_EMPTY", "one of text, chat and tokens is needed"))
+        violations.append(Violation(f"{prefix}prompt", "PROMPT_EMPTY", "one of text, chat and tokens must be set"))
     elif not message.text:
-        violations.append(Violation(f"{prefix}text", "PROMPT_EMPTY", "at least one token is needed"))
+        violations.append(Violation(f"{prefix}text", "PROMPT_EMPTY", "must not be empty"))
     return message.text
 
 
@@ -244,7 +241,7 @@ def _check_form(request: tokenizer_pb2.GenerateRequest, violations: list[Violati
 
 def _check_stop_strings(stops: Sequence[str], violations: list[Violation]) -> tuple[str, ...]:
     if len(stops) > MAX_STOP_STRINGS:
-        violations.append(Violation("stop", "OUT_OF_RANGE", f"at most {MAX_STOP_STRINGS} strings"))
+        violations.append(Violation("stop", "OUT_OF_RANGE", f"must have at most {MAX_STOP_STRINGS} strings"))
         return ()
     sizes = [len(stop.encode()) for stop in stops]
     for index, size in enumerate(sizes):
@@ -252,27 +249,29 @@ def _check_stop_strings(stops: Sequence[str], violations: list[Violation]) -> tu
             description = f"must have 1 to {MAX_STOP_STRING_BYTES} bytes"
             violations.append(Violation(f"stop[{index}]", "OUT_OF_RANGE", description))
     if sum(sizes) > MAX_ALL_STOP_STRINGS_BYTES:
-        violations.append(Violation("stop", "OUT_OF_RANGE", f"at most {MAX_ALL_STOP_STRINGS_BYTES} bytes in all"))
+        violations.append(
+            Violation("stop", "OUT_OF_RANGE", f"must have at most {MAX_ALL_STOP_STRINGS_BYTES} bytes in total")
+        )
     return tuple(stops)
 
 
 def _check_bad_words(words: Sequence[str], violations: list[Violation]) -> tuple[str, ...]:
     if len(words) > MAX_BAD_STRINGS:
-        violations.append(Violation("bad_words", "OUT_OF_RANGE", f"at most {MAX_BAD_STRINGS} strings"))
+        violations.append(Violation("bad_words", "OUT_OF_RANGE", f"must have at most {MAX_BAD_STRINGS} strings"))
         return ()
     for index, word in enumerate(words):
-        # The space before a word is ours to add.
+        # A leading space is added, or removed, when the word is spelled.
         if not word.strip() or len(word.encode()) > MAX_BAD_STRING_BYTES:
-            description = f"must have 1 to {MAX_BAD_STRING_BYTES} bytes, and not only space"
+            description = f"must have 1 to {MAX_BAD_STRING_BYTES} bytes, and not only whitespace"
             violations.append(Violation(f"bad_words[{index}]", "OUT_OF_RANGE", description))
     return tuple(words)
 
 
 def _check_constraints(request: CheckedRequest, violations: list[Violation]) -> None:
-    """Refuse what cannot hold together with a text that is constrained."""
+    """Refuse options that contradict structured output or required tool calls."""
     has_calls = any(isinstance(prompt, Conversation) and prompt.callable_tools for prompt in request.prompts)
     if request.structured_output is not None and has_calls:
-        violations.append(Violation("structured_output", "OUT_OF_RANGE", "not with tools that must be called"))
+        violations.append(Violation("structured_output", "OUT_OF_RANGE", "cannot be combined with required tool calls"))
     if request.sampling.ignore_eos and (request.structured_output is not None or has_calls):
-        description = "not with structured_output, nor with tools that must be called: they end the text"
+        description = "cannot be combined with structured_output or required tool calls, which end the text"
         violations.append(Violation("sampling.ignore_eos", "OUT_OF_RANGE", description))

@@ -49,7 +49,7 @@ def test_a_template_that_fails_refuses_the_start(tmp_path: Path) -> None:
     write_tiny_tokenizer(tmp_path, chat_template="{{ messages[1].content }}")
     result = run_service(f"--model-dir={tmp_path}", f"--listen=unix:{tmp_path}/sock")
     assert result.returncode == 1
-    assert "the chat template does not render a plain message" in result.stderr
+    assert "the chat template cannot render a plain message" in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -116,14 +116,14 @@ def test_a_number_of_properties_is_promised_only_where_no_name_can_be_counted_tw
 @pytest.mark.parametrize(
     ("kind", "source", "message"),
     [
-        ("json_schema", "{", "no JSON"),
+        ("json_schema", "{", "not a JSON schema"),
         ("json_schema", "[]", "an object or true"),
         ("json_schema", "false", "an object or true"),
-        ("json_schema", '{"x-guidance": {"lenient": true}}', '"x-guidance" is not taken'),
-        ("json_schema", '{"items": {"x-guidance": {}}}', '"x-guidance" is not taken'),
-        ("grammar", 'root ::= "a', "cannot be read as GBNF: Unexpected end of input"),
+        ("json_schema", '{"x-guidance": {"lenient": true}}', '"x-guidance" is not allowed'),
+        ("json_schema", '{"items": {"x-guidance": {}}}', '"x-guidance" is not allowed'),
+        ("grammar", 'root ::= "a', "invalid GBNF: Unexpected end of input"),
         ("grammar", "root ::= other", "Rule 'other' not found"),
-        ("grammar", r'root ::= "\U7fffffff"', "cannot be read as GBNF"),
+        ("grammar", r'root ::= "\U7fffffff"', "invalid GBNF"),
         ("grammar", ' {"grammars": [{"lark_grammar": "start: /a/"}]}', "begins with a rule"),
     ],
 )

@@ -115,7 +115,7 @@ async def test_a_form_becomes_a_grammar(model_dir: Path, form: Form) -> None:
         (Form(json_object=False), ".json_object", "OUT_OF_RANGE", "true"),
         (Form(regex=""), ".regex", "OUT_OF_RANGE", "empty"),
         (Form(choices=Form.Choices()), ".choices", "OUT_OF_RANGE", "1 to 1024 texts"),
-        (Form(choices=Form.Choices(texts=["a", ""])), ".choices", "OUT_OF_RANGE", "no empty one"),
+        (Form(choices=Form.Choices(texts=["a", ""])), ".choices", "OUT_OF_RANGE", "none of them empty"),
         (Form(choices=Form.Choices(texts=["a"] * 1025)), ".choices", "OUT_OF_RANGE", "1 to 1024"),
         (Form(json_schema=" " * (512 * 1024 + 1)), ".json_schema", "OUT_OF_RANGE", "at most 524288 bytes"),
         (Form(grammar="start: other"), ".grammar", "GRAMMAR_INVALID", 'unknown name: "other"'),
@@ -149,7 +149,7 @@ async def test_a_violation_names_the_field_that_it_is_told(model_dir: Path) -> N
 @pytest.mark.parametrize(
     ("limits", "text"),
     [
-        (TrialLimits(cpu_s=0.2, memory_bytes=1024 * MIB), "0.2 s of a processor"),
+        (TrialLimits(cpu_s=0.2, memory_bytes=1024 * MIB), "0.2 s of CPU time"),
         (TrialLimits(cpu_s=60.0, memory_bytes=256 * MIB), "256 MiB of memory"),
     ],
 )

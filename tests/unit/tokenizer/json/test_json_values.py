@@ -42,17 +42,17 @@ def test_anything_else_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"a": [1, {"b": NaN}]}', "NaN is no JSON value, at $.a[1].b"),
-        ("-Infinity", "-Infinity is no JSON value, at $"),
+        ('{"a": [1, {"b": NaN}]}', "NaN is not a JSON value, at $.a[1].b"),
+        ("-Infinity", "-Infinity is not a JSON value, at $"),
         ("[1e999]", "a number is beyond 1.8e308, at $[0]"),
         (f"[{2**1024 - 2**970}]", "a number is beyond 1.8e308, at $[0]"),
         ('{"a": ' + "9" * 400 + "}", "a number is beyond 1.8e308, at $.a"),
         ('{"a": ' + "9" * 5000 + "}", "a number of 5000 characters is beyond 1.8e308, at $.a"),
-        ('["\\ud800"]', "half of a surrogate pair is no text, at $[0]"),
-        ('{"\\udc00": 1}', "half of a surrogate pair is no text, in a name at $.?"),
+        ('["\\ud800"]', "a lone surrogate is not valid text, at $[0]"),
+        ('{"\\udc00": 1}', "a lone surrogate is not valid text, in a name at $.?"),
         ("[" * 3 + "]" * 3, "nested too deep: more than 2 levels, at $[0][0]"),
         ("[" * 100_000, "nested too deep: more than 2 levels"),
-        ('{"' + "a" * 100 + '": NaN}', "NaN is no JSON value, at $." + "a" * 58 + "…"),
+        ('{"' + "a" * 100 + '": NaN}', "NaN is not a JSON value, at $." + "a" * 58 + "…"),
     ],
 )
 def test_what_is_wrong_is_told_with_its_place(text: str, message: str) -> None:

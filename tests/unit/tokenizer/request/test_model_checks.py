@@ -98,7 +98,7 @@ async def test_what_needs_a_token_that_the_model_lacks_is_told_at_start_and_refu
     assert (warning.__dict__["num_unknown"], warning.__dict__["unknown"]) == (2, "420 <call>, 421 </call>")
     for code, reason, message in refusals:
         assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
-        assert message == "prompt: the tokenizer makes token 420 of it, and the model knows only ids below 420"
+        assert message == "prompt: it contains the tokenizer's token 420, but the model only knows ids below 420"
     assert grammar_refusal[:2] == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
     assert "no text fits" in grammar_refusal[2]
 
