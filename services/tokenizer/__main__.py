@@ -23,16 +23,17 @@ from shared.rpc import Servicer, make_server
 
 logger = logging.getLogger(__name__)
 
-# A thread that encodes gives the event loop its turn after this long; the interpreter's own 5 ms is felt in streams.
+# An encoding thread yields the interpreter lock to the event loop after this long; Python's default of 5 ms would be
+# noticeable in streams.
 SWITCH_INTERVAL_S = 200e-6
 
-# The process is gone before the grace of a stop is over: streams get all of it but a second.
+# Streams get all but a second of the stop grace, so that the process exits before the grace is over.
 _DRAIN_S = STOP_GRACE_S - 1.0
 _CLOSE_S = 0.5
 
 
 async def serve(settings: TokenizerSettings, model: ServedModel, stop: asyncio.Event) -> int:
-    """Serve until `stop` is set and the last streams have ended; returns the process's exit code."""
+    """Serve until `stop` is set and the streams are drained; returns the process's exit code."""
     health = Health((TOKENIZER_SERVICE,))
 
     async def on_link_change(is_linked: bool) -> None:
@@ -64,7 +65,7 @@ async def serve(settings: TokenizerSettings, model: ServedModel, stop: asyncio.E
     model.structured_outputs.close()
     for task in ends:
         task.cancel()
-    # The link only ends by being cancelled; an exception of its own is a bug.
+    # The link only ends when it is cancelled; any other exception is a bug.
     for result in await asyncio.gather(*ends, return_exceptions=True):
         if isinstance(result, Exception):
             raise result
@@ -72,7 +73,7 @@ async def serve(settings: TokenizerSettings, model: ServedModel, stop: asyncio.E
 
 
 async def _serve_metrics(settings: TokenizerSettings, scheduler: SchedulerClient) -> asyncio.AbstractServer | None:
-    """Serve metrics where the settings say; None when they do not.
+    """Serve metrics if `metrics_listen` is set; None if it is not.
 
     Raises:
         RuntimeError: the address is taken or not usable.
@@ -86,7 +87,7 @@ async def _serve_metrics(settings: TokenizerSettings, scheduler: SchedulerClient
 
 
 def main() -> int:
-    """The service's process."""
+    """Entry point of the service."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     settings = load_settings(TokenizerSettings)
     configure_logging(service="tokenizer", level=settings.log_level, log_format=settings.log_format)

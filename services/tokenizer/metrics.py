@@ -1,4 +1,4 @@
-"""The tokenizer's metrics: read when somebody asks, never on a stream's way."""
+"""The tokenizer's Prometheus metrics, collected only when scraped and never while streaming."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.tokenizer.exchange.scheduler_client import SchedulerClient
 
 
 def make_registry(scheduler: SchedulerClient) -> CollectorRegistry:
-    """A registry with the metrics of a replica and those of this process: CPU time, memory, start, open files."""
+    """A registry with the replica's metrics and this process's: CPU time, memory, start time, open files."""
     registry = CollectorRegistry()
     registry.register(ReplicaCollector(scheduler))
     ProcessCollector(registry=registry)
@@ -20,33 +20,33 @@ def make_registry(scheduler: SchedulerClient) -> CollectorRegistry:
 
 
 class ReplicaCollector(Collector):
-    """All metrics of a replica, of one moment. Counters start at 0 with the process; no label comes from a client."""
+    """Collects a snapshot of the replica's metrics. Counters start at 0 with the process; labels never hold client data."""
 
     def __init__(self, scheduler: SchedulerClient) -> None:
         self._scheduler = scheduler
 
     def collect(self) -> Iterator[Metric]:
-        """See the library's `Collector`."""
+        """Yield the metrics, as `prometheus_client`'s `Collector` does."""
         counters = self._scheduler.requests.counters
         yield GaugeMetricFamily(
-            "lockstep_scheduler_linked", "Whether a scheduler is linked and serves, 1 or 0.", self._scheduler.is_linked
+            "lockstep_scheduler_linked", "1 if linked to a serving scheduler, otherwise 0.", self._scheduler.is_linked
         )
         yield CounterMetricFamily(
-            "lockstep_scheduler_links_lost", "Links to a scheduler that served and was lost.", counters.num_lost_links
+            "lockstep_scheduler_links_lost", "Links lost to a scheduler that was serving.", counters.num_lost_links
         )
         yield CounterMetricFamily(
             "lockstep_requests_resubmitted",
-            "Requests submitted again after their scheduler was lost, each time counted.",
+            "Resubmissions of requests whose scheduler was lost.",
             counters.num_resubmissions,
         )
         yield CounterMetricFamily(
             "lockstep_poison_requests",
-            "Requests ended because schedulers died of them.",
+            "Requests ended because they killed schedulers.",
             counters.num_poison_requests,
         )
         resumes = CounterMetricFamily(
             "lockstep_resumes",
-            "Times choices went on after a worker or a scheduler was lost, counted at their end; exact where their "
+            "Resumes of choices after a worker or a scheduler was lost, counted when the choice ends; exact if its "
             "bytes are those of an undisturbed run.",
             labels=["exact"],
         )

@@ -1,1 +1,1 @@
-"""Conversations, and the model's template that turns them into text."""
+"""Conversations, and the model's chat template, which renders them as text."""

@@ -1,4 +1,4 @@
-"""From a conversation to the text and the pieces that its prompt consists of. Pure, but for the template."""
+"""Renders a conversation to the text and the pieces that its prompt consists of. Pure, apart from the template."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from services.tokenizer.text.control_tokens import ControlTokens, texts_in, unus
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """A rendered conversation: its text, and that cut into ids of control tokens and the texts between them."""
+    """A rendered conversation."""
 
     text: str
     pieces: tuple[str | int, ...]
+    """The text cut into the ids of control tokens and the texts between them."""
 
 
 def render_chat(template: ChatTemplate, control_tokens: ControlTokens, conversation: Conversation) -> RenderedChat:
-    """Render a conversation in such a way that no control token is its author's.
+    """Render a conversation so that every control token comes from the template and none from the messages.
 
     Raises:
-        InvalidRequestError: the template refuses the conversation, or that makes it fail.
+        InvalidRequestError: the template rejects the conversation, or fails on it.
     """
     fields = template.fields(conversation)
     texts = list(texts_in(fields))

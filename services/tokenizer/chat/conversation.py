@@ -1,4 +1,4 @@
-"""Conversations as templates know them, once everything in them has been checked."""
+"""Checked conversations, in the terms that chat templates use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from services.tokenizer.json.json_values import JsonObject
 
 
 class ToolMode(enum.Enum):
-    """Whether the model calls tools: if it wants to, never, or at least once."""
+    """Whether the model calls tools: as it chooses, never, or at least once."""
 
     AUTO = "auto"
     NONE = "none"
@@ -18,18 +18,20 @@ class ToolMode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that the model made earlier in a conversation; `id` is empty when the client gave none."""
+    """A call that the model made earlier in a conversation."""
 
     id: str
+    """Empty if the client gave none."""
     name: str
     arguments: JsonObject
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a conversation; `role` as templates know it. What a message does not have is empty."""
+    """One message of a conversation. Fields that the client left out are empty."""
 
     role: str
+    """The role's name in templates."""
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
@@ -39,19 +41,20 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool that the model may call; `parameters` is the JSON schema of its arguments, an object."""
+    """A tool that the model may call."""
 
     name: str
     description: str = ""
     parameters: JsonObject = field(default_factory=lambda: {"type": "object", "properties": {}})
+    """The JSON schema of its arguments, which are an object."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a chat request asks the model to continue.
+    """The conversation that a chat request asks the model to continue.
 
-    Invariants: there is a message; `tool_name` is empty or one of the tools', and then the mode is REQUIRED; with
-    REQUIRED there is a tool. With NONE there may be tools, of which the model is told nothing.
+    Invariants: there is at least one message. `tool_name` is empty, or names one of the tools and then the mode is
+    REQUIRED. With REQUIRED there is at least one tool. With NONE the tools are not shown to the model.
     """
 
     messages: tuple[Message, ...]
@@ -62,12 +65,12 @@ class Conversation:
 
     @property
     def offered_tools(self) -> tuple[Tool, ...]:
-        """The tools that the model is told of, and whose calls are read out of its reply."""
+        """The tools that are shown to the model, and whose calls are parsed out of its reply."""
         return () if self.tool_mode is ToolMode.NONE else self.tools
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
-        """The tools of which one must be called; none of them unless the mode is REQUIRED."""
+        """The tools of which one must be called; empty unless the mode is REQUIRED."""
         if self.tool_mode is not ToolMode.REQUIRED:
             return ()
         return tuple(tool for tool in self.tools if self.tool_name in ("", tool.name))

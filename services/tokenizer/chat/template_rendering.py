@@ -1,4 +1,4 @@
-"""Runs a chat template, in the immutable sandbox that `transformers` sets up, with its filters and globals."""
+"""Runs a chat template in the immutable sandbox of `transformers`, with its filters and globals."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ _PARAMETERS = ("messages", "tools")
 
 
 def render_template(source: str, special_tokens: dict[str, str], fields: JsonObject) -> str:
-    """Render a template with the assistant's turn opened; raises whatever it raises, and takes as long as it takes.
+    """Render a template, ending with the assistant's turn opened.
+
+    Exceptions of the template pass through, and its time is not limited.
 
     Args:
-        source: The template.
-        special_tokens: The text of each that it may use by name, such as `bos_token`.
-        fields: `messages`, `tools` (None for none) and more variables, none of them named as a special token.
+        source: The Jinja source.
+        special_tokens: Name to text of the special tokens that it may use, such as `bos_token`.
+        fields: `messages`, `tools` (None if there are none) and further variables, none named like a special token.
     """
     variables: dict[str, Any] = {name: value for name, value in fields.items() if name not in _PARAMETERS}
-    # Annotated as `str`, it returns the texts of all conversations and what it tracked in them.
+    # Despite its annotation `str`, it returns the texts of all conversations and the spans that it tracked in them.
     rendered: Any = render_jinja_template(
         conversations=[fields["messages"]],
         tools=fields["tools"],

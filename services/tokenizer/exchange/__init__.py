@@ -1,1 +1,1 @@
-"""The stream to the schedulers: what is submitted, what comes back, and what happens when one dies."""
+"""The stream to the cell's scheduler: submitting requests, receiving tokens, and recovery when a scheduler is lost."""

@@ -1,4 +1,4 @@
-"""The replica's requests in its cell. They outlive the stream that carries them: on the next one they go on."""
+"""The replica's requests in its cell. They outlive the stream that carries them and are resumed on the next one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from services.tokenizer.request.resolved_request import ResolvedRequest
 from shared.errors import NotReadyError, ServiceError
 from shared.request_fields import check_exactness
 
-# Resubmissions spread over this time, in their order: a scheduler that has only just started meets every replica's.
+# Resubmissions are spread over this time, in their order: a new scheduler gets those of every replica at once.
 LONGEST_JITTER_S = 0.5
 
 _random = secrets.SystemRandom()
@@ -26,7 +26,7 @@ _random = secrets.SystemRandom()
 
 @dataclass(slots=True)
 class Counters:
-    """What has happened since the service started. Resumes are counted when the answers of their choices end."""
+    """Counts of events since the service started. Resumes are counted when their request ends."""
 
     num_lost_links: int = 0
     num_resubmissions: int = 0
@@ -35,7 +35,7 @@ class Counters:
     num_other_resumes: int = 0
 
     def add_resumes(self, num_resumes: int, *, is_exact: bool) -> None:
-        """Count the recoveries of a choice."""
+        """Count the resumes of one choice."""
         if is_exact:
             self.num_exact_resumes += num_resumes
         else:
@@ -43,39 +43,52 @@ class Counters:
 
 
 class Receiver(Protocol):
-    """Where one choice's tokens go. It is called no more once it has ended."""
+    """Receives one choice's tokens. Nothing is called any more once the choice has ended."""
 
     def submitted(self, num_resumes: int, *, is_exact: bool) -> None:
-        """Its request goes to a scheduler, after so many losses; whether neither they nor others change a byte."""
+        """The choice's request is being submitted, for the first time or after a loss.
+
+        Args:
+            num_resumes: How often the choice has been resumed so far.
+            is_exact: Whether resumes, past and future ones in this cell, change no byte of the output.
+        """
 
     def resumed(self, num_resumes: int) -> None:
-        """It goes on after a loss in the cell, so many in all by now."""
+        """The choice was resumed inside the cell, now `num_resumes` times in total."""
 
     def begin(self, num_cached_tokens: int) -> None:
-        """Take the number of prompt tokens that were cached; once, before the first tokens."""
+        """Take the number of cached prompt tokens; called once, before the first tokens."""
 
     def receive(self, token_ids: Sequence[int], end: exchange_pb2.RequestEnd | None) -> int | None:
-        """Take tokens and an end; returns the number of tokens at which a stop found in text ended the choice."""
+        """Take the next tokens and, with the last ones, the end.
+
+        Returns:
+            The number of completion tokens at which a stop string ended the choice; None unless one just did.
+        """
 
     def receive_logprobs(self, logprobs: Logprobs) -> None:
-        """Take the log-probabilities of the tokens that are about to be received."""
+        """Take the log-probabilities of the tokens that the next `receive` passes."""
 
     def receive_prompt_logprobs(self, logprobs: Logprobs) -> None:
-        """Take those of the next tokens of the request's prompt."""
+        """Take the log-probabilities of the prompt's next tokens."""
 
     def fail(self, error: ServiceError) -> None:
-        """Take the error that ended the request."""
+        """The request has ended with an error."""
 
 
 class CellRequests:
-    """The shell around the ledger: streams come and go, and each choice's tokens reach its receiver.
+    """The I/O shell around the ledger: connects it to the current stream, and passes each choice's tokens on.
 
-    Invariant: a choice has its receiver here exactly while it is in the ledger. A link is here while its stream is
-    the present one.
+    Invariant: a choice has a receiver exactly while it is in the ledger. `_link` is the current stream's link, or None
+    while there is no stream.
     """
 
     def __init__(self, lost_after_s: float) -> None:
-        """Begin in the running event loop, without a stream; requests wait `lost_after_s` for a live scheduler."""
+        """Start without a stream; needs a running event loop.
+
+        Args:
+            lost_after_s: Seconds that requests wait without a sign of life from any scheduler.
+        """
         self.counters = Counters()
         self._ledger = RequestLedger(lost_after_s, time.monotonic())
         self._receivers: dict[int, Receiver] = {}
@@ -83,7 +96,7 @@ class CellRequests:
         self._stream = 0
         self._scheduler_instance_id = ""
         self._exact_fingerprint = ""
-        # When the last stream's scheduler was heard last, if it may have died.
+        # When the last stream's scheduler was last heard from, if it may have died.
         self._died_s: float | None = None
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -96,20 +109,23 @@ class CellRequests:
         arrived_s: float,
         deadline_s: float | None,
     ) -> int:
-        """Send a request up; returns the handle to abort it by, the first of its choices'.
+        """Submit a request to the cell.
 
         Args:
-            request: What to send.
-            receivers: Get its choices' answers, one each.
+            request: The request.
+            receivers: One for each of its choices.
             arrived_s: When it arrived, in seconds of `time.monotonic`.
-            deadline_s: When its caller gives up, likewise; None is never.
+            deadline_s: The caller's deadline on the same clock; None means there is none.
+
+        Returns:
+            The handle of its first choice, by which `abort` knows the request.
 
         Raises:
             NotReadyError: there is no stream.
-            ExactUnavailableError: it is to be exact, and the cell is not.
+            ExactUnavailableError: the request must be exact, and the cell is not.
         """
         if self._link is None:
-            raise NotReadyError("the service is not linked to its cell")
+            raise NotReadyError("the service is not connected to a scheduler")
         check_exactness(self._exact_fingerprint, is_exact=request.is_exact)
         handle = self._ledger.add(request, arrived_s=arrived_s, deadline_s=deadline_s)
         self._receivers.update(enumerate(receivers, handle))
@@ -120,7 +136,7 @@ class CellRequests:
         return handle
 
     def abort(self, handle: int) -> None:
-        """Have a request forgotten; nothing happens when it has ended."""
+        """Abort a request; does nothing if it has already ended."""
         for choice in self._ledger.open_choices(handle):
             del self._receivers[choice]
         if self._ledger.remove(handle) and self._link is not None:
@@ -128,14 +144,16 @@ class CellRequests:
         self._submit_released()
 
     def make_link(self) -> ExchangeLink:
-        """What goes up a new stream, which is not the present one yet."""
+        """The sending side of a new stream, which does not become the current one before `open_stream`."""
         return ExchangeLink(self._make_submit)
 
     def open_stream(self, link: ExchangeLink, cell_info: exchange_pb2.CellInfo) -> int:
-        """The stream of `link` is the present one: what lives goes on there, in this cell.
+        """Make the stream of `link` the current one, and submit all live requests on it.
+
+        Requests that cannot be resumed in this cell end with an error.
 
         Returns:
-            The number of requests that are submitted again.
+            The number of requests that will be submitted; they are spread over `LONGEST_JITTER_S`.
         """
         self._meet_scheduler(cell_info.scheduler_instance_id)
         self._exact_fingerprint = cell_info.exact_fingerprint
@@ -149,12 +167,12 @@ class CellRequests:
         return len(handles)
 
     def lose_stream(self, link: ExchangeLink, *, died_s: float | None = None) -> None:
-        """A stream has ended; if it is the present one, its requests wait for the next.
+        """A stream has ended; if it is the current one, its requests wait for the next.
 
         Args:
-            link: The stream's.
-            died_s: When the scheduler was heard last, if it gave no reason for the end: unless the next stream is its
-                own again, it has died.
+            link: The stream's link.
+            died_s: When the scheduler was last heard from, if the stream ended without a reason. It then counts as dead
+                unless the next stream is from the same scheduler instance.
         """
         link.close()
         if link is self._link:
@@ -164,7 +182,7 @@ class CellRequests:
             self._expire()
 
     def hear_scheduler(self) -> None:
-        """A scheduler lives, though it does not serve yet: what waits for it is not lost."""
+        """A scheduler is up but not serving yet: restart the time after which waiting requests are lost."""
         if self._link is None:
             self._ledger.hear_scheduler(time.monotonic())
             self._arm_timer()
@@ -175,10 +193,10 @@ class CellRequests:
             self._receivers.pop(handle).fail(error)
 
     def on_outputs(self, outputs: exchange_pb2.Outputs) -> None:
-        """Hand out what one step on the present stream brought: beginnings, tokens and ends.
+        """Pass one message of the current stream on to the receivers: starts, tokens, ends and the like.
 
         Raises:
-            ExchangeError: columns do not fit each other, or tokens are missing.
+            ExchangeError: the columns are inconsistent, or tokens are missing.
         """
         for resume in outputs.resumes:
             if self._ledger.resume(self._stream, resume.handle, resume.num_resumes):
@@ -208,7 +226,7 @@ class CellRequests:
         self._submit_released()
 
     def _meet_scheduler(self, instance_id: str) -> None:
-        """A scheduler serves: where it is not the last one, that one may have died, and a request may be to blame."""
+        """Note which scheduler serves; if it replaces one that may have died, a request may be to blame."""
         if self._died_s is not None and instance_id != self._scheduler_instance_id:
             ends = self._ledger.on_scheduler_death(self._died_s)
             self.counters.num_poison_requests += bool(ends)
@@ -220,7 +238,7 @@ class CellRequests:
             self._receivers.pop(handle).fail(error)
 
     def _submit_released(self) -> None:
-        """Submit what had to wait for a trial that has moved on."""
+        """Submit the requests that no longer have to wait for a trial."""
         if self._link is not None:
             for handle in self._ledger.take_released():
                 self._link.submit(handle)
@@ -237,7 +255,7 @@ class CellRequests:
                 self._receivers[message.handle].receive_prompt_logprobs(logprobs.last(num_new))
 
     def _stop(self, handle: int, stop_at: int) -> None:
-        """A stop found in text ended a choice: the cell is to be told."""
+        """A stop string ended a choice: notify the cell."""
         self._ledger.stop(handle)
         del self._receivers[handle]
         assert self._link is not None
@@ -260,7 +278,7 @@ class CellRequests:
         self._arm_timer()
 
     def _arm_timer(self) -> None:
-        """Come back when requests expire that wait, for a stream or for others that are tried on it."""
+        """Schedule `_expire` for the next deadline of requests that wait for a stream or for a trial."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,4 +1,4 @@
-"""Between the messages of `Exchange` and what the service works with."""
+"""Converts between the messages of `Exchange` and the service's own types."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HANDLE_DTYPE = np.dtype("<u4")
 
 
 def encode_submit(attempt: Attempt) -> exchange_pb2.Submit:
-    """The message of one submission."""
+    """Encode one attempt at a request."""
     request = attempt.request
     sampling = request.sampling
     return exchange_pb2.Submit(
@@ -51,7 +51,7 @@ def encode_submit(attempt: Attempt) -> exchange_pb2.Submit:
 
 
 def encode_handles(handles: Sequence[int]) -> bytes:
-    """A column of handles."""
+    """Encode a column of handles: little-endian uint32."""
     return np.array(handles, _HANDLE_DTYPE).tobytes()
 
 
@@ -59,7 +59,7 @@ def read_rows(outputs: exchange_pb2.Outputs) -> list[tuple[int, int, list[int]]]
     """The handle, first index and token ids of each row.
 
     Raises:
-        ExchangeError: the columns do not fit each other.
+        ExchangeError: the columns are inconsistent.
     """
     try:
         handles = np.frombuffer(outputs.handles, _HANDLE_DTYPE).tolist()
@@ -67,15 +67,15 @@ def read_rows(outputs: exchange_pb2.Outputs) -> list[tuple[int, int, list[int]]]
         counts = np.frombuffer(outputs.counts, TOKEN_DTYPE)
         token_ids = np.frombuffer(outputs.token_ids, TOKEN_DTYPE).tolist()
     except ValueError as error:
-        raise ExchangeError("a column is no multiple of 4 bytes") from error
+        raise ExchangeError("a column's size is not a multiple of 4 bytes") from error
     if len(handles) == len(first_indexes) == len(counts) == len(token_ids) and (counts == 1).all():
-        # A step without drafts.
+        # The fast path: one token per row, as in any step without speculative decoding.
         columns = zip(handles, first_indexes, token_ids, strict=True)
         return [(handle, first_index, [token_id]) for handle, first_index, token_id in columns]
     ends = counts.cumsum(dtype=np.int64)
     num_tokens = int(ends[-1]) if len(ends) else 0
     if not len(handles) == len(first_indexes) == len(counts) or num_tokens != len(token_ids) or (counts < 0).any():
-        raise ExchangeError("the columns do not fit each other")
+        raise ExchangeError("the columns have inconsistent lengths")
     starts = (ends - counts).tolist()
     return [
         (handle, first_index, token_ids[start:end])

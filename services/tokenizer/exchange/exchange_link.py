@@ -1,4 +1,4 @@
-"""What goes up one `Exchange` stream: submits, stops and aborts pile up while the last message leaves."""
+"""The sending side of one `Exchange` stream: batches submits, stops and aborts while the last message is being sent."""
 
 from __future__ import annotations
 
@@ -10,24 +10,21 @@ from collections.abc import AsyncIterator, Callable
 from lockstep.internal.v1 import exchange_pb2
 from services.tokenizer.exchange.exchange_codec import encode_handles
 
-# Submits beyond this go in the next message, so that one is always far below what a cell's message may be.
+# Submits beyond this go into the next message, so that each stays far below the limit on message size.
 _SUBMIT_BYTES_PER_MESSAGE = 8 * 1024 * 1024
 
 
 class ExchangeLink:
-    """Collects what is to be sent. Nothing is sent any more once it is closed.
-
-    Attributes:
-        heard_s: When the scheduler was heard last, in seconds of `time.monotonic`; at first when the link was made.
-    """
+    """Collects what is to be sent. Nothing is sent once it is closed."""
 
     def __init__(self, make_submit: Callable[[int], exchange_pb2.Submit | None]) -> None:
-        """Begin a link.
+        """Start empty.
 
         Args:
-            make_submit: The submit of a handle, made at the moment it leaves: its ages and its output so far are
-                those of this moment. None when the request has ended.
+            make_submit: Makes the submit of a handle. Called just before the message is sent, so that its ages and the
+                output so far are current; returns None if the request has ended or is not to be submitted.
         """
+        # When the scheduler was last heard from, in seconds of `time.monotonic`; initially when the link was made.
         self.heard_s = time.monotonic()
         self._make_submit = make_submit
         self._is_closed = False
@@ -38,38 +35,38 @@ class ExchangeLink:
         self._has_news = asyncio.Event()
 
     def submit(self, handle: int) -> None:
-        """Send a request up."""
+        """Send a submit for a request."""
         self._submits.append(handle)
         self._has_news.set()
 
     def stop_at(self, handle: int, num_tokens: int) -> None:
-        """Tell that a stop was found in a request's text, after so many completion tokens."""
+        """Report that a choice was ended by a stop string after `num_tokens` completion tokens."""
         self._stop_ats.append(exchange_pb2.StopAt(handle=handle, num_tokens=num_tokens))
         self._has_news.set()
 
     def abort(self, handle: int) -> None:
-        """Have a request forgotten that was sent up."""
+        """Abort a request that was submitted on this stream."""
         self._aborts.append(handle)
         self._has_news.set()
 
     def beat(self) -> None:
-        """Give a sign of life."""
+        """Send a heartbeat."""
         self._is_beat_due = True
         self._has_news.set()
 
     def close(self) -> None:
-        """The stream is over."""
+        """End `messages`; the stream is over."""
         self._is_closed = True
         self._has_news.set()
 
     async def messages(self) -> AsyncIterator[exchange_pb2.ExchangeRequest]:
-        """What goes up, until the link is closed: each message holds all that piled up while the last one left."""
+        """The messages to send, until the link is closed; each holds everything since the last one was taken."""
         while True:
             await self._has_news.wait()
             if self._is_closed:
                 return
             message = self._take_message()
-            # Those that wanted to be submitted may all have ended.
+            # It is empty if all requests to be submitted have ended.
             if message.submits or message.stop_ats or message.abort_handles or message.is_heartbeat:
                 yield message
 

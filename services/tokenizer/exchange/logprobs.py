@@ -1,4 +1,4 @@
-"""Log-probabilities on their way from the cell's columns to clients: messages are made when they leave."""
+"""Log-probabilities between the cell's columns and the clients; client messages are only made when they are sent."""
 
 from __future__ import annotations
 
@@ -15,38 +15,42 @@ from services.tokenizer.exchange.exchange_codec import read_rows
 from services.tokenizer.exchange.request_ledger import ExchangeError
 from shared.sampling_codec import decode_logprobs
 
-# Half a millisecond's work, and far below what a client's message may be.
+# Takes half a millisecond to make, and stays far below the limit on a client's message.
 _ENTRIES_PER_RESPONSE = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities at some positions.
+    """Log-probabilities at some positions, in columns.
 
-    `indexes` and `ranks`: int32 [num_positions]; `bounds`: int64 [num_positions + 1]: where each position's entries
-    stand in `token_ids` (int32) and `values` (float32), its own token first, the likeliest ones behind it.
+    Position i has the entries `bounds[i]` to `bounds[i + 1]`: its own token first, then the likeliest ones.
+
+        ranks       |   1   |   5   |   1   |
+        bounds      0       3       6       9
+        token_ids   | o t t | o t t | o t t |     o: the position's own token, t: one of the top tokens
+        values      | . . . | . . . | . . . |
     """
 
-    indexes: npt.NDArray[np.int32]
-    ranks: npt.NDArray[np.int32]
-    bounds: npt.NDArray[np.int64]
-    token_ids: npt.NDArray[np.int32]
-    values: npt.NDArray[np.float32]
+    indexes: npt.NDArray[np.int32]  # [num_positions]
+    ranks: npt.NDArray[np.int32]  # [num_positions], of the position's own token
+    bounds: npt.NDArray[np.int64]  # [num_positions + 1]
+    token_ids: npt.NDArray[np.int32]  # [num_entries]
+    values: npt.NDArray[np.float32]  # [num_entries]
 
     def __len__(self) -> int:
         return len(self.ranks)
 
     def part(self, start: int, end: int) -> Logprobs:
-        """Those from position number `start` to before `end`."""
+        """The positions from number `start` up to but not including `end`, as views."""
         bounds = self.bounds[start : end + 1]
         return Logprobs(self.indexes[start:end], self.ranks[start:end], bounds, self.token_ids, self.values)
 
     def last(self, num_positions: int) -> Logprobs:
-        """Those of the last so many positions."""
+        """The last `num_positions` positions."""
         return self.part(len(self) - num_positions, len(self))
 
     def messages(self, bytes_of: Callable[[int], bytes]) -> Iterator[common_pb2.PositionLogprobs]:
-        """What clients are told, position after position, the texts by `bytes_of`."""
+        """Make the client messages, one per position; `bytes_of` returns the bytes of a token."""
         first, last = int(self.bounds[0]), int(self.bounds[-1])
         entries = [
             _token_message(token_id, value, bytes_of(token_id))
@@ -64,17 +68,17 @@ class Logprobs:
 
 
 def read_row_logprobs(outputs: exchange_pb2.Outputs) -> dict[int, Logprobs]:
-    """Those of each row's tokens, by the row's handle; rows that have none are left out.
+    """The log-probabilities of each row's tokens by the row's handle, without rows that have none.
 
     Raises:
-        ExchangeError: columns do not fit each other, or only some of a row's tokens have them.
+        ExchangeError: the columns are inconsistent, or only some of a row's tokens have log-probabilities.
     """
     logprobs = _read_columns(outputs.logprobs)
     rows = read_rows(outputs)
     ends = np.cumsum([len(token_ids) for _, _, token_ids in rows])
     places = [0, *np.searchsorted(logprobs.indexes, ends).tolist()]
     if len(logprobs) and (logprobs.indexes[0] < 0 or places[-1] < len(logprobs)):
-        raise ExchangeError("log-probabilities of tokens that are not there")
+        raise ExchangeError("there are log-probabilities without a token")
     handle_to_logprobs = {}
     for (handle, _, token_ids), start, end in zip(rows, places, places[1:], strict=False):
         if start == end:
@@ -86,10 +90,10 @@ def read_row_logprobs(outputs: exchange_pb2.Outputs) -> dict[int, Logprobs]:
 
 
 def read_prompt_logprobs(message: sampling_pb2.Logprobs) -> Logprobs:
-    """Those of a prompt's next tokens: positions in a row, at least one.
+    """The log-probabilities of a prompt's next tokens: consecutive positions, at least one.
 
     Raises:
-        ExchangeError: columns do not fit each other, or positions are missing.
+        ExchangeError: the columns are inconsistent, or positions are missing.
     """
     logprobs = _read_columns(message)
     if not len(logprobs) or logprobs.indexes[-1] - logprobs.indexes[0] != len(logprobs) - 1:
@@ -98,11 +102,16 @@ def read_prompt_logprobs(message: sampling_pb2.Logprobs) -> Logprobs:
 
 
 class LogprobQueue:
-    """What has come and not left yet, in order."""
+    """The log-probabilities that have been received and not sent yet, in order."""
 
     def __init__(self, num_top: int, bytes_of: Callable[[int], bytes]) -> None:
-        """Begin empty, for `num_top` tokens beside each position's own; `bytes_of` gives a token's bytes by itself."""
-        # What one response takes.
+        """Start empty.
+
+        Args:
+            num_top: The number of likeliest tokens at each position, next to its own token.
+            bytes_of: Returns the bytes of a single token.
+        """
+        # The most positions that one response holds.
         self.max_positions = max(1, _ENTRIES_PER_RESPONSE // (1 + num_top))
         self._bytes_of = bytes_of
         self._parts: deque[Logprobs] = deque()
@@ -111,11 +120,11 @@ class LogprobQueue:
         return bool(self._parts)
 
     def put(self, logprobs: Logprobs) -> None:
-        """Add those of the next positions, at least one."""
+        """Append the log-probabilities of the next positions, at least one."""
         self._parts.append(logprobs)
 
     def take(self, num_positions: int) -> Iterator[common_pb2.PositionLogprobs]:
-        """The messages of the next positions: so many, or as many as there are."""
+        """Remove the next `num_positions` positions, or all if there are fewer, and make their messages."""
         while num_positions and self._parts:
             part = self._parts.popleft()
             if len(part) > num_positions:
@@ -137,9 +146,9 @@ def _read_columns(message: sampling_pb2.Logprobs) -> Logprobs:
     try:
         indexes, ranks, counts, token_ids, values = decode_logprobs(message)
     except ValueError as error:
-        raise ExchangeError("a column of log-probabilities is no multiple of 4 bytes") from error
+        raise ExchangeError("the size of a column of log-probabilities is not a multiple of 4 bytes") from error
     bounds = np.concatenate([[0], counts.cumsum(dtype=np.int64)])
     fits = len(indexes) == len(ranks) == len(counts) and bounds[-1] == len(token_ids) == len(values)
     if not fits or (counts < 1).any() or (np.diff(indexes) <= 0).any():
-        raise ExchangeError("the columns of log-probabilities do not fit each other")
+        raise ExchangeError("the columns of log-probabilities are inconsistent")
     return Logprobs(indexes, ranks, bounds, token_ids, values)

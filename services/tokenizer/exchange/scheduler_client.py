@@ -1,4 +1,4 @@
-"""The only caller of ExchangeService: keeps one stream to the cell, and opens a new one when it breaks."""
+"""The only caller of ExchangeService: keeps one stream to the cell open, and opens a new one when it breaks."""
 
 from __future__ import annotations
 
@@ -32,28 +32,30 @@ _random = secrets.SystemRandom()
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """The cell at the other end; `exact_fingerprint` is empty where its answers cannot be exact."""
+    """What the scheduler said about its cell."""
 
     scheduler_instance_id: str
     eos_token_ids: tuple[int, ...]
     limits: ModelLimits
     default_sampling: common_pb2.SamplingParams
     exact_fingerprint: str
+    """Empty if the cell does not give exact answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class _LinkEnd:
-    """Why there is no link any more, and whether the scheduler did not say so itself: it may be dead."""
+    """Why a link ended."""
 
     reason: str
     is_unexplained: bool = False
+    """Whether the scheduler gave no reason itself, and so may be dead."""
 
 
 class SchedulerClient:
-    """Links the service to its cell, whose `requests` wait while there is no link.
+    """Keeps the service linked to its cell; `requests` wait while there is no link.
 
-    Invariant: there is a link exactly while a scheduler's stream lives and has told its cell, and the cell serves our
-    model.
+    Invariant: the service is linked exactly while it has a stream on which the scheduler has sent its `CellInfo`, and
+    the cell serves our model.
     """
 
     def __init__(
@@ -68,11 +70,11 @@ class SchedulerClient:
         """Prepare to link; `run` does it.
 
         Args:
-            addresses: The cell's schedulers, at least one. They are tried in turn; one of them serves.
-            model_digest: A cell with another one is refused.
-            requests: What the link carries.
-            on_change: Told whether there is a link, whenever that has changed.
-            silence_s: A scheduler that says nothing for so long has lost us.
+            addresses: The cell's schedulers, at least one, of which one serves at a time. They are tried in turn.
+            model_digest: Our model's digest; a cell with a different one is refused.
+            requests: The requests that the link carries.
+            on_change: Called with whether there is a link, each time that changes.
+            silence_s: Seconds of silence after which the link to a scheduler is given up.
         """
         self.requests = requests
         self._addresses = tuple(addresses)
@@ -80,7 +82,7 @@ class SchedulerClient:
         self._on_change = on_change
         self._silence_s = silence_s
         self._cell: Cell | None = None
-        # Tries since the last link, and the pause when each address has had one.
+        # Tries since the last link, and the pause after each address has been tried once.
         self._num_tries = 0
         self._retry_s = FIRST_RETRY_S
 
@@ -96,25 +98,25 @@ class SchedulerClient:
             NotReadyError: there is no link.
         """
         if self._cell is None:
-            raise NotReadyError("the service is not linked to its cell")
+            raise NotReadyError("the service is not connected to a scheduler")
         return self._cell
 
     async def run(self) -> None:
-        """Keep linked until cancelled."""
+        """Link to the schedulers in turn until cancelled."""
         logger.info("linking to the scheduler", extra={"addresses": self._addresses})
         for address in itertools.cycle(self._addresses):
             end = await self._run_link(address)
             logger.warning("no link to the scheduler", extra={"address": address, "reason": end.reason})
             self._num_tries += 1
             if self._num_tries % len(self._addresses) == 0:
-                # Drawn, so that the replicas of a cell do not all come at once.
+                # Random, so that the replicas of a cell do not all reconnect at once.
                 await asyncio.sleep(_random.uniform(0.5, 1.0) * self._retry_s)
                 self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
 
     async def _run_link(self, address: str) -> _LinkEnd:
-        """Open a stream and serve it to its end; returns why it ended."""
+        """Open a stream and serve it until it ends."""
         link = self.requests.make_link()
-        # A channel of its own: nothing of a link that was lost is in the way of the next one.
+        # A channel per link, so that no state of a lost link affects the next one.
         async with make_channel(address, internal=True) as channel:
             call = exchange_pb2_grpc.ExchangeServiceStub(channel).Exchange(link.messages())
             reader = asyncio.create_task(self._read(link, call))
@@ -128,7 +130,7 @@ class SchedulerClient:
         return end
 
     async def _keep_alive(self, link: ExchangeLink, reader: asyncio.Task[_LinkEnd]) -> _LinkEnd:
-        """Give signs of life until the stream has ended, or the scheduler has given none for too long."""
+        """Send heartbeats until the stream ends or the scheduler has been silent for too long."""
         silence = Silence(self._silence_s)
         while not silence.beat():
             link.beat()
@@ -138,7 +140,7 @@ class SchedulerClient:
                 return reader.result()
             if link.heard_s != heard_s:
                 silence.hear()
-        return _LinkEnd("the scheduler does not serve, or is silent", is_unexplained=True)
+        return _LinkEnd("the scheduler is not serving, or is silent", is_unexplained=True)
 
     async def _read(
         self,
@@ -149,17 +151,17 @@ class SchedulerClient:
             async for response in call:
                 await self._on_response(link, response)
         except grpc.aio.AioRpcError as error:
-            # What a scheduler ends by itself it gives a reason for.
+            # A scheduler that ends the stream on purpose gives a reason.
             is_unexplained = reason_of(status_from_rpc_error(error)) is None
             return _LinkEnd(f"{error.code().name}: {error.details()}", is_unexplained)
         except ExchangeError as error:
-            logger.error("this scheduler cannot be used", extra={"error": str(error)})
+            logger.error("the scheduler cannot be used", extra={"error": str(error)})
             return _LinkEnd(str(error))
         return _LinkEnd("the scheduler ended the stream")
 
     async def _on_response(self, link: ExchangeLink, response: exchange_pb2.ExchangeResponse) -> None:
         kind = response.WhichOneof("message")
-        # While there are others, one that lives and does not serve is as good as none.
+        # If there are other schedulers, the heartbeats of one that is not serving do not count: try the next one.
         if self._cell is not None or kind != "heartbeat" or len(self._addresses) == 1:
             link.heard_s = time.monotonic()
         if self._cell is not None and kind == "outputs":
@@ -169,13 +171,13 @@ class SchedulerClient:
         elif kind == "heartbeat":
             self.requests.hear_scheduler()
         else:
-            raise ExchangeError("cell_info comes first, and once")
+            raise ExchangeError("cell_info must come first, and only once")
 
     async def _accept_cell(self, link: ExchangeLink, info: exchange_pb2.CellInfo) -> None:
         if info.model_digest != self._model_digest:
-            self.requests.fail_all(SchedulerLostError("the cell serves another model by now"))
+            self.requests.fail_all(SchedulerLostError("the cell now serves another model"))
             raise ExchangeError(
-                f"the cell serves another model: its digest is {info.model_digest}, ours {self._model_digest}"
+                f"the cell serves another model: its digest is {info.model_digest}, ours is {self._model_digest}"
             )
         self._cell = Cell(
             info.scheduler_instance_id,

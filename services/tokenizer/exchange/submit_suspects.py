@@ -1,61 +1,69 @@
-"""Which request kills the scheduler: those that it was sent just before it died are tried by halves.
+"""Finds the request that kills schedulers, by bisecting those that were submitted just before a death.
 
-Pure: no I/O, and no clock but the times it is passed, in seconds of one monotonic clock. A request goes by its handle.
+Pure: no I/O, and no clock; times are passed in, in seconds of one monotonic clock. Requests are identified by handle.
 """
 
 from __future__ import annotations
 
-# A request that the scheduler has had for longer is not what it died of.
+# A request that the scheduler has had for longer than this is not the cause of its death.
 SUSPICION_S = 10.0
 
 _MIN_ACCUSATIONS = 2
 
 
 class SubmitSuspects:
-    """Accuses requests of the deaths of schedulers, by what these had been sent.
+    """Holds requests responsible for the deaths of schedulers that they had just been submitted to.
 
-    A submit is open until the request has got a token or has ended, for `SUSPICION_S` at most. A death accuses the
-    requests whose submits were open. Those that two deaths in a row accuse are suspects, and are tried: half of them
-    goes to the cell, and nothing else of this replica's. Once their submits are closed the other half is tried, in
-    halves again; when the scheduler dies before, they are the suspects. The one that two deaths leave as the only
-    suspect is found guilty, after at most 3 + log2(suspects) deaths in all. Deaths of other causes cost time alone, as
-    long as a token comes between one and the next.
+    A submit is open until its request gets a token or ends, for at most `SUSPICION_S`. A death accuses the requests
+    whose submits were open. Requests that two deaths in a row accuse are suspects and go on trial: half of them is
+    submitted, and all other requests of this replica wait. If their submits close, they are innocent, and half of the
+    remaining suspects is tried. If the scheduler dies first, they are the new suspects. A request that two deaths in a
+    row leave as the only suspect is guilty, after at most 3 + log2(suspects) deaths in total.
 
-    Invariant: `_trial` is a part of `_suspects`, and empty exactly when they are.
+                  open at the death    accused twice    on trial next
+        death 1       A B C D          -                -
+        death 2       A B C D          A B C D          A B
+        death 3       A B              A B              A
+        death 4       A                A                A
+        death 5       A                A: guilty
+
+    Deaths with other causes only cost time, as long as a token arrives between one death and the next.
+
+    Invariant: `_trial` is a subset of `_suspects`, and empty exactly when `_suspects` is.
 
     Source: query-of-death accounting; halving is delta debugging, Zeller and Hildebrandt, TSE 28(2), 2002.
     """
 
     def __init__(self) -> None:
-        """Begin without a request; everything may be submitted."""
+        """Start without suspects: every request may be submitted."""
         self._handle_to_submitted_s: dict[int, float] = {}
         self._handle_to_num_accusations: dict[int, int] = {}
         self._suspects: list[int] = []
         self._trial: set[int] = set()
-        # Deaths that left the only suspect as the only one.
+        # Deaths in a row that left a single suspect.
         self._num_deaths_alone = 0
         self._has_changed = False
 
     @property
     def num_suspects(self) -> int:
-        """Requests of which one is guilty, if the deaths have had a cause here."""
+        """The number of suspects; one of them is guilty, if a request of this replica caused the deaths."""
         return len(self._suspects)
 
     @property
     def is_trying(self) -> bool:
-        """Whether there are suspects, and all but those on trial have to wait."""
+        """Whether a trial is running, during which all requests but those on trial must wait."""
         return bool(self._trial)
 
     def may_submit(self, handle: int) -> bool:
-        """Whether a request need not wait for a trial to end."""
+        """Whether a request may be submitted now."""
         return not self._trial or handle in self._trial
 
     def open(self, handle: int, now: float) -> None:
-        """A request is sent to the scheduler."""
+        """A request is submitted to the scheduler."""
         self._handle_to_submitted_s[handle] = now
 
     def close(self, handle: int) -> None:
-        """A request has got a token since it was sent, or has ended: it is above suspicion."""
+        """A request has received a token since its submit, or has ended: it is no longer suspected or accused."""
         self._handle_to_submitted_s.pop(handle, None)
         self._handle_to_num_accusations.pop(handle, None)
         if handle in self._suspects:
@@ -66,27 +74,27 @@ class SubmitSuspects:
                 self._try_half()
 
     def close_old(self, now: float) -> None:
-        """Close what was opened too long ago."""
+        """Close the submits that have been open for `SUSPICION_S`."""
         old = [handle for handle, since in self._handle_to_submitted_s.items() if now >= since + SUSPICION_S]
         for handle in old:
             self.close(handle)
 
     def next_closing(self) -> float | None:
-        """When `close_old` moves a trial on, at the earliest; None while there is no trial, or none of it was sent."""
+        """The earliest time at which `close_old` advances the trial; None if no request on trial has an open submit."""
         if not self._trial:
             return None
         times = [since for handle, since in self._handle_to_submitted_s.items() if handle in self._trial]
         return min(times) + SUSPICION_S if times else None
 
     def void(self) -> None:
-        """The scheduler is another one, or a link to it is: whatever was open was sent to nobody."""
+        """The stream is a new one: forget the open submits, without judging their requests."""
         self._handle_to_submitted_s.clear()
 
     def accuse(self, died_s: float) -> int | None:
-        """A scheduler has died, at `died_s` or soon after; its submits are those that are open.
+        """The scheduler has died, at `died_s` or soon after: accuse the requests with open submits.
 
         Returns:
-            The request that it died of, which is to be ended; None while that is not known.
+            The guilty request, which the caller must end; None while it is not known.
         """
         self.close_old(died_s)
         accused = list(self._handle_to_submitted_s)
@@ -104,11 +112,11 @@ class SubmitSuspects:
         return None
 
     def take_change(self) -> bool:
-        """Whether others may be submitted than when this was asked last."""
+        """Whether the set of requests that may be submitted has changed since the last call."""
         has_changed, self._has_changed = self._has_changed, False
         return has_changed
 
     def _try_half(self) -> None:
-        """Put half of the suspects on trial; the only one where there is but one."""
+        """Put half of the suspects on trial, and at least one if there are any."""
         self._trial = set(self._suspects[: max(1, len(self._suspects) // 2)])
         self._has_changed = True

@@ -1,1 +1,1 @@
-"""From a public message to tokens and resolved parameters."""
+"""Turns a public message into tokens and resolved parameters."""

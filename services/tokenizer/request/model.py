@@ -1,4 +1,4 @@
-"""Everything that the service reads from the model's directory, once, at start."""
+"""Everything that the service loads from the model's directory, once, at start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shared.model_dir import model_digest
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model as text sees it; no token is the text of more than `longest_token_bytes`."""
+    """Everything about the served model that handling requests needs."""
 
     name: str
     digest: str
@@ -27,14 +27,15 @@ class ServedModel:
     reply_parsers: ReplyParsers
     structured_outputs: StructuredOutputs
     longest_token_bytes: int
+    """The most bytes of text that one token can have."""
 
 
 def load_model(settings: TokenizerSettings) -> ServedModel:
     """Read the model's directory.
 
     Raises:
-        ModelDirectoryError: a file is missing or malformed, an EOS token is one that the model does not know, or the
-            chat template does not render a plain message.
+        ModelDirectoryError: a file is missing or malformed, an EOS token is outside the model's vocabulary, or the chat
+            template does not render a plain message.
     """
     tokenizer = load_tokenizer(settings.model_dir)
     warn_of_unknown_tokens(tokenizer, settings.model_dir)

@@ -1,4 +1,4 @@
-"""From a checked request to what the cell is sent: prompts are encoded, bad words spelled, grammars compiled."""
+"""Turns a checked request into what is sent to the cell: encodes prompts, spells bad words, compiles grammars."""
 
 from __future__ import annotations
 
@@ -22,34 +22,33 @@ from shared.request_fields import raise_violations
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """One prompt of a request.
-
-    `echo` is the text that the answer begins with. `make_parser` makes what takes a reply apart.
-    """
+    """One prompt of a request, ready to be submitted."""
 
     request: ResolvedRequest
     echo: str
+    """The text that each choice begins with; empty unless echo was requested."""
     make_parser: Callable[[], ReplyParser | None]
+    """Makes the reply parser of one choice; None if replies are plain text."""
 
 
 class RequestPreparer:
-    """Does what takes a request time before it can go to the cell."""
+    """Does the slow work on a request before it is sent to the cell."""
 
     def __init__(self, model: ServedModel, limits: Callable[[], ModelLimits]) -> None:
-        """Prepare for a model and a cell, which may be another one by the time it is asked for."""
+        """Take the model, and a function for the limits of the current cell, which may change while requests wait."""
         self._model = model
         self._limits = limits
 
     async def prepare(self, request: CheckedRequest) -> list[PreparedPrompt]:
-        """The request's prompts, in order.
+        """Prepare all prompts of a request; returns them in order.
 
         Raises:
-            InvalidRequestError: a field, by name.
-            TemplateFailedError: a conversation, and the model has no template.
-            RequestTooLargeError: a conversation whose rendered text is too large.
+            InvalidRequestError: a field is bad; it is named.
+            TemplateFailedError: there is a conversation, and the model has no chat template.
+            RequestTooLargeError: a conversation's rendered text is too large.
             PromptTooLongError, ContextExceededError, KvCapacityExceededError: a prompt does not fit.
-            NotSupportedError: a constrained text, and no grammar can be compiled for the model.
-            QueueFullError: too much text waits to be encoded, or too many grammars to be compiled.
+            NotSupportedError: the text is constrained, and grammars cannot be compiled for the model.
+            QueueFullError: too much text is waiting to be encoded, or too many grammars to be compiled.
         """
         sampling = request.sampling
         if request.bad_words:
@@ -60,7 +59,7 @@ class RequestPreparer:
         try:
             return await asyncio.gather(*tasks)
         finally:
-            # One that is refused is refused with all: nobody waits for the others' tokens any more.
+            # If one prompt is refused, the whole request is, and the other prompts' tokens are not needed.
             for task in tasks:
                 task.cancel()
 
@@ -79,7 +78,7 @@ class RequestPreparer:
                 make_parser = partial(self._model.reply_parsers.make, prompt, text, skips_special_tokens=skips)
         else:
             token_ids = await prompts.encode(prompt, self._limits().context_length)
-        # That took its time: the cell may be another one by now.
+        # Encoding may have taken a while: check against the limits of the current cell.
         resolved = resolve_request(request, index, token_ids, sampling, self._limits())
         return PreparedPrompt(resolved, await self._echo(request, prompt, token_ids), make_parser)
 
@@ -100,7 +99,7 @@ class RequestPreparer:
         return replace(request.sampling, options=replace(options, bad_words=runs))
 
     def _call_grammar(self, conversation: Conversation, text: str, field: str, max_bytes: int) -> str:
-        """The grammar of calls; takes its time where schemas are large."""
+        """The grammar of a reply with tool calls; slow if the schemas are large."""
         grammar = self._model.reply_parsers.call_grammar(conversation, text)
         _check_arguments_fit(conversation.callable_tools, field, max_bytes)
         return grammar
@@ -112,16 +111,16 @@ class RequestPreparer:
         return replace(sampling, options=replace(sampling.options or NO_OPTIONS, grammar=grammar))
 
     def _max_bytes(self) -> int:
-        """Bytes of text that no request can exceed."""
+        """An upper bound on the bytes of any answer, by the context length and the KV cache."""
         limits = self._limits()
         return min(limits.context_length, limits.num_pool_tokens) * self._model.longest_token_bytes
 
 
 def _check_arguments_fit(tools: Sequence[Tool], field: str, max_bytes: int) -> None:
-    """Refuse tools whose shortest arguments are too long for any call.
+    """Refuse tools whose arguments cannot fit the context.
 
     Raises:
-        InvalidRequestError: naming them.
+        InvalidRequestError: there are such tools; it names them.
     """
     name_to_size = {tool.name: shortest_json(tool.parameters) for tool in tools}
     raise_violations(
@@ -134,4 +133,4 @@ def _check_arguments_fit(tools: Sequence[Tool], field: str, max_bytes: int) -> N
 
 
 def _no_parser() -> None:
-    """The reply is text."""
+    """Stands for a parser where the reply is plain text."""

@@ -18,10 +18,10 @@ from shared.errors import PromptTooLongError, TemplateFailedError
 
 
 class PromptEncoder:
-    """The model's tokenizer and, if it has one, its chat template."""
+    """The model's tokenizer and its chat template, if it has one."""
 
     def __init__(self, encoder: Encoder, template: ChatTemplate | None, *, num_threads: int = 1) -> None:
-        """Encode with `num_threads` threads for short texts, and one more for long ones."""
+        """Start with `num_threads` threads for short texts, and one more for long ones."""
         self._encoder = encoder
         self._template = template
         self._lanes = TextLanes(num_threads)
@@ -33,28 +33,31 @@ class PromptEncoder:
 
     @property
     def template_text(self) -> str | None:
-        """All that the chat template may write; None without one."""
+        """The chat template's source, with that of a separate template for tools; None if there is no template."""
         return None if self._template is None else self._template.text
 
     @property
     def added_tokens(self) -> frozenset[str]:
-        """The texts that are one token whatever stands around them, once a template has written them."""
+        """The texts of added tokens: written by a template, each is one token whatever surrounds it."""
         return self._encoder.added_tokens
 
     @property
     def special_tokens(self) -> frozenset[str]:
-        """The texts that decoding leaves out."""
+        """The texts of the special tokens, which decoding skips."""
         return self._encoder.special_tokens
 
     async def encode(self, prompt: Prompt, context_length: int) -> TokenIds:
-        """The ids of a prompt: [num_tokens], fewer than `context_length` unless it came as ids.
+        """Encode a prompt.
+
+        Returns:
+            [num_tokens], fewer than `context_length`; a prompt that came as ids is returned unchanged and unchecked.
 
         Raises:
-            TemplateFailedError: a conversation, and the model has no template.
-            InvalidRequestError: a conversation that its template does not take.
-            RequestTooLargeError: a conversation whose rendered text is too large.
-            PromptTooLongError: it leaves no room for one more token; it is not encoded to its end.
-            QueueFullError: too much text waits.
+            TemplateFailedError: it is a conversation, and the model has no chat template.
+            InvalidRequestError: it is a conversation that the template rejects or fails on.
+            RequestTooLargeError: it is a conversation whose rendered text is too large.
+            PromptTooLongError: it leaves no room for one more token; encoding stops as soon as that is known.
+            QueueFullError: too much text is waiting to be encoded.
         """
         if isinstance(prompt, str):
             return await self.encode_text(prompt, context_length)
@@ -64,11 +67,11 @@ class PromptEncoder:
         return prompt
 
     async def encode_text(self, text: str, context_length: int) -> TokenIds:
-        """The ids of plain text, with what the tokenizer's post-processor adds; as `encode`."""
+        """Encode plain text, with the tokens that the tokenizer's post-processor adds; raises as `encode`."""
         return await self._encode([text], context_length, add_special_tokens=True)
 
     async def render_chat(self, conversation: Conversation, context_length: int) -> tuple[str, TokenIds]:
-        """A conversation's text and its ids: [num_tokens]; as `encode`."""
+        """Render a conversation; returns its text and its ids, [num_tokens]; raises as `encode`."""
         template = self._template
         if template is None:
             raise TemplateFailedError("the model has no chat template")
@@ -85,11 +88,11 @@ class PromptEncoder:
         return rendered.text, await self._encode(rendered.pieces, context_length)
 
     async def spell(self, words: Sequence[str]) -> list[list[int]]:
-        """The ids of each of some words as they stand within a text."""
+        """The token ids of each word when it comes after other text."""
         return await self._lanes.short.run(lambda: [self._encoder.encode_pieces(["", word]).tolist() for word in words])
 
     async def decode(self, token_ids: TokenIds, *, skips_special_tokens: bool = True) -> str:
-        """The text of ids, special tokens left out unless told otherwise."""
+        """Decode token ids to text."""
         return await self._lanes.lane_for(token_ids.nbytes).run(
             lambda: self._encoder.decode(token_ids, skips_special_tokens=skips_special_tokens)
         )
@@ -111,10 +114,10 @@ class PromptEncoder:
 
 
 async def _collect(lane: Lane, runs: Iterator[TokenIds], context_length: int) -> TokenIds:
-    """Join runs of ids, each of which takes its turn in the lane.
+    """Join runs of token ids, encoding each run in its own turn of the lane.
 
     Raises:
-        PromptTooLongError: as soon as they are too many.
+        PromptTooLongError: there are too many ids; the remaining runs are not encoded.
     """
     collected: list[TokenIds] = []
     num_tokens = 0

@@ -1,4 +1,4 @@
-"""How the served model replies to conversations: what reads it, and what it looks like when it must call a tool."""
+"""The served model's reply format: the parser for it, and the grammar for replies that must call a tool."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _PLAIN = "none"
 
 
 class ReplyParsers:
-    """The parsers of one family of models."""
+    """Makes the reply parsers and call grammars of one family of models."""
 
     def __init__(self, name: str, prompts: PromptEncoder) -> None:
-        """Take the family's name, one of `REPLY_PARSERS`, and what the model is prompted by."""
+        """Take the family's name, one of `REPLY_PARSERS`, and the model's prompt encoder."""
         self._name = name
         self._prompts = prompts
 
     def make(
         self, conversation: Conversation, prompt_text: str, *, skips_special_tokens: bool = True
     ) -> ReplyParser | None:
-        """A parser for one reply; None where replies are nothing but text.
+        """Make a parser for one reply; None if replies are plain text.
 
         Args:
-            conversation: What is replied to.
-            prompt_text: The same as the model sees it.
-            skips_special_tokens: Whether the client does not want to see them.
+            conversation: The conversation that is replied to.
+            prompt_text: The rendered conversation.
+            skips_special_tokens: Whether special tokens are left out of the answer's text.
         """
         if self._name == _PLAIN:
             return None
@@ -44,7 +44,7 @@ class ReplyParsers:
         """The grammar of a reply to a conversation that must call one of its `callable_tools`.
 
         Raises:
-            InvalidRequestError: the model has no known form of tool calls, or a tool's schema cannot be had in it.
+            InvalidRequestError: the model has no known tool call format, or a tool's schema cannot be enforced in it.
         """
         return tool_call_grammar(
             self._name,
@@ -59,7 +59,7 @@ class ReplyParsers:
 
 
 def load_reply_parsers(model_dir: Path, prompts: PromptEncoder, *, name: str) -> ReplyParsers:
-    """The parsers called `name`; for "auto" those that fit the model.
+    """The parsers of the family `name`; "auto" picks the family that fits the model.
 
     Raises:
         ModelDirectoryError: the model's configuration is missing or malformed.
