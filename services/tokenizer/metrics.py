@@ -20,7 +20,10 @@ def make_registry(scheduler: SchedulerClient) -> CollectorRegistry:
 
 
 class ReplicaCollector(Collector):
-    """Collects a snapshot of the replica's metrics. Counters start at 0 with the process; labels never hold client data."""
+    """Collects the metrics of a replica at one moment.
+
+    Counters start at 0 with the process. Labels never hold client data.
+    """
 
     def __init__(self, scheduler: SchedulerClient) -> None:
         self._scheduler = scheduler

@@ -1,7 +1,7 @@
-"""The live requests of one replica, with all that another scheduler needs to go on with them.
+"""The live requests of one replica, with everything that another scheduler needs to resume them.
 
-Pure: no I/O, and no clock but the `now` it is passed, so that recovery can be simulated from one seed. Times are
-seconds of one monotonic clock.
+Pure: no I/O, and no clock; `now` is passed in, so that recovery can be simulated from a seed. Times are seconds of one
+monotonic clock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shared.limits import TOKEN_DTYPE
 
 
 class ExchangeError(Exception):
-    """The scheduler sent what no scheduler sends."""
+    """The scheduler violated the protocol."""
 
 
 @dataclass(slots=True)
@@ -36,17 +36,17 @@ class _LiveRequest:
     choices: list[_LiveChoice] = field(default_factory=list)
     num_attempts: int = 0
     stream: int | None = None
-    """The present stream when it was submitted there."""
+    """The current stream if it was submitted there, else None."""
     awaits_token: bool = False
-    """Whether no token has come since it was submitted."""
+    """Whether no token has arrived since it was last submitted."""
     exact_fingerprint: str | None = None
-    """That of all cells it was submitted to; empty when there is none such, None before the first."""
+    """The common fingerprint of all cells it was submitted to; empty if they have none, None before the first."""
     num_prompt_positions: int = 1
-    """Positions of the prompt whose log-probabilities are known. The first has none."""
+    """Prompt positions whose log-probabilities have arrived. The first has none and counts as known."""
 
     @property
     def choices_so_far(self) -> tuple[ChoiceSoFar, ...]:
-        """What is known of each choice; empty when that is nothing."""
+        """What is known about each choice; empty if nothing is known about any."""
         if not self._has_news:
             return ()
         return tuple(
@@ -55,11 +55,11 @@ class _LiveRequest:
 
     @property
     def resubmission_order(self) -> tuple[bool, float, int]:
-        """What requests are sorted by that are submitted again."""
+        """The sort key for submitting on a new stream: requests with output first, then by age."""
         return not self._has_news, self.arrived_s, self.handle
 
     def begin_attempt(self, stream: int) -> None:
-        """It is submitted on a stream; unless it is the first time, what is left of it goes on after a loss."""
+        """It is submitted on a stream; every attempt but the first resumes its unfinished choices."""
         for choice in self.choices:
             choice.num_resumes += self.num_attempts > 0
         self.stream = stream
@@ -78,32 +78,38 @@ class _LiveChoice:
     has_ended: bool = False
     output: array[int] = field(default_factory=lambda: array("i"))
     num_resumes: int = 0
-    """How often it has gone on after a loss, as far as that was told."""
+    """How often it has been resumed after a loss, according to what is known here."""
 
 
 class RequestLedger:
-    """Knows what each request has been told, and what to tell a fresh stream.
+    """Tracks what each request has received, and what to submit on a new stream.
 
-    There is at most one present stream; what comes on an older one is dropped. A handle names a choice on every
-    stream that its request is submitted on. A request of n choices has n handles in a row, and goes by the first.
+    A handle names a choice, on every stream. A request with n choices has n consecutive handles and is named by the
+    first. There is at most one current stream; messages of older streams are dropped. Request 7 with two choices:
 
-    Invariant: a choice is here from `add` until its one end: by `end`, `stop`, `expire`, `remove` or `remove_all`; a
-    request until the last of its choices has ended. It is in `_unsent` exactly while the scheduler at the end of the
-    present stream has not been sent it.
+                    stream 1             no stream     stream 2
+        request 7   |-- attempt 1 ---X   (unsent)      |-- attempt 2 ------------------->
+                                                         choices_so_far: abc, xy (ended)
+        choice 7        a b c                             d e end
+        choice 8        x y end
 
-    While the requests that may have killed schedulers are tried, the others wait; see `SubmitSuspects`.
+    Invariant: a choice is here from `add` until it ends, exactly once, by `end`, `stop`, `expire`, `remove`,
+    `remove_all` or an error; a request until its last choice has ended. A request is in `_unsent` exactly while it has
+    not been submitted on the current stream.
+
+    While requests that may have killed schedulers are on trial, the others wait; see `SubmitSuspects`.
     """
 
     def __init__(self, lost_after_s: float, now: float) -> None:
-        """Begin without a request and without a stream.
+        """Start without requests and without a stream.
 
         Args:
-            lost_after_s: How long requests without a stream wait for a sign of life of a scheduler.
-            now: When that begins to count.
+            lost_after_s: Seconds that requests without a stream wait without a sign of life from a scheduler.
+            now: The start of that time.
         """
         self._lost_after_s = lost_after_s
         self._has_stream = False
-        # When a scheduler lived last, while there is no stream.
+        # The last sign of life of a scheduler; only used while there is no stream.
         self._lived_s = now
         self._exact_fingerprint = ""
         self._suspects = SubmitSuspects()
@@ -117,7 +123,7 @@ class RequestLedger:
         return len(self._requests)
 
     def add(self, request: ResolvedRequest, *, arrived_s: float, deadline_s: float | None) -> int:
-        """Take in a request, and return the handle of its first choice; `next_attempt` submits it."""
+        """Add a request and return the handle of its first choice; `next_attempt` submits it."""
         handle = self._next_handle
         self._next_handle += request.n
         live = _LiveRequest(request, handle, arrived_s, deadline_s)
@@ -127,20 +133,20 @@ class RequestLedger:
         return handle
 
     def open_choices(self, handle: int) -> list[int]:
-        """The handles of a request's choices that have not ended; none when it has ended."""
+        """The handles of a request's unfinished choices; none if the request has ended."""
         live = self._requests.get(handle)
         if live is None:
             return []
         return [number for number, choice in enumerate(live.choices, handle) if not choice.has_ended]
 
     def meet_cell(self, exact_fingerprint: str) -> list[tuple[int, ServiceError]]:
-        """The next streams are a cell's with this fingerprint, empty where it is not exact.
+        """The next streams belong to a cell with this fingerprint; empty if it is not exact.
 
         Returns:
-            The choices that end, since their requests can be exact there no more, with the error.
+            The choices that end with an error, because their requests can no longer be exact in this cell.
         """
         self._exact_fingerprint = exact_fingerprint
-        error = ExactUnavailableError("the cell in which the request would go on gives other bytes")
+        error = ExactUnavailableError("the request would be resumed in a cell whose answers differ in their bytes")
         inexact = [
             handle
             for handle, live in self._requests.items()
@@ -149,21 +155,21 @@ class RequestLedger:
         return [end for handle in inexact for end in self._fail(handle, error)]
 
     def on_scheduler_death(self, died_s: float) -> list[tuple[int, ServiceError]]:
-        """The scheduler of the stream that was lost has died, at `died_s` or soon after.
+        """The scheduler of the lost stream has died, at `died_s` or soon after.
 
         Returns:
-            The choices of the request that it died of, where that is known by now, which end, with the error.
+            The choices of the request that is found guilty, which end with an error; none while it is not known.
         """
         guilty = self._suspects.accuse(died_s)
         if guilty is None:
             return []
-        return self._fail(guilty, PoisonRequestError("the scheduler died each time that it was sent the request"))
+        return self._fail(guilty, PoisonRequestError("the scheduler died each time it received the request"))
 
     def open_stream(self) -> tuple[int, list[int]]:
-        """A fresh stream is the present one.
+        """Make a new stream the current one.
 
         Returns:
-            Its number, and the handles to submit on it in this order: who has tokens goes first, then by age.
+            Its number, and the handles to submit on it, in order: requests with output first, then by age.
         """
         self._detach()
         self._suspects.void()
@@ -173,34 +179,34 @@ class RequestLedger:
         return self._stream, self._next_handles()
 
     def take_released(self) -> list[int]:
-        """The handles to submit on the present stream, in order, when others may be than before; mostly none."""
+        """The handles to submit on the current stream, in order, after a trial has advanced; otherwise none."""
         return self._next_handles() if self._suspects.take_change() else []
 
     @property
     def is_trying(self) -> bool:
-        """Whether others wait until the requests have been tried that may have killed schedulers."""
+        """Whether requests that may have killed schedulers are on trial, while the others wait."""
         return self._suspects.is_trying
 
     def must_wait(self, handle: int) -> bool:
-        """Whether a request is not to be submitted before others have been tried."""
+        """Whether a request must wait for a trial of others."""
         return not self._suspects.may_submit(handle)
 
     def lose_stream(self, stream: int, now: float) -> None:
-        """A stream has ended: its requests wait for the next one. Nothing changes unless it is the present one."""
+        """A stream has ended: its requests wait for the next one. Does nothing unless it is the current one."""
         if stream == self._stream and self._has_stream:
             self._detach()
             self._has_stream, self._lived_s = False, now
 
     def hear_scheduler(self, now: float) -> None:
-        """A scheduler lives, though it does not serve yet: it waits for its workers."""
+        """A scheduler is up but not serving yet: it is waiting for its workers."""
         self._lived_s = now
 
     def next_attempt(self, handle: int, now: float) -> Attempt | None:
-        """Submit a request on the present stream, once.
+        """Submit a request on the current stream, at most once per stream.
 
         Returns:
-            What to send; None when the request has ended, must wait, was submitted on this stream before, or there is
-            none.
+            The attempt to send. None if there is no stream, or the request has ended, must wait, or was already
+            submitted on this stream.
         """
         if not self._has_stream or handle not in self._unsent or self.must_wait(handle):
             return None
@@ -219,16 +225,16 @@ class RequestLedger:
             now - live.arrived_s,
             None if live.deadline_s is None else live.deadline_s - now,
             bool(live.exact_fingerprint),
-            # Not more than any of them: a count may be too low, never too high.
+            # The minimum: a choice's count may be too low, but never too high.
             min(choice.num_resumes for choice in live.choices if not choice.has_ended),
         )
 
     def num_resumes(self, handle: int) -> int:
-        """How often a choice that has not ended has gone on after a loss, its last attempt included."""
+        """How often an unfinished choice has been resumed after a loss, including by its request's last attempt."""
         return self._choices[handle].num_resumes
 
     def resume(self, stream: int, handle: int, num_resumes: int) -> bool:
-        """The scheduler tells how often a choice has gone on after a loss; returns whether that is more than known."""
+        """The scheduler reports how often a choice has been resumed; returns whether that is more than was known."""
         choice = self._choices.get(handle)
         if choice is None or choice.request.stream != stream or num_resumes <= choice.num_resumes:
             return False
@@ -236,7 +242,7 @@ class RequestLedger:
         return True
 
     def begin(self, stream: int, handle: int) -> bool:
-        """A choice's first tokens are about to come; returns whether that is news."""
+        """A choice's first tokens are about to arrive; returns whether that was not known before."""
         choice = self._choices.get(handle)
         if choice is None or choice.request.stream != stream or choice.has_begun:
             return False
@@ -244,13 +250,13 @@ class RequestLedger:
         return True
 
     def receive(self, stream: int, handle: int, first_index: int, token_ids: list[int]) -> list[int]:
-        """Take completion tokens of a choice, the first of which has the index `first_index`.
+        """Take completion tokens of a choice; the first of them has the index `first_index` in the completion.
 
         Returns:
-            Those that are new; none when it has ended, or `stream` is not the one it was last submitted on.
+            The new ones among them; none if the choice has ended, or was not submitted on `stream`.
 
         Raises:
-            ExchangeError: tokens before them are missing.
+            ExchangeError: tokens before `first_index` are missing.
         """
         choice = self._choices.get(handle)
         if choice is None or choice.request.stream != stream:
@@ -267,14 +273,14 @@ class RequestLedger:
         return token_ids
 
     def receive_prompt(self, stream: int, handle: int, first_position: int, num_positions: int) -> int:
-        """Take what is known of a request's prompt at so many positions in a row.
+        """Note that log-probabilities of `num_positions` consecutive prompt positions have arrived.
 
         Returns:
-            How many of them are new, the last ones; none when it has ended, or `stream` is not the one it was last
-            submitted on.
+            How many of them are new; these are the last ones. 0 if the choice has ended, or was not submitted on
+            `stream`.
 
         Raises:
-            ExchangeError: positions before them are missing.
+            ExchangeError: positions before `first_position` are missing.
         """
         choice = self._choices.get(handle)
         if choice is None or choice.request.stream != stream:
@@ -287,7 +293,7 @@ class RequestLedger:
         return num_new
 
     def end(self, stream: int, handle: int) -> bool:
-        """The scheduler ended a choice; returns whether that was its end."""
+        """The scheduler ended a choice; returns whether the choice was still live on `stream`."""
         choice = self._choices.get(handle)
         if choice is None or choice.request.stream != stream:
             return False
@@ -295,20 +301,20 @@ class RequestLedger:
         return True
 
     def stop(self, handle: int) -> bool:
-        """End a choice from this side: its client has all it wants. Nothing happens when it has ended.
+        """End a choice from this side, because a stop string was found. Does nothing if it has ended.
 
         Returns:
-            As `remove`.
+            Whether its request was submitted on the current stream, so that the scheduler must be notified.
         """
         if handle not in self._choices:
             return False
         return self._end(handle).stream is not None
 
     def remove(self, handle: int) -> bool:
-        """End a request from this side: its client is gone. Nothing happens when it has ended.
+        """End a request from this side, because its client is gone. Does nothing if it has ended.
 
         Returns:
-            Whether the scheduler at the other end of the present stream has it, and is to be told.
+            Whether it was submitted on the current stream, so that the scheduler must be notified.
         """
         live = self._requests.get(handle)
         for number in self.open_choices(handle):
@@ -316,7 +322,7 @@ class RequestLedger:
         return live is not None and live.stream is not None
 
     def remove_all(self) -> list[int]:
-        """End all requests from this side; returns the handles of their choices that had not ended."""
+        """End all requests from this side; returns the handles of their unfinished choices."""
         handles = list(self._choices)
         for handle in self._requests:
             self._suspects.close(handle)
@@ -326,12 +332,12 @@ class RequestLedger:
         return handles
 
     def expire(self, now: float) -> list[tuple[int, ServiceError]]:
-        """End requests that no scheduler has and whose time is up, and move a trial on whose time is.
+        """End the unsent requests whose time is up, and advance a trial whose time is up.
 
-        The scheduler keeps the deadlines of those that it has.
+        The scheduler enforces the deadlines of submitted requests.
 
         Returns:
-            The handles of their choices that had not ended, with the errors.
+            The choices that end, each with its error.
         """
         if not self._has_stream and now - self._lived_s >= self._lost_after_s:
             return [(handle, SchedulerLostError("the cell's scheduler was lost")) for handle in self.remove_all()]
@@ -344,7 +350,7 @@ class RequestLedger:
         return [end for handle in late for end in self._fail(handle, error)]
 
     def next_wakeup(self) -> float | None:
-        """When `expire` has something to do at the earliest; None while nothing can expire."""
+        """The earliest time at which `expire` has something to do; None if there is none."""
         if not self._unsent:
             return None
         times = [live.deadline_s for live in self._unsent.values() if live.deadline_s is not None]
@@ -355,19 +361,19 @@ class RequestLedger:
         return min(times, default=None)
 
     def _next_handles(self) -> list[int]:
-        """Requests that the present stream was not sent and that need not wait, in order."""
+        """The unsent requests that need not wait, in order of submission."""
         handles = [handle for handle in self._unsent if not self.must_wait(handle)]
         return sorted(handles, key=lambda handle: self._unsent[handle].resubmission_order)
 
     def _fail(self, handle: int, error: ServiceError) -> list[tuple[int, ServiceError]]:
-        """End a request that no scheduler has; returns the choices that had not ended, with the error."""
+        """End an unsent request; returns its unfinished choices, each with the error."""
         choices = self.open_choices(handle)
         for choice in choices:
             self._end(choice)
         return [(choice, error) for choice in choices]
 
     def _end(self, handle: int) -> _LiveRequest:
-        """A choice ends, and with the last one its request; returns the request."""
+        """End a choice, and with the last one its request; returns the request."""
         choice = self._choices.pop(handle)
         choice.has_ended = True
         live = choice.request
@@ -375,12 +381,12 @@ class RequestLedger:
             del self._requests[live.handle]
             self._unsent.pop(live.handle, None)
             self._suspects.close(live.handle)
-            # They hold each other; this way they need no garbage collector.
+            # Breaks the reference cycle, so that they are freed without the garbage collector.
             live.choices = []
         return live
 
     def _detach(self) -> None:
-        """No request is on a stream any more."""
+        """Mark all requests as unsent."""
         for live in self._requests.values():
             live.stream = None
         self._unsent = dict(self._requests)

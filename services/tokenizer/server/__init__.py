@@ -1,1 +1,1 @@
-"""The RPCs that clients call, and the answers on their way out."""
+"""The RPCs that clients call, and the path of the answers to them."""

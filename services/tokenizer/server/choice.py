@@ -1,7 +1,11 @@
-"""One choice of an answer: from the cell's tokens to the responses that its client gets.
+"""One choice of an answer: turns the cell's tokens into responses for the client.
 
-Tokens become text, and stop strings are looked for, when the tokens arrive: a client that reads slowly neither holds
-up other requests nor lets its own run on. A reply is taken apart, and messages are made, when they leave.
+    cell  ------->  receive  ------------------->  Completion  ------->  take  --------------->  client
+    tokens          Detokenizer, StopMatcher       certain text          ReplyParser             responses
+
+Detokenizing and the search for stop strings happen when tokens arrive, so that a slow client neither delays other
+requests nor lets its own generation run past a stop string. Replies are parsed and messages are made when the client is
+ready for them.
 """
 
 from __future__ import annotations
@@ -21,19 +25,19 @@ from services.tokenizer.server.completion import Completion
 from shared.errors import ServiceError
 from shared.rpc import StatusError
 
-# The text of the token that ends the answer is left out, unless it is asked for.
+# For these, the text of the token that ends the answer is left out unless the client asks for it.
 _SILENT_ENDS = frozenset({common_pb2.FINISH_REASON_EOS, common_pb2.FINISH_REASON_STOP_TOKEN})
 
 
 class Call(Protocol):
-    """What a choice is a part of."""
+    """The call that a choice belongs to."""
 
     @property
     def arrived_s(self) -> float:
-        """When it arrived, in seconds of `time.monotonic`."""
+        """When the call arrived, in seconds of `time.monotonic`."""
 
     def on_news(self, choice: Choice) -> None:
-        """Take a choice that has something to send."""
+        """A choice has something to send."""
 
     def fail(self, error: ServiceError) -> None:
         """End all choices with an error."""
@@ -41,27 +45,27 @@ class Call(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What most choices do without.
-
-    `includes_stop` leaves the text of the token that ends it in. `parser` takes its text apart. The queues, new ones,
-    are there when log-probabilities are asked for; those of the prompt go with its first choice.
-    """
+    """Options that most choices do not use. The parser and the queues must be new ones."""
 
     includes_stop: bool = False
+    """Whether the text of the token that ends the choice is kept."""
     parser: ReplyParser | None = None
+    """Splits the text into answer, reasoning and tool calls; None leaves it as it is."""
     logprobs: LogprobQueue | None = None
+    """None unless log-probabilities were requested."""
     prompt_logprobs: LogprobQueue | None = None
+    """None unless log-probabilities of the prompt were requested."""
 
 
 PLAIN = Extras()
 
 
 class Choice:
-    """Receives one choice's tokens and gives its responses.
+    """Receives one choice's tokens and makes its responses.
 
-    It ends exactly once: by a finish, or with its call.
+    It ends exactly once: with a finish, or with its call.
 
-    Invariant: it has been handed to its call, and waits for its turn, exactly while `has_news`.
+    Invariant: the choice is in its call's queue of choices with news exactly while `has_news`.
     """
 
     def __init__(
@@ -73,28 +77,28 @@ class Choice:
         place: tuple[int, int] = (0, 0),
         extras: Extras = PLAIN,
     ) -> None:
-        """Begin a choice.
+        """Start without tokens.
 
         Args:
-            call: What it is a part of.
+            call: The call that it belongs to.
             completion: A new one.
-            num_prompt_tokens: For the usage.
-            place: The number of its prompt in the call, and its own among the prompt's choices.
-            extras: What it has beside its text.
+            num_prompt_tokens: Reported in the usage.
+            place: The index of its prompt in the call, and its own index among the prompt's choices.
+            extras: Options beyond plain text.
         """
         self.usage = common_pb2.Usage(num_prompt_tokens=num_prompt_tokens)
         self.ttft_s: float | None = None
         self.has_news = False
         # Whether nothing will be received any more.
         self.is_over = False
-        # How often it went on after what computed it was lost, and whether that cannot be told from its bytes.
+        # How often it was resumed after a loss, and whether resuming changes no byte of its output.
         self.num_resumes = 0
         self.resumes_exactly = False
-        # Those of the prompt that have been received and not taken; None where nobody asked for them.
+        # The prompt's log-probabilities that have not been taken yet; None if they were not requested.
         self.prompt_logprobs = extras.prompt_logprobs
         self._call = call
         self._completion = completion
-        # Whether it is its prompt's first one, with which the prompt is counted.
+        # The prompt's tokens are counted with its first choice.
         self.is_first = place[1] == 0
         self._prompt, self._number = place
         self._extras = extras
@@ -103,31 +107,31 @@ class Choice:
 
     @property
     def finish_reason(self) -> common_pb2.FinishReason:
-        """Why it finished; unspecified before, and after an error."""
+        """Why it finished; unspecified before that, and after an error."""
         return common_pb2.FINISH_REASON_UNSPECIFIED if self._finish is None else self._finish.reason
 
     @property
     def num_tokens(self) -> int:
-        """Completion tokens that are part of it so far."""
+        """The number of completion tokens that belong to it so far."""
         return self._completion.num_tokens
 
     def submitted(self, num_resumes: int, *, is_exact: bool) -> None:
-        """Take how often it has gone on by now, and whether its bytes are those of an undisturbed run."""
+        """Take the number of resumes so far, and whether its bytes are those of an undisturbed run."""
         self.num_resumes, self.resumes_exactly = num_resumes, is_exact
 
     def resumed(self, num_resumes: int) -> None:
-        """Take how often it has gone on by now: a stop string ends it before the cell's end tells."""
+        """Take the number of resumes so far; without it, a choice ended by a stop string would not know the count."""
         self.num_resumes = num_resumes
 
     def begin(self, num_cached_tokens: int) -> None:
-        """Take what the first tokens come with: how much of the prompt was cached."""
+        """Take the number of prompt tokens that were cached."""
         self.usage.num_cached_tokens = num_cached_tokens
 
     def receive(self, token_ids: Sequence[int], end: exchange_pb2.RequestEnd | None) -> int | None:
-        """Take the next tokens and, with or behind the last of them, the end. Nothing changes once it is over.
+        """Take the next tokens and, with or after the last of them, the end. Ignored once the choice is over.
 
         Returns:
-            When a stop string ended the choice before the cell did: the number of completion tokens up to it.
+            The number of completion tokens if a stop string just ended the choice before the cell did, else None.
         """
         if self.is_over:
             return None
@@ -145,12 +149,12 @@ class Choice:
         return self.usage.num_completion_tokens
 
     def receive_logprobs(self, logprobs: Logprobs) -> None:
-        """Take those of the tokens that are about to be received; they are dropped where nobody asked for them."""
+        """Take the log-probabilities of the tokens that come next; they are dropped if they were not requested."""
         if self._extras.logprobs is not None and not self.is_over:
             self._extras.logprobs.put(logprobs)
 
     def receive_prompt_logprobs(self, logprobs: Logprobs) -> None:
-        """Take those of the prompt's next tokens, as `receive_logprobs`."""
+        """Take the log-probabilities of the prompt's next tokens; they are dropped if they were not requested."""
         if self.prompt_logprobs is None or self.is_over:
             return
         self.prompt_logprobs.put(logprobs)
@@ -159,15 +163,15 @@ class Choice:
             self._call.on_news(self)
 
     def fail(self, error: ServiceError) -> None:
-        """End the whole call with an error; what was received before still goes out."""
+        """End the whole call with an error; what was received before is still sent."""
         self._call.fail(error)
 
     def close(self) -> None:
-        """The call has failed: take nothing more."""
+        """The call has failed: ignore everything that arrives from now on."""
         self.is_over = True
 
     def take_prompt_logprobs(self) -> Iterator[tokenizer_pb2.GenerateResponse]:
-        """The responses with those of the prompt's tokens that have been received. To be called before `take`."""
+        """Yield responses with the prompt log-probabilities received so far. Must be called before `take`."""
         queue = self.prompt_logprobs
         while queue is not None and queue:
             yield tokenizer_pb2.GenerateResponse(
@@ -175,7 +179,7 @@ class Choice:
             )
 
     def take(self, now_s: float) -> tokenizer_pb2.GenerateResponse | None:
-        """What has piled up, as a response; None when that is nothing. With `has_news` there is still more."""
+        """Take what has accumulated as one response; None if there is nothing. `has_news` then says if there is more."""
         self.has_news = False
         text, token_ids = self._completion.take()
         response = tokenizer_pb2.GenerateResponse(
@@ -193,7 +197,7 @@ class Choice:
         return response if has_something else None
 
     def _add_extras(self, response: tokenizer_pb2.GenerateResponse, token_ids: list[int]) -> None:
-        """Add log-probabilities to a response, and leave for the next one what is too much; take its text apart."""
+        """Add log-probabilities to a response, moving tokens that are too many to the next one, and parse its text."""
         extras = self._extras
         if extras.logprobs is not None:
             count = extras.logprobs.max_positions
@@ -223,11 +227,11 @@ class Choice:
         else:
             self._completion.push(token_ids)
         self.is_over = True
-        # A stop string in the tokens before the error came first.
+        # A stop string in the tokens before the error takes precedence.
         if end.HasField("error") and self._completion.stop_string is None:
             self._call.fail(StatusError(end.error))
             return
-        # The cell's count has what workers did too, but perhaps not all that schedulers did that have died.
+        # The cell's count includes resumes after the loss of a worker, but may miss those under a dead scheduler.
         self.num_resumes = max(self.num_resumes, end.num_resumes)
         self._completion.finish()
         if self._completion.stop_string is not None:

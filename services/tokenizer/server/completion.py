@@ -1,4 +1,4 @@
-"""The answer's tokens and text: what of them is certain, and what has not been taken yet. Pure."""
+"""The tokens and text of one choice: which of them are certain, and which have not been taken yet. Pure."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from services.tokenizer.text.stop_strings import StopMatcher
 
 
 class Completion:
-    """Takes tokens as they come, and gives out certain tokens and text.
+    """Takes tokens as they arrive, and returns the tokens and text that are certain to be part of the answer.
 
-    Invariant: `_late_ids` are the tokens behind a completed stop string while another, which began earlier, may
-    still be completed. They belong to the answer only if it is.
+    Invariant: `_late_ids` are the tokens after a completed stop string while another one, which began earlier, may
+    still be completed. They belong to the answer only if that happens.
     """
 
     def __init__(
@@ -23,13 +23,13 @@ class Completion:
         includes_stop: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        """Begin an answer.
+        """Start an answer.
 
         Args:
             detokenizer: A new one.
             stop_strings: May be empty.
             includes_stop: Whether the stop string is part of the text.
-            min_tokens: A stop string that is completed within so many tokens is text like any other.
+            min_tokens: A stop string that is completed within the first `min_tokens` tokens is ordinary text.
         """
         self._detokenizer = detokenizer
         self.has_stop_strings = bool(stop_strings)
@@ -42,15 +42,15 @@ class Completion:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended the answer; None while there is none, or not for certain."""
+        """The stop string that ended the answer; None while there is none, or it is not certain."""
         if self._matcher is None or not self._matcher.is_decided or self._matcher.candidate is None:
             return None
         return self._matcher.candidate.stop
 
     def push(self, token_ids: Sequence[int]) -> None:
-        """Take the next tokens. Those behind a stop string are dropped."""
+        """Take the next tokens; tokens after a stop string are dropped."""
         if self._matcher is None:
-            # Most requests, and each of their tokens: no call more than is needed.
+            # The hot path: most requests have no stop strings, and every token passes here.
             self._token_ids += token_ids
             self.num_tokens += len(token_ids)
             self._texts.append(self._detokenizer.push(token_ids))
@@ -59,7 +59,7 @@ class Completion:
             self._watch(self._matcher, self._detokenizer.push((token_id,)), (token_id,))
 
     def push_silent(self, token_ids: Sequence[int]) -> None:
-        """Take the next tokens, and leave the text of the last one out: it only ends the answer."""
+        """Take the next tokens, but leave out the text of the last one, which only ends the answer."""
         self.push(token_ids[:-1])
         if self._matcher is None:
             self._accept(token_ids[-1:])
@@ -67,7 +67,7 @@ class Completion:
             self._watch(self._matcher, "", token_ids[-1:])
 
     def finish(self) -> None:
-        """The end: no token follows. What was held back is certain now, or a stop string is."""
+        """No more tokens follow: text that was held back becomes certain, or a stop string does."""
         rest = self._detokenizer.flush()
         if self._matcher is None:
             self._texts.append(rest)
@@ -77,21 +77,21 @@ class Completion:
             self._texts.append(self._matcher.finish())
 
     def take(self) -> tuple[str, list[int]]:
-        """The certain text and tokens since the last call. The text may lag behind the tokens."""
+        """Take the certain text and tokens since the last call. The text may lag behind the tokens."""
         text, token_ids = "".join(self._texts), self._token_ids
         self._texts, self._token_ids = [], []
         return text, token_ids
 
     def put_back(self, token_ids: list[int]) -> None:
-        """Have tokens that were taken last be the first that the next call takes."""
+        """Return tokens of the last `take`; the next one takes them first."""
         self._token_ids = token_ids + self._token_ids
 
     def _watch(self, matcher: StopMatcher, text: str, token_ids: Sequence[int]) -> None:
-        """Let the matcher see the next text, which `token_ids` brought."""
+        """Pass the next text to the matcher; it came from `token_ids`."""
         if matcher.is_decided:
             return
         candidate = matcher.candidate
-        # Without a candidate nothing is late: the tokens before these are all counted.
+        # Without a candidate there are no late tokens, so `num_tokens` counts all tokens before these.
         matcher.is_watchful = self.num_tokens + len(token_ids) > self._min_tokens
         self._texts.append(matcher.push(text))
         self._late_ids += token_ids

@@ -1,4 +1,4 @@
-"""The course of one `Generate` call: check, encode, submit, stream, and one line in the log at its end."""
+"""The course of one `Generate` call: check, encode, submit, stream, and one log line at its end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shared.rpc import StatusError, reason_of
 
 logger = logging.getLogger(__name__)
 
-# At most a mebibyte of text: a client's library takes messages of 4.
+# At most 1 MiB of text, well below the 4 MiB that gRPC clients accept in a message by default.
 _ECHO_CHARACTERS = 256 * 1024
 
 
@@ -33,11 +33,11 @@ class Writer(Protocol):
     """Takes the responses of a call, in order."""
 
     async def write(self, response: tokenizer_pb2.GenerateResponse) -> None:
-        """Take one; returns when there is room for another."""
+        """Write one response; returns when there is room for another."""
 
 
 class GenerateCall:
-    """Serves one call; made when it arrives."""
+    """Serves one call; constructed when the call arrives."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class GenerateCall:
         *,
         time_left_s: float | None,
     ) -> None:
-        """Take in a call, whose client waits `time_left_s` for its answer; None is for ever."""
+        """Accept a call; `time_left_s` is the time to its deadline, None if there is none."""
         self._model = model
         self._scheduler = scheduler
         self._preparer = RequestPreparer(model, lambda: scheduler.cell().limits)
@@ -56,14 +56,14 @@ class GenerateCall:
         self._writer = writer
         self._arrived_s = time.monotonic()
         self._deadline_s = None if time_left_s is None else self._arrived_s + time_left_s
-        # What the log tells of the request: ids, counts and durations, never text.
+        # The fields of the log line: ids, counts and durations, never text.
         self._facts: dict[str, str | int | float] = {}
 
     async def serve(self, request: tokenizer_pb2.GenerateRequest) -> None:
         """Write all responses to the call.
 
         Raises:
-            ServiceError: the request is refused, or its answer ended with an error.
+            ServiceError: the request was refused, or its answer ended with an error.
         """
         outcome: str | None = "INTERNAL"
         try:
@@ -81,7 +81,7 @@ class GenerateCall:
             logger.info("request ended", extra={**self._facts, "outcome": outcome, "total_ms": self._elapsed_ms()})
 
     async def _serve(self, message: tokenizer_pb2.GenerateRequest) -> str:
-        """Returns the names of the finish reasons."""
+        """Serve the call; returns the names of the finish reasons."""
         self._live.check_open()
         cell = self._scheduler.cell()
         request = check_request(
@@ -96,7 +96,7 @@ class GenerateCall:
 
     def _check_deadline(self) -> None:
         if self._deadline_s is not None and time.monotonic() >= self._deadline_s:
-            raise DeadlinePassedError("the deadline passed before the request reached the cell")
+            raise DeadlinePassedError("the deadline passed before the request was submitted")
 
     async def _stream(self, request: CheckedRequest, prompts: Sequence[PreparedPrompt]) -> str:
         generation = Generation(arrived_s=self._arrived_s)
@@ -117,7 +117,7 @@ class GenerateCall:
         return ",".join(reason.removeprefix("FINISH_REASON_") for reason in reasons)
 
     def _submit(self, request: CheckedRequest, index: int, prompt: PreparedPrompt, generation: Generation) -> int:
-        """Send a prompt to the cell; returns the handle to abort it by."""
+        """Submit a prompt to the cell; returns the handle by which it can be aborted."""
         choices = [self._make_choice(request, prompt, generation, (index, number)) for number in range(request.n)]
         generation.choices += choices
         return self._scheduler.requests.submit(
@@ -129,7 +129,7 @@ class GenerateCall:
     ) -> Choice:
         form, options = request.form, prompt.request.sampling.options or NO_OPTIONS
         parser = prompt.make_parser()
-        # A parser may have to see special tokens, and then leaves them out itself.
+        # A parser that needs to see special tokens leaves them out of the answer itself.
         skips = form.skips_special_tokens and not (parser is not None and parser.needs_special_tokens)
         completion = Completion(
             self._model.texts.detokenizer(skips_special_tokens=skips),
@@ -151,7 +151,7 @@ class GenerateCall:
         return None if num_top is None else LogprobQueue(num_top, self._model.texts.bytes_of)
 
     async def _begin(self, index: int, prompt: PreparedPrompt) -> None:
-        """Tell how a prompt was understood, and echo it."""
+        """Write a prompt's `Accepted` message, and its echo for each choice."""
         request = prompt.request
         accepted = tokenizer_pb2.Accepted(
             request_id=request.request_id,
@@ -182,6 +182,6 @@ class GenerateCall:
 
 
 def echo_pieces(text: str) -> Iterator[str]:
-    """A text in pieces that each fit a message; none for an empty one."""
+    """Split a text into pieces that each fit a message; an empty text has no pieces."""
     for start in range(0, len(text), _ECHO_CHARACTERS):
         yield text[start : start + _ECHO_CHARACTERS]

@@ -1,7 +1,7 @@
-"""One call's answer on its way from the cell to the client: what its choices have to say, interleaved.
+"""One call's answer on its way from the cell to the client, with its choices interleaved.
 
-What has piled up of a choice leaves in one response. It is what the cell brings while one write is blocked, which may
-last `--max-unread-s`, and in no case more than the text of `max_tokens` tokens.
+Everything that has accumulated for a choice is sent in one response. That is at most what arrives while one write is
+blocked, which may last `--max-unread-s`, and never more than the text of `max_tokens` tokens.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from shared.errors import ServiceError
 class Generation:
     """Yields the responses of all choices of one call.
 
-    It ends exactly once: when its last choice has finished, or by an error.
+    It ends exactly once: when its last choice has finished, or with an error.
 
-    Invariant: `_fresh` are the choices that have news and whose turn has not come, in the order in which they got it.
+    Invariant: `_fresh` are the choices that have news and have not had their turn, in the order in which the news came.
     """
 
     def __init__(self, *, arrived_s: float) -> None:
-        """Begin an answer, whose `choices` are to follow; the call arrived at `arrived_s` of `time.monotonic`."""
+        """Start an answer, whose `choices` are added later; the call arrived at `arrived_s` of `time.monotonic`."""
         self.arrived_s = arrived_s
         self.choices: list[Choice] = []
         self._fresh: list[Choice] = []
@@ -33,26 +33,26 @@ class Generation:
 
     @property
     def finish_reasons(self) -> list[common_pb2.FinishReason]:
-        """Why the choices finished, as `Choice.finish_reason`."""
+        """The choices' finish reasons, as `Choice.finish_reason`."""
         return [choice.finish_reason for choice in self.choices]
 
     @property
     def num_tokens(self) -> int:
-        """Completion tokens that are part of the answer so far."""
+        """The number of completion tokens in the answer so far."""
         return sum(choice.num_tokens for choice in self.choices)
 
     @property
     def num_resumes(self) -> int:
-        """Recoveries of all choices so far, as `Choice.num_resumes`."""
+        """The number of resumes of all choices so far, as `Choice.num_resumes`."""
         return sum(choice.num_resumes for choice in self.choices)
 
     @property
     def ttft_s(self) -> float | None:
-        """From the call's arrival to the first token that left; None while none has."""
+        """Seconds from the call's arrival to the first token that was sent; None while none was."""
         return min((choice.ttft_s for choice in self.choices if choice.ttft_s is not None), default=None)
 
     def usage(self) -> common_pb2.Usage:
-        """What all choices consumed together, each prompt counted with its first choice."""
+        """The usage of all choices together; each prompt is counted once."""
         firsts = [choice.usage for choice in self.choices if choice.is_first]
         return common_pb2.Usage(
             num_prompt_tokens=sum(usage.num_prompt_tokens for usage in firsts),
@@ -61,12 +61,12 @@ class Generation:
         )
 
     def on_news(self, choice: Choice) -> None:
-        """Take a choice that has something to send."""
+        """A choice has something to send."""
         self._fresh.append(choice)
         self._news.set()
 
     def fail(self, error: ServiceError) -> None:
-        """End with an error; what was received before still goes out. Nothing changes when it is over."""
+        """End with an error; what was received before is still sent. Does nothing if the answer is over."""
         if self._error is not None or self._has_all_finishes():
             return
         self._error = error
@@ -75,7 +75,7 @@ class Generation:
         self._news.set()
 
     async def responses(self) -> AsyncIterator[tokenizer_pb2.GenerateResponse]:
-        """Yield what has piled up whenever there is something; the last response has `usage` set.
+        """Yield what has accumulated whenever there is something; the last response has `usage` set.
 
         Raises:
             ServiceError: the answer ended with this error.
@@ -91,7 +91,7 @@ class Generation:
                         yield prompt_response
                 response = choice.take(time.monotonic())
                 if choice.has_news:
-                    # Its next turn comes behind the others'.
+                    # Its next turn comes after the other choices'.
                     self.on_news(choice)
                 if response is None:
                     continue

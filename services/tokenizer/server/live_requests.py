@@ -1,4 +1,4 @@
-"""Which requests are in flight in this replica."""
+"""The requests in flight in this replica, by id."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shared.errors import DrainingError, DuplicateRequestError
 
 
 class LiveRequests:
-    """Claims request ids, and sees the last requests out when the service stops.
+    """Claims request ids, and drains the requests when the service stops.
 
     Invariant: an id is here from its admission until its request has ended.
     """
@@ -26,14 +26,14 @@ class LiveRequests:
         """Refuse new requests once the service is stopping.
 
         Raises:
-            DrainingError: it is.
+            DrainingError: the service is stopping.
         """
         if self._is_draining:
             raise DrainingError("the service is stopping")
 
     @contextmanager
     def admit(self, request_ids: Sequence[str]) -> Iterator[None]:
-        """Hold ids, all or none of them, for the length of a `with` block. The first one is the request's.
+        """Claim ids, all or none of them, for the duration of a `with` block. The first one is the request's own.
 
         Raises:
             DuplicateRequestError: a request with one of these ids is in flight.
@@ -56,7 +56,7 @@ class LiveRequests:
         self._generations[request_id] = generation
 
     async def drain(self, grace_s: float) -> None:
-        """Take no more requests, let those in flight finish, and end with DRAINING what then is left."""
+        """Refuse new requests, let those in flight finish, and end the rest with DRAINING after `grace_s` seconds."""
         self._is_draining = True
         try:
             async with asyncio.timeout(grace_s):

@@ -1,4 +1,4 @@
-"""The public RPCs: from messages to the service's parts and back."""
+"""The public RPCs."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ TOKENIZER_SERVICE = "lockstep.v1.TokenizerService"
 
 
 class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
-    """Serves clients; the contracts are those of tokenizer.proto.
+    """Serves clients; tokenizer.proto has the contracts.
 
-    Every method needs the link to the cell, and is refused once the service is stopping.
+    Every method needs the link to the cell, and refuses calls once the service is stopping.
     """
 
     def __init__(self, model: ServedModel, scheduler: SchedulerClient, live: LiveRequests, max_unread_s: float) -> None:
-        """Serve with these parts; a client that takes nothing of its answer for `max_unread_s` loses it."""
+        """Take the collaborators; a request is aborted once its client has read nothing for `max_unread_s` seconds."""
         self._model = model
         self._scheduler = scheduler
         self._live = live
         self._max_unread_s = max_unread_s
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Serve on `server`."""
+        """Register with `server`."""
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(self, server)
 
     async def Generate(self, request: tokenizer_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
@@ -45,7 +45,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     async def Complete(
         self, request: tokenizer_pb2.CompleteRequest, context: grpc.aio.ServicerContext
     ) -> tokenizer_pb2.CompleteResponse:
-        """Continue a prompt; all responses in one."""
+        """Continue a prompt, and return all responses as one."""
         answer = WholeAnswer()
         await self._generate(request.request, answer, context)
         return answer.message()
@@ -80,7 +80,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     async def GetModelInfo(
         self, request: tokenizer_pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> tokenizer_pb2.GetModelInfoResponse:
-        """Tell what is served."""
+        """Describe the served model."""
         cell = self._cell()
         return tokenizer_pb2.GetModelInfoResponse(
             model=self._model.name,
@@ -107,5 +107,5 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
 
 def _check_num_ids(num_ids: int, context_length: int) -> None:
     if num_ids > context_length:
-        violation = Violation("token_ids", "OUT_OF_RANGE", f"at most {context_length}, the model's context")
+        violation = Violation("token_ids", "OUT_OF_RANGE", f"must have at most {context_length} (the context length)")
         raise InvalidRequestError.from_violations([violation])

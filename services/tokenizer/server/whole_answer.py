@@ -1,4 +1,4 @@
-"""One answer made of all the responses of a `Generate` call."""
+"""Merges all responses of a `Generate` call into one answer."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass, field
 from lockstep.v1 import tokenizer_pb2
 from shared.errors import RequestTooLargeError
 
-# What a client's library takes as one message, unless it is told otherwise.
+# The largest message that gRPC clients accept by default.
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
 
 
 @dataclass(slots=True)
 class _ChoiceParts:
-    """What has come of one choice; texts in pieces, which are joined once."""
+    """What has been received for one choice; texts are kept in pieces and joined once, at the end."""
 
     message: tokenizer_pb2.CompletedChoice
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     arguments: list[list[str]] = field(default_factory=list)
-    """Of each tool call."""
+    """The pieces of each tool call's arguments."""
 
 
 class WholeAnswer:
-    """Takes the responses of one call, and gives them as one."""
+    """Collects the responses of one call and merges them."""
 
     def __init__(self) -> None:
         self._prompts: list[tokenizer_pb2.CompletedPrompt] = []
@@ -35,12 +35,12 @@ class WholeAnswer:
         """Take the next response.
 
         Raises:
-            RequestTooLargeError: all of them together are too large for one.
+            RequestTooLargeError: together they are too large for one message.
         """
         self._num_bytes += response.ByteSize()
         if self._num_bytes > MAX_ANSWER_BYTES:
             raise RequestTooLargeError(
-                f"the answer comes to more than {MAX_ANSWER_BYTES} bytes: Generate streams it", limit=MAX_ANSWER_BYTES
+                f"the answer exceeds {MAX_ANSWER_BYTES} bytes: use Generate to stream it", limit=MAX_ANSWER_BYTES
             )
         if response.HasField("accepted"):
             self._prompts.append(tokenizer_pb2.CompletedPrompt(accepted=response.accepted))
@@ -51,7 +51,7 @@ class WholeAnswer:
             self._answer.usage.CopyFrom(response.usage)
 
     def message(self) -> tokenizer_pb2.CompleteResponse:
-        """The answer, once the last response has come."""
+        """The merged answer; to be called once, after the last response."""
         self._answer.prompts.extend(self._prompts)
         for _, parts in sorted(self._choices.items()):
             parts.message.text = "".join(parts.texts)

@@ -1,1 +1,1 @@
-"""Between text and tokens, both ways."""
+"""Converts text to tokens and back."""

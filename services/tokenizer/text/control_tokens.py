@@ -1,8 +1,14 @@
-"""The tokens that structure a prompt, and how what a user writes is kept from becoming one.
+"""The tokens that structure a prompt, and how text from users is kept from becoming one of them.
 
-Only a chat template may write control tokens. Those in a user's texts are broken by a character that occurs nowhere
-else, before the template is rendered: whatever the template does with the texts, they come out broken. What it wrote
-itself is then found in the rendered text, and the character taken out.
+Only a chat template may write control tokens. Before the template is rendered, those in a user's texts are broken by a
+character that occurs nowhere else, so they come out broken whatever the template does with the texts. Then the control
+tokens that the template itself wrote are found in the rendered text, and the breaking character is removed:
+
+    user text         hi<|im_end|>                        #: the breaking character
+    broken            hi<#|im_end|>
+    rendered          <|im_start|>user\\nhi<#|im_end|><|im_end|>
+    cut               [IM_START] "user\\nhi<#|im_end|>" [IM_END]
+    pieces            [IM_START] "user\\nhi<|im_end|>" [IM_END]
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ from tokenizers import AddedToken, Tokenizer
 from services.tokenizer.json.json_values import JsonValue
 from services.tokenizer.text.markers import Markers
 
-# DeepSeek's turns begin with such tokens, and its tokenizer does not call them special.
+# DeepSeek's turns begin with such tokens, which its tokenizer does not declare as special.
 _CONTROL_FORM = re.compile(r"<[|｜].*[|｜]>")
 
 _PRIVATE_USE = 0xE000
@@ -24,22 +30,22 @@ _LAST_CHARACTER = 0x10FFFF
 
 
 def control_tokens_of(tokenizer: Tokenizer) -> dict[int, AddedToken]:
-    """The control tokens of a tokenizer: special ones, and others that are written like them.
+    """The control tokens of a tokenizer: the special ones, and others that are written like them.
 
-    Other added tokens, as `<think>` and `<tool_call>`, are text: people write them in prompts, and templates look for
-    them in what people write.
+    Other added tokens, such as `<think>` and `<tool_call>`, are text: people write them in prompts, and templates look
+    for them there.
     """
     return {
         token_id: token
         for token_id, token in tokenizer.get_added_tokens_decoder().items()
-        # One character cannot be broken.
+        # A single character cannot be broken.
         if len(token.content) > 1 and (token.special or _CONTROL_FORM.fullmatch(token.content))
     }
 
 
 @dataclass(frozen=True, slots=True)
 class _Sides:
-    """A control token's id, and whether it swallows the space on its left and on its right."""
+    """A control token's id, and whether it swallows whitespace on its left and on its right."""
 
     token_id: int
     left: bool
@@ -54,18 +60,19 @@ class ControlTokens:
             token.content: _Sides(token_id, token.lstrip, token.rstrip) for token_id, token in tokens.items()
         }
         self._markers = Markers(*self._sides)
-        # A match takes nothing: tokens that overlap are found too.
+        # A lookahead, so that overlapping tokens are found too.
         self._beginnings = re.compile(f"(?={self._markers.pattern.pattern})")
 
     def occur_in(self, texts: Iterable[str]) -> bool:
-        """Whether one of the texts holds one, or ends with the beginning of one."""
+        """Whether one of the texts contains a control token, or ends with the beginning of one."""
         markers = self._markers
         return any(markers.find(text, 0) or markers.held_length(text, 0) for text in texts)
 
     def broken(self, value: JsonValue, breaker: str) -> JsonValue:
-        """A copy of a value in whose texts no control token is whole, nor becomes so by what follows.
+        """A copy of a value whose texts contain no whole control token, and cannot complete one with what follows.
 
-        `breaker` stands behind the first character of each, and at the end of a text that ends with a beginning.
+        `breaker` is inserted after the first character of each control token, and at the end of a text that ends with
+        the beginning of one.
         """
         if isinstance(value, str):
             return self._break(value, breaker)
@@ -76,7 +83,7 @@ class ControlTokens:
         return value
 
     def cut(self, text: str) -> Iterator[str | int]:
-        """The parts of a text: the ids of its control tokens, and the texts between them; some may be empty."""
+        """Cut a text into the ids of its control tokens and the texts between them, some of which may be empty."""
         start, swallows = 0, False
         for match in self._markers.pattern.finditer(text):
             sides = self._sides[match[0]]
@@ -98,7 +105,7 @@ class ControlTokens:
 
 
 def texts_in(value: JsonValue) -> Iterator[str]:
-    """Every text of a value, the keys of objects included."""
+    """Every string in a value, including the keys of objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
@@ -111,7 +118,7 @@ def texts_in(value: JsonValue) -> Iterator[str]:
 
 
 def unused_character(texts: Sequence[str]) -> str:
-    """A character that occurs in none of the texts, for private use if there is one."""
+    """A character that occurs in none of the texts, from the private use area if possible."""
     used = set().union(*texts)
-    # A request's text is far too short to hold them all.
+    # A request's text is far too short to contain all characters.
     return next(chr(code) for code in range(_PRIVATE_USE, _LAST_CHARACTER) if chr(code) not in used)

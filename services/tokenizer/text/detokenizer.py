@@ -1,8 +1,11 @@
-"""Turns a growing run of token ids into text, piece by piece, without ever showing half a character.
+"""Incremental detokenization: turns a growing run of token ids into text without ever returning half a character.
 
-`tokenizers.decoders.DecodeStream` holds text back for as long as it ends with U+FFFD, decodes what it holds
-again with every token, and loses what it holds at the end: endless bytes that are no UTF-8 cost quadratic time
-and never appear. A byte-level vocabulary is a table of bytes, and bytes have an incremental decoder.
+    token bytes    48 65 | 6c 6f 20 | e5 a5 | bd | ff
+    returned       "He"    "lo "      ""      U+597D    U+FFFD      (e5 a5 is held back until bd completes U+597D)
+
+`tokenizers.decoders.DecodeStream` is not used. It holds text back while it ends with U+FFFD, decodes everything held
+again with each token, and drops it at the end, so a long run of invalid UTF-8 takes quadratic time and never appears.
+A byte-level vocabulary is a table of bytes, for which Python has an incremental decoder.
 """
 
 from __future__ import annotations
@@ -18,52 +21,53 @@ from tokenizers import Tokenizer, decoders
 
 _REPLACEMENT = "\ufffd"
 
-# A token that is one byte, in vocabularies of pieces; `ByteFallback` decodes it.
+# A token that stands for one byte in SentencePiece vocabularies; `ByteFallback` decodes it.
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
-# A window is cut once it holds this many ids, and keeps so many as context: a decoder may look at what stands before.
+# A window is flushed once it holds `_MAX_WINDOW` ids. The last `_NUM_CONTEXT_IDS` ids stay as context, since decoding a
+# token may depend on the ones before it.
 _MAX_WINDOW = 64
 _NUM_CONTEXT_IDS = 6
 
 
 class Detokenizer(Protocol):
-    """The text of one completion.
+    """Detokenizes one completion.
 
-    The pieces of all `push` calls and of `flush`, joined, are the text of all ids, however they were cut.
+    The concatenation of what all `push` calls and `flush` return does not depend on how the ids were split into calls.
     """
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take the next ids and return the text that has become certain; ids without text add none."""
+        """Take the next ids and return the text that has become certain, possibly empty."""
 
     def flush(self) -> str:
-        """The end: return what was held back, a cut character as U+FFFD."""
+        """No more ids follow: return the text that was held back, an incomplete character as U+FFFD."""
 
 
 class TokenTexts(Protocol):
-    """What one vocabulary's tokens are as text."""
+    """The texts of one vocabulary's tokens."""
 
     def detokenizer(self, *, skips_special_tokens: bool = True) -> Detokenizer:
-        """A new one; special tokens have no text where they are skipped."""
+        """A new detokenizer; if special tokens are skipped, they have no text."""
 
     def bytes_of(self, token_id: int) -> bytes:
-        """A token's bytes by itself, a special one's too: of a part of a character those; none for no token."""
+        """The bytes of a single token, special or not, even if they are only part of a character; empty if unknown."""
 
 
 def make_token_texts(tokenizer: Tokenizer) -> TokenTexts:
-    """Prepare what all completions share."""
+    """Prepare the tables that all completions share."""
     return ByteLevelTexts(tokenizer) if isinstance(tokenizer.decoder, decoders.ByteLevel) else WindowTexts(tokenizer)
 
 
 def special_token_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """The special tokens."""
+    """The ids of a tokenizer's special tokens."""
     return frozenset(token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
 
 
 def byte_table(tokenizer: Tokenizer) -> dict[int, bytes]:
     """The bytes of every token of a byte-level vocabulary.
 
-    Source: GPT-2's `bytes_to_unicode`, which `tokenizers` follows: each character of a token stands for a byte;
-    a token with any other character (an added one) is its own UTF-8.
+    Source: GPT-2's `bytes_to_unicode`, which `tokenizers` follows: each character of a token represents a byte. A token
+    with any other character, which is an added one, is encoded as UTF-8.
     """
     byte_of = _byte_of_character()
     table = {}
@@ -76,7 +80,7 @@ def byte_table(tokenizer: Tokenizer) -> dict[int, bytes]:
 
 
 def text_table(byte_of: dict[int, bytes]) -> dict[int, str]:
-    """The text of every token that is whole characters by itself; nearly all are."""
+    """The text of every token whose bytes are complete characters; nearly all are."""
     table = {}
     for token_id, data in byte_of.items():
         with contextlib.suppress(UnicodeDecodeError):
@@ -85,7 +89,7 @@ def text_table(byte_of: dict[int, bytes]) -> dict[int, str]:
 
 
 class ByteLevelTexts:
-    """For byte-level vocabularies: tables."""
+    """For byte-level vocabularies: looks texts and bytes up in tables."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         special = special_token_ids(tokenizer)
@@ -106,13 +110,13 @@ class ByteLevelTexts:
 
 
 class WindowTexts:
-    """For every other vocabulary: the library's decoder."""
+    """For every other vocabulary: uses the library's decoder."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._special = special_token_ids(tokenizer)
         vocabulary = tokenizer.get_vocab(with_added_tokens=False).items()
-        # At the beginning of a text decoders strip the space that a token begins with.
+        # A token to decode others after: decoders strip a leading space at the beginning of a text.
         characters = [token_id for token, token_id in vocabulary if len(token) == 1 and token.isascii()]
         self._context = sorted(characters)[:1]
         self._context_text = tokenizer.decode(self._context)
@@ -134,13 +138,13 @@ class WindowTexts:
 
 
 class ByteLevelDetokenizer:
-    """For byte-level vocabularies: looks texts up, or bytes and decodes them, at a constant cost per token.
+    """For byte-level vocabularies: looks up texts, or bytes to decode, at a constant cost per token.
 
-    Invariant: what is pending is the beginning of one character, at most 3 bytes.
+    Invariant: the pending bytes are the beginning of one character, at most 3 bytes.
     """
 
     def __init__(self, byte_of: dict[int, bytes], text_of: dict[int, str]) -> None:
-        """Begin with the tables of `byte_table` and `text_table`."""
+        """Take the tables made by `byte_table` and `text_table`."""
         self._bytes_of = byte_of.get
         self._text_of = text_of
         self._pending = b""
@@ -150,10 +154,10 @@ class ByteLevelDetokenizer:
         if not self._pending:
             text_of = self._text_of
             try:
-                # One at a time is the rule.
+                # Usually there is one token at a time.
                 return text_of[token_ids[0]] if len(token_ids) == 1 else "".join([text_of[i] for i in token_ids])
             except KeyError:
-                # One of them is a part of a character, or has no text.
+                # One of them is part of a character, or has no text.
                 pass
         bytes_of = self._bytes_of
         data = self._pending + b"".join([bytes_of(token_id, b"") for token_id in token_ids])
@@ -171,14 +175,14 @@ class ByteLevelDetokenizer:
 class WindowDetokenizer:
     """For every other vocabulary: decodes the last few ids again and returns what was added to their text.
 
-    Where bytes that are no UTF-8 follow a character made of byte tokens, `decode` replaces that character too; it
-    was returned already and stays.
+    If invalid UTF-8 follows a character made of byte tokens, `decode` replaces that character too. It has already been
+    returned and stays as it was.
 
-    Source: vLLM's and TGI's two-offset window, here bounded.
+    Source: the two-offset window of vLLM and TGI, but bounded.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], skipped: frozenset[int]) -> None:
-        """Begin with the library's decoder, for which tokens that are `skipped` have no text."""
+        """Take the library's decoder, and the ids of the tokens to skip."""
         self._decode = decode
         self._skipped = skipped
         self._window: list[int] = []
@@ -186,7 +190,7 @@ class WindowDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """See `Detokenizer.push`."""
-        # A context of special tokens would be none: decoders strip the space at the beginning of a text.
+        # Special tokens are useless as context: they have no text, and decoders strip a leading space after them.
         self._window += [token_id for token_id in token_ids if token_id not in self._skipped]
         text = self._decode(self._window)
         if text.endswith(_REPLACEMENT) and len(self._window) < _MAX_WINDOW:
@@ -205,7 +209,7 @@ class WindowDetokenizer:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """The byte each character of a byte-level token stands for."""
+    """The byte that each character of a byte-level token represents."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     table = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if chr(byte) not in table]

@@ -1,4 +1,4 @@
-"""From text to token ids and back, a long text in parts."""
+"""Encodes text to token ids and decodes them; long texts are encoded in parts."""
 
 from __future__ import annotations
 
@@ -17,36 +17,37 @@ from services.tokenizer.text.text_cuts import PART_LENGTH, TextCutter
 from shared.limits import TOKEN_DTYPE
 from shared.model_dir import TOKENIZER, ModelDirectoryError
 
-# Vocabularies made by SentencePiece mark where a text begins; what has other text before it must not be marked. As
-# they stand in a tokenizer's JSON, and within no string of it.
+# SentencePiece vocabularies mark the beginning of a text; a piece with other text before it must not be marked. This is
+# how the setting is written in a tokenizer's JSON; it cannot occur inside a JSON string.
 _MARKS_BEGINNING, _MARKS_NOTHING = '"prepend_scheme":"first"', '"prepend_scheme":"never"'
 
 
 class _Text(NamedTuple):
-    """A text to encode, or a part of one; `is_beginning` where nothing comes before it."""
+    """A text to encode, or a part of one."""
 
     text: str
     is_beginning: bool
+    """Whether it belongs to the first piece, with no other text before it."""
 
 
 class Encoder:
-    """One tokenizer. Text that is encoded never becomes a control token.
+    """Encodes and decodes with one tokenizer. Encoded text never becomes a control token.
 
-    What it does takes time, a millisecond per thousand tokens. Its calls are the library's batch ones:
-    `Tokenizer.encode` and `decode` keep the interpreter's lock for the whole text, the batch ones release it.
+    Costs about a millisecond per thousand tokens. Uses the library's batch calls, which release the GIL;
+    `Tokenizer.encode` and `decode` hold it for the whole text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Take a tokenizer, which is left as it is.
+        """Take a tokenizer; it is not modified.
 
         Raises:
-            ModelDirectoryError: it makes a control token of plain text.
+            ModelDirectoryError: it encodes plain text to a control token.
         """
         self.tokenizer = tokenizer
         tokens = control_tokens_of(tokenizer)
         self.control_tokens = ControlTokens(tokens)
         self.added_tokens = frozenset(token.content for token in tokenizer.get_added_tokens_decoder().values())
-        # The texts that decoding leaves out.
+        # The texts of the special tokens, which decoding skips.
         self.special_tokens = frozenset(token.content for token in tokens.values() if token.special)
         source = tokenizer.to_str()
         self._plain = self._continuing = _plain_tokenizer(source, tokens.values())
@@ -59,26 +60,26 @@ class Encoder:
         self._before, self._after = _tokens_around(self._plain)
 
     def least_tokens(self, text: str) -> int:
-        """A number of tokens that a text has at least, without encoding it; often it has many more."""
+        """A cheap lower bound on the number of tokens of a text; it often has many more."""
         return 0 if self._least_tokens is None else self._least_tokens.of(text)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> npt.NDArray[np.int32]:
-        """The ids of `text`: [num_tokens].
+        """Encode a text to its ids, [num_tokens].
 
         Args:
-            text: May be empty; what it has of control tokens is text like any other.
-            add_special_tokens: Whether the tokenizer's own post-processor adds its tokens, as BOS.
+            text: May be empty; control tokens in it are encoded as ordinary text.
+            add_special_tokens: Whether to add the tokens of the tokenizer's post-processor, such as BOS.
         """
         return np.concatenate(list(self.encode_in_parts([text], add_special_tokens=add_special_tokens)))
 
     def encode_pieces(self, pieces: Sequence[str | int]) -> npt.NDArray[np.int32]:
-        """The ids of texts, and of the tokens between them; only the first piece is the beginning of a text."""
+        """Encode texts and the token ids between them; only the first piece counts as the beginning of a text."""
         return np.concatenate(list(self.encode_in_parts(pieces)))
 
     def encode_in_parts(
         self, pieces: Sequence[str | int], *, add_special_tokens: bool = False
     ) -> Iterator[npt.NDArray[np.int32]]:
-        """The ids of pieces in runs, at least one, each of which takes some milliseconds if the texts can be cut."""
+        """Encode pieces and yield their ids in runs, at least one; if texts can be cut, a run takes some milliseconds."""
         before, after = (self._before, self._after) if add_special_tokens else ([], [])
         batch: list[_Text | int] = []
         length = 0
@@ -98,7 +99,7 @@ class Encoder:
                 yield from (_Text(part, is_beginning=not index) for part in self._cutter.parts(piece))
 
     def _encode_batch(self, batch: Sequence[_Text | int]) -> npt.NDArray[np.int32]:
-        # Most are the same few, between the turns of a conversation.
+        # Without duplicates: the texts between the turns of a conversation are mostly the same few.
         texts = [part for part in dict.fromkeys(batch) if not isinstance(part, int)]
         ids_of: dict[_Text, list[int]] = {}
         for tokenizer, is_beginning in ((self._plain, True), (self._continuing, False)):
@@ -111,16 +112,16 @@ class Encoder:
         return np.array(token_ids, TOKEN_DTYPE)
 
     def decode(self, token_ids: npt.NDArray[np.integer], *, skips_special_tokens: bool = True) -> str:
-        """The text of ids, special tokens left out unless told otherwise; no token has no text."""
+        """Decode ids to text; an id without a token has no text."""
         return str(self.tokenizer.decode_batch([token_ids.tolist()], skip_special_tokens=skips_special_tokens)[0])
 
 
 def _plain_tokenizer(source: str, control_tokens: Iterable[AddedToken]) -> Tokenizer:
-    """A tokenizer, by its JSON, to which control tokens are text, and that cuts nothing off."""
+    """Make a tokenizer from its JSON that treats control tokens as text, and neither truncates nor pads."""
     plain = Tokenizer.from_str(source)
     plain.no_truncation()
     plain.no_padding()
-    # The library reads as text only what it takes for special.
+    # The library can only treat tokens as text that it considers special.
     plain.add_special_tokens([AddedToken(token.content, special=True, normalized=False) for token in control_tokens])
     plain.encode_special_tokens = True
     return plain
@@ -132,11 +133,11 @@ def _check_plain(tokenizer: Tokenizer, control_tokens: dict[int, AddedToken]) ->
         control_tokens, tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True
     ):
         if token_id in encoding.ids:
-            raise ModelDirectoryError(f"the tokenizer makes token {token_id}, which is special, of plain text")
+            raise ModelDirectoryError(f"the tokenizer encodes plain text to token {token_id}, which is special")
 
 
 def _tokens_around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """The tokens that a tokenizer's own post-processor puts before a text and after it."""
+    """The tokens that a tokenizer's post-processor adds before and after a text."""
     if tokenizer.post_processor is None:
         return [], []
     text = Tokenizer(models.WordLevel({"text": 0})).encode("text")
@@ -149,7 +150,7 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
     """Read the directory's tokenizer.
 
     Raises:
-        ModelDirectoryError: it is missing or malformed.
+        ModelDirectoryError: the file is missing or malformed.
     """
     path = model_dir / TOKENIZER
     try:

@@ -1,4 +1,4 @@
-"""How many tokens a text has at least, by counting its bytes: tells of a far too long one without encoding it."""
+"""A lower bound on the number of tokens of a text, by counting bytes: rejects far too long texts without encoding."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from tokenizers import Tokenizer, decoders, models
 
 from services.tokenizer.text.detokenizer import byte_table
 
-# Bytes that stand for themselves wherever a vocabulary is written down, and those that only byte-level ones write so.
+# Classes of bytes that every vocabulary represents directly, and classes that only byte-level ones do.
 _PLAIN_CLASSES = [text.encode() for text in (string.ascii_letters, string.digits, string.punctuation)]
 _BYTE_CLASSES = [string.whitespace.encode(), bytes(range(0x80, 0x100))]
 
 
 class LeastTokens:
-    """For a tokenizer that leaves out nothing of a text: a token covers only so many bytes of a class."""
+    """Counts the bytes of each class in a text, and divides by the most such bytes that one token has.
+
+    Valid for tokenizers that drop no part of a text.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._class_to_most: dict[bytes, int] = {}
-        # Normalisation makes one character of several, unless they are ASCII.
+        # Normalisation may merge several characters into one, unless they are ASCII.
         self._takes_ascii_only = tokenizer.normalizer is not None
         if not isinstance(tokenizer.model, models.BPE):
             return
@@ -27,12 +30,12 @@ class LeastTokens:
         tokens = _token_bytes(tokenizer, is_byte_level=is_byte_level)
         known = set(tokens)
         for members in [*_PLAIN_CLASSES, *(_BYTE_CLASSES if is_byte_level else [])]:
-            # Of what the vocabulary does not know, one token may cover any number.
+            # One unknown token may cover any number of bytes that the vocabulary does not know.
             if all(bytes([member]) in known for member in members):
                 self._class_to_most[members] = _most(tokens, members)
 
     def of(self, text: str) -> int:
-        """A number of tokens that the text has at least; it may have many more."""
+        """A lower bound on the number of tokens of a text; 0 if nothing is known."""
         if self._takes_ascii_only and not text.isascii():
             return 0
         data = text.encode()
@@ -46,7 +49,7 @@ def _token_bytes(tokenizer: Tokenizer, *, is_byte_level: bool) -> Sequence[bytes
 
 
 def _most(tokens: Iterable[bytes], members: bytes) -> int:
-    """Most bytes of a class that one token has."""
+    """The most bytes of a class that one token has, at least 1."""
     most = 1
     for token in tokens:
         if len(token) > most:

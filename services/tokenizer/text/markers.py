@@ -1,15 +1,15 @@
-"""Finds any of many strings in a text, at a cost that does not grow with their number."""
+"""Finds any of many strings in a text, at a cost independent of their number."""
 
 from __future__ import annotations
 
 import re
 
-# A tree of beginnings: under each character what may follow; under "" nothing, where a string ends.
+# A trie: maps each character to what may follow it, and "" to nothing where a string ends.
 _Tree = dict[str, "_Tree"]
 
 
 class Markers:
-    """Strings to look for."""
+    """A set of strings to search for."""
 
     def __init__(self, *markers: str) -> None:
         self.pattern = re.compile(_source(_tree(markers)) if markers else "(?!)")
@@ -18,11 +18,11 @@ class Markers:
         self._last_characters = frozenset(beginning[-1] for beginning in self._beginnings)
 
     def find(self, text: str, start: int) -> re.Match[str] | None:
-        """The first marker at or after `start`; of those that begin together the longest."""
+        """The first marker at or after `start`; the longest of those that begin at the same place."""
         return self.pattern.search(text, start)
 
     def held_length(self, text: str, start: int) -> int:
-        """How much of the end of `text[start:]`, which holds no marker, may be the beginning of one."""
+        """The length of the longest end of `text[start:]`, which contains no marker, that may be the start of one."""
         if not text or text[-1] not in self._last_characters:
             return 0
         longest = min(self.max_length - 1, len(text) - start)
@@ -40,7 +40,7 @@ def _tree(strings: tuple[str, ...]) -> _Tree:
 
 
 def _source(node: _Tree) -> str:
-    """The regular expression of what may follow."""
+    """A regular expression for what may follow a node."""
     branches = [re.escape(character) + _source(child) for character, child in node.items() if character]
     if not branches:
         return ""

@@ -1,7 +1,8 @@
-"""Finds a request's stop strings in text that comes in pieces.
+"""Finds a request's stop strings in text that arrives in pieces.
 
-Source: Aho and Corasick, "Efficient String Matching: An Aid to Bibliographic Search", CACM 18(6), 1975. Every
-character is looked at once, and the automaton's state tells how much text to hold back.
+Every character is looked at once, and the automaton's state says how much text to hold back.
+
+Source: Aho and Corasick, "Efficient String Matching: An Aid to Bibliographic Search", CACM 18(6), 1975.
 """
 
 from __future__ import annotations
@@ -15,26 +16,27 @@ _ROOT = 0
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """A stop string found in a text; `start` is the index of its first character."""
+    """A stop string found in a text."""
 
     start: int
+    """The index of its first character in the text."""
     stop: str
 
 
 class StopMatcher:
     """Watches one text. The stop string that begins first wins; of two that begin together, the one completed first.
 
-    Text is held back for as long as it may belong to a stop string. A completed stop string is a candidate until
-    nothing that began before it can still become one; then the matcher is decided.
+    Text is held back while it may belong to a stop string. A completed stop string is only a candidate while another
+    one that began earlier can still be completed; after that the matcher is decided.
 
-    Invariant: the node is the longest end of the text that is the beginning of a stop string.
+    Invariant: `_node` represents the longest end of the text that is the beginning of a stop string.
     """
 
     def __init__(self, stops: Sequence[str], *, includes_stop: bool = False) -> None:
-        """Watch for `stops`: at least one, none of them empty; `includes_stop` leaves the one found in the text."""
+        """Watch for `stops`, at least one and none empty; `includes_stop` keeps the one found in the text."""
         self._automaton = _Automaton(stops)
         self._includes_stop = includes_stop
-        # Whether a stop string that is completed now counts.
+        # Whether stop strings that are completed now count.
         self.is_watchful = True
         self._node = _ROOT
         self._num_characters = 0
@@ -44,9 +46,9 @@ class StopMatcher:
         self.is_decided = False
 
     def push(self, text: str) -> str:
-        """Take the next piece and return the text that certainly stands before any stop string.
+        """Take the next piece and return the text that is certainly not part of a stop string.
 
-        Not to be called once the matcher is decided. What follows the deciding character is dropped.
+        Must not be called once the matcher is decided. Text after the deciding character is dropped.
         """
         self._held += text
         for character in text:
@@ -59,13 +61,13 @@ class StopMatcher:
         return self._take_certain()
 
     def finish(self) -> str:
-        """The end of the text: a candidate wins, else what was held back is text. Returns the rest of the text."""
+        """The text has ended: a candidate wins, otherwise held back text is ordinary text. Returns the remaining text."""
         self._node = _ROOT
         self.is_decided = self.candidate is not None
         return self._take_certain()
 
     def _judge(self) -> None:
-        """Note the stop string completed by the last character, if it begins first, and whether any still can."""
+        """Update the candidate and whether the matcher is decided, after the last character."""
         stop = self._automaton.stops[self._node] if self.is_watchful else None
         if stop is not None:
             start = self._num_characters - len(stop)
@@ -87,20 +89,20 @@ class StopMatcher:
 
 
 class _Automaton:
-    """The stop strings as a tree of their beginnings; a node is one of them, the root the empty one."""
+    """A trie of the stop strings with fallback links; each node is a prefix of a stop string, the root the empty one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._children: list[dict[str, int]] = [{}]
         self._fallbacks: list[int] = [_ROOT]
         self.depths = [0]
-        # Per node: the longest stop string that a text which has arrived there ends with.
+        # Per node: the longest stop string that its prefix ends with.
         self.stops: list[str | None] = [None]
         for stop in stops:
             self._insert(stop)
         self._link()
 
     def next_node(self, node: int, character: str) -> int:
-        """The node of a text that was at `node` and has one more character."""
+        """The node after `node` and one more character."""
         while node != _ROOT and character not in self._children[node]:
             node = self._fallbacks[node]
         return self._children[node].get(character, _ROOT)
@@ -119,7 +121,7 @@ class _Automaton:
         self.stops[node] = stop
 
     def _link(self) -> None:
-        """Set each node's fallback, the longest proper end of it that is a node, shallow nodes first."""
+        """Set each node's fallback, the longest proper suffix of it that is also a node, in breadth-first order."""
         nodes = deque(self._children[_ROOT].values())
         while nodes:
             node = nodes.popleft()

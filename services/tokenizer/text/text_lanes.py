@@ -1,4 +1,4 @@
-"""Threads, off the event loop, for what takes a text its time. A short text never waits for a long one."""
+"""Threads for slow work on texts, off the event loop. Short texts never wait for long ones."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from shared.errors import QueueFullError
 
 T = TypeVar("T")
 
-# A text above this is a long one: its work takes tens of milliseconds and more.
+# A text above this size counts as long: work on it takes tens of milliseconds or more.
 MAX_SHORT_BYTES = 16 * 1024
-# Of each lane: some five of the largest texts that a request may have, or ten seconds' work.
+# Per lane: about five texts of the largest size that a request may have, or ten seconds of work.
 MAX_WAITING_BYTES = 16 * 1024 * 1024
-# About what a thread encodes; says when a retry may find room.
+# Roughly what a thread encodes; used to estimate when a retry will find room.
 _BYTES_PER_S = 2 * 1024 * 1024
 
 
 class Lane:
-    """Threads that take their work in the order in which it came, and a bound on the text that waits for them."""
+    """Threads that take work in order of arrival, with a bound on the amount of text in the lane."""
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
@@ -29,14 +29,14 @@ class Lane:
 
     @contextmanager
     def admit(self, num_bytes: int) -> Iterator[None]:
-        """Let a text in, until the work on it is over; one that finds no other is never too large.
+        """Count a text against the bound for the duration of a `with` block; an empty lane admits a text of any size.
 
         Raises:
-            QueueFullError: too much text is here.
+            QueueFullError: there is too much text in the lane.
         """
         if self._num_bytes and self._num_bytes + num_bytes > MAX_WAITING_BYTES:
             raise QueueFullError(
-                "too much text waits to be encoded",
+                "too much text is waiting to be encoded",
                 retry_delay_s=self._num_bytes / _BYTES_PER_S,
                 max_waiting_bytes=MAX_WAITING_BYTES,
             )
@@ -47,18 +47,18 @@ class Lane:
             self._num_bytes -= num_bytes
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run `work` in one of the threads; cancelled while it waits for one, it is not run."""
+        """Run `work` in one of the threads; it is not run if the call is cancelled before a thread is free."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
 class TextLanes:
-    """A lane for short texts, and one of a single thread in which long ones take turns, part by part."""
+    """A lane for short texts, and one with a single thread in which long texts take turns, part by part."""
 
     def __init__(self, num_threads: int) -> None:
-        """Start with so many threads for short texts."""
+        """Start with `num_threads` threads for short texts."""
         self.short = Lane(num_threads, "encode")
         self.long = Lane(1, "encode-long")
 
     def lane_for(self, num_bytes: int) -> Lane:
-        """The lane of a text of so many bytes."""
+        """The lane for a text of `num_bytes` bytes."""
         return self.short if num_bytes <= MAX_SHORT_BYTES else self.long
