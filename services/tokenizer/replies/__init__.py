@@ -1,4 +1,4 @@
-"""Reads what a model wrote into text, reasoning and tool calls, while it writes: a parser for each family of models."""
+"""Streaming parsers that split a model's reply into text, reasoning and tool calls: one for each family of models."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ REPLY_PARSERS: dict[str, type[ReplyParser]] = {
     "glm4": Glm4Parser,
 }
 
-# What only the template of one family holds; the first that is found decides.
+# Strings that only the template of one family contains; the first that is found decides.
 _TEMPLATE_MARKS = (
     (CHANNEL, "harmony"),
     (CALLS_BEGIN, "deepseek_v3"),
     (KEY_BEGIN, "glm4"),
-    # Qwen3-Coder's calls, which nobody here reads.
+    # Qwen3-Coder's calls, for which there is no parser here.
     ("<function=", "none"),
     ("<tool_call>", "hermes"),
     ("<|python_tag|>", "llama3_json"),
     ("<think>", "hermes"),
 )
 
-# For a template that shows nothing of it.
+# For templates that contain none of these.
 _ARCHITECTURES = {
     "GptOssForCausalLM": "harmony",
     "DeepseekV3ForCausalLM": "deepseek_v3",
@@ -57,7 +57,7 @@ _ARCHITECTURES = {
 
 
 def choose_reply_parser(architecture: str, template_source: str | None) -> str:
-    """The name of the parser that fits a model, by what its chat template writes, else by its architecture."""
+    """The name of the parser that fits a model, by its chat template or else by its architecture."""
     if template_source is None:
         return "none"
     for mark, name in _TEMPLATE_MARKS:
@@ -69,13 +69,12 @@ def choose_reply_parser(architecture: str, template_source: str | None) -> str:
 def make_reply_parser(
     name: str, *, tools: Sequence[Tool] = (), prompt_text: str = "", special_tokens: frozenset[str] = frozenset()
 ) -> ReplyParser:
-    """A parser for one reply.
+    """Make a parser for one reply.
 
     Args:
         name: One of `REPLY_PARSERS`.
-        tools: Those that the model was offered; without any, tool markup comes through as text.
-        prompt_text: What the reply continues: a template may have opened the reasoning.
-        special_tokens: The texts of the tokenizer's special tokens that the answer does not show; none when the
-            client wants to see them.
+        tools: The tools that were offered to the model; without any, tool markup is text.
+        prompt_text: The text that the reply continues; the template may have opened the reasoning there.
+        special_tokens: The texts of special tokens to leave out of the answer; empty if the client wants to see them.
     """
     return REPLY_PARSERS[name](ReplySetting(tuple(tools), prompt_text, special_tokens))

@@ -1,4 +1,4 @@
-"""Grammars of replies that must call a tool: calls in a family's own form, whose arguments fit their schemas."""
+"""Grammars for replies that must call a tool, in the call format of the model's family; arguments fit their schemas."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.grammar import GrammarError
 
 _THINK_BEGIN, _THINK_END = "<think>", "</think>"
 
-# A schema with none of these describes its object by its properties alone.
+# A schema without any of these describes its object by "properties" alone.
 _OTHER_KEYWORDS = frozenset(
     {
         "$ref",
@@ -32,33 +32,34 @@ _OTHER_KEYWORDS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class CallRequest:
-    """What must be called, and in what the reply stands.
-
-    One of `tools` must be called: more than once in a reply unless `one_call`. `prompt_text` is what the reply
-    continues, `template_text` all that the chat template may write, `token_texts` the tokenizer's added tokens.
-    """
+    """The tools that must be called, and the context of the reply."""
 
     tools: Sequence[Tool]
+    """The tools of which at least one must be called."""
     one_call: bool
+    """Whether there must be exactly one call; otherwise there may be more."""
     prompt_text: str
+    """The text that the reply continues."""
     template_text: str
+    """The chat template's source."""
     token_texts: Collection[str]
+    """The texts of the tokenizer's added tokens."""
 
 
 def tool_call_grammar(parser_name: str, request: CallRequest) -> str:
-    """A grammar in llguidance's dialect of Lark; a reasoning that the model begins with is left free.
+    """Build a grammar in llguidance's dialect of Lark; reasoning before the calls is not constrained.
 
     Raises:
-        InvalidRequestError: the model has no known form of tool calls, or an argument's schema cannot be had in it.
+        InvalidRequestError: the model has no known tool call format, or an argument's schema cannot be enforced in it.
     """
     build = _BUILDERS.get(parser_name)
     if build is None:
-        raise _refusal("the model has no known form of tool calls")
+        raise _refusal("the model has no known tool call format")
     grammar = LarkGrammar(request.token_texts)
     try:
         return grammar.source(build(grammar, request))
     except GrammarError as error:
-        raise _refusal(f"a tool's schema cannot be held to: {error}", field="chat.tools") from None
+        raise _refusal(f"a tool's schema cannot be enforced: {error}", field="chat.tools") from None
 
 
 def _hermes(grammar: LarkGrammar, request: CallRequest) -> str:
@@ -73,7 +74,7 @@ def _hermes(grammar: LarkGrammar, request: CallRequest) -> str:
 
 
 def _llama3_json(grammar: LarkGrammar, request: CallRequest) -> str:
-    # One call: its chat template refuses replies with several.
+    # Always one call: the chat template refuses replies with several.
     return " | ".join(
         f"{grammar.literal(_json_call(tool, 'parameters'))} {grammar.json(_arguments(tool))} {grammar.literal('}')}"
         for tool in request.tools
@@ -100,7 +101,7 @@ def _deepseek_v3(grammar: LarkGrammar, request: CallRequest) -> str:
 def _harmony(grammar: LarkGrammar, request: CallRequest) -> str:
     channel, message = grammar.marker(harmony.CHANNEL), grammar.marker(harmony.MESSAGE)
     kind = f"{grammar.marker(harmony.CONSTRAIN)} {grammar.literal('json')} {message}"
-    # The token that would end the message ends the reply.
+    # No end marker: the token that would end the message ends the reply.
     calls = [
         f"{grammar.literal(f'commentary to={harmony.FUNCTIONS}{tool.name} ')} {kind} {grammar.json(_arguments(tool))}"
         for tool in request.tools
@@ -126,7 +127,7 @@ def _glm4_arguments(grammar: LarkGrammar, tool: Tool) -> str:
         or not isinstance(required, list)
         or _OTHER_KEYWORDS & schema.keys() - {"additionalProperties"}
     ):
-        raise GrammarError(f"with this model, {tool.name} needs a schema of plain properties")
+        raise GrammarError(f"with this model, the schema of {tool.name} must consist of plain properties")
     arguments = []
     for name, value in properties.items():
         pair = f"{_glm4_key(grammar, name)} {_glm4_value(grammar, value, schema)}"
@@ -141,7 +142,7 @@ def _glm4_key(grammar: LarkGrammar, name: str) -> str:
 
 
 def _glm4_value(grammar: LarkGrammar, schema: JsonValue, root: JsonObject) -> str:
-    """A value and its end: text as it is where the parser takes it so, else JSON."""
+    """A value and its end marker: plain text where the parser reads it as text, otherwise JSON."""
     end = grammar.marker(glm4.VALUE_END)
     if not glm4.takes_text(schema):
         definitions: JsonObject = {name: root[name] for name in ("$defs", "definitions") if name in root}
@@ -164,7 +165,7 @@ def _several(call: str, between: str, request: CallRequest) -> str:
 
 
 def _after_reasoning(grammar: LarkGrammar, request: CallRequest, calls: str) -> str:
-    """Behind the reasoning that the prompt opened, or that the model is known to begin with."""
+    """Put the reasoning before `calls` that the prompt has opened, or that the model usually begins with."""
     newlines = grammar.literal("\n\n")
     prompt = request.prompt_text.rstrip()
     if prompt.endswith(_THINK_BEGIN):
@@ -176,12 +177,12 @@ def _after_reasoning(grammar: LarkGrammar, request: CallRequest, calls: str) -> 
 
 
 def _json_call(tool: Tool, arguments: str) -> str:
-    """A call's object up to its arguments."""
+    """The JSON of a call, up to its arguments."""
     return f'{{"name": "{tool.name}", "{arguments}": '
 
 
 def _arguments(tool: Tool) -> JsonObject:
-    """The schema of a tool's arguments, which are those that it names unless it says otherwise."""
+    """The schema of a tool's arguments; arguments that it does not name are forbidden unless it says otherwise."""
     if _OTHER_KEYWORDS & tool.parameters.keys():
         return tool.parameters
     return {**tool.parameters, "additionalProperties": False}

@@ -1,6 +1,6 @@
-"""DeepSeek-V3, R1 and V3.1: `<think>` first, calls between markers of their own.
+"""DeepSeek-V3, R1 and V3.1: `<think>` first, then calls between dedicated markers.
 
-V3 and R1 write `function<sep>NAME`, a line break and the arguments in a fence of Markdown; V3.1 writes
+V3 and R1 write `function<sep>NAME`, a line break and the arguments in a Markdown code fence; V3.1 writes
 `NAME<sep>ARGUMENTS`.
 
 Source: the chat templates of deepseek-ai/DeepSeek-V3-0324 and deepseek-ai/DeepSeek-V3.1.
@@ -22,7 +22,7 @@ _FENCE, _FENCES = "```", Markers("```json")
 
 
 class DeepseekV3Parser(ReplyParser):
-    """See the module."""
+    """The parser; the format is described in the module docstring."""
 
     markup = frozenset({"<think>", "</think>", CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR})
 

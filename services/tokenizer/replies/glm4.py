@@ -1,6 +1,6 @@
-"""GLM-4.5 and later: `<think>` first, calls as a name and pairs of `<arg_key>` and `<arg_value>`.
+"""GLM-4.5 and later: `<think>` first, then calls as a name and pairs of `<arg_key>` and `<arg_value>`.
 
-A value stands there as it is when the tool takes text, else as JSON.
+A value is plain text if the argument's schema says string, and JSON otherwise.
 
 Source: the chat template of zai-org/GLM-4.5.
 """
@@ -25,7 +25,7 @@ _VALUE_ENDS = Markers(VALUE_END)
 
 
 class Glm4Parser(ReplyParser):
-    """See the module."""
+    """The parser; the format is described in the module docstring."""
 
     markup = frozenset(
         {"<think>", "</think>", CALL_BEGIN, CALL_END, KEY_BEGIN, KEY_END, VALUE_BEGIN, VALUE_END},
@@ -55,7 +55,7 @@ class Glm4Parser(ReplyParser):
         yield from reader.skip("\n")
 
     def _read_value(self, *, is_text: bool) -> Reading[bool]:
-        """Read a value up to its end; False when the text ends before. Text goes out as it comes."""
+        """Read a value and its end marker; False if the reply ends first. A text value is passed on as it arrives."""
         if is_text:
             self._put_arguments('"')
             end = yield from self._pass_until(_VALUE_ENDS, lambda text: self._put_arguments(_json(text)[1:-1]))
@@ -68,14 +68,14 @@ class Glm4Parser(ReplyParser):
         return end is not None
 
     def _takes_text(self, tool_name: str, key: str) -> bool:
-        """Whether a call's argument is text; of a tool that was not offered it is not known."""
+        """Whether a call's argument is plain text; False for a tool that was not offered."""
         tool = self._tools.get(tool_name)
         properties = tool.parameters.get("properties") if tool else None
         return takes_text(properties.get(key) if isinstance(properties, dict) else None)
 
 
 def takes_text(schema: JsonValue) -> bool:
-    """Whether an argument of a schema is text and nothing else."""
+    """Whether a schema only allows strings."""
     if not isinstance(schema, dict):
         return False
     choices = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -89,7 +89,7 @@ def _json(value: JsonValue) -> str:
 
 
 def _json_of(text: str) -> str:
-    """A value's JSON: the text itself if it is JSON, else a string of it."""
+    """Convert a value to JSON: text that is JSON is kept, other text becomes a string."""
     try:
         return _json(json.loads(text, parse_constant=float))
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""gpt-oss: messages of the channels analysis, commentary and final; calls are addressed to `functions.NAME`.
+"""gpt-oss: messages on the channels analysis, commentary and final; calls are addressed to `functions.NAME`.
 
 Source: OpenAI's "OpenAI harmony response format", sections "Message format" and "Receiving tool calls".
 """
@@ -16,12 +16,12 @@ START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", 
 END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
 FUNCTIONS = "functions."
 
-# The model sometimes leaves the start of a message out.
+# The model sometimes omits the start of a message.
 _OPENINGS = Markers(START + "assistant", CHANNEL)
 _HEADER_ENDS = Markers(MESSAGE)
 _MESSAGE_ENDS = Markers(END, RETURN, CALL, START + "assistant", CHANNEL)
 
-# The recipient stands before the channel or behind it, the content's type at the end.
+# The recipient comes before or after the channel, the content's type at the end.
 _HEADER = re.compile(
     r"(?: to=(?P<first>[^\s<]+))?\s*<\|channel\|>(?P<channel>\w+)(?: to=(?P<second>[^\s<]+))?"
     r"\s*(?:<\|constrain\|>)?\w*\s*"
@@ -29,12 +29,12 @@ _HEADER = re.compile(
 
 
 class HarmonyParser(ReplyParser):
-    """See the module. What stands in no channel, and a call of anything but a function, is text."""
+    """The parser. Anything outside a channel, and a call of anything but a function, is text."""
 
     markup = frozenset({START, CHANNEL, MESSAGE, CONSTRAIN, END, RETURN, CALL})
 
     def _read(self) -> Reading[None]:
-        # The prompt ends with the start of the first message.
+        # The prompt ends with the start of the first message, so the reply may begin inside its header.
         if (yield from self._reader.one_of(" to=")):
             self._reader.rewind()
             yield from self._try("", self._read_message)

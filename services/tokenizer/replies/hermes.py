@@ -1,4 +1,4 @@
-"""Hermes and Qwen: `<think>` first, calls as JSON between `<tool_call>` and `</tool_call>`.
+"""Hermes and Qwen: `<think>` first, then calls as JSON between `<tool_call>` and `</tool_call>`.
 
 Source: the chat templates of NousResearch/Hermes-2-Pro-Llama-3-8B and Qwen/Qwen3-8B.
 """
@@ -14,7 +14,7 @@ _OPENINGS = Markers(_CALL_BEGIN, "\n" + _CALL_BEGIN)
 
 
 class HermesParser(JsonCallParser):
-    """See the module."""
+    """The parser; the format is described in the module docstring."""
 
     markup = frozenset({"<think>", "</think>", _CALL_BEGIN, _CALL_END})
 
@@ -23,7 +23,7 @@ class HermesParser(JsonCallParser):
         yield from self._read_text(_OPENINGS if self._tools else Markers(), self._read_calls)
 
     def _read_calls(self, _: str) -> Reading[None]:
-        # One call is the rule; some models put several between the markers.
+        # Usually there is one call; some models put several between the markers.
         while True:
             yield from self._reader.skip(SPACE)
             yield from self._read_json_call(only_offered=False)

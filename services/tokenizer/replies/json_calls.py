@@ -1,4 +1,4 @@
-"""Tool calls that are JSON objects of the tool's name and its arguments."""
+"""Tool calls in the form of a JSON object with the tool's name and arguments."""
 
 from __future__ import annotations
 
@@ -10,31 +10,34 @@ from services.tokenizer.replies.json_reading import read_object, read_string, re
 from services.tokenizer.replies.parser import ReplyParser
 from services.tokenizer.replies.reader import Reading, UnparsableError
 
-# What a call may hold beside its name and arguments when only its form tells it from other JSON.
+# Further members that a call may have when only its form distinguishes it from other JSON.
 _OTHER_MEMBERS = ("type", "id")
 
 
 @dataclass(slots=True)
 class _JsonCall:
-    """What has been read of a call's object; whether its name has gone out."""
+    """What has been read of a call's object."""
 
     only_offered: bool
+    """Whether only calls of offered tools count."""
     name: str | None = None
     arguments: str | None = None
     has_begun: bool = False
+    """Whether its name has been passed on."""
 
 
 class JsonCallParser(ReplyParser):
-    """For families whose calls are such objects. The members may come in any order; a name that comes first streams."""
+    """For families with such calls. Members may come in any order; arguments are streamed if the name comes first."""
 
     def _read_json_call(self, *, only_offered: bool) -> Reading[None]:
         """Read a call's object.
 
         Args:
-            only_offered: Nothing but its form tells it from other JSON: it must name one of the offered tools.
+            only_offered: Whether it must name one of the offered tools, since no markup distinguishes it from other
+                JSON.
 
         Raises:
-            TextEndedError, UnparsableError: it is no call.
+            TextEndedError, UnparsableError: it is not a call.
         """
         call = _JsonCall(only_offered)
         yield from read_object(self._reader, lambda name: self._read_member(json.loads(name), call))
@@ -66,7 +69,7 @@ class JsonCallParser(ReplyParser):
             call.arguments = ""
             yield from self._read_arguments()
         elif character == '"':
-            # Some models write the object as text.
+            # Some models write the object as a string.
             call.arguments = _object_text(json.loads((yield from read_string(reader))))
         else:
             before = reader.num_read

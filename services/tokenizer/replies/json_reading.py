@@ -1,4 +1,4 @@
-"""Reads JSON from a text that comes in pieces. What is read never goes beyond the first character that is wrong.
+"""Reads JSON from text that arrives in pieces, never beyond the first invalid character.
 
 Source: RFC 8259, sections 2 to 7.
 """
@@ -20,11 +20,11 @@ _ESCAPE_BEGINNING = re.compile(r"\\(?:u[0-9a-fA-F]{0,4})?")
 
 
 def read_value(reader: TextReader, depth: int = 0) -> Reading[None]:
-    """Take a value.
+    """Read a value.
 
     Raises:
         TextEndedError: the text ends within it.
-        UnparsableError: no value stands here, or it is nested too deeply.
+        UnparsableError: there is no valid value here, or it is nested more than 64 levels deep.
     """
     if depth > _MAX_DEPTH:
         raise UnparsableError
@@ -42,7 +42,7 @@ def read_value(reader: TextReader, depth: int = 0) -> Reading[None]:
 
 
 def read_object(reader: TextReader, read_member: Callable[[str], Reading[None]]) -> Reading[None]:
-    """Take an object; `read_member` takes each member's value, given its name as it is written, quotes included.
+    """Read an object; `read_member` must read each member's value, and gets its name as written, with quotes.
 
     Raises:
         TextEndedError, UnparsableError: as `read_value`.
@@ -64,7 +64,7 @@ def read_object(reader: TextReader, read_member: Callable[[str], Reading[None]])
 
 
 def read_string(reader: TextReader) -> Reading[str]:
-    """Take a string, and return it as it is written, quotes included.
+    """Read a string, and return it as written, with quotes.
 
     Raises:
         TextEndedError, UnparsableError: as `read_value`.
@@ -107,7 +107,7 @@ def _read_array(reader: TextReader, depth: int) -> Reading[None]:
 
 
 def _read_number(reader: TextReader) -> Reading[None]:
-    """A number is taken when it is known to be one: at its end."""
+    """Read a number; it is only consumed once its end is known."""
     while (match := _NUMBER_CHARACTERS.match(reader.text, reader.position)) and match.end() == len(reader.text):
         if not (yield from reader.wait()):
             break

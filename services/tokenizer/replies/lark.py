@@ -12,7 +12,7 @@ from collections.abc import Collection
 from services.tokenizer.json.json_schema import STRICT_JSON, check_schema
 from services.tokenizer.json.json_values import JsonObject, JsonValue
 
-# JSON as chat templates write it, which is how models have seen it.
+# JSON in the style of chat templates, which models were trained on.
 _JSON_STYLE: JsonObject = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -24,19 +24,19 @@ _SLASH = re.compile(r"(\\.)|/")
 
 
 class LarkGrammar:
-    """A grammar that grows rule by rule."""
+    """A grammar that is built rule by rule."""
 
     def __init__(self, token_texts: Collection[str]) -> None:
-        """Begin a grammar for a tokenizer with these added tokens, which the dialect tells from their texts."""
+        """Take the texts of the tokenizer's added tokens; the dialect distinguishes a token from its text."""
         self._token_texts = token_texts
         self._rules: list[str] = []
 
     def marker(self, text: str) -> str:
-        """An expression for markup: its token if it has one, else its text."""
+        """An expression for markup: its token if there is one, otherwise its text."""
         return text if text in self._token_texts else self.literal(text)
 
     def literal(self, text: str) -> str:
-        """An expression for a text."""
+        """An expression for a fixed text."""
         return json.dumps(text, ensure_ascii=False)
 
     def rule(self, name: str, expression: str) -> str:
@@ -48,7 +48,7 @@ class LarkGrammar:
         """An expression for the JSON that a schema describes.
 
         Raises:
-            GrammarError: the schema asks for what a grammar cannot promise.
+            GrammarError: the schema asks for something that a grammar cannot guarantee.
         """
         check_schema(schema)
         if isinstance(schema, dict):
@@ -56,7 +56,7 @@ class LarkGrammar:
         return self.rule(f"json_{len(self._rules)}", f"%json {json.dumps(schema)}")
 
     def text_until(self, marker: str, *patterns: str) -> str:
-        """An expression for text and the marker behind it, which it does not hold; all patterns describe the text."""
+        """An expression for text that matches all `patterns` and does not contain `marker`, followed by the marker."""
         number = len(self._rules)
         text = self.rule(f"TEXT_{number}", " & ".join(f"/{_slashes(pattern)}/" for pattern in patterns or (_ANY_TEXT,)))
         if marker in self._token_texts:
@@ -64,12 +64,12 @@ class LarkGrammar:
         return self.rule(f"text_{number}[suffix={self.literal(marker)}]", text).partition("[")[0]
 
     def source(self, start: str) -> str:
-        """The grammar of what `start` describes."""
+        """The source of the grammar, with `start` as its start rule."""
         return "\n".join([f"start: {start}", *self._rules]) + "\n"
 
 
 def search_pattern(pattern: str) -> str:
-    """The expression of all texts that hold a match of a regular expression, as JSON schemas mean it."""
+    """A regular expression for all texts that contain a match of `pattern`, as in JSON schemas."""
     before = "" if pattern.startswith("^") else _ANY_TEXT
     after = "" if pattern.endswith("$") and not pattern.endswith(r"\$") else _ANY_TEXT
     inner = pattern.removeprefix("^")
@@ -77,7 +77,7 @@ def search_pattern(pattern: str) -> str:
 
 
 def length_pattern(min_length: JsonValue, max_length: JsonValue) -> str:
-    """The expression of all texts of such a length, in characters; what is no number does not count."""
+    """A regular expression for all texts with a length in these bounds, in characters; non-numbers are ignored."""
     least = min_length if isinstance(min_length, int) else 0
     most = max_length if isinstance(max_length, int) else ""
     return f"(?s:.{{{least},{most}}})"

@@ -1,4 +1,4 @@
-"""Llama 3: calls as JSON objects with "name" and "parameters", bare or behind `<|python_tag|>`, several behind `;`.
+"""Llama 3: calls as JSON objects with "name" and "parameters", bare or after `<|python_tag|>`, separated by `;`.
 
 Source: Meta's "Llama 3.1 model card and prompt formats", "JSON based tool calling".
 """
@@ -14,7 +14,7 @@ _OPENINGS = Markers("{", _PYTHON_TAG)
 
 
 class Llama3JsonParser(JsonCallParser):
-    """See the module. A bare object is a call only if it names an offered tool."""
+    """The parser. A bare object is a call only if it names an offered tool."""
 
     markup = frozenset({_PYTHON_TAG})
 

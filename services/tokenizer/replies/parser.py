@@ -1,4 +1,4 @@
-"""What every family's parser has in common: text in; text, reasoning and tool calls out."""
+"""The base of all reply parsers: turns text into text, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from services.tokenizer.replies.parts import ReasoningPart, ReplyPart, TextPart,
 from services.tokenizer.replies.reader import SPACE, Reading, TextEndedError, TextReader, UnparsableError
 from services.tokenizer.text.markers import Markers
 
-# No tool has a longer name; what goes on for longer is none.
+# No tool has a longer name; anything longer is not a name.
 MAX_NAME_LENGTH = 256
 
 _THINK_BEGIN = "<think>"
@@ -25,25 +25,25 @@ _THINK_END = Markers("</think>", "\n</think>")
 
 @dataclass(frozen=True, slots=True)
 class ReplySetting:
-    """What a reply's parser has to know of the request and of the model.
-
-    `tools` are those that the model was offered; without any, tool markup is text. `prompt_text` is what the reply
-    continues. `special_tokens` are the texts that the model's answer does not show.
-    """
+    """What a parser needs to know about the request and the model."""
 
     tools: tuple[Tool, ...] = ()
+    """The tools that were offered to the model; without any, tool markup is text."""
     prompt_text: str = ""
+    """The text that the reply continues."""
     special_tokens: frozenset[str] = frozenset()
+    """The texts of special tokens to leave out of the answer."""
 
 
 class ReplyParser(abc.ABC):
-    """Reads one reply. The parts of all `feed` calls and of `finish`, joined, do not depend on how the text was cut.
+    """Parses one reply. The joined parts of all `feed` calls and `finish` do not depend on how the text was cut.
 
-    Text goes out as soon as it cannot be part of any markup. What turns out not to be what its markup announced is
-    text, markup included; of a tool call that has gone out already, what follows the last character that fits.
+    Text is passed on as soon as it cannot be part of any markup. If the text after some markup is not what the markup
+    announced, all of it is text, including the markup. If part of a tool call has already been passed on, only what
+    follows the last valid character becomes text.
     """
 
-    # The markup that may be made of special tokens.
+    # The markup, which may consist of special tokens.
     markup: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, setting: ReplySetting) -> None:
@@ -54,7 +54,7 @@ class ReplyParser(abc.ABC):
         self._reader = TextReader()
         self._parts: list[ReplyPart] = []
         self._num_calls = 0
-        # What began the markup that is being read; empty once a call of it has gone out.
+        # The opening of the markup that is being read; empty once a call in it has been passed on.
         self._opening = ""
         self._streams_arguments = False
         self._course = self._read()
@@ -62,28 +62,28 @@ class ReplyParser(abc.ABC):
     def feed(self, text: str) -> list[ReplyPart]:
         """Take the next piece of the reply and return the parts that have become certain.
 
-        When the parser `needs_special_tokens`, the text must hold those; it drops the ones that have no meaning here.
+        If the parser `needs_special_tokens`, the text must contain them; it drops those that have no meaning for it.
         """
         self._advance(self._filter.push(text) if self.needs_special_tokens else text)
         return self._take_parts()
 
     def finish(self) -> list[ReplyPart]:
-        """The reply has ended: return what was held back."""
+        """The reply has ended: return the parts that were held back."""
         self._reader.is_complete = True
         self._advance(self._filter.flush())
         return self._take_parts()
 
     @abc.abstractmethod
     def _read(self) -> Reading[None]:
-        """Read the whole reply; ends only when the text does."""
+        """Read the whole reply; returns only when the text has ended."""
 
     def _read_text(self, openings: Markers, read_markup: Callable[[str], Reading[None]]) -> Reading[None]:
-        """Read text in which markup begins with an opening; `read_markup` is called behind it, with the opening."""
+        """Read text that may contain markup; `read_markup` is called after each opening, with the opening."""
         while (opening := (yield from self._pass_until(openings, self._put_text))) is not None:
             yield from self._try(opening, read_markup)
 
     def _try(self, opening: str, read_markup: Callable[[str], Reading[None]]) -> Reading[None]:
-        """Read the markup that begins with an opening, of which nothing has been accounted for."""
+        """Read the markup after an opening; the opening has been read but not accepted."""
         self._opening = opening
         try:
             yield from read_markup(opening)
@@ -93,7 +93,7 @@ class ReplyParser(abc.ABC):
             self._give_back()
 
     def _read_reasoning(self) -> Reading[None]:
-        """Read what the model thinks first, if it does."""
+        """Read the reasoning at the beginning of the reply, if there is any."""
         begins = yield from self._reader.one_of(*_THINK_BEGINS)
         if begins or self._prompt_text.rstrip().endswith(_THINK_BEGIN):
             yield from self._reader.skip("\n")
@@ -101,7 +101,7 @@ class ReplyParser(abc.ABC):
             yield from self._reader.skip("\n")
 
     def _pass_until(self, markers: Markers, put: Callable[[str], None]) -> Reading[str | None]:
-        """Pass text on until a marker, which is read and not accounted for; None at the end of the text."""
+        """Pass text on up to a marker, and read the marker without accepting it; None at the end of the text."""
         reader = self._reader
         reader.mark = reader.position
         while True:
@@ -117,10 +117,10 @@ class ReplyParser(abc.ABC):
                 return None
 
     def _begin_call(self, name: str) -> None:
-        """A call has been recognised: its name goes out, and what has been read is accounted for.
+        """A call has been recognised: pass its name on, and accept what has been read.
 
         Raises:
-            UnparsableError: no tool has such a name.
+            UnparsableError: it cannot be a tool's name.
         """
         if not is_name(name):
             raise UnparsableError
@@ -130,20 +130,20 @@ class ReplyParser(abc.ABC):
         self._reader.accept()
 
     def _read_arguments(self) -> Reading[None]:
-        """Read the begun call's arguments, a JSON object, which go out as they come."""
+        """Read the arguments of the call, a JSON object, and pass them on as they arrive."""
         self._streams_arguments = True
         yield from read_value(self._reader)
         self._end_arguments(is_cut=False)
 
     def _end_arguments(self, *, is_cut: bool) -> None:
-        """The arguments end with what has been read or, cut off, with the text."""
+        """The arguments end with what has been read or, if they are cut off, with the text."""
         if is_cut:
             self._reader.position = len(self._reader.text)
         self._put_arguments(self._reader.accept())
         self._streams_arguments = False
 
     def _close(self, *closings: str) -> Reading[str]:
-        """Read what closes a part of a begun call, and return it; empty when the text ends before it can be told."""
+        """Read one of `closings` after part of a call, and return it; empty if the text ends first."""
         try:
             yield from self._reader.skip(SPACE)
             return (yield from self._reader.expect(*closings))
@@ -152,7 +152,7 @@ class ReplyParser(abc.ABC):
             return ""
 
     def _give_back(self) -> None:
-        """What was read as markup is none: its opening is text, and what follows is read anew."""
+        """What was read as markup is not markup: its opening is text, and what follows is read again."""
         self._reader.rewind()
         self._reader.position += len(self._opening)
         self._put_text(self._reader.accept())
@@ -190,19 +190,19 @@ class ReplyParser(abc.ABC):
 
 
 def is_name(text: str) -> bool:
-    """Whether a tool could have this name; a model may make up one that it was not offered."""
+    """Whether a tool could have this name; a model may call tools that it was not offered."""
     return 0 < len(text) <= MAX_NAME_LENGTH and text.isprintable()
 
 
 class _TokenFilter:
-    """Takes tokens out of a text that comes in pieces."""
+    """Removes tokens from text that arrives in pieces."""
 
     def __init__(self, tokens: Markers) -> None:
         self._tokens = tokens
         self._held = ""
 
     def push(self, text: str) -> str:
-        """Take the next piece; return what certainly is no token."""
+        """Take the next piece; return the text that is certainly not part of a token."""
         text = self._held + text
         kept = []
         start = 0
@@ -214,12 +214,12 @@ class _TokenFilter:
         return "".join([*kept, text[start:end]])
 
     def flush(self) -> str:
-        """The end: return what was held back."""
+        """The text has ended: return what was held back."""
         held, self._held = self._held, ""
         return held
 
 
 @functools.lru_cache(maxsize=16)
 def _dropped_tokens(special_tokens: frozenset[str], markup: frozenset[str]) -> Markers:
-    """The special tokens that have no meaning to a parser; made once for each model."""
+    """The special tokens that are not markup of the parser; cached, so built once per model."""
     return Markers(*(special_tokens - markup))

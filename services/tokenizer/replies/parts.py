@@ -1,4 +1,4 @@
-"""What a model's reply is made of, in the order in which the model wrote it."""
+"""The parts of a model's reply, in the order in which the model wrote them."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningPart:
-    """Text that the model thought before it answered; never empty."""
+    """Reasoning before the answer; never empty."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallPart:
-    """A tool call, or more of its arguments.
-
-    `index` counts the calls of a reply from 0. `id` and `name` are set in a call's first part and empty in the others.
-    The arguments of all its parts, joined, are a JSON object once the call is complete.
-    """
+    """A tool call, or more of its arguments."""
 
     index: int
+    """The call's index in the reply, from 0."""
     id: str
+    """Set in the call's first part, empty in the others."""
     name: str
+    """Set in the call's first part, empty in the others."""
     arguments: str
+    """The arguments of all of a complete call's parts, joined, are a JSON object."""
 
 
 ReplyPart = TextPart | ReasoningPart | ToolCallPart

@@ -1,4 +1,4 @@
-"""Models that write nothing but text."""
+"""Models that write plain text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from services.tokenizer.text.markers import Markers
 
 
 class PlainParser(ReplyParser):
-    """A reply is text."""
+    """The whole reply is text."""
 
     def _read(self) -> Reading[None]:
         yield from self._pass_until(Markers(), self._put_text)

@@ -1,7 +1,11 @@
-"""Reading a text that comes in pieces, as if it were all there.
+"""Reads text that arrives in pieces as if all of it were there.
 
-What reads is a generator: it takes what it needs, and yields when that has not come yet. So a parser reads like the
-grammar of what it parses, and cannot tell how its text was cut.
+Reading functions are generators that yield while they wait for more text. So a parser's code follows the grammar of
+what it parses, and its result cannot depend on how the text was cut.
+
+    accepted      read, may be given back     not read yet
+    ------------|---------------------------|----------------
+               mark                      position
 """
 
 from __future__ import annotations
@@ -13,25 +17,25 @@ from services.tokenizer.text.markers import Markers
 
 T = TypeVar("T")
 
-# Yields while it waits for more text; returns what it has read.
+# Yields while it waits for more text; returns what was read.
 Reading = Generator[None, None, T]
 
 SPACE = " \t\r\n"
 
 
 class UnparsableError(Exception):
-    """The text is not what the markup before it announced."""
+    """The text does not match what the markup before it announced."""
 
 
 class TextEndedError(UnparsableError):
-    """The text ended within what the markup before it announced."""
+    """The text ended before what its markup announced was complete."""
 
 
 class TextReader:
-    """A text that grows, and how far it has been read.
+    """A growing text, and how far it has been read.
 
-    Invariant: what stands before `mark` has been accounted for; what stands between `mark` and `position` has been
-    read, and may still be given back.
+    Invariant: text before `mark` is accepted; text between `mark` and `position` has been read, but may still be given
+    back.
     """
 
     def __init__(self) -> None:
@@ -41,56 +45,56 @@ class TextReader:
         self.is_complete = False
 
     def add(self, text: str) -> None:
-        """Take more text in. What has been accounted for is forgotten: indices move, their distances do not."""
+        """Append text. Accepted text is dropped, which shifts all indices equally."""
         self.text = self.text[self.mark :] + text
         self.position -= self.mark
         self.mark = 0
 
     def accept(self) -> str:
-        """Account for what has been read, and return it."""
+        """Accept what has been read since the last time, and return it."""
         taken = self.text[self.mark : self.position]
         self.mark = self.position
         return taken
 
     @property
     def num_read(self) -> int:
-        """Characters that have been read and not accounted for."""
+        """The number of characters that have been read but not accepted."""
         return self.position - self.mark
 
     def read_since(self, num_read: int) -> str:
-        """What has been read since that many characters had been; nothing was accounted for in between."""
+        """The text read since `num_read` had this value; nothing may have been accepted in between."""
         return self.text[self.mark + num_read : self.position]
 
     def rewind(self) -> None:
-        """Read again what has not been accounted for."""
+        """Go back to the end of the accepted text."""
         self.position = self.mark
 
     def wait(self) -> Reading[bool]:
-        """Wait for more text; False when there is none to come."""
+        """Wait for more text; False if the text is complete."""
         if self.is_complete:
             return False
         yield
         return True
 
     def ahead(self, size: int) -> Reading[str]:
-        """The next `size` characters, not taken; fewer at the end of the text."""
+        """The next `size` characters, without reading them; fewer at the end of the text."""
         while len(self.text) - self.position < size and (yield from self.wait()):
             pass
         return self.text[self.position : self.position + size]
 
     def peek(self) -> Reading[str]:
-        """The next character, not taken; empty at the end of the text."""
+        """The next character, without reading it; empty at the end of the text."""
         if self.position < len(self.text):
             return self.text[self.position]
         return (yield from self.ahead(1))
 
     def skip(self, characters: str) -> Reading[None]:
-        """Take characters for as long as they are of these."""
+        """Skip all `characters` up to the first other one."""
         while (character := (yield from self.peek())) and character in characters:
             self.position += 1
 
     def one_of(self, *markers: str) -> Reading[str]:
-        """Take the marker that stands here; empty if none does."""
+        """Read the marker at this position; returns "" if there is none."""
         while True:
             for marker in markers:
                 if self.text.startswith(marker, self.position):
@@ -100,11 +104,11 @@ class TextReader:
                 return ""
 
     def expect(self, *markers: str) -> Reading[str]:
-        """Take the marker that stands here.
+        """Read the marker at this position.
 
         Raises:
-            TextEndedError: the text ends before it can be told.
-            UnparsableError: none does.
+            TextEndedError: the text ends before a marker is complete.
+            UnparsableError: there is no marker here.
         """
         found = yield from self.one_of(*markers)
         if not found:
@@ -112,10 +116,10 @@ class TextReader:
         return found
 
     def until(self, markers: Markers, *, max_length: int) -> Reading[tuple[str, str]]:
-        """Take the text up to the first marker, and the marker.
+        """Read the text up to the first marker, and the marker; returns both.
 
         Raises:
-            UnparsableError: none begins within `max_length` characters.
+            UnparsableError: no marker begins within `max_length` characters.
         """
         while True:
             match = markers.find(self.text, self.position)
@@ -130,6 +134,6 @@ class TextReader:
                 raise UnparsableError
 
     def _may_begin(self, markers: Collection[str]) -> bool:
-        """Whether one of the markers may still come to stand here."""
+        """Whether more text could still complete one of the markers at this position."""
         size = len(self.text) - self.position
         return any(size < len(marker) and marker.startswith(self.text[self.position :]) for marker in markers)

@@ -179,7 +179,7 @@ class Choice:
             )
 
     def take(self, now_s: float) -> tokenizer_pb2.GenerateResponse | None:
-        """Take what has accumulated as one response; None if there is nothing. `has_news` then says if there is more."""
+        """Take what has accumulated, as a response; None if there is nothing. `has_news` then says if more is left."""
         self.has_news = False
         text, token_ids = self._completion.take()
         response = tokenizer_pb2.GenerateResponse(

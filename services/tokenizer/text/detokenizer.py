@@ -1,7 +1,7 @@
 """Incremental detokenization: turns a growing run of token ids into text without ever returning half a character.
 
-    token bytes    48 65 | 6c 6f 20 | e5 a5 | bd | ff
-    returned       "He"    "lo "      ""      U+597D    U+FFFD      (e5 a5 is held back until bd completes U+597D)
+    token bytes    48 69 20    e5 a5    bd        ff
+    returned       "Hi "       ""       U+597D    U+FFFD     (e5 a5 is held back until bd completes the character)
 
 `tokenizers.decoders.DecodeStream` is not used. It holds text back while it ends with U+FFFD, decodes everything held
 again with each token, and drops it at the end, so a long run of invalid UTF-8 takes quadratic time and never appears.
@@ -24,8 +24,8 @@ _REPLACEMENT = "\ufffd"
 # A token that stands for one byte in SentencePiece vocabularies; `ByteFallback` decodes it.
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
-# A window is flushed once it holds `_MAX_WINDOW` ids. The last `_NUM_CONTEXT_IDS` ids stay as context, since decoding a
-# token may depend on the ones before it.
+# Text that ends with U+FFFD is held back until the window has `_MAX_WINDOW` ids. After text is returned, the last
+# `_NUM_CONTEXT_IDS` ids stay as context, since decoding a token may depend on the ones before it.
 _MAX_WINDOW = 64
 _NUM_CONTEXT_IDS = 6
 

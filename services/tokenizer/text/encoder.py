@@ -79,7 +79,7 @@ class Encoder:
     def encode_in_parts(
         self, pieces: Sequence[str | int], *, add_special_tokens: bool = False
     ) -> Iterator[npt.NDArray[np.int32]]:
-        """Encode pieces and yield their ids in runs, at least one; if texts can be cut, a run takes some milliseconds."""
+        """Encode pieces in runs, at least one, of which each takes some milliseconds if the texts can be cut."""
         before, after = (self._before, self._after) if add_special_tokens else ([], [])
         batch: list[_Text | int] = []
         length = 0

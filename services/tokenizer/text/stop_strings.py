@@ -46,7 +46,7 @@ class StopMatcher:
         self.is_decided = False
 
     def push(self, text: str) -> str:
-        """Take the next piece and return the text that is certainly not part of a stop string.
+        """Take the next piece and return the text that has become certain.
 
         Must not be called once the matcher is decided. Text after the deciding character is dropped.
         """
@@ -61,7 +61,7 @@ class StopMatcher:
         return self._take_certain()
 
     def finish(self) -> str:
-        """The text has ended: a candidate wins, otherwise held back text is ordinary text. Returns the remaining text."""
+        """The text has ended: a candidate wins, otherwise held text is ordinary text. Returns the remaining text."""
         self._node = _ROOT
         self.is_decided = self.candidate is not None
         return self._take_certain()
@@ -89,7 +89,7 @@ class StopMatcher:
 
 
 class _Automaton:
-    """A trie of the stop strings with fallback links; each node is a prefix of a stop string, the root the empty one."""
+    """A trie of the stop strings with fallback links; each node is a prefix of a stop string, the root is empty."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._children: list[dict[str, int]] = [{}]

@@ -67,9 +67,7 @@ class TextCutter:
     """Cuts texts for one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, *, part_length: int = PART_LENGTH) -> None:
-        """Take a tokenizer that neither truncates nor pads; all parts but the last have at least `part_length` characters.
-
-        `part_length` is in characters."""
+        """Take a tokenizer that neither truncates nor pads, and the minimum length of all parts but the last."""
         self.rule = find_cut_rule(json.loads(tokenizer.to_str()))
         self._part_length = part_length
 
