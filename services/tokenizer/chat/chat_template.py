@@ -40,10 +40,9 @@ class ChatTemplate:
         tools_source: str | None = None,
         features: TemplateFeatures = _PLAIN,
     ) -> None:
-        """Wrap a template.
+        """Take the template's Jinja source.
 
         Args:
-            source: The Jinja source.
             special_tokens: Name to text of the special tokens that it may use, such as `bos_token`.
             tools_source: The template for conversations with tools; None means `source` renders these too.
             features: How the template for tools handles them.
@@ -55,16 +54,11 @@ class ChatTemplate:
 
     @property
     def text(self) -> str:
-        """The source of the template, or of both: everything that rendering can write."""
+        """The source, including that of a separate template for tools."""
         return self._source if self._tools_source is self._source else f"{self._source}\n{self._tools_source}"
 
     def fields(self, conversation: Conversation, guard: Guard = lambda value: value) -> JsonObject:
-        """The template's variables for a conversation, in the form that `apply_chat_template` takes.
-
-        Args:
-            conversation: The conversation.
-            guard: Applied to every value that comes from the request.
-        """
+        """The template's variables, as `apply_chat_template` takes them; `guard` is applied to all the client wrote."""
         tools: list[JsonValue] = [_tool_fields(tool, guard) for tool in conversation.offered_tools]
         return {
             **{name: guard(value) for name, value in conversation.variables.items()},
@@ -141,7 +135,7 @@ def _tool_fields(tool: Tool, guard: Guard) -> JsonObject:
 
 
 def _template_sources(model_dir: Path, config: dict[str, Any]) -> dict[str, str]:
-    """The model's templates by name: `default`, and `tool_use` if there is a separate one for tools."""
+    """The templates by name: `default`, and `tool_use` if there is a separate one for tools."""
     path = model_dir / CHAT_TEMPLATE
     if path.exists():
         try:

@@ -14,12 +14,8 @@ _PARAMETERS = ("messages", "tools")
 def render_template(source: str, special_tokens: dict[str, str], fields: JsonObject) -> str:
     """Render a template, ending with the assistant's turn opened.
 
-    Exceptions of the template pass through, and its time is not limited.
-
-    Args:
-        source: The Jinja source.
-        special_tokens: Name to text of the special tokens that it may use, such as `bos_token`.
-        fields: `messages`, `tools` (None if there are none) and further variables, none named like a special token.
+    The template's exceptions pass through, and its time is not limited. `fields` are `messages`, `tools` (None if there
+    are none) and further variables, none of them named like a special token.
     """
     variables: dict[str, Any] = {name: value for name, value in fields.items() if name not in _PARAMETERS}
     # Despite its annotation `str`, it returns the texts of all conversations and the spans that it tracked in them.

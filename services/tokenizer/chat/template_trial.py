@@ -59,8 +59,6 @@ def try_template(
     """Try a template; results are cached.
 
     Args:
-        source: The Jinja source.
-        special_tokens: Names and texts of the special tokens that it may use.
         timeout_s: CPU seconds for the trial, not counting the start of its process.
         has_tools: Whether the template is only for conversations with tools.
 
@@ -137,7 +135,7 @@ def _writes_call(render: Callable[[JsonObject], str], features: TemplateFeatures
 
 
 def _rendered(render: Callable[[JsonObject], str], messages: list[JsonValue], tools: list[JsonValue]) -> str:
-    """The rendered text; empty if the template fails."""
+    """The text; empty if the template fails."""
     try:
         return render({"messages": messages, "tools": tools})
     except Exception:  # noqa: BLE001 - a template can raise anything
@@ -145,7 +143,7 @@ def _rendered(render: Callable[[JsonObject], str], messages: list[JsonValue], to
 
 
 def _limit_memory() -> None:
-    """Limit the memory that may be allocated on top of what the interpreter already uses."""
+    """Limit the memory on top of what the interpreter already uses."""
     num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     address_space = num_pages * resource.getpagesize() + MAX_MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))

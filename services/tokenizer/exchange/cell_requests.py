@@ -46,12 +46,7 @@ class Receiver(Protocol):
     """Receives one choice's tokens. Nothing is called any more once the choice has ended."""
 
     def submitted(self, num_resumes: int, *, is_exact: bool) -> None:
-        """The choice's request is being submitted, for the first time or after a loss.
-
-        Args:
-            num_resumes: How often the choice has been resumed so far.
-            is_exact: Whether resumes, past and future ones in this cell, change no byte of the output.
-        """
+        """The choice is submitted, or resubmitted; `is_exact` if resumes in this cell change no byte of the output."""
 
     def resumed(self, num_resumes: int) -> None:
         """The choice was resumed inside the cell, now `num_resumes` times in total."""
@@ -84,11 +79,7 @@ class CellRequests:
     """
 
     def __init__(self, lost_after_s: float) -> None:
-        """Start without a stream; needs a running event loop.
-
-        Args:
-            lost_after_s: Seconds that requests wait without a sign of life from any scheduler.
-        """
+        """Needs a running event loop; requests wait `lost_after_s` without a sign of life from any scheduler."""
         self.counters = Counters()
         self._ledger = RequestLedger(lost_after_s, time.monotonic())
         self._receivers: dict[int, Receiver] = {}
@@ -112,13 +103,12 @@ class CellRequests:
         """Submit a request to the cell.
 
         Args:
-            request: The request.
-            receivers: One for each of its choices.
+            receivers: One for each choice.
             arrived_s: When it arrived, in seconds of `time.monotonic`.
             deadline_s: The caller's deadline on the same clock; None means there is none.
 
         Returns:
-            The handle of its first choice, by which `abort` knows the request.
+            The handle to pass to `abort`, which is that of its first choice.
 
         Raises:
             NotReadyError: there is no stream.
@@ -170,7 +160,6 @@ class CellRequests:
         """A stream has ended; if it is the current one, its requests wait for the next.
 
         Args:
-            link: The stream's link.
             died_s: When the scheduler was last heard from, if the stream ended without a reason. It then counts as dead
                 unless the next stream is from the same scheduler instance.
         """
@@ -238,7 +227,7 @@ class CellRequests:
             self._receivers.pop(handle).fail(error)
 
     def _submit_released(self) -> None:
-        """Submit the requests that no longer have to wait for a trial."""
+        """Submit the requests that no longer wait for a trial."""
         if self._link is not None:
             for handle in self._ledger.take_released():
                 self._link.submit(handle)

@@ -18,11 +18,9 @@ class ExchangeLink:
     """Collects what is to be sent. Nothing is sent once it is closed."""
 
     def __init__(self, make_submit: Callable[[int], exchange_pb2.Submit | None]) -> None:
-        """Start empty.
+        """Take the function that makes a handle's submit, or returns None if the request is not to be submitted.
 
-        Args:
-            make_submit: Makes the submit of a handle. Called just before the message is sent, so that its ages and the
-                output so far are current; returns None if the request has ended or is not to be submitted.
+        It is called just before the message is sent, so that ages and outputs are current.
         """
         # When the scheduler was last heard from, in seconds of `time.monotonic`; initially when the link was made.
         self.heard_s = time.monotonic()
@@ -45,7 +43,7 @@ class ExchangeLink:
         self._has_news.set()
 
     def abort(self, handle: int) -> None:
-        """Abort a request that was submitted on this stream."""
+        """Send an abort for a request."""
         self._aborts.append(handle)
         self._has_news.set()
 

@@ -24,11 +24,6 @@ class Logprobs:
     """Log-probabilities at some positions, in columns.
 
     Position i has the entries `bounds[i]` to `bounds[i + 1]`: its own token first, then the likeliest ones.
-
-        ranks       |   1   |   5   |   1   |
-        bounds      0       3       6       9
-        token_ids   | o t t | o t t | o t t |     o: the position's own token, t: one of the top tokens
-        values      | . . . | . . . | . . . |
     """
 
     indexes: npt.NDArray[np.int32]  # [num_positions]
@@ -50,7 +45,7 @@ class Logprobs:
         return self.part(len(self) - num_positions, len(self))
 
     def messages(self, bytes_of: Callable[[int], bytes]) -> Iterator[common_pb2.PositionLogprobs]:
-        """Make the client messages, one per position; `bytes_of` returns the bytes of a token."""
+        """Make the client messages, one per position; `bytes_of` returns a token's bytes."""
         first, last = int(self.bounds[0]), int(self.bounds[-1])
         entries = [
             _token_message(token_id, value, bytes_of(token_id))
@@ -105,12 +100,7 @@ class LogprobQueue:
     """The log-probabilities that have been received and not sent yet, in order."""
 
     def __init__(self, num_top: int, bytes_of: Callable[[int], bytes]) -> None:
-        """Start empty.
-
-        Args:
-            num_top: The number of likeliest tokens at each position, next to its own token.
-            bytes_of: Returns the bytes of a single token.
-        """
+        """Take the number of likeliest tokens at each position, and a function for a token's bytes."""
         # The most positions that one response holds.
         self.max_positions = max(1, _ENTRIES_PER_RESPONSE // (1 + num_top))
         self._bytes_of = bytes_of
@@ -120,7 +110,7 @@ class LogprobQueue:
         return bool(self._parts)
 
     def put(self, logprobs: Logprobs) -> None:
-        """Append the log-probabilities of the next positions, at least one."""
+        """Append the next positions, at least one."""
         self._parts.append(logprobs)
 
     def take(self, num_positions: int) -> Iterator[common_pb2.PositionLogprobs]:

@@ -101,12 +101,7 @@ class RequestLedger:
     """
 
     def __init__(self, lost_after_s: float, now: float) -> None:
-        """Start without requests and without a stream.
-
-        Args:
-            lost_after_s: Seconds that requests without a stream wait without a sign of life from a scheduler.
-            now: The start of that time.
-        """
+        """Start without a stream; requests then wait `lost_after_s` from the last sign of life, at first from `now`."""
         self._lost_after_s = lost_after_s
         self._has_stream = False
         # The last sign of life of a scheduler; only used while there is no stream.
@@ -184,7 +179,7 @@ class RequestLedger:
 
     @property
     def is_trying(self) -> bool:
-        """Whether requests that may have killed schedulers are on trial, while the others wait."""
+        """Whether requests are on trial, while the others wait."""
         return self._suspects.is_trying
 
     def must_wait(self, handle: int) -> bool:
@@ -304,7 +299,7 @@ class RequestLedger:
         """End a choice from this side, because a stop string was found. Does nothing if it has ended.
 
         Returns:
-            Whether its request was submitted on the current stream, so that the scheduler must be notified.
+            As `remove`.
         """
         if handle not in self._choices:
             return False
@@ -386,7 +381,6 @@ class RequestLedger:
         return live
 
     def _detach(self) -> None:
-        """Mark all requests as unsent."""
         for live in self._requests.values():
             live.stream = None
         self._unsent = dict(self._requests)

@@ -44,8 +44,6 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class _LinkEnd:
-    """Why a link ended."""
-
     reason: str
     is_unexplained: bool = False
     """Whether the scheduler gave no reason itself, and so may be dead."""
@@ -70,9 +68,8 @@ class SchedulerClient:
         """Prepare to link; `run` does it.
 
         Args:
-            addresses: The cell's schedulers, at least one, of which one serves at a time. They are tried in turn.
-            model_digest: Our model's digest; a cell with a different one is refused.
-            requests: The requests that the link carries.
+            addresses: The cell's schedulers, at least one; only one serves at a time. They are tried in turn.
+            model_digest: A cell with a different one is refused.
             on_change: Called with whether there is a link, each time that changes.
             silence_s: Seconds of silence after which the link to a scheduler is given up.
         """

@@ -35,7 +35,6 @@ class SubmitSuspects:
     """
 
     def __init__(self) -> None:
-        """Start without suspects: every request may be submitted."""
         self._handle_to_submitted_s: dict[int, float] = {}
         self._handle_to_num_accusations: dict[int, int] = {}
         self._suspects: list[int] = []

@@ -150,7 +150,6 @@ def _answer(answer: dict[str, object]) -> None:
 
 
 def _memory_bytes() -> int:
-    """The size of the address space in use."""
     num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     return num_pages * resource.getpagesize()
 

@@ -41,13 +41,7 @@ class StructuredOutputs:
     """
 
     def __init__(self, model_dir: Path, limits: TrialLimits, *, can_compile: bool = True) -> None:
-        """Start no process yet.
-
-        Args:
-            model_dir: The model's directory.
-            limits: The limits for each grammar.
-            can_compile: Whether the grammar library supports the model's tokenizer; if not, every form is refused.
-        """
+        """Take the limits for each grammar; without `can_compile`, every form is refused."""
         self._model_dir = model_dir
         self._can_compile = can_compile
         self._limits = limits

@@ -71,7 +71,6 @@ def _check_object(node: JsonObject) -> None:
 
 
 def _may_be_whole(kind: JsonValue) -> bool:
-    """Whether a schema's "type" includes "integer"."""
     return kind == "integer" or (isinstance(kind, list) and "integer" in kind)
 
 

@@ -32,16 +32,14 @@ _OTHER_KEYWORDS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class CallRequest:
-    """The tools that must be called, and the context of the reply."""
+    """What the grammar of one reply depends on."""
 
     tools: Sequence[Tool]
     """The tools of which at least one must be called."""
     one_call: bool
     """Whether there must be exactly one call; otherwise there may be more."""
     prompt_text: str
-    """The text that the reply continues."""
     template_text: str
-    """The chat template's source."""
     token_texts: Collection[str]
     """The texts of the tokenizer's added tokens."""
 

@@ -22,7 +22,7 @@ _FENCE, _FENCES = "```", Markers("```json")
 
 
 class DeepseekV3Parser(ReplyParser):
-    """The parser; the format is described in the module docstring."""
+    """See the module docstring."""
 
     markup = frozenset({"<think>", "</think>", CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR})
 

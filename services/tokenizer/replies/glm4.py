@@ -25,7 +25,7 @@ _VALUE_ENDS = Markers(VALUE_END)
 
 
 class Glm4Parser(ReplyParser):
-    """The parser; the format is described in the module docstring."""
+    """See the module docstring."""
 
     markup = frozenset(
         {"<think>", "</think>", CALL_BEGIN, CALL_END, KEY_BEGIN, KEY_END, VALUE_BEGIN, VALUE_END},
@@ -68,7 +68,7 @@ class Glm4Parser(ReplyParser):
         return end is not None
 
     def _takes_text(self, tool_name: str, key: str) -> bool:
-        """Whether a call's argument is plain text; False for a tool that was not offered."""
+        """False for a tool that was not offered."""
         tool = self._tools.get(tool_name)
         properties = tool.parameters.get("properties") if tool else None
         return takes_text(properties.get(key) if isinstance(properties, dict) else None)

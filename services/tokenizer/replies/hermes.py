@@ -14,7 +14,7 @@ _OPENINGS = Markers(_CALL_BEGIN, "\n" + _CALL_BEGIN)
 
 
 class HermesParser(JsonCallParser):
-    """The parser; the format is described in the module docstring."""
+    """See the module docstring."""
 
     markup = frozenset({"<think>", "</think>", _CALL_BEGIN, _CALL_END})
 

@@ -16,8 +16,6 @@ _OTHER_MEMBERS = ("type", "id")
 
 @dataclass(slots=True)
 class _JsonCall:
-    """What has been read of a call's object."""
-
     only_offered: bool
     """Whether only calls of offered tools count."""
     name: str | None = None
@@ -30,11 +28,7 @@ class JsonCallParser(ReplyParser):
     """For families with such calls. Members may come in any order; arguments are streamed if the name comes first."""
 
     def _read_json_call(self, *, only_offered: bool) -> Reading[None]:
-        """Read a call's object.
-
-        Args:
-            only_offered: Whether it must name one of the offered tools, since no markup distinguishes it from other
-                JSON.
+        """Read a call's object; `only_offered` if it must name an offered tool, since no markup sets it apart.
 
         Raises:
             TextEndedError, UnparsableError: it is not a call.

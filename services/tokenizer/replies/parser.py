@@ -93,7 +93,7 @@ class ReplyParser(abc.ABC):
             self._give_back()
 
     def _read_reasoning(self) -> Reading[None]:
-        """Read the reasoning at the beginning of the reply, if there is any."""
+        """Read the reasoning at the start of the reply, if any."""
         begins = yield from self._reader.one_of(*_THINK_BEGINS)
         if begins or self._prompt_text.rstrip().endswith(_THINK_BEGIN):
             yield from self._reader.skip("\n")
@@ -130,7 +130,7 @@ class ReplyParser(abc.ABC):
         self._reader.accept()
 
     def _read_arguments(self) -> Reading[None]:
-        """Read the arguments of the call, a JSON object, and pass them on as they arrive."""
+        """Read the arguments, a JSON object, and pass them on as they arrive."""
         self._streams_arguments = True
         yield from read_value(self._reader)
         self._end_arguments(is_cut=False)
@@ -221,5 +221,5 @@ class _TokenFilter:
 
 @functools.lru_cache(maxsize=16)
 def _dropped_tokens(special_tokens: frozenset[str], markup: frozenset[str]) -> Markers:
-    """The special tokens that are not markup of the parser; cached, so built once per model."""
+    """The special tokens that are not the parser's markup; built once per model."""
     return Markers(*(special_tokens - markup))

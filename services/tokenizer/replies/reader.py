@@ -2,10 +2,6 @@
 
 Reading functions are generators that yield while they wait for more text. So a parser's code follows the grammar of
 what it parses, and its result cannot depend on how the text was cut.
-
-    accepted      read, may be given back     not read yet
-    ------------|---------------------------|----------------
-               mark                      position
 """
 
 from __future__ import annotations
@@ -34,8 +30,7 @@ class TextEndedError(UnparsableError):
 class TextReader:
     """A growing text, and how far it has been read.
 
-    Invariant: text before `mark` is accepted; text between `mark` and `position` has been read, but may still be given
-    back.
+    Invariant: text before `mark` is accepted; text from `mark` to `position` is read, but may still be given back.
     """
 
     def __init__(self) -> None:

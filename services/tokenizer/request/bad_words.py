@@ -32,7 +32,6 @@ def add_bad_words(
     Args:
         runs: The bad words given as tokens, none of them empty.
         spelled: The token ids of the words' `spellings`.
-        violations: Appended to.
     """
     all_runs = dict.fromkeys(runs)
     for index, (bare, spaced) in enumerate(zip(spelled[::2], spelled[1::2], strict=True)):

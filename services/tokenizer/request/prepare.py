@@ -35,7 +35,7 @@ class RequestPreparer:
     """Does the slow work on a request before it is sent to the cell."""
 
     def __init__(self, model: ServedModel, limits: Callable[[], ModelLimits]) -> None:
-        """Take the model, and a function for the limits of the current cell, which may change while requests wait."""
+        """Take the model, and a function for the current cell's limits, which may change while requests wait."""
         self._model = model
         self._limits = limits
 
@@ -133,4 +133,4 @@ def _check_arguments_fit(tools: Sequence[Tool], field: str, max_bytes: int) -> N
 
 
 def _no_parser() -> None:
-    """Stands for a parser where the reply is plain text."""
+    """For replies that are plain text."""

@@ -55,7 +55,7 @@ class PromptEncoder:
         Raises:
             TemplateFailedError: it is a conversation, and the model has no chat template.
             InvalidRequestError: it is a conversation that the template rejects or fails on.
-            RequestTooLargeError: it is a conversation whose rendered text is too large.
+            RequestTooLargeError: the conversation's rendered text is too large.
             PromptTooLongError: it leaves no room for one more token; encoding stops as soon as that is known.
             QueueFullError: too much text is waiting to be encoded.
         """

@@ -24,13 +24,7 @@ class ReplyParsers:
     def make(
         self, conversation: Conversation, prompt_text: str, *, skips_special_tokens: bool = True
     ) -> ReplyParser | None:
-        """Make a parser for one reply; None if replies are plain text.
-
-        Args:
-            conversation: The conversation that is replied to.
-            prompt_text: The rendered conversation.
-            skips_special_tokens: Whether special tokens are left out of the answer's text.
-        """
+        """Make a parser for one reply to a conversation, rendered as `prompt_text`; None if replies are plain text."""
         if self._name == _PLAIN:
             return None
         return make_reply_parser(

@@ -100,11 +100,7 @@ def check_request(
 ) -> CheckedRequest:
     """Check everything that can be checked before the prompts are encoded, and draw the id and seed if not given.
 
-    Args:
-        request: The public message.
-        model_name: The name of the served model.
-        limits: The cell's limits.
-        defaults: The model's default sampling parameters.
+    `defaults` are the model's default sampling parameters.
 
     Raises:
         ModelNotFoundError: it names another model.
@@ -144,11 +140,9 @@ def resolve_request(
     """Resolve one prompt of a request, including what depends on the prompt's length.
 
     Args:
-        request: A checked request.
         index: The prompt's index in the request.
         prompt_token_ids: [num_prompt_tokens], any integer dtype.
         sampling: The request's parameters with the tokens of its bad words and the prompt's grammar added.
-        limits: The cell's limits.
 
     Raises:
         InvalidRequestError: the prompt is empty, or has a token that the model does not know.

@@ -77,15 +77,7 @@ class Choice:
         place: tuple[int, int] = (0, 0),
         extras: Extras = PLAIN,
     ) -> None:
-        """Start without tokens.
-
-        Args:
-            call: The call that it belongs to.
-            completion: A new one.
-            num_prompt_tokens: Reported in the usage.
-            place: The index of its prompt in the call, and its own index among the prompt's choices.
-            extras: Options beyond plain text.
-        """
+        """Take a new completion, and the indexes of the prompt in its call and of the choice among the prompt's."""
         self.usage = common_pb2.Usage(num_prompt_tokens=num_prompt_tokens)
         self.ttft_s: float | None = None
         self.has_news = False
@@ -120,7 +112,7 @@ class Choice:
         self.num_resumes, self.resumes_exactly = num_resumes, is_exact
 
     def resumed(self, num_resumes: int) -> None:
-        """Take the number of resumes so far; without it, a choice ended by a stop string would not know the count."""
+        """Take the number of resumes so far, for choices that a stop string ends before the cell reports it."""
         self.num_resumes = num_resumes
 
     def begin(self, num_cached_tokens: int) -> None:
@@ -149,7 +141,7 @@ class Choice:
         return self.usage.num_completion_tokens
 
     def receive_logprobs(self, logprobs: Logprobs) -> None:
-        """Take the log-probabilities of the tokens that come next; they are dropped if they were not requested."""
+        """Take the log-probabilities of the next tokens; they are dropped if they were not requested."""
         if self._extras.logprobs is not None and not self.is_over:
             self._extras.logprobs.put(logprobs)
 

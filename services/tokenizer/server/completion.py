@@ -23,13 +23,9 @@ class Completion:
         includes_stop: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        """Start an answer.
+        """Take a new detokenizer. With `includes_stop`, the text includes the stop string that ends it.
 
-        Args:
-            detokenizer: A new one.
-            stop_strings: May be empty.
-            includes_stop: Whether the stop string is part of the text.
-            min_tokens: A stop string that is completed within the first `min_tokens` tokens is ordinary text.
+        A stop string that is completed within the first `min_tokens` tokens is ordinary text.
         """
         self._detokenizer = detokenizer
         self.has_stop_strings = bool(stop_strings)

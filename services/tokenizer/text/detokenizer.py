@@ -1,8 +1,5 @@
 """Incremental detokenization: turns a growing run of token ids into text without ever returning half a character.
 
-    token bytes    48 69 20    e5 a5    bd        ff
-    returned       "Hi "       ""       U+597D    U+FFFD     (e5 a5 is held back until bd completes the character)
-
 `tokenizers.decoders.DecodeStream` is not used. It holds text back while it ends with U+FFFD, decodes everything held
 again with each token, and drops it at the end, so a long run of invalid UTF-8 takes quadratic time and never appears.
 A byte-level vocabulary is a table of bytes, for which Python has an incremental decoder.
@@ -59,7 +56,7 @@ def make_token_texts(tokenizer: Tokenizer) -> TokenTexts:
 
 
 def special_token_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """The ids of a tokenizer's special tokens."""
+    """The ids of the special tokens."""
     return frozenset(token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
 
 

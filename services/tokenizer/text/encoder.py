@@ -64,11 +64,9 @@ class Encoder:
         return 0 if self._least_tokens is None else self._least_tokens.of(text)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> npt.NDArray[np.int32]:
-        """Encode a text to its ids, [num_tokens].
+        """Encode a text, which may be empty, to its ids: [num_tokens].
 
-        Args:
-            text: May be empty; control tokens in it are encoded as ordinary text.
-            add_special_tokens: Whether to add the tokens of the tokenizer's post-processor, such as BOS.
+        `add_special_tokens` adds the tokens of the tokenizer's post-processor, such as BOS.
         """
         return np.concatenate(list(self.encode_in_parts([text], add_special_tokens=add_special_tokens)))
 
@@ -147,7 +145,7 @@ def _tokens_around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:
-    """Read the directory's tokenizer.
+    """Read the model's tokenizer.
 
     Raises:
         ModelDirectoryError: the file is missing or malformed.

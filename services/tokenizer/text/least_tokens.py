@@ -49,7 +49,7 @@ def _token_bytes(tokenizer: Tokenizer, *, is_byte_level: bool) -> Sequence[bytes
 
 
 def _most(tokens: Iterable[bytes], members: bytes) -> int:
-    """The most bytes of a class that one token has, at least 1."""
+    """The most bytes of a class in one token, at least 1."""
     most = 1
     for token in tokens:
         if len(token) > most:

@@ -80,7 +80,6 @@ class TextCutter:
         yield text[start:]
 
     def _next_cut(self, pattern: re.Pattern[str], text: str, start: int) -> int:
-        """The end of the part that begins at `start`."""
         position = start + self._part_length
         while position < len(text):
             if match := pattern.search(text, position, position + _WINDOW_LENGTH):

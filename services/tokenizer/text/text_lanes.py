@@ -55,10 +55,9 @@ class TextLanes:
     """A lane for short texts, and one with a single thread in which long texts take turns, part by part."""
 
     def __init__(self, num_threads: int) -> None:
-        """Start with `num_threads` threads for short texts."""
         self.short = Lane(num_threads, "encode")
         self.long = Lane(1, "encode-long")
 
     def lane_for(self, num_bytes: int) -> Lane:
-        """The lane for a text of `num_bytes` bytes."""
+        """The lane for a text of this size."""
         return self.short if num_bytes <= MAX_SHORT_BYTES else self.long
