@@ -72,16 +72,11 @@ def chat_text_bytes(chat: tokenizer_pb2.Chat) -> int:
 
 
 def read_chat(chat: tokenizer_pb2.Chat, violations: list[Violation], *, field: str = "chat") -> Conversation:
-    """Read a conversation and append what is wrong with it to `violations`, with `field` as the prefix.
-
-    The result must not be used if there were violations.
-    """
+    """Read a conversation; violations are appended, prefixed with `field`, and make the result unusable."""
     return _ChatReader(violations, field).read(chat)
 
 
 class _ChatReader:
-    """Reads one conversation and collects its violations."""
-
     def __init__(self, violations: list[Violation], field: str) -> None:
         self._violations = violations
         self._field = field
@@ -106,7 +101,7 @@ class _ChatReader:
         return tuple(self._up_to_enough(lambda index: self._read_message(messages[index], index), len(messages)))
 
     def _up_to_enough(self, read: Callable[[int], Message], count: int) -> Iterator[Message]:
-        """Yield the messages, and stop early once there are more violations than will be reported."""
+        """Yield messages until there are more violations than will be reported."""
         for index in range(count):
             if len(self._violations) > MAX_VIOLATIONS:
                 return

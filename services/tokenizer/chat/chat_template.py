@@ -153,7 +153,7 @@ def _template_sources(model_dir: Path, config: dict[str, Any]) -> dict[str, str]
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """The special tokens that the configuration names, each given as a string or as an object with `content`."""
+    """The special tokens that the configuration names, as a string or as an object with `content`."""
     tokens = {}
     for name, value in config.items():
         text = value.get("content") if isinstance(value, dict) else value

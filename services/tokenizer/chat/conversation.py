@@ -65,7 +65,7 @@ class Conversation:
 
     @property
     def offered_tools(self) -> tuple[Tool, ...]:
-        """The tools that are shown to the model, and whose calls are parsed out of its reply."""
+        """The tools that are shown to the model and whose calls are parsed."""
         return () if self.tool_mode is ToolMode.NONE else self.tools
 
     @property

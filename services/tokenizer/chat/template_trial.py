@@ -42,7 +42,7 @@ _ARGUMENTS: JsonObject = {"word": "salutation"}
 
 @dataclass(frozen=True, slots=True)
 class TemplateFeatures:
-    """How a template that works handles tools, and the form in which it takes messages with tool calls."""
+    """How a template handles tools, and the form in which it takes tool calls."""
 
     takes_tools: bool = False
     """Whether it lists the tools in the prompt."""

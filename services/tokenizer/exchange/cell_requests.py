@@ -79,7 +79,7 @@ class CellRequests:
     """
 
     def __init__(self, lost_after_s: float) -> None:
-        """Needs a running event loop; requests wait `lost_after_s` without a sign of life from any scheduler."""
+        """Needs a running event loop; requests wait at most `lost_after_s` for a sign of life from a scheduler."""
         self.counters = Counters()
         self._ledger = RequestLedger(lost_after_s, time.monotonic())
         self._receivers: dict[int, Receiver] = {}
@@ -134,7 +134,7 @@ class CellRequests:
         self._submit_released()
 
     def make_link(self) -> ExchangeLink:
-        """The sending side of a new stream, which does not become the current one before `open_stream`."""
+        """The sending side of a new stream; `open_stream` makes it the current one."""
         return ExchangeLink(self._make_submit)
 
     def open_stream(self, link: ExchangeLink, cell_info: exchange_pb2.CellInfo) -> int:
@@ -171,7 +171,7 @@ class CellRequests:
             self._expire()
 
     def hear_scheduler(self) -> None:
-        """A scheduler is up but not serving yet: restart the time after which waiting requests are lost."""
+        """A scheduler is up but not serving yet: waiting requests are not lost."""
         if self._link is None:
             self._ledger.hear_scheduler(time.monotonic())
             self._arm_timer()
@@ -182,7 +182,7 @@ class CellRequests:
             self._receivers.pop(handle).fail(error)
 
     def on_outputs(self, outputs: exchange_pb2.Outputs) -> None:
-        """Pass one message of the current stream on to the receivers: starts, tokens, ends and the like.
+        """Pass one message of the current stream on to the receivers.
 
         Raises:
             ExchangeError: the columns are inconsistent, or tokens are missing.
@@ -267,7 +267,7 @@ class CellRequests:
         self._arm_timer()
 
     def _arm_timer(self) -> None:
-        """Schedule `_expire` for the next deadline of requests that wait for a stream or for a trial."""
+        """Schedule `_expire` for when the next waiting request or trial times out."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

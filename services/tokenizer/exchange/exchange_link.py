@@ -58,7 +58,7 @@ class ExchangeLink:
         self._has_news.set()
 
     async def messages(self) -> AsyncIterator[exchange_pb2.ExchangeRequest]:
-        """The messages to send, until the link is closed; each holds everything since the last one was taken."""
+        """The messages to send, until the link is closed; each holds everything since the last one."""
         while True:
             await self._has_news.wait()
             if self._is_closed:

@@ -36,12 +36,12 @@ class Logprobs:
         return len(self.ranks)
 
     def part(self, start: int, end: int) -> Logprobs:
-        """The positions from number `start` up to but not including `end`, as views."""
+        """The positions from `start` to before `end`, as views."""
         bounds = self.bounds[start : end + 1]
         return Logprobs(self.indexes[start:end], self.ranks[start:end], bounds, self.token_ids, self.values)
 
     def last(self, num_positions: int) -> Logprobs:
-        """The last `num_positions` positions."""
+        """The last `num_positions` positions, as views."""
         return self.part(len(self) - num_positions, len(self))
 
     def messages(self, bytes_of: Callable[[int], bytes]) -> Iterator[common_pb2.PositionLogprobs]:
@@ -114,7 +114,7 @@ class LogprobQueue:
         self._parts.append(logprobs)
 
     def take(self, num_positions: int) -> Iterator[common_pb2.PositionLogprobs]:
-        """Remove the next `num_positions` positions, or all if there are fewer, and make their messages."""
+        """Remove the next positions, at most `num_positions`, and make their messages."""
         while num_positions and self._parts:
             part = self._parts.popleft()
             if len(part) > num_positions:

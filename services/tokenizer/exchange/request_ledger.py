@@ -46,7 +46,7 @@ class _LiveRequest:
 
     @property
     def choices_so_far(self) -> tuple[ChoiceSoFar, ...]:
-        """What is known about each choice; empty if nothing is known about any."""
+        """As in `Attempt`."""
         if not self._has_news:
             return ()
         return tuple(
@@ -174,7 +174,7 @@ class RequestLedger:
         return self._stream, self._next_handles()
 
     def take_released(self) -> list[int]:
-        """The handles to submit on the current stream, in order, after a trial has advanced; otherwise none."""
+        """The handles to submit, in order, if a trial has advanced since the last call; otherwise none."""
         return self._next_handles() if self._suspects.take_change() else []
 
     @property
@@ -225,11 +225,11 @@ class RequestLedger:
         )
 
     def num_resumes(self, handle: int) -> int:
-        """How often an unfinished choice has been resumed after a loss, including by its request's last attempt."""
+        """How often an unfinished choice has been resumed, including by its request's last attempt."""
         return self._choices[handle].num_resumes
 
     def resume(self, stream: int, handle: int, num_resumes: int) -> bool:
-        """The scheduler reports how often a choice has been resumed; returns whether that is more than was known."""
+        """The scheduler reports a choice's number of resumes; returns whether that is more than was known."""
         choice = self._choices.get(handle)
         if choice is None or choice.request.stream != stream or num_resumes <= choice.num_resumes:
             return False
@@ -345,7 +345,7 @@ class RequestLedger:
         return [end for handle in late for end in self._fail(handle, error)]
 
     def next_wakeup(self) -> float | None:
-        """The earliest time at which `expire` has something to do; None if there is none."""
+        """The earliest time at which `expire` has something to do, if any."""
         if not self._unsent:
             return None
         times = [live.deadline_s for live in self._unsent.values() if live.deadline_s is not None]

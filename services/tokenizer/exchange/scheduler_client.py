@@ -127,7 +127,7 @@ class SchedulerClient:
         return end
 
     async def _keep_alive(self, link: ExchangeLink, reader: asyncio.Task[_LinkEnd]) -> _LinkEnd:
-        """Send heartbeats until the stream ends or the scheduler has been silent for too long."""
+        """Send heartbeats until the stream ends or the scheduler is silent for too long."""
         silence = Silence(self._silence_s)
         while not silence.beat():
             link.beat()

@@ -50,7 +50,7 @@ class SubmitSuspects:
 
     @property
     def is_trying(self) -> bool:
-        """Whether a trial is running, during which all requests but those on trial must wait."""
+        """Whether a trial is running, and the other requests must wait."""
         return bool(self._trial)
 
     def may_submit(self, handle: int) -> bool:
@@ -58,11 +58,11 @@ class SubmitSuspects:
         return not self._trial or handle in self._trial
 
     def open(self, handle: int, now: float) -> None:
-        """A request is submitted to the scheduler."""
+        """A request is submitted."""
         self._handle_to_submitted_s[handle] = now
 
     def close(self, handle: int) -> None:
-        """A request has received a token since its submit, or has ended: it is no longer suspected or accused."""
+        """A request has received a token since its submit, or has ended: it is cleared."""
         self._handle_to_submitted_s.pop(handle, None)
         self._handle_to_num_accusations.pop(handle, None)
         if handle in self._suspects:
@@ -73,13 +73,13 @@ class SubmitSuspects:
                 self._try_half()
 
     def close_old(self, now: float) -> None:
-        """Close the submits that have been open for `SUSPICION_S`."""
+        """Close submits after `SUSPICION_S`."""
         old = [handle for handle, since in self._handle_to_submitted_s.items() if now >= since + SUSPICION_S]
         for handle in old:
             self.close(handle)
 
     def next_closing(self) -> float | None:
-        """The earliest time at which `close_old` advances the trial; None if no request on trial has an open submit."""
+        """The earliest time at which `close_old` advances the trial; None if it will not."""
         if not self._trial:
             return None
         times = [since for handle, since in self._handle_to_submitted_s.items() if handle in self._trial]

@@ -121,7 +121,7 @@ class GrammarChild:
         return TriedGrammar(answer["grammar"], answer["shortest_bytes"])
 
     def kill(self) -> None:
-        """Kill the process if it is still running; threads that wait for its answer return."""
+        """Kill the process; threads that wait for its answer return."""
         self._is_spent = True
         self._process.kill()
         # In a thread: freeing a lot of memory can delay the end of the process.

@@ -47,7 +47,7 @@ def shortest_text(kind: str, text: str) -> int:
 
 
 def shortest_match(pattern: str) -> int:
-    """A lower bound on the characters of any text that a regular expression in the library's syntax matches."""
+    """A lower bound on the characters of any match of a regular expression in the library's syntax."""
     if _VERBOSE.search(pattern):
         return 0
     outer: list[tuple[int, int]] = []
@@ -94,7 +94,7 @@ class _ShortestJson:
         self._known: dict[int, int] = {}
 
     def of(self, node: JsonValue, depth: int) -> int:
-        """The bound for a part of the schema that was reached through `depth` nested references or subschemas."""
+        """The bound for a part of the schema, nested `depth` deep."""
         if not isinstance(node, dict) or depth > _MAX_DEPTH:
             return 1
         if id(node) not in self._known:
@@ -179,7 +179,7 @@ def _list(value: JsonValue) -> list[JsonValue]:
 
 
 def _size(value: JsonValue) -> int:
-    """A lower bound on the bytes of a value's JSON; a number counts as 1, since it can be written in other ways."""
+    """A lower bound on the bytes of a value's JSON; a number counts as 1, since its notation varies."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return 1
     if isinstance(value, list):

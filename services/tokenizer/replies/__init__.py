@@ -75,6 +75,6 @@ def make_reply_parser(
         name: One of `REPLY_PARSERS`.
         tools: The tools that were offered to the model; without any, tool markup is text.
         prompt_text: The text that the reply continues; the template may have opened the reasoning there.
-        special_tokens: The texts of special tokens to leave out of the answer; empty if the client wants to see them.
+        special_tokens: The texts of special tokens to leave out of the answer.
     """
     return REPLY_PARSERS[name](ReplySetting(tuple(tools), prompt_text, special_tokens))

@@ -163,7 +163,7 @@ def _several(call: str, between: str, request: CallRequest) -> str:
 
 
 def _after_reasoning(grammar: LarkGrammar, request: CallRequest, calls: str) -> str:
-    """Put the reasoning before `calls` that the prompt has opened, or that the model usually begins with."""
+    """Allow reasoning before `calls` if the prompt has opened it or the model may begin with it."""
     newlines = grammar.literal("\n\n")
     prompt = request.prompt_text.rstrip()
     if prompt.endswith(_THINK_BEGIN):
@@ -180,7 +180,7 @@ def _json_call(tool: Tool, arguments: str) -> str:
 
 
 def _arguments(tool: Tool) -> JsonObject:
-    """The schema of a tool's arguments; arguments that it does not name are forbidden unless it says otherwise."""
+    """The schema of a tool's arguments, without additional ones unless it says otherwise."""
     if _OTHER_KEYWORDS & tool.parameters.keys():
         return tool.parameters
     return {**tool.parameters, "additionalProperties": False}

@@ -25,7 +25,7 @@ class _JsonCall:
 
 
 class JsonCallParser(ReplyParser):
-    """For families with such calls. Members may come in any order; arguments are streamed if the name comes first."""
+    """For families with such calls. Members may come in any order; arguments stream if the name comes first."""
 
     def _read_json_call(self, *, only_offered: bool) -> Reading[None]:
         """Read a call's object; `only_offered` if it must name an offered tool, since no markup sets it apart.

@@ -27,7 +27,7 @@ class LarkGrammar:
     """A grammar that is built rule by rule."""
 
     def __init__(self, token_texts: Collection[str]) -> None:
-        """Take the texts of the tokenizer's added tokens; the dialect distinguishes a token from its text."""
+        """Take the texts of the added tokens; the dialect distinguishes a token from its text."""
         self._token_texts = token_texts
         self._rules: list[str] = []
 
@@ -77,7 +77,7 @@ def search_pattern(pattern: str) -> str:
 
 
 def length_pattern(min_length: JsonValue, max_length: JsonValue) -> str:
-    """A regular expression for all texts with a length in these bounds, in characters; non-numbers are ignored."""
+    """A regular expression for all texts of that many characters; bounds that are not integers are ignored."""
     least = min_length if isinstance(min_length, int) else 0
     most = max_length if isinstance(max_length, int) else ""
     return f"(?s:.{{{least},{most}}})"

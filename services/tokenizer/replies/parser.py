@@ -78,7 +78,7 @@ class ReplyParser(abc.ABC):
         """Read the whole reply; returns only when the text has ended."""
 
     def _read_text(self, openings: Markers, read_markup: Callable[[str], Reading[None]]) -> Reading[None]:
-        """Read text that may contain markup; `read_markup` is called after each opening, with the opening."""
+        """Read text; `read_markup` is called after each opening, with the opening."""
         while (opening := (yield from self._pass_until(openings, self._put_text))) is not None:
             yield from self._try(opening, read_markup)
 
@@ -101,7 +101,7 @@ class ReplyParser(abc.ABC):
             yield from self._reader.skip("\n")
 
     def _pass_until(self, markers: Markers, put: Callable[[str], None]) -> Reading[str | None]:
-        """Pass text on up to a marker, and read the marker without accepting it; None at the end of the text."""
+        """Pass text on up to a marker, which is read but not accepted; None at the end of the text."""
         reader = self._reader
         reader.mark = reader.position
         while True:
@@ -152,7 +152,7 @@ class ReplyParser(abc.ABC):
             return ""
 
     def _give_back(self) -> None:
-        """What was read as markup is not markup: its opening is text, and what follows is read again."""
+        """It was not markup after all: its opening is text, and what follows is read again."""
         self._reader.rewind()
         self._reader.position += len(self._opening)
         self._put_text(self._reader.accept())

@@ -46,18 +46,18 @@ class TextReader:
         self.mark = 0
 
     def accept(self) -> str:
-        """Accept what has been read since the last time, and return it."""
+        """Accept what has been read, and return it."""
         taken = self.text[self.mark : self.position]
         self.mark = self.position
         return taken
 
     @property
     def num_read(self) -> int:
-        """The number of characters that have been read but not accepted."""
+        """The number of characters read but not accepted."""
         return self.position - self.mark
 
     def read_since(self, num_read: int) -> str:
-        """The text read since `num_read` had this value; nothing may have been accepted in between."""
+        """The text read since `num_read` had this value, with nothing accepted in between."""
         return self.text[self.mark + num_read : self.position]
 
     def rewind(self) -> None:
@@ -72,13 +72,13 @@ class TextReader:
         return True
 
     def ahead(self, size: int) -> Reading[str]:
-        """The next `size` characters, without reading them; fewer at the end of the text."""
+        """The next `size` characters, not consumed; fewer at the end of the text."""
         while len(self.text) - self.position < size and (yield from self.wait()):
             pass
         return self.text[self.position : self.position + size]
 
     def peek(self) -> Reading[str]:
-        """The next character, without reading it; empty at the end of the text."""
+        """The next character, not consumed; empty at the end of the text."""
         if self.position < len(self.text):
             return self.text[self.position]
         return (yield from self.ahead(1))

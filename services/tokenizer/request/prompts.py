@@ -33,12 +33,12 @@ class PromptEncoder:
 
     @property
     def template_text(self) -> str | None:
-        """The chat template's source, with that of a separate template for tools; None if there is no template."""
+        """`ChatTemplate.text`; None if there is no template."""
         return None if self._template is None else self._template.text
 
     @property
     def added_tokens(self) -> frozenset[str]:
-        """The texts of added tokens: written by a template, each is one token whatever surrounds it."""
+        """The texts of the added tokens; each is one token whatever surrounds it, if a template wrote it."""
         return self._encoder.added_tokens
 
     @property
@@ -67,7 +67,7 @@ class PromptEncoder:
         return prompt
 
     async def encode_text(self, text: str, context_length: int) -> TokenIds:
-        """Encode plain text, with the tokens that the tokenizer's post-processor adds; raises as `encode`."""
+        """Encode plain text, with the post-processor's tokens; raises as `encode`."""
         return await self._encode([text], context_length, add_special_tokens=True)
 
     async def render_chat(self, conversation: Conversation, context_length: int) -> tuple[str, TokenIds]:

@@ -192,7 +192,7 @@ def _check_prompts(
 
 
 def _text_bytes(message: tokenizer_pb2.GenerateRequest | tokenizer_pb2.Prompt) -> int:
-    """The total size of the texts in a message's prompts, in bytes of UTF-8."""
+    """The size of the texts in a message's prompts, in bytes of UTF-8."""
     kind = message.WhichOneof("prompt")
     if kind == "text":
         return len(message.text.encode())
@@ -209,7 +209,7 @@ def _check_prompt(
     limits: ModelLimits,
     violations: list[Violation],
 ) -> Prompt:
-    """Read a message's prompt; violations are appended to `violations`, with `prefix` before each field."""
+    """Read a message's prompt; violations are appended, with `prefix` before each field."""
     kind = message.WhichOneof("prompt")
     if kind == "chat":
         return read_chat(message.chat, violations, field=f"{prefix}chat")

@@ -77,7 +77,7 @@ class Choice:
         place: tuple[int, int] = (0, 0),
         extras: Extras = PLAIN,
     ) -> None:
-        """Take a new completion, and the indexes of the prompt in its call and of the choice among the prompt's."""
+        """`completion` must be new; `place` is the prompt's index in the call and the choice's in the prompt."""
         self.usage = common_pb2.Usage(num_prompt_tokens=num_prompt_tokens)
         self.ttft_s: float | None = None
         self.has_news = False
@@ -141,12 +141,12 @@ class Choice:
         return self.usage.num_completion_tokens
 
     def receive_logprobs(self, logprobs: Logprobs) -> None:
-        """Take the log-probabilities of the next tokens; they are dropped if they were not requested."""
+        """Take the log-probabilities of the next tokens; dropped unless they were requested."""
         if self._extras.logprobs is not None and not self.is_over:
             self._extras.logprobs.put(logprobs)
 
     def receive_prompt_logprobs(self, logprobs: Logprobs) -> None:
-        """Take the log-probabilities of the prompt's next tokens; they are dropped if they were not requested."""
+        """Take the log-probabilities of the prompt's next tokens; dropped unless they were requested."""
         if self.prompt_logprobs is None or self.is_over:
             return
         self.prompt_logprobs.put(logprobs)
@@ -159,7 +159,7 @@ class Choice:
         self._call.fail(error)
 
     def close(self) -> None:
-        """The call has failed: ignore everything that arrives from now on."""
+        """The call has failed: ignore all further input."""
         self.is_over = True
 
     def take_prompt_logprobs(self) -> Iterator[tokenizer_pb2.GenerateResponse]:
@@ -189,7 +189,7 @@ class Choice:
         return response if has_something else None
 
     def _add_extras(self, response: tokenizer_pb2.GenerateResponse, token_ids: list[int]) -> None:
-        """Add log-probabilities to a response, moving tokens that are too many to the next one, and parse its text."""
+        """Add log-probabilities, leaving excess tokens for the next response, and parse the text."""
         extras = self._extras
         if extras.logprobs is not None:
             count = extras.logprobs.max_positions

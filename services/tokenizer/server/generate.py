@@ -48,7 +48,7 @@ class GenerateCall:
         *,
         time_left_s: float | None,
     ) -> None:
-        """Accept a call; `time_left_s` is the time to its deadline, None if there is none."""
+        """`time_left_s` is the time to the call's deadline, None if there is none."""
         self._model = model
         self._scheduler = scheduler
         self._preparer = RequestPreparer(model, lambda: scheduler.cell().limits)
@@ -117,7 +117,7 @@ class GenerateCall:
         return ",".join(reason.removeprefix("FINISH_REASON_") for reason in reasons)
 
     def _submit(self, request: CheckedRequest, index: int, prompt: PreparedPrompt, generation: Generation) -> int:
-        """Submit a prompt to the cell; returns the handle by which it can be aborted."""
+        """Submit a prompt; returns the handle to abort it by."""
         choices = [self._make_choice(request, prompt, generation, (index, number)) for number in range(request.n)]
         generation.choices += choices
         return self._scheduler.requests.submit(

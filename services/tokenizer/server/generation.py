@@ -24,7 +24,7 @@ class Generation:
     """
 
     def __init__(self, *, arrived_s: float) -> None:
-        """Start an answer, whose `choices` are added later; the call arrived at `arrived_s` of `time.monotonic`."""
+        """The `choices` are added later; the call arrived at `arrived_s` of `time.monotonic`."""
         self.arrived_s = arrived_s
         self.choices: list[Choice] = []
         self._fresh: list[Choice] = []

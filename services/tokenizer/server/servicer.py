@@ -28,7 +28,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     """
 
     def __init__(self, model: ServedModel, scheduler: SchedulerClient, live: LiveRequests, max_unread_s: float) -> None:
-        """Take the collaborators; a request is aborted once its client has read nothing for `max_unread_s` seconds."""
+        """A request is aborted once its client has read nothing for `max_unread_s` seconds."""
         self._model = model
         self._scheduler = scheduler
         self._live = live

@@ -13,7 +13,7 @@ MAX_ANSWER_BYTES = 4 * 1024 * 1024
 
 @dataclass(slots=True)
 class _ChoiceParts:
-    """What has been received for one choice; texts are kept in pieces and joined once, at the end."""
+    """What has been received for one choice; the pieces of text are joined at the end."""
 
     message: tokenizer_pb2.CompletedChoice
     texts: list[str] = field(default_factory=list)

@@ -47,7 +47,7 @@ class TokenTexts(Protocol):
         """A new detokenizer; if special tokens are skipped, they have no text."""
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes of a single token, special or not, even if they are only part of a character; empty if unknown."""
+        """The bytes of a single token, special or not, possibly part of a character; empty if unknown."""
 
 
 def make_token_texts(tokenizer: Tokenizer) -> TokenTexts:
@@ -86,7 +86,7 @@ def text_table(byte_of: dict[int, bytes]) -> dict[int, str]:
 
 
 class ByteLevelTexts:
-    """For byte-level vocabularies: looks texts and bytes up in tables."""
+    """For byte-level vocabularies: uses tables."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         special = special_token_ids(tokenizer)

@@ -60,7 +60,7 @@ class Encoder:
         self._before, self._after = _tokens_around(self._plain)
 
     def least_tokens(self, text: str) -> int:
-        """A cheap lower bound on the number of tokens of a text; it often has many more."""
+        """A cheap lower bound on the number of tokens of a text."""
         return 0 if self._least_tokens is None else self._least_tokens.of(text)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> npt.NDArray[np.int32]:
@@ -77,7 +77,7 @@ class Encoder:
     def encode_in_parts(
         self, pieces: Sequence[str | int], *, add_special_tokens: bool = False
     ) -> Iterator[npt.NDArray[np.int32]]:
-        """Encode pieces in runs, at least one, of which each takes some milliseconds if the texts can be cut."""
+        """Encode pieces in runs, at least one; each takes some milliseconds if the texts can be cut."""
         before, after = (self._before, self._after) if add_special_tokens else ([], [])
         batch: list[_Text | int] = []
         length = 0

@@ -61,7 +61,7 @@ class StopMatcher:
         return self._take_certain()
 
     def finish(self) -> str:
-        """The text has ended: a candidate wins, otherwise held text is ordinary text. Returns the remaining text."""
+        """The text has ended: a candidate wins, if any. Returns the remaining text."""
         self._node = _ROOT
         self.is_decided = self.candidate is not None
         return self._take_certain()
@@ -89,7 +89,7 @@ class StopMatcher:
 
 
 class _Automaton:
-    """A trie of the stop strings with fallback links; each node is a prefix of a stop string, the root is empty."""
+    """A trie of the stop strings with fallback links; each node is a prefix, the root the empty one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._children: list[dict[str, int]] = [{}]
@@ -121,7 +121,7 @@ class _Automaton:
         self.stops[node] = stop
 
     def _link(self) -> None:
-        """Set each node's fallback, the longest proper suffix of it that is also a node, in breadth-first order."""
+        """Set each node's fallback, its longest proper suffix that is a node, breadth first."""
         nodes = deque(self._children[_ROOT].values())
         while nodes:
             node = nodes.popleft()

@@ -67,7 +67,7 @@ class TextCutter:
     """Cuts texts for one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, *, part_length: int = PART_LENGTH) -> None:
-        """Take a tokenizer that neither truncates nor pads, and the minimum length of all parts but the last."""
+        """The tokenizer must not truncate or pad; all parts but the last have at least `part_length` characters."""
         self.rule = find_cut_rule(json.loads(tokenizer.to_str()))
         self._part_length = part_length
 
@@ -167,7 +167,7 @@ def _marks_spaces(normalizers: list[dict[str, Any]], stages: list[dict[str, Any]
 
 
 def _keeps_words_apart(model: dict[str, Any]) -> bool:
-    """Whether a model that receives the whole text, with spaces marked, has no token that spans two words."""
+    """Whether a model that receives the text unsplit, with spaces marked, has no token that spans two words."""
     if model["type"] != "BPE" or _SPACE_MARK not in model["vocab"]:
         return False
     if model["ignore_merges"] or model["continuing_subword_prefix"] or model["end_of_word_suffix"]:

@@ -47,7 +47,7 @@ class Lane:
             self._num_bytes -= num_bytes
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run `work` in one of the threads; it is not run if the call is cancelled before a thread is free."""
+        """Run `work` in a thread; it is skipped if the call is cancelled before a thread is free."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
