@@ -1,4 +1,4 @@
-"""Which running sequences the next step decodes, and the blocks that they open."""
+"""Decides which running sequences the next step decodes, and which blocks they need for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.scheduler.core.batch.slot_table import IntColumn, Slots
 from services.scheduler.core.preemption import Preemption
 from services.scheduler.core.running_batch import RunningBatch
 
-# Blocks smaller than this are taken in runs, so that a row is visited once in so many tokens at any block size.
+# Smaller blocks are taken several at a time, so that a row is visited once per 16 tokens at any block size.
 MIN_TOKENS_PER_VISIT = 16
 
 NO_SLOTS = np.empty(0, np.intp)
@@ -19,23 +19,22 @@ NO_SLOTS = np.empty(0, np.intp)
 
 @dataclass(slots=True)
 class Decodes:
-    """What a step decodes: `rows`, the slots that compute their newest token, in batch order.
-
-    `append_slots` and `append_block_ids` are parallel; `skips_rows` tells that some rows sit the step out.
-    """
+    """What a step decodes. `append_slots` and `append_block_ids` are parallel."""
 
     rows: Slots = field(default_factory=lambda: NO_SLOTS)
+    """The slots that compute their newest token, in batch order."""
     append_slots: Slots = field(default_factory=lambda: NO_SLOTS)
     append_block_ids: list[int] = field(default_factory=list)
     skips_rows: bool = False
+    """Whether some rows sit this step out."""
 
 
 class DecodePlanner:
-    """Gives each row the blocks of the tokens that it computes next; where none is free, somebody gives way.
+    """Gives each row blocks for the tokens it computes next; when none are free, a running sequence is preempted.
 
-    Where the worker drafts, nobody knows how many tokens a row has until its steps in flight have returned. A row goes
-    ahead once its blocks hold the most that it may come to, which no step exceeds: the worker drafts no further than
-    the blocks go. As long as blocks are free it gets room for its next drafts as well; for those nobody gives way.
+    With drafts, the number of tokens of a row is unknown until its steps in flight have returned. A row takes part once
+    its blocks can hold the most tokens it may reach, which no step exceeds: the worker drafts only as far as the blocks
+    go. While blocks are free, a row also gets room for its next drafts, but no sequence is preempted for those.
     """
 
     def __init__(self, running: RunningBatch, preemption: Preemption) -> None:
@@ -48,7 +47,7 @@ class DecodePlanner:
         self._opens_single_blocks = self._blocks_per_visit == 1 and not self._num_draft_tokens
 
     def plan(self, now: float) -> Decodes:
-        """Take the running sequences whose prompts are computed; a row whose block is only coming sits out."""
+        """Plan the running sequences whose prompts are computed; a row that is waiting for a block sits out."""
         rows = self._running.decode_rows
         self._slots.flush_full_runs(rows)
         num_tokens = self._num_tokens_to_hold(rows) if self._num_draft_tokens else self._slots.num_planned[rows]
@@ -59,13 +58,13 @@ class DecodePlanner:
         return decodes or self._plan_short_of_blocks(now)
 
     def _num_tokens_to_hold(self, rows: Slots) -> IntColumn:
-        """How many tokens' blocks the rows are to have: of those they may come to, and of the drafts behind them."""
+        """How many tokens the blocks of these rows should hold: the most they may reach, plus the next drafts."""
         with_drafts = self._slots.max_num_planned(rows) + self._num_draft_tokens
         num_tokens: IntColumn = np.minimum(with_drafts, self._slots.max_num_tokens[rows])
         return num_tokens
 
     def _open_blocks(self, rows: Slots, short: Slots) -> Decodes | None:
-        """Give each of the short rows a block; None, and nothing has changed, when too few are free."""
+        """Give each of the short rows one block; returns None, with nothing changed, when too few are free."""
         blocks = self._blocks.try_take(len(short))
         if blocks is None:
             return None
@@ -76,7 +75,7 @@ class DecodePlanner:
         return Decodes(rows, short, blocks)
 
     def _open_runs(self, rows: Slots, short: Slots) -> Decodes | None:
-        """Give each of the short rows a run of blocks, as `_open_blocks` does one."""
+        """Give each of the short rows several blocks; otherwise like `_open_blocks`."""
         counts = self._num_blocks_in_run(short)
         blocks = self._blocks.try_take(int(counts.sum()))
         if blocks is None:
@@ -97,10 +96,10 @@ class DecodePlanner:
         return counts
 
     def _plan_short_of_blocks(self, now: float) -> Decodes:
-        """The same row by row, each with one block and only where it cannot go ahead without, while there are any.
+        """Plan row by row while blocks are scarce: one block each, only for rows that cannot continue without one.
 
-        One is enough whatever the row's steps in flight bring: the last of them drafts as far as its blocks go, and
-        draws one token behind.
+        One block is enough whatever the row's steps in flight return: the last of them drafts only as far as its blocks
+        go, and samples one token after that.
         """
         rows = self._running.decode_rows
         room = self._slots.num_blocks[rows] * self._blocks.block_size
@@ -109,7 +108,7 @@ class DecodePlanner:
         for slot in rows[self._slots.max_num_planned(rows) > room].tolist():
             seq = self._slots.sequences[slot]
             if seq is None or seq.is_retiring:
-                # It gave way to a row before it.
+                # It was preempted for an earlier row.
                 continue
             block = self._take_or_preempt(seq, len(sitting_out), now)
             if block is not None:
@@ -119,7 +118,7 @@ class DecodePlanner:
             elif seq.status is SequenceStatus.RUNNING:
                 sitting_out.append(slot)
         rows = self._running.decode_rows
-        # A row that opened a block may have given way to one behind it.
+        # A row that was given a block may have been preempted for a later one.
         running = set(rows.tolist())
         opened = [(slot, block) for slot, block in opened if slot in running]
         sitting_out = [slot for slot in sitting_out if slot in running]
@@ -131,11 +130,11 @@ class DecodePlanner:
         )
 
     def _take_or_preempt(self, seq: Sequence, num_sitting_out: int, now: float) -> int | None:
-        """A block for a row, preempting running sequences while none is free or coming.
+        """Take a block for a row, preempting running sequences while none is free or about to be.
 
         Returns:
-            None when its block is coming, behind those of `num_sitting_out` others, or it may need none once its steps
-            in flight have returned, or `seq` itself gave way.
+            None when a block will be freed by steps in flight (after those for `num_sitting_out` other rows), when the
+            row may turn out to need none, or when `seq` itself was preempted.
         """
         while (blocks := self._blocks.try_take(1)) is None:
             if self._running.num_coming_blocks() > num_sitting_out or self._may_fit(seq):
@@ -145,5 +144,5 @@ class DecodePlanner:
         return blocks[0]
 
     def _may_fit(self, seq: Sequence) -> bool:
-        """Whether its blocks hold its next token if its steps in flight bring it as few tokens as they can."""
+        """Whether its blocks hold its next token if its steps in flight return as few tokens as possible."""
         return bool(self._slots.num_planned[seq.slot] <= len(seq.block_table) * self._blocks.block_size)

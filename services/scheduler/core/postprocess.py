@@ -1,4 +1,4 @@
-"""What a step's result brings: tokens, beginnings, ends and log-probabilities, for whom it may concern."""
+"""Turns a step's result into outputs for clients: tokens, starts, ends and log-probabilities."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _Mask = npt.NDArray[np.bool_]
 class Postprocessor:
     """Takes in the results of one epoch's steps, in order.
 
-    A result is read by its step's record, never by a slot's present tenant. `last_prefill_latency` is in seconds, from
-    when the last step with a prefill was sent; 0 before the first.
+    A result is matched to sequences by its step's record, never by which sequence holds a slot now.
+    `last_prefill_latency` is in seconds, measured from when the last step with a prefill was sent; 0 before the first.
     """
 
     def __init__(
@@ -44,16 +44,15 @@ class Postprocessor:
         self._counters = counters
 
     def postprocess(self, result: StepResult, now: float) -> OutputsByClient:
-        """Take in the tokens of the oldest step in flight, and end what stops with them.
+        """Take in the tokens of the oldest step in flight, and end the sequences that stop with them.
 
         Args:
-            result: That of the oldest step in flight: a token a row of the record, in its order, or several where the
-                worker drafts. Rows that are not finite fail with NumericError, those whose grammar failed with
-                InvalidRequestError after the tokens that came before, unless these bring a stop.
-            now: The time.
+            result: One token per row of the step's record, in its order, or several when the worker drafts. Rows whose
+                logits are not finite fail with NumericError. Rows whose grammar failed fail with InvalidRequestError
+                after the tokens before the failure, unless those contain a stop.
 
         Returns:
-            What each client that is concerned is told.
+            The outputs of each client involved.
         """
         self._step_deadline.on_result(now)
         record = self._running.pop_record()
@@ -87,27 +86,27 @@ class Postprocessor:
             rows = self._take_runs(rows, positions, outputs, now)
         outputs.add_rows(constants, first_indexes, rows)
         for seq in failed:
-            # A stop in the tokens before the failure came first.
+            # A stop in the tokens before the failure takes precedence.
             if seq.finish is None:
                 self._endings.fail(seq, _grammar_failure(), outputs, now)
         for seq in record.retiring:
-            # It got no row after this step's because this one brings its last token.
+            # It is retiring because this step returns its last token.
             if seq.status is SequenceStatus.RUNNING:
                 self._endings.end_if_stopped(seq, outputs, now)
         self._preemption.take_back(record, now)
         return outputs
 
     def _take_tokens(self, rows: RowTokens, positions: IntColumn, outputs: OutputsByClient, now: float) -> None:
-        """Take in a token a row, and end what stops with it."""
+        """Take in one token per row, and end the sequences that stop with it."""
         self._slots.append(rows.slots, positions, rows.token_ids)
         for row in self._slots.find_watched(rows.slots, rows.token_ids).tolist():
             self._endings.end_if_stopped(self._slots.sequence_at(int(rows.slots[row])), outputs, now)
 
     def _take_runs(self, rows: RowTokens, positions: IntColumn, outputs: OutputsByClient, now: float) -> RowTokens:
-        """Take in the rows' tokens, several of each, and end what stops within them.
+        """Take in several tokens per row, and end the sequences that stop within them.
 
         Returns:
-            The rows without the tokens that stand behind a stop: those count for nothing.
+            The rows without the tokens after a stop, which are discarded.
         """
         slots, counts = rows.slots, rows.counts
         assert counts is not None
@@ -119,7 +118,7 @@ class Postprocessor:
         for index in self._slots.find_watched(token_slots, rows.token_ids, is_last).tolist():
             slot = int(token_slots[index])
             num_tokens = int(token_positions[index]) + 1
-            # Who has stopped before, within the same run, lives no more.
+            # Skip a sequence that already stopped earlier in the same run.
             if self._slots.live[slot] and self._endings.ends_at(
                 self._slots.sequence_at(slot), num_tokens, outputs, now
             ):
@@ -128,7 +127,7 @@ class Postprocessor:
         return rows.cut(kept)
 
     def _start(self, slots: Slots, outputs: OutputsByClient, now: float) -> None:
-        """Note that these rows have got their first token."""
+        """Record the first token of these rows."""
         for slot in slots.tolist():
             seq = self._slots.sequence_at(slot)
             seq.first_token_time = now
@@ -138,10 +137,11 @@ class Postprocessor:
     def _cut_failed(
         self, rows: RowTokens, failed_rows: IntColumn, is_usable: _Mask
     ) -> tuple[RowTokens, list[Sequence]]:
-        """Leave out the tokens that mean nothing because a grammar failed; a row without any other is not usable.
+        """Drop the meaningless last tokens of rows whose grammar failed; a row without any other token becomes
+        unusable.
 
         Returns:
-            The rows, and the sequences that fail after what is left of theirs, unless that brings a stop.
+            The rows, and the sequences that fail after their remaining tokens unless those contain a stop.
         """
         failed = [self._slots.sequence_at(slot) for slot in rows.slots[failed_rows[is_usable[failed_rows]]].tolist()]
         rows = rows.without_last(failed_rows)
@@ -150,7 +150,7 @@ class Postprocessor:
         return rows, failed
 
     def _tell_prompt_logprobs(self, result: StepResult, outputs: OutputsByClient) -> None:
-        """Tell what is new of prompts: one that is computed again repeats nothing."""
+        """Deliver prompt log-probabilities that the client does not have yet; recomputed ones are not repeated."""
         for slot, logprobs in result.prompt_logprobs:
             seq = self._slots.sequence_at(slot)
             news = logprobs.behind(seq.last_prompt_logprob)
@@ -166,9 +166,10 @@ class Postprocessor:
         outputs: OutputsByClient,
         now: float,
     ) -> None:
-        """End the requests of these rows, as far as they live; their KV is found by nobody, their tokens count not.
+        """Fail the requests of these rows that have not ended. Their KV blocks are hidden from the prefix cache and
+        their tokens are discarded.
 
-        That of a request which has ended meanwhile, by its client's wish for instance, is as bad.
+        The blocks of a request that has ended since, for instance by an abort, are just as bad and are hidden too.
         """
         for row in np.unique(rows).tolist():
             seq = self._slots.sequence_at(int(record.row_slots[row]))
@@ -179,5 +180,5 @@ class Postprocessor:
 
 
 def _grammar_failure() -> ServiceError:
-    rule = "it cannot be followed any further within the limits of this server"
+    rule = "the grammar cannot be followed any further within the limits of this server"
     return InvalidRequestError.from_violations([Violation("structured_output", "GRAMMAR_TOO_COMPLEX", rule)])

@@ -1,4 +1,4 @@
-"""Who gives way when blocks or places run out, and what becomes of it."""
+"""Preempts running sequences when blocks or slots run out, and queues them again."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from services.scheduler.core.running_batch import RunningBatch
 
 
 class Preemption:
-    """Takes running sequences' blocks and brings them back to the waiting queue.
+    """Takes the blocks of running sequences and returns the sequences to the waiting queue.
 
-    Invariant: `num_parked` counts the sequences that were preempted while a step in flight names them: WAITING, but
-    in no queue, until their last step has returned. What it brings still counts.
+    Invariant: `num_parked` counts the sequences that were preempted while a step in flight still names them. They are
+    WAITING but in no queue until their last step has returned; its tokens still count.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class Preemption:
         self._counters = counters
 
     def retract(self, now: float) -> Sequence:
-        """Preempt the running sequence that the retraction policy picks, because blocks ran out; returns it.
+        """Preempt the running sequence chosen by the retraction policy, because blocks ran out; returns it.
 
-        Where classes go first, the policy picks among the lowest: what made way for an urgent one does not take its
-        blocks back by growing.
+        Under the priority policy, it chooses from the lowest class: a sequence that made way for a more urgent one must
+        not take its blocks back by growing.
         """
         order = self._least_urgent(now)
         num_completion_tokens = self._slots.num_tokens - self._slots.num_prompt_tokens
@@ -53,15 +53,14 @@ class Preemption:
         return seq
 
     def make_way(self, urgent: Sequence, num_blocks: int, now: float) -> None:
-        """Preempt running sequences of lower classes, the lowest and last first, until `urgent` may enter.
+        """Preempt running sequences of lower classes, the lowest and latest first, until `urgent` may enter.
 
-        As few as needed, and none when all of them would not be enough. What waited for too long was promoted to
-        the most urgent class, and is left alone.
+        Preempts as few as needed, and none if even all of them would not suffice. A sequence that has aged was promoted
+        to the most urgent class and is left alone.
 
         Args:
-            urgent: The next waiting sequence, for which there is no place or not enough blocks.
-            num_blocks: The blocks that it takes from the free ones.
-            now: The time.
+            urgent: The next waiting sequence, for which there is no slot or too few blocks.
+            num_blocks: How many of the free blocks it needs.
         """
         num_missing_blocks = num_blocks - self._blocks.num_free_blocks - self._running.num_coming_blocks()
         num_missing_slots = 1 - self._slots.num_free_slots - len(self._running.retiring())
@@ -77,9 +76,9 @@ class Preemption:
                 self.preempt(seq, now)
 
     def preempt(self, seq: Sequence, now: float) -> None:
-        """Take a sequence's blocks; it computes its tokens again, as far as they are not cached.
+        """Take a sequence's blocks; later it computes again those of its tokens that are no longer cached.
 
-        With a step in flight it is parked: its blocks come, and it goes to the queue, when the last one returns.
+        With a step in flight it is parked: its blocks are freed and it is queued when the last such step returns.
         """
         self._running.store(seq)
         seq.status, seq.type = SequenceStatus.WAITING, SequenceType.PREFILL
@@ -91,7 +90,7 @@ class Preemption:
             self._waiting.add(seq, now)
 
     def take_back(self, record: StepRecord, now: float) -> None:
-        """Free what a returned step was the last to use; parked sequences go to the queue."""
+        """Free what a returned step was the last to use, and queue parked sequences."""
         if not record.retiring:
             return
         parked = [seq for seq in record.retiring if seq.status is SequenceStatus.WAITING]
@@ -103,7 +102,7 @@ class Preemption:
             self._waiting.add(seq, now)
 
     def forget_parked(self, seq: Sequence) -> None:
-        """A parked sequence ended: what it holds comes back with its last step, and it goes to no queue."""
+        """A parked sequence has ended: its last step in flight frees what it holds, and it is not queued again."""
         assert seq.is_retiring
         self.num_parked -= 1
 
@@ -113,7 +112,7 @@ class Preemption:
         assert self.num_parked == len(parked), "parked"
 
     def _least_urgent(self, now: float) -> Slots:
-        """The slots among which the retraction policy picks, in the order of their entry; at least one."""
+        """The slots the retraction policy chooses from, in order of entry; never empty."""
         order = self._running.order
         if self._policy.queue_policy is not QueuePolicy.PRIORITY:
             return order
@@ -124,7 +123,7 @@ class Preemption:
         return np.array(slots, order.dtype)
 
     def _lower_classes(self, priority: Priority, now: float) -> list[Sequence]:
-        """Running sequences that give way to one of `priority`, in the order in which they do."""
+        """Running sequences that may be preempted for one of `priority`, the first to go first."""
         order = self._running.order[::-1]
         order = order[self._slots.priority[order] > priority]
         ranked = order[np.argsort(-self._slots.priority[order], kind="stable")]

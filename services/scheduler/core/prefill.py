@@ -1,4 +1,4 @@
-"""Which prompts the next step computes: the waiting queue, and prompts that are computed in chunks."""
+"""Decides which prompts the next step computes: chunks of prompts that have begun, then waiting sequences."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ from shared.limits import SamplingParams
 
 @dataclass(slots=True)
 class Prefill:
-    """What a step computes of prompts: next chunks first, then sequences that enter. `budget` is what is left."""
+    """What a step computes of prompts: further chunks first, then the sequences that enter."""
 
     budget: int = 0
+    """Tokens that the step can still take."""
     chunks: list[PrefillChunk] = field(default_factory=list)
     enters: list[EnteringSequence] = field(default_factory=list)
     computed_blocks: set[int] = field(default_factory=set)
-    """Full blocks that the step computes; noted only where later sequences may not share them in the same step."""
+    """Full blocks that the step computes; recorded only if later sequences must not share them within the step."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether no token of a prompt is computed."""
+        """Whether the step computes no prompt token."""
         return not self.chunks and not self.enters
 
     def computes_any(self, blocks: BlockIds) -> bool:
-        """Whether one of these blocks is among the noted ones."""
+        """Whether any of these blocks is in `computed_blocks`."""
         return bool(self.computed_blocks) and not self.computed_blocks.isdisjoint(blocks.tolist())
 
 
 class PrefillPlanner:
-    """Takes next chunks of prompts that have begun, and admits waiting sequences.
+    """Plans further chunks of prompts that have begun, and admits waiting sequences.
 
-    A block that a step computes is found by sequences that enter with the same step: a layer writes all keys and
-    values before it attends. With `share_in_step` off such a sequence waits for the next step instead. Either way
-    a common prefix is computed once.
+    A block that a step computes can be shared by sequences that enter with the same step, because a layer writes all
+    keys and values before it attends. With `share_in_step` off, such a sequence waits for the next step. Either way, a
+    common prefix is computed once.
 
-    Nobody is admitted while a part of a prompt is still to be sent, since that takes all of the budget. So the choices
-    of a request, which arrive together, need no order of their own: the first to enter computes the prompt, and those
-    behind it find its full blocks, whoever gives way, ends or fails meanwhile.
+    No sequence is admitted while part of a prompt is still to be sent, since that takes the whole budget. So the
+    choices of a request, which arrive together, need no special order: the first to enter computes the prompt, and the
+    others find its full blocks, whichever of them is preempted, ends or fails in the meantime.
     """
 
     def __init__(
@@ -70,19 +71,19 @@ class PrefillPlanner:
         self._counters = counters
 
     def plan(self, budget: int, now: float, *, may_admit: bool) -> Prefill:
-        """Take the next chunks of prompts that have begun, then admit waiting sequences, within `budget` tokens."""
+        """Plan the next chunks of prompts that have begun, then admit waiting sequences, within `budget` tokens."""
         prefill = Prefill(max(budget, 0))
         for seq in list(self._running.begun):
             if prefill.budget:
                 self._send_chunk(seq, prefill)
-        # A slot that a step in flight still names is a place that is taken.
+        # Slots that a step in flight still names are not free.
         while may_admit and self._waiting and self._slots.num_free_slots:
             if not self._try_admit(prefill, now):
                 break
         return prefill
 
     def next_waiting(self, now: float) -> tuple[Sequence, int]:
-        """The next waiting sequence, and how many free blocks it would take; there is one."""
+        """The next waiting sequence and how many free blocks it needs; the queue must not be empty."""
         seq = self._waiting.next(now, self._blocks.num_cached_tokens)
         return seq, self._blocks.num_blocks_to_take(seq, self._find_prefix(seq))
 
@@ -95,7 +96,7 @@ class PrefillPlanner:
         prefill.chunks.append(PrefillChunk(seq.slot, token_bytes, seq.num_unsent_tokens))
 
     def _try_admit(self, prefill: Prefill, now: float) -> bool:
-        """Let the next sequence enter with as many tokens as may be; when it returns False, nothing has changed."""
+        """Admit the next sequence with as many tokens as allowed; when it returns False, nothing has changed."""
         seq = self._waiting.next(now, self._blocks.num_cached_tokens)
         prefix = self._find_prefix(seq)
         num_new_tokens = seq.num_stored_tokens - prefix.num_tokens
@@ -106,7 +107,7 @@ class PrefillPlanner:
             return False
         self._waiting.take(seq, now)
         if seq.has_prompt_logprobs and not seq.wants_prompt_logprobs:
-            # Its client has them, or gets them with choice 0.
+            # Its client already has them, or gets them with choice 0.
             seq.drop_prompt_logprobs()
         seq.num_unsent_tokens = num_new_tokens
         token_bytes = self._take_tokens(seq, num_tokens, prefill)
@@ -120,13 +121,13 @@ class PrefillPlanner:
         return True
 
     def _find_prefix(self, seq: Sequence) -> CachedPrefix:
-        """What a waiting sequence shares; all of its prompt is computed where its log-probabilities are asked for."""
+        """The cached prefix of a waiting sequence; empty if its prompt log-probabilities are needed."""
         if seq.wants_prompt_logprobs:
             return self._blocks.no_prefix(seq)
         return self._blocks.find_prefix(seq)
 
     def _entering(self, seq: Sequence, chunk: PrefillChunk, num_cached_tokens: int) -> EnteringSequence:
-        """What the worker needs of a sequence that has just been admitted."""
+        """What the worker needs to know about a newly admitted sequence."""
         options = seq.params.options
         needs_all_tokens = self._facts.needs_all_tokens or (options is not None and options.needs_all_tokens)
         return EnteringSequence(
@@ -146,7 +147,7 @@ class PrefillPlanner:
         return tuple(sorted(eos_token_ids.union(params.stop_token_ids)))
 
     def _growth_fits(self, seq: Sequence, prefix: CachedPrefix) -> bool:
-        """Whether the admission policy expects that all that run, and `seq`, can go on without a retraction."""
+        """Whether the admission policy expects `seq` and all running sequences to finish without a retraction."""
         if self._policy.admission_policy is AdmissionPolicy.PLAIN or not self._running.order.size:
             return True
         num_tokens, max_num_tokens = self._running.progress()
@@ -157,7 +158,7 @@ class PrefillPlanner:
         )
 
     def _num_tokens_to_send(self, num_new_tokens: int, budget: int) -> int:
-        """How many of a waiting sequence's new tokens go with this step; 0 when it waits for another one."""
+        """How many of a waiting sequence's new tokens go into this step; 0 when it waits for another one."""
         if num_new_tokens <= budget:
             return num_new_tokens
         fits_no_step = num_new_tokens > self._budget.max_prompt_tokens
@@ -165,7 +166,7 @@ class PrefillPlanner:
         return budget if may_chunk else 0
 
     def _take_tokens(self, seq: Sequence, num_tokens: int, prefill: Prefill) -> bytes:
-        """The next unsent tokens, which now count as sent; full blocks can be found from here on."""
+        """Take the next unsent tokens and count them as sent; their full blocks can be found from now on."""
         start = seq.num_stored_tokens - seq.num_unsent_tokens
         end = start + num_tokens
         seq.num_unsent_tokens -= num_tokens

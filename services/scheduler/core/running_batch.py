@@ -1,4 +1,4 @@
-"""Who holds slots and KV blocks, in the worker's batch order, and which steps in flight still name them."""
+"""Which sequences hold slots and KV blocks, in the worker's batch order, and which steps in flight still name them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from services.scheduler.core.cache.block_manager import BlockManager
 
 
 class RunningBatch:
-    """The sequences that run, and those that only wait for their last step in flight to return.
+    """The running sequences, and the retiring ones, which only wait for their last step in flight to return.
 
-    Invariant: `order` names the sequences that run, in the order of their entry, which is the worker's batch order:
-    what leaves it leaves the worker with the next step; `begun` are those of them whose prompt is not sent
-    completely. A sequence that left gives its slot and its blocks back when no step in flight names it any more;
-    until then it is retiring.
+    Invariant: `order` lists the running sequences in order of entry, which is the worker's batch order; one that leaves
+    it leaves the worker with the next step. `begun` are the running sequences whose prompt is only partly sent. A
+    sequence that has left `order` keeps its slot and blocks until no step in flight names it; until then it is
+    retiring.
     """
 
     def __init__(self, num_slots: int, blocks: BlockManager, num_draft_tokens: int = 0) -> None:
@@ -43,7 +43,7 @@ class RunningBatch:
 
     @property
     def decode_rows(self) -> Slots:
-        """The running sequences whose tokens are all computed or on their way to be, in batch order."""
+        """The slots of the running sequences whose known tokens are all computed or in flight, in batch order."""
         return self.order[~self.slots.is_prefilling[self.order]] if self.begun else self.order
 
     def sequences(self) -> list[Sequence]:
@@ -51,16 +51,16 @@ class RunningBatch:
         return [self.slots.sequence_at(int(slot)) for slot in self.order]
 
     def progress(self) -> tuple[int, int]:
-        """Completion tokens that the running sequences have, and the most that they may have."""
+        """Completion tokens of the running sequences, and the most they may have."""
         num_prompt_tokens = self.slots.num_prompt_tokens[self.order]
         num_tokens = self.slots.num_tokens[self.order] - num_prompt_tokens
         max_num_tokens = self.slots.max_num_tokens[self.order] - num_prompt_tokens
         return int(num_tokens.sum()), int(max_num_tokens.sum())
 
     def enter(self, seq: Sequence, watched_tokens: list[int]) -> int:
-        """Give an admitted sequence a slot, behind all others; returns the slot."""
+        """Give an admitted sequence a slot, after all others; returns the slot."""
         if self._has_gaps:
-            # The slot that is taken may be one that was left: it must have left the order before.
+            # The slot taken may be one that was just left, which must be out of the order first.
             self._settle_order()
         slot = self.slots.take(seq, watched_tokens)
         self._entered.append(slot)
@@ -70,7 +70,7 @@ class RunningBatch:
         return slot
 
     def drop(self, seq: Sequence) -> None:
-        """Take a sequence out; what it holds comes back now, or when its last step in flight returns."""
+        """Take a sequence out; its slot and blocks are freed now, or when its last step in flight returns."""
         assert seq.slot is not None
         self.slots.runs[seq.slot] = False
         self._has_gaps = True
@@ -85,22 +85,22 @@ class RunningBatch:
             record.retiring.append(seq)
 
     def give_back(self, sequences: list[Sequence]) -> None:
-        """Free the blocks and the slots of sequences that no step in flight names."""
+        """Free the blocks and slots of sequences that no step in flight names."""
         self.blocks.free(sequences)
         for seq in sequences:
             seq.is_retiring = False
             self.slots.release(seq)
 
     def store(self, seq: Sequence) -> None:
-        """Store a sequence's newest tokens, and publish the blocks of those that are computed or on their way to be."""
+        """Store a sequence's newest tokens, and publish the blocks whose tokens are computed or in flight."""
         self.slots.flush(seq)
-        # The newest token of a sequence that generates is computed by its next step. Nothing before it is written
-        # again: drafts that were not accepted, and rows that turn out to be wasted, write from there on.
+        # The newest token of a generating sequence is computed by its next step. Nothing before it is written
+        # again: rejected drafts, and rows that turn out to be wasted, write from there on.
         num_not_sent = seq.num_unsent_tokens or 1
         self.blocks.publish(seq, seq.num_stored_tokens - num_not_sent)
 
     def commit(self, batch: ScheduledBatch, now: float, pace: StepPace | None = None) -> int:
-        """Note that a step is in flight; returns its id. `pace` is that of the batch when absent."""
+        """Note that a step is in flight; returns its id. If `pace` is None, that of the batch is used."""
         self._last_step_id += 1
         kind, num_tokens = (batch.kind, batch.num_tokens) if pace is None else pace
         num_planned = self.slots.num_planned[batch.row_slots] + 1
@@ -112,18 +112,18 @@ class RunningBatch:
         return self._last_step_id
 
     def retire_complete(self, slots: Slots, num_planned: IntColumn) -> None:
-        """Take out whom the steps in flight bring to the last token in any case: they get no further row.
+        """Take out the sequences that the steps in flight are certain to complete: they need no further row.
 
         Args:
-            slots: [num_rows], of sequences that run or did so.
-            num_planned: [num_rows], the least tokens that they come to.
+            slots: [num_rows], of sequences that are or were running.
+            num_planned: [num_rows], the least number of tokens each of them will have.
         """
         for slot in slots[num_planned >= self.slots.constants(slots).max_num_tokens].tolist():
             if self.slots.runs[slot]:
                 self.drop(self.slots.sequence_at(slot))
 
     def pop_record(self) -> StepRecord:
-        """The oldest step in flight, which has returned."""
+        """Remove and return the oldest step in flight, which has returned."""
         record = self.in_flight.popleft()
         self.last_returned_step_id = record.step_id
         return record
@@ -134,18 +134,18 @@ class RunningBatch:
         return leave_slots
 
     def sequences_in(self, record: StepRecord) -> list[Sequence]:
-        """The sequences of a step in flight, in the order of its rows; those that ended meanwhile too."""
+        """The sequences of a step in flight, in row order, including those that have ended since."""
         return [self.slots.sequence_at(slot) for slot in (*record.row_slots.tolist(), *record.partial_slots)]
 
     def in_flight_ids(self) -> list[str]:
-        """The ids of the requests that have not ended and stand in a step in flight, each once, by their rows."""
+        """Ids of the unfinished requests in steps in flight, each once, in row order."""
         sequences = [seq for record in self.in_flight for seq in self.sequences_in(record)]
         return list(dict.fromkeys(seq.id for seq in sequences if seq.leave_time is None))
 
     def void(self) -> list[Sequence]:
         """Take back the sequences that have not ended, with the tokens they have: the steps in flight are lost.
 
-        The batch and its blocks must not be used any more.
+        The batch and its blocks must not be used afterwards.
         """
         unfinished = [
             seq
@@ -158,15 +158,15 @@ class RunningBatch:
         return unfinished
 
     def retiring(self) -> list[Sequence]:
-        """Sequences whose slots and blocks come when the steps in flight return."""
+        """Sequences whose slots and blocks are freed when steps in flight return."""
         return [seq for record in self.in_flight for seq in record.retiring]
 
     def num_coming_blocks(self) -> int:
-        """Blocks that become free when the steps in flight return."""
+        """Blocks that will be free when the steps in flight have returned."""
         return sum(self.blocks.num_exclusive_blocks(seq) for seq in self.retiring())
 
     def check_integrity(self) -> None:
-        """Assert that slots, records and blocks agree."""
+        """Assert that slots, records and blocks are consistent."""
         running = self.sequences()
         retiring = self.retiring()
         assert self.begun == [seq for seq in running if seq.num_unsent_tokens], "begun prompts"
@@ -184,7 +184,7 @@ class RunningBatch:
         self.blocks.check_integrity([*running, *retiring])
 
     def _settle_order(self) -> None:
-        """Take in who entered and out who left; many may do so with one step."""
+        """Apply entries and departures to the order at once; there may be many per step."""
         order = np.concatenate([self._order, np.array(self._entered, np.intp)])
         self._order = order[self.slots.runs[order]]
         self._entered = []

@@ -1,6 +1,6 @@
-"""Which sequences the next step computes: prefill first, on paged KV blocks, with preemption.
+"""Decides which sequences the next step computes: prefill first, on paged KV blocks, with preemption.
 
-Sans-I/O: no clock but the `now` it is passed. The names and the order of decisions follow ATOM's scheduler and
+Sans-I/O: the only clock is the `now` passed in. Names and the order of decisions follow ATOM's scheduler and
 nano-vLLM's.
 """
 
@@ -35,41 +35,41 @@ from services.scheduler.core.step_deadline import StepDeadline
 from services.scheduler.core.validate_result import validate_result
 from services.scheduler.core.worker_facts import WorkerFacts
 
-# Nothing is ever added to it.
+# Shared and empty; never modified.
 _NO_PREFILL = Prefill()
 _NO_WORKER = WorkerFacts(0, "", 0, 0, (), 0)
 
 
 @dataclass(frozen=True, slots=True)
 class RecoveredSequences:
-    """The sequences that a rank had when its epoch ended. They are on no rank and in no queue any more."""
+    """The sequences a rank held when its epoch ended. They are no longer on any rank or in any queue."""
 
     sequences: list[Sequence]
-    """All of them, in the order in which they are to wait."""
+    """All of them, in the order in which they should wait."""
     computed: list[Sequence]
-    """Those whose KV was lost."""
+    """The ones whose KV was lost."""
     in_flight: list[str]
-    """The ids of the requests in steps that had not returned, in the order of the rows."""
+    """Ids of the requests in steps that had not returned, in row order."""
 
 
 class Scheduler:
     """The waiting and running sequences of one DP rank.
 
-    A step goes through three methods: `schedule` plans it and commits to it, the worker computes it, `postprocess`
-    takes its result in. (Coupled ranks call `plan` and `commit` one after the other, with a look at each other between
-    them.) `add` puts a sequence in the queue; `abort`, `finish` and `stop_at` end it, wherever it is.
+    A step goes through three stages: `schedule` plans and commits it, the worker computes it, and `postprocess` takes
+    in its result. (Coupled ranks call `plan` and `commit` separately, because the plans of all ranks are combined in
+    between.) `add` queues a sequence; `abort`, `finish` and `stop_at` end it, whatever state it is in.
 
-    Steps are sent ahead of their predecessors' results: a sequence then has a placeholder for each token that is on
-    its way, and the worker feeds each step from the tokens it sampled itself.
+    A step is sent before its predecessor's result has arrived. A sequence then has a placeholder for each token still
+    in flight, and the worker feeds each step from the tokens it sampled itself.
 
         step 7   scheduled ─── computed ─── postprocessed
         step 8          scheduled ───────── computed ─── postprocessed       two steps in flight
 
-    A rank's group is held for an epoch. When the epoch ends, everything but the sequences and their tokens is void.
+    A rank's group is held for an epoch. When the epoch ends, only the sequences and their tokens survive.
 
-    Invariant: a running sequence has a slot and the blocks of all tokens that were computed or are in flight, of its
-    whole prompt from its first chunk on; a waiting one has neither, unless it is parked: it was preempted, and a
-    step in flight still names it.
+    Invariant: a running sequence has a slot and the blocks of all tokens that are computed or in flight, and of its
+    whole prompt from its first chunk on. A waiting sequence has neither, unless it is parked: preempted while a step in
+    flight still names it.
     """
 
     def __init__(self, policy: SchedulerPolicy, cache: CacheSettings, counters: SchedulerCounters) -> None:
@@ -85,7 +85,7 @@ class Scheduler:
         self.begin_epoch(_NO_WORKER)
 
     def begin_epoch(self, facts: WorkerFacts) -> None:
-        """Start anew with a worker's empty pool and no step sent; nothing runs."""
+        """Start over with a worker's empty block pool: no step sent, no sequence running."""
         self._budget = StepBudget.of(self._policy, facts)
         self._blocks = BlockManager(
             facts.num_blocks, self._cache.block_size, enable_prefix_caching=self._cache.enable_prefix_caching
@@ -104,7 +104,7 @@ class Scheduler:
         )
 
     def end_epoch(self, now: float) -> RecoveredSequences:
-        """The group is lost: void its steps, and give all sequences back with the tokens they have."""
+        """The group is lost: void its steps and return all sequences with the tokens they have."""
         in_flight = self._running.in_flight_ids()
         computed = self._running.void()
         for seq in computed:
@@ -115,9 +115,9 @@ class Scheduler:
         return RecoveredSequences([*computed, *waiting], computed, in_flight)
 
     def take_all(self, now: float) -> list[Sequence]:
-        """Give all sequences back, with the tokens they have; no step is in flight.
+        """Return all sequences with the tokens they have. No step may be in flight.
 
-        What was computed of them stays in the prefix cache until their blocks are reused.
+        Their computed blocks stay in the prefix cache until they are reused.
         """
         assert not self._running.in_flight
         for seq in self._running.sequences():
@@ -126,12 +126,12 @@ class Scheduler:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody runs, waits or is in a step in flight."""
+        """Whether no sequence is running, waiting or in a step in flight."""
         return not self.num_running and not self._waiting and not self._running.in_flight
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether a prompt has begun that is not sent completely."""
+        """Whether the prompt of any running sequence has been sent only in part."""
         return bool(self._running.begun)
 
     @property
@@ -141,12 +141,12 @@ class Scheduler:
 
     @property
     def queue(self) -> WaitingQueue:
-        """The waiting queue, for the bounds that hold for all queues of a cell together."""
+        """The waiting queue, for checking the limits that apply to all queues of a cell together."""
         return self._waiting
 
     @property
     def block_counts(self) -> BlockCounts:
-        """How many KV blocks there are, and what they are used for."""
+        """The number of KV blocks, by use."""
         return self._blocks.counts
 
     @property
@@ -156,17 +156,17 @@ class Scheduler:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Prompt tokens of the waiting sequences that were never admitted."""
+        """Prompt tokens of the waiting sequences that have never been admitted."""
         return self._waiting.num_new_tokens
 
     @property
     def num_running(self) -> int:
-        """Sequences that get rows."""
+        """Sequences in the running batch."""
         return len(self._running.order)
 
     @property
     def oldest_in_flight(self) -> StepRecord | None:
-        """The step whose result comes next; None when none is in flight."""
+        """The step whose result comes next; None when no step is in flight."""
         return self._running.in_flight[0] if self._running.in_flight else None
 
     @property
@@ -176,23 +176,23 @@ class Scheduler:
 
     @property
     def step_deadline(self) -> float | None:
-        """When the rank counts as hung, unless it gets on; None when no step is in flight."""
+        """When the rank counts as hung unless it makes progress; None when no step is in flight."""
         return self._step_deadline.time
 
     def on_progress(self, now: float) -> None:
-        """Note that the rank's device gets on."""
+        """Note that the rank's device is making progress."""
         self._step_deadline.on_progress(now)
 
     def extend_deadlines(self, pause_s: float, now: float) -> None:
-        """Leave out of account the last `pause_s` seconds, in which this process did not listen to the rank."""
+        """Ignore the last `pause_s` seconds, in which this process was not listening to the rank."""
         self._step_deadline.extend(pause_s, now)
 
     def sequences_in(self, record: StepRecord) -> list[Sequence]:
-        """The sequences in a step in flight, those that ended meanwhile too."""
+        """The sequences in a step in flight, including those that have ended since."""
         return self._running.sequences_in(record)
 
     def num_cached_tokens(self, seq: Sequence) -> int:
-        """How many tokens of a waiting sequence need not be computed here."""
+        """How many tokens of a waiting sequence this rank does not have to compute."""
         return 0 if seq.wants_prompt_logprobs else self._blocks.num_cached_tokens(seq)
 
     def add(self, seq: Sequence, now: float) -> None:
@@ -200,31 +200,30 @@ class Scheduler:
         self._waiting.add(seq, now)
 
     def withdraw(self, seq: Sequence, now: float) -> None:
-        """Take a sequence out of the waiting queue: it is to wait elsewhere."""
+        """Take a sequence out of the waiting queue because it is to wait elsewhere."""
         self._waiting.remove(seq, now)
 
     def schedule(self, now: float) -> tuple[int, ScheduledBatch] | None:
         """Plan and commit the next step.
 
         Returns:
-            The step's id and its plan; its record is in flight from then on. None when there is nothing to do, or
-            as many steps are in flight as may be.
+            The step's id and its plan; its record is in flight from then on. None when there is nothing to do, or when
+            the maximum number of steps is in flight.
         """
         batch = self.plan(now) if self.has_room else None
         return None if batch is None else (self.commit(batch, now), batch)
 
     def plan(self, now: float, *, may_prefill: bool = True) -> ScheduledBatch | None:
-        """Plan the next step: a prefill when the gate is open and one fits, else a decode of all that run.
+        """Plan the next step: a prefill when the gate is open and one fits, else a decode of all running sequences.
 
-        With mixed steps, decodes join a prefill, which gets what they leave of the budget (see `StepBudget`). The plan
-        must be committed before anything else happens.
+        With mixed steps, a prefill shares the step with the decodes and gets what they leave of the budget (see
+        `StepBudget`). The plan must be committed before anything else happens.
 
         Args:
-            now: The time.
-            may_prefill: Whether waiting sequences may enter; prompts that have begun go on in any case.
+            may_prefill: Whether waiting sequences may enter. Prompts that have begun continue in any case.
 
         Returns:
-            None, and nothing but preemptions has happened, when there is nothing to do.
+            None when there is nothing to do; nothing but preemptions has happened then.
         """
         if may_prefill:
             self._make_way(now)
@@ -243,8 +242,7 @@ class Scheduler:
 
         Args:
             batch: What `plan` just returned.
-            now: The time.
-            pace: Of the step on the rank that the others wait for; that of the batch when absent.
+            pace: That of the slowest coupled rank; None means that of `batch`.
         """
         self.num_steps.add(batch)
         if batch.kind is not StepKind.PREFILL:
@@ -252,16 +250,16 @@ class Scheduler:
         return self._running.commit(batch, now, pace)
 
     def commit_dummy(self, now: float, pace: StepPace) -> tuple[int, ScheduledBatch]:
-        """Commit a step that computes nothing for any sequence: the collectives of other ranks wait for this one."""
+        """Commit a step that computes nothing for any sequence: other ranks' collectives need this rank."""
         batch = dummy_batch(pace.kind, self._running.take_leave_slots())
         self.num_steps.add(batch)
         return self._running.commit(batch, now, pace), batch
 
     def validate_result(self, result: StepResult, logits_width: int) -> str | None:
-        """Find out why a result cannot be an answer to the oldest step in flight; returns None when it can."""
+        """Say why a result cannot be the answer to the oldest step in flight; None when it can."""
         record = self.oldest_in_flight
         if record is None or result.step_id != record.step_id:
-            return f"result of step {result.step_id}, which is not the next"
+            return f"result of step {result.step_id}, which is not the next one expected"
         return validate_result(result, record, self._running.slots, logits_width)
 
     def postprocess(self, result: StepResult, now: float) -> OutputsByClient:
@@ -269,19 +267,19 @@ class Scheduler:
         return self._postprocessor.postprocess(result, now)
 
     def abort(self, seq: Sequence, now: float) -> None:
-        """Forget a sequence; its blocks are free once its steps in flight have returned."""
+        """Discard a sequence; its blocks are freed once its steps in flight have returned."""
         self._endings.abort(seq, now)
 
     def finish(self, seq: Sequence, finish: Finish, now: float) -> RequestEnd:
-        """End a sequence whose tokens are stored, with all its completion tokens."""
+        """End a sequence, keeping all its completion tokens; all its tokens must be stored."""
         return self._endings.finish(seq, finish, now)
 
     def stop_at(self, seq: Sequence, num_completion_tokens: int, now: float) -> RequestEnd:
-        """End a sequence at a stop string that was found in its text; tokens after it do not count."""
+        """End a sequence at a stop string found in its text; later tokens are discarded."""
         return self._endings.stop_at(seq, num_completion_tokens, now)
 
     def flush_prefix_cache(self) -> int:
-        """Forget every cached prefix; returns the number of blocks that held one."""
+        """Clear the prefix cache; returns the number of blocks that held a cached prefix."""
         return self._blocks.flush()
 
     def waiting_sequences(self) -> list[Sequence]:
@@ -289,12 +287,12 @@ class Scheduler:
         return list(self._waiting)
 
     def unfinished(self) -> list[Sequence]:
-        """The sequences that have not ended, wherever they are."""
+        """The sequences that have not ended: waiting, running or retiring."""
         held = [*self._running.sequences(), *self._running.retiring()]
         return [*self._waiting, *(seq for seq in held if seq.leave_time is None)]
 
     def check_integrity(self) -> None:
-        """Assert that slots, blocks and queues agree."""
+        """Assert that slots, blocks and queues are consistent."""
         assert all(seq.status is SequenceStatus.WAITING for seq in self._waiting), "a waiting sequence's status"
         assert all(not seq.block_table and seq.slot is None for seq in self._waiting), "a waiting sequence holds blocks"
         self._waiting.check_integrity()
@@ -302,7 +300,7 @@ class Scheduler:
         self._running.check_integrity()
 
     def _make_way(self, now: float) -> None:
-        """Let lower classes give way to the next waiting sequence, where the queue goes by priority."""
+        """Under the priority policy, preempt lower classes to make room for the next waiting sequence."""
         if self._policy.queue_policy is QueuePolicy.PRIORITY and self._waiting and self._may_admit(now):
             seq, num_blocks = self._prefill.next_waiting(now)
             self._preemption.make_way(seq, num_blocks, now)
@@ -313,18 +311,18 @@ class Scheduler:
         return self._prefill.plan(budget, now, may_admit=may_admit and self._may_admit(now))
 
     def _may_admit(self, now: float) -> bool:
-        # A parked sequence goes to the queue when its steps return: nobody overtakes it.
+        # A parked sequence is queued again when its steps return; nothing may overtake it.
         return not self._preemption.num_parked and self._gate_is_open(now)
 
     def _gate_is_open(self, now: float) -> bool:
-        """The delay gate: with a factor, a prefill waits a while so that more prompts share it."""
+        """The delay gate: with a delay factor, a prefill waits a while so that more prompts can share it."""
         if not self._policy.delay_factor or not self.num_running or not self._waiting:
             return True
         waited = now - self._waiting.oldest_arrive_time()
         return waited > self._policy.delay_factor * self._postprocessor.last_prefill_latency
 
     def _take_waiting(self, now: float) -> list[Sequence]:
-        """Take everybody out of the waiting queue."""
+        """Empty the waiting queue."""
         waiting = list(self._waiting)
         for seq in waiting:
             self._waiting.remove(seq, now)
