@@ -1,4 +1,4 @@
-"""Where a sequence stands in the tree of cached prefixes; see `prefix_cache`."""
+"""A sequence's place in the tree of cached prefixes; see `prefix_cache`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ NO_BLOCKS: BlockIds = np.empty(0, np.int32)
 
 @dataclass(slots=True, eq=False)
 class PrefixNode:
-    """A run of contents, each the tokens of one block behind all those on the way here.
+    """A run of contents. A content is the tokens of one block, following all those on the path to it.
 
-    Invariant: `blocks[i]` is the block that holds content `start + i` of the path, or none; `num_present` of them are.
-    The last one is present, or the node has children. Tokens and blocks behind `num_blocks` mean nothing. The root of
-    a salt holds no content.
+    Invariant: `blocks[i]` is the block that holds content `start + i` of the path, or -1. The last one is present, or
+    the node has children. Tokens and blocks beyond `num_blocks` are meaningless. The root of a salt holds no content.
     """
 
     id: int
     parent: PrefixNode | None
     key: bytes
-    """The tokens of its first block, by which its parent knows it; of a root the salt."""
+    """The tokens of its first block, under which its parent lists it; for a root, the salt."""
     start: int
     tokens: bytes
     blocks: BlockIds
@@ -32,12 +31,12 @@ class PrefixNode:
     num_present: int
     children: dict[bytes, PrefixNode] = field(default_factory=dict)
     num_cuts: int = 0
-    """Counts what makes cursors at its end void: that it became shorter or longer, or went."""
+    """Incremented when the node is shortened, extended or removed, which makes cursors at its end void."""
 
 
 @dataclass(slots=True)
 class PrefixCursor:
-    """How far a sequence's blocks are found or published, from the first one on: `num_blocks`.
+    """How many of a sequence's first blocks were found or published: `num_blocks`.
 
     Invariant: unless `node` was cut since, the sequence's first `depth` blocks lead to its end.
     """
@@ -52,9 +51,9 @@ class PrefixCursor:
 
 @dataclass(slots=True)
 class CachedPrefix:
-    """Blocks whose KV a sequence can share, in order, and the cursor behind the last of them.
+    """Blocks whose KV a sequence can share, in order, and the cursor after the last of them.
 
-    It is what the cache holds as long as the cache's version is the one noted here. Nothing of it is to be changed.
+    Valid only while the cache's version equals `version`. Must not be modified.
     """
 
     version: object

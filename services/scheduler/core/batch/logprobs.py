@@ -1,4 +1,4 @@
-"""Log-probabilities on their way from the worker to clients: columns, visited only where a request asks for them."""
+"""Log-probabilities on their way from the worker to clients, as columns; visited only if a request asks for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BoolColumn = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class PositionLogprobs:
-    """One position: the rank of its own token, 1 is the likeliest, and its entries, the own token's first."""
+    """One position: the rank of its own token (1 is the likeliest) and its entries, the own token's first."""
 
     index: int
     rank: int
@@ -27,34 +27,31 @@ class PositionLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities at some positions, as columns; see `internal.v1.Logprobs`.
+    """Log-probabilities at some positions, as columns; see `internal.v1.Logprobs`."""
 
-    `indexes`, `ranks`, `counts`: [num_positions]; `token_ids` and `values`: [sum of counts].
-    """
-
-    indexes: IntColumn
-    ranks: IntColumn
-    counts: IntColumn
-    token_ids: IntColumn
-    values: FloatColumn
+    indexes: IntColumn  # [num_positions]
+    ranks: IntColumn  # [num_positions]
+    counts: IntColumn  # [num_positions]
+    token_ids: IntColumn  # [sum of counts]
+    values: FloatColumn  # [sum of counts]
 
     def select(self, is_kept: BoolColumn) -> Logprobs | None:
-        """Those at the positions that are kept, which are counted anew; None when there are none.
+        """Keep some positions and renumber them from 0; None when none are left.
 
         Args:
-            is_kept: [num_kept_from], one for each position that `indexes` may name.
+            is_kept: [number of positions that `indexes` may name].
         """
         new_indexes = np.cumsum(is_kept, dtype=np.int32) - 1
         return self._pick(is_kept[self.indexes], new_indexes[self.indexes])
 
     def behind(self, index: int) -> Logprobs | None:
-        """Those at positions above `index`, under the same numbers; None when there are none."""
+        """The positions above `index`, numbered as before; None when there are none."""
         return self._pick(self.indexes > index, self.indexes)
 
     def find_fault(self, num_positions: int, logits_width: int) -> str | None:
-        """What is wrong with columns that came over the wire; None when nothing is."""
+        """Say what is wrong with columns received over the wire; None when they are valid."""
         if not self._fit_each_other():
-            return "columns of log-probabilities do not fit each other"
+            return "columns of log-probabilities do not match each other"
         if not len(self.indexes):
             return None
         if self.indexes[0] < 0 or self.indexes[-1] >= num_positions or (self.indexes[1:] <= self.indexes[:-1]).any():
@@ -66,12 +63,12 @@ class Logprobs:
         return None
 
     def own_token_ids(self) -> IntColumn:
-        """The token that stands at each position: [num_positions]."""
+        """The token at each position: [num_positions]."""
         own: IntColumn = self.token_ids[np.cumsum(self.counts) - self.counts]
         return own
 
     def positions(self) -> Iterator[PositionLogprobs]:
-        """One position after the other."""
+        """The positions, one at a time."""
         ends = np.cumsum(self.counts)
         columns = zip(
             self.indexes.tolist(), self.ranks.tolist(), (ends - self.counts).tolist(), ends.tolist(), strict=True

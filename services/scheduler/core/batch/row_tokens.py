@@ -1,4 +1,4 @@
-"""The tokens that a step brought, row by row, as far as they count."""
+"""The tokens that a step returned, row by row, without those that are discarded."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ _Places = npt.NDArray[np.intp]
 
 @dataclass(slots=True)
 class RowTokens:
-    """Rows and their tokens.
+    """Rows and their tokens."""
 
-    `slots`: [num_rows]. `token_ids` [num_tokens]: the rows' tokens one behind the other; `counts` [num_rows] of each,
-    None is one each. `logprobs` count their positions in `token_ids`.
-    """
-
-    slots: Slots
-    token_ids: IntColumn
-    counts: IntColumn | None = None
+    slots: Slots  # [num_rows]
+    token_ids: IntColumn  # [num_tokens]
+    """The rows' tokens, row after row."""
+    counts: IntColumn | None = None  # [num_rows]
+    """How many of `token_ids` each row has; None means one each."""
     logprobs: Logprobs | None = None
+    """Their positions are indexes into `token_ids`."""
 
     def places(self, first_positions: IntColumn) -> tuple[_Places, _Places]:
-        """Of each token its row's number and its position: both [num_tokens]. There are counts.
+        """The row number and the position of each token, both [num_tokens]. Needs `counts`.
 
         Args:
-            first_positions: [num_rows], those of the rows' first tokens in their sequences.
+            first_positions: [num_rows], the position of each row's first token in its sequence.
         """
         assert self.counts is not None
         rows = np.repeat(np.arange(len(self.slots)), self.counts)
@@ -39,44 +38,44 @@ class RowTokens:
         return rows, np.arange(len(rows)) + (first_positions - first_indexes)[rows]
 
     def of_rows(self, is_kept: _Mask) -> RowTokens:
-        """Those of some rows: `is_kept` [num_rows]."""
+        """The rows to keep: `is_kept` [num_rows]."""
         if self.counts is None:
             return self._keep(self.slots[is_kept], None, is_kept)
         return self._keep(self.slots[is_kept], self.counts[is_kept], np.repeat(is_kept, self.counts))
 
     def without_last(self, row_numbers: IntColumn) -> RowTokens:
-        """All rows, of which some, each named once, leave out their last token. There are counts then."""
+        """All rows, with the last token removed from the given ones, each named once. Sets `counts`."""
         counts = np.ones(len(self.slots), np.int32) if self.counts is None else self.counts
         kept = counts.copy()
         kept[row_numbers] = np.maximum(kept[row_numbers] - 1, 0)
         return RowTokens(self.slots, self.token_ids, counts, self.logprobs).cut(kept)
 
     def cut(self, counts: IntColumn) -> RowTokens:
-        """The first tokens of each row: `counts` [num_rows], of which none is more than it has. There are counts."""
+        """The first tokens of each row: `counts` [num_rows], none above what the row has. Needs `counts`."""
         assert self.counts is not None
         ends = np.cumsum(self.counts) - self.counts + counts
         return self._keep(self.slots, counts, np.arange(len(self.token_ids)) < np.repeat(ends, self.counts))
 
     def find_bad_counts(self, slots: SlotTable, not_finite_rows: IntColumn) -> str | None:
-        """Why rows cannot get so many tokens; None when they can.
+        """Say why the rows cannot have these numbers of tokens; None when they can.
 
-        Whoever lives has tokens to come: at least one a row, and together no more than its last one. Rows whose
-        sequence has ended, or whose tokens mean nothing, may have any number that a row can have.
+        A live sequence gets at least one token, and no more than it may still have. Rows whose sequence has ended, or
+        whose tokens are meaningless, may have any number that a row can have.
         """
         counts, num_rows = self.counts, len(self.slots)
         if counts is None:
             return None if len(self.token_ids) == num_rows else f"{len(self.token_ids)} tokens for {num_rows} rows"
         if len(counts) != num_rows:
-            return f"{len(counts)} numbers of tokens for {num_rows} rows"
+            return f"{len(counts)} token counts for {num_rows} rows"
         if num_rows and not 0 <= int(counts.min()) <= int(counts.max()) <= 1 + slots.num_draft_tokens:
-            return "a number of tokens is out of range"
+            return "a token count is out of range"
         if int(counts.sum()) != len(self.token_ids):
-            return f"{len(self.token_ids)} tokens for rows of {int(counts.sum())}"
+            return f"{len(self.token_ids)} tokens for rows that count {int(counts.sum())}"
         is_live = slots.live[self.slots]
         is_live[not_finite_rows] = False
         num_left = slots.max_num_tokens[self.slots] - slots.num_tokens[self.slots]
         if ((counts == 0) | (counts > num_left))[is_live].any():
-            return "a sequence gets no token, or one behind its last"
+            return "a sequence gets no token, or more than it may have"
         return None
 
     def _keep(self, slots: Slots, counts: IntColumn | None, is_kept: _Mask) -> RowTokens:

@@ -1,6 +1,6 @@
-"""One token stream generated for a request: the object a reader meets.
+"""One token stream generated for a request.
 
-It holds what is per-request and cold. What every step touches stands in the columns of `SlotTable`, at the
+It holds what is per-request and rarely touched. What every step touches is in the columns of `SlotTable`, at the
 sequence's slot, so that a step costs Python only for the rows where something happens.
 """
 
@@ -17,7 +17,7 @@ TOKEN_BYTES = TOKEN_DTYPE.itemsize
 
 
 class SequenceStatus(enum.Enum):
-    """Where a sequence is in its life."""
+    """The stages of a sequence's life."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -26,7 +26,7 @@ class SequenceStatus(enum.Enum):
 
 
 class SequenceType(enum.Enum):
-    """What the next step computes of a sequence; a dummy only keeps coupled ranks in step."""
+    """What the next step computes for a sequence; a dummy only keeps coupled ranks in step."""
 
     DUMMY = "dummy"
     PREFILL = "prefill"
@@ -34,7 +34,7 @@ class SequenceType(enum.Enum):
 
 
 class Priority(enum.IntEnum):
-    """How urgent a request is: the lower number goes first."""
+    """How urgent a request is; lower numbers go first."""
 
     HIGH = 1
     NORMAL = 2
@@ -42,7 +42,7 @@ class Priority(enum.IntEnum):
 
 
 class FinishReason(enum.Enum):
-    """Why a sequence finished. An abort or a failure is no finish."""
+    """Why a sequence finished. An abort or a failure is not a finish."""
 
     EOS = "eos"
     STOP_SEQUENCE = "stop_sequence"
@@ -53,40 +53,40 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """A finish reason with what belongs to it."""
+    """A finish reason and its details."""
 
     reason: FinishReason
     stop_token_id: int | None = None
 
     @property
     def leave_reason(self) -> str:
-        """The reason in ATOM's words: `stop_{token_id}` for a stop token."""
+        """The reason in ATOM's terms: `stop_{token_id}` for a stop token."""
         return f"stop_{self.stop_token_id}" if self.reason is FinishReason.STOP_TOKEN else self.reason.value
 
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """What results depend on: they are bitwise equal where exact fingerprints are."""
+    """The numerics that results depend on: equal and exact ones give bitwise equal results."""
 
     fingerprint: str
     is_exact: bool
 
     def is_continued_by(self, other: Numerics) -> bool:
-        """Whether nothing in the tokens tells where `other` took over."""
+        """Whether the tokens are the same as if `other` had not taken over."""
         return self.is_exact and self == other
 
     def joined_with(self, other: Numerics) -> Numerics:
-        """What a sequence that both computed depends on."""
+        """The numerics of a sequence that both computed."""
         return self if self.is_continued_by(other) else replace(self, is_exact=False)
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A prompt and what was generated for it: one choice of a request.
+    """A prompt and the tokens generated for it: one choice of a request.
 
-    Invariant: it has a slot exactly while it is RUNNING or a step in flight still names it. `token_bytes` holds
-    every token but those of the slot's current run, which `SlotTable.flush` appends. A WAITING sequence with a slot
-    is parked: it was preempted, and what its steps in flight bring still counts.
+    Invariant: it has a slot exactly while it is RUNNING or a step in flight still names it. `token_bytes` holds every
+    token except those in the slot's ring, which `SlotTable.flush` appends. A WAITING sequence with a slot is parked: it
+    was preempted, and the tokens from its steps in flight still count.
     """
 
     id: str
@@ -100,42 +100,42 @@ class Sequence:
     cache_salt: bytes = b""
     attempt: int = 1
     choice: int = 0
-    """Which of its request's choices it is."""
+    """Its number among the choices of its request."""
     is_leader: bool = True
-    """Whether its request's prompt counts for it where many wait: for one choice of each request it does."""
+    """Whether the prompt counts towards the queue's token limit: true for one choice of each request."""
     queued_at: float = 0.0
-    """When it entered the waiting queue the last time."""
+    """When it last entered the waiting queue."""
     waited_s: float = 0.0
-    """How long it stood in the waiting queue before that."""
+    """How long it had been in the waiting queue before that."""
     status: SequenceStatus = SequenceStatus.WAITING
     type: SequenceType = SequenceType.PREFILL
     slot: int | None = None
     is_retiring: bool = False
-    """Whether it gets no further row, and its last step in flight gives back what it holds."""
+    """Whether it gets no further row and only holds its slot and blocks until its last step in flight returns."""
     block_table: array[int] = field(default_factory=lambda: array("i"))
     """Block ids, as int32."""
     prefix_cursor: PrefixCursor = field(default_factory=PrefixCursor)
     cached_prefix: CachedPrefix | None = None
-    """While it waits: what the last look into the prefix cache found."""
+    """While it waits: the result of the last prefix cache lookup."""
     num_unsent_tokens: int = 0
-    """While it is prefilled in chunks: the tokens that no step has computed or is on its way to."""
+    """While it is prefilled in chunks: the tokens that no step has computed or been sent."""
     num_first_cached_tokens: int | None = None
     last_prompt_logprob: int = 0
-    """The last position of the prompt whose log-probabilities its client was told; those of the first are unknown."""
+    """The last prompt position whose log-probabilities its client has; 0 for none, since position 0 has no such."""
     first_token_time: float | None = None
     leave_time: float | None = None
     finish: Finish | None = None
     rank: int | None = None
-    """The DP rank that it is placed on; none while it waits for one."""
+    """The DP rank it is placed on; None while it is unplaced."""
     exact_fingerprint: str | None = None
-    """Of the exact numerics that were promised for its tokens, empty until a rank is known; None: nothing was."""
+    """The exact numerics promised for its tokens, empty until a rank is known; None if nothing was promised."""
     num_resumes: int = 0
-    """How often it went on after what computed it was lost, under earlier attempts as well."""
+    """How often it was resumed after what computed it was lost, including earlier attempts."""
     numerics: Numerics | None = None
-    """What computed it before the last loss, and with it all that did so before."""
+    """The joint numerics of everything that computed it before its last loss."""
 
     def leave_worker(self) -> None:
-        """Become a waiting sequence that holds nothing; all its tokens must be stored."""
+        """Become a waiting sequence without slot or blocks; all its tokens must be stored."""
         self.status, self.type = SequenceStatus.WAITING, SequenceType.PREFILL
         self.slot = None
         self.is_retiring = False
@@ -144,26 +144,27 @@ class Sequence:
         self.num_unsent_tokens = 0
 
     def drop_prompt_logprobs(self) -> None:
-        """Ask for the log-probabilities of its prompt no more."""
+        """Stop asking for the log-probabilities of its prompt."""
         assert self.params.options is not None
         options = replace(self.params.options, num_prompt_logprobs=None)
         self.params = replace(self.params, options=None if options == NO_OPTIONS else options)
 
     @property
     def was_admitted(self) -> bool:
-        """Whether it was ever scheduled, by this scheduler or by the one before it."""
+        """Whether it was ever scheduled, by this scheduler or a previous one."""
         return self.num_first_cached_tokens is not None or self.attempt > 1
 
     @property
     def has_prompt_logprobs(self) -> bool:
-        """Whether the log-probabilities of its prompt are among its options."""
+        """Whether its options ask for the log-probabilities of its prompt."""
         return self.params.options is not None and self.params.options.num_prompt_logprobs is not None
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether its next prefill is to bring the log-probabilities of its prompt; all its tokens must be stored.
+        """Whether its next prefill must return the log-probabilities of its prompt; all its tokens must be stored.
 
-        Choice 0 brings them for all of its request, until it has a token of its own: they come before that.
+        Choice 0 gets them for the whole request, as long as it has no completion token: they are delivered before
+        those.
         """
         return self.has_prompt_logprobs and not self.choice and self.num_stored_tokens == self.num_prompt_tokens
 
@@ -174,5 +175,5 @@ class Sequence:
 
     @property
     def max_num_tokens(self) -> int:
-        """Prompt and completion tokens together end here."""
+        """The most prompt and completion tokens together."""
         return self.num_prompt_tokens + self.params.max_tokens

@@ -1,7 +1,7 @@
-"""What every step touches of a running sequence, as numpy columns indexed by slot.
+"""The per-step state of running sequences, as numpy columns indexed by slot.
 
-A step of hundreds of sequences is then a few vector operations; Python visits only the rows where something
-happens. CONTROL_PLANE has the measurements: visiting every sequence costs the peers 0.6 to 13 ms per step.
+A step over hundreds of sequences is then a few vector operations, and Python visits only the rows where something
+happens. Visiting every sequence in Python costs comparable schedulers 0.6 to 13 ms per step.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from services.scheduler.core.batch.sequence import TOKEN_BYTES, Sequence
 from shared.limits import TOKEN_DTYPE
 
 IntColumn = npt.NDArray[np.int32]
-# Slots index columns all the time: numpy would make indexes of any other type anew each time.
+# Slots are used as indexes all the time; numpy would convert indexes of any other type on every use.
 Slots = npt.NDArray[np.intp]
 
-# Tokens are stored in runs of so many, so that a row is visited for it once in so many steps.
+# Tokens are stored in runs of this many, so that a row is visited for it only once per 256 steps.
 RUN_TOKENS = 256
 
-# Full runs are looked for once in so many decode steps, and of all rows this part is stored at once, since many fill
-# theirs together. So a row gets the tokens of 16 steps until its turn comes, and of 8 in flight: with drafts 9 each,
-# which have a place behind a full run.
+# Full runs are looked for once per 4 decode steps, and at most about a quarter of the rows is stored each time, since
+# many fill up together. A row may therefore receive tokens of up to 16 more steps, and of 8 in flight, before its turn:
+# at 9 tokens each with drafts, these still fit in the second half of the ring.
 _STEPS_PER_FLUSH = 4
 _FLUSHED_PART = 4
 _RUN_COLUMNS = 2 * RUN_TOKENS
 _COLUMN_MASK = _RUN_COLUMNS - 1
 
-# Steps that take turns, as prefills and decodes do, ask for as many arrays as are in flight and one more.
+# Alternating steps, such as prefills and decodes, use one array for each step in flight and one more.
 _NUM_GATHERED = 4
 
 _NO_TOKEN = -1
@@ -38,73 +38,78 @@ _NO_TOKEN = -1
 
 @dataclass(slots=True)
 class RowConstants:
-    """What does not change while sequences hold their slots, for some rows: [num_rows] each, not to be written.
-
-    `only_client` is the client of all of them; None when there are several, or no rows.
-    """
+    """Per-slot values that do not change while a sequence holds its slot, for some rows: [num_rows] each, read-only."""
 
     slots: Slots
     clients: IntColumn
     handles: np.ndarray[tuple[int], np.dtype[np.uint32]]
     only_client: int | None
+    """The client of all rows; None when there are several, or no rows."""
     num_prompt_tokens: IntColumn
     max_num_tokens: IntColumn
     watched: IntColumn
-    """[most watched tokens of a row, num_rows], filled up with -1."""
+    """[most watched tokens of a row, num_rows], padded with -1."""
     runs: Slots
-    """Where their runs begin."""
+    """The start of each row's ring in `SlotTable._run`."""
 
 
 class SlotTable:
     """Slots and their columns.
 
-    Invariant: a slot is free or belongs to one sequence; `live` is true while that sequence may get tokens. The
-    sequence's tokens are the stored ones, followed by those of its run: `num_tokens` together. `num_planned` counts
-    the placeholders too, tokens that steps in flight will bring to it: one for each of its rows in flight. With drafts
-    a row may bring up to `num_draft_tokens` more: `num_planned` is the least, `max_num_planned` the most it comes to.
+    New tokens go to the slot's ring of 512 columns, position p to column p % 512, and are stored in the sequence about
+    256 at a time:
+
+        column      0       17          100     140         470     511
+        slot 7      512 ... 529                             470 ... 511      470 tokens stored, 530 in all
+        slot 8                                                               free
+        slot 9                          100 ... 140                          100 tokens stored, 141 in all
+
+    Invariant: a slot is free or belongs to one sequence; `live` is true while that sequence may get tokens. Its tokens
+    are the stored ones followed by those in the ring, `num_tokens` together. `num_planned` adds one placeholder for
+    each of its rows in steps in flight. With drafts a row may return up to `num_draft_tokens` more: `num_planned` is
+    the least number of tokens the sequence will have, `max_num_planned` the most.
     """
 
     def __init__(self, num_slots: int, num_draft_tokens: int = 0) -> None:
         self.num_draft_tokens = num_draft_tokens
         self.sequences: list[Sequence | None] = [None] * num_slots
         self.live = np.zeros(num_slots, bool)
-        # Slots that are taken and not live.
+        # Slots that are taken but not live.
         self.num_ended = 0
         self.num_tokens = np.zeros(num_slots, np.int32)
-        # What does not change while a sequence holds its slot stands together, so that one look gathers it.
+        # Values that do not change while a sequence holds its slot are stored together, so that one `take` gathers
+        # them.
         self._constants = np.zeros((4, num_slots), np.int32)
         self.client, handle, self.num_prompt_tokens, self.max_num_tokens = self._constants
         self.handle = handle.view(np.uint32)
         self.num_blocks = np.zeros(num_slots, np.int32)
         self.priority = np.zeros(num_slots, np.int32)
-        # Whether tokens of the prompt are still to be sent.
+        # Whether part of the prompt is still to be sent.
         self.is_prefilling = np.zeros(num_slots, bool)
         self.num_planned = np.zeros(num_slots, np.int32)
         # Whether it is in the batch order.
         self.runs = np.zeros(num_slots, bool)
-        # Tokens that are not stored yet, row behind row; the token at position p stands in column p % _RUN_COLUMNS of
-        # its slot's row.
+        # The rings, one after the other: tokens not stored yet, position p in column p % _RUN_COLUMNS.
         self._run = np.zeros(num_slots * _RUN_COLUMNS, TOKEN_DTYPE)
         self._run_bytes = self._run.data.cast("B")
         self._num_steps_to_flush = _STEPS_PER_FLUSH
         # The number of tokens at which a row's run is full.
         self._run_end = np.zeros(num_slots, np.int32)
-        # Tokens after which a row may have to stop, filled up with -1: [most of them, num_slots].
+        # Tokens after which a row may have to stop, padded with -1: [most watched tokens of a row, num_slots].
         self._watched = np.full((1, num_slots), _NO_TOKEN, np.int32)
         self._free = list(range(num_slots - 1, -1, -1))
         self._gathered: deque[RowConstants] = deque(maxlen=_NUM_GATHERED)
 
     @property
     def num_free_slots(self) -> int:
-        """Slots that can be taken."""
+        """Slots that no sequence holds."""
         return len(self._free)
 
     def take(self, seq: Sequence, watched_tokens: list[int]) -> int:
-        """Put an admitted sequence, all tokens stored, into a free slot.
+        """Give an admitted sequence a free slot; it has its blocks, and all its tokens are stored.
 
         Args:
-            seq: Has its blocks.
-            watched_tokens: Tokens that `find_watched` is to report.
+            watched_tokens: Tokens that `find_watched` must report.
         """
         slot = self._free.pop()
         self.sequences[slot] = seq
@@ -123,12 +128,12 @@ class SlotTable:
         return slot
 
     def end(self, slot: int) -> None:
-        """Its sequence has ended, and gets no token from steps in flight any more."""
+        """Mark a slot's sequence as ended: it gets no more tokens from steps in flight."""
         self.live[slot] = False
         self.num_ended += 1
 
     def release(self, seq: Sequence) -> None:
-        """Make a sequence's slot free; its tokens must be flushed."""
+        """Free a sequence's slot; its tokens must be flushed."""
         assert seq.slot is not None
         if not self.live[seq.slot]:
             self.num_ended -= 1
@@ -138,41 +143,41 @@ class SlotTable:
         seq.slot = None
 
     def sequence_at(self, slot: int) -> Sequence:
-        """The sequence in a slot that is taken."""
+        """The sequence in a slot, which must be taken."""
         seq = self.sequences[slot]
         assert seq is not None
         return seq
 
     def max_num_planned(self, slots: Slots) -> IntColumn:
-        """The most tokens that sequences come to with their steps in flight: [num_rows]."""
+        """The most tokens these sequences may have once their steps in flight have returned: [num_rows]."""
         num_planned = self.num_planned[slots]
         num_placeholders = num_planned - self.num_tokens[slots]
         most: IntColumn = np.minimum(num_planned + self.num_draft_tokens * num_placeholders, self.max_num_tokens[slots])
         return most
 
     def append(self, slots: Slots, positions: IntColumn, token_ids: IntColumn) -> None:
-        """Give each row one more token, at its position, which is the number of tokens it has."""
-        # One flat index costs half of what two do.
+        """Give each row one more token at its position, which equals the number of tokens it has."""
+        # One flat index costs half as much as two.
         self._run[self.constants(slots).runs + (positions & _COLUMN_MASK)] = token_ids
         self.num_tokens[slots] = positions + 1
 
     def append_runs(
         self, slots: Slots, counts: IntColumn, positions: npt.NDArray[np.integer], token_ids: IntColumn
     ) -> None:
-        """Give each row so many more tokens; what they exceed the row's placeholder by is no longer to come.
+        """Give each row `counts` more tokens, and add those beyond its one placeholder to `num_planned`.
 
         Args:
             slots: [num_rows], each at most once.
             counts: [num_rows], 0 to 1 + `num_draft_tokens`.
-            positions: [num_tokens], those of the tokens in their sequences.
-            token_ids: [num_tokens], the rows' tokens one behind the other.
+            positions: [num_tokens], the positions of the tokens in their sequences.
+            token_ids: [num_tokens], row after row.
         """
         self._run[np.repeat(slots * _RUN_COLUMNS, counts) + (positions & _COLUMN_MASK)] = token_ids
         self.num_tokens[slots] += counts
         self.num_planned[slots] += counts - 1
 
     def flush_full_runs(self, slots: Slots) -> None:
-        """Store the tokens of rows whose run is full, now and then; to be called with each step that decodes."""
+        """Every few calls, store the tokens of rows whose run is full. Call it with each decode step."""
         self._num_steps_to_flush -= 1
         if self._num_steps_to_flush:
             return
@@ -182,7 +187,7 @@ class SlotTable:
             self.flush(self.sequence_at(slot))
 
     def flush(self, seq: Sequence) -> None:
-        """Store the tokens that are not stored yet in the sequence."""
+        """Append the ring's tokens to the sequence's stored ones."""
         slot = seq.slot
         assert slot is not None
         start, end = seq.num_stored_tokens, int(self.num_tokens[slot])
@@ -198,9 +203,9 @@ class SlotTable:
         self._run_end[slot] = (end // RUN_TOKENS + 1) * RUN_TOKENS
 
     def constants(self, slots: Slots) -> RowConstants:
-        """What does not change of these rows, as long as steps name them.
+        """The values of these rows that do not change while steps name them.
 
-        Gathered once for an array that is asked for again and again, as those of the steps in flight are.
+        Cached by array identity, since the arrays of the steps in flight are looked up again and again.
         """
         for constants in self._gathered:
             if constants.slots is slots:
@@ -212,11 +217,13 @@ class SlotTable:
     def find_watched(
         self, slots: Slots, token_ids: IntColumn, is_last: npt.NDArray[np.bool_] | None = None
     ) -> npt.NDArray[np.intp]:
-        """Which of these tokens, each beside its sequence's slot, are watched ones: the sequence may stop with it.
+        """The indexes of the watched tokens among these: with them the sequence may stop.
 
-        `is_last` marks others to report.
+        Args:
+            slots: [num_tokens], the slot of each token's sequence.
+            is_last: [num_tokens], further tokens to report.
         """
-        # All others' newest tokens are asked for step by step, for the same rows.
+        # One token per row: the same array of rows comes step after step.
         watched = self.constants(slots).watched if is_last is None else self._watched.take(slots, 1)
         is_watched: npt.NDArray[np.bool_] = watched[0] == token_ids
         for more in watched[1:]:
@@ -226,7 +233,7 @@ class SlotTable:
         return is_watched.nonzero()[0]
 
     def _gather_constants(self, slots: Slots) -> RowConstants:
-        # Of several rows of columns `take` is a few times as fast as an index.
+        # For several rows of columns, `take` is a few times as fast as indexing.
         clients, handles, num_prompt_tokens, max_num_tokens = self._constants.take(slots, 1)
         is_one = len(slots) > 0 and np.count_nonzero(clients != clients[0]) == 0
         return RowConstants(

@@ -1,7 +1,7 @@
-"""What the scheduler plans for a worker, what comes back, and what goes on to clients: data only.
+"""What the scheduler plans for a worker, what the worker returns, and what clients receive: data only.
 
-Plans and results do not change once they are made, and yet are not frozen: to make a frozen object takes three times
-as long, and every step makes some.
+Plans and results are never changed once made, yet they are not frozen: creating a frozen object takes three times as
+long, and every step creates several.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NO_ROWS = np.empty(0, np.int32)
 
 
 class StepKind(enum.Enum):
-    """What a step computes: tokens of prompts, one token of each row, or both."""
+    """What a step computes: prompt tokens, one token per row, or both."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -34,11 +34,12 @@ class StepKind(enum.Enum):
 
 @dataclass(slots=True)
 class PrefillChunk:
-    """A sequence's next tokens, and how many follow with later steps before its first token is sampled."""
+    """A sequence's next prompt tokens."""
 
     slot: int
     token_bytes: bytes
     num_later_tokens: int
+    """How many follow in later steps before the first token is sampled."""
 
     @property
     def num_tokens(self) -> int:
@@ -48,7 +49,7 @@ class PrefillChunk:
 
 @dataclass(slots=True)
 class EnteringSequence:
-    """What a worker needs of a sequence that enters its batch, with its first chunk."""
+    """What a worker needs to know about a sequence that enters its batch, with its first chunk."""
 
     chunk: PrefillChunk
     num_cached_tokens: int
@@ -57,44 +58,45 @@ class EnteringSequence:
     params: SamplingParams
     choice: int = 0
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that are not drawn before `min_tokens`."""
+    """Tokens that must not be sampled before `min_tokens`."""
     cached_token_bytes: bytes = b""
-    """The tokens before the chunk's, when the worker needs them."""
+    """The tokens before the chunk, if the worker needs them."""
     max_num_tokens: int = 0
 
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """One step's plan, as changes to the batch that the worker holds.
-
-    `num_tokens` is what is computed. `row_slots` [num_rows] are the rows that get a token, in result order:
-    `decode_slots`, then the chunks and the sequences that enter whose prompt is complete with this step;
-    `partial_slots` are those whose is not. The worker derives the decodes (every sequence it holds that is complete,
-    in the order of entry), so they travel only when `skips_rows` is set, because some sit the step out.
-    `append_slots` and `append_block_ids` are parallel; a slot may stand there more than once.
-    """
+    """One step's plan, as changes to the batch that the worker holds."""
 
     kind: StepKind
     num_tokens: int
+    """Tokens computed; 0 for a dummy."""
     row_slots: Slots
+    """[num_rows], the rows that get a token, in result order: `decode_slots`, then the chunks and the entering
+    sequences whose prompt this step completes."""
     decode_slots: Slots
+    """The decodes, in batch order. The worker derives them (every sequence it holds whose prompt is complete), so they
+    are sent only when `skips_rows` is set."""
     partial_slots: list[int]
+    """Chunks and entering sequences whose prompt this step does not complete."""
     leave_slots: list[int]
     chunks: list[PrefillChunk]
     enters: list[EnteringSequence]
     append_slots: Slots
+    """Parallel to `append_block_ids`; a slot may occur more than once."""
     append_block_ids: list[int]
     skips_rows: bool
+    """Whether some decodes sit this step out."""
 
     @property
     def is_dummy(self) -> bool:
-        """Whether nothing is computed for any sequence: the step is for the other coupled ranks' collectives."""
+        """Whether nothing is computed for any sequence: the step only serves the collectives of coupled ranks."""
         return not self.num_tokens
 
 
 @dataclass(slots=True)
 class StepCounts:
-    """Steps by what they compute: prompts only, the next tokens only, both, or nothing for anybody."""
+    """Number of steps by what they compute: prompts only, decodes only, both, or nothing."""
 
     prefill: int = 0
     decode: int = 0
@@ -103,7 +105,7 @@ class StepCounts:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Steps of all kinds."""
         return self.prefill + self.decode + self.mixed + self.dummy
 
     def add(self, batch: ScheduledBatch) -> None:
@@ -120,21 +122,19 @@ class StepCounts:
 
 @dataclass(slots=True)
 class Step:
-    """A batch on its way to its rank.
-
-    Where ranks are coupled, `num_tokens_across_dp` has what each rank computes in this step, a dummy's one token
-    included, and `graph_batch_size` the rows that a decode's captured graph must hold on each of them.
-    """
+    """A batch on its way to its rank."""
 
     epoch: int
     step_id: int
     batch: ScheduledBatch
     num_tokens_across_dp: tuple[int, ...] = ()
+    """Coupled ranks only: what each rank computes in this step, where a dummy counts as one token."""
     graph_batch_size: int = 0
+    """Coupled ranks only: the rows that a decode's captured graph must hold on each of them."""
 
 
 class StepPace(NamedTuple):
-    """What a step's duration depends on."""
+    """What the duration of a step depends on."""
 
     kind: StepKind
     num_tokens: int
@@ -144,14 +144,15 @@ class StepPace(NamedTuple):
 class StepRecord:
     """A step in flight.
 
-    It holds what it uses: a sequence that gets no row after this step stands in `retiring`, and gives its slot and
-    its blocks back when the record returns, so that no step reuses them too early. Where ranks are coupled, `kind` and
-    `num_tokens` are those of the rank that the others wait for: of a prefill if there is one, and the most tokens.
+    It keeps what it uses alive: a sequence that gets no row after this step is in `retiring`, and its slot and blocks
+    are freed when the step returns, so that no step reuses them too early.
     """
 
     step_id: int
     kind: StepKind
+    """Across coupled ranks: a prefill if any rank has one."""
     num_tokens: int
+    """Across coupled ranks: the most tokens of any rank."""
     row_slots: Slots
     partial_slots: list[int]
     sent_at: float
@@ -160,35 +161,35 @@ class StepRecord:
 
 @dataclass(slots=True)
 class StepResult:
-    """A step's tokens as the worker sent them; `not_finite_rows` are row numbers whose token means nothing.
-
-    `failed_grammar_rows` are those whose grammar could not be followed any further, and whose last token means nothing;
-    those before it count. `counts` says how many of `token_ids` each row has; None is one each. `logprobs` count their
-    positions in `token_ids`; `prompt_logprobs` are by slot, their positions those of the prompt.
-    """
+    """A step's tokens as the worker sent them."""
 
     epoch: int
     step_id: int
     token_ids: IntColumn
     not_finite_rows: IntColumn
+    """Row numbers whose logits were not finite; their tokens are meaningless."""
     counts: IntColumn | None = None
+    """How many of `token_ids` each row has; None means one each."""
     num_draft_tokens: int = 0
     logprobs: Logprobs | None = None
+    """Their positions are indexes into `token_ids`."""
     prompt_logprobs: tuple[tuple[int, Logprobs], ...] = ()
+    """By slot; their positions are those of the prompt."""
     failed_grammar_rows: IntColumn = field(default_factory=lambda: _NO_ROWS)
+    """Row numbers whose grammar could not be followed any further. Only their last token is meaningless."""
     num_replayed_tokens: int = 0
-    """Greedy completion tokens that were computed again for sequences that came back."""
+    """Greedy completion tokens that were recomputed for resumed sequences."""
     num_replay_mismatches: int = 0
-    """Of those, tokens that are not the likeliest of their place this time."""
+    """How many of `num_replayed_tokens` were not the likeliest token at their position this time."""
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Of the tokens, those that were drafted: all but the one that is drawn behind them in each row."""
+        """How many of the tokens were drafted: all but the last of each row."""
         num_rows = len(self.token_ids) if self.counts is None else int(np.count_nonzero(self.counts))
         return len(self.token_ids) - num_rows
 
     def rows(self, row_slots: Slots, num_draft_tokens: int) -> RowTokens:
-        """The tokens by the rows of the step. Where the worker drafts, there are counts."""
+        """The tokens by the rows of the step. `counts` is set if the worker drafts."""
         counts = self.counts
         if counts is None and num_draft_tokens:
             counts = np.ones(len(row_slots), np.int32)
@@ -197,7 +198,7 @@ class StepResult:
 
 @dataclass(slots=True)
 class RequestStart:
-    """A choice got its first token; so much of its prompt came from the prefix cache."""
+    """A choice got its first token; `num_cached_tokens` of its prompt came from the prefix cache."""
 
     handle: int
     num_cached_tokens: int
@@ -212,9 +213,9 @@ class RequestEnd:
     finish: Finish | None = None
     error: ServiceError | None = None
     num_resumes: int = 0
-    """How often it went on after what computed it was lost, under earlier attempts as well."""
+    """How often it was resumed after what computed it was lost, including earlier attempts."""
     is_resume_exact: bool = True
-    """Whether nothing in its tokens can tell, as far as this scheduler knows."""
+    """Whether the tokens are the same as without a loss, as far as this scheduler knows."""
 
     @classmethod
     def failure(cls, seq: Sequence, error: ServiceError) -> RequestEnd:
@@ -224,27 +225,27 @@ class RequestEnd:
 
 @dataclass(slots=True)
 class Outputs:
-    """What one client is told: a row a sequence that got tokens, and the choices that began and ended.
+    """What one client receives: a row for each sequence that got tokens, and the choices that started and ended."""
 
-    `handles` uint32 and `first_indexes` int32 (of the row's first token among the completion tokens): [num_rows].
-    `token_ids` int32: the rows' tokens one behind the other, `counts` of each row; None is one each. `logprobs` count
-    their positions in `token_ids`; `prompt_logprobs` are by handle. `resumes` are handles that go on after a loss, with
-    how often they have by now.
-    """
-
-    handles: np.ndarray[tuple[int], np.dtype[np.uint32]]
-    first_indexes: IntColumn
-    token_ids: IntColumn
+    handles: np.ndarray[tuple[int], np.dtype[np.uint32]]  # [num_rows]
+    first_indexes: IntColumn  # [num_rows]
+    """The index of each row's first token among its completion tokens."""
+    token_ids: IntColumn  # [num_tokens]
+    """Row after row."""
     starts: list[RequestStart] = field(default_factory=list)
     ends: list[RequestEnd] = field(default_factory=list)
-    counts: IntColumn | None = None
+    counts: IntColumn | None = None  # [num_rows]
+    """How many of `token_ids` each row has; None means one each."""
     logprobs: Logprobs | None = None
+    """Their positions are indexes into `token_ids`."""
     prompt_logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
+    """By handle."""
     resumes: list[tuple[int, int]] = field(default_factory=list)
+    """Handles that resume after a loss, and how often they have been resumed by now."""
 
     @classmethod
     def only_ends(cls, ends: list[RequestEnd]) -> Outputs:
-        """Outputs that no step brought."""
+        """Outputs that come from no step."""
         return cls(_NO_HANDLES, _NO_ROWS, _NO_ROWS, ends=ends)
 
     def set_rows(
@@ -263,7 +264,7 @@ class OutputsByClient:
         self.by_client: dict[int, Outputs] = {}
 
     def add_rows(self, constants: RowConstants, first_indexes: IntColumn, rows: RowTokens) -> None:
-        """Add the rows that got tokens, each at least one; once."""
+        """Add the rows that got tokens, each at least one. Call it once."""
         if constants.only_client is not None:
             self._of(constants.only_client).set_rows(constants.handles, first_indexes, rows)
             return
@@ -272,15 +273,15 @@ class OutputsByClient:
             self._of(int(client)).set_rows(constants.handles[is_own], first_indexes[is_own], rows.of_rows(is_own))
 
     def add_prompt_logprobs(self, client: int, handle: int, logprobs: Logprobs) -> None:
-        """Add those of the next tokens of a request's prompt."""
+        """Add log-probabilities of the next tokens of a request's prompt."""
         self._of(client).prompt_logprobs.append((handle, logprobs))
 
     def add_start(self, client: int, start: RequestStart) -> None:
-        """Add a choice that began."""
+        """Add a choice that started."""
         self._of(client).starts.append(start)
 
     def add_resume(self, seq: Sequence) -> None:
-        """Add a choice that goes on after a loss."""
+        """Add a choice that resumes after a loss."""
         self._of(seq.client).resumes.append((seq.handle, seq.num_resumes))
 
     def add_end(self, client: int, end: RequestEnd) -> None:

@@ -16,26 +16,27 @@ from services.scheduler.core.batch.sequence import Sequence
 from services.scheduler.core.cache.free_blocks import FreeBlocks
 from services.scheduler.core.cache.prefix_cache import PrefixCache
 
-# A few cached blocks more or less in a large pool make no difference, and many go for the price of one.
+# A few cached blocks more or less do not matter in a large pool, and evicting many at once costs no more than one.
 _EVICTION_BATCH = 512
 
 
 class BlockCounts(NamedTuple):
-    """KV blocks of one rank. A cached one is free or used, and can be found by its prefix."""
+    """KV blocks of one rank."""
 
     total: int
     free: int
     cached: int
+    """Free blocks that can still be found by their prefix."""
 
 
 class BlockManager:
     """Hands out fixed-size KV blocks and shares full ones between equal prefixes.
 
-    A freed block keeps its content until it is reused; blocks without content are reused first, then the least
-    recently freed one.
+    A freed block keeps its content until it is reused. Blocks without content are reused first, then the least recently
+    freed one.
 
-    Invariant: a block is free exactly when its reference count, the number of tables that hold it, is 0; a free
-    block is cached exactly when it holds a content.
+    Invariant: a block is free exactly when its reference count, the number of tables that hold it, is 0; a free block
+    is cached exactly when it holds a content.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
@@ -48,17 +49,17 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no table holds."""
+        """Blocks in no table."""
         return len(self._free)
 
     @property
     def num_cached_blocks(self) -> int:
-        """Free blocks that hold a prefix."""
+        """Free blocks that hold a content."""
         return self._free.num_cached
 
     @property
     def counts(self) -> BlockCounts:
-        """The blocks by what they are used for."""
+        """The number of blocks, by use."""
         return BlockCounts(self.num_blocks, self.num_free_blocks, self.num_cached_blocks)
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -66,9 +67,9 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, seq: Sequence) -> CachedPrefix:
-        """The longest cached prefix of a waiting sequence; at least one token is left to compute, for its logits.
+        """The longest cached prefix of a waiting sequence that leaves at least one token to compute, for its logits.
 
-        It holds until blocks are taken, hidden or flushed. To look again costs nothing while nothing has changed.
+        Valid until blocks are taken, hidden or flushed. Looking again is free while nothing has changed.
         """
         prefix = seq.cached_prefix
         if prefix is None or prefix.version is not self._prefixes.version:
@@ -78,7 +79,7 @@ class BlockManager:
         return prefix
 
     def no_prefix(self, seq: Sequence) -> CachedPrefix:
-        """As `find_prefix` when nothing is cached: all of a waiting sequence is computed, and others find it."""
+        """Like `find_prefix` with an empty cache: the whole sequence is computed, and others can still share it."""
         return self._prefixes.find(seq.cache_salt, seq.token_bytes, max_blocks=0)
 
     def num_cached_tokens(self, seq: Sequence) -> int:
@@ -86,21 +87,20 @@ class BlockManager:
         return self.find_prefix(seq).num_tokens
 
     def num_blocks_to_take(self, seq: Sequence, prefix: CachedPrefix) -> int:
-        """How many of the free blocks `try_allocate` would take, revived ones included."""
+        """How many of the free blocks `try_allocate` would take, including cached ones it revives."""
         num_blocks = self.num_blocks_for(seq.num_stored_tokens)
         if prefix.num_tokens:
             num_blocks -= int(np.count_nonzero(self._ref_counts[prefix.block_ids]))
         return num_blocks
 
     def try_allocate(self, seq: Sequence, prefix: CachedPrefix) -> bool:
-        """Give a waiting sequence the blocks of all its tokens, those of its cached prefix shared.
+        """Give a waiting sequence blocks for all its tokens, sharing those of its cached prefix.
 
-        All or nothing: when it returns False, too few are free and nothing has changed. Revived blocks count as
-        taken.
+        All or nothing: when it returns False, too few blocks are free and nothing has changed.
 
         Args:
             seq: Has no blocks; all its tokens are stored.
-            prefix: What `find_prefix` just found for it.
+            prefix: What `find_prefix` just returned for it.
         """
         if self.num_blocks_to_take(seq, prefix) > self.num_free_blocks:
             return False
@@ -114,17 +114,17 @@ class BlockManager:
         return True
 
     def try_take(self, num_blocks: int) -> list[int] | None:
-        """Take blocks for tables that the caller extends; None, and nothing has changed, when too few are free."""
+        """Take blocks for tables that the caller extends; returns None, with nothing changed, when too few are free."""
         return self._take(num_blocks).tolist() if num_blocks <= self.num_free_blocks else None
 
     def num_exclusive_blocks(self, seq: Sequence) -> int:
-        """Blocks that become free when `seq` gives its blocks back; O(its blocks)."""
+        """Blocks that would become free if `seq` were freed; O(its blocks)."""
         return int(np.count_nonzero(self._ref_counts[_as_array(seq.block_table)] == 1))
 
     def publish(self, seq: Sequence, num_computed_tokens: int) -> None:
-        """Let later sequences find the full blocks of the first `num_computed_tokens` tokens.
+        """Make the full blocks of the first `num_computed_tokens` tokens available to later sequences.
 
-        Call it once the step that computes them has been sent; the tokens are stored in the sequence.
+        Call it once the step that computes them has been sent; the tokens must be stored in the sequence.
         """
         num_blocks = num_computed_tokens // self.block_size
         if num_blocks <= seq.prefix_cursor.num_blocks or not self._caches_prefixes:
@@ -137,7 +137,7 @@ class BlockManager:
             self._free.add_blank(outdated)
 
     def free(self, sequences: Iterable[Sequence]) -> None:
-        """Take all blocks from sequences; those that nobody else holds become free, contents kept."""
+        """Take all blocks from sequences; those in no other table become free and keep their contents."""
         freed = [self._release(seq) for seq in sequences]
         if not freed:
             return
@@ -147,9 +147,9 @@ class BlockManager:
         self._free.add_blank(blocks[~holds])
 
     def hide(self, seq: Sequence) -> None:
-        """Take the contents of all blocks of a sequence away: their KV cannot be trusted.
+        """Hide all blocks of a sequence from the prefix cache, because their KV cannot be trusted.
 
-        Of shared ones too: who computed them may have ended before anybody noticed.
+        Includes shared blocks: the sequence that computed them may have ended before the problem was noticed.
         """
         blocks = _as_array(seq.block_table)
         blocks = blocks[self._prefixes.holds(blocks)]
@@ -157,7 +157,7 @@ class BlockManager:
             self._prefixes.forget(blocks)
 
     def flush(self) -> int:
-        """Forget all contents: nothing that was computed, or begun, before can be found.
+        """Forget all contents: nothing computed or begun so far can be found afterwards.
 
         Blocks in use stay in use; sequences that hold some publish nothing more until they are admitted again.
 
@@ -169,7 +169,11 @@ class BlockManager:
         return num_flushed
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Assert that counts, free blocks, index and the tables of all sequences with blocks agree."""
+        """Assert that counts, free blocks, prefix index and block tables are consistent.
+
+        Args:
+            sequences: All sequences that have blocks.
+        """
         held = array("i")
         for seq in sequences:
             held += seq.block_table
@@ -181,7 +185,7 @@ class BlockManager:
         self._prefixes.check_integrity(cached, blank)
 
     def _release(self, seq: Sequence) -> BlockIds:
-        """Take a sequence's blocks; returns those that nobody else holds, the least valuable one first."""
+        """Take a sequence's blocks; returns those in no other table, the least valuable one first."""
         # Tail first: the head of a prompt is the part a later prompt may share.
         blocks = _as_array(seq.block_table)[::-1]
         counts = self._ref_counts[blocks] - 1
@@ -198,7 +202,7 @@ class BlockManager:
         return blocks
 
     def _evict(self, num_blocks: int) -> BlockIds:
-        """Take cached blocks from their prefixes; of a large pool some more, which become blank, for the next time."""
+        """Take cached blocks; in a large pool a few more are evicted and become blank, for the next time."""
         evicted = self._free.take_cached(max(num_blocks, min(self._free.num_cached // 32, _EVICTION_BATCH)))
         self._prefixes.forget(evicted)
         self._free.add_blank(evicted[num_blocks:][::-1])
@@ -206,5 +210,5 @@ class BlockManager:
 
 
 def _as_array(block_table: array[int]) -> BlockIds:
-    """The table's own memory: not to be kept beyond its next change."""
+    """A view of the table's memory, valid until the table changes."""
     return np.frombuffer(block_table, np.int32)

@@ -1,4 +1,4 @@
-"""Which KV blocks nobody holds, in the order in which they are taken again."""
+"""The free KV blocks, in the order in which they are reused."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _MIN_WINDOW = 64
 class FreeBlocks:
     """Blank blocks, and cached ones, of which the least recently freed is taken first.
 
-    Cached blocks stand in a queue that nothing is taken out of except at its head: a block that is revived leaves its
-    entry behind, and its recorded position tells that the entry is void. Void entries go when the head meets them, or
-    when the queue has reached the end of its memory and is packed; so each block freed costs O(1), and an array
-    operation frees or revives many.
+    Cached blocks are in a queue whose entries are removed only at the head. A revived block leaves its entry in the
+    queue; since the block's recorded position no longer matches, the entry is void. Void entries are dropped when the
+    head reaches them, or when the queue reaches the end of its memory and is packed. So each freed block costs O(1),
+    and freeing or reviving many is one array operation.
 
-    Invariant: a free cached block's position is that of its newest entry, between head and tail; any other block has
-    none. There are at most as many of them as blocks, and the queue has room for twice as many.
+    Invariant: the position of a free cached block is that of its newest entry, between head and tail; any other block
+    has none. There are at most as many valid entries as blocks, and the queue has room for twice as many.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_cached = 0
-        # A stack: taken from its end, the lowest number first.
+        # A stack, taken from its end: the lowest block number first.
         self._blank = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         self.num_blank = num_blocks
         self._queue = np.zeros(2 * num_blocks, np.int32)
@@ -43,7 +43,7 @@ class FreeBlocks:
 
     @property
     def blank(self) -> BlockIds:
-        """The blank blocks, the next one to be taken last; not to be changed."""
+        """The blank blocks, the next one to be taken last; must not be modified."""
         return self._blank[: self.num_blank]
 
     def add_blank(self, blocks: BlockIds) -> None:
@@ -62,22 +62,23 @@ class FreeBlocks:
         self.num_cached += len(blocks)
 
     def revive(self, blocks: BlockIds) -> None:
-        """Take out these cached blocks, whose contents somebody wants."""
+        """Take out these cached blocks, to be used again with their contents."""
         self._position[blocks] = _NOWHERE
         self.num_cached -= len(blocks)
 
     def take_blank(self, num_blocks: int) -> BlockIds:
-        """Take the next blank blocks, of which there are enough."""
+        """Take the next blank blocks; there must be enough."""
         num_left = self.num_blank - num_blocks
         blocks = self._blank[num_left : self.num_blank][::-1].copy()
         self.num_blank = num_left
         return blocks
 
     def take_cached(self, num_blocks: int) -> BlockIds:
-        """Take the next cached blocks, of which there are enough."""
+        """Take the next cached blocks; there must be enough."""
         taken = []
         while num_blocks:
-            # Twice what is missing, so that void entries are rarely met in vain and each is met about once.
+            # Twice the number missing, so that void entries seldom cause another round and each is seen
+            # about once.
             end = min(self._head + max(2 * num_blocks, _MIN_WINDOW), self._tail)
             entries = self._queue[self._head : end]
             valid = (self._position[entries] == np.arange(self._head, end)).nonzero()[0][:num_blocks]
@@ -89,14 +90,14 @@ class FreeBlocks:
         return blocks
 
     def blank_all(self) -> None:
-        """Make all cached blocks blank."""
+        """Turn all cached blocks into blank ones."""
         cached = self.cached
         self.add_blank(cached[::-1])
         self.revive(cached)
         self._head = self._tail = 0
 
     def _pack(self) -> None:
-        """Drop the void entries, so that the queue begins at the start of its memory."""
+        """Drop the void entries, so that the queue starts at the beginning of its memory."""
         cached = self.cached
         self._head, self._tail = 0, len(cached)
         self._queue[: self._tail] = cached

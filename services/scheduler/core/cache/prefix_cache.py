@@ -1,9 +1,16 @@
-"""Which KV block holds which prefix: a tree whose paths are the token sequences that were computed.
+"""Which KV block holds which prefix: a tree whose paths are the token sequences computed so far.
 
-It is a radix tree, as in SGLang's RadixAttention (Zheng et al., arXiv:2312.07104, section 3), over whole blocks: a
-node is a run of blocks, not one, so what a prompt costs here hardly depends on its length or on the block size. Tokens
-are compared, never hashed to stand for each other: there is no collision that could lead to a wrong block, and
-children are looked up in dicts whose hash is keyed by the process, so nobody can make look-ups slow either.
+It is a radix tree over whole blocks, as in SGLang's RadixAttention (Zheng et al., arXiv:2312.07104, section 3). A node
+is a run of blocks rather than one block, so the cost per prompt hardly depends on its length or on the block size. With
+a letter for the tokens of one block, the prompts ABCDE and ABCF give
+
+    root of the salt
+    └─ A B C      blocks 7 3 9
+       ├─ D E     blocks - 5      D's block was reused; E is found again once D is recomputed
+       └─ F       blocks 2
+
+Tokens are compared, never represented by a hash, so a collision cannot lead to a wrong block. Children are looked up
+in dicts whose hash is seeded per process, so crafted prompts cannot make lookups slow either.
 """
 
 from __future__ import annotations
@@ -18,18 +25,18 @@ from services.scheduler.core.batch.cached_prefix import NO_BLOCKS, BlockIds, Cac
 _NO_BLOCK = -1
 _NO_NODE = -1
 _TOKEN_DTYPE = np.int32
-# A run of more blocks is not made longer, since that copies it; what follows is a node of its own.
+# A longer run is not extended, since that copies it; what follows becomes a node of its own.
 _LONGEST_EXTENDED = 1024
 
 
 class PrefixCache:
     """Finds blocks by the prefix they were computed under.
 
-    A content stays while a block holds it or a longer one stays: a head that was reused and is computed again leads to
-    the tails that are still there. The newest block of a content is the one that holds it; an older one then holds
-    nothing.
+    A content stays in the tree while a block holds it or a longer content stays: when a head whose block was reused is
+    recomputed, the tails that are still cached are reachable again. The newest block of a content is the one that holds
+    it; an older one then holds no content.
 
-    Invariant: `_node_ids` and `_depths` say for each block which node has it, and as which content of the path.
+    Invariant: for each block, `_node_ids` and `_depths` say which node has it and which content of the path it holds.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -43,9 +50,9 @@ class PrefixCache:
         """Find the longest cached prefix of full blocks.
 
         Args:
-            salt: Under which the blocks were computed.
-            tokens: Little-endian int32, at least `max_blocks` blocks of it.
-            max_blocks: The most that may be found.
+            salt: Only blocks computed under the same salt are found.
+            tokens: Little-endian int32, at least `max_blocks` blocks of them.
+            max_blocks: The most blocks to find.
         """
         node = self._roots.get(salt)
         cursor = PrefixCursor(self._era, salt, node)
@@ -53,7 +60,7 @@ class PrefixCache:
         while node is not None:
             cursor.node, cursor.num_cuts, cursor.depth = node, node.num_cuts, cursor.num_blocks
             start = cursor.depth * self._block_bytes
-            # The key of what would be behind the end is shorter than any.
+            # Past the last block the key is shorter than any child's.
             node = node.children.get(
                 bytes(tokens[start : min(start + self._block_bytes, max_blocks * self._block_bytes)])
             )
@@ -71,24 +78,24 @@ class PrefixCache:
         return CachedPrefix(self.version, blocks, cursor, cursor.num_blocks * self._block_size)
 
     def publish(self, cursor: PrefixCursor, block_table: BlockIds, *, tokens: bytearray, num_blocks: int) -> BlockIds:
-        """Advance a cursor to `num_blocks` blocks, none of which holds a content yet; they can be found from here on.
+        """Advance a cursor to `num_blocks` blocks, none of which holds a content yet; they can be found from now on.
 
-        On a cursor of a past era nothing happens, since what is before it was forgotten.
+        Does nothing for a cursor of a past era, because the blocks before it were flushed.
 
         Args:
-            cursor: Is changed.
+            cursor: Modified in place.
             block_table: The sequence's blocks, as int32.
-            tokens: What they hold, little-endian int32, at least `num_blocks` blocks of it.
+            tokens: Their tokens, little-endian int32, at least `num_blocks` blocks of them.
             num_blocks: More than the cursor has.
 
         Returns:
-            Blocks that held contents for which there are newer ones now: they hold none any more.
+            Blocks whose contents are now held by newer blocks; they hold no content any more.
         """
         if cursor.era is not self._era:
             return NO_BLOCKS
         self.version = object()
         node, depth = self._resume(cursor)
-        # What was found or published before is not this sequence's to publish again.
+        # Blocks found or published earlier are not published again for this sequence.
         num_before = cursor.num_blocks
         displaced: list[BlockIds] = []
         while depth < num_blocks:
@@ -110,12 +117,12 @@ class PrefixCache:
         return np.concatenate(displaced) if displaced else NO_BLOCKS
 
     def holds(self, blocks: BlockIds) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Which of these blocks hold a content."""
+        """Which of these blocks hold a content: [num_blocks]."""
         holds: np.ndarray[tuple[int], np.dtype[np.bool_]] = self._node_ids[blocks] != _NO_NODE
         return holds
 
     def forget(self, blocks: BlockIds) -> None:
-        """Take the contents of blocks away: they are reused, or what they hold cannot be trusted."""
+        """Remove the contents of blocks that are reused or whose KV cannot be trusted."""
         node_ids = self._node_ids[blocks]
         self._node_ids[blocks] = _NO_NODE
         self.version = object()
@@ -129,7 +136,7 @@ class PrefixCache:
                 self._prune(node)
 
     def flush(self) -> BlockIds:
-        """Forget all contents; nothing of what has begun can be found later.
+        """Forget all contents; sequences that have begun cannot publish more to the tree later.
 
         Returns:
             The blocks that held one.
@@ -140,7 +147,7 @@ class PrefixCache:
         return blocks
 
     def check_integrity(self, cached: Iterable[int], blank: Iterable[int]) -> None:
-        """Assert the class's invariants, and that of the free blocks only the cached ones hold a content.
+        """Assert the class's invariants, and that exactly the cached ones among the free blocks hold a content.
 
         Takes O(blocks + nodes).
         """
@@ -173,16 +180,16 @@ class PrefixCache:
         return len(present)
 
     def _clear(self) -> None:
-        # The time until the next flush; what belongs to another one is void.
+        # Identifies the time until the next flush; cursors of another era are void.
         self._era = object()
-        # A new one with each change.
+        # Replaced with each change.
         self.version = object()
         self._roots: dict[bytes, PrefixNode] = {}
         self._nodes: list[PrefixNode] = []
         self._unused_ids: list[int] = []
 
     def _resume(self, cursor: PrefixCursor) -> tuple[PrefixNode, int]:
-        """The node at whose end a cursor stands, and its depth; the root when the node is not what it was."""
+        """The node that ends at the cursor, and its depth; the root if the node was cut since."""
         if cursor.node is not None and cursor.node.num_cuts == cursor.num_cuts:
             return cursor.node, cursor.depth
         root = self._roots.get(cursor.salt)
@@ -193,7 +200,7 @@ class PrefixCache:
         return root, 0
 
     def _num_common(self, node: PrefixNode, tokens: bytearray, depth: int, max_blocks: int) -> int:
-        """How many of a node's blocks have the same tokens as a sequence behind its first `depth` blocks."""
+        """How many of a node's blocks have the same tokens as the sequence after its first `depth` blocks."""
         start = depth * self._block_bytes
         num_blocks = min(node.num_blocks, max_blocks - depth)
         if num_blocks == len(node.blocks) and tokens.startswith(node.tokens, start):
@@ -206,7 +213,7 @@ class PrefixCache:
         return first // self._block_size if differs[first] else num_blocks
 
     def _hold(self, node: PrefixNode, first: int, blocks: BlockIds) -> list[BlockIds]:
-        """Let a node have these blocks from its content `first` on; returns those that had been there."""
+        """Put these blocks into a node from its content `first` on; returns the blocks they replace."""
         place = node.blocks[first : first + len(blocks)]
         before = place[place != _NO_BLOCK]
         self._node_ids[before] = _NO_NODE
@@ -216,14 +223,14 @@ class PrefixCache:
         return [before] if before.size else []
 
     def _note_place(self, blocks: BlockIds, node: PrefixNode, start: int) -> None:
-        """Note that these blocks have a node's contents, from content `start` of the path on."""
+        """Record that these blocks hold a node's contents, from content `start` of the path on."""
         self._node_ids[blocks] = node.id
         self._depths[blocks] = np.arange(start, start + len(blocks), dtype=np.int32)
 
     def _split(self, node: PrefixNode, num_blocks: int) -> PrefixNode:
-        """Put a new node with the first `num_blocks` contents of a node before the rest of it; returns the new one.
+        """Split off the first `num_blocks` contents of a node into a new parent; returns the new node.
 
-        What is behind keeps its identity: a cursor at the end of `node` stays where it is.
+        The rest keeps its identity, so a cursor at the end of `node` stays valid.
         """
         assert node.parent is not None
         num_bytes = num_blocks * self._block_bytes
@@ -243,7 +250,7 @@ class PrefixCache:
         return head
 
     def _prune(self, node: PrefixNode | None) -> None:
-        """Drop what nothing needs any more from the end of a node, and then perhaps of its parents."""
+        """Drop contents that are no longer needed from the end of a node, and then from its ancestors."""
         while node is not None and not node.children and not node.num_present:
             node.num_cuts += 1
             self._unused_ids.append(node.id)
@@ -256,20 +263,20 @@ class PrefixCache:
             node.num_blocks = int(np.flatnonzero(node.blocks[: node.num_blocks] != _NO_BLOCK)[-1]) + 1
             node.num_cuts += 1
             if 2 * node.num_blocks <= len(node.blocks):
-                # Not each time: a long run goes block by block.
+                # Not every time: a long run shrinks block by block.
                 node.blocks = node.blocks[: node.num_blocks].copy()
                 node.tokens = node.tokens[: node.num_blocks * self._block_bytes]
 
     def _child(self, node: PrefixNode, tokens: bytearray, depth: int) -> PrefixNode | None:
-        """The child that begins with the block behind a sequence's first `depth` ones."""
+        """The child that begins with the block after a sequence's first `depth` ones."""
         start = depth * self._block_bytes
         return node.children.get(bytes(tokens[start : start + self._block_bytes]))
 
     def _append(self, node: PrefixNode, tokens: bytearray, table: BlockIds, num_before: int) -> PrefixNode:
-        """Put a sequence's contents behind a node: it becomes longer where nothing else follows, or gets a child.
+        """Append a sequence's contents to a node: the node is extended if it is a short leaf, else it gets a child.
 
         Returns:
-            The node whose end they are; it has the blocks behind the first `num_before`.
+            The node that now ends with these contents; it has the blocks after the first `num_before`.
         """
         depth = node.start + node.num_blocks
         new_tokens = bytes(memoryview(tokens)[depth * self._block_bytes : len(table) * self._block_bytes])
