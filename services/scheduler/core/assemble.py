@@ -1,4 +1,4 @@
-"""Puts a step together from what it decodes and what it computes of prompts."""
+"""Assembles a step from its decodes and prompt chunks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from services.scheduler.core.prefill import Prefill
 
 
 def assemble(leave_slots: list[int], decodes: Decodes, prefill: Prefill) -> ScheduledBatch:
-    """A step's plan: its rows are the decodes, then the prompts that are complete with it.
+    """A step's plan: its rows are the decodes, then the prompts that it completes.
 
     Args:
-        leave_slots: What leaves the worker's batch.
-        decodes: What it decodes, if anything.
-        prefill: What it computes of prompts, if anything.
+        leave_slots: The slots that leave the worker's batch.
+        decodes: What it decodes; may be empty.
+        prefill: What it computes of prompts; may be empty.
     """
     row_slots, kind, num_tokens = decodes.rows, StepKind.DECODE, len(decodes.rows)
     partial_slots: list[int] = []
@@ -37,7 +37,7 @@ def assemble(leave_slots: list[int], decodes: Decodes, prefill: Prefill) -> Sche
         enters=prefill.enters,
         append_slots=decodes.append_slots,
         append_block_ids=decodes.append_block_ids,
-        # A step without a decode names none.
+        # A step without decodes does not list them.
         skips_rows=decodes.skips_rows and kind is not StepKind.PREFILL,
     )
 

@@ -1,4 +1,4 @@
-"""How sequences end: by what they generated, by a stop in their text, by an error, or by somebody's wish."""
+"""How sequences end: by their tokens, by a stop string, by an error or by an abort."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.errors import ServiceError
 
 
 class Endings:
-    """Takes sequences out of wherever they are on a rank; what they hold comes back with their last step in flight."""
+    """Ends sequences, whatever state they are in on a rank; their last step in flight frees their slots and blocks."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Endings:
         self._counters = counters
 
     def stop_at(self, seq: Sequence, num_completion_tokens: int, now: float) -> RequestEnd:
-        """End a sequence at a stop string that was found in its text; tokens behind it do not count."""
+        """End a sequence at a stop string found in its text; later tokens are discarded."""
         if seq.slot is not None:
             self._running.store(seq)
         num_known = seq.num_stored_tokens - seq.num_prompt_tokens
@@ -43,7 +43,7 @@ class Endings:
         )
 
     def finish(self, seq: Sequence, finish: Finish, now: float, num_completion_tokens: int | None = None) -> RequestEnd:
-        """End a sequence whose tokens are stored, with all its completion tokens unless said."""
+        """End a sequence whose tokens are stored, with all its completion tokens unless a number is given."""
         if num_completion_tokens is None:
             num_completion_tokens = seq.num_stored_tokens - seq.num_prompt_tokens
         seq.finish = finish
@@ -57,20 +57,20 @@ class Endings:
         )
 
     def abort(self, seq: Sequence, now: float) -> None:
-        """Forget a sequence; its blocks are free once its steps in flight have returned."""
+        """Discard a sequence; its blocks are freed once its steps in flight have returned."""
         if seq.slot is not None:
             self._running.store(seq)
         self._leave(seq, now, SequenceStatus.EXIT_ENGINE)
 
     def end_if_stopped(self, seq: Sequence, outputs: OutputsByClient, now: float) -> None:
-        """End a sequence if it stops with its newest token."""
+        """End a sequence if its newest token makes it stop."""
         self._running.store(seq)
         finish = find_finish(seq, self._eos_token_ids)
         if finish is not None:
             outputs.add_end(seq.client, self.finish(seq, finish, now))
 
     def ends_at(self, seq: Sequence, num_tokens: int, outputs: OutputsByClient, now: float) -> bool:
-        """End a sequence if it stops with the last of its first `num_tokens`; it has none behind them then."""
+        """End a sequence if it stops with its first `num_tokens` tokens; if so, the later ones are dropped."""
         assert seq.slot is not None
         slot, num_known = seq.slot, self._slots.num_tokens[seq.slot]
         self._slots.num_tokens[slot] = num_tokens
@@ -86,7 +86,7 @@ class Endings:
         outputs.add_end(seq.client, RequestEnd.failure(seq, error))
 
     def _leave(self, seq: Sequence, now: float, status: SequenceStatus) -> None:
-        """End a sequence whose tokens are stored, wherever it is."""
+        """Take out a sequence whose tokens are stored, whatever state it is in."""
         self._counters.num_finished += 1
         seq.leave_time = now
         if seq.slot is None:

@@ -1,4 +1,4 @@
-"""How the scheduler decides, and what it counts: data only."""
+"""The scheduler's policy and its counters: data only."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ RECOVERY_BUCKETS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 @dataclass(frozen=True, slots=True)
 class SchedulerPolicy:
-    """How the scheduler decides; defaults are ATOM's, and chunks for prompts that do not fit a step.
+    """How the scheduler decides. Defaults are ATOM's, plus chunks for prompts that do not fit a step.
 
-    Of what may be None a rank goes by what its workers propose. See `step_budget`.
+    Fields that are None are decided by what each rank's workers propose; see `step_budget`.
     """
 
     max_num_seqs: int = 512
@@ -33,21 +33,21 @@ class SchedulerPolicy:
     retraction_policy: RetractionPolicy = RetractionPolicy.LAST_IN
     share_in_step: bool = True
     placement_tokens_per_seq: int = 256
-    """Between DP ranks: the cached tokens that outweigh one more sequence on a rank. See `placement`."""
+    """Between DP ranks: the number of cached tokens that outweighs one more sequence on a rank. See `placement`."""
     max_prefill_wait_steps: int = 2
-    """Coupled ranks: decode steps that a prefill waits at most for other ranks to have one. See `lockstep`."""
+    """Coupled ranks: the most decode steps that a prefill waits for other ranks to have one too. See `lockstep`."""
     worker_silence_s: float = 3.0
-    """A DP rank that is silent for longer counts as lost."""
+    """A DP rank that is silent for longer than this counts as lost."""
     suspect_patience_s: float = 5.0
-    """How long suspects wait for a failure domain with nothing to do before they take one that is at work."""
+    """How long suspects wait for an idle failure domain before they take a busy one."""
 
 
 @dataclass(frozen=True, slots=True)
 class CellTopology:
-    """The DP ranks of a cell, and which of them stand and fall together.
+    """The DP ranks of a cell, and which of them fail together.
 
-    Coupled ranks share a collective: they are one failure domain with one epoch, and step in lockstep. Else each rank
-    is a domain of its own, and steps by itself.
+    Coupled ranks share collectives: they form one failure domain with one epoch and run in lockstep. Otherwise each
+    rank is a domain of its own and steps independently.
     """
 
     dp_size: int = 1
@@ -69,7 +69,7 @@ class CellTopology:
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
-    """How KV blocks are used."""
+    """The KV cache's block size and features."""
 
     block_size: int = 16
     enable_prefix_caching: bool = True
@@ -77,7 +77,7 @@ class CacheSettings:
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """What happened since the process started."""
+    """What has happened since the process started."""
 
     num_preemptions: int = 0
     num_prefix_queried_tokens: int = 0
@@ -85,19 +85,19 @@ class SchedulerCounters:
     num_finished: int = 0
     num_lost_epochs: int = 0
     num_late_results: int = 0
-    """Results of epochs that were over, or that had come before. Nothing was made of them."""
+    """Results of ended epochs, and duplicates; they are ignored."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    """Of the draft tokens; those behind a stop, which count for nothing else, included."""
+    """How many of `num_draft_tokens` were accepted, including those discarded after a stop."""
     num_replayed_tokens: int = 0
-    """Greedy completion tokens that were computed again for sequences that came back."""
+    """Greedy completion tokens that were recomputed for resumed sequences."""
     num_replay_mismatches: int = 0
-    """Of those, tokens that are not the likeliest of their place this time."""
+    """How many of `num_replayed_tokens` were not the likeliest token at their position this time."""
     num_suspect_trials: int = 0
     num_poison_requests: int = 0
     num_recoveries: int = 0
     """Lost epochs whose sequences have all got another token since, or have ended."""
     recovery_s: float = 0.0
-    """How long these took, summed: from the loss until the last of the sequences went on."""
+    """Total duration of these recoveries, each from the loss until the last of its sequences continued or ended."""
     recoveries_by_s: list[int] = field(default_factory=lambda: [0] * (len(RECOVERY_BUCKETS_S) + 1))
-    """How many took up to each of `RECOVERY_BUCKETS_S`, and longer: not cumulative."""
+    """Recoveries per bucket of `RECOVERY_BUCKETS_S`, the last one for longer ones; not cumulative."""

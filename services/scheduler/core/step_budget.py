@@ -1,4 +1,4 @@
-"""How much a step of a rank may compute: as somebody set it, or else as the rank's workers propose."""
+"""How many tokens a step of a rank may compute: as configured, or else as the rank's workers propose."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from services.scheduler.core.worker_facts import WorkerFacts
 
 @dataclass(frozen=True, slots=True)
 class StepBudget:
-    """The most tokens of a step, the most of them that are prompts', and whether a step has prompts and decodes.
+    """The token limits of a step, and whether prompts and decodes share steps.
 
-    A budget that somebody set holds for both together: prompts get what decodes leave of it. A proposed one is for
-    prompts alone, beside one token of each sequence that runs.
+    A configured budget covers both: prompts get what decodes leave of it. A proposed budget is for prompts alone, on
+    top of one token per running sequence.
     """
 
     max_tokens: int
@@ -22,14 +22,14 @@ class StepBudget:
 
     @classmethod
     def of(cls, policy: SchedulerPolicy, facts: WorkerFacts) -> StepBudget:
-        """The budget of a rank that answered `facts`."""
+        """The budget of a rank that reported `facts`."""
         mixes = facts.proposes_mixed_steps if policy.enable_mixed_steps is None else policy.enable_mixed_steps
-        # A step of both cuts prompts.
+        # Sharing a step with decodes means cutting prompts into chunks.
         mixes = mixes and policy.enable_chunked_prefill
         if policy.max_num_batched_tokens is not None:
             return cls(policy.max_num_batched_tokens, policy.max_num_batched_tokens, mixes)
         return cls(facts.proposed_prompt_tokens + policy.max_num_seqs, facts.proposed_prompt_tokens, mixes)
 
     def left_by(self, num_decodes: int) -> int:
-        """The prompt tokens that go with so many decodes."""
+        """The prompt tokens that fit beside `num_decodes` decodes."""
         return min(self.max_prompt_tokens, self.max_tokens - num_decodes)

@@ -6,7 +6,7 @@ from collections import deque
 
 from services.scheduler.core.batch.step import StepKind, StepRecord
 
-# A first step of its kind compiles kernels and captures graphs.
+# The first step of a kind compiles kernels and captures graphs.
 FIRST_STEP_S = 600.0
 MIN_STEP_S = 10.0
 SLOWNESS_FACTOR = 10.0
@@ -15,9 +15,10 @@ SLOWNESS_FACTOR = 10.0
 class StepDeadline:
     """Watches the oldest step in flight of one epoch.
 
-    It may take `max(10 s, 10 * predicted)` from when it was sent, from the result before it, or from when its worker
-    last got on; predicted are its tokens times the slowest time per token seen for its kind of step. The first step of
-    each kind has 600 s. So a step that is merely long is never taken for a hang. Source: DESIGN section 7, "Noticing".
+    The step may take `max(10 s, 10 * predicted)`, counted from when it was sent, from the previous result, or from the
+    worker's last progress, whichever is latest. The prediction is its number of tokens times the slowest time per token
+    seen for its kind of step. The first step of each kind gets 600 s. So a step that is merely long is never taken for
+    a hang.
     """
 
     def __init__(self, in_flight: deque[StepRecord]) -> None:
@@ -28,24 +29,24 @@ class StepDeadline:
 
     @property
     def time(self) -> float | None:
-        """When the worker counts as hung unless it gets on; None when no step is in flight."""
+        """When the worker counts as hung unless it makes progress; None when no step is in flight."""
         if not self._in_flight:
             return None
         oldest = self._in_flight[0]
         return max(self._began_at(oldest), self._last_progress_at) + self._allowed_s(oldest)
 
     def on_progress(self, now: float) -> None:
-        """Note that the worker gets on."""
+        """Note that the worker is making progress."""
         self._last_progress_at = now
 
     def extend(self, pause_s: float, now: float) -> None:
-        """Leave out of account the last `pause_s` seconds, in which this process did not listen."""
+        """Ignore the last `pause_s` seconds, in which this process was not listening."""
         if self._in_flight:
             since = max(self._began_at(self._in_flight[0]), self._last_progress_at)
             self._last_progress_at = min(now, since + pause_s)
 
     def on_result(self, now: float) -> None:
-        """Learn from the oldest step in flight, which has just returned; it is still in flight."""
+        """Learn from the oldest step in flight, which has just returned but is still recorded as in flight."""
         record = self._in_flight[0]
         s_per_token = (now - self._began_at(record)) / record.num_tokens
         if s_per_token > self._slowest_s_per_token.get(record.kind, -1.0):

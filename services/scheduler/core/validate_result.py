@@ -1,4 +1,4 @@
-"""Whether a worker's result can be an answer to its step: what a worker got wrong must not reach anybody."""
+"""Checks that a worker's result can be the answer to its step: a worker's mistake must not reach any client."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from shared.limits import TOKEN_DTYPE
 
 
 def validate_result(result: StepResult, record: StepRecord, slots: SlotTable, logits_width: int) -> str | None:
-    """Find out why a result cannot be an answer to its step; returns None when it can.
+    """Say why a result cannot be the answer to its step; None when it can.
 
     Args:
-        result: What a worker sent.
-        record: The step of that number.
-        slots: What is known before the result.
-        logits_width: That of the model.
+        record: The step with the result's id.
+        slots: The state before the result.
+        logits_width: The model's; token ids and ranks must fit it.
     """
     num_rows, num_tokens = len(record.row_slots), len(result.token_ids)
     if num_tokens != num_rows and result.counts is None:
         return f"{num_tokens} tokens for {num_rows} rows"
-    # As unsigned numbers, negative ones are too large as well.
+        # As unsigned numbers, negative ones are too large as well.
     if num_tokens and result.token_ids.view(np.uint32).max() >= logits_width:
         return "a token id is out of range"
     for bad_rows in (result.not_finite_rows, result.failed_grammar_rows):
@@ -53,14 +52,14 @@ def _find_bad_prompt_logprobs(
     prompts = {*record.partial_slots, *record.row_slots.tolist()}
     for slot, logprobs in result.prompt_logprobs:
         if slot not in prompts:
-            return "log-probabilities of a prompt that the step does not compute"
+            return "log-probabilities of a prompt that is not in the step"
         prompts.remove(slot)
         seq = slots.sequence_at(slot)
         if not seq.has_prompt_logprobs:
-            return "log-probabilities of a prompt that nobody asked for"
+            return "log-probabilities of a prompt whose request does not ask for them"
         fault = logprobs.find_fault(seq.num_prompt_tokens, logits_width)
         if fault is None and logprobs.indexes.size:
-            # Of a request that has ended nobody counts what was told.
+            # For a request that has ended, positions delivered so far are not tracked.
             last_told = seq.last_prompt_logprob if slots.live[slot] else seq.num_prompt_tokens
             fault = _find_bad_positions(logprobs, np.frombuffer(seq.token_bytes, TOKEN_DTYPE), last_told)
         if fault is not None:
@@ -69,7 +68,7 @@ def _find_bad_prompt_logprobs(
 
 
 def _find_bad_positions(logprobs: Logprobs, token_ids: IntColumn, last_told: int) -> str | None:
-    """Why positions cannot be the next ones of a prompt, behind the last that was told, or some told before."""
+    """Say why positions cannot continue or repeat a prompt's, given the last one delivered; None when they can."""
     indexes = logprobs.indexes
     if not 1 <= indexes[0] <= last_told + 1 or indexes[-1] - indexes[0] + 1 != len(indexes):
         return "log-probabilities leave out a position of a prompt"

@@ -1,4 +1,4 @@
-"""What a scheduler knows of a worker."""
+"""What a scheduler knows about a worker."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """What a worker answered when it was attached."""
+    """What a worker reported when it was attached."""
 
     epoch: int
     model_digest: str
@@ -16,16 +16,16 @@ class WorkerFacts:
     eos_token_ids: tuple[int, ...]
     num_blocks: int
     num_draft_tokens: int = 0
-    """Most tokens that it drafts for a sequence in a step."""
+    """The most tokens it drafts for one sequence in a step."""
     needs_all_tokens: bool = False
-    """Whether sequences must enter with all their tokens, cached ones included."""
+    """Whether sequences must enter with all their tokens, including cached ones."""
     default_sampling: bytes = b""
-    """What requests leave to the model: a serialized `lockstep.v1.SamplingParams`, which the domain does not read."""
+    """Defaults for what requests leave open: a serialized `lockstep.v1.SamplingParams`, opaque to the engine."""
     numerics_fingerprint: str = ""
-    """Equal where results are bitwise equal."""
+    """Equal for workers whose results are bitwise equal."""
     is_exact: bool = False
     """Whether a row's bits depend on nothing but its own tokens."""
     proposed_prompt_tokens: int = 16384
-    """Most prompt tokens of a step, where nobody set a budget."""
+    """The most prompt tokens of a step, used unless a budget is configured."""
     proposes_mixed_steps: bool = False
-    """Whether prompts and decodes are computed in one step, where nobody said."""
+    """Whether prompts and decodes share a step, used unless that is configured."""

@@ -77,8 +77,7 @@ class SlotTable:
         # Slots that are taken but not live.
         self.num_ended = 0
         self.num_tokens = np.zeros(num_slots, np.int32)
-        # Values that do not change while a sequence holds its slot are stored together, so that one `take` gathers
-        # them.
+        # Values fixed while a sequence holds its slot are stored together, so that one `take` gathers them.
         self._constants = np.zeros((4, num_slots), np.int32)
         self.client, handle, self.num_prompt_tokens, self.max_num_tokens = self._constants
         self.handle = handle.view(np.uint32)

@@ -34,7 +34,7 @@ class StepKind(enum.Enum):
 
 @dataclass(slots=True)
 class PrefillChunk:
-    """A sequence's next prompt tokens."""
+    """A sequence's next tokens to prefill."""
 
     slot: int
     token_bytes: bytes

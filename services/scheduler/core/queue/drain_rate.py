@@ -1,20 +1,20 @@
-"""How fast the waiting queue empties, so that a refused client is told when to come again."""
+"""How fast the waiting queue empties, which tells a refused client when to retry."""
 
 from __future__ import annotations
 
 import math
 
-# What is measured fades with this time constant.
+# Time constant of the exponential decay.
 WINDOW_S = 30.0
 MIN_DELAY_S = 0.1
 MAX_DELAY_S = 60.0
 
 
 class DrainRate:
-    """Requests that left the waiting queue per second, recent ones weighing most.
+    """Requests that left the waiting queue per second, weighted towards recent ones.
 
-    The number of departures fades exponentially; divided by the time constant (by the time since the first
-    departure while that is shorter) it is the rate.
+    The rate is the exponentially decaying number of departures, divided by the time constant, or by the time since the
+    first departure while that is shorter.
     """
 
     def __init__(self) -> None:
@@ -23,14 +23,14 @@ class DrainRate:
         self._first_at: float | None = None
 
     def note(self, num_departures: int, now: float) -> None:
-        """Take in that so many requests left the queue at `now`, in seconds of a monotonic clock."""
+        """Record that requests left the queue at `now`, in seconds of a monotonic clock."""
         if self._first_at is None:
             self._first_at = now
         self._faded_departures = self._faded(now) + num_departures
         self._updated_at = now
 
     def delay_s(self, num_places: int, now: float) -> float:
-        """In how many seconds so many places will have become free; the longest delay while nothing is known."""
+        """Seconds until `num_places` places will have become free; the maximum while no departure has been seen."""
         if self._first_at is None:
             return MAX_DELAY_S
         measured_s = min(WINDOW_S, max(now - self._first_at, MIN_DELAY_S))

@@ -1,6 +1,6 @@
-"""In which order waiting sequences come, as long as none of them has aged: one class for each queue policy.
+"""The order of waiting sequences that have not aged: one class for each queue policy.
 
-No operation costs more than O(log n) amortised, so that a step costs the same however many wait.
+No operation costs more than O(log n) amortised, so a step costs the same however many sequences wait.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Protocol
 
 from services.scheduler.core.batch.sequence import Priority, Sequence
 
-# Sequences that LONGEST_PREFIX chooses among. SGLang, which ranks all that wait, stops ranking above 128.
+# How many sequences LONGEST_PREFIX chooses from. SGLang, which ranks the whole queue, stops ranking above 128.
 WINDOW = 64
 
-# So many more than half of a queue may have been removed before it is made anew.
+# A queue is rebuilt once removed entries outnumber the others by this many.
 _MIN_LEFT = 64
 
 Key = tuple[float, ...]
-"""What a queue is sorted by; no two sequences in it have the same."""
+"""Sort key of a queue, unique within it."""
 
 NumCachedTokens = Callable[[Sequence], int]
 """How many tokens of a waiting sequence the prefix cache holds."""
@@ -30,12 +30,14 @@ _by_key: Callable[[tuple[Key, Sequence]], Key] = itemgetter(0)
 
 
 class SortedQueue:
-    """Sequences by a key, the smallest first; any of them can be removed.
+    """Sequences sorted by a key, the smallest first; any of them can be removed.
 
-    Most come in the order of their keys, and stand in a run that costs O(1) however long it is; the others stand in
-    a heap beside it. Who was removed stays in either until it comes to the front, or until half of all are such.
+    Most are pushed in key order and go to a run, which costs O(1) whatever its length; the others go to a heap. A
+    removed sequence stays in the run or heap until it reaches the front, or until about half of all entries are removed
+    ones.
 
-    Invariant: `_keys` are the sequences in it; each stands in `_run`, which is sorted, or in `_heap`, with its key.
+    Invariant: `_keys` holds the sequences in the queue; each is, with its key, in `_heap` or in `_run`, which is
+    sorted.
     """
 
     def __init__(self) -> None:
@@ -51,7 +53,7 @@ class SortedQueue:
 
     @property
     def top(self) -> tuple[Key, Sequence]:
-        """The smallest key and its sequence; there is one."""
+        """The smallest key and its sequence; must not be empty."""
         run, heap = self._run, self._heap
         while run and not self._is_in(run[0]):
             run.popleft()
@@ -60,7 +62,7 @@ class SortedQueue:
         return heap[0] if heap and (not run or heap[0] < run[0]) else run[0]
 
     def push(self, key: Key, seq: Sequence) -> None:
-        """Put a sequence in."""
+        """Add a sequence."""
         self._keys[seq] = key
         if not self._run or self._run[-1][0] < key:
             self._run.append((key, seq))
@@ -68,13 +70,13 @@ class SortedQueue:
             heapq.heappush(self._heap, (key, seq))
 
     def pop(self) -> tuple[Key, Sequence]:
-        """Take the top out; there is one."""
+        """Remove and return the top; must not be empty."""
         key, seq = self.top
         self.remove(seq)
         return key, seq
 
     def remove(self, seq: Sequence) -> None:
-        """Take one out, wherever it is."""
+        """Remove a sequence from any place in the queue."""
         del self._keys[seq]
         if len(self._run) + len(self._heap) > 2 * len(self._keys) + _MIN_LEFT:
             self._run = deque(filter(self._is_in, self._run))
@@ -82,27 +84,27 @@ class SortedQueue:
             heapq.heapify(self._heap)
 
     def _is_in(self, item: tuple[Key, Sequence]) -> bool:
-        # A sequence that left and came back has another key.
+        # A sequence that was removed and pushed again has another key.
         return self._keys.get(item[1]) is item[0]
 
 
 class QueueOrder(Protocol):
-    """Who comes next by a policy. Keys are arrivals, the earliest smallest, and begin with the arrive time."""
+    """The order of a queue policy. Keys sort by arrival, the earliest first, and begin with the arrive time."""
 
     def __len__(self) -> int: ...
 
     @property
     def oldest(self) -> tuple[Key, Sequence]:
-        """The one that arrived first, with its arrival; there is one."""
+        """The earliest arrival and its sequence; must not be empty."""
 
     def push(self, key: Key, seq: Sequence) -> None:
-        """Put a sequence in its place."""
+        """Add a sequence."""
 
     def remove(self, seq: Sequence) -> None:
-        """Take one out, wherever it is."""
+        """Remove a sequence from any place in the queue."""
 
     def first(self, now: float, num_cached_tokens: NumCachedTokens) -> Sequence:
-        """The one that comes next; there is one."""
+        """The next sequence; must not be empty."""
 
 
 class ArrivalOrder(SortedQueue):
@@ -119,7 +121,7 @@ class ArrivalOrder(SortedQueue):
 
 
 class PriorityOrder:
-    """The most urgent class first, each by arrival."""
+    """The most urgent class first; by arrival within a class."""
 
     def __init__(self) -> None:
         self._classes = {priority: SortedQueue() for priority in sorted(Priority)}
@@ -146,14 +148,14 @@ class PriorityOrder:
 
 
 class PrefixOrder:
-    """Among those that arrived first, the one with the longest cached prefix; several by arrival.
+    """The longest cached prefix first, among the earliest arrivals; ties go by arrival.
 
-    The window is ranked at most once for each `now`, so that the admissions of a step share a ranking, as SGLang's
-    do. Who was chosen stays chosen until it leaves: one for which there is no room is asked for again at the next
-    step, and a ranking that changes with every block must not put it off for ever newer ones.
+    The window is ranked at most once for each `now`, so all admissions of a step share a ranking, as in SGLang. The
+    choice stays until it leaves: if there is no room for it, it is asked for again at the next step, and a ranking that
+    changes with every block must not postpone it in favour of newer sequences for ever.
 
-    Invariant: `_window` is sorted, and all of it arrived before all of `_later`. `_ranking` holds sequences that
-    wait, the choice aside, the best one last.
+    Invariant: `_window` is sorted, and all of it arrived before all of `_later`. `_ranking` holds waiting sequences
+    other than the choice, the best one last.
     """
 
     def __init__(self, window: int = WINDOW) -> None:
@@ -208,7 +210,7 @@ class PrefixOrder:
     def _rank(self, num_cached_tokens: NumCachedTokens) -> None:
         while self._later and len(self._window) < self._size:
             self._enter_window(*self._later.pop())
-        # The sort is stable: of equals, who arrived first stays last.
+            # The sort is stable: among equals, the first to arrive stays last.
         self._ranking = sorted((seq for _, seq in reversed(self._window)), key=num_cached_tokens)
 
     def _enter_window(self, key: Key, seq: Sequence) -> None:

@@ -1,4 +1,4 @@
-"""The waiting queue: who comes next, how many may wait, and when a refused client should come again."""
+"""The waiting queue: which sequence is next, how many may wait, and when a refused client should retry."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shared.errors import QueueFullError
 
 
 class QueuePolicy(enum.Enum):
-    """Who of those that wait comes next, as long as none has aged."""
+    """Which waiting sequence is next, as long as none has aged."""
 
     FCFS = "fcfs"
     PRIORITY = "priority"
@@ -35,30 +35,30 @@ _ORDERS: dict[QueuePolicy, Callable[[], QueueOrder]] = {
 
 
 def max_steps_to_admission(num_ahead: int, context_length: int, token_budget: int) -> int:
-    """How many steps are sent at most between a request's turning aged and the step that admits it.
+    """An upper bound on the steps sent between a request turning aged and the step that admits it.
 
-    Let A be the sequences ahead of it, L the context length and c = ceil(L / B) the steps that compute the longest
-    prompt with the token budget B. The bound is |A| * L * (2c - 1):
+    Let A be the sequences ahead of it, L the context length, and c = ceil(L / B) the steps it takes to compute the
+    longest prompt with the token budget B. The bound is |A| * L * (2c - 1):
 
-    - While an aged request waits, only aged ones that arrived before it are admitted; whoever else is preempted
-      comes back behind it. So every step that is sent works for A alone.
-    - A row is a token that is kept, or more where the worker drafts, or one that overlap wasted; both count against
-      max_tokens, so A gets fewer than |A| * L rows, and at most as many steps have one.
-    - A step without a row gives its whole budget to the prompt that began first, which takes at most c - 1 of them
-      before its last chunk, and that one brings a row. Only a decode that needs its block ends such a prompt early
-      (in mixed steps). Then either that step has a row, or each decode is preempted or sits out, and there is a
-      step with a row before another prompt can be ended so. Steps with a row thus answer for at most two prompts
-      that were begun: 2 * (c - 1) steps without one.
-    - When A is gone, the pool and all places are free, and nobody stands before it.
+    - While an aged request waits, only aged ones that arrived before it are admitted; any other sequence that is
+      preempted is queued after it. So every step that is sent works for A only.
+    - A row is a token that is kept (or several, with drafts), or one wasted by overlap; both count against max_tokens.
+      So A gets fewer than |A| * L rows, and at most that many steps have a row.
+    - A step without a row gives its whole budget to the prompt that began first. That prompt takes at most c - 1 such
+      steps before its last chunk, which has a row. In mixed steps it may be ended early, but only by a decode that
+      needs its blocks. Then either that step has a row, or every decode is preempted or sits out, and a step with a row
+      comes before another prompt can be ended that way. Each step with a row thus accounts for at most two prompts that
+      had begun, that is for 2 * (c - 1) steps without a row.
+    - Once A is gone, all blocks and slots are free, and no sequence is ahead of the request.
 
-    It needs that a higher class never preempts a sequence that has aged (`WaitingQueue.is_aged`). An epoch that ends
-    starts the count anew, since it takes back what was in flight. And it is a bound on steps, not on time: the steps
+    It relies on a sequence that has aged never being preempted for a higher class (`WaitingQueue.is_aged`). When an
+    epoch ends, the count starts over, because what was in flight is taken back. It bounds steps, not time: the steps
     must return, and the delay gate must be open.
 
     Args:
-        num_ahead: Sequences that held a place when it turned aged, and those that arrived before it and have not
-            ended, among them such as were resubmitted later.
-        context_length: Tokens of a prompt and its completion, at most.
+        num_ahead: Sequences that held a slot when the request turned aged, plus unfinished ones that arrived before it,
+            including those resubmitted later.
+        context_length: The most tokens of a prompt and its completion.
         token_budget: `StepBudget.max_prompt_tokens`.
     """
     num_chunks = -(-context_length // token_budget)
@@ -66,21 +66,21 @@ def max_steps_to_admission(num_ahead: int, context_length: int, token_budget: in
 
 
 class WaitingQueue:
-    """Waiting sequences, and who of them comes next.
+    """The waiting sequences, and which of them is next.
 
-    A sequence has aged when it has waited, in all its stays together, for more than `max_age_s`; the time that it
-    ran does not count. Aged ones come before all others, by arrival, whatever the policy: so none starves.
-    `max_steps_to_admission` has the bound.
+    A sequence has aged once it has waited for more than `max_age_s` in total; time spent running does not count. Aged
+    sequences go before all others, by arrival, whatever the policy, so none starves; `max_steps_to_admission` gives the
+    bound.
 
-    Arrival is by `arrive_time`; of equals, those that were admitted before come first, then who was added first. A
-    preempted or resubmitted sequence thereby keeps its place. Only newcomers are held to the bounds: who was
-    admitted once comes back in any case. Of a request with several choices each counts as one that waits, and its
-    prompt counts once, since they share it.
+    Arrival is by `arrive_time`; among equals, those admitted before go first, then the first to be added. So a
+    preempted or resubmitted sequence keeps its place. The limits apply to newcomers only: a sequence that was admitted
+    once is always taken back. Each choice of a request counts as one waiting sequence, while their shared prompt counts
+    once.
 
-    The clock never goes back. While a sequence waits, its priority and its times stay as they are.
+    The clock never goes back. While a sequence waits, its priority and its times do not change.
 
-    Invariant: each waiting sequence stands in `_order`, and then in `_ages` too, or in `_aged`. `num_new` and
-    `num_new_tokens` count those that were never admitted, and the prompts of leaders among them.
+    Invariant: each waiting sequence is either in `_aged`, or in both `_order` and `_ages`. `num_new` counts the
+    sequences that were never admitted, and `num_new_tokens` the prompt tokens of the leaders among them.
     """
 
     def __init__(self, policy: QueuePolicy, max_age_s: float, max_requests: int, max_tokens: int) -> None:
@@ -92,7 +92,7 @@ class WaitingQueue:
         self._arrivals: dict[Sequence, tuple[float, bool, int]] = {}
         self._num_added = 0
         self._order = _ORDERS[policy]()
-        # Those in `_order` by the time at which they turn aged.
+        # The sequences in `_order`, by the time at which they turn aged.
         self._ages = SortedQueue()
         # By arrival.
         self._aged = SortedQueue()
@@ -102,22 +102,22 @@ class WaitingQueue:
         return len(self._arrivals)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In the order in which they were added."""
+        """Iterate in the order in which the sequences were added."""
         return iter(self._arrivals)
 
     def oldest_arrive_time(self) -> float:
-        """When the first of all that wait arrived; there is one."""
+        """The earliest arrive time of all waiting sequences; must not be empty."""
         return min(place[0][0] for place in self._fronts())
 
     def check_room(
         self, num_prompt_tokens: int, now: float, *, num_choices: int = 1, others: Collection[WaitingQueue] = ()
     ) -> None:
-        """Refuse a newcomer while too much waits, here and in `others`, for which the bounds hold together.
+        """Refuse a newcomer if this queue and `others` together are at their limits.
 
-        One above a bound by itself is taken when nothing waits.
+        A request above a limit by itself is accepted when no newcomer is waiting.
 
         Raises:
-            QueueFullError: with the time after which there is room, as far as the drain rates tell.
+            QueueFullError: with an estimate, from the drain rates, of when there will be room.
         """
         num_new = self.num_new + sum(queue.num_new for queue in others)
         num_new_tokens = self.num_new_tokens + sum(queue.num_new_tokens for queue in others)
@@ -132,13 +132,13 @@ class WaitingQueue:
             )
 
     def retry_delay_s(self, num_places: int, now: float, others: Collection[WaitingQueue] = ()) -> float:
-        """In how many seconds so many newcomers will have left the queue and `others`, which empty side by side."""
+        """Seconds until `num_places` newcomers will have left this queue or `others`, which drain in parallel."""
         delays_s = [queue._drain_rate.delay_s(num_places, now) for queue in (self, *others)]
         rate = sum(1.0 / delay_s for delay_s in delays_s if delay_s < MAX_DELAY_S)
         return 1.0 / rate if rate else MAX_DELAY_S
 
     def add(self, seq: Sequence, now: float) -> None:
-        """Put a sequence in its place: a newcomer, or one that was resubmitted, preempted or recovered."""
+        """Add a sequence at its place: a newcomer, or one that was resubmitted, preempted or recovered."""
         seq.queued_at = now
         self._num_added += 1
         is_new = not seq.was_admitted
@@ -151,21 +151,20 @@ class WaitingQueue:
             self.num_new_tokens += _num_tokens_that_count(seq)
 
     def next(self, now: float, num_cached_tokens: NumCachedTokens) -> Sequence:
-        """Who comes next; there is one. It stays so until it leaves, unless one comes that goes before it.
+        """The next sequence; must not be empty. It stays the same until it leaves or a sequence ahead of it is added.
 
         Args:
-            now: The time.
-            num_cached_tokens: Asked for by LONGEST_PREFIX alone, for `WINDOW` sequences at most, and for none while
-                the one it chose still waits.
+            num_cached_tokens: Called only for LONGEST_PREFIX, for at most `WINDOW` sequences, and not at all while the
+                one it chose still waits.
         """
         if self._ages and self._ages.top[0][0] < now:
             return self._first_aged(now)
         return self._aged.top[1] if self._aged else self._order.first(now, num_cached_tokens)
 
     def take(self, seq: Sequence, now: float) -> None:
-        """Take out a sequence that is admitted now.
+        """Take out a sequence that is being admitted.
 
-        The drain rate is that of newcomers: only they hold places that a refused client waits for.
+        Only newcomers count towards the drain rate: only they hold the places that a refused client waits for.
         """
         _, is_new, _ = self._arrivals[seq]
         self._leave(seq, now)
@@ -173,11 +172,11 @@ class WaitingQueue:
             self._drain_rate.note(1, now)
 
     def remove(self, seq: Sequence, now: float) -> None:
-        """Take one out, wherever it is: it ended."""
+        """Take out a sequence that ended or is to wait elsewhere."""
         self._leave(seq, now)
 
     def is_aged(self, seq: Sequence, now: float) -> bool:
-        """Whether it has waited for more than `max_age_s` altogether; one that runs stays as it was admitted."""
+        """Whether it has waited for more than `max_age_s` in total; for a running one, whether it had when admitted."""
         return self._ages_at(seq) < now if seq in self._arrivals else seq.waited_s > self._max_age_s
 
     def check_integrity(self) -> None:
@@ -193,9 +192,9 @@ class WaitingQueue:
             assert self.oldest_arrive_time() == min(seq.arrive_time for seq in self), "the oldest that waits"
 
     def _first_aged(self, now: float) -> Sequence:
-        """The first of the aged; one of them stands in the policy's order."""
+        """The first of the aged sequences, at least one of which is still in the policy's order."""
         if not self.is_aged(self._order.oldest[1], now):
-            # It arrived before those that have aged, and ran in between: it must not hide them.
+            # It arrived before the aged ones but ran in between; it must not hide them.
             while self._ages and self._ages.top[0][0] < now:
                 _, seq = self._ages.pop()
                 self._order.remove(seq)
@@ -204,7 +203,7 @@ class WaitingQueue:
         return min(self._fronts())[1]
 
     def _fronts(self) -> Iterator[tuple[Key, Sequence]]:
-        """The first to arrive in each place."""
+        """The earliest arrival of `_order` and of `_aged`."""
         if self._order:
             yield self._order.oldest
         if self._aged:
@@ -223,7 +222,7 @@ class WaitingQueue:
         seq.waited_s += now - seq.queued_at
 
     def _ages_at(self, seq: Sequence) -> float:
-        """After which time a waiting sequence has aged."""
+        """The time after which a waiting sequence has aged."""
         return seq.queued_at + (self._max_age_s - seq.waited_s)
 
 
