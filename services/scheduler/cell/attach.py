@@ -1,8 +1,8 @@
-"""How a failure domain is attached: one epoch for all its groups, offered anew until each of them runs under it.
+"""The attach protocol of a failure domain: one epoch for all its groups, offered anew until each runs under it.
 
-What happened goes in with the moment, what is to be done comes out. The epoch is the only fence between schedulers, so
-whatever can be lost, late or repeated on the way only costs another round. DESIGN section 7, "The epoch", is the source
-of its rules.
+Sans-I/O: events and their times go in, commands come out. Epochs are the only fence between schedulers: a worker obeys
+only the scheduler that holds its highest epoch. So any message may be lost, late or repeated; that only costs another
+round.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from services.scheduler.core.policy import CellTopology
 from services.scheduler.core.worker_facts import WorkerFacts
 from shared.heartbeat import LEASE_S
 
-# Between one round and the next, on average: a worker that restarts takes seconds.
+# Mean delay between two rounds. A worker takes seconds to restart.
 RETRY_DELAY_S = 0.5
 
-# Offered to no group: it asks which scheduler holds it.
+# Not a real epoch: offering it only asks a group which scheduler holds it.
 QUESTION = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """Another scheduler that a group has named as its live holder in every answer since a moment."""
+    """Another scheduler, named by a group as its live holder in every answer since `since`."""
 
     instance_id: str
     since: float
@@ -33,26 +33,26 @@ class Rival:
 
 @dataclass(slots=True)
 class ClaimStanding:
-    """What a scheduler is among those that want its workers; the domains of a cell share one.
+    """A scheduler's claim to its workers, in competition with other schedulers; shared by the domains of a cell.
 
-    One that never held a domain takes nothing while another scheduler holds any group that answers. One that did goes
-    when another scheduler has held one of its groups for the lease, and holds it under a higher epoch than any that it
-    holds itself: of two that each hold a part of a cell exactly one goes.
+    A scheduler that has never held a domain takes nothing while another one holds any group that answers. One that has
+    exits when another scheduler has held one of its groups for longer than the lease, under a higher epoch than any it
+    holds itself. So of two schedulers that each hold part of a cell, exactly one exits.
     """
 
     instance_id: str
     num_groups: int
     draw: Callable[[], float]
-    """Returns numbers from 0 to 1, drawn uniformly."""
+    """Draws a number from 0 to 1, uniformly."""
     has_held: bool = False
-    """Whether it ever held a domain."""
+    """Whether it has ever held a domain."""
     domain_to_epoch: dict[int, int] = field(default_factory=dict)
-    """The epochs that it holds now, those whose streams are being opened included."""
+    """The epochs it holds now, including those whose streams are being opened."""
     group_to_rival: dict[int, Rival | None] = field(default_factory=dict)
-    """By group that has been asked: the rival that its last answer named."""
+    """For each group that has been asked: the rival named in its last answer."""
 
     def note_holder(self, group: int, holder: str, now: float) -> None:
-        """A group has answered, or cannot be reached; `holder` is the live holder that it named, or empty."""
+        """Record a group's answer, or that it cannot be reached; `holder` is the live holder it named, or empty."""
         rival = self.group_to_rival.get(group)
         if holder in ("", self.instance_id):
             self.group_to_rival[group] = None
@@ -60,7 +60,7 @@ class ClaimStanding:
             self.group_to_rival[group] = Rival(holder, now)
 
     def find_obstacle(self) -> str | None:
-        """Why it has to wait before it offers; None when it may offer."""
+        """Say why it has to wait before it makes an offer; None when it need not."""
         if self.has_held:
             return None
         for group, rival in self.group_to_rival.items():
@@ -69,21 +69,21 @@ class ClaimStanding:
         return "not every group has been asked" if len(self.group_to_rival) < self.num_groups else None
 
     def find_lasting_rivals(self, groups: Iterable[int], now: float) -> dict[int, str]:
-        """The rivals that some of these groups have named for longer than the lease, by group."""
+        """The rivals that these groups have named for longer than the lease, by group."""
         rivals = ((group, self.group_to_rival.get(group)) for group in groups)
         return {
             group: rival.instance_id for group, rival in rivals if rival is not None and now - rival.since > LEASE_S
         }
 
     def is_below(self, epoch: int, rival: str) -> bool:
-        """Whether it has to go for a rival that holds a group under an epoch."""
+        """Whether it must yield to a rival that holds a group under `epoch`."""
         own_epoch = max(self.domain_to_epoch.values(), default=0)
         return self.has_held and (own_epoch, self.instance_id) < (epoch, rival)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPlace:
-    """Where a group says that it stands in its cell."""
+    """A group's place in its cell, as the group reports it."""
 
     dp_rank: int
     dp_size: int
@@ -93,37 +93,33 @@ class GroupPlace:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A group holds the epoch that it was offered, and an empty batch.
-
-    `last_step` is the epoch and the number of the last step that it launched before; (0, 0) is none since it started.
-    """
+    """A group holds the epoch that it was offered, and has an empty batch."""
 
     group: int
     epoch: int
     facts: WorkerFacts
     place: GroupPlace
     last_step: tuple[int, int] = (0, 0)
+    """The epoch and id of the last step it launched before; (0, 0) if none since it started."""
     is_stuck: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A group did not take the epoch that it was offered, or gave no answer.
-
-    `held_epoch` is its own epoch, and `holder` the scheduler that holds it now, empty when none does. `held_epoch` is
-    None where it gave no answer, and may have taken the epoch.
-    """
+    """A group did not take the epoch that it was offered, or did not answer."""
 
     group: int
     epoch: int
     reason: str
     held_epoch: int | None = None
+    """The group's own epoch; None when it did not answer, in which case it may have taken the offered one."""
     holder: str = ""
+    """The scheduler that holds the group now; empty for none."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamOpened:
-    """A group lets the epoch's steps come."""
+    """A group accepts the epoch's steps."""
 
     group: int
     epoch: int
@@ -131,7 +127,7 @@ class StreamOpened:
 
 @dataclass(frozen=True, slots=True)
 class StreamBroken:
-    """A group's stream of an epoch ended, or was never opened; `held_epoch` and `holder` are as with `Refused`."""
+    """A group's stream of an epoch ended or was never opened; `held_epoch` and `holder` are as in `Refused`."""
 
     group: int
     epoch: int
@@ -141,14 +137,14 @@ class StreamBroken:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """The engine has given an attached epoch up."""
+    """The engine has given up an attached epoch."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class RetryDue:
-    """The moment of the last `RetryAt` has come; also the first event of all."""
+    """The time of the last `RetryAt` has come. Also the very first event."""
 
 
 AttachEvent = Accepted | Refused | StreamOpened | StreamBroken | Dropped | RetryDue
@@ -156,7 +152,7 @@ AttachEvent = Accepted | Refused | StreamOpened | StreamBroken | Dropped | Retry
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Offer a group an epoch, or ask it with `QUESTION`; exactly one `Accepted` or `Refused` follows."""
+    """Offer a group an epoch, or query it with `QUESTION`; exactly one `Accepted` or `Refused` follows."""
 
     group: int
     epoch: int
@@ -164,7 +160,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Ask a group's leader to end its processes; whether it is heard shows with the next offer."""
+    """Ask a group's leader to end its processes; the next offer shows whether that worked."""
 
     group: int
     epoch: int
@@ -179,14 +175,14 @@ class OpenStreams:
 
 @dataclass(frozen=True, slots=True)
 class CloseStreams:
-    """End the epoch's streams, those that are only being opened too."""
+    """End the epoch's streams, including those still being opened."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class RetryAt:
-    """Begin another round at a moment; `reason` is for people."""
+    """Begin another round at `when`; `reason` is for the log."""
 
     when: float
     reason: str
@@ -205,14 +201,21 @@ class _Phase(enum.Enum):
 
 
 class DomainAttach:
-    """The scheduler's half of one domain's attach; the worker's half is its claim.
+    """The scheduler's side of attaching one domain; the worker's side is its claim.
 
     A round offers one epoch to all groups and waits for all answers. It ends with streams to all groups, or with
-    another round later. `DomainAttached` and `DomainLost` of an epoch alternate; between them every group holds it. A
-    scheduler that never held a domain begins each round by asking.
+    another round later:
 
-    Invariant: an epoch is offered again only if every group has refused it, and what comes back from an earlier round
-    is ignored.
+        epoch      5                6                                        7
+        group 0    accepts          accepts ═══ steps ═══════════╡           accepts ═══ steps ═══
+        group 1    refuses          accepts ═══ steps ══ stream breaks       accepts ═══ steps ═══
+                          retry           ▲ DomainAttached       ▲ DomainLost      ▲ DomainAttached
+
+    `DomainAttached` and `DomainLost` alternate, and between them every group holds the epoch. A scheduler that has
+    never held a domain begins each round by asking which scheduler holds the groups.
+
+    Invariant: an epoch is offered again only if every group has refused it, and answers from earlier rounds are
+    ignored.
     """
 
     def __init__(self, domain: int, topology: CellTopology, standing: ClaimStanding) -> None:
@@ -221,17 +224,17 @@ class DomainAttach:
         self._standing = standing
         self._groups = topology.ranks_of(domain)
         self._phase = _Phase.WAITING
-        # Of the present round, or of the last one.
+        # The epoch of the current round, or of the last one.
         self._epoch = 0
         self._answers: dict[int, Accepted | Refused] = {}
         self._opened: set[int] = set()
-        # Those named by earlier answers when the round began: the next answer that names one is the last.
+        # Rivals already named for longer than the lease when the round began: one more refusal naming them is the last.
         self._lasting_rivals: dict[int, str] = {}
-        # The highest that a group may have.
+        # The highest epoch that any group may have.
         self._highest_epoch = 0
 
     def on_event(self, event: AttachEvent, now: float) -> list[Command]:
-        """Take in what happened at `now` (seconds of a monotonic clock); returns what is to be done, in order."""
+        """Handle an event at `now` (seconds of a monotonic clock); returns the commands to carry out, in order."""
         match event:
             case RetryDue() if self._phase is _Phase.WAITING:
                 return self._offer(now) if self._standing.has_held else self._ask(now)
@@ -277,21 +280,21 @@ class DomainAttach:
         return self._conclude(now) if len(self._answers) == len(self._groups) else []
 
     def _note_holder(self, group: int, epoch: int | None, holder: str, now: float) -> None:
-        """A group has told its epoch and its holder; without an epoch it gave no answer."""
+        """Record the epoch and the holder of a group; `epoch` is None when it did not answer."""
         self._highest_epoch = max(self._highest_epoch, self._epoch if epoch is None else epoch)
         self._standing.note_holder(group, holder, now)
 
     def _is_last_refusal(self, refusal: Refused) -> bool:
-        """Whether two refusals, more than the lease apart, have named a live rival that this scheduler goes for.
+        """Whether two refusals, more than the lease apart, named a live rival that this scheduler must yield to.
 
-        The later one was asked for when the lease was over: the rival lived when the earlier one was given.
+        The later one was requested after the lease had run out, so the rival was alive when the earlier one was given.
         """
         if refusal.held_epoch is None or refusal.holder != self._lasting_rivals.get(refusal.group):
             return False
         return self._standing.is_below(refusal.held_epoch, refusal.holder)
 
     def _conclude(self, now: float) -> list[Command]:
-        """All groups have answered."""
+        """Decide what follows once all groups have answered."""
         if self._phase is _Phase.ASKING:
             obstacle = self._standing.find_obstacle()
             return self._offer(now) if obstacle is None else [self._retry(now, obstacle)]
@@ -309,16 +312,16 @@ class DomainAttach:
         return [OpenStreams(self._epoch)]
 
     def _find_disagreement(self, accepted: list[Accepted]) -> str | None:
-        """Why the groups cannot be this domain; None when they can."""
+        """Say why the groups cannot form this domain; None when they can."""
         for answer in accepted:
             expected = GroupPlace(
                 answer.group, self._topology.dp_size, accepted[0].place.tp_size, self._topology.is_coupled
             )
             if answer.place != expected:
-                return f"group {answer.group} says that it is {answer.place}, not {expected}"
+                return f"group {answer.group} reports {answer.place}, expected {expected}"
             name = next(_differing_facts(answer.facts, accepted[0].facts), None)
             if name is not None:
-                return f"{name} of group {answer.group} is not that of group {accepted[0].group}"
+                return f"{name} of group {answer.group} differs from that of group {accepted[0].group}"
         return None
 
     def _on_opened(self, group: int) -> list[Command]:
@@ -341,7 +344,7 @@ class DomainAttach:
     def _retry(self, now: float, reason: str) -> RetryAt:
         self._phase = _Phase.WAITING
         self._standing.domain_to_epoch.pop(self._domain, None)
-        # Drawn, so that two schedulers do not take the groups from each other for ever.
+        # Randomised, so that two schedulers do not keep taking the groups from each other.
         return RetryAt(now + RETRY_DELAY_S * (0.5 + self._standing.draw()), reason)
 
     def _exit(self, holder: str) -> Exit:
@@ -350,10 +353,10 @@ class DomainAttach:
 
 
 def _find_reason_to_restart(accepted: list[Accepted]) -> str | None:
-    """Why groups that hold the epoch can run nothing before they are restarted; None when they can.
+    """Say why groups that hold the epoch must be restarted before they can run steps; None when they need not.
 
-    A stuck group waits in a collective for ever. Groups that launched different steps are not of one mind about what
-    their collectives carry: one of them may have been restarted, or have missed a step.
+    A stuck group waits in a collective for ever. If the groups' last launched steps differ, their collectives do not
+    match: one of them may have been restarted, or have missed a step.
     """
     for answer in accepted:
         if answer.is_stuck:
@@ -364,6 +367,6 @@ def _find_reason_to_restart(accepted: list[Accepted]) -> str | None:
 
 
 def _differing_facts(facts: WorkerFacts, others: WorkerFacts) -> Iterator[str]:
-    """The names of facts that ranks must share, and do not; pool sizes and numerics are each rank's own."""
+    """The names of facts that ranks must share but do not; pool size and numerics may differ between ranks."""
     comparable = replace(facts, num_blocks=others.num_blocks, numerics_fingerprint=others.numerics_fingerprint)
     return (name for name in WorkerFacts.__slots__ if getattr(comparable, name) != getattr(others, name))

@@ -1,4 +1,4 @@
-"""Everybody who waits or runs in a cell: on its DP ranks, or for one of them."""
+"""All sequences of a cell: on its DP ranks, or waiting to be placed on one."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from services.scheduler.core.worker_facts import WorkerFacts
 class Cell:
     """The DP ranks, each with its scheduler, and a queue of the sequences that no rank may take now.
 
-    A request goes to a rank as soon as one may take it. When a domain is lost, its sequences go to the ranks that are
-    left, or to the unplaced queue. Those of a domain that is taken to try suspects do the same, and suspects wait in
-    the unplaced queue until they are tried.
+    A request is placed on a rank as soon as one may take it. When a domain is lost, its sequences go to the remaining
+    ranks, or to the unplaced queue; the same happens when a domain is emptied to try suspects. Suspects wait in the
+    unplaced queue until they are tried.
 
-    Invariant: a sequence that has not ended is in the scheduler of its `rank`, or in the unplaced queue when it has
-    none. A domain without an epoch holds no sequence.
+    Invariant: a sequence that has not ended is in the scheduler of its `rank`, or in the unplaced queue if it has none.
+    A domain without an epoch holds no sequence.
     """
 
     def __init__(
@@ -51,39 +51,39 @@ class Cell:
         self._placement = Placement(policy.placement_tokens_per_seq)
         self._recoveries = Recoveries(counters)
         self._quarantine = Quarantine(self.domains, policy, counters, is_alive)
-        # Whether a trial or a recovery is on: every result is looked at then.
+        # Whether a trial or a recovery is in progress; every result is inspected then.
         self._is_disturbed = False
 
     @property
     def num_steps(self) -> int:
-        """Steps that were sent, dummies included."""
+        """Steps sent so far, including dummies."""
         return sum(rank.scheduler.num_steps.total for rank in self.ranks)
 
     @property
     def is_attached(self) -> bool:
-        """Whether any domain is."""
+        """Whether any domain is attached."""
         return any(domain.epoch is not None for domain in self.domains)
 
     def check_room(self, num_prompt_tokens: int, num_choices: int, now: float) -> None:
-        """See `WaitingQueue.check_room`; its bounds hold for all queues of the cell together."""
+        """See `WaitingQueue.check_room`; the limits apply to all queues of the cell together."""
         queue, *others = self._queues()
         queue.check_room(num_prompt_tokens, now, num_choices=num_choices, others=others)
 
     def retry_delay_s(self, now: float) -> float:
-        """See `WaitingQueue.retry_delay_s`: when one more request may have room."""
+        """See `WaitingQueue.retry_delay_s`: when there may be room for one more request."""
         queue, *others = self._queues()
         return queue.retry_delay_s(1, now, others)
 
     def unfinished(self) -> list[Sequence]:
-        """The sequences that have not ended, wherever they are."""
+        """The sequences that have not ended, placed or not."""
         return [seq for scheduler in self._schedulers() for seq in scheduler.unfinished()]
 
     def waiting(self) -> list[Sequence]:
-        """Those of them that wait."""
+        """The sequences that are waiting, placed or not."""
         return [seq for scheduler in self._schedulers() for seq in scheduler.waiting_sequences()]
 
     def add(self, sequences: list[Sequence], now: float) -> None:
-        """Let the choices of one request wait: on a rank, or for one."""
+        """Queue the choices of one request on a rank, or unplaced."""
         ranks = self._quarantine.ranks_for(sequences[0].id)
         if ranks:
             self._placement.place(sequences, ranks, now)
@@ -105,20 +105,19 @@ class Cell:
         self._scheduler_of(seq, now).abort(seq, now)
 
     def attach(self, domain: Domain, facts: tuple[WorkerFacts, ...], now: float) -> None:
-        """A domain that was not attached is from now on."""
+        """Attach a domain that was not attached."""
         domain.begin_epoch(facts, now)
         self._quarantine.on_attached(domain)
 
     def lose(self, domain: Domain, now: float, *, accuses_rows: bool) -> tuple[list[Sequence], str | None]:
-        """A domain's epoch has ended: its sequences wait elsewhere, with the tokens that they have.
+        """Handle the end of a domain's epoch: its sequences wait elsewhere, with the tokens they have.
 
         Args:
-            domain: It was attached.
-            now: The time.
-            accuses_rows: Whether what its steps in flight computed may have been the cause.
+            domain: Must be attached.
+            accuses_rows: Whether the requests in its steps in flight may have caused the loss.
 
         Returns:
-            The sequences, and the id of the request that turned out to be poison, if one did.
+            The sequences, and the id of the request that turned out to be poison, if any.
         """
         self._counters.num_lost_epochs += 1
         self._is_disturbed = True
@@ -132,7 +131,7 @@ class Cell:
         return sequences, poison
 
     def postprocess(self, rank: Rank, result: StepResult, now: float) -> OutputsByClient:
-        """See `Scheduler.postprocess`; suspects are cleared by it, and recoveries end."""
+        """See `Scheduler.postprocess`; it also clears suspects and ends recoveries."""
         scheduler = rank.scheduler
         if not self._is_disturbed:
             return scheduler.postprocess(result, now)
@@ -147,7 +146,7 @@ class Cell:
         return outputs
 
     def settle(self, now: float) -> None:
-        """Go on with trials, and place the unplaced sequences that may be placed; called after each event."""
+        """Advance trials, and place the unplaced sequences that may be placed; called after each event."""
         if self._quarantine:
             for domain, request_ids in self._quarantine.advance(now):
                 self._empty(domain, now)
@@ -161,7 +160,7 @@ class Cell:
         return [action for domain in self.domains for action in domain.send_ahead(now)]
 
     def go_on_after(self, rank: Rank, now: float) -> list[Action]:
-        """Settle and send ahead when a step of this rank has returned, and nothing else has happened."""
+        """Settle and send ahead, when all that happened is that a step of this rank returned."""
         if self._is_disturbed:
             self.settle(now)
             return self.send_ahead(now)
@@ -170,7 +169,7 @@ class Cell:
         return self.domain_by_rank[rank.number].send_ahead(now)
 
     def state(self) -> CellState:
-        """The state now."""
+        """A snapshot of the cell."""
         ranks = tuple(self._rank_state(rank) for rank in self.ranks)
         return CellState(
             ready=self.is_attached,
@@ -187,7 +186,7 @@ class Cell:
         )
 
     def check_integrity(self) -> None:
-        """Assert that everything that the ranks and the unplaced queue hold agrees."""
+        """Assert that the ranks and the unplaced queue are consistent."""
         for number, scheduler in enumerate(self._schedulers()):
             scheduler.check_integrity()
             rank = number if scheduler is not self._unplaced else None
@@ -218,19 +217,19 @@ class Cell:
         return [scheduler.queue for scheduler in self._schedulers()]
 
     def _scheduler_of(self, seq: Sequence, now: float) -> Scheduler:
-        """The scheduler that holds a sequence, which ends now."""
+        """The scheduler that holds a sequence, which is about to end."""
         if self._recoveries:
             self._recoveries.note((seq,), now)
         return self._unplaced if seq.rank is None else self.ranks[seq.rank].scheduler
 
     def _empty(self, domain: Domain, now: float) -> None:
-        """Put the sequences of a domain elsewhere; no step is in flight."""
+        """Move the sequences of a domain elsewhere; no step may be in flight."""
         for rank in domain.ranks:
             for choices in by_request(rank.scheduler.take_all(now)):
                 self.add(choices, now)
 
     def _place_unplaced(self, request_ids: frozenset[str] | None, now: float) -> None:
-        """Place the sequences of these unplaced requests, or, without a list, all that may be placed."""
+        """Place the sequences of these unplaced requests; None means all that may be placed."""
         for choices in by_request(self._unplaced.waiting_sequences()):
             is_named = request_ids is None or choices[0].id in request_ids
             if is_named and self._quarantine.ranks_for(choices[0].id):

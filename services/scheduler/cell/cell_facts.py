@@ -1,4 +1,4 @@
-"""What a cell serves, by what its ranks told when they were attached."""
+"""What a cell serves, from what its ranks reported when they were attached."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from shared.limits import MAX_DRAFT_TOKENS, ModelLimits
 
 
 class CellFacts:
-    """The model, what requests are held to, and what exactness can be promised.
+    """The model, the limits for requests, and the exactness that can be promised.
 
-    A rank that is lost still counts for what requests are held to: it may come back.
+    A lost rank still counts for the limits, because it may return.
     """
 
     def __init__(self, block_size: int) -> None:
         self.model: WorkerFacts | None = None
         """What the cell serves; None until a domain has been attached for the first time."""
         self.limits: ModelLimits | None = None
-        """What requests are held to, the smallest pool of any rank among them; None as long as `model` is."""
+        """The limits for requests, including the smallest pool of any rank; None while `model` is."""
         self.exact_fingerprint = ""
-        """Under which all attached ranks are exact, or were the last ones; empty: exactness cannot be had."""
+        """The exact numerics of all attached ranks, or of the last ones; empty if exactness is unavailable."""
         self._block_size = block_size
 
     def find_fault(self, facts: Iterable[WorkerFacts]) -> str | None:
-        """Why ranks cannot serve together with those that were attached before; None when they can."""
+        """Say why ranks cannot serve together with those attached before; None when they can."""
         for rank_facts in facts:
             if rank_facts.num_draft_tokens > MAX_DRAFT_TOKENS:
                 return f"it drafts more than {MAX_DRAFT_TOKENS} tokens"
             if not rank_facts.proposed_prompt_tokens:
-                return "it proposes no tokens of prompts for a step"
+                return "it proposes no prompt tokens for a step"
             if _model_of(rank_facts) != _model_of(self.model or rank_facts):
-                return "it serves another model"
+                return "it serves a different model"
         return None
 
     def update(self, domains: Sequence[Domain]) -> None:
-        """Take in which domains are attached now, and what their ranks told."""
+        """Recompute everything from the domains that are attached now and what their ranks reported."""
         known = [rank.facts for domain in domains for rank in domain.ranks if rank.facts is not None]
         attached = [
             rank.facts

@@ -1,4 +1,4 @@
-"""When callers give up: the earliest deadline first."""
+"""The deadlines of requests, the earliest first."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ Key = tuple[int, int]
 class Deadlines:
     """The deadlines of requests, by client and handle.
 
-    Invariant: `_deadlines` is the truth; the heap has an entry for each of them, and at most as many again, and a
-    few, that are out of date.
+    Invariant: `_deadlines` is authoritative. The heap has an entry for each of them, plus stale entries, at most about
+    as many.
     """
 
     def __init__(self) -> None:
@@ -23,24 +23,24 @@ class Deadlines:
 
     @property
     def first(self) -> float | None:
-        """The earliest one; None when there is none."""
+        """The earliest deadline; None when there is none."""
         while self._heap and self._is_stale(self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
     def add(self, key: Key, deadline: float) -> None:
-        """Note a request's deadline; it has none yet."""
+        """Set the deadline of a request that has none yet."""
         self._deadlines[key] = deadline
         heapq.heappush(self._heap, (deadline, key))
 
     def discard(self, key: Key) -> None:
-        """Forget a request's deadline, if it had one."""
+        """Remove a request's deadline, if it has one."""
         if self._deadlines.pop(key, None) is not None and len(self._heap) > 2 * len(self._deadlines) + 64:
             self._heap = [(deadline, key) for key, deadline in self._deadlines.items()]
             heapq.heapify(self._heap)
 
     def pop_passed(self, now: float) -> list[Key]:
-        """Take out the requests whose deadline has passed, the earliest first."""
+        """Remove and return the requests whose deadline has passed, the earliest first."""
         passed = []
         while (first := self.first) is not None and first <= now:
             _, key = heapq.heappop(self._heap)

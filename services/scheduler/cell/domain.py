@@ -1,4 +1,4 @@
-"""The DP ranks of a cell, and the failure domains in which they stand and fall together."""
+"""The DP ranks of a cell, and the failure domains: ranks that fail together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.scheduler.core.worker_facts import WorkerFacts
 
 @dataclass(slots=True, eq=False)
 class Rank:
-    """A DP rank: its scheduler, what it told when it was attached the last time, and its signs of life."""
+    """A DP rank: its scheduler, what it reported when last attached, and its last heartbeat."""
 
     number: int
     scheduler: Scheduler
@@ -24,9 +24,9 @@ class Rank:
 
 
 class Domain:
-    """Ranks that share an epoch: coupled ones, or one by itself.
+    """Ranks that share an epoch: all coupled ranks, or a single one.
 
-    Invariant: without an epoch its ranks hold nobody, and no step is in flight. While `is_held` no step is sent.
+    Invariant: without an epoch its ranks hold no sequence and no step is in flight. While `is_held`, no step is sent.
     """
 
     def __init__(self, number: int, ranks: list[Rank], policy: SchedulerPolicy) -> None:
@@ -45,11 +45,11 @@ class Domain:
 
     @property
     def is_empty(self) -> bool:
-        """Whether its ranks hold nobody, and no step is in flight."""
+        """Whether its ranks hold no sequence and no step is in flight."""
         return all(scheduler.is_empty for scheduler in self._schedulers)
 
     def begin_epoch(self, facts: tuple[WorkerFacts, ...], now: float) -> None:
-        """All groups are attached, under one epoch."""
+        """All groups have been attached, under one epoch."""
         self.epoch = facts[0].epoch
         self.is_held = False
         for rank, rank_facts in zip(self.ranks, facts, strict=True):
@@ -57,13 +57,13 @@ class Domain:
             rank.scheduler.begin_epoch(rank_facts)
 
     def end_epoch(self, now: float) -> list[RecoveredSequences]:
-        """A group is lost, and with it all: returns the sequences that the ranks had."""
+        """A group is lost, and with it the epoch of all ranks; returns the sequences they had."""
         self.epoch = None
         self.is_held = False
         return [scheduler.end_epoch(now) for scheduler in self._schedulers]
 
     def set_depth(self, max_steps_in_flight: int) -> None:
-        """Send so many steps ahead at most."""
+        """Limit how many steps are sent ahead."""
         for scheduler in self._schedulers:
             scheduler.max_steps_in_flight = max_steps_in_flight
 
@@ -84,7 +84,7 @@ class Domain:
         return actions
 
     def find_fault(self, now: float) -> str | None:
-        """Why the domain must be given up: a rank is silent, or does not get on; None when all is well."""
+        """Say why the domain must be given up (a rank is silent or makes no progress); None when all is well."""
         if self.epoch is None:
             return None
         for rank in self.ranks:
@@ -92,11 +92,11 @@ class Domain:
                 return f"rank {rank.number} is silent"
             deadline = rank.scheduler.step_deadline
             if deadline is not None and now >= deadline:
-                return f"rank {rank.number} neither answers a step nor gets on"
+                return f"rank {rank.number} neither answers a step nor makes progress"
         return None
 
     def extend_deadlines(self, pause_s: float, now: float) -> None:
-        """Leave out of account the last `pause_s` seconds, in which this process did not listen to the ranks."""
+        """Ignore the last `pause_s` seconds, in which this process was not listening to the ranks."""
         for rank in self.ranks:
             rank.heard_at = min(now, rank.heard_at + pause_s)
             rank.scheduler.extend_deadlines(pause_s, now)

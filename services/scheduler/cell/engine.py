@@ -1,7 +1,7 @@
-"""The cell's one decision-maker: events in, actions out.
+"""The cell's decision-maker: events in, actions out.
 
-Sans-I/O: no threads, no sockets, no clock but the `now` it is passed, so that a whole cell can be simulated from
-one seed. `cell_server` wraps it and decides nothing.
+Sans-I/O: no threads, no sockets, and no clock but the `now` passed in, so a whole cell can be simulated from one seed.
+`cell_server` wraps it and decides nothing.
 """
 
 from __future__ import annotations
@@ -38,21 +38,19 @@ _ONE_RANK = CellTopology()
 
 
 class Engine:
-    """Joins clients, DP ranks and workers; owns the only mutable state of the cell.
+    """Connects clients, DP ranks and workers; owns the only mutable state of the cell.
 
-    A failure domain is held for an epoch, which ends when a link breaks, when an answer makes no sense, or when a rank
-    is silent or does not get on. Its requests then wait, with the tokens they have, for the next rank; their clients
-    are told no more than that, unless one of them turns out to kill its workers.
+    A failure domain is held for an epoch, which ends when a link breaks, when a result is invalid, or when a rank is
+    silent or makes no progress. Its requests then wait, with the tokens they have, for the next rank. Their clients
+    only learn that the requests resume, unless a request turns out to crash its workers.
 
-    The engine gives signs of life. One that was stopped for longer than its workers keep its claim must assume that
-    another one has them: it asks for its process to end, whatever it is told.
-
-    Attributes:
-        topology: Its DP ranks, and which of them stand and fall together.
+    The engine sends heartbeats. If it was stopped for longer than its claim to the workers lasts, another scheduler may
+    have taken them, so it asks for its process to end, whatever events follow.
     """
 
     def __init__(self, policy: SchedulerPolicy, cache: CacheSettings, topology: CellTopology = _ONE_RANK) -> None:
         self.topology = topology
+        """The cell's DP ranks, and which of them fail together."""
         self._policy = policy
         self._counters = SchedulerCounters()
         self._requests = RequestTable()
@@ -70,31 +68,31 @@ class Engine:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a domain is attached."""
+        """Whether any domain is attached."""
         return self._cell.is_attached
 
     @property
     def model(self) -> WorkerFacts | None:
-        """What the cell serves, as a rank told it; None until a domain has been attached for the first time."""
+        """The model served, as a rank reported it; None until a domain has been attached for the first time."""
         return self._facts.model
 
     @property
     def model_limits(self) -> ModelLimits | None:
-        """What requests are held to; None until a domain has been attached for the first time."""
+        """The limits for requests; None until a domain has been attached for the first time."""
         return self._facts.limits
 
     @property
     def exact_fingerprint(self) -> str:
-        """The numerics under which exactness is promised: all attached ranks'. Empty when it is not."""
+        """The numerics for which exactness is promised, shared by all attached ranks; empty when it is not promised."""
         return self._facts.exact_fingerprint
 
     def next_wakeup(self) -> float:
-        """When a `TimePassed` is due, unless an event comes before: for a request's deadline, or the next beat."""
+        """When `TimePassed` is due unless another event comes first: a request's deadline or the next heartbeat."""
         deadline, beat = self._requests.first_deadline, self._heartbeat.next_at
         return beat if deadline is None or beat < deadline else deadline
 
     def on_event(self, event: Event, now: float) -> list[Action]:
-        """Take in what happened at `now` (seconds of a monotonic clock) and return what is to be done, in order."""
+        """Handle an event at `now` (seconds of a monotonic clock); returns the actions to carry out, in order."""
         actions = self._beat(now) if now >= self._heartbeat.next_at else []
         if self._exit is not None:
             return [self._exit]
@@ -121,27 +119,27 @@ class Engine:
         return actions + self._go_on(now)
 
     def flush_prefix_cache(self) -> int:
-        """Forget every cached prefix; returns the blocks that held one. Requests in flight go on."""
+        """Clear the prefix cache; returns how many blocks held a prefix. Requests in flight are unaffected."""
         return sum(rank.scheduler.flush_prefix_cache() for rank in self._cell.ranks)
 
     def state(self) -> CellState:
-        """The state now."""
+        """A snapshot of the cell."""
         return self._cell.state()
 
     def check_integrity(self) -> None:
-        """Assert that everything the cell holds agrees."""
+        """Assert that all parts of the cell's state are consistent."""
         self._requests.check_integrity()
-        assert self._requests.choices() == set(self._cell.unfinished()), "a choice is forgotten, or goes on"
+        assert self._requests.choices() == set(self._cell.unfinished()), "a choice was forgotten, or was not ended"
         self._cell.check_integrity()
 
     def _beat(self, now: float) -> list[Action]:
-        """Give a sign of life, and give up the domains that give none or do not get on."""
+        """Send a heartbeat, and give up the domains that are silent or make no progress."""
         if self._exit is None and self._cell.is_attached and self._heartbeat.is_lease_over(now):
-            self._exit = Exit("it was stopped for so long that another scheduler may have its workers")
+            self._exit = Exit("this process was stopped for so long that another scheduler may have taken its workers")
         if self._exit is not None:
             return []
         pause_s = self._heartbeat.beat(now)
-        # Before anybody goes on: nothing is computed for a request whose deadline has passed.
+        # First of all, so that nothing is computed for a request whose deadline has passed.
         actions: list[Action] = [Beat(self._cell.num_steps), *self._desk.expire(now)]
         faults: list[tuple[Domain, str]] = []
         for domain in self._cell.domains:
@@ -150,7 +148,7 @@ class Engine:
             fault = domain.find_fault(now)
             if fault is not None:
                 faults.append((domain, fault))
-        # All are given up before anybody goes on: what one had must not be sent to the next, which is lost as well.
+        # All are given up before any request continues: requests of one must not be sent to another that is lost too.
         for domain, fault in faults:
             actions += self._drop(domain, fault, now, accuses_rows=True)
         return actions + self._go_on(now) if faults else actions
@@ -162,7 +160,7 @@ class Engine:
             return [Exit(f"max_num_batched_tokens is below the model's context of {context_length}")]
         actions: list[Action] = []
         if domain.epoch is not None:
-            # It was attached again on purpose: that says nothing about what was in its steps.
+            # It was attached again on purpose, which says nothing about what was in its steps.
             actions += self._lose(domain, now, accuses_rows=False)
         fault = self._facts.find_fault(facts)
         if fault is not None:
@@ -181,7 +179,7 @@ class Engine:
         rank.progress = progress
 
     def _lose(self, domain: Domain, now: float, *, accuses_rows: bool) -> list[Action]:
-        """A domain's epoch has ended; see `Cell.lose`."""
+        """Handle the end of a domain's epoch; see `Cell.lose`."""
         sequences, poison = self._cell.lose(domain, now, accuses_rows=accuses_rows)
         self._facts.update(self._cell.domains)
         resumes = OutputsByClient()
@@ -195,7 +193,7 @@ class Engine:
         return actions + self._desk.end_unservable(exact, now)
 
     def _drop(self, domain: Domain, reason: str, now: float, *, accuses_rows: bool) -> list[Action]:
-        """End a domain's epoch, because of what it did."""
+        """End a domain's epoch because of a fault of its own."""
         assert domain.epoch is not None
         drop = DropDomain(domain.number, domain.epoch, reason)
         return [drop, *self._lose(domain, now, accuses_rows=accuses_rows)]
@@ -218,6 +216,6 @@ class Engine:
         return actions
 
     def _go_on(self, now: float) -> list[Action]:
-        """Put everybody where they can go on, and send steps."""
+        """Place all sequences that can be placed, and send steps."""
         self._cell.settle(now)
         return self._cell.send_ahead(now)

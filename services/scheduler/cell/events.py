@@ -1,6 +1,7 @@
-"""What the engine is told, and what it says is to be done: data only.
+"""The engine's input (events) and output (actions): data only.
 
-Events do not change; those that come with each step or request are not frozen, for the reason that `batch` gives.
+They are never changed once made. Those created for each step or request are not frozen, for the reason given in
+`services.scheduler.core.batch.step`.
 """
 
 from __future__ import annotations
@@ -16,41 +17,42 @@ from shared.limits import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class ChoiceSoFar:
-    """What a client has of one choice: `output` are its completion tokens, little-endian int32."""
+    """What a client already has of one choice."""
 
     output: bytes = b""
+    """Completion tokens, little-endian int32."""
     has_ended: bool = False
 
 
 @dataclass(slots=True)
 class Submission:
-    """A request with every parameter resolved; `prompt` is little-endian int32.
-
-    Choice i of `n` answers under `handle` + i. `attempt` counts the submissions of a request from 1, on whatever
-    stream: a higher one supersedes a lower one in flight. `choices_so_far` is what the client has from earlier ones:
-    nothing, or an entry a choice. `age_s` is how long ago the request arrived, `time_left_s` how long its caller waits;
-    None is for ever.
-    """
+    """A request with every parameter resolved."""
 
     handle: int
+    """Choice i of `n` answers under `handle` + i."""
     request_id: str
     prompt: bytes
+    """Little-endian int32."""
     params: SamplingParams
     priority: Priority = Priority.NORMAL
     cache_salt: bytes = b""
     attempt: int = 1
+    """Counts the submissions of a request from 1, on any stream; a higher one supersedes a lower one in flight."""
     n: int = 1
     choices_so_far: tuple[ChoiceSoFar, ...] = ()
+    """What the client has from earlier attempts: empty, or one entry per choice."""
     age_s: float = 0.0
+    """How long ago the request arrived."""
     time_left_s: float | None = None
+    """How long its caller waits; None means for ever."""
     is_exact: bool = False
-    """Whether the answer's bytes may depend on nothing but model, prompt and parameters."""
+    """Whether the answer's bytes must depend only on model, prompt and parameters."""
     num_earlier_resumes: int = 0
-    """Recoveries under earlier attempts."""
+    """Number of resumes in earlier attempts."""
 
     @property
     def open_choices(self) -> list[int]:
-        """The choices whose ends the client does not have."""
+        """The choices whose ends the client does not have yet."""
         if not self.choices_so_far:
             return list(range(self.n))
         return [choice for choice, so_far in enumerate(self.choices_so_far) if not so_far.has_ended]
@@ -58,13 +60,11 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class DomainAttached:
-    """Every group of a failure domain holds no sequences and waits for steps under one epoch.
-
-    `facts` are those of its DP ranks, in their order: `CellTopology.ranks_of(domain)`. All have the same epoch.
-    """
+    """Every group of a failure domain has an empty batch and waits for steps, all under one epoch."""
 
     domain: int
     facts: tuple[WorkerFacts, ...]
+    """Those of its DP ranks, in the order of `CellTopology.ranks_of(domain)`; all have the same epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class DomainLost:
 
 @dataclass(slots=True)
 class StepReturned:
-    """A DP rank answered a step."""
+    """A DP rank returned the result of a step."""
 
     rank: int
     result: StepResult
@@ -85,7 +85,7 @@ class StepReturned:
 
 @dataclass(frozen=True, slots=True)
 class WorkerHeard:
-    """A DP rank gave a sign of life; `progress` grows while its device gets on."""
+    """A DP rank sent a heartbeat; `progress` increases while its device makes progress."""
 
     rank: int
     epoch: int
@@ -94,14 +94,14 @@ class WorkerHeard:
 
 @dataclass(slots=True)
 class ClientMessage:
-    """What a tokenizer replica wants; taken in the order of the fields."""
+    """A message from a tokenizer replica; handled in the order of the fields."""
 
     client: int
     submissions: list[Submission] = field(default_factory=list)
     stop_ats: list[tuple[int, int]] = field(default_factory=list)
-    """A choice's handle, and its completion tokens up to the stop."""
+    """A choice's handle, and its number of completion tokens up to the stop."""
     aborts: list[int] = field(default_factory=list)
-    """Handles of requests, all whose choices end."""
+    """Handles of requests; all their choices end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +113,14 @@ class ClientGone:
 
 @dataclass(frozen=True, slots=True)
 class AbortRequest:
-    """Somebody wants a request, whichever client's, to end; nothing happens when none has the id."""
+    """Another call wants any client's request to end; ignored when the id is unknown."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """Nothing but time: a moment that `Engine.next_wakeup` named has come."""
+    """No event but time: the moment returned by `Engine.next_wakeup` has come."""
 
 
 Event = (
@@ -154,7 +154,7 @@ class CloseClient:
 
 @dataclass(frozen=True, slots=True)
 class DropDomain:
-    """End the links to a domain: it sent an invalid result, or none in time. For the engine its epoch has ended."""
+    """Close the links to a domain that sent an invalid result, or none in time. The engine has ended its epoch."""
 
     domain: int
     epoch: int
@@ -170,7 +170,7 @@ class Exit:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """Give every worker and every replica a sign of life; `progress` grows with every step that is sent."""
+    """Send a heartbeat to every worker and replica; `progress` increases with every step sent."""
 
     progress: int
 

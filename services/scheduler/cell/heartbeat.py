@@ -1,17 +1,17 @@
-"""When the engine gives a sign of life, and when it has given none for so long that others may have its workers."""
+"""When the engine's heartbeats are due, and when its claim to the workers has expired."""
 
 from __future__ import annotations
 
 from shared.heartbeat import HEARTBEAT_S, LEASE_S, next_beat_at
 
-# An engine that nobody woke for so much longer than it asked for was stopped, and heard nobody meanwhile.
+# An engine whose beat is late by more than this was stopped, and received nothing in the meantime.
 _PAUSE_S = 1.0
 
 
 class Heartbeat:
-    """The engine's own pulse.
+    """The engine's own heartbeat.
 
-    Invariant: `next_at` is when the next beat is due; at once before the first.
+    Invariant: `next_at` is when the next beat is due; the first one is due at once.
     """
 
     def __init__(self) -> None:
@@ -19,11 +19,11 @@ class Heartbeat:
         self._last_at: float | None = None
 
     def is_lease_over(self, now: float) -> bool:
-        """Whether the last beat is too long ago for anybody to wait for this engine."""
+        """Whether the last beat is so long ago that this engine's claim to its workers may have expired."""
         return self._last_at is not None and now - self._last_at > LEASE_S
 
     def beat(self, now: float) -> float:
-        """Note a beat; returns for how long the engine was stopped before it, 0 when it was not."""
+        """Record a beat; returns for how many seconds the engine was stopped before it, 0 if it was not."""
         pause_s = 0.0 if self._last_at is None else now - self._last_at - HEARTBEAT_S
         self._last_at = now
         self.next_at = next_beat_at(now)

@@ -1,4 +1,4 @@
-"""From what a client submits to sequences: what is refused, and what has ended before."""
+"""Turns submissions into sequences, and checks these against the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shared.errors import InvalidRequestError, Violation
 from shared.limits import TOKEN_DTYPE, ModelLimits, check_fit, check_prompt, check_sampling, check_token_ids
 
 _NOTHING_SO_FAR = ChoiceSoFar()
-# Its token and its value, and its share of the columns that have one number for each position.
+# A token id, a value, and a share of the columns with one number per position.
 _BYTES_PER_LOGPROB = 12
 
 
@@ -34,7 +34,7 @@ def make_request(client: int, submission: Submission, now: float) -> Request:
 
 
 def check_sequence(seq: Sequence, limits: ModelLimits) -> None:
-    """Check a waiting sequence against the model: each choice must fit alone.
+    """Check a waiting sequence against the model; each choice must fit on its own.
 
     Raises:
         ServiceError: it cannot be served.
@@ -73,7 +73,7 @@ def _make_sequence(client: int, submission: Submission, choice: int, *, output: 
 
 
 def _num_prompt_logprob_bytes(seq: Sequence) -> int:
-    """What the log-probabilities of its prompt come to at most, on their way to its client."""
+    """The most bytes that its prompt log-probabilities take on their way to the client."""
     options = seq.params.options
     if options is None or options.num_prompt_logprobs is None or not seq.wants_prompt_logprobs:
         return 0

@@ -1,8 +1,8 @@
-"""One step for all coupled ranks: who runs what, and what every rank must know of the others.
+"""One step for all coupled ranks: what each of them runs, and what it must know about the others.
 
-A collective spans coupled ranks, so each runs a step whenever one does. The plan says what ATOM's ranks find out by an
-all-reduce before each step: whether somebody prefills, how many tokens each rank computes, and the batch size that all
-graphs are padded to. Source: DESIGN section 4; ATOM, `DPEngineCoreProc` (model_engine/engine_core.py).
+Collectives span coupled ranks, so each runs a step whenever one does. The plan contains what ATOM's ranks find out by
+an all-reduce before each step: whether any rank prefills, how many tokens each rank computes, and the batch size to
+which all graphs are padded. Source: ATOM, `DPEngineCoreProc` (model_engine/engine_core.py).
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from collections.abc import Iterator, Sequence
 from services.scheduler.core.batch.step import ScheduledBatch, Step, StepKind, StepPace
 from services.scheduler.core.scheduler import Scheduler
 
-# The batch sizes that graphs are captured for: ATOM's list, `[1, 2, 4, 8]` and the multiples of 16 up to 512. A larger
-# batch runs eagerly, at its own size.
+# The batch sizes for which graphs are captured: ATOM's list, `[1, 2, 4, 8]` and the multiples of 16 up to 512. A
+# larger batch runs eagerly, at its own size.
 GRAPH_BATCH_SIZES = (1, 2, 4, 8, *range(16, 513, 16))
 
 
 def graph_batch_size(num_rows: int) -> int:
-    """The captured batch size that holds so many rows; the rows themselves where none does."""
+    """The smallest captured batch size that holds `num_rows` rows; `num_rows` itself if none does."""
     index = bisect_left(GRAPH_BATCH_SIZES, num_rows)
     return GRAPH_BATCH_SIZES[index] if index < len(GRAPH_BATCH_SIZES) else num_rows
 
 
 class LockstepPlanner:
-    """Turns the batches of coupled ranks into steps that they run together.
+    """Combines the batches of coupled ranks into steps that they run together.
 
-    If any rank has a prefill the step is eager for all: ranks with decodes run them beside it, a rank with nothing runs
-    a dummy prefill of one token. Else it is a decode at one padded size, and idle ranks run a dummy of it. If no rank
-    has work there is no step. A step is sent when every rank has room for one more in flight.
+    If any rank has a prefill, the step is eager for all: ranks with decodes run them alongside, and a rank with nothing
+    to do runs a dummy prefill of one token. Otherwise it is a decode at one padded size, and idle ranks run a dummy of
+    it. If no rank has work there is no step. A step is sent when every rank has room for one more in flight.
 
-    A prefill makes the step long for every rank, so prefills are aligned: while a rank decodes, those that wait are
-    held back for up to `max_wait_steps` steps, until each rank has one. A rank with nothing else to do would only run
-    dummies meanwhile: its prefill is not held back, and all others' join it.
+    A prefill makes the step long for every rank, so prefills are aligned: waiting ones are held back for up to
+    `max_wait_steps` decode steps, until each rank has one. A rank with nothing else to do would only run dummies in the
+    meantime, so its prefill is not held back, and those of the others join it.
 
-    Invariant: all ranks have sent the same steps of their epoch.
+    Invariant: all ranks have been sent the same steps of their epoch.
     """
 
     def __init__(self, schedulers: Sequence[Scheduler], max_wait_steps: int) -> None:
@@ -44,7 +44,7 @@ class LockstepPlanner:
         self._num_waited_steps = 0
 
     def steps(self, epoch: int, now: float) -> Iterator[list[Step]]:
-        """Plan and send steps, each a list by rank, until nobody has work or some rank has no room."""
+        """Plan and send steps, each a list by rank, until no rank has work or some rank has no room."""
         while all(scheduler.has_room for scheduler in self._schedulers):
             may_prefill = self._prefill_is_due()
             batches = [scheduler.plan(now, may_prefill=may_prefill) for scheduler in self._schedulers]
@@ -53,7 +53,7 @@ class LockstepPlanner:
             yield self._send(epoch, batches, now)
 
     def _prefill_is_due(self) -> bool:
-        """Whether prefills that wait may go with the next step."""
+        """Whether waiting prefills may go into the next step."""
         if not self._max_wait_steps:
             return True
         num_waiting = sum(bool(scheduler.num_waiting) for scheduler in self._schedulers)
@@ -70,7 +70,7 @@ class LockstepPlanner:
         return is_due
 
     def _send(self, epoch: int, batches: list[ScheduledBatch | None], now: float) -> list[Step]:
-        """Fill in dummies, and note on every rank that the step is in flight."""
+        """Fill in dummies, and commit the step on every rank."""
         is_decode = all(batch is None or batch.kind is StepKind.DECODE for batch in batches)
         kind = StepKind.DECODE if is_decode else StepKind.PREFILL
         num_tokens = tuple(1 if batch is None else batch.num_tokens for batch in batches)
@@ -80,5 +80,5 @@ class LockstepPlanner:
         for scheduler, batch in zip(self._schedulers, batches, strict=True):
             sent = scheduler.commit_dummy(now, pace) if batch is None else (scheduler.commit(batch, now, pace), batch)
             steps.append(Step(epoch, *sent, num_tokens, padded_size))
-        assert len({step.step_id for step in steps}) == 1, "coupled ranks are not in step"
+        assert len({step.step_id for step in steps}) == 1, "coupled ranks are out of step"
         return steps

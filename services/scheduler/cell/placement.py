@@ -1,4 +1,4 @@
-"""Which DP rank takes a request: the one that has most of its prompt, as long as the work is spread."""
+"""Which DP rank takes a request: the one with most of its prompt cached, as long as the load stays balanced."""
 
 from __future__ import annotations
 
@@ -7,38 +7,37 @@ from collections.abc import Iterable, Sequence
 from services.scheduler.cell.domain import Rank
 from services.scheduler.core.batch.sequence import Sequence as TokenSequence
 
-# An idle rank looks at so many requests in another one's queue, each time that something happens.
+# How many requests an idle rank considers in another one's queue each time it looks.
 MAX_MOVES = 8
 
 
 class Placement:
-    """Puts requests on ranks, all choices of one on the same: they share its prompt.
+    """Places requests on ranks; all choices of a request go to the same rank, because they share its prompt.
 
-    The cost of a rank, in tokens, is what is computed before a newcomer has its first token, and what it shares its
-    steps with:
+    The cost of a rank, in tokens, combines what it computes before a newcomer's first token and what shares the steps:
 
-        newcomers' prompt tokens in its queue + tokens_per_seq * sequences that wait and run there - cached tokens
+        newcomers' prompt tokens in its queue + tokens_per_seq * its waiting and running sequences - cached tokens
 
-    The lowest cost is taken, of equals the least loaded rank (the same without the cached tokens), then the first. So
-    the longest cached prefix decides, unless its rank has so much more work than another that it costs more than the
-    prefix saves. Source: the router of NVIDIA Dynamo weighs prefill blocks against active blocks in the same way.
+    The lowest cost wins; ties go to the least loaded rank (the cost without the cached tokens), then to the first. So
+    the longest cached prefix decides, unless its rank has so much more work than another that this outweighs the
+    saving. Source: the router of NVIDIA Dynamo weighs prefill blocks against active blocks in the same way.
     """
 
     def __init__(self, tokens_per_seq: int) -> None:
         self._tokens_per_seq = tokens_per_seq
 
     def place(self, sequences: Sequence[TokenSequence], ranks: Sequence[Rank], now: float) -> None:
-        """Queue the waiting choices of one request, which are in no queue, on one of the ranks, at least one."""
+        """Queue the choices of one request on one of the ranks; they must be in no queue, and `ranks` not empty."""
         rank = ranks[0] if len(ranks) == 1 else self._pick(sequences[0], ranks)
         for seq in sequences:
             seq.rank = rank.number
             rank.scheduler.add(seq, now)
 
     def feed(self, idle: Rank, ranks: Sequence[Rank], now: float) -> None:
-        """Let a rank with nothing to do take requests that wait on the busiest one, if they would be placed there now.
+        """Let an idle rank take requests that wait on the busiest one, if they would be placed there now.
 
-        Only those of which no choice has begun, the last of them first. It does nothing unless `idle` is one of the
-        ranks.
+        Takes only requests of which no choice has begun, the last in the queue first. Does nothing unless `idle` is one
+        of `ranks`.
         """
         busy = [rank for rank in ranks if rank.scheduler.num_waiting]
         if not busy or idle not in ranks:
@@ -65,7 +64,7 @@ class Placement:
 
 
 def by_request(sequences: Iterable[TokenSequence]) -> list[list[TokenSequence]]:
-    """The sequences of each request together, requests and choices in their order."""
+    """Group the sequences by request, keeping the order of requests and of choices."""
     requests: dict[str, list[TokenSequence]] = {}
     for seq in sequences:
         requests.setdefault(seq.id, []).append(seq)
@@ -73,6 +72,6 @@ def by_request(sequences: Iterable[TokenSequence]) -> list[list[TokenSequence]]:
 
 
 def _newcomers(rank: Rank) -> list[list[TokenSequence]]:
-    """The requests in a rank's queue that have not begun: no choice was ever admitted."""
+    """The requests in a rank's queue of which no choice was ever admitted."""
     begun = {seq.id for seq in rank.scheduler.unfinished() if seq.num_first_cached_tokens is not None}
     return [sequences for sequences in by_request(rank.scheduler.waiting_sequences()) if sequences[0].id not in begun]

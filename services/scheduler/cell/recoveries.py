@@ -1,4 +1,4 @@
-"""How long lost epochs hold up those whose work they took."""
+"""How long the loss of an epoch delays the sequences it computed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class _Recovery:
 
 
 class Recoveries:
-    """Measures from the loss of an epoch until each sequence that it computed has another token, or has ended.
+    """Measures the time from the loss of an epoch until each sequence it computed has another token or has ended.
 
-    A sequence that is lost again before that belongs to its first loss: its client has waited since then.
+    A sequence that is lost again before that still counts for the first loss: its client has been waiting since then.
     """
 
     def __init__(self, counters: SchedulerCounters) -> None:
@@ -35,7 +35,7 @@ class Recoveries:
         self._recoveries.update(dict.fromkeys(held_up, _Recovery(now, len(held_up))))
 
     def note(self, sequences: Iterable[Sequence], now: float) -> None:
-        """These sequences, held up or not, have got a token or have ended."""
+        """These sequences, affected or not, have got a token or have ended."""
         for seq in sequences:
             recovery = self._recoveries.pop(seq, None)
             if recovery is not None:

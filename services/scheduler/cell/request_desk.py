@@ -1,4 +1,4 @@
-"""Where requests come in and end: the clients' side of the engine."""
+"""Accepts and ends requests: the engine's client-facing side."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from shared.errors import (
 
 
 class RequestDesk:
-    """Takes requests in, queues their choices, and ends them.
+    """Accepts requests, queues their choices, and ends them.
 
-    Each choice of a request is a sequence, and ends by itself; what ends the request ends all of them. The bounds of
-    what may wait hold for the cell as a whole.
+    Each choice of a request is a sequence that ends on its own; ending the request ends all of them. Queue limits apply
+    to the cell as a whole.
 
-    Invariant: a choice is known here from its submission until its end has been handed to its client, the client has
-    aborted its request, or a later attempt of the same request has taken its place; its client is told that as well.
+    Invariant: a choice is known here from its submission until its end has been delivered to its client, the client has
+    aborted its request, or a later attempt of the request has replaced it (its client is notified of that too).
     """
 
     def __init__(self, policy: SchedulerPolicy, requests: RequestTable, cell: Cell, facts: CellFacts) -> None:
@@ -44,7 +44,7 @@ class RequestDesk:
         self._facts = facts
 
     def on_message(self, message: ClientMessage, now: float) -> list[Action]:
-        """Take in what a client wants."""
+        """Handle a client's message."""
         client = message.client
         outputs = OutputsByClient()
         for submission in message.submissions:
@@ -71,27 +71,27 @@ class RequestDesk:
             self._abort(request, now)
 
     def on_abort_call(self, request_id: str, now: float) -> list[Action]:
-        """End a request, whichever client's, by the wish of somebody else."""
+        """End a request of any client because another call asked for it."""
         request = self._requests.by_id(request_id)
         if request is None:
             return []
         return self._fail([request], AbortedByCallError("another call aborted the request"), now)
 
     def expire(self, now: float) -> list[Action]:
-        """End the requests whose callers have given up."""
+        """End the requests whose deadlines have passed."""
         first = self._requests.first_deadline
         if first is None or first > now:
             return []
         return self._fail(self._requests.passed(now), DeadlinePassedError("the request's deadline passed"), now)
 
     def end_poison(self, request_id: str, now: float) -> list[Action]:
-        """End a request that its workers do not survive."""
+        """End a request that crashes its workers."""
         request = self._requests.by_id(request_id)
         assert request is not None
-        return self._fail([request], PoisonRequestError("its worker did not survive it, twice"), now)
+        return self._fail([request], PoisonRequestError("a worker failed twice while running only this request"), now)
 
     def end_unservable(self, waiting: Iterable[Sequence], now: float) -> list[Action]:
-        """End those of these waiting sequences that cannot be served any more, or turn out to have ended before."""
+        """End the waiting sequences that can no longer be served, or that turn out to have finished already."""
         outputs = OutputsByClient()
         for seq in waiting:
             try:
@@ -108,19 +108,17 @@ class RequestDesk:
         return deliver(outputs)
 
     def take_ends(self, outputs: OutputsByClient) -> None:
-        """Forget the choices that ended with a step."""
+        """Remove the choices that ended with a step."""
         for client, client_outputs in outputs.by_client.items():
             for end in client_outputs.ends:
                 self._requests.remove_choice(client, end.handle)
 
     def _submit(self, client: int, submission: Submission, outputs: OutputsByClient, now: float) -> None:
-        """Check a request and queue its choices; a later attempt takes the place of an earlier one.
+        """Check a request and queue its choices; a later attempt replaces an earlier one.
 
         Args:
-            client: Whose it is.
-            submission: The request.
-            outputs: Gets the ends of choices whose output so far shows that they had ended, and of an earlier attempt.
-            now: The time.
+            outputs: Receives the ends of an earlier attempt, and of choices that their output so far shows to be
+            finished.
 
         Raises:
             ServiceError: it cannot be served; nothing has changed.
@@ -146,10 +144,10 @@ class RequestDesk:
                 outputs.add_end(client, RequestEnd(seq.handle, num_tokens, finish, num_resumes=seq.num_resumes))
 
     def _supersede(self, earlier: Request, client: int, outputs: OutputsByClient, now: float) -> None:
-        """End an earlier attempt, whose place one of `client` takes; whoever waits for it is told."""
-        error: ServiceError = AbortedByCallError("a later call took the request's place")
+        """End an earlier attempt that one of `client` replaces, and notify its client."""
+        error: ServiceError = AbortedByCallError("a later call replaced this request")
         if earlier.client != client:
-            error = DuplicateRequestError("another client goes on with this request id", request_id=earlier.id)
+            error = DuplicateRequestError("another client has taken over this request id", request_id=earlier.id)
         for seq in self._abort(earlier, now):
             outputs.add_end(seq.client, RequestEnd.failure(seq, error))
 
@@ -160,10 +158,10 @@ class RequestDesk:
         self._cell.add(request.choices, now)
 
     def _check_sequence(self, seq: Sequence) -> Finish | None:
-        """Check a waiting sequence against the model; without a model yet, nothing is checked.
+        """Check a waiting sequence against the model; nothing is checked before a model is known.
 
         Returns:
-            Why its output so far ends it; None when it goes on.
+            Why its output so far ends it; None when it continues.
 
         Raises:
             ServiceError: it cannot be served.
@@ -179,26 +177,26 @@ class RequestDesk:
         return find_finish(seq, frozenset(model.eos_token_ids))
 
     def _promise_exactness(self, seq: Sequence) -> None:
-        """See that exactness can be had, under the numerics that it was promised under before, if it was.
+        """Promise exactness, under the same numerics as any earlier promise.
 
         Raises:
-            ExactUnavailableError: it cannot.
+            ExactUnavailableError: it is not available.
         """
         fingerprint = self._facts.exact_fingerprint
         if not fingerprint or seq.exact_fingerprint not in ("", fingerprint):
-            raise ExactUnavailableError("the workers cannot give the same bytes whatever happens")
+            raise ExactUnavailableError("the workers cannot guarantee exact results")
         seq.exact_fingerprint = fingerprint
 
     def _check_room(self, request: Request, now: float) -> None:
-        """Refuse a request for which there is no room; one that was admitted before is held to no queue bound.
+        """Refuse a request for which there is no room; queue limits do not apply to one that was admitted before.
 
         Raises:
-            QueueFullError: there is none now.
-            InvalidRequestError: the log-probabilities of its prompt come to more bytes than there may ever be.
+            QueueFullError: there is no room now.
+            InvalidRequestError: its prompt log-probabilities alone exceed the byte limit.
         """
         num_bytes, max_bytes = request.num_prompt_logprob_bytes, self._policy.max_prompt_logprob_bytes
         if num_bytes > max_bytes:
-            rule = f"come to {num_bytes} bytes for this prompt, at most {max_bytes} are possible"
+            rule = f"takes {num_bytes} bytes for this prompt; at most {max_bytes} are allowed"
             violation = Violation("sampling.num_prompt_logprobs", "OUT_OF_RANGE", rule)
             raise InvalidRequestError.from_violations([violation])
         if request.attempt > 1 or not request.choices:
@@ -206,13 +204,13 @@ class RequestDesk:
         self._cell.check_room(request.choices[0].num_prompt_tokens, len(request.choices), now)
         if num_bytes and self._requests.num_prompt_logprob_bytes + num_bytes > max_bytes:
             raise QueueFullError(
-                "too many log-probabilities of prompts are asked for",
+                "too many prompt log-probabilities are requested",
                 retry_delay_s=self._cell.retry_delay_s(now),
                 num_bytes=self._requests.num_prompt_logprob_bytes,
             )
 
     def _abort(self, request: Request, now: float) -> list[Sequence]:
-        """Forget a request; returns its choices, which had not ended."""
+        """Remove a request and abort its choices; returns those, which had not ended."""
         choices = self._requests.remove(request)
         for seq in choices:
             self._cell.abort(seq, now)
@@ -228,13 +226,14 @@ class RequestDesk:
 
 
 def _is_superseded(earlier: Request, client: int, attempt: int) -> bool:
-    """Whether an attempt of `client` takes the place of one in flight: a later one does.
+    """Whether an attempt of `client` replaces one in flight: a later attempt does.
 
-    So does any but the first of the same client: direct calls, which are one, do not count beyond their second.
+    So does any attempt but the first from the same client. All direct calls are one client, and their attempts are not
+    counted beyond the second.
     """
     return attempt > earlier.attempt or (attempt > 1 and client == earlier.client)
 
 
 def deliver(outputs: OutputsByClient) -> list[Action]:
-    """Hand outputs to their clients."""
+    """Make one `Deliver` action per client."""
     return [Deliver(client, client_outputs) for client, client_outputs in outputs.by_client.items()]

@@ -1,4 +1,4 @@
-"""The requests that a cell knows: by handle, by id, by client and by deadline."""
+"""The requests of a cell, by handle, id, client and deadline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Key = tuple[int, int]
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What a client sent. Choice i answers under `handle` + i; `choices` are those that have not ended."""
+    """A client's request. Choice i answers under `handle` + i."""
 
     id: str
     client: int
@@ -23,14 +23,14 @@ class Request:
     deadline: float | None = None
     """When its caller gives up, on the engine's clock."""
     num_prompt_logprob_bytes: int = 0
-    """What the log-probabilities of its prompt come to at most."""
+    """The most bytes that its prompt log-probabilities can take."""
 
 
 class RequestTable:
     """Requests and their choices.
 
-    Invariant: a request is here while any of its choices is, under its own handle also when choice 0 has ended.
-    `num_prompt_logprob_bytes` is the sum of theirs.
+    Invariant: a request is here while any of its choices is, under its own handle even when choice 0 has ended.
+    `num_prompt_logprob_bytes` is the sum over all requests.
     """
 
     def __init__(self) -> None:
@@ -42,15 +42,15 @@ class RequestTable:
 
     @property
     def first_deadline(self) -> float | None:
-        """The earliest one; None when there is none."""
+        """The earliest deadline; None when there is none."""
         return self._deadlines.first
 
     def by_id(self, request_id: str) -> Request | None:
-        """The request with an id, whichever client's."""
+        """The request with an id, of any client; None if unknown."""
         return self._id_to_request.get(request_id)
 
     def by_handle(self, client: int, handle: int) -> Request | None:
-        """The request with a handle, which is that of its choice 0."""
+        """The request with a handle, which is that of its choice 0; None if unknown."""
         return self._requests.get((client, handle))
 
     def of_client(self, client: int) -> list[Request]:
@@ -62,13 +62,13 @@ class RequestTable:
         return {seq for _, seq in self._choices.values()}
 
     def is_taken(self, client: int, handle: int, n: int) -> bool:
-        """Whether something answers under one of the `n` handles from `handle` on."""
+        """Whether any of the `n` handles from `handle` on is in use."""
         if (client, handle) in self._requests:
             return True
         return any((client, choice) in self._choices for choice in range(handle, handle + n))
 
     def add(self, request: Request) -> None:
-        """Take in a request with at least one choice; nothing of its id or its handles is here."""
+        """Add a request with at least one choice; its id and handles must be unused."""
         key = (request.client, request.handle)
         self._requests[key] = self._id_to_request[request.id] = request
         for seq in request.choices:
@@ -78,7 +78,7 @@ class RequestTable:
         self.num_prompt_logprob_bytes += request.num_prompt_logprob_bytes
 
     def remove(self, request: Request) -> list[Sequence]:
-        """Take a request out; returns its choices, which have not ended."""
+        """Remove a request; returns its choices that have not ended."""
         choices, request.choices = request.choices, []
         for seq in choices:
             del self._choices[request.client, seq.handle]
@@ -86,7 +86,7 @@ class RequestTable:
         return choices
 
     def remove_choice(self, client: int, handle: int) -> Sequence | None:
-        """Take a choice out, and with the last one its request; None when there is none of this handle."""
+        """Remove a choice, and with the last one its request; returns None if the handle is unknown."""
         entry = self._choices.pop((client, handle), None)
         if entry is None:
             return None
@@ -97,7 +97,7 @@ class RequestTable:
         return seq
 
     def passed(self, now: float) -> list[Request]:
-        """The requests whose deadlines have passed, the earliest first; each is told once."""
+        """The requests whose deadlines have passed, the earliest first; each is returned only once."""
         return [self._requests[key] for key in self._deadlines.pop_passed(now)]
 
     def check_integrity(self) -> None:

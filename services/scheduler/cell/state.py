@@ -1,4 +1,4 @@
-"""A moment of the cell, for people and dashboards: data only."""
+"""A snapshot of the cell, for people and dashboards: data only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.scheduler.core.policy import SchedulerCounters
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """One DP rank. Without a worker it has no blocks, and nobody. `num_steps` go on counting."""
+    """One DP rank. Without a worker it has no blocks and no sequences; `num_steps` is cumulative."""
 
     rank: int
     is_attached: bool
@@ -25,9 +25,9 @@ class RankState:
 
 @dataclass(frozen=True, slots=True)
 class CellState:
-    """The cell: `ready` when any rank is attached; numbers are sums over the ranks.
+    """The cell; `ready` when any rank is attached. Numbers are sums over the ranks.
 
-    `num_waiting` includes those who wait for a rank. `counters` go on counting.
+    `num_waiting` includes unplaced sequences. `counters` are cumulative.
     """
 
     ready: bool

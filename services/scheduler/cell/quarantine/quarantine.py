@@ -1,4 +1,4 @@
-"""Gives suspects a failure domain to themselves, one group after the other."""
+"""Gives suspects a failure domain to themselves, one group at a time."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ TRIAL_DEPTH = 1
 
 
 class Quarantine:
-    """Which domain tries which suspects, and who may be on which rank meanwhile.
+    """Decides which domain tries which suspects, and which requests may be on which rank in the meantime.
 
-    A trial holds its domain: nobody else is there, and one step is in flight at a time. A domain with nothing to do
-    takes the next group at once, such as the one that was lost and is back; one whose trial is over goes on with the
-    next. Of those at work the first takes a group once it has waited for `suspect_patience_s` and no domain tries: the
-    domain that was lost may never come back.
+    A trial reserves its domain: no other request is there, and one step is in flight at a time. An idle domain takes
+    the next group at once, for instance the one that was lost and is attached again; a domain whose trial is over takes
+    the next group as well. A busy domain takes a group only once that has waited for `suspect_patience_s` and no domain
+    is reserved, because the lost domain may never return.
 
-    Invariant: a reserved domain has a trial, or waits for its steps in flight and sends none, to be emptied for one.
+    Invariant: a reserved domain has a trial, or is held (sends no steps) until its steps in flight have returned and it
+    can be emptied for one.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Quarantine:
         return bool(self.suspects) or bool(self._reserved)
 
     def open_ranks(self) -> list[Rank]:
-        """The ranks that take whoever is no suspect."""
+        """The ranks that take requests which are not suspects."""
         return [
             rank
             for domain in self._domains
@@ -50,7 +51,7 @@ class Quarantine:
         ]
 
     def ranks_for(self, request_id: str) -> list[Rank]:
-        """The ranks that may take a request now; none when it must wait."""
+        """The ranks that may take a request now; empty when it must wait."""
         if request_id not in self.suspects:
             return self.open_ranks()
         return [
@@ -61,31 +62,31 @@ class Quarantine:
         ]
 
     def is_on(self, domain: Domain) -> bool:
-        """Whether suspects are tried on a domain."""
+        """Whether a domain has a trial."""
         return domain.number in self.suspects.trying_domains
 
     def on_attached(self, domain: Domain) -> None:
-        """A domain holds nobody and waits for steps."""
+        """A domain was attached: it has no sequences and waits for steps."""
         domain.set_depth(self._policy.max_steps_in_flight)
         self._has_opened = True
 
     def take_has_opened(self) -> bool:
-        """Whether ranks were opened since this was asked the last time."""
+        """Whether ranks were opened since the last call."""
         has_opened, self._has_opened = self._has_opened, False
         return has_opened
 
     def on_lost(self, domain: Domain, in_flight: list[str], now: float) -> str | None:
-        """A domain was lost, in steps that held these requests; see `Suspects.accuse`."""
+        """A domain was lost with these requests in its steps in flight; see `Suspects.accuse`."""
         self._reserved.discard(domain)
         poison = self.suspects.accuse(domain.number, in_flight, now)
         self._counters.num_poison_requests += poison is not None
         return poison
 
     def advance(self, now: float) -> Iterator[tuple[Domain, list[str]]]:
-        """End trials that are over, and begin those that can.
+        """End trials that are over, and begin those that can begin.
 
         Yields:
-            A domain without a step in flight, and the requests that are to be alone on it now.
+            A domain without a step in flight, and the requests that must be alone on it now.
         """
         self.suspects.drop_ended({suspect for suspect in self.suspects.ids() if not self._is_alive(suspect)})
         for domain in self._domains:
@@ -106,10 +107,10 @@ class Quarantine:
         self.suspects.check_integrity()
         reserved = {domain.number for domain in self._reserved}
         assert set(self.suspects.trying_domains) <= reserved, "a trial that holds no domain"
-        assert all(self.is_on(domain) or domain.is_held for domain in self._reserved), "a domain is held for nobody"
+        assert all(self.is_on(domain) or domain.is_held for domain in self._reserved), "a domain held without a trial"
 
     def _may_disturb(self, now: float) -> bool:
-        """Whether the next group may take a domain that is at work."""
+        """Whether the next group may take a busy domain."""
         group = self.suspects.next_group
         return group is not None and not self._reserved and now >= group.since + self._policy.suspect_patience_s
 

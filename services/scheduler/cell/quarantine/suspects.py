@@ -1,6 +1,6 @@
-"""Which request kills its worker: suspects are tried by halves, until one is alone.
+"""Finds the request that crashes its worker: suspects are tried by halves, until one is alone.
 
-Plain data: who they are, and who is tried next. `quarantine` sees to it that a trial has its ranks to itself.
+Bookkeeping only: which requests are suspects, and which are tried next. `quarantine` gives each trial its own ranks.
 """
 
 from __future__ import annotations
@@ -8,31 +8,30 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-# A request that was alone in so many crashed steps, with no decode step of it returned in between, is poison.
+# A request that was alone in this many crashed steps, without a decode step of it returning in between, is poison.
 MAX_CRASHES_ALONE = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Suspects that are tried together, by the ids of their requests, since when they wait."""
+    """Suspects that are tried together, by request id; they have been waiting since `since`."""
 
     request_ids: list[str]
     since: float
 
 
 class Suspects:
-    """Those that stood in a step which a worker did not survive, until a decode step of theirs returns.
+    """Requests that were in a step that its worker did not survive, until one of their decode steps returns.
 
-    A crash accuses the requests of its steps that had not returned. They are tried again by halves, each half alone
-    on its failure domain; who is in a decode step that returns is cleared. So each crash that one request causes halves
-    those that may have caused it: n suspects end after at most 3 + log2(n) crashes, the first one included, with one
-    request that was alone in two of them. Two crashes from outside in a row only ever name a request that was alone
-    both times, with nothing of it decoded in between.
+    A crash accuses the requests in its steps that had not returned. They are retried by halves, each half alone on a
+    failure domain; requests in a decode step that returns are cleared. So each crash caused by one request halves the
+    suspects: n suspects are resolved after at most 3 + log2(n) crashes, including the first, and the request found was
+    alone in two of them. Two unrelated crashes in a row can only condemn a request that was alone both times, without a
+    decode step in between.
 
     The choices of a request are tried together: they share a prompt, and fail together.
 
-    Invariant: a suspect stands in exactly one group, which waits, or is on trial on a domain. Source: DESIGN section 7,
-    "a request kills its worker".
+    Invariant: a suspect is in exactly one group, which is either waiting or on trial on a domain.
     """
 
     def __init__(self) -> None:
@@ -49,7 +48,7 @@ class Suspects:
 
     @property
     def next_group(self) -> Group | None:
-        """Who is tried next; None when nobody waits for it."""
+        """The group that is tried next; None when no group is waiting."""
         return self._waiting[0] if self._waiting else None
 
     @property
@@ -63,15 +62,13 @@ class Suspects:
         return trial is not None and request_id in trial.request_ids
 
     def accuse(self, domain: int, request_ids: list[str], now: float) -> str | None:
-        """Take in that a domain was lost in steps that held these requests; its trial, if there was one, is over.
+        """A domain was lost with these requests in its steps; its trial, if there was one, is over.
 
         Args:
-            domain: Which one.
-            request_ids: Of the steps that had not returned, each once. Nobody is accused when there are none.
-            now: The time.
+            request_ids: The requests in the steps that had not returned, each once. If empty, no request is accused.
 
         Returns:
-            The request that is poison, and no suspect any more; None when there is none yet.
+            The request found to be poison, which is no longer a suspect; None if none was found.
         """
         self.break_off(domain, now, but=frozenset(request_ids))
         if len(request_ids) == 1:
@@ -84,7 +81,7 @@ class Suspects:
         return None
 
     def clear(self, domain: int, request_ids: set[str]) -> None:
-        """Clear those of a domain's trial that stood in a decode step which has returned, or that have ended."""
+        """Clear the requests of a domain's trial that were in a returned decode step, or that have ended."""
         trial = self._trials[domain]
         for request_id in request_ids.intersection(trial.request_ids):
             self._forget(request_id)
@@ -95,12 +92,12 @@ class Suspects:
             del self._trials[domain]
 
     def begin_trial(self, domain: int) -> list[str]:
-        """Put the next group on trial on a domain that has none; returns its requests."""
+        """Put the next group on trial on a domain that has no trial; returns its requests."""
         group = self._trials[domain] = self._waiting.popleft()
         return group.request_ids
 
     def break_off(self, domain: int, now: float, *, but: frozenset[str] = frozenset()) -> None:
-        """Let a domain's trial, if there is one, wait to be tried again, without those that are named."""
+        """End a domain's trial, if any, and queue its requests again, except those in `but`."""
         trial = self._trials.pop(domain, None)
         if trial is None:
             return
@@ -109,7 +106,7 @@ class Suspects:
             self._waiting.appendleft(Group(left, now))
 
     def drop_ended(self, ended: set[str]) -> None:
-        """Forget requests that have ended while they waited."""
+        """Forget requests that have ended."""
         self._waiting = deque(
             Group(left, group.since)
             for group in self._waiting
@@ -128,9 +125,9 @@ class Suspects:
         """Assert the class's invariant."""
         groups = [*self._waiting, *self._trials.values()]
         standing = [request_id for group in groups for request_id in group.request_ids]
-        assert len(standing) == len(set(standing)), "a suspect stands in two groups"
+        assert len(standing) == len(set(standing)), "a suspect is in two groups"
         assert set(standing) == self._ids, "suspects"
-        assert self._num_crashes_alone.keys() <= self._ids, "crashes of who is no suspect"
+        assert self._num_crashes_alone.keys() <= self._ids, "crashes of a request that is not a suspect"
         assert all(group.request_ids for group in groups), "an empty group"
 
     def _accuse_alone(self, request_id: str, now: float) -> str | None:

@@ -166,7 +166,7 @@ def test_a_step_that_takes_too_long_ends_the_epoch() -> None:
     late = driver.worker.run(driver.sent.pop(0))
     assert pass_time(driver, MIN_STEP_S - 0.1) == []
     [drop] = pass_time(driver, 0.1 + HEARTBEAT_S)
-    assert drop == DropDomain(0, 1, "rank 0 neither answers a step nor gets on")
+    assert drop == DropDomain(0, 1, "rank 0 neither answers a step nor makes progress")
     assert driver.on_event(StepReturned(0, late)) == []
     driver.attach()
     driver.run()

@@ -181,7 +181,7 @@ def test_a_rank_of_another_model_is_sent_away(change: dict[str, object]) -> None
     driver = EngineDriver(topology=UNCOUPLED, attach=False)
     driver.attach(0)
     [drop] = driver.attach(1, **change)
-    assert drop == DropDomain(1, 2, "it serves another model")
+    assert drop == DropDomain(1, 2, "it serves a different model")
     assert [rank.is_attached for rank in driver.engine.state().ranks] == [True, False, False]
 
 

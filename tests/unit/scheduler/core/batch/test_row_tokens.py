@@ -92,10 +92,10 @@ def test_one_token_to_as_many_as_drafts_allow_make_sense(runs: list[list[int]], 
 @pytest.mark.parametrize(
     ("runs", "num_left", "problem"),
     [
-        ([[1, 2, 3, 4, 5], [6]], (9, 9), "a number of tokens is out of range"),
-        ([[], [6]], (9, 9), "a sequence gets no token, or one behind its last"),
-        ([[1, 2], [6]], (1, 9), "a sequence gets no token, or one behind its last"),
-        ([[1]], (9, 9), "1 numbers of tokens for 2 rows"),
+        ([[1, 2, 3, 4, 5], [6]], (9, 9), "a token count is out of range"),
+        ([[], [6]], (9, 9), "a sequence gets no token, or more than it may have"),
+        ([[1, 2], [6]], (1, 9), "a sequence gets no token, or more than it may have"),
+        ([[1]], (9, 9), "1 token counts for 2 rows"),
     ],
 )
 def test_numbers_that_no_sequence_can_get_are_nonsense(
@@ -108,9 +108,9 @@ def test_numbers_that_no_sequence_can_get_are_nonsense(
 
 def test_numbers_that_do_not_add_up_are_nonsense() -> None:
     told = RowTokens(np.arange(2), column(1, 2, 3), column(1, 1))
-    assert told.find_bad_counts(make_slots(9, 9), column()) == "3 tokens for rows of 2"
+    assert told.find_bad_counts(make_slots(9, 9), column()) == "3 tokens for rows that count 2"
     told = RowTokens(np.arange(2), column(1, 2, 3), column(4, -1))
-    assert told.find_bad_counts(make_slots(9, 9), column()) == "a number of tokens is out of range"
+    assert told.find_bad_counts(make_slots(9, 9), column()) == "a token count is out of range"
     plain = RowTokens(np.arange(2), column(1, 2, 3))
     assert plain.find_bad_counts(make_slots(9, 9, num_draft_tokens=0), column()) == "3 tokens for 2 rows"
 
