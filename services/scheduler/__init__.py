@@ -1,1 +1,1 @@
-"""The scheduler service: it decides what every GPU computes next, and tells the tokenizers what came of it."""
+"""The scheduler service: it decides what every GPU computes next, and sends the results to the tokenizers."""

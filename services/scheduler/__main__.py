@@ -20,7 +20,7 @@ from shared.metrics import serve_metrics
 
 logger = logging.getLogger(__name__)
 
-# For the last words to clients.
+# Time for the last messages to clients.
 _STOP_GRACE_S = 0.5
 
 
@@ -41,7 +41,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> int:
     tasks = [cell.run_worker_links(), collect_garbage_between_steps(cell.is_idle), stop.wait(), cell.failed.wait()]
     ends = [asyncio.create_task(task) for task in tasks]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    # Everything that waits ends by cancellation; what ended by itself with an exception did so by a bug.
+    # Whatever is still waiting ends by cancellation; an exception in a task that ended by itself is a bug.
     cell.close()
     for task in ends:
         task.cancel()
@@ -56,7 +56,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> int:
 
 
 async def _serve_metrics(settings: SchedulerSettings, cell: CellServer) -> asyncio.AbstractServer | None:
-    """Serve metrics where the settings say; None when they do not.
+    """Serve metrics if an address is configured; returns None otherwise.
 
     Raises:
         RuntimeError: the address is taken or not usable.
@@ -70,7 +70,7 @@ async def _serve_metrics(settings: SchedulerSettings, cell: CellServer) -> async
 
 
 def main() -> int:
-    """The service's process."""
+    """Run the service's process; returns its exit code."""
     settings = load_settings(SchedulerSettings)
     configure_logging(service="scheduler", level=settings.log_level, log_format=settings.log_format)
     log_settings(settings)

@@ -13,21 +13,21 @@ from services.scheduler.core.queue.waiting_queue import QueuePolicy
 from services.scheduler.core.retraction import RetractionPolicy
 from shared.config import Address, Addresses, LocalAddress, ServiceSettings, load_settings
 
-# As the workers propose.
+# Take what the workers propose.
 Auto = Literal["auto"]
 
-# A worker's proposal may be less than a prompt, which without chunks has to fit a step. ATOM's default.
+# ATOM's default. Without chunks a prompt has to fit a step, and a worker may propose less than that.
 _TOKENS_WITHOUT_CHUNKS = 16384
 
 
 class SchedulerSettings(ServiceSettings):
-    """What the scheduler can be told; names and defaults follow ATOM."""
+    """The scheduler's settings; names and defaults follow ATOM."""
 
     model_config = SettingsConfigDict(env_prefix="LOCKSTEP_SCHEDULER_", cli_prog_name="python -m services.scheduler")
 
     listen: LocalAddress = Field(
         default="127.0.0.1:50052",
-        description="Address for clients that bring tokens, and for `lockstep top`: unix:PATH, or HOST:PORT on "
+        description="Address for clients that send token ids, and for `lockstep top`: unix:PATH, or HOST:PORT on "
         "loopback.",
     )
     cell_listen: LocalAddress = Field(
@@ -35,31 +35,32 @@ class SchedulerSettings(ServiceSettings):
         description="Address for tokenizer services and operators: unix:PATH, or HOST:PORT on loopback.",
     )
     insecure_cell_bind: Address | None = Field(
-        default=None, description="Serve unencrypted on this address instead of --cell-listen, whoever can reach it."
+        default=None,
+        description="Serve the cell unencrypted on this address instead of --cell-listen, to anyone who can reach it.",
     )
     workers: Addresses = Field(
         default=("127.0.0.1:50053",),
-        description="Addresses of the groups' first workers, by DP rank and with commas between them.",
+        description="Addresses of the groups' first workers, by DP rank, separated by commas.",
     )
     coupled: bool = Field(
         default=False,
-        description="The workers share collectives over DP ranks (expert parallelism): they step in lockstep, and are "
+        description="The workers share collectives across DP ranks (expert parallelism): they run in lockstep and are "
         "one failure domain.",
     )
     worker_silence_s: float = Field(
         default=3.0,
         ge=1.0,
         allow_inf_nan=False,
-        description="A worker, or a tokenizer service, that gives no sign of life for so many seconds counts as lost.",
+        description="A worker or tokenizer service that sends no heartbeat for this many seconds counts as lost.",
     )
     metrics_listen: LocalAddress | None = Field(
-        default=None, description="Address to serve metrics for Prometheus on, as GET /metrics over HTTP."
+        default=None, description="Address for Prometheus metrics, served as GET /metrics over HTTP."
     )
-    max_num_seqs: int = Field(default=512, ge=1, le=65536, description="Most sequences that run at once.")
+    max_num_seqs: int = Field(default=512, ge=1, le=65536, description="Maximum number of running sequences.")
     max_num_batched_tokens: Annotated[int, Field(ge=1)] | Auto = Field(
         default="auto",
-        description="Most tokens computed in one step: its token budget. With auto, prompt tokens alone are counted, "
-        "and the worker proposes how many: 512 on a CPU, 16384 on a GPU; 16384 without --enable-chunked-prefill.",
+        description="Token budget: the most tokens computed in one step. With auto, only prompt tokens are counted, "
+        "and the worker proposes the limit: 512 on a CPU, 16384 on a GPU; 16384 without --enable-chunked-prefill.",
     )
     kv_cache_block_size: int = Field(default=16, description="Tokens per KV block: 1, or a multiple of 16.")
     enable_prefix_caching: bool = Field(default=True, description="Share the KV blocks of equal prefixes.")
@@ -71,7 +72,7 @@ class SchedulerSettings(ServiceSettings):
     )
 
     max_steps_in_flight: int = Field(
-        default=2, ge=1, le=8, description="Steps sent before the first of them has returned; 1 is no overlap."
+        default=2, ge=1, le=8, description="Maximum number of steps sent but not returned; 1 means no overlap."
     )
 
     enable_chunked_prefill: bool = Field(
@@ -79,70 +80,72 @@ class SchedulerSettings(ServiceSettings):
     )
     enable_mixed_steps: bool | Auto = Field(
         default="auto",
-        description="Let decodes join prefill steps, and prompts fill what they leave of the budget: true, false, or "
-        "as the worker proposes: on a CPU yes, on a GPU no.",
+        description="Let decodes share a step with prompts, which fill what the decodes leave of the budget: true, "
+        "false, or auto (the worker proposes: yes on a CPU, no on a GPU).",
     )
 
     queue_policy: Literal["fcfs", "priority", "longest_prefix"] = Field(
         default="fcfs",
-        description="Who goes first: by arrival, by the request's priority (a higher one may preempt a lower one), or "
-        "by the most cached tokens.",
+        description="Which request goes first: by arrival, by priority (a higher one may preempt a lower one), or by "
+        "the most cached tokens.",
     )
     max_queue_age_s: float = Field(
         default=10.0,
         ge=0.0,
         allow_inf_nan=False,
-        description="Whoever has waited longer goes first by any policy, in the order of arrival. Seconds.",
+        description="Requests that have waited longer than this, in seconds, go first under any policy, by arrival.",
     )
     admission_policy: Literal["plain", "look_ahead"] = Field(
         default="plain",
-        description="When a prompt is let in: when its blocks are free, or when what all that run are expected to need "
-        "is free as well.",
+        description="When a prompt may enter: when its blocks are free (plain), or when the expected growth of all "
+        "running requests fits as well (look_ahead).",
     )
     retraction_policy: Literal["last_in", "fewest_output_tokens"] = Field(
-        default="last_in", description="Who gives way when blocks run out."
+        default="last_in", description="Which request is preempted when blocks run out."
     )
     enable_sharing_in_step: bool = Field(
         default=True,
-        description="Let a prompt share blocks that the same step computes; else it waits for the next step.",
+        description="Let a prompt share blocks computed by the same step; otherwise it waits for the next step.",
     )
     placement_tokens_per_seq: int = Field(
         default=256,
         ge=0,
-        description="A request goes to the DP rank that has most of its prompt cached, unless it has more to do: "
-        "so many cached tokens outweigh one more request.",
+        description="A request goes to the DP rank with most of its prompt cached, unless that rank is busier: this "
+        "many cached tokens outweigh one more request.",
     )
     max_prefill_wait_steps: int = Field(
         default=0,
         ge=0,
-        description="With --coupled: most decode steps that a prompt waits for other ranks to have one as well, so "
-        "that fewer ranks idle meanwhile.",
+        description="With --coupled: the most decode steps that a prompt waits until other ranks have one too, so that "
+        "fewer ranks idle.",
     )
     max_waiting_requests: int = Field(
         default=1024,
         ge=1,
-        description="Most requests that wait for their first step, each choice counted; more are refused at once.",
+        description="Most requests waiting for their first step, counting each choice; more are refused at once.",
     )
     max_waiting_tokens: int = Field(
-        default=2_000_000, ge=1, description="Most prompt tokens that wait for their first step, likewise."
+        default=2_000_000,
+        ge=1,
+        description="Most prompt tokens waiting for their first step; more are refused at once.",
     )
     max_prompt_logprob_bytes: int = Field(
         default=256 * 1024 * 1024,
         ge=1,
-        description="Most bytes that the log-probabilities of prompts may come to, over all requests in flight; more "
-        "are refused at once.",
+        description="Most bytes of prompt log-probabilities over all requests in flight; requests beyond that are "
+        "refused at once.",
     )
     max_unread_s: float = Field(
         default=30.0,
         gt=0.0,
         allow_inf_nan=False,
-        description="A client that takes nothing of its answer for so many seconds loses it.",
+        description="A client that reads nothing of its answer for this many seconds loses it.",
     )
 
     fail_on_token: int | None = Field(
         default=None,
         ge=0,
-        description="For tests of recovery only: the process dies when a prompt with this token is submitted.",
+        description="For recovery tests only: the process dies when a prompt with this token is submitted.",
     )
 
     @model_validator(mode="after")
@@ -153,7 +156,7 @@ class SchedulerSettings(ServiceSettings):
 
     @model_validator(mode="after")
     def _check_budget(self) -> SchedulerSettings:
-        # A decode step has a token for each sequence that runs; with auto they do not count.
+        # A decode step has one token per running sequence; with auto these are not counted.
         if self.max_num_batched_tokens != "auto" and self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError("--max-num-batched-tokens must be at least --max-num-seqs")
         return self
@@ -207,7 +210,7 @@ class SchedulerSettings(ServiceSettings):
 
     @property
     def topology(self) -> CellTopology:
-        """The DP ranks, and which of them stand and fall together."""
+        """The DP ranks, and which of them fail together."""
         return CellTopology(len(self.workers), is_coupled=self.coupled and len(self.workers) > 1)
 
     @property

@@ -1,4 +1,4 @@
-"""Makes the cell of a scheduler's process: its engine, and links over gRPC to its workers."""
+"""Makes the cell of a scheduler process: its engine, and gRPC links to its workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler's metrics, named after vLLM's: read from the engine when somebody asks, never on the step path."""
+"""The scheduler's metrics, named after vLLM's: read from the engine when scraped, never on the step path."""
 
 from __future__ import annotations
 
@@ -17,12 +17,7 @@ from services.scheduler.server.idle_check import IdleCheck
 
 
 def make_registry(engine: Engine, idle_check: IdleCheck) -> CollectorRegistry:
-    """A registry with the metrics of a cell and those of this process: CPU time, memory, start, open files.
-
-    Args:
-        engine: The cell's.
-        idle_check: The one of its books.
-    """
+    """Make a registry with the metrics of a cell and of this process: CPU time, memory, start time, open files."""
     registry = CollectorRegistry()
     registry.register(CellCollector(engine, idle_check))
     ProcessCollector(registry=registry)
@@ -30,7 +25,7 @@ def make_registry(engine: Engine, idle_check: IdleCheck) -> CollectorRegistry:
 
 
 class CellCollector(Collector):
-    """All metrics of a cell, of one moment. Counters start at 0 with the process; no label comes from a client."""
+    """All metrics of a cell, from one snapshot. Counters start at 0 with the process; no label comes from a client."""
 
     def __init__(self, engine: Engine, idle_check: IdleCheck) -> None:
         self._engine = engine
@@ -40,7 +35,7 @@ class CellCollector(Collector):
         """See the library's `Collector`."""
         state = self._engine.state()
         attached = GaugeMetricFamily(
-            "lockstep_worker_attached", "Whether the rank's workers are attached, 1 or 0.", labels=["rank"]
+            "lockstep_worker_attached", "Whether the rank's workers are attached (1) or not (0).", labels=["rank"]
         )
         for rank in state.ranks:
             attached.add_metric([str(rank.rank)], int(rank.is_attached))
@@ -52,32 +47,30 @@ class CellCollector(Collector):
         yield from _draft_metrics(state.counters)
         yield CounterMetricFamily(
             "lockstep_integrity_checks",
-            "Checks of the scheduler's own books, made when idle.",
+            "Checks of the scheduler's internal state, made when idle.",
             self._idle_check.num_checks,
         )
         yield CounterMetricFamily(
-            "lockstep_integrity_failures", "Of those, checks that failed: a bug.", self._idle_check.num_failures
+            "lockstep_integrity_failures", "Integrity checks that failed, each a bug.", self._idle_check.num_failures
         )
 
 
 def _request_metrics(state: CellState) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "lockstep_num_requests_waiting",
-        "Choices of requests that wait for their first step, or to be prefilled again.",
+        "Choices waiting for their first step, or to be prefilled again.",
         state.num_waiting,
     )
-    running = GaugeMetricFamily(
-        "lockstep_num_requests_running", "Choices of requests that hold KV blocks.", labels=["rank"]
-    )
+    running = GaugeMetricFamily("lockstep_num_requests_running", "Choices that hold KV blocks.", labels=["rank"])
     for rank in state.ranks:
         running.add_metric([str(rank.rank)], rank.num_running)
     yield running
     yield CounterMetricFamily(
-        "lockstep_requests_finished", "Choices of requests that ended, by whatever reason.", state.counters.num_finished
+        "lockstep_requests_finished", "Choices that ended, for any reason.", state.counters.num_finished
     )
     yield CounterMetricFamily(
         "lockstep_preemptions",
-        "Times a choice that ran gave its KV blocks back and went to the front of the queue.",
+        "Times a running choice gave its KV blocks back and was queued again, at its place by arrival.",
         state.counters.num_preemptions,
     )
 
@@ -86,7 +79,7 @@ def _kv_cache_metrics(state: CellState) -> Iterator[Metric]:
     usage = GaugeMetricFamily("lockstep_kv_cache_usage_ratio", "Used KV blocks over all, 0 to 1.", labels=["rank"])
     blocks = GaugeMetricFamily(
         "lockstep_kv_cache_blocks",
-        "KV blocks by state, together the pool: used, cached (free, with a prefix somebody may ask for), blank (free).",
+        "KV blocks by state, in sum the pool: used, cached (free, findable by their prefix), blank (free).",
         labels=["rank", "state"],
     )
     for rank in state.ranks:
@@ -100,18 +93,18 @@ def _kv_cache_metrics(state: CellState) -> Iterator[Metric]:
     yield GaugeMetricFamily("lockstep_kv_cache_block_size_tokens", "Tokens per KV block.", state.block_size)
     yield CounterMetricFamily(
         "lockstep_prefix_cache_queries",
-        "Tokens that prefills asked the prefix cache for.",
+        "Tokens looked up in the prefix cache by prefills.",
         state.counters.num_prefix_queried_tokens,
     )
     yield CounterMetricFamily(
-        "lockstep_prefix_cache_hits", "Of those, tokens found in it.", state.counters.num_prefix_hit_tokens
+        "lockstep_prefix_cache_hits", "Tokens found in the prefix cache.", state.counters.num_prefix_hit_tokens
     )
 
 
 def _step_metric(state: CellState) -> Metric:
     metric = CounterMetricFamily(
         "lockstep_steps",
-        "Steps sent to workers, by kind; a dummy computes nothing for anybody, but other ranks need a partner.",
+        "Steps sent to workers, by kind; a dummy computes nothing, but collectives of other ranks need it.",
         labels=["rank", "kind"],
     )
     for rank in state.ranks:
@@ -130,18 +123,18 @@ def _recovery_metrics(counters: SchedulerCounters) -> Iterator[Metric]:
     sums = itertools.accumulate(counters.recoveries_by_s)
     yield HistogramMetricFamily(
         "lockstep_recovery_seconds",
-        "From the loss of workers until each request that they computed has another token, or has ended.",
+        "Time from the loss of workers until each request they were computing has another token or has ended.",
         buckets=list(zip(bounds, sums, strict=True)),
         sum_value=counters.recovery_s,
     )
     yield CounterMetricFamily(
         "lockstep_replayed_tokens",
-        "Greedy completion tokens that were computed again for requests that came back.",
+        "Greedy completion tokens that were recomputed for resumed requests.",
         counters.num_replayed_tokens,
     )
     yield CounterMetricFamily(
         "lockstep_replay_mismatches",
-        "Of those, tokens that are not the likeliest of their place this time.",
+        "Replayed tokens that were not the likeliest at their position this time.",
         counters.num_replay_mismatches,
     )
     yield CounterMetricFamily(
@@ -151,7 +144,7 @@ def _recovery_metrics(counters: SchedulerCounters) -> Iterator[Metric]:
     )
     yield CounterMetricFamily(
         "lockstep_late_results",
-        "Results of steps that came when their workers had been given up, or a second time.",
+        "Step results that arrived twice, or after their workers had been given up.",
         counters.num_late_results,
     )
 
@@ -162,6 +155,6 @@ def _draft_metrics(counters: SchedulerCounters) -> Iterator[Metric]:
     )
     yield CounterMetricFamily(
         "lockstep_spec_decode_num_accepted_tokens",
-        "Of those, tokens that turned out to be the ones drawn.",
+        "Draft tokens that were accepted.",
         counters.num_accepted_tokens,
     )

@@ -137,8 +137,7 @@ class Postprocessor:
     def _cut_failed(
         self, rows: RowTokens, failed_rows: IntColumn, is_usable: _Mask
     ) -> tuple[RowTokens, list[Sequence]]:
-        """Drop the meaningless last tokens of rows whose grammar failed; a row without any other token becomes
-        unusable.
+        """Drop the meaningless last token of rows whose grammar failed; a row without another becomes unusable.
 
         Returns:
             The rows, and the sequences that fail after their remaining tokens unless those contain a stop.
@@ -166,8 +165,7 @@ class Postprocessor:
         outputs: OutputsByClient,
         now: float,
     ) -> None:
-        """Fail the requests of these rows that have not ended. Their KV blocks are hidden from the prefix cache and
-        their tokens are discarded.
+        """Fail the unfinished requests of these rows, discard their tokens and hide their KV from the prefix cache.
 
         The blocks of a request that has ended since, for instance by an abort, are just as bad and are hidden too.
         """

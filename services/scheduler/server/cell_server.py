@@ -1,7 +1,7 @@
-"""The asyncio shell around the engine: it turns messages into events and actions into messages.
+"""The asyncio shell around the engine: turns messages into events and actions into messages.
 
-It decides nothing. One event loop, no second thread: a busy Python thread beside it would cost the step path
-milliseconds.
+It decides nothing. Everything runs in one event loop without a second thread, since another busy Python thread would
+cost the step path milliseconds.
 """
 
 from __future__ import annotations
@@ -43,29 +43,26 @@ from shared.heartbeat import Silence
 
 logger = logging.getLogger(__name__)
 
-# A replica that does not read for this long loses its stream: the steps never wait for it.
+# A replica that does not read for this long loses its stream: steps never wait for it.
 MAX_UNREAD_S = 5.0
-# What was queued for a replica when its link was closed leaves within this time, or never.
+# How long messages queued when a link is closed may take to leave; after that they are dropped.
 LAST_WORDS_S = 0.5
 
 
 class ClientLink:
-    """One replica's stream as the shell sees it: messages to send, and in the end why there are no more.
-
-    Attributes:
-        closed: Once the link is closed, the error that the stream ends with, or None for OK.
-    """
+    """One replica's stream: the messages to send, and finally the reason why there are no more."""
 
     def __init__(self, number: int, on_close: Callable[[], None], silence_s: float = math.inf) -> None:
         """Make a link in the running event loop.
 
         Args:
             number: The engine's number for the replica.
-            on_close: Called in a turn of its own once the link is closed, whoever closed it.
-            silence_s: A replica that has given signs of life and gives none for so long loses its link.
+            on_close: Called in a later turn of the event loop once the link is closed, from either side.
+            silence_s: A replica that has sent heartbeats and then sends none for this long loses its link.
         """
         self.number = number
         self.closed: asyncio.Future[ServiceError | None] = asyncio.get_running_loop().create_future()
+        """Once the link is closed, the error that the stream ends with, or None for OK."""
         self._on_close = on_close
         self._silence = Silence(silence_s)
         self._gives_signs = False
@@ -74,28 +71,28 @@ class ClientLink:
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing more will be sent than what is queued."""
+        """Whether nothing will be sent beyond what is queued."""
         return self.closed.done()
 
     def send(self, message: Message, now: float) -> None:
-        """Queue a message; the link is closed when its reader has taken none for too long."""
+        """Queue a message; closes the link if its reader has taken none for too long."""
         if self.is_closed:
             return
         if self._oldest_unread_at is not None and now - self._oldest_unread_at > MAX_UNREAD_S:
-            logger.warning("a replica does not read", extra={"client": self.number})
-            self.close(NotReadyError("the replica did not read"))
+            logger.warning("a replica is not reading its stream", extra={"client": self.number})
+            self.close(NotReadyError("the replica was not reading its stream"))
             return
         if self._oldest_unread_at is None:
             self._oldest_unread_at = now
         self._outbox.put_nowait((now, message))
 
     def hear(self) -> None:
-        """Note a sign of life."""
+        """Note a heartbeat from the replica."""
         self._silence.hear()
         self._gives_signs = True
 
     def beat(self, progress: int, now: float) -> None:
-        """Give a sign of life; the link is closed when its replica has given none for too long."""
+        """Send a heartbeat; closes the link if its replica has sent none for too long."""
         heartbeat = exchange_pb2.SchedulerHeartbeat(progress=progress)
         self.send(exchange_pb2.ExchangeResponse(heartbeat=heartbeat), now)
         if self._gives_signs and self._silence.beat() and not self.is_closed:
@@ -103,15 +100,15 @@ class ClientLink:
             self.close(NotReadyError("the replica was silent"))
 
     def close(self, error: ServiceError | None) -> None:
-        """End the stream after what is queued, if the replica takes that: with an error, or with OK."""
+        """End the stream with an error, or with OK; what is queued is sent first if the replica reads it."""
         if not self.is_closed:
             self.closed.set_result(error)
             self._outbox.put_nowait(None)
-            # Not now: the engine's actions may be in the middle of being carried out.
+            # In a later turn, because the engine's actions may be in the middle of being carried out.
             self.closed.get_loop().call_soon(self._on_close)
 
     async def messages(self) -> AsyncIterator[Message]:
-        """What to send, in order, until the link is closed."""
+        """The messages to send, in order, until the link is closed."""
         while (entry := await self._outbox.get()) is not None:
             self._oldest_unread_at, message = entry
             yield message
@@ -120,34 +117,31 @@ class ClientLink:
 
 
 class DomainLinks(Protocol):
-    """What is used of the links to a failure domain's groups; see `DomainClient`."""
+    """The part of `DomainClient` that is used here: the links to a failure domain's groups."""
 
     async def run(self) -> None:
         """Keep the domain attached until cancelled."""
 
     def send(self, rank: int, step: Step) -> None:
-        """Send a step of the present epoch to one of the domain's ranks, behind those before it."""
+        """Send a step of the current epoch to one of the domain's ranks, after those sent before."""
 
     def beat(self, progress: int) -> None:
-        """Give every group a sign of life."""
+        """Send every group a heartbeat."""
 
     def drop(self, epoch: int) -> None:
         """Break the links of an epoch that the engine has given up."""
 
 
 LinkDomain = Callable[[int, Callable[[Event], None], Callable[[Exit], None]], DomainLinks]
-"""Prepares the links to a domain, by its number; what comes of them goes to the first function, the wish to end to the
-second."""
+"""Prepares the links to a domain, given its number, a function that receives their events, and one that receives a
+request to exit."""
 
 
 class CellServer:
-    """Runs one engine: its links to replicas and to workers, and its door for direct calls.
+    """Runs one engine with its links to replicas and workers, and its direct clients.
 
-    Once the engine, or the attach of a domain, has asked for the end, or a bug has left the engine and the world
-    apart, nothing is done any more: `failed` is set.
-
-    Attributes:
-        bug: The exception that was the bug, or None while there was none.
+    Once the engine or the attach protocol asks to exit, or after a bug (the engine's state may no longer match the
+    outside world), nothing is done any more and `failed` is set.
     """
 
     def __init__(
@@ -163,18 +157,19 @@ class CellServer:
         """Make a cell in the running event loop.
 
         Args:
-            engine: What decides; nobody else tells it events.
-            link_domain: Prepares the links to a failure domain of the engine's.
-            instance_id: What this scheduler goes by.
-            health: Told when workers are attached, and when none are any more.
-            replica_silence_s: A replica that has given signs of life and gives none for so long is lost.
-            failpoint: For tests of recovery: looks at every event first.
+            engine: Receives events from this object only.
+            link_domain: Prepares the links to a failure domain.
+            instance_id: This scheduler's id.
+            health: Set to serving while any workers are attached.
+            replica_silence_s: A replica that has sent heartbeats and then sends none for this long is lost.
+            failpoint: For recovery tests: sees every event first.
         """
         self.instance_id = instance_id
         self.engine = engine
         self.direct_clients = DirectClients(lambda: self.engine.model_limits, self.on_event, self._default_sampling)
         self.failed = asyncio.Event()
         self.bug: Exception | None = None
+        """The exception that ended the cell, if it was a bug."""
         self._replica_silence_s = replica_silence_s
         self._health = health
         self._clients: dict[int, ClientLink] = {}
@@ -192,40 +187,40 @@ class CellServer:
 
     @property
     def num_clients(self) -> int:
-        """Replicas that are linked."""
+        """Number of connected replicas."""
         return len(self._clients)
 
     async def run_worker_links(self) -> None:
         """Keep the workers attached until cancelled, or until a bug ends the scheduler."""
-        # The first beat, which has the next ones follow.
+        # Triggers the first heartbeat, which schedules the next ones.
         self.on_event(TimePassed())
         try:
             async with asyncio.TaskGroup() as tasks:
                 for domain in self._domains:
                     tasks.create_task(domain.run())
         except ExceptionGroup as bugs:
-            logger.exception("the scheduler ends: a bug in the links to the workers")
+            logger.exception("the scheduler exits: a bug in the links to the workers")
             self._end_after_bug(bugs)
 
     def close(self) -> None:
-        """Tell all clients that this scheduler ends; they may bring their requests to the next one.
+        """Tell all clients that this scheduler ends, so that they can take their requests to the next one.
 
-        After a bug replicas are told nothing: one of their requests may be what this scheduler died of, and they find
-        it only among deaths that nobody explains.
+        After a bug, replicas are told nothing: one of their requests may have caused it, and they look for such a
+        request only when a scheduler dies without explanation.
         """
-        error = SchedulerLostError("the scheduler ends; send the request again, with its output so far")
+        error = SchedulerLostError("the scheduler is shutting down; resend the request with its output so far")
         self.direct_clients.close(error)
         if self.bug is None:
             for client in self._clients.values():
                 client.close(error)
 
     def is_idle(self) -> bool:
-        """Whether nothing runs and nothing waits."""
+        """Whether no request is running or waiting."""
         state = self.engine.state()
         return not state.num_running and not state.num_waiting
 
     def connect(self) -> ClientLink:
-        """Take in a replica; it is told about the cell as soon as there are workers."""
+        """Add a replica; it receives the cell's info as soon as there are workers."""
         number = next(self._client_numbers)
         client = ClientLink(number, lambda: self.disconnect(client), self._replica_silence_s)
         self._clients[number] = client
@@ -233,14 +228,14 @@ class CellServer:
         return client
 
     def disconnect(self, client: ClientLink) -> None:
-        """Forget a replica whose stream ended, or ends, and its requests; nothing happens the second time."""
+        """Remove a replica whose stream ends, and abort its requests; a second call does nothing."""
         if self._clients.pop(client.number, None) is not None:
             self.on_event(ClientGone(client.number))
 
     def on_event(self, event: Event) -> None:
-        """Hand an event to the engine and do what it says; it raises nothing.
+        """Hand an event to the engine and carry out its actions; never raises.
 
-        An exception is a bug, after which the engine's state may be another one than the world's: the process ends.
+        An exception is a bug after which the engine's state may not match the outside world, so the process ends.
         """
         if self.failed.is_set():
             return
@@ -249,7 +244,7 @@ class CellServer:
         try:
             self._handle(event)
         except Exception as bug:
-            logger.exception("the scheduler ends: a bug", extra={"event": type(event).__name__})
+            logger.exception("the scheduler exits: a bug", extra={"event": type(event).__name__})
             self._end_after_bug(bug)
 
     def _end_after_bug(self, bug: Exception) -> None:
@@ -264,7 +259,7 @@ class CellServer:
             self._perform(action)
         self._arm_timer()
         if not isinstance(event, TimePassed | WorkerHeard) or any(not isinstance(action, Beat) for action in actions):
-            # Signs of life come at any time, and are no work.
+            # Heartbeats come all the time and do not count as activity.
             self.idle_check.on_event(now)
         self._acceptance_log.on_event()
         if self.engine.is_ready != was_ready:
@@ -274,16 +269,16 @@ class CellServer:
                 self._send_cell_info(client)
 
     def _arm_timer(self) -> None:
-        """See that the engine is told when the time comes that it waits for.
+        """Make sure that the engine is woken when the time it waits for comes.
 
-        That time moves with every step: a timer that is early is left to run out and armed anew.
+        That time changes with every step, so a timer that is too early is left to fire and then set again.
         """
         wakeup = self.engine.next_wakeup()
         if self._timer is not None and self._timer_at <= wakeup:
             return
         if self._timer is not None:
             self._timer.cancel()
-        # The time is kept beside the handle: for one that is due at once uvloop's does not know it.
+        # The time is stored next to the handle, because uvloop's handle for an immediate call does not know it.
         self._timer, self._timer_at = self._loop.call_at(wakeup, self._on_timer), wakeup
 
     def _on_timer(self) -> None:
@@ -307,7 +302,7 @@ class CellServer:
                 self._beat(progress)
             case DropDomain(domain, epoch, reason):
                 ranks = list(self.engine.topology.ranks_of(domain))
-                logger.error("workers are given up", extra={"ranks": ranks, "epoch": epoch, "reason": reason})
+                logger.error("giving up workers", extra={"ranks": ranks, "epoch": epoch, "reason": reason})
                 self._domains[domain].drop(epoch)
             case Exit():
                 self._exit(action)
@@ -320,7 +315,7 @@ class CellServer:
             client.beat(progress, now)
 
     def _exit(self, exit_: Exit) -> None:
-        logger.error("the scheduler ends", extra={"reason": exit_.reason})
+        logger.error("the scheduler exits", extra={"reason": exit_.reason})
         self.failed.set()
 
     def _report_health(self) -> None:
@@ -329,12 +324,12 @@ class CellServer:
         update.add_done_callback(self._health_updates.discard)
 
     def _default_sampling(self) -> common_pb2.SamplingParams:
-        """What requests leave to the model."""
+        """The model's defaults for what requests leave open."""
         model = self.engine.model
         return common_pb2.SamplingParams.FromString(b"" if model is None else model.default_sampling)
 
     def _send_cell_info(self, client: ClientLink) -> None:
-        """Tell a replica about the cell; nothing until a worker has been attached for the first time."""
+        """Send a replica the cell's info; nothing until a worker has been attached for the first time."""
         model, limits = self.engine.model, self.engine.model_limits
         if model is None or limits is None:
             return

@@ -1,7 +1,7 @@
-"""The door for clients that tokenize themselves: `SchedulerService.Generate` and `Abort`.
+"""Serves clients that tokenize themselves: `SchedulerService.Generate` and `Abort`.
 
-To the engine all direct calls together are one client, whose handles are the calls' choices: however many there are,
-a step is told to one client more.
+To the engine, all direct calls together are a single client whose handles are the calls' choices, so each step has at
+most one more client to deliver to, however many calls there are.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from shared.request_fields import (
 
 logger = logging.getLogger(__name__)
 
-# The engine's number for all direct calls; replicas count from 1.
+# The engine's client number for all direct calls; replicas count from 1.
 DIRECT_CLIENT = 0
 
-# A response costs about 50 µs. The results of steps are let in between so many, at most half a millisecond late.
+# A response costs about 50 µs. After this many, step results get their turn, at most half a millisecond late.
 RESPONSES_PER_TURN = 8
 
 _MAX_FIRST_HANDLE = 2**32 - MAX_CHOICES
 
 
 class DirectClients:
-    """Brings direct calls to the engine and its outputs back to them.
+    """Passes direct calls to the engine, and its outputs back to them.
 
-    Invariant: a choice is here from its submission until its end or its abort, as the engine's is. A stream that has
-    news is in `_to_wake`, or awake and about to send them; while `_to_wake` holds any, a turn is due.
+    Invariant: a choice is here from its submission until its end or its abort, as in the engine. A stream with news is
+    in `_to_wake`, or awake and about to send it; while `_to_wake` is not empty, a turn is scheduled.
     """
 
     def __init__(
@@ -57,17 +57,17 @@ class DirectClients:
         on_event: Callable[[Event], None],
         default_sampling: Callable[[], common_pb2.SamplingParams] = common_pb2.SamplingParams,
     ) -> None:
-        """Open the door in the running event loop.
+        """Begin to accept calls in the running event loop.
 
         Args:
-            model_limits: Tells what requests are held to; None while no worker is attached.
-            on_event: Hands an event to the engine; by its return, what the engine says has been done.
-            default_sampling: Tells what requests leave to the model.
+            model_limits: Returns the limits for requests; None while no worker has been attached.
+            on_event: Hands an event to the engine; when it returns, the engine's actions have been carried out.
+            default_sampling: Returns the model's defaults for what requests leave open.
         """
         self._model_limits = model_limits
         self._default_sampling = default_sampling
         self._on_event = on_event
-        # Why no call is taken any more.
+        # The error for new calls, once closed.
         self._end: ServiceError | None = None
         self._next_handle = 1
         self._choices: dict[int, ChoiceStream] = {}
@@ -81,7 +81,10 @@ class DirectClients:
         *,
         time_left_s: float | None = None,
     ) -> None:
-        """Serve one call, whose client waits `time_left_s`, or for ever; when it is cancelled, so is its request.
+        """Serve one call; cancelling it aborts its request.
+
+        Args:
+            time_left_s: How long the client waits; None means for ever.
 
         Raises:
             ServiceError: the request is refused, or its answer ended with an error.
@@ -95,7 +98,7 @@ class DirectClients:
         submission = resolve_request(
             self._next_handle, request, limits, defaults=self._default_sampling(), time_left_s=time_left_s
         )
-        # Handles come from the start again when they run out: the calls that had those are over.
+        # Handles wrap around when they run out; by then the calls that had the first ones are over.
         self._next_handle = (self._next_handle + submission.n) % _MAX_FIRST_HANDLE
         stream = self._submit(submission)
         outcome = "INTERNAL"
@@ -112,10 +115,10 @@ class DirectClients:
             self._log_end(submission.request_id, stream, outcome, arrived_s)
 
     def abort(self, request: scheduler_pb2.AbortRequest) -> None:
-        """End a request, whichever client's; nothing happens when none has the id.
+        """End a request of any client; an unknown id is ignored.
 
         Raises:
-            InvalidRequestError: this can be nobody's id.
+            InvalidRequestError: the id is malformed.
         """
         violations: list[Violation] = []
         request_id = read_request_id(request.request_id, violations)
@@ -124,14 +127,14 @@ class DirectClients:
         self._on_event(AbortRequest(request_id))
 
     def close(self, error: ServiceError) -> None:
-        """End every call with an error, behind the tokens that came before; later ones at once."""
+        """End every call with an error, after the tokens before it; later calls get it at once."""
         self._end = error
         self.deliver(Outputs.only_ends([RequestEnd(handle, error=error) for handle in self._choices]))
 
     def deliver(self, outputs: Outputs) -> None:
-        """Hand out what the engine told the door; the calls send it in turns of their own.
+        """Distribute outputs of the engine to the calls, which send them in later turns of the event loop.
 
-        What is for a call that has just ended is dropped: its abort is on its way to the engine.
+        Outputs for a call that has just ended are dropped: its abort is on its way to the engine.
         """
         is_turn_due = bool(self._to_wake)
         for start in outputs.starts:
@@ -168,14 +171,14 @@ class DirectClients:
         return stream
 
     def _forget(self, submission: Submission) -> None:
-        """Abort a request of which a choice has not ended."""
+        """Abort a request unless all its choices have ended."""
         handles = range(submission.handle, submission.handle + submission.n)
         unfinished = [self._choices.pop(handle) for handle in handles if handle in self._choices]
         if unfinished:
             self._on_event(ClientMessage(DIRECT_CLIENT, aborts=[submission.handle]))
 
     def _with_news(self, choice: ChoiceStream) -> ChoiceStream:
-        """The choice, which is about to get news; a call that has some is waiting to be woken, or awake."""
+        """Return the choice, about to get news, and make sure that its call will be woken or is awake."""
         if not choice.call.has_news:
             choice.call.has_news = True
             self._to_wake.append(choice.call)
@@ -211,17 +214,15 @@ def resolve_request(
     defaults: common_pb2.SamplingParams | None = None,
     time_left_s: float | None = None,
 ) -> Submission:
-    """Check every field, and resolve what the request left open.
+    """Check every field, and resolve what the request leaves open.
 
-    One that brings the choices so far of an earlier call is a second attempt, however many there were: what is still
-    in flight of them ends when it is accepted.
+    A request with output from an earlier call is attempt 2, however many earlier calls there were: when it is accepted,
+    it replaces what is still in flight of them.
 
     Args:
         handle: That of its first choice.
-        request: What the client sent.
-        limits: The served model's.
-        defaults: The model's own sampling parameters, where it has any.
-        time_left_s: How long the client waits; None is for ever.
+        defaults: The model's own sampling parameters, if it has any.
+        time_left_s: How long the client waits; None means for ever.
 
     Raises:
         InvalidRequestError: naming the first bad fields.

@@ -1,4 +1,4 @@
-"""Between the messages of `Exchange` and the domain; statuses included."""
+"""Converts between the messages of `Exchange` and the engine's types, including statuses."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ PRIORITIES: dict[int, Priority] = {
 
 
 def decode_request(client: int, message: exchange_pb2.ExchangeRequest) -> ClientMessage:
-    """Parse what a replica sent.
+    """Parse a replica's message.
 
     Raises:
-        InvalidRequestError: a column is no multiple of its item's size, a cache salt is too long, or choices or
-            handles are more than there can be.
+        InvalidRequestError: the length of a column is not a multiple of 4 bytes, a cache salt is too long, or there are
+            too many choices or handles.
     """
     try:
         return ClientMessage(
@@ -54,7 +54,7 @@ def decode_request(client: int, message: exchange_pb2.ExchangeRequest) -> Client
 
 
 def encode_outputs(outputs: Outputs) -> exchange_pb2.Outputs:
-    """The message of one step's outputs to one replica."""
+    """Encode one step's outputs to one replica."""
     message = exchange_pb2.Outputs(
         handles=outputs.handles.astype(_HANDLE_DTYPE, copy=False).tobytes(),
         first_indexes=outputs.first_indexes.astype(TOKEN_DTYPE, copy=False).tobytes(),
@@ -78,12 +78,12 @@ def encode_outputs(outputs: Outputs) -> exchange_pb2.Outputs:
 def _decode_submit(submit: exchange_pb2.Submit) -> Submission:
     if len(submit.cache_salt) > MAX_CACHE_SALT_BYTES:
         raise ValueError(f"cache_salt has more than {MAX_CACHE_SALT_BYTES} bytes")
-    # One of an older replica has no number of choices.
+    # Submits of older replicas have no `n`.
     n = max(1, submit.n)
     if n > MAX_CHOICES or submit.handle + n - 1 > _MAX_HANDLE:
-        raise ValueError("n is more than there can be")
+        raise ValueError("n or the handle is out of range")
     if len(submit.choices_so_far) not in (0, n):
-        raise ValueError("choices_so_far is neither none nor one for each choice")
+        raise ValueError("choices_so_far must be empty or have one entry per choice")
     params = SamplingParams(
         max_tokens=submit.max_tokens,
         temperature=submit.temperature,
@@ -102,7 +102,7 @@ def _decode_submit(submit: exchange_pb2.Submit) -> Submission:
         submit.request_id,
         _column("prompt_token_ids", submit.prompt_token_ids),
         params,
-        # A class that only a newer replica knows is as good as none, and so is a field of an older one.
+        # A class unknown to this version is treated as normal, and so is an unset one from an older replica.
         priority=PRIORITIES.get(submit.priority, Priority.NORMAL),
         cache_salt=submit.cache_salt,
         attempt=max(1, submit.attempt),
@@ -130,13 +130,13 @@ def _token_ids(name: str, column: bytes) -> tuple[int, ...]:
 
 
 def _column(name: str, column: bytes) -> bytes:
-    """The column, which must hold whole items of 4 bytes.
+    """The column, checked to hold whole items of 4 bytes.
 
     Raises:
         ValueError: it does not.
     """
     if len(column) % TOKEN_DTYPE.itemsize:
-        raise ValueError(f"{name} is of a length that it cannot have")
+        raise ValueError(f"the length of {name} is not a multiple of 4 bytes")
     return column
 
 

@@ -1,4 +1,4 @@
-"""For tests of recovery: a request that kills the scheduler which takes it."""
+"""For recovery tests: a request that kills the scheduler it is submitted to."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ EXIT_CODE = 70
 
 
 class SubmitFailpoint:
-    """Ends the process, as a crash does, when a prompt with a certain token is submitted."""
+    """Ends the process, as a crash would, when a prompt with a certain token is submitted."""
 
     def __init__(self, token_id: int) -> None:
         self._token_id = token_id
 
     def check(self, event: Event) -> None:
-        """Look at what is submitted; may not return."""
+        """Look for the token in submitted prompts; may not return."""
         if not isinstance(event, ClientMessage):
             return
         for submission in event.submissions:

@@ -1,4 +1,4 @@
-"""The integrity check that runs while the cell has nothing to do."""
+"""The integrity check that runs while the cell is idle."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from services.scheduler.cell.engine import Engine
 logger = logging.getLogger(__name__)
 
 MIN_IDLE_S = 1.0
-# A check costs at most 1.2 µs a block, so a millisecond of idleness for each makes it a thousandth of idle time.
+# A check costs at most 1.2 µs per block, so with one millisecond of idleness per block it takes a thousandth of the
+# idle time.
 IDLE_S_PER_BLOCK = 1e-3
 
 
 class Timers(Protocol):
-    """The part of an event loop that is used."""
+    """The part of an event loop used here."""
 
     def time(self) -> float: ...
 
@@ -24,13 +25,13 @@ class Timers(Protocol):
 
 
 class IdleCheck:
-    """Checks the engine's integrity once in each idle period, and says so when it fails.
+    """Checks the engine's integrity once per idle period, and logs when that fails.
 
-    A period is idle once nothing runs or waits and no event has come for a second, or for a millisecond a block
-    when that is longer: the check holds up the event loop, and a request that comes meanwhile waits for it. With
-    all blocks cached it took 0.8 ms for 1000 blocks, 90 ms for 100 000 and 1.1 s for a million.
+    The cell is idle once nothing is running or waiting and no event has come for a second, or for a millisecond per
+    block if that is longer. The check blocks the event loop, and a request that arrives meanwhile has to wait. With all
+    blocks cached it took 0.8 ms for 1000 blocks, 90 ms for 100 000 and 1.1 s for a million.
 
-    Nothing polls: a timer runs at most once in that time while events come, and none does after the check.
+    There is no polling: while events come, a timer runs at most once per such period, and none runs after the check.
     """
 
     def __init__(self, engine: Engine, timers: Timers) -> None:
@@ -43,7 +44,7 @@ class IdleCheck:
         self._last_problem: str | None = None
 
     def on_event(self, now: float) -> None:
-        """Note that the engine took in an event at `now`."""
+        """Note that the engine handled an event at `now`."""
         self._last_event_at = now
         if not self._is_armed:
             self._arm(self._idle_s())
@@ -56,7 +57,7 @@ class IdleCheck:
         self._is_armed = False
         state = self._engine.state()
         if state.num_waiting or state.num_running:
-            # What ends their work is an event, which arms the timer again.
+            # The event that ends this work sets the timer again.
             return
         missing_s = self._last_event_at + self._idle_s() - self._timers.time()
         if missing_s > 0:
@@ -69,7 +70,7 @@ class IdleCheck:
         try:
             self._engine.check_integrity()
         except (AssertionError, LookupError) as error:
-            # Where books disagree, what one names may be missing in the other: hence LookupError.
+            # If structures disagree, a key of one may be missing in another: hence LookupError.
             self.num_failures += 1
             problem = f"{type(error).__name__}: {error}"
             if problem != self._last_problem:

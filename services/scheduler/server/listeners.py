@@ -1,4 +1,4 @@
-"""The scheduler's two listeners: the public door, and the one for its cell."""
+"""The scheduler's two servers: one for the public, one for its cell."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ CELL_SERVICES = (EXCHANGE_SERVICE, ADMIN_SERVICE)
 
 
 def make_servers(settings: SchedulerSettings, cell: CellServer, health: Health) -> tuple[grpc.aio.Server, ...]:
-    """Make both servers, the public one first, which has `health`; they are not started yet.
+    """Make both servers, the public one (which has `health`) first; they are not started yet.
 
-    Direct clients reach nothing that only the cell's own processes and its operators may call.
+    Direct clients cannot reach services meant for the cell's own processes and operators.
 
     Raises:
         RuntimeError: an address is taken or not usable.

@@ -1,4 +1,4 @@
-"""The RPCs of the scheduler: `Exchange` with tokenizer replicas, and what `SchedulerService` has for everybody."""
+"""The scheduler's RPCs: `Exchange` with tokenizer replicas, `SchedulerService`, and `SchedulerAdminService`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ExchangeServicer(exchange_pb2_grpc.ExchangeServiceServicer):
         self._cell = cell
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Serve on `server`."""
+        """Register with `server`."""
         exchange_pb2_grpc.add_ExchangeServiceServicer_to_server(self, server)
 
     async def Exchange(
@@ -45,8 +45,7 @@ class ExchangeServicer(exchange_pb2_grpc.ExchangeServiceServicer):
             asyncio.create_task(self._write(client, context)),
         ]
         try:
-            # Whatever ends a task closes the link, and a link that is closed does not wait for a replica that does
-            # not read.
+            # Any task that ends closes the link, and closing a link does not wait for a replica that is not reading.
             error = await asyncio.shield(client.closed)
             await asyncio.wait(tasks[1:], timeout=LAST_WORDS_S)
             if error is not None:
@@ -60,7 +59,7 @@ class ExchangeServicer(exchange_pb2_grpc.ExchangeServiceServicer):
         with _closing(client):
             async for message in requests:
                 if client.is_closed:
-                    # The engine has been told that the replica is gone, or is about to be: nothing would end this.
+                    # The engine knows, or will soon, that the replica is gone; nothing would end a new request.
                     return
                 if message.is_heartbeat:
                     client.hear()
@@ -68,17 +67,17 @@ class ExchangeServicer(exchange_pb2_grpc.ExchangeServiceServicer):
                     self._cell.on_event(decode_request(client.number, message))
 
     async def _write(self, client: ClientLink, context: grpc.aio.ServicerContext) -> None:
-        # Written, not yielded: a generator that is cancelled in the middle of a write ends only when it is collected,
-        # and the replica's requests would hold their blocks until then.
+        # Written, not yielded: a generator that is cancelled during a write ends only when it is garbage-collected, and
+        # the replica's requests would hold their blocks until then.
         with _closing(client), suppress(grpc.aio.BaseError):
-            # An error here says that the stream is over, which its handler is told as well.
+            # An error here means that the stream is over, which the handler is notified of as well.
             async for message in client.messages():
                 await context.write(message)
 
 
 @contextmanager
 def _closing(client: ClientLink) -> Iterator[None]:
-    """Close a replica's link when the block ends: with the error that ended it, a bug's without its text."""
+    """Close a replica's link when the block ends, with the error that ended it; the text of a bug is not sent."""
     try:
         yield
     except ServiceError as error:
@@ -91,15 +90,15 @@ def _closing(client: ClientLink) -> Iterator[None]:
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """Serves direct clients, and shows the cell to people and programs; the contracts are those of scheduler.proto."""
+    """Serves direct clients, and the cell's state to people and programs; see scheduler.proto for the contracts."""
 
     def __init__(self, cell: CellServer, max_unread_s: float) -> None:
-        """Serve `cell`; a client that takes nothing of its answer for `max_unread_s` loses it."""
+        """Serve `cell`; a client that reads nothing of its answer for `max_unread_s` loses it."""
         self._cell = cell
         self._max_unread_s = max_unread_s
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Serve on `server`."""
+        """Register with `server`."""
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, server)
 
     async def Generate(
@@ -169,19 +168,19 @@ def _describe_rank(rank: RankState) -> scheduler_pb2.RankSteps:
 
 
 class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServiceServicer):
-    """Serves operators; the contract is that of scheduler.proto."""
+    """Serves operators; see scheduler.proto for the contract."""
 
     def __init__(self, cell: CellServer) -> None:
         self._cell = cell
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Serve on `server`."""
+        """Register with `server`."""
         scheduler_pb2_grpc.add_SchedulerAdminServiceServicer_to_server(self, server)
 
     async def FlushPrefixCache(
         self, request: scheduler_pb2.FlushPrefixCacheRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.FlushPrefixCacheResponse:
-        """Forget every cached prefix."""
+        """Clear the prefix cache."""
         num_blocks = self._cell.engine.flush_prefix_cache()
         logger.info("the prefix cache was flushed", extra={"num_blocks": num_blocks})
         return scheduler_pb2.FlushPrefixCacheResponse(num_blocks=num_blocks)

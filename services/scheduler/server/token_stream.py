@@ -1,4 +1,4 @@
-"""One direct call's choices on their way to its client."""
+"""The choices of one direct call, on their way to its client."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from shared.errors import ServiceError
 
 Response = scheduler_pb2.SchedulerServiceGenerateResponse
 
-# Log-probabilities that one response holds: half a millisecond's work, and far below what a message may be.
+# Log-probabilities per response: half a millisecond's work, and far below the message size limit.
 MAX_ENTRIES = 512
 
 
 class ChoiceStream:
-    """What has piled up of one choice. It ends exactly once, by a finish or by an error."""
+    """The unsent output of one choice. It ends exactly once, with a finish or an error."""
 
     def __init__(self, call: TokenStream, choice: int, usage: common_pb2.Usage) -> None:
-        """Begin a choice; `usage` is what it has come to with earlier calls, and grows."""
+        """Begin a choice; `usage` starts with what earlier calls produced and is updated in place."""
         self.call = call
         self.choice = choice
         self.usage = usage
         self.token_ids: list[int] = []
         self.logprobs: list[PositionLogprobs] = []
         self.end: RequestEnd | None = None
-        # The end as far as it has been taken.
+        # The end, once it has been taken.
         self.finish: Response.Finish | None = None
         self.error: ServiceError | None = None
 
     def take(self) -> Iterator[Response]:
-        """What had piled up by the first response; the last one has `finish` set when the choice has finished."""
+        """Yield the output queued so far; the last response has `finish` set if the choice has finished."""
         token_ids, self.token_ids = self.token_ids, []
         logprobs, self.logprobs = self.logprobs, []
         self.usage.num_completion_tokens += len(token_ids)
@@ -67,18 +67,18 @@ class ChoiceStream:
 
 
 class TokenStream:
-    """Takes tokens as they come; what has piled up leaves in one response a choice, so a slow reader holds up nobody.
+    """Accepts tokens at any time and sends what has queued up as one response per choice, so a slow reader delays no
+    step.
 
-    That is what the cell brings while one write is blocked, which may last `--max-unread-s`, and in no case more than
-    `max_tokens` tokens of each choice. Whoever brings news to a stream that has none wakes it later.
+    At most what the cell produces while one write is blocked (up to `--max-unread-s`) is queued, and never more than
+    `max_tokens` tokens per choice. After adding output to a stream that had none, the caller wakes it later.
     """
 
     def __init__(self, num_prompt_tokens: int, num_tokens: Sequence[int], open_choices: Sequence[int]) -> None:
         """Begin a stream.
 
         Args:
-            num_prompt_tokens: Those of the prompt.
-            num_tokens: Completion tokens that the client has of each choice from earlier calls.
+            num_tokens: For each choice, the completion tokens that the client has from earlier calls.
             open_choices: The choices that have not finished with them, at least one.
         """
         self.has_news = False
@@ -91,7 +91,7 @@ class TokenStream:
 
     @property
     def usage(self) -> common_pb2.Usage:
-        """What all choices have come to so far, the prompt counted once."""
+        """The usage of all choices so far, counting the prompt once."""
         leader = self.choices[0].usage
         return common_pb2.Usage(
             num_prompt_tokens=leader.num_prompt_tokens,
@@ -101,26 +101,26 @@ class TokenStream:
 
     @property
     def refusal(self) -> ServiceError | None:
-        """The error with which the request ended before it began; None when it did not."""
+        """The error that ended the request before it began; None when it was accepted."""
         end = self.choices[0].end
         return None if end is None else end.error
 
     def wake(self) -> None:
-        """Let what has piled up be sent."""
+        """Let queued output be sent."""
         self._is_awake.set()
 
     async def responses(self) -> AsyncIterator[Response]:
-        """Yield what has piled up whenever the stream is woken; the last response of a choice has `finish` set.
+        """Yield queued output whenever the stream is woken; the last response of a choice has `finish` set.
 
         Raises:
-            ServiceError: a choice ended with this error, behind the tokens that came before.
+            ServiceError: a choice ended with this error, after the tokens before it.
         """
         num_open = len(self.choices)
         while num_open:
             await self._is_awake.wait()
             self._is_awake.clear()
             self.has_news = False
-            # They go before the first token, also those that come while others are written.
+            # They go before the first token, including those that arrive while others are being written.
             while self.prompt_logprobs:
                 for response in _encode_prompt(self.prompt_logprobs.pop(0)):
                     yield response
@@ -142,14 +142,14 @@ def _encode_recovery(end: RequestEnd) -> common_pb2.Recovery | None:
 
 
 def _encode_prompt(logprobs: Logprobs) -> Iterator[Response]:
-    """Responses with those of a prompt's next tokens."""
+    """Responses with log-probabilities of a prompt's next tokens."""
     positions = logprobs.positions()
     while part := list(islice(positions, _num_positions(int(logprobs.counts[0])))):
         yield Response(prompt_logprobs=map(_encode_position, part))
 
 
 def _num_positions(num_entries: int) -> int:
-    """How many positions go into a response; of one request all have as many entries."""
+    """How many positions go into a response; all positions of a request have the same number of entries."""
     return max(1, MAX_ENTRIES // num_entries)
 
 

@@ -1,4 +1,4 @@
-"""Keeps one failure domain attached: carries out what the attach protocol says, over a link to each of its groups."""
+"""Keeps one failure domain attached: carries out the attach protocol's commands over a link to each of its groups."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 
 
 class DomainClient:
-    """The links to a domain's groups. Every event of theirs goes to `on_event`, the wish to end to `on_exit`.
+    """The links to a domain's groups. Their events go to `on_event`, a request to exit goes to `on_exit`.
 
-    `DomainAttached` and `DomainLost` of an epoch bracket all else that comes of it.
+    All other events of an epoch come between its `DomainAttached` and its `DomainLost`.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class DomainClient:
         """Prepare the links; `run` attaches.
 
         Args:
-            attach: The domain's side of the protocol, at its beginning.
+            attach: The domain's attach protocol, in its initial state.
             rank_to_address: The leaders of the domain's groups, by DP rank.
-            attach_request: What the groups are offered, but for the epoch.
+            attach_request: What the groups are offered; the epoch is filled in later.
             on_event: Hands an event to the engine.
-            on_exit: Told once, when the scheduler must end.
+            on_exit: Called once, when the scheduler must exit.
         """
         self._attach = attach
         self._on_event = on_event
@@ -60,9 +60,9 @@ class DomainClient:
         self._loop = asyncio.get_running_loop()
         self._tasks = asyncio.TaskGroup()
         self._streams: list[asyncio.Task[None]] = []
-        # Asked for since the last round began.
+        # Restarts requested since the last round began.
         self._restarts: list[asyncio.Task[None]] = []
-        # Why there was another round the last time.
+        # The reason for the last round, so that it is logged once.
         self._last_reason: str | None = None
 
     async def run(self) -> None:
@@ -74,18 +74,18 @@ class DomainClient:
         try:
             async with self._tasks:
                 self._on_attach_event(RetryDue())
-                # Held open, for tasks that come later.
+                # Keep the group open for tasks that are created later.
                 await asyncio.Event().wait()
         finally:
             for link in self._links.values():
                 await link.close()
 
     def send(self, rank: int, step: Step) -> None:
-        """Send a step of the present epoch to one of the domain's ranks, behind those before it."""
+        """Send a step of the current epoch to one of the domain's ranks, after those sent before."""
         self._links[rank].send(step)
 
     def beat(self, progress: int) -> None:
-        """Give every group a sign of life."""
+        """Send every group a heartbeat."""
         for link in self._links.values():
             link.beat(progress)
 
@@ -102,7 +102,7 @@ class DomainClient:
             case Offer(group, epoch):
                 self._tasks.create_task(self._links[group].offer(epoch))
             case Restart(group, epoch):
-                logger.warning("a group is restarted", extra={"rank": group, "epoch": epoch})
+                logger.warning("restarting a group", extra={"rank": group, "epoch": epoch})
                 self._restarts.append(self._tasks.create_task(self._links[group].restart(epoch)))
             case OpenStreams(epoch):
                 self._streams = [self._tasks.create_task(link.run_stream(epoch)) for link in self._links.values()]
@@ -132,13 +132,13 @@ class DomainClient:
                 self._on_exit(command)
 
     def _note_reason(self, reason: str) -> None:
-        # Once per reason: it is tried again and again while weights load.
+        # Log each reason once: rounds are repeated again and again while weights load.
         if reason != self._last_reason:
-            logger.info("the workers are not attached", extra={"ranks": list(self._links), "reason": reason})
+            logger.info("workers not attached", extra={"ranks": list(self._links), "reason": reason})
             self._last_reason = reason
 
     async def _retry_at(self, when: float) -> None:
-        # An offer that overtook a restart would be accepted by processes that are about to end.
+        # Wait for restarts: an offer that overtook one would be accepted by processes that are about to end.
         restarts, self._restarts = self._restarts, []
         await asyncio.gather(*restarts)
         await asyncio.sleep(when - self._loop.time())

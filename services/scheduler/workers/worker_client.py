@@ -1,7 +1,7 @@
 """The link to one group of workers, through its leader: the only caller of WorkerService.
 
-It carries offers and their answers, steps and results, and signs of life both ways. What is to be carried when is not
-decided here: see `attach` and `domain_client`.
+It carries offers and answers, steps and results, and heartbeats in both directions. What is sent when is decided
+elsewhere: see `attach` and `domain_client`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from shared.sampling_codec import decode_logprobs, encode_options
 
 logger = logging.getLogger(__name__)
 
-# A group may take 10 s to find out that it is stuck (DESIGN section 7).
+# A group may take 10 s to find out that it is stuck.
 OFFER_TIMEOUT_S = 15.0
-# For what a group answers at once.
+# For calls that a group answers at once.
 ANSWER_TIMEOUT_S = 5.0
 
 _NO_ROWS = np.empty(0, TOKEN_DTYPE)
@@ -49,14 +49,14 @@ _STEP_KINDS = {
     StepKind.MIXED: worker_pb2.STEP_KIND_MIXED,
 }
 
-# A step, or the progress that a sign of life tells.
+# A step, or the progress to put into a heartbeat.
 _Sent = worker_pb2.StepRequest | int
 
 
 class GroupLink:
-    """One group's link: at most one stream, whose steps leave in the order in which they were given.
+    """One group's link: at most one stream, which sends steps in the order in which they were given.
 
-    What comes of an offer and of a stream goes to `on_attach_event`, what a stream brings to `on_event`.
+    Results of offers and the state of the stream go to `on_attach_event`, messages from the stream go to `on_event`.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class GroupLink:
         on_attach_event: Callable[[AttachEvent], None],
         on_event: Callable[[Event], None],
     ) -> None:
-        """Prepare a link to the group of a DP rank; `attach_request` is what it is offered, but for the epoch."""
+        """Prepare a link to the group of a DP rank; `attach_request` is what it is offered, without the epoch."""
         self._rank = rank
         self._address = address
         self._attach_request = attach_request
@@ -79,20 +79,20 @@ class GroupLink:
         self._outbox: asyncio.Queue[_Sent] | None = None
 
     def send(self, step: Step) -> None:
-        """Send a step of the stream's epoch, behind those before it; what has no stream any more is void.
+        """Send a step of the stream's epoch, after those before it; discarded when the stream is gone.
 
-        It is encoded here and not by the sender: nobody would hear of a bug in there.
+        It is encoded here rather than in the sending task, where an exception would go unnoticed.
         """
         if self._outbox is not None:
             self._outbox.put_nowait(encode_step(step))
 
     def beat(self, progress: int) -> None:
-        """Give a sign of life on the stream, if there is one."""
+        """Send a heartbeat on the stream, if there is one."""
         if self._outbox is not None:
             self._outbox.put_nowait(progress)
 
     async def offer(self, epoch: int) -> None:
-        """Offer an epoch, or ask with `QUESTION`, which is answered at once."""
+        """Offer an epoch, or query the group with `QUESTION`, which is answered at once."""
         request = worker_pb2.AttachRequest()
         request.CopyFrom(self._attach_request)
         request.epoch = epoch
@@ -108,17 +108,17 @@ class GroupLink:
             self._on_attach_event(_read_acceptance(self._rank, epoch, response))
 
     async def restart(self, epoch: int) -> None:
-        """Ask the leader to end the group's processes; whether it was heard shows with the next offer."""
+        """Ask the leader to end the group's processes; the next offer shows whether that worked."""
         instance_id = self._attach_request.scheduler_instance_id
         request = worker_pb2.RestartRequest(epoch=epoch, scheduler_instance_id=instance_id)
         try:
             await self._stub().Restart(request, timeout=ANSWER_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            logger.info("no restart", extra={"rank": self._rank, "error": _describe(error)})
+            logger.info("the restart request failed", extra={"rank": self._rank, "error": _describe(error)})
             await self._leave_dead_connection(error)
 
     async def run_stream(self, epoch: int) -> None:
-        """Serve the epoch's stream until it breaks, or the task is cancelled, which closes it."""
+        """Serve the epoch's stream until it breaks, or until the task is cancelled, which closes it."""
         call = self._stub().Execute()
         outbox = self._outbox = asyncio.Queue()
         sender = asyncio.create_task(self._send(call, epoch, outbox))
@@ -136,12 +136,12 @@ class GroupLink:
             call.cancel()
             if self._outbox is outbox:
                 self._outbox = None
-            # Who is behind a connection that may be dead is not asked again over it.
+            # The connection may be dead, so it is not used again.
             await self.close()
         self._on_attach_event(broken)
 
     async def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.close()
@@ -153,7 +153,7 @@ class GroupLink:
 
     async def _receive(self, call: grpc.aio.StreamStreamCall, epoch: int) -> None:
         messages = aiter(call)
-        # A leader that takes the stream gives a sign of life at once. Headers say less: a refusal may have some, too.
+        # A leader that accepts the stream sends a heartbeat at once. Headers prove less: a refusal may have some too.
         async with asyncio.timeout(OFFER_TIMEOUT_S):
             if await anext(messages, None) is None:
                 return
@@ -166,19 +166,19 @@ class GroupLink:
 
     async def _send(self, call: grpc.aio.StreamStreamCall, epoch: int, outbox: asyncio.Queue[_Sent]) -> None:
         instance_id = self._attach_request.scheduler_instance_id
-        # The first message says whose the stream is.
+        # The first message identifies the scheduler that opened the stream.
         sent: _Sent = 0
         while True:
             message = _make_heartbeat(epoch, instance_id, sent) if isinstance(sent, int) else sent
             try:
                 await call.write(message)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                # The reader meets the same end and tells why.
+                # The receiving task sees the same end and reports why.
                 return
             sent = await outbox.get()
 
     async def _leave_dead_connection(self, error: grpc.aio.AioRpcError) -> None:
-        """Take a new connection the next time when nobody answers over this one."""
+        """Use a new connection next time if this one gave no answer."""
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             await self.close()
 
@@ -188,7 +188,7 @@ class _ResultError(Exception):
 
 
 def encode_step(step: Step) -> worker_pb2.StepRequest:
-    """The message of a step: changes only, columns as little-endian int32."""
+    """Encode a step: changes only, columns as little-endian int32."""
     batch = step.batch
     request = worker_pb2.StepRequest(epoch=step.epoch, step_id=step.step_id, kind=_STEP_KINDS[batch.kind])
     if batch.leave_slots:
@@ -213,12 +213,12 @@ def decode_result(message: worker_pb2.StepResult) -> StepResult:
     """Parse a result's columns.
 
     Raises:
-        ValueError: a column is no multiple of 4 bytes.
+        ValueError: the length of a column is not a multiple of 4 bytes.
     """
     token_ids = np.frombuffer(message.token_ids, TOKEN_DTYPE)
     rows = message.not_finite_rows
     not_finite_rows = np.frombuffer(rows, TOKEN_DTYPE) if rows else _NO_ROWS
-    # What follows is rare, and 512 plain rows are to cost no more for it.
+    # The rest is rare and must not slow down a plain step of 512 rows.
     if not (
         message.num_draft_tokens
         or message.num_replayed_tokens
@@ -246,10 +246,10 @@ def decode_result(message: worker_pb2.StepResult) -> StepResult:
 
 
 def _read_result(message: worker_pb2.StepResult) -> StepResult:
-    """Parse a result.
+    """Parse a result received from a worker.
 
     Raises:
-        _ResultError: it cannot be; another `ValueError` on its way is a bug of ours.
+        _ResultError: it is malformed. Only parsing is wrapped: a `ValueError` elsewhere on the path is our bug.
     """
     try:
         return decode_result(message)
@@ -320,7 +320,7 @@ def _read_acceptance(rank: int, epoch: int, response: worker_pb2.AttachResponse)
 
 
 def _read_holder(status: status_pb2.Status) -> tuple[int | None, str]:
-    """A group's own epoch and its live holder, which a refusal tells; None where the group gave no answer."""
+    """A group's own epoch and its live holder, from its refusal; the epoch is None when the group did not answer."""
     info = error_details_pb2.ErrorInfo()
     for detail in status.details:
         if detail.Unpack(info):

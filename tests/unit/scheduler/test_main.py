@@ -124,7 +124,7 @@ async def test_a_scheduler_that_was_superseded_says_so_and_fails(tmp_path: Path)
         worker.ledger.hear(1000, 9, "successor", time.monotonic() + PATIENCE_S)
         _, log = await process.communicate()
     assert process.returncode == 1
-    assert "the scheduler ends" in log.decode()
+    assert "the scheduler exits" in log.decode()
     assert "scheduler successor holds the workers" in log.decode()
 
 

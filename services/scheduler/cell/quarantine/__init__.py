@@ -1,1 +1,1 @@
-"""Requests that may have crashed a worker, run alone until that is known."""
+"""Runs requests that may have crashed a worker alone until that is known."""

@@ -1,1 +1,1 @@
-"""The sequences that wait, and the order in which they are taken."""
+"""The waiting sequences, and the order in which they are admitted."""

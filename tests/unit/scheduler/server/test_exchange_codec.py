@@ -107,9 +107,9 @@ def test_options_that_say_nothing_are_none() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"n": 9}, "n is more than there can be"),
-        ({"handle": 2**32 - 2, "n": 3}, "n is more than there can be"),
-        ({"n": 3, "choices_so_far": [exchange_pb2.ChoiceSoFar()] * 2}, "choices_so_far is neither"),
+        ({"n": 9}, "n or the handle is out of range"),
+        ({"handle": 2**32 - 2, "n": 3}, "n or the handle is out of range"),
+        ({"n": 3, "choices_so_far": [exchange_pb2.ChoiceSoFar()] * 2}, "choices_so_far must be"),
         ({"options": sampling_pb2.SamplingOptions(bad_words=[b"1"])}, "bad_words"),
         ({"options": sampling_pb2.SamplingOptions(logit_biases=b"1234")}, "logit_biases"),
     ],

@@ -169,7 +169,7 @@ async def test_a_bug_in_the_attach_protocol_ends_the_scheduler(
         monkeypatch.setattr(attach.DomainAttach, "on_event", fail)
         async with asyncio.timeout(PATIENCE_S):
             await cell.server.failed.wait()
-    assert "the scheduler ends: a bug" in caplog.text
+    assert "the scheduler exits: a bug" in caplog.text
     assert "ValueError: planted" in caplog.text
 
 
