@@ -181,7 +181,7 @@ class SchedulerSettings(ServiceSettings):
 
     @property
     def policy(self) -> SchedulerPolicy:
-        """The part that the scheduler decides by."""
+        """The settings that the scheduler decides by."""
         return SchedulerPolicy(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self._max_num_batched_tokens,
@@ -215,10 +215,10 @@ class SchedulerSettings(ServiceSettings):
 
     @property
     def cache(self) -> CacheSettings:
-        """The part that the KV cache is run by."""
+        """The settings of the KV cache."""
         return CacheSettings(self.kv_cache_block_size, self.enable_prefix_caching)
 
 
 if __name__ == "__main__":
-    # `lockstep serve` asks whether the flags are good, before it starts anything.
+    # `lockstep serve` runs this to check the flags before it starts anything.
     load_settings(SchedulerSettings)

@@ -1,8 +1,8 @@
 """The attach protocol of a failure domain: one epoch for all its groups, offered anew until each runs under it.
 
-Sans-I/O: events and their times go in, commands come out. Epochs are the only fence between schedulers: a worker obeys
-only the scheduler that holds its highest epoch. So any message may be lost, late or repeated; that only costs another
-round.
+Sans-I/O: events and their times go in, commands come out. Epochs are the only fence between schedulers: a worker runs
+only steps of its current epoch, which never falls. So any message may be lost, late or repeated; that only costs
+another round.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ClaimStanding:
 
     A scheduler that has never held a domain takes nothing while another one holds any group that answers. One that has
     exits when another scheduler has held one of its groups for longer than the lease, under a higher epoch than any it
-    holds itself. So of two schedulers that each hold part of a cell, exactly one exits.
+    holds itself (ties go by instance id). So of two schedulers that each hold part of a cell, exactly one exits.
     """
 
     instance_id: str
@@ -206,10 +206,11 @@ class DomainAttach:
     A round offers one epoch to all groups and waits for all answers. It ends with streams to all groups, or with
     another round later:
 
-        epoch      5                6                                        7
-        group 0    accepts          accepts ═══ steps ═══════════╡           accepts ═══ steps ═══
-        group 1    refuses          accepts ═══ steps ══ stream breaks       accepts ═══ steps ═══
-                          retry           ▲ DomainAttached       ▲ DomainLost      ▲ DomainAttached
+        epoch      5                  6                                      7
+        group 0    accepts            accepts  ═══ steps ═══════════╡        accepts  ═══ steps ═══
+        group 1    refuses            accepts  ═══ steps ═══ breaks          accepts  ═══ steps ═══
+                            0.5 s              │                   │ 0.5 s            │
+                                               DomainAttached      DomainLost         DomainAttached
 
     `DomainAttached` and `DomainLost` alternate, and between them every group holds the epoch. A scheduler that has
     never held a domain begins each round by asking which scheduler holds the groups.

@@ -20,6 +20,7 @@ class Request:
     handle: int
     attempt: int
     choices: list[Sequence]
+    """The choices that have not ended."""
     deadline: float | None = None
     """When its caller gives up, on the engine's clock."""
     num_prompt_logprob_bytes: int = 0

@@ -69,7 +69,7 @@ class CellTopology:
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
-    """The KV cache's block size and features."""
+    """Settings of the KV cache."""
 
     block_size: int = 16
     enable_prefix_caching: bool = True

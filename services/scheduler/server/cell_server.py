@@ -205,7 +205,7 @@ class CellServer:
     def close(self) -> None:
         """Tell all clients that this scheduler ends, so that they can take their requests to the next one.
 
-        After a bug, replicas are told nothing: one of their requests may have caused it, and they look for such a
+        After a bug, replicas get no message: one of their requests may have caused it, and they look for such a
         request only when a scheduler dies without explanation.
         """
         error = SchedulerLostError("the scheduler is shutting down; resend the request with its output so far")

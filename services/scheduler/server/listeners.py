@@ -1,4 +1,4 @@
-"""The scheduler's two servers: one for the public, one for its cell."""
+"""The scheduler's two servers: a public one, and one for its cell."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ class Quarantine:
 
     A trial reserves its domain: no other request is there, and one step is in flight at a time. An idle domain takes
     the next group at once, for instance the one that was lost and is attached again; a domain whose trial is over takes
-    the next group as well. A busy domain takes a group only once that has waited for `suspect_patience_s` and no domain
-    is reserved, because the lost domain may never return.
+    the next group as well. Since the lost domain may never return, a busy one takes a group that has waited for
+    `suspect_patience_s` while no domain is reserved.
 
     Invariant: a reserved domain has a trial, or is held (sends no steps) until its steps in flight have returned and it
     can be emptied for one.

@@ -29,6 +29,7 @@ class PrefixNode:
     blocks: BlockIds
     num_blocks: int
     num_present: int
+    """How many of `blocks` are present."""
     children: dict[bytes, PrefixNode] = field(default_factory=dict)
     num_cuts: int = 0
     """Incremented when the node is shortened, extended or removed, which makes cursors at its end void."""

@@ -53,7 +53,7 @@ class SortedQueue:
 
     @property
     def top(self) -> tuple[Key, Sequence]:
-        """The smallest key and its sequence; must not be empty."""
+        """The smallest key and its sequence; the queue must not be empty."""
         run, heap = self._run, self._heap
         while run and not self._is_in(run[0]):
             run.popleft()
@@ -70,7 +70,7 @@ class SortedQueue:
             heapq.heappush(self._heap, (key, seq))
 
     def pop(self) -> tuple[Key, Sequence]:
-        """Remove and return the top; must not be empty."""
+        """Remove and return the top; the queue must not be empty."""
         key, seq = self.top
         self.remove(seq)
         return key, seq
@@ -95,7 +95,7 @@ class QueueOrder(Protocol):
 
     @property
     def oldest(self) -> tuple[Key, Sequence]:
-        """The earliest arrival and its sequence; must not be empty."""
+        """The earliest arrival and its sequence; the queue must not be empty."""
 
     def push(self, key: Key, seq: Sequence) -> None:
         """Add a sequence."""
@@ -104,7 +104,7 @@ class QueueOrder(Protocol):
         """Remove a sequence from any place in the queue."""
 
     def first(self, now: float, num_cached_tokens: NumCachedTokens) -> Sequence:
-        """The next sequence; must not be empty."""
+        """The next sequence; the queue must not be empty."""
 
 
 class ArrivalOrder(SortedQueue):

@@ -106,7 +106,7 @@ class WaitingQueue:
         return iter(self._arrivals)
 
     def oldest_arrive_time(self) -> float:
-        """The earliest arrive time of all waiting sequences; must not be empty."""
+        """The earliest arrive time of all waiting sequences; the queue must not be empty."""
         return min(place[0][0] for place in self._fronts())
 
     def check_room(
@@ -151,7 +151,9 @@ class WaitingQueue:
             self.num_new_tokens += _num_tokens_that_count(seq)
 
     def next(self, now: float, num_cached_tokens: NumCachedTokens) -> Sequence:
-        """The next sequence; must not be empty. It stays the same until it leaves or a sequence ahead of it is added.
+        """The next sequence; the queue must not be empty.
+
+        It stays the same until it leaves or a sequence that goes before it is added.
 
         Args:
             num_cached_tokens: Called only for LONGEST_PREFIX, for at most `WINDOW` sequences, and not at all while the
