@@ -295,7 +295,6 @@ class DomainAttach:
         return self._standing.is_below(refusal.held_epoch, refusal.holder)
 
     def _conclude(self, now: float) -> list[Command]:
-        """Decide what follows once all groups have answered."""
         if self._phase is _Phase.ASKING:
             obstacle = self._standing.find_obstacle()
             return self._offer(now) if obstacle is None else [self._retry(now, obstacle)]
@@ -356,8 +355,8 @@ class DomainAttach:
 def _find_reason_to_restart(accepted: list[Accepted]) -> str | None:
     """Say why groups that hold the epoch must be restarted before they can run steps; None when they need not.
 
-    A stuck group waits in a collective for ever. If the groups' last launched steps differ, their collectives do not
-    match: one of them may have been restarted, or have missed a step.
+    A stuck group waits in a collective for ever. If the last launched steps differ, the groups' collectives do not
+    match.
     """
     for answer in accepted:
         if answer.is_stuck:

@@ -110,10 +110,9 @@ class Cell:
         self._quarantine.on_attached(domain)
 
     def lose(self, domain: Domain, now: float, *, accuses_rows: bool) -> tuple[list[Sequence], str | None]:
-        """Handle the end of a domain's epoch: its sequences wait elsewhere, with the tokens they have.
+        """Handle the end of an attached domain's epoch: its sequences wait elsewhere, with the tokens they have.
 
         Args:
-            domain: Must be attached.
             accuses_rows: Whether the requests in its steps in flight may have caused the loss.
 
         Returns:
@@ -217,7 +216,6 @@ class Cell:
         return [scheduler.queue for scheduler in self._schedulers()]
 
     def _scheduler_of(self, seq: Sequence, now: float) -> Scheduler:
-        """The scheduler that holds a sequence, which is about to end."""
         if self._recoveries:
             self._recoveries.note((seq,), now)
         return self._unplaced if seq.rank is None else self.ranks[seq.rank].scheduler
@@ -229,7 +227,7 @@ class Cell:
                 self.add(choices, now)
 
     def _place_unplaced(self, request_ids: frozenset[str] | None, now: float) -> None:
-        """Place the sequences of these unplaced requests; None means all that may be placed."""
+        """Place the unplaced sequences of these requests, or of all (None), where that is allowed."""
         for choices in by_request(self._unplaced.waiting_sequences()):
             is_named = request_ids is None or choices[0].id in request_ids
             if is_named and self._quarantine.ranks_for(choices[0].id):

@@ -1,4 +1,4 @@
-"""The deadlines of requests, the earliest first."""
+"""The deadlines of requests, earliest first."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ class Engine:
         rank.progress = progress
 
     def _lose(self, domain: Domain, now: float, *, accuses_rows: bool) -> list[Action]:
-        """Handle the end of a domain's epoch; see `Cell.lose`."""
+        """See `Cell.lose`."""
         sequences, poison = self._cell.lose(domain, now, accuses_rows=accuses_rows)
         self._facts.update(self._cell.domains)
         resumes = OutputsByClient()
@@ -216,6 +216,5 @@ class Engine:
         return actions
 
     def _go_on(self, now: float) -> list[Action]:
-        """Place all sequences that can be placed, and send steps."""
         self._cell.settle(now)
         return self._cell.send_ahead(now)

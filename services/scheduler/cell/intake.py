@@ -73,7 +73,6 @@ def _make_sequence(client: int, submission: Submission, choice: int, *, output: 
 
 
 def _num_prompt_logprob_bytes(seq: Sequence) -> int:
-    """The most bytes that its prompt log-probabilities take on their way to the client."""
     options = seq.params.options
     if options is None or options.num_prompt_logprobs is None or not seq.wants_prompt_logprobs:
         return 0

@@ -53,7 +53,6 @@ class LockstepPlanner:
             yield self._send(epoch, batches, now)
 
     def _prefill_is_due(self) -> bool:
-        """Whether waiting prefills may go into the next step."""
         if not self._max_wait_steps:
             return True
         num_waiting = sum(bool(scheduler.num_waiting) for scheduler in self._schedulers)
@@ -70,7 +69,6 @@ class LockstepPlanner:
         return is_due
 
     def _send(self, epoch: int, batches: list[ScheduledBatch | None], now: float) -> list[Step]:
-        """Fill in dummies, and commit the step on every rank."""
         is_decode = all(batch is None or batch.kind is StepKind.DECODE for batch in batches)
         kind = StepKind.DECODE if is_decode else StepKind.PREFILL
         num_tokens = tuple(1 if batch is None else batch.num_tokens for batch in batches)

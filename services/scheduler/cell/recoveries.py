@@ -1,4 +1,4 @@
-"""How long the loss of an epoch delays the sequences it computed."""
+"""How long requests are delayed by the loss of an epoch."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ class RequestDesk:
         self._cell.add(request.choices, now)
 
     def _check_sequence(self, seq: Sequence) -> Finish | None:
-        """Check a waiting sequence against the model; nothing is checked before a model is known.
+        """Check a waiting sequence; nothing is checked before a model is known.
 
         Returns:
             Why its output so far ends it; None when it continues.
@@ -210,14 +210,13 @@ class RequestDesk:
             )
 
     def _abort(self, request: Request, now: float) -> list[Sequence]:
-        """Remove a request and abort its choices; returns those, which had not ended."""
+        """Remove a request and abort its choices; returns those that had not ended."""
         choices = self._requests.remove(request)
         for seq in choices:
             self._cell.abort(seq, now)
         return choices
 
     def _fail(self, requests: Iterable[Request], error: ServiceError, now: float) -> list[Action]:
-        """End each choice of these requests with an error."""
         outputs = OutputsByClient()
         for request in requests:
             for seq in self._abort(request, now):

@@ -43,13 +43,7 @@ class NewTokenRatio:
         self.value = max(self.value - _DECAY, MIN_RATIO)
 
     def on_retraction(self, num_generated_tokens: int, num_max_tokens: int, num_running: int) -> None:
-        """Set the ratio from the sequences that still run after the last victim of a step has left.
-
-        Args:
-            num_generated_tokens: Sum of their completion tokens.
-            num_max_tokens: Sum of their max_tokens.
-            num_running: Their number.
-        """
+        """Set the ratio from totals over the sequences that still run after the last victim of a step has left."""
         num_expected = num_generated_tokens + LOOK_AHEAD_STEPS * num_running
         self.value = min(max(num_expected / (num_max_tokens + 1), MIN_RATIO), 1.0)
 

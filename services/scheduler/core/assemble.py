@@ -10,13 +10,7 @@ from services.scheduler.core.prefill import Prefill
 
 
 def assemble(leave_slots: list[int], decodes: Decodes, prefill: Prefill) -> ScheduledBatch:
-    """A step's plan: its rows are the decodes, then the prompts that it completes.
-
-    Args:
-        leave_slots: The slots that leave the worker's batch.
-        decodes: What it decodes; may be empty.
-        prefill: What it computes of prompts; may be empty.
-    """
+    """A step's plan: its rows are the decodes, then the prompts that it completes."""
     row_slots, kind, num_tokens = decodes.rows, StepKind.DECODE, len(decodes.rows)
     partial_slots: list[int] = []
     if not prefill.is_empty:
@@ -43,7 +37,7 @@ def assemble(leave_slots: list[int], decodes: Decodes, prefill: Prefill) -> Sche
 
 
 def dummy_batch(kind: StepKind, leave_slots: list[int]) -> ScheduledBatch:
-    """The plan of a step that computes nothing for any sequence."""
+    """A plan that computes nothing for any sequence."""
     return ScheduledBatch(
         kind,
         num_tokens=0,

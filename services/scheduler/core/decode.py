@@ -47,7 +47,7 @@ class DecodePlanner:
         self._opens_single_blocks = self._blocks_per_visit == 1 and not self._num_draft_tokens
 
     def plan(self, now: float) -> Decodes:
-        """Plan the running sequences whose prompts are computed; a row that is waiting for a block sits out."""
+        """Plan the running sequences whose prompts are computed; a row waiting for a block sits out."""
         rows = self._running.decode_rows
         self._slots.flush_full_runs(rows)
         num_tokens = self._num_tokens_to_hold(rows) if self._num_draft_tokens else self._slots.num_planned[rows]
@@ -58,13 +58,13 @@ class DecodePlanner:
         return decodes or self._plan_short_of_blocks(now)
 
     def _num_tokens_to_hold(self, rows: Slots) -> IntColumn:
-        """How many tokens the blocks of these rows should hold: the most they may reach, plus the next drafts."""
+        """How many tokens the blocks should hold: the most the rows may reach, plus the next drafts."""
         with_drafts = self._slots.max_num_planned(rows) + self._num_draft_tokens
         num_tokens: IntColumn = np.minimum(with_drafts, self._slots.max_num_tokens[rows])
         return num_tokens
 
     def _open_blocks(self, rows: Slots, short: Slots) -> Decodes | None:
-        """Give each of the short rows one block; returns None, with nothing changed, when too few are free."""
+        """Give each short row one block; None, with nothing changed, when too few are free."""
         blocks = self._blocks.try_take(len(short))
         if blocks is None:
             return None
@@ -75,7 +75,7 @@ class DecodePlanner:
         return Decodes(rows, short, blocks)
 
     def _open_runs(self, rows: Slots, short: Slots) -> Decodes | None:
-        """Give each of the short rows several blocks; otherwise like `_open_blocks`."""
+        """Like `_open_blocks`, with several blocks per row."""
         counts = self._num_blocks_in_run(short)
         blocks = self._blocks.try_take(int(counts.sum()))
         if blocks is None:
@@ -89,7 +89,7 @@ class DecodePlanner:
         return Decodes(rows, np.repeat(short, counts), blocks)
 
     def _num_blocks_in_run(self, short: Slots) -> IntColumn:
-        """How many blocks each of these rows takes at once: no more than its last token needs."""
+        """At least what the row needs now, and no more than its last token needs."""
         num_least = -(-self._num_tokens_to_hold(short) // self._blocks.block_size) - self._slots.num_blocks[short]
         num_last = -(-self._slots.max_num_tokens[short] // self._blocks.block_size) - self._slots.num_blocks[short]
         counts: IntColumn = np.maximum(num_least, np.minimum(num_last, self._blocks_per_visit))
@@ -98,7 +98,7 @@ class DecodePlanner:
     def _plan_short_of_blocks(self, now: float) -> Decodes:
         """Plan row by row while blocks are scarce: one block each, only for rows that cannot continue without one.
 
-        One block is enough whatever the row's steps in flight return: the last of them drafts only as far as its blocks
+        One block is enough whatever the steps in flight return: the last of them drafts only as far as the row's blocks
         go, and samples one token after that.
         """
         rows = self._running.decode_rows
@@ -130,11 +130,11 @@ class DecodePlanner:
         )
 
     def _take_or_preempt(self, seq: Sequence, num_sitting_out: int, now: float) -> int | None:
-        """Take a block for a row, preempting running sequences while none is free or about to be.
+        """Take a block for a row, preempting running sequences while none is free.
 
         Returns:
-            None when a block will be freed by steps in flight (after those for `num_sitting_out` other rows), when the
-            row may turn out to need none, or when `seq` itself was preempted.
+            None when steps in flight will free a block (after those for `num_sitting_out` other rows), when the row may
+            turn out to need none, or when `seq` itself was preempted.
         """
         while (blocks := self._blocks.try_take(1)) is None:
             if self._running.num_coming_blocks() > num_sitting_out or self._may_fit(seq):
@@ -144,5 +144,5 @@ class DecodePlanner:
         return blocks[0]
 
     def _may_fit(self, seq: Sequence) -> bool:
-        """Whether its blocks hold its next token if its steps in flight return as few tokens as possible."""
+        """Whether no new block is needed if the steps in flight return as few tokens as possible."""
         return bool(self._slots.num_planned[seq.slot] <= len(seq.block_table) * self._blocks.block_size)

@@ -14,7 +14,7 @@ from shared.errors import ServiceError
 
 
 class Endings:
-    """Ends sequences, whatever state they are in on a rank; their last step in flight frees their slots and blocks."""
+    """Ends sequences in any state; their last step in flight frees their slots and blocks."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Endings:
         outputs.add_end(seq.client, RequestEnd.failure(seq, error))
 
     def _leave(self, seq: Sequence, now: float, status: SequenceStatus) -> None:
-        """Take out a sequence whose tokens are stored, whatever state it is in."""
+        """Take out a sequence in any state; its tokens must be stored."""
         self._counters.num_finished += 1
         seq.leave_time = now
         if seq.slot is None:

@@ -23,7 +23,7 @@ class Postprocessor:
     """Takes in the results of one epoch's steps, in order.
 
     A result is matched to sequences by its step's record, never by which sequence holds a slot now.
-    `last_prefill_latency` is in seconds, measured from when the last step with a prefill was sent; 0 before the first.
+    `last_prefill_latency` is the seconds from sending the last step with a prefill to its result; 0 before the first.
     """
 
     def __init__(
@@ -46,13 +46,9 @@ class Postprocessor:
     def postprocess(self, result: StepResult, now: float) -> OutputsByClient:
         """Take in the tokens of the oldest step in flight, and end the sequences that stop with them.
 
-        Args:
-            result: One token per row of the step's record, in its order, or several when the worker drafts. Rows whose
-                logits are not finite fail with NumericError. Rows whose grammar failed fail with InvalidRequestError
-                after the tokens before the failure, unless those contain a stop.
-
-        Returns:
-            The outputs of each client involved.
+        `result` has one token per row of the step's record, or several when the worker drafts. Rows whose logits are
+        not finite fail with NumericError. Rows whose grammar failed fail with InvalidRequestError after the tokens
+        before the failure, unless those contain a stop.
         """
         self._step_deadline.on_result(now)
         record = self._running.pop_record()
@@ -97,17 +93,13 @@ class Postprocessor:
         return outputs
 
     def _take_tokens(self, rows: RowTokens, positions: IntColumn, outputs: OutputsByClient, now: float) -> None:
-        """Take in one token per row, and end the sequences that stop with it."""
+        """Take in one token per row, and end the sequences that stop."""
         self._slots.append(rows.slots, positions, rows.token_ids)
         for row in self._slots.find_watched(rows.slots, rows.token_ids).tolist():
             self._endings.end_if_stopped(self._slots.sequence_at(int(rows.slots[row])), outputs, now)
 
     def _take_runs(self, rows: RowTokens, positions: IntColumn, outputs: OutputsByClient, now: float) -> RowTokens:
-        """Take in several tokens per row, and end the sequences that stop within them.
-
-        Returns:
-            The rows without the tokens after a stop, which are discarded.
-        """
+        """Take in several tokens per row and end what stops; returns the rows without the tokens after a stop."""
         slots, counts = rows.slots, rows.counts
         assert counts is not None
         row_numbers, token_positions = rows.places(positions)
@@ -127,7 +119,6 @@ class Postprocessor:
         return rows.cut(kept)
 
     def _start(self, slots: Slots, outputs: OutputsByClient, now: float) -> None:
-        """Record the first token of these rows."""
         for slot in slots.tolist():
             seq = self._slots.sequence_at(slot)
             seq.first_token_time = now
@@ -149,7 +140,7 @@ class Postprocessor:
         return rows, failed
 
     def _tell_prompt_logprobs(self, result: StepResult, outputs: OutputsByClient) -> None:
-        """Deliver prompt log-probabilities that the client does not have yet; recomputed ones are not repeated."""
+        """Deliver prompt log-probabilities that the client does not have yet."""
         for slot, logprobs in result.prompt_logprobs:
             seq = self._slots.sequence_at(slot)
             news = logprobs.behind(seq.last_prompt_logprob)
@@ -167,7 +158,7 @@ class Postprocessor:
     ) -> None:
         """Fail the unfinished requests of these rows, discard their tokens and hide their KV from the prefix cache.
 
-        The blocks of a request that has ended since, for instance by an abort, are just as bad and are hidden too.
+        The KV of a request that has ended since is hidden too.
         """
         for row in np.unique(rows).tolist():
             seq = self._slots.sequence_at(int(record.row_slots[row]))

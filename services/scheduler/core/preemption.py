@@ -102,7 +102,7 @@ class Preemption:
             self._waiting.add(seq, now)
 
     def forget_parked(self, seq: Sequence) -> None:
-        """A parked sequence has ended: its last step in flight frees what it holds, and it is not queued again."""
+        """A parked sequence has ended: its last step frees what it holds, and it is not queued again."""
         assert seq.is_retiring
         self.num_parked -= 1
 
@@ -123,7 +123,7 @@ class Preemption:
         return np.array(slots, order.dtype)
 
     def _lower_classes(self, priority: Priority, now: float) -> list[Sequence]:
-        """Running sequences that may be preempted for one of `priority`, the first to go first."""
+        """Running sequences of lower classes than `priority`, the first to be preempted first."""
         order = self._running.order[::-1]
         order = order[self._slots.priority[order] > priority]
         ranked = order[np.argsort(-self._slots.priority[order], kind="stable")]

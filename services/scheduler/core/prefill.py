@@ -42,12 +42,12 @@ class PrefillPlanner:
     """Plans further chunks of prompts that have begun, and admits waiting sequences.
 
     A block that a step computes can be shared by sequences that enter with the same step, because a layer writes all
-    keys and values before it attends. With `share_in_step` off, such a sequence waits for the next step. Either way, a
-    common prefix is computed once.
+    keys and values before it attends. With `share_in_step` off, they wait for the next step. Either way, a common
+    prefix is computed once.
 
     No sequence is admitted while part of a prompt is still to be sent, since that takes the whole budget. So the
     choices of a request, which arrive together, need no special order: the first to enter computes the prompt, and the
-    others find its full blocks, whichever of them is preempted, ends or fails in the meantime.
+    others find its full blocks, even if it is preempted, ends or fails.
     """
 
     def __init__(
@@ -127,7 +127,6 @@ class PrefillPlanner:
         return self._blocks.find_prefix(seq)
 
     def _entering(self, seq: Sequence, chunk: PrefillChunk, num_cached_tokens: int) -> EnteringSequence:
-        """What the worker needs to know about a newly admitted sequence."""
         options = seq.params.options
         needs_all_tokens = self._facts.needs_all_tokens or (options is not None and options.needs_all_tokens)
         return EnteringSequence(
@@ -147,7 +146,7 @@ class PrefillPlanner:
         return tuple(sorted(eos_token_ids.union(params.stop_token_ids)))
 
     def _growth_fits(self, seq: Sequence, prefix: CachedPrefix) -> bool:
-        """Whether the admission policy expects `seq` and all running sequences to finish without a retraction."""
+        """Whether the admission policy expects all running sequences and `seq` to continue without a retraction."""
         if self._policy.admission_policy is AdmissionPolicy.PLAIN or not self._running.order.size:
             return True
         num_tokens, max_num_tokens = self._running.progress()
@@ -158,7 +157,7 @@ class PrefillPlanner:
         )
 
     def _num_tokens_to_send(self, num_new_tokens: int, budget: int) -> int:
-        """How many of a waiting sequence's new tokens go into this step; 0 when it waits for another one."""
+        """How many new tokens go into this step; 0 when the sequence waits for another one."""
         if num_new_tokens <= budget:
             return num_new_tokens
         fits_no_step = num_new_tokens > self._budget.max_prompt_tokens
@@ -166,7 +165,7 @@ class PrefillPlanner:
         return budget if may_chunk else 0
 
     def _take_tokens(self, seq: Sequence, num_tokens: int, prefill: Prefill) -> bytes:
-        """Take the next unsent tokens and count them as sent; their full blocks can be found from now on."""
+        """Take the next unsent tokens and count them as sent; publishes their full blocks."""
         start = seq.num_stored_tokens - seq.num_unsent_tokens
         end = start + num_tokens
         seq.num_unsent_tokens -= num_tokens

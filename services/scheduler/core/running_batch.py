@@ -16,9 +16,8 @@ class RunningBatch:
     """The running sequences, and the retiring ones, which only wait for their last step in flight to return.
 
     Invariant: `order` lists the running sequences in order of entry, which is the worker's batch order; one that leaves
-    it leaves the worker with the next step. `begun` are the running sequences whose prompt is only partly sent. A
-    sequence that has left `order` keeps its slot and blocks until no step in flight names it; until then it is
-    retiring.
+    it leaves the worker with the next step. `begun` are those whose prompt is only partly sent. A sequence that has
+    left `order` is retiring: it keeps its slot and blocks until no step in flight names it.
     """
 
     def __init__(self, num_slots: int, blocks: BlockManager, num_draft_tokens: int = 0) -> None:
@@ -116,7 +115,7 @@ class RunningBatch:
 
         Args:
             slots: [num_rows], of sequences that are or were running.
-            num_planned: [num_rows], the least number of tokens each of them will have.
+            num_planned: [num_rows], the least number of tokens they will have.
         """
         for slot in slots[num_planned >= self.slots.constants(slots).max_num_tokens].tolist():
             if self.slots.runs[slot]:
@@ -184,14 +183,13 @@ class RunningBatch:
         self.blocks.check_integrity([*running, *retiring])
 
     def _settle_order(self) -> None:
-        """Apply entries and departures to the order at once; there may be many per step."""
+        """Apply entries and departures, of which a step may have many, at once."""
         order = np.concatenate([self._order, np.array(self._entered, np.intp)])
         self._order = order[self.slots.runs[order]]
         self._entered = []
         self._has_gaps = False
 
     def _last_record_of(self, seq: Sequence) -> StepRecord | None:
-        """The newest step in flight that names the sequence."""
         for record in reversed(self.in_flight):
             if seq.slot in record.partial_slots or np.count_nonzero(record.row_slots == seq.slot):
                 return record

@@ -207,8 +207,7 @@ class Scheduler:
         """Plan and commit the next step.
 
         Returns:
-            The step's id and its plan; its record is in flight from then on. None when there is nothing to do, or when
-            the maximum number of steps is in flight.
+            The step's id and its plan. None when there is nothing to do, or the maximum number of steps is in flight.
         """
         batch = self.plan(now) if self.has_room else None
         return None if batch is None else (self.commit(batch, now), batch)
@@ -216,8 +215,8 @@ class Scheduler:
     def plan(self, now: float, *, may_prefill: bool = True) -> ScheduledBatch | None:
         """Plan the next step: a prefill when the gate is open and one fits, else a decode of all running sequences.
 
-        With mixed steps, a prefill shares the step with the decodes and gets what they leave of the budget (see
-        `StepBudget`). The plan must be committed before anything else happens.
+        With mixed steps, a prefill gets what the decodes leave of the budget (see `StepBudget`). The plan must be
+        committed before anything else happens.
 
         Args:
             may_prefill: Whether waiting sequences may enter. Prompts that have begun continue in any case.
@@ -240,9 +239,7 @@ class Scheduler:
     def commit(self, batch: ScheduledBatch, now: float, pace: StepPace | None = None) -> int:
         """Note that a step is in flight; returns its id.
 
-        Args:
-            batch: What `plan` just returned.
-            pace: That of the slowest coupled rank; None means that of `batch`.
+        `batch` is what `plan` just returned. `pace` is that of the slowest coupled rank; None means that of `batch`.
         """
         self.num_steps.add(batch)
         if batch.kind is not StepKind.PREFILL:
@@ -300,7 +297,7 @@ class Scheduler:
         self._running.check_integrity()
 
     def _make_way(self, now: float) -> None:
-        """Under the priority policy, preempt lower classes to make room for the next waiting sequence."""
+        """Under the priority policy, preempt lower classes for the next waiting sequence."""
         if self._policy.queue_policy is QueuePolicy.PRIORITY and self._waiting and self._may_admit(now):
             seq, num_blocks = self._prefill.next_waiting(now)
             self._preemption.make_way(seq, num_blocks, now)
@@ -315,14 +312,13 @@ class Scheduler:
         return not self._preemption.num_parked and self._gate_is_open(now)
 
     def _gate_is_open(self, now: float) -> bool:
-        """The delay gate: with a delay factor, a prefill waits a while so that more prompts can share it."""
+        """With a delay factor, a prefill waits a while so that more prompts can share it."""
         if not self._policy.delay_factor or not self.num_running or not self._waiting:
             return True
         waited = now - self._waiting.oldest_arrive_time()
         return waited > self._policy.delay_factor * self._postprocessor.last_prefill_latency
 
     def _take_waiting(self, now: float) -> list[Sequence]:
-        """Empty the waiting queue."""
         waiting = list(self._waiting)
         for seq in waiting:
             self._waiting.remove(seq, now)

@@ -15,10 +15,9 @@ SLOWNESS_FACTOR = 10.0
 class StepDeadline:
     """Watches the oldest step in flight of one epoch.
 
-    The step may take `max(10 s, 10 * predicted)`, counted from when it was sent, from the previous result, or from the
-    worker's last progress, whichever is latest. The prediction is its number of tokens times the slowest time per token
-    seen for its kind of step. The first step of each kind gets 600 s. So a step that is merely long is never taken for
-    a hang.
+    The step may take `max(10 s, 10 * predicted)` from when it was sent, from the previous result, or from the worker's
+    last progress, whichever is latest. The prediction is its tokens times the slowest time per token seen for its kind
+    of step. The first step of each kind gets 600 s. So a long step is never taken for a hang.
     """
 
     def __init__(self, in_flight: deque[StepRecord]) -> None:

@@ -13,10 +13,7 @@ from shared.limits import TOKEN_DTYPE
 def validate_result(result: StepResult, record: StepRecord, slots: SlotTable, logits_width: int) -> str | None:
     """Say why a result cannot be the answer to its step; None when it can.
 
-    Args:
-        record: The step with the result's id.
-        slots: The state before the result.
-        logits_width: The model's; token ids and ranks must fit it.
+    `record` is the step with the result's id, and `slots` the state before the result.
     """
     num_rows, num_tokens = len(record.row_slots), len(result.token_ids)
     if num_tokens != num_rows and result.counts is None:
@@ -68,7 +65,7 @@ def _find_bad_prompt_logprobs(
 
 
 def _find_bad_positions(logprobs: Logprobs, token_ids: IntColumn, last_told: int) -> str | None:
-    """Say why positions cannot continue or repeat a prompt's, given the last one delivered; None when they can."""
+    """Say why positions do not continue or repeat those delivered of a prompt; None when they do."""
     indexes = logprobs.indexes
     if not 1 <= indexes[0] <= last_told + 1 or indexes[-1] - indexes[0] + 1 != len(indexes):
         return "log-probabilities leave out a position of a prompt"

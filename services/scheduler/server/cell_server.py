@@ -57,7 +57,7 @@ class ClientLink:
 
         Args:
             number: The engine's number for the replica.
-            on_close: Called in a later turn of the event loop once the link is closed, from either side.
+            on_close: Called in a later turn of the event loop, whichever side closed the link.
             silence_s: A replica that has sent heartbeats and then sends none for this long loses its link.
         """
         self.number = number
@@ -159,9 +159,8 @@ class CellServer:
         Args:
             engine: Receives events from this object only.
             link_domain: Prepares the links to a failure domain.
-            instance_id: This scheduler's id.
             health: Set to serving while any workers are attached.
-            replica_silence_s: A replica that has sent heartbeats and then sends none for this long is lost.
+            replica_silence_s: See `ClientLink`.
             failpoint: For recovery tests: sees every event first.
         """
         self.instance_id = instance_id
@@ -269,7 +268,7 @@ class CellServer:
                 self._send_cell_info(client)
 
     def _arm_timer(self) -> None:
-        """Make sure that the engine is woken when the time it waits for comes.
+        """Make sure that the engine is woken at the time it waits for.
 
         That time changes with every step, so a timer that is too early is left to fire and then set again.
         """
@@ -324,12 +323,11 @@ class CellServer:
         update.add_done_callback(self._health_updates.discard)
 
     def _default_sampling(self) -> common_pb2.SamplingParams:
-        """The model's defaults for what requests leave open."""
         model = self.engine.model
         return common_pb2.SamplingParams.FromString(b"" if model is None else model.default_sampling)
 
     def _send_cell_info(self, client: ClientLink) -> None:
-        """Send a replica the cell's info; nothing until a worker has been attached for the first time."""
+        """Send a replica the cell's info, once a model is known."""
         model, limits = self.engine.model, self.engine.model_limits
         if model is None or limits is None:
             return

@@ -60,8 +60,8 @@ class DirectClients:
         """Begin to accept calls in the running event loop.
 
         Args:
-            model_limits: Returns the limits for requests; None while no worker has been attached.
-            on_event: Hands an event to the engine; when it returns, the engine's actions have been carried out.
+            model_limits: Returns None while no worker has been attached.
+            on_event: When it returns, the engine's actions have been carried out.
             default_sampling: Returns the model's defaults for what requests leave open.
         """
         self._model_limits = model_limits
@@ -178,7 +178,7 @@ class DirectClients:
             self._on_event(ClientMessage(DIRECT_CLIENT, aborts=[submission.handle]))
 
     def _with_news(self, choice: ChoiceStream) -> ChoiceStream:
-        """Return the choice, about to get news, and make sure that its call will be woken or is awake."""
+        """Return the choice, about to get news, and make sure that its call will be woken."""
         if not choice.call.has_news:
             choice.call.has_news = True
             self._to_wake.append(choice.call)
@@ -222,7 +222,7 @@ def resolve_request(
     Args:
         handle: That of its first choice.
         defaults: The model's own sampling parameters, if it has any.
-        time_left_s: How long the client waits; None means for ever.
+        time_left_s: None means for ever.
 
     Raises:
         InvalidRequestError: naming the first bad fields.

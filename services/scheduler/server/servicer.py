@@ -77,7 +77,7 @@ class ExchangeServicer(exchange_pb2_grpc.ExchangeServiceServicer):
 
 @contextmanager
 def _closing(client: ClientLink) -> Iterator[None]:
-    """Close a replica's link when the block ends, with the error that ended it; the text of a bug is not sent."""
+    """Close a replica's link with the error that ended the block; the text of a bug is not sent."""
     try:
         yield
     except ServiceError as error:

@@ -67,11 +67,11 @@ class ChoiceStream:
 
 
 class TokenStream:
-    """Accepts tokens at any time and sends what has queued up as one response per choice, so a slow reader delays no
-    step.
+    """Accepts tokens at any time and sends what has queued up as one response per choice, so steps never wait for a
+    reader.
 
-    At most what the cell produces while one write is blocked (up to `--max-unread-s`) is queued, and never more than
-    `max_tokens` tokens per choice. After adding output to a stream that had none, the caller wakes it later.
+    The queue holds at most what the cell produces while one write is blocked (up to `--max-unread-s`), and never more
+    than `max_tokens` tokens per choice. After adding output to a stream that had none, the caller wakes it later.
     """
 
     def __init__(self, num_prompt_tokens: int, num_tokens: Sequence[int], open_choices: Sequence[int]) -> None:
@@ -142,14 +142,13 @@ def _encode_recovery(end: RequestEnd) -> common_pb2.Recovery | None:
 
 
 def _encode_prompt(logprobs: Logprobs) -> Iterator[Response]:
-    """Responses with log-probabilities of a prompt's next tokens."""
     positions = logprobs.positions()
     while part := list(islice(positions, _num_positions(int(logprobs.counts[0])))):
         yield Response(prompt_logprobs=map(_encode_position, part))
 
 
 def _num_positions(num_entries: int) -> int:
-    """How many positions go into a response; all positions of a request have the same number of entries."""
+    """How many positions go into a response; all positions of a request have equally many entries."""
     return max(1, MAX_ENTRIES // num_entries)
 
 

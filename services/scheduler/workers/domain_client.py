@@ -44,10 +44,9 @@ class DomainClient:
         """Prepare the links; `run` attaches.
 
         Args:
-            attach: The domain's attach protocol, in its initial state.
+            attach: Must be in its initial state.
             rank_to_address: The leaders of the domain's groups, by DP rank.
-            attach_request: What the groups are offered; the epoch is filled in later.
-            on_event: Hands an event to the engine.
+            attach_request: What the groups are offered, without the epoch.
             on_exit: Called once, when the scheduler must exit.
         """
         self._attach = attach

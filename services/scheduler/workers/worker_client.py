@@ -249,7 +249,7 @@ def _read_result(message: worker_pb2.StepResult) -> StepResult:
     """Parse a result received from a worker.
 
     Raises:
-        _ResultError: it is malformed. Only parsing is wrapped: a `ValueError` elsewhere on the path is our bug.
+        _ResultError: it is malformed. Any other `ValueError` on the path is our bug.
     """
     try:
         return decode_result(message)

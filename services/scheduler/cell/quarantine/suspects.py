@@ -62,10 +62,9 @@ class Suspects:
         return trial is not None and request_id in trial.request_ids
 
     def accuse(self, domain: int, request_ids: list[str], now: float) -> str | None:
-        """A domain was lost with these requests in its steps; its trial, if there was one, is over.
+        """A domain was lost with these requests in its steps that had not returned; its trial, if any, is over.
 
-        Args:
-            request_ids: The requests in the steps that had not returned, each once. If empty, no request is accused.
+        Each request is named once; if there are none, none is accused.
 
         Returns:
             The request found to be poison, which is no longer a suspect; None if none was found.

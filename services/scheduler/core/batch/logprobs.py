@@ -38,8 +38,7 @@ class Logprobs:
     def select(self, is_kept: BoolColumn) -> Logprobs | None:
         """Keep some positions and renumber them from 0; None when none are left.
 
-        Args:
-            is_kept: [number of positions that `indexes` may name].
+        `is_kept` has an item for each position that `indexes` may name.
         """
         new_indexes = np.cumsum(is_kept, dtype=np.int32) - 1
         return self._pick(is_kept[self.indexes], new_indexes[self.indexes])

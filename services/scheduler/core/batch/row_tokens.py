@@ -29,8 +29,7 @@ class RowTokens:
     def places(self, first_positions: IntColumn) -> tuple[_Places, _Places]:
         """The row number and the position of each token, both [num_tokens]. Needs `counts`.
 
-        Args:
-            first_positions: [num_rows], the position of each row's first token in its sequence.
+        `first_positions` [num_rows] are the positions of the rows' first tokens in their sequences.
         """
         assert self.counts is not None
         rows = np.repeat(np.arange(len(self.slots)), self.counts)

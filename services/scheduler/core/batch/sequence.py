@@ -121,7 +121,7 @@ class Sequence:
     """While it is prefilled in chunks: the tokens that no step has computed or been sent."""
     num_first_cached_tokens: int | None = None
     last_prompt_logprob: int = 0
-    """The last prompt position whose log-probabilities its client has; 0 for none, since position 0 has no such."""
+    """The last prompt position whose log-probabilities its client has; 0 for none, since position 0 has none."""
     first_token_time: float | None = None
     leave_time: float | None = None
     finish: Finish | None = None
@@ -163,8 +163,7 @@ class Sequence:
     def wants_prompt_logprobs(self) -> bool:
         """Whether its next prefill must return the log-probabilities of its prompt; all its tokens must be stored.
 
-        Choice 0 gets them for the whole request, as long as it has no completion token: they are delivered before
-        those.
+        Choice 0 gets them for the whole request, until it has a completion token.
         """
         return self.has_prompt_logprobs and not self.choice and self.num_stored_tokens == self.num_prompt_tokens
 

@@ -105,10 +105,9 @@ class SlotTable:
         return len(self._free)
 
     def take(self, seq: Sequence, watched_tokens: list[int]) -> int:
-        """Give an admitted sequence a free slot; it has its blocks, and all its tokens are stored.
+        """Give a free slot to an admitted sequence that has its blocks and all tokens stored.
 
-        Args:
-            watched_tokens: Tokens that `find_watched` must report.
+        `watched_tokens` are those that `find_watched` must report.
         """
         slot = self._free.pop()
         self.sequences[slot] = seq
@@ -168,7 +167,7 @@ class SlotTable:
         Args:
             slots: [num_rows], each at most once.
             counts: [num_rows], 0 to 1 + `num_draft_tokens`.
-            positions: [num_tokens], the positions of the tokens in their sequences.
+            positions: [num_tokens], in their sequences.
             token_ids: [num_tokens], row after row.
         """
         self._run[np.repeat(slots * _RUN_COLUMNS, counts) + (positions & _COLUMN_MASK)] = token_ids
@@ -204,7 +203,7 @@ class SlotTable:
     def constants(self, slots: Slots) -> RowConstants:
         """The values of these rows that do not change while steps name them.
 
-        Cached by array identity, since the arrays of the steps in flight are looked up again and again.
+        Cached by array identity, since the arrays of steps in flight are looked up repeatedly.
         """
         for constants in self._gathered:
             if constants.slots is slots:
@@ -218,9 +217,7 @@ class SlotTable:
     ) -> npt.NDArray[np.intp]:
         """The indexes of the watched tokens among these: with them the sequence may stop.
 
-        Args:
-            slots: [num_tokens], the slot of each token's sequence.
-            is_last: [num_tokens], further tokens to report.
+        `slots` [num_tokens] has each token's slot; `is_last` [num_tokens] marks further tokens to report.
         """
         # One token per row: the same array of rows comes step after step.
         watched = self.constants(slots).watched if is_last is None else self._watched.take(slots, 1)

@@ -114,7 +114,7 @@ class BlockManager:
         return True
 
     def try_take(self, num_blocks: int) -> list[int] | None:
-        """Take blocks for tables that the caller extends; returns None, with nothing changed, when too few are free."""
+        """Take blocks for tables that the caller extends; None, with nothing changed, when too few are free."""
         return self._take(num_blocks).tolist() if num_blocks <= self.num_free_blocks else None
 
     def num_exclusive_blocks(self, seq: Sequence) -> int:
@@ -159,10 +159,8 @@ class BlockManager:
     def flush(self) -> int:
         """Forget all contents: nothing computed or begun so far can be found afterwards.
 
-        Blocks in use stay in use; sequences that hold some publish nothing more until they are admitted again.
-
-        Returns:
-            How many blocks lost a content.
+        Blocks in use stay in use; their sequences publish nothing more until they are admitted again. Returns how many
+        blocks lost a content.
         """
         num_flushed = len(self._prefixes.flush())
         self._free.blank_all()

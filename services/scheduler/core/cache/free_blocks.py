@@ -13,10 +13,10 @@ _MIN_WINDOW = 64
 class FreeBlocks:
     """Blank blocks, and cached ones, of which the least recently freed is taken first.
 
-    Cached blocks are in a queue whose entries are removed only at the head. A revived block leaves its entry in the
-    queue; since the block's recorded position no longer matches, the entry is void. Void entries are dropped when the
-    head reaches them, or when the queue reaches the end of its memory and is packed. So each freed block costs O(1),
-    and freeing or reviving many is one array operation.
+    Cached blocks are in a queue from which entries are removed only at the head. A revived block leaves its entry in
+    the queue; the entry is void because the block's recorded position no longer matches. Void entries are dropped when
+    the head reaches them, or when the queue reaches the end of its memory and is packed. So each freed block costs
+    O(1), and freeing or reviving many is one array operation.
 
     Invariant: the position of a free cached block is that of its newest entry, between head and tail; any other block
     has none. There are at most as many valid entries as blocks, and the queue has room for twice as many.
@@ -97,7 +97,7 @@ class FreeBlocks:
         self._head = self._tail = 0
 
     def _pack(self) -> None:
-        """Drop the void entries, so that the queue starts at the beginning of its memory."""
+        """Drop the void entries and move the queue to the start of its memory."""
         cached = self.cached
         self._head, self._tail = 0, len(cached)
         self._queue[: self._tail] = cached

@@ -47,12 +47,9 @@ class PrefixCache:
         self._clear()
 
     def find(self, salt: bytes, tokens: bytearray, *, max_blocks: int) -> CachedPrefix:
-        """Find the longest cached prefix of full blocks.
+        """Find the longest cached prefix of full blocks, at most `max_blocks`.
 
-        Args:
-            salt: Only blocks computed under the same salt are found.
-            tokens: Little-endian int32, at least `max_blocks` blocks of them.
-            max_blocks: The most blocks to find.
+        `tokens` are little-endian int32, at least `max_blocks` blocks of them.
         """
         node = self._roots.get(salt)
         cursor = PrefixCursor(self._era, salt, node)
@@ -78,14 +75,13 @@ class PrefixCache:
         return CachedPrefix(self.version, blocks, cursor, cursor.num_blocks * self._block_size)
 
     def publish(self, cursor: PrefixCursor, block_table: BlockIds, *, tokens: bytearray, num_blocks: int) -> BlockIds:
-        """Advance a cursor to `num_blocks` blocks, none of which holds a content yet; they can be found from now on.
+        """Advance a cursor, in place, to `num_blocks` blocks, none of which holds a content yet; they can now be found.
 
         Does nothing for a cursor of a past era, because the blocks before it were flushed.
 
         Args:
-            cursor: Modified in place.
             block_table: The sequence's blocks, as int32.
-            tokens: Their tokens, little-endian int32, at least `num_blocks` blocks of them.
+            tokens: Little-endian int32, at least `num_blocks` blocks of them.
             num_blocks: More than the cursor has.
 
         Returns:
@@ -136,11 +132,7 @@ class PrefixCache:
                 self._prune(node)
 
     def flush(self) -> BlockIds:
-        """Forget all contents; sequences that have begun cannot publish more to the tree later.
-
-        Returns:
-            The blocks that held one.
-        """
+        """Forget all contents, and void all cursors; returns the blocks that held one."""
         blocks = np.flatnonzero(self._node_ids != _NO_NODE).astype(np.int32)
         self._node_ids[blocks] = _NO_NODE
         self._clear()
@@ -223,7 +215,6 @@ class PrefixCache:
         return [before] if before.size else []
 
     def _note_place(self, blocks: BlockIds, node: PrefixNode, start: int) -> None:
-        """Record that these blocks hold a node's contents, from content `start` of the path on."""
         self._node_ids[blocks] = node.id
         self._depths[blocks] = np.arange(start, start + len(blocks), dtype=np.int32)
 
@@ -268,7 +259,6 @@ class PrefixCache:
                 node.tokens = node.tokens[: node.num_blocks * self._block_bytes]
 
     def _child(self, node: PrefixNode, tokens: bytearray, depth: int) -> PrefixNode | None:
-        """The child that begins with the block after a sequence's first `depth` ones."""
         start = depth * self._block_bytes
         return node.children.get(bytes(tokens[start : start + self._block_bytes]))
 

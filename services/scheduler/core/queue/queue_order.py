@@ -32,9 +32,8 @@ _by_key: Callable[[tuple[Key, Sequence]], Key] = itemgetter(0)
 class SortedQueue:
     """Sequences sorted by a key, the smallest first; any of them can be removed.
 
-    Most are pushed in key order and go to a run, which costs O(1) whatever its length; the others go to a heap. A
-    removed sequence stays in the run or heap until it reaches the front, or until about half of all entries are removed
-    ones.
+    Most are pushed in key order and go to a run, at O(1) each; the others go to a heap. A removed sequence stays there
+    until it reaches the front, or until about half of all entries are removed ones.
 
     Invariant: `_keys` holds the sequences in the queue; each is, with its key, in `_heap` or in `_run`, which is
     sorted.
@@ -151,8 +150,8 @@ class PrefixOrder:
     """The longest cached prefix first, among the earliest arrivals; ties go by arrival.
 
     The window is ranked at most once for each `now`, so all admissions of a step share a ranking, as in SGLang. The
-    choice stays until it leaves: if there is no room for it, it is asked for again at the next step, and a ranking that
-    changes with every block must not postpone it in favour of newer sequences for ever.
+    choice stays until it leaves: if there is no room for it, a ranking that changes with every block must not postpone
+    it for ever in favour of newer sequences.
 
     Invariant: `_window` is sorted, and all of it arrived before all of `_later`. `_ranking` holds waiting sequences
     other than the choice, the best one last.

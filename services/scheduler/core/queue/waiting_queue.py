@@ -153,11 +153,8 @@ class WaitingQueue:
     def next(self, now: float, num_cached_tokens: NumCachedTokens) -> Sequence:
         """The next sequence; the queue must not be empty.
 
-        It stays the same until it leaves or a sequence that goes before it is added.
-
-        Args:
-            num_cached_tokens: Called only for LONGEST_PREFIX, for at most `WINDOW` sequences, and not at all while the
-                one it chose still waits.
+        It stays the same until it leaves or one that goes before it is added. `num_cached_tokens` is called for
+        LONGEST_PREFIX only, for at most `WINDOW` sequences, and not while the one it chose still waits.
         """
         if self._ages and self._ages.top[0][0] < now:
             return self._first_aged(now)
@@ -166,7 +163,7 @@ class WaitingQueue:
     def take(self, seq: Sequence, now: float) -> None:
         """Take out a sequence that is being admitted.
 
-        Only newcomers count towards the drain rate: only they hold the places that a refused client waits for.
+        Only newcomers count towards the drain rate: a refused client waits for their places.
         """
         _, is_new, _ = self._arrivals[seq]
         self._leave(seq, now)
@@ -224,7 +221,6 @@ class WaitingQueue:
         seq.waited_s += now - seq.queued_at
 
     def _ages_at(self, seq: Sequence) -> float:
-        """The time after which a waiting sequence has aged."""
         return seq.queued_at + (self._max_age_s - seq.waited_s)
 
 
