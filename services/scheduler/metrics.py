@@ -17,7 +17,7 @@ from services.scheduler.server.idle_check import IdleCheck
 
 
 def make_registry(engine: Engine, idle_check: IdleCheck) -> CollectorRegistry:
-    """Make a registry with the metrics of a cell and of this process: CPU time, memory, start time, open files."""
+    """Make a registry with the metrics of a cell and of this process."""
     registry = CollectorRegistry()
     registry.register(CellCollector(engine, idle_check))
     ProcessCollector(registry=registry)

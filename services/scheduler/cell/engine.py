@@ -40,9 +40,9 @@ _ONE_RANK = CellTopology()
 class Engine:
     """Connects clients, DP ranks and workers; owns the only mutable state of the cell.
 
-    A failure domain is held for an epoch, which ends when a link breaks, when a result is invalid, or when a rank is
-    silent or makes no progress. Its requests then wait, with the tokens they have, for the next rank. Their clients
-    only learn that the requests resume, unless a request turns out to crash its workers.
+    A failure domain is held for an epoch, which ends when a link breaks, a result is invalid, or a rank is silent or
+    makes no progress. Its requests then wait, with the tokens they have, for the next rank. Their clients only learn
+    that the requests resume, unless a request turns out to crash its workers.
 
     The engine sends heartbeats. If it was stopped for longer than its claim to the workers lasts, another scheduler may
     have taken them, so it asks for its process to end, whatever events follow.

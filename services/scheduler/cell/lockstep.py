@@ -27,13 +27,13 @@ def graph_batch_size(num_rows: int) -> int:
 class LockstepPlanner:
     """Combines the batches of coupled ranks into steps that they run together.
 
-    If any rank has a prefill, the step is eager for all: ranks with decodes run them alongside, and a rank with nothing
-    to do runs a dummy prefill of one token. Otherwise it is a decode at one padded size, and idle ranks run a dummy of
-    it. If no rank has work there is no step. A step is sent when every rank has room for one more in flight.
+    If any rank has a prefill, the step is eager for all: other ranks run their decodes alongside, or a dummy prefill of
+    one token. Otherwise it is a decode at one padded size, and idle ranks run a dummy of it. A step is sent when some
+    rank has work and every rank has room for one more in flight.
 
     A prefill makes the step long for every rank, so prefills are aligned: waiting ones are held back for up to
-    `max_wait_steps` decode steps, until each rank has one. A rank with nothing else to do would only run dummies in the
-    meantime, so its prefill is not held back, and those of the others join it.
+    `max_wait_steps` decode steps, until each rank has one. The prefill of a rank that would only run dummies in the
+    meantime is not held back, and those of the others join it.
 
     Invariant: all ranks have been sent the same steps of their epoch.
     """

@@ -27,7 +27,7 @@ class Placement:
         self._tokens_per_seq = tokens_per_seq
 
     def place(self, sequences: Sequence[TokenSequence], ranks: Sequence[Rank], now: float) -> None:
-        """Queue the choices of one request on one of the ranks; they must be in no queue, and `ranks` not empty."""
+        """Queue the choices of one request on one of the ranks; they must not be in a queue."""
         rank = ranks[0] if len(ranks) == 1 else self._pick(sequences[0], ranks)
         for seq in sequences:
             seq.rank = rank.number
@@ -36,8 +36,8 @@ class Placement:
     def feed(self, idle: Rank, ranks: Sequence[Rank], now: float) -> None:
         """Let an idle rank take requests that wait on the busiest one, if they would be placed there now.
 
-        Takes only requests of which no choice has begun, the last in the queue first. Does nothing unless `idle` is one
-        of `ranks`.
+        Takes only requests of which no choice has begun, the last in the queue first. Does nothing unless `idle` is in
+        `ranks`.
         """
         busy = [rank for rank in ranks if rank.scheduler.num_waiting]
         if not busy or idle not in ranks:

@@ -91,7 +91,7 @@ class RequestDesk:
         return self._fail([request], PoisonRequestError("a worker failed twice while running only this request"), now)
 
     def end_unservable(self, waiting: Iterable[Sequence], now: float) -> list[Action]:
-        """End the waiting sequences that can no longer be served, or that turn out to have finished already."""
+        """End the waiting sequences that can no longer be served, or turn out to have finished."""
         outputs = OutputsByClient()
         for seq in waiting:
             try:
@@ -116,9 +116,7 @@ class RequestDesk:
     def _submit(self, client: int, submission: Submission, outputs: OutputsByClient, now: float) -> None:
         """Check a request and queue its choices; a later attempt replaces an earlier one.
 
-        Args:
-            outputs: Receives the ends of an earlier attempt, and of choices that their output so far shows to be
-            finished.
+        `outputs` receives the ends of an earlier attempt, and of choices that their output so far shows to be finished.
 
         Raises:
             ServiceError: it cannot be served; nothing has changed.

@@ -43,7 +43,7 @@ class Endings:
         )
 
     def finish(self, seq: Sequence, finish: Finish, now: float, num_completion_tokens: int | None = None) -> RequestEnd:
-        """End a sequence whose tokens are stored, with all its completion tokens unless a number is given."""
+        """End a sequence whose tokens are stored; by default with all its completion tokens."""
         if num_completion_tokens is None:
             num_completion_tokens = seq.num_stored_tokens - seq.num_prompt_tokens
         seq.finish = finish
@@ -70,7 +70,7 @@ class Endings:
             outputs.add_end(seq.client, self.finish(seq, finish, now))
 
     def ends_at(self, seq: Sequence, num_tokens: int, outputs: OutputsByClient, now: float) -> bool:
-        """End a sequence if it stops with its first `num_tokens` tokens; if so, the later ones are dropped."""
+        """End a sequence if it stops with its first `num_tokens` tokens, dropping later ones."""
         assert seq.slot is not None
         slot, num_known = seq.slot, self._slots.num_tokens[seq.slot]
         self._slots.num_tokens[slot] = num_tokens

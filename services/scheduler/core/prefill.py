@@ -19,7 +19,7 @@ from shared.limits import SamplingParams
 
 @dataclass(slots=True)
 class Prefill:
-    """What a step computes of prompts: further chunks first, then the sequences that enter."""
+    """What a step computes of prompts."""
 
     budget: int = 0
     """Tokens that the step can still take."""
@@ -71,7 +71,7 @@ class PrefillPlanner:
         self._counters = counters
 
     def plan(self, budget: int, now: float, *, may_admit: bool) -> Prefill:
-        """Plan the next chunks of prompts that have begun, then admit waiting sequences, within `budget` tokens."""
+        """Plan the next chunks, then admit waiting sequences, within `budget` tokens."""
         prefill = Prefill(max(budget, 0))
         for seq in list(self._running.begun):
             if prefill.budget:
@@ -83,7 +83,7 @@ class PrefillPlanner:
         return prefill
 
     def next_waiting(self, now: float) -> tuple[Sequence, int]:
-        """The next waiting sequence and how many free blocks it needs; the queue must not be empty."""
+        """The next waiting sequence and how many free blocks it needs; there must be one."""
         seq = self._waiting.next(now, self._blocks.num_cached_tokens)
         return seq, self._blocks.num_blocks_to_take(seq, self._find_prefix(seq))
 
@@ -96,7 +96,7 @@ class PrefillPlanner:
         prefill.chunks.append(PrefillChunk(seq.slot, token_bytes, seq.num_unsent_tokens))
 
     def _try_admit(self, prefill: Prefill, now: float) -> bool:
-        """Admit the next sequence with as many tokens as allowed; when it returns False, nothing has changed."""
+        """Admit the next sequence with as many tokens as allowed; False if nothing has changed."""
         seq = self._waiting.next(now, self._blocks.num_cached_tokens)
         prefix = self._find_prefix(seq)
         num_new_tokens = seq.num_stored_tokens - prefix.num_tokens

@@ -42,7 +42,7 @@ class RunningBatch:
 
     @property
     def decode_rows(self) -> Slots:
-        """The slots of the running sequences whose known tokens are all computed or in flight, in batch order."""
+        """The running slots whose known tokens are all computed or in flight, in batch order."""
         return self.order[~self.slots.is_prefilling[self.order]] if self.begun else self.order
 
     def sequences(self) -> list[Sequence]:
@@ -69,7 +69,7 @@ class RunningBatch:
         return slot
 
     def drop(self, seq: Sequence) -> None:
-        """Take a sequence out; its slot and blocks are freed now, or when its last step in flight returns."""
+        """Take a sequence out; what it holds is freed now, or when its last step in flight returns."""
         assert seq.slot is not None
         self.slots.runs[seq.slot] = False
         self._has_gaps = True
@@ -91,7 +91,7 @@ class RunningBatch:
             self.slots.release(seq)
 
     def store(self, seq: Sequence) -> None:
-        """Store a sequence's newest tokens, and publish the blocks whose tokens are computed or in flight."""
+        """Store a sequence's newest tokens, and publish its blocks that are computed or in flight."""
         self.slots.flush(seq)
         # The newest token of a generating sequence is computed by its next step. Nothing before it is written
         # again: rejected drafts, and rows that turn out to be wasted, write from there on.
@@ -99,7 +99,7 @@ class RunningBatch:
         self.blocks.publish(seq, seq.num_stored_tokens - num_not_sent)
 
     def commit(self, batch: ScheduledBatch, now: float, pace: StepPace | None = None) -> int:
-        """Note that a step is in flight; returns its id. If `pace` is None, that of the batch is used."""
+        """Note that a step is in flight; returns its id. `pace` defaults to that of the batch."""
         self._last_step_id += 1
         kind, num_tokens = (batch.kind, batch.num_tokens) if pace is None else pace
         num_planned = self.slots.num_planned[batch.row_slots] + 1
@@ -122,7 +122,7 @@ class RunningBatch:
                 self.drop(self.slots.sequence_at(slot))
 
     def pop_record(self) -> StepRecord:
-        """Remove and return the oldest step in flight, which has returned."""
+        """Remove and return the oldest step in flight."""
         record = self.in_flight.popleft()
         self.last_returned_step_id = record.step_id
         return record
@@ -142,7 +142,7 @@ class RunningBatch:
         return list(dict.fromkeys(seq.id for seq in sequences if seq.leave_time is None))
 
     def void(self) -> list[Sequence]:
-        """Take back the sequences that have not ended, with the tokens they have: the steps in flight are lost.
+        """Take back the unfinished sequences, with the tokens they have; the steps in flight are lost.
 
         The batch and its blocks must not be used afterwards.
         """

@@ -42,7 +42,7 @@ _NO_WORKER = WorkerFacts(0, "", 0, 0, (), 0)
 
 @dataclass(frozen=True, slots=True)
 class RecoveredSequences:
-    """The sequences a rank held when its epoch ended. They are no longer on any rank or in any queue."""
+    """The sequences a rank held when its epoch ended; they are no longer on a rank or in a queue."""
 
     sequences: list[Sequence]
     """All of them, in the order in which they should wait."""
@@ -85,7 +85,7 @@ class Scheduler:
         self.begin_epoch(_NO_WORKER)
 
     def begin_epoch(self, facts: WorkerFacts) -> None:
-        """Start over with a worker's empty block pool: no step sent, no sequence running."""
+        """Start over with a worker's empty block pool; nothing is sent or running."""
         self._budget = StepBudget.of(self._policy, facts)
         self._blocks = BlockManager(
             facts.num_blocks, self._cache.block_size, enable_prefix_caching=self._cache.enable_prefix_caching
@@ -104,7 +104,7 @@ class Scheduler:
         )
 
     def end_epoch(self, now: float) -> RecoveredSequences:
-        """The group is lost: void its steps and return all sequences with the tokens they have."""
+        """Void the steps of a lost group and return all sequences with the tokens they have."""
         in_flight = self._running.in_flight_ids()
         computed = self._running.void()
         for seq in computed:
@@ -131,7 +131,7 @@ class Scheduler:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether the prompt of any running sequence has been sent only in part."""
+        """Whether any prompt has been sent only in part."""
         return bool(self._running.begun)
 
     @property
@@ -141,7 +141,7 @@ class Scheduler:
 
     @property
     def queue(self) -> WaitingQueue:
-        """The waiting queue, for checking the limits that apply to all queues of a cell together."""
+        """The waiting queue, for limits that apply to all queues of a cell together."""
         return self._waiting
 
     @property
@@ -166,7 +166,7 @@ class Scheduler:
 
     @property
     def oldest_in_flight(self) -> StepRecord | None:
-        """The step whose result comes next; None when no step is in flight."""
+        """The step whose result comes next; None when there is none."""
         return self._running.in_flight[0] if self._running.in_flight else None
 
     @property
@@ -200,7 +200,7 @@ class Scheduler:
         self._waiting.add(seq, now)
 
     def withdraw(self, seq: Sequence, now: float) -> None:
-        """Take a sequence out of the waiting queue because it is to wait elsewhere."""
+        """Take a sequence out of the waiting queue, to wait elsewhere."""
         self._waiting.remove(seq, now)
 
     def schedule(self, now: float) -> tuple[int, ScheduledBatch] | None:
@@ -247,7 +247,7 @@ class Scheduler:
         return self._running.commit(batch, now, pace)
 
     def commit_dummy(self, now: float, pace: StepPace) -> tuple[int, ScheduledBatch]:
-        """Commit a step that computes nothing for any sequence: other ranks' collectives need this rank."""
+        """Commit a step without sequences: other ranks' collectives need this rank."""
         batch = dummy_batch(pace.kind, self._running.take_leave_slots())
         self.num_steps.add(batch)
         return self._running.commit(batch, now, pace), batch
@@ -280,7 +280,7 @@ class Scheduler:
         return self._blocks.flush()
 
     def waiting_sequences(self) -> list[Sequence]:
-        """The sequences in the waiting queue, in the order in which they were added."""
+        """The waiting sequences, in the order in which they were added."""
         return list(self._waiting)
 
     def unfinished(self) -> list[Sequence]:

@@ -117,13 +117,13 @@ class ClientLink:
 
 
 class DomainLinks(Protocol):
-    """The part of `DomainClient` that is used here: the links to a failure domain's groups."""
+    """The part of `DomainClient` that is used here."""
 
     async def run(self) -> None:
         """Keep the domain attached until cancelled."""
 
     def send(self, rank: int, step: Step) -> None:
-        """Send a step of the current epoch to one of the domain's ranks, after those sent before."""
+        """Send a step of the current epoch to one of the domain's ranks."""
 
     def beat(self, progress: int) -> None:
         """Send every group a heartbeat."""
@@ -204,8 +204,8 @@ class CellServer:
     def close(self) -> None:
         """Tell all clients that this scheduler ends, so that they can take their requests to the next one.
 
-        After a bug, replicas get no message: one of their requests may have caused it, and they look for such a
-        request only when a scheduler dies without explanation.
+        After a bug, replicas get no message: one of their requests may have caused it, and they look for such a request
+        only when a scheduler dies without explanation.
         """
         error = SchedulerLostError("the scheduler is shutting down; resend the request with its output so far")
         self.direct_clients.close(error)
@@ -234,7 +234,7 @@ class CellServer:
     def on_event(self, event: Event) -> None:
         """Hand an event to the engine and carry out its actions; never raises.
 
-        An exception is a bug after which the engine's state may not match the outside world, so the process ends.
+        An exception is a bug, after which the engine's state may not match the outside world: the process ends.
         """
         if self.failed.is_set():
             return

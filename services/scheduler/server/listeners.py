@@ -22,7 +22,7 @@ CELL_SERVICES = (EXCHANGE_SERVICE, ADMIN_SERVICE)
 
 
 def make_servers(settings: SchedulerSettings, cell: CellServer, health: Health) -> tuple[grpc.aio.Server, ...]:
-    """Make both servers, the public one (which has `health`) first; they are not started yet.
+    """Make both servers, not started yet; the public one comes first and has `health`.
 
     Direct clients cannot reach services meant for the cell's own processes and operators.
 

@@ -90,7 +90,7 @@ def _closing(client: ClientLink) -> Iterator[None]:
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """Serves direct clients, and the cell's state to people and programs; see scheduler.proto for the contracts."""
+    """Serves direct clients, and the cell's state; see scheduler.proto for the contracts."""
 
     def __init__(self, cell: CellServer, max_unread_s: float) -> None:
         """Serve `cell`; a client that reads nothing of its answer for `max_unread_s` loses it."""

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class DomainClient:
-    """The links to a domain's groups. Their events go to `on_event`, a request to exit goes to `on_exit`.
+    """The links to a domain's groups: events go to `on_event`, a request to exit to `on_exit`.
 
     All other events of an epoch come between its `DomainAttached` and its `DomainLost`.
     """
@@ -80,7 +80,7 @@ class DomainClient:
                 await link.close()
 
     def send(self, rank: int, step: Step) -> None:
-        """Send a step of the current epoch to one of the domain's ranks, after those sent before."""
+        """Send a step of the current epoch to one of the domain's ranks."""
         self._links[rank].send(step)
 
     def beat(self, progress: int) -> None:

@@ -79,7 +79,7 @@ class GroupLink:
         self._outbox: asyncio.Queue[_Sent] | None = None
 
     def send(self, step: Step) -> None:
-        """Send a step of the stream's epoch, after those before it; discarded when the stream is gone.
+        """Send a step of the stream's epoch; discarded when the stream is gone.
 
         It is encoded here rather than in the sending task, where an exception would go unnoticed.
         """

@@ -14,10 +14,9 @@ TRIAL_DEPTH = 1
 class Quarantine:
     """Decides which domain tries which suspects, and which requests may be on which rank in the meantime.
 
-    A trial reserves its domain: no other request is there, and one step is in flight at a time. An idle domain takes
-    the next group at once, for instance the one that was lost and is attached again; a domain whose trial is over takes
-    the next group as well. Since the lost domain may never return, a busy one takes a group that has waited for
-    `suspect_patience_s` while no domain is reserved.
+    A trial reserves its domain: no other request is there, and one step is in flight at a time. A domain that is idle,
+    or whose trial is over, takes the next group at once. Since the lost domain may never return, a busy one takes a
+    group that has waited for `suspect_patience_s` while no domain is reserved.
 
     Invariant: a reserved domain has a trial, or is held (sends no steps) until its steps in flight have returned and it
     can be emptied for one.

@@ -24,10 +24,9 @@ class Suspects:
     """Requests that were in a step that its worker did not survive, until one of their decode steps returns.
 
     A crash accuses the requests in its steps that had not returned. They are retried by halves, each half alone on a
-    failure domain; requests in a decode step that returns are cleared. So each crash caused by one request halves the
-    suspects: n suspects are resolved after at most 3 + log2(n) crashes, including the first, and the request found was
-    alone in two of them. Two unrelated crashes in a row can only condemn a request that was alone both times, without a
-    decode step in between.
+    failure domain; a decode step that returns clears its requests. So n suspects are resolved after at most 3 + log2(n)
+    crashes, including the first, and the request found was alone in two of them. Two unrelated crashes in a row can
+    only condemn a request that was alone both times, without a decode step in between.
 
     The choices of a request are tried together: they share a prompt, and fail together.
 

@@ -58,8 +58,8 @@ class RowTokens:
     def find_bad_counts(self, slots: SlotTable, not_finite_rows: IntColumn) -> str | None:
         """Say why the rows cannot have these numbers of tokens; None when they can.
 
-        A live sequence gets at least one token, and no more than it may still have. Rows whose sequence has ended, or
-        whose tokens are meaningless, may have any number that a row can have.
+        A live sequence gets at least one token, and no more than it may still have. Rows that have ended, or whose
+        tokens are meaningless, may have any number that a row can have.
         """
         counts, num_rows = self.counts, len(self.slots)
         if counts is None:

@@ -38,7 +38,7 @@ _NO_TOKEN = -1
 
 @dataclass(slots=True)
 class RowConstants:
-    """Per-slot values that do not change while a sequence holds its slot, for some rows: [num_rows] each, read-only."""
+    """Values of some rows that do not change while a sequence holds its slot: [num_rows] each, read-only."""
 
     slots: Slots
     clients: IntColumn
@@ -154,7 +154,7 @@ class SlotTable:
         return most
 
     def append(self, slots: Slots, positions: IntColumn, token_ids: IntColumn) -> None:
-        """Give each row one more token at its position, which equals the number of tokens it has."""
+        """Give each row one more token at its position, which is its number of tokens."""
         # One flat index costs half as much as two.
         self._run[self.constants(slots).runs + (positions & _COLUMN_MASK)] = token_ids
         self.num_tokens[slots] = positions + 1

@@ -49,7 +49,7 @@ class PrefillChunk:
 
 @dataclass(slots=True)
 class EnteringSequence:
-    """What a worker needs to know about a sequence that enters its batch, with its first chunk."""
+    """What a worker needs to know about a sequence that enters its batch."""
 
     chunk: PrefillChunk
     num_cached_tokens: int
@@ -90,7 +90,7 @@ class ScheduledBatch:
 
     @property
     def is_dummy(self) -> bool:
-        """Whether nothing is computed for any sequence: the step only serves the collectives of coupled ranks."""
+        """Whether nothing is computed: the step only serves the collectives of coupled ranks."""
         return not self.num_tokens
 
 
@@ -144,8 +144,8 @@ class StepPace(NamedTuple):
 class StepRecord:
     """A step in flight.
 
-    It keeps what it uses alive: a sequence that gets no row after this step is in `retiring`, and its slot and blocks
-    are freed when the step returns, so that no step reuses them too early.
+    Sequences that get no row after it are in `retiring`: their slots and blocks are freed when it returns, so that no
+    step reuses them too early.
     """
 
     step_id: int
@@ -225,7 +225,7 @@ class RequestEnd:
 
 @dataclass(slots=True)
 class Outputs:
-    """What one client receives: a row for each sequence that got tokens, and the choices that started and ended."""
+    """What one client receives: a row for each sequence that got tokens, and starts and ends of choices."""
 
     handles: np.ndarray[tuple[int], np.dtype[np.uint32]]  # [num_rows]
     first_indexes: IntColumn  # [num_rows]

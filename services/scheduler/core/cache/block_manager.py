@@ -79,7 +79,7 @@ class BlockManager:
         return prefix
 
     def no_prefix(self, seq: Sequence) -> CachedPrefix:
-        """Like `find_prefix` with an empty cache: the whole sequence is computed, and others can still share it."""
+        """Like `find_prefix` with an empty cache; what is computed can still be shared."""
         return self._prefixes.find(seq.cache_salt, seq.token_bytes, max_blocks=0)
 
     def num_cached_tokens(self, seq: Sequence) -> int:
@@ -147,7 +147,7 @@ class BlockManager:
         self._free.add_blank(blocks[~holds])
 
     def hide(self, seq: Sequence) -> None:
-        """Hide all blocks of a sequence from the prefix cache, because their KV cannot be trusted.
+        """Hide a sequence's blocks from the prefix cache, because their KV cannot be trusted.
 
         Includes shared blocks: the sequence that computed them may have ended before the problem was noticed.
         """
@@ -200,7 +200,7 @@ class BlockManager:
         return blocks
 
     def _evict(self, num_blocks: int) -> BlockIds:
-        """Take cached blocks; in a large pool a few more are evicted and become blank, for the next time."""
+        """Take cached blocks; in a large pool a few more become blank, for the next time."""
         evicted = self._free.take_cached(max(num_blocks, min(self._free.num_cached // 32, _EVICTION_BATCH)))
         self._prefixes.forget(evicted)
         self._free.add_blank(evicted[num_blocks:][::-1])

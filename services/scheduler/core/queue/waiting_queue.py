@@ -68,19 +68,17 @@ def max_steps_to_admission(num_ahead: int, context_length: int, token_budget: in
 class WaitingQueue:
     """The waiting sequences, and which of them is next.
 
-    A sequence has aged once it has waited for more than `max_age_s` in total; time spent running does not count. Aged
-    sequences go before all others, by arrival, whatever the policy, so none starves; `max_steps_to_admission` gives the
-    bound.
+    A sequence has aged once it has waited for more than `max_age_s` in total, not counting time spent running. Aged
+    sequences go first, by arrival, under any policy, so none starves (see `max_steps_to_admission`).
 
-    Arrival is by `arrive_time`; among equals, those admitted before go first, then the first to be added. So a
-    preempted or resubmitted sequence keeps its place. The limits apply to newcomers only: a sequence that was admitted
-    once is always taken back. Each choice of a request counts as one waiting sequence, while their shared prompt counts
-    once.
+    Arrival is by `arrive_time`; ties go to those admitted before, then to the first added. So a preempted or
+    resubmitted sequence keeps its place. The limits apply to newcomers only. Each choice of a request counts as one
+    waiting sequence; their shared prompt counts once.
 
     The clock never goes back. While a sequence waits, its priority and its times do not change.
 
-    Invariant: each waiting sequence is either in `_aged`, or in both `_order` and `_ages`. `num_new` counts the
-    sequences that were never admitted, and `num_new_tokens` the prompt tokens of the leaders among them.
+    Invariant: each waiting sequence is either in `_aged`, or in both `_order` and `_ages`. `num_new` counts those that
+    were never admitted, and `num_new_tokens` the prompt tokens of the leaders among them.
     """
 
     def __init__(self, policy: QueuePolicy, max_age_s: float, max_requests: int, max_tokens: int) -> None:
@@ -112,9 +110,9 @@ class WaitingQueue:
     def check_room(
         self, num_prompt_tokens: int, now: float, *, num_choices: int = 1, others: Collection[WaitingQueue] = ()
     ) -> None:
-        """Refuse a newcomer if this queue and `others` together are at their limits.
+        """Refuse a newcomer if this queue and `others` together are full.
 
-        A request above a limit by itself is accepted when no newcomer is waiting.
+        One above a limit by itself is accepted while no newcomer is waiting.
 
         Raises:
             QueueFullError: with an estimate, from the drain rates, of when there will be room.
@@ -138,7 +136,7 @@ class WaitingQueue:
         return 1.0 / rate if rate else MAX_DELAY_S
 
     def add(self, seq: Sequence, now: float) -> None:
-        """Add a sequence at its place: a newcomer, or one that was resubmitted, preempted or recovered."""
+        """Add a sequence at its place: a newcomer, or one that comes back."""
         seq.queued_at = now
         self._num_added += 1
         is_new = not seq.was_admitted
