@@ -9,7 +9,10 @@ _PAUSE_S = 1.0
 
 
 class Heartbeat:
-    """Invariant: `next_at` is when the next beat is due; the first one is due at once."""
+    """The engine's own heartbeat.
+
+    Invariant: `next_at` is when the next beat is due; the first one is due at once.
+    """
 
     def __init__(self) -> None:
         self.next_at = float("-inf")
