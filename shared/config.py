@@ -1,4 +1,4 @@
-"""Settings: one frozen model per service, filled from flags, then the environment, then defaults.
+"""Settings: one frozen model per service; flags override the environment, which overrides defaults.
 
 Nothing else in the project reads the environment.
 """
@@ -21,7 +21,7 @@ _LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "[::1]"})
 
 
 def check_address(address: str) -> str:
-    """Return `address` unchanged when it is `unix:PATH` or `HOST:PORT`.
+    """Return `address` unchanged if it is `unix:PATH` or `HOST:PORT`.
 
     Raises:
         ValueError: it is neither.
@@ -29,7 +29,7 @@ def check_address(address: str) -> str:
     if address.startswith("unix:"):
         if len(address) > len("unix:"):
             return address
-        raise ValueError("unix: needs a path behind it")
+        raise ValueError("unix: needs a path after it")
     host, separator, port = address.rpartition(":")
     if separator and host and port.isdecimal() and int(port) < 65536:
         return address
@@ -37,19 +37,19 @@ def check_address(address: str) -> str:
 
 
 def check_local_address(address: str) -> str:
-    """Return `address` unchanged when nobody outside this machine can reach it.
+    """Return `address` unchanged if it is reachable only from this machine.
 
     Raises:
-        ValueError: it is no address, or not a unix socket or loopback.
+        ValueError: it is not an address, or neither a unix socket nor loopback.
     """
     check_address(address)
     if address.startswith("unix:") or address.rpartition(":")[0] in _LOOPBACK_HOSTS:
         return address
-    raise ValueError("links are not encrypted yet: only unix sockets and loopback, or use --insecure-bind")
+    raise ValueError("connections are not encrypted yet: use a unix socket, loopback, or --insecure-bind")
 
 
 def split_addresses(value: object) -> object:
-    """The parts of a text with commas between them, as the environment has it; anything else unchanged."""
+    """Split a comma-separated text, as it comes from the environment; return anything else unchanged."""
     return tuple(value.split(",")) if isinstance(value, str) else value
 
 
@@ -58,12 +58,12 @@ LocalAddress = Annotated[str, AfterValidator(check_local_address)]
 # `A,B` on the command line and in the environment.
 Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(split_addresses)]
 
-# Who drafts tokens in a worker.
+# How a worker proposes draft tokens.
 DraftProposerName = Literal["none", "ngram", "mtp", "model"]
 
 
 class ServiceSettings(BaseSettings):
-    """What every service can be told. Subclasses set `env_prefix` and `cli_prog_name`."""
+    """The settings that every service has. Subclasses set `env_prefix` and `cli_prog_name`."""
 
     model_config = SettingsConfigDict(
         frozen=True, extra="forbid", cli_kebab_case=True, cli_implicit_flags=True, cli_avoid_json=True
@@ -71,17 +71,18 @@ class ServiceSettings(BaseSettings):
 
     listen: LocalAddress = Field(description="Address to serve on: unix:PATH, or HOST:PORT on loopback.")
     insecure_bind: Address | None = Field(
-        default=None, description="Serve unencrypted on this address instead of --listen, whoever can reach it."
+        default=None,
+        description="Serve unencrypted on this address instead of --listen; any host that can reach it may connect.",
     )
     reflection: bool = Field(default=False, description="Serve gRPC reflection.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="The least severe log records that are written."
+        default="info", description="Lowest severity of the log records that are written."
     )
-    log_format: Literal["text", "json"] = Field(default="text", description="How log records are written.")
+    log_format: Literal["text", "json"] = Field(default="text", description="Format of log records.")
 
     @property
     def bind_address(self) -> str:
-        """The address to serve on."""
+        """The address that the service actually binds."""
         return self.insecure_bind or self.listen
 
 
@@ -89,18 +90,18 @@ SettingsT = TypeVar("SettingsT", bound=BaseSettings)
 
 
 def load_settings(settings_type: type[SettingsT], argv: Sequence[str] | None = None) -> SettingsT:
-    """Read a service's settings; on a bad one say which on stderr and exit with code 2.
+    """Read a service's settings; on an invalid one, name it on stderr and exit with code 2.
 
-    So it does under `python -O`, too: that takes out every assertion, and with them the integrity check of a cell,
-    which would then find all in order for ever.
+    It also exits under `python -O`, which removes every assertion and with them a cell's integrity checks: they would
+    then always pass.
 
     Args:
         settings_type: The service's model.
-        argv: Flags without the program's name; None takes the process's own.
+        argv: Flags without the program's name; None means the process's own.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     if not __debug__:
-        sys.stderr.write("error: python's -O (or PYTHONOPTIMIZE) takes out the checks of integrity: start without it\n")
+        sys.stderr.write("error: python -O (or PYTHONOPTIMIZE) removes the integrity checks: run without it\n")
         raise SystemExit(2)
     flags = CliSettingsSource[Any](settings_type)
     name_values(flags.root_parser, settings_type)
@@ -115,7 +116,7 @@ def load_settings(settings_type: type[SettingsT], argv: Sequence[str] | None = N
 
 
 def log_settings(settings: ServiceSettings) -> None:
-    """Write the effective configuration, once, at start, and warn when it opens the service to others."""
+    """Log the effective configuration once, at start, and warn if the service may be reachable from other machines."""
     logger.info("settings", extra=settings.model_dump(mode="json"))
     if settings.insecure_bind is not None:
         logger.warning("serving without encryption", extra={"address": settings.insecure_bind})

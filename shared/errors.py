@@ -1,7 +1,7 @@
-"""Every error a client can meet: its status code, its stable reason, and the values that explain it.
+"""Every error a client can receive: its status code, its stable reason, and the values that explain it.
 
-The domain raises these; one interceptor in `shared.rpc` turns them into `google.rpc.Status`. Nothing here
-imports grpc, so the domain needs none.
+Domain code raises these errors, and one interceptor in `shared.rpc` turns them into `google.rpc.Status`. Nothing here
+imports grpc, so neither does domain code.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# A status travels in the metadata, of which clients take 8 KiB.
+# A status travels in the metadata, and clients accept at most 8 KiB of it.
 MAX_VIOLATIONS = 16
 
 
 class ErrorCode(enum.Enum):
-    """gRPC's status codes, by the number they have on the wire."""
+    """gRPC's status codes, with their numbers on the wire."""
 
     CANCELLED = 1
     INVALID_ARGUMENT = 3
@@ -31,7 +31,7 @@ class ErrorCode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One field of a request that is not acceptable."""
+    """One invalid field of a request."""
 
     field: str
     reason: str
@@ -39,7 +39,7 @@ class Violation:
 
 
 class ServiceError(Exception):
-    """An error with a status. Its message and values may be shown to clients: no prompt text, no paths.
+    """An error with a status. Its message and values may be shown to clients, so they contain no prompt text or paths.
 
     `values` become the metadata of `google.rpc.ErrorInfo`, `violations` a `google.rpc.BadRequest`, `retry_delay_s` a
     `google.rpc.RetryInfo`.
@@ -64,49 +64,49 @@ class ServiceError(Exception):
 
 
 class InvalidRequestError(ServiceError):
-    """Fields of the request are not acceptable; they are reported together."""
+    """Fields of the request are invalid; all of them are reported together."""
 
     code = ErrorCode.INVALID_ARGUMENT
     reason = "INVALID_REQUEST"
 
     @classmethod
     def from_violations(cls, violations: Sequence[Violation]) -> InvalidRequestError:
-        """One error that names the violations, at least one; of many the first ones."""
+        """An error that reports `violations`, at least one, and only the first `MAX_VIOLATIONS` of them."""
         violations = violations[:MAX_VIOLATIONS]
         text = "; ".join(f"{v.field}: {v.description}" for v in violations)
         return cls(text, violations=violations)
 
 
 class PromptTooLongError(ServiceError):
-    """The prompt leaves no room for one token in the model's context."""
+    """The prompt leaves no room in the model's context for even one token."""
 
     code = ErrorCode.INVALID_ARGUMENT
     reason = "PROMPT_TOO_LONG"
 
 
 class ContextExceededError(ServiceError):
-    """Prompt and `max_tokens` together are longer than the model's context."""
+    """Prompt and `max_tokens` together exceed the model's context."""
 
     code = ErrorCode.INVALID_ARGUMENT
     reason = "CONTEXT_EXCEEDED"
 
 
 class RequestTooLargeError(ServiceError):
-    """The request carries more text than one request may."""
+    """The request contains more text than allowed."""
 
     code = ErrorCode.INVALID_ARGUMENT
     reason = "REQUEST_TOO_LARGE"
 
 
 class KvCapacityExceededError(ServiceError):
-    """Prompt and `max_tokens` together can never fit the cell's KV pool."""
+    """Prompt and `max_tokens` together can never fit into the cell's KV pool."""
 
     code = ErrorCode.FAILED_PRECONDITION
     reason = "KV_CAPACITY_EXCEEDED"
 
 
 class ExactUnavailableError(ServiceError):
-    """Exactness is asked of ranks that cannot give it."""
+    """The request asks for exact answers, and the cell's ranks cannot guarantee them."""
 
     code = ErrorCode.FAILED_PRECONDITION
     reason = "EXACT_UNAVAILABLE"
@@ -127,21 +127,21 @@ class DuplicateRequestError(ServiceError):
 
 
 class QueueFullError(ServiceError):
-    """Too many requests wait; it carries the delay after which a retry may find room."""
+    """Too many requests are waiting; `retry_delay_s` is when a retry may succeed."""
 
     code = ErrorCode.RESOURCE_EXHAUSTED
     reason = "QUEUE_FULL"
 
 
 class NotSupportedError(ServiceError):
-    """The request asks for what this release cannot do, or cannot do with this model."""
+    """This release does not support the request, at least not with this model."""
 
     code = ErrorCode.UNIMPLEMENTED
     reason = "NOT_SUPPORTED"
 
 
 class NotReadyError(ServiceError):
-    """The service is loading, or is not linked to what it needs."""
+    """The service is loading, or not connected to a service it depends on."""
 
     code = ErrorCode.UNAVAILABLE
     reason = "NOT_READY"
@@ -155,14 +155,14 @@ class DrainingError(ServiceError):
 
 
 class SchedulerLostError(ServiceError):
-    """The link to the cell's scheduler broke while the request was on it."""
+    """The connection to the cell's scheduler was lost while the request was in flight."""
 
     code = ErrorCode.UNAVAILABLE
     reason = "SCHEDULER_LOST"
 
 
 class AbortedByCallError(ServiceError):
-    """Another call asked for the end of this request."""
+    """Another call aborted this request."""
 
     code = ErrorCode.CANCELLED
     reason = "ABORTED_BY_CALL"
@@ -176,7 +176,7 @@ class DeadlinePassedError(ServiceError):
 
 
 class ClientTooSlowError(ServiceError):
-    """The client took nothing of its answer for too long."""
+    """The client has not read its response for too long."""
 
     code = ErrorCode.RESOURCE_EXHAUSTED
     reason = "CLIENT_TOO_SLOW"
@@ -190,21 +190,21 @@ class StepMismatchError(ServiceError):
 
 
 class StaleEpochError(ServiceError):
-    """A message of an epoch that has ended, or a claim that is not above the present one."""
+    """A message belongs to an epoch that has ended, or a claim is not above the current epoch."""
 
     code = ErrorCode.FAILED_PRECONDITION
     reason = "STALE_EPOCH"
 
 
 class GroupHeldError(ServiceError):
-    """A live scheduler holds the worker."""
+    """Another live scheduler holds the worker."""
 
     code = ErrorCode.FAILED_PRECONDITION
     reason = "GROUP_HELD"
 
 
 class GroupMismatchError(ServiceError):
-    """A process asks to join a failure domain, or a start of it, that it is no part of."""
+    """A process tries to join a failure domain, or a start of it, to which it does not belong."""
 
     code = ErrorCode.FAILED_PRECONDITION
     reason = "GROUP_MISMATCH"
@@ -225,11 +225,11 @@ class NumericError(ServiceError):
 
 
 class PoisonRequestError(ServiceError):
-    """The request was alone in two steps that their worker did not survive."""
+    """The request was alone in two steps, and both times the worker died."""
 
     code = ErrorCode.INTERNAL
     reason = "POISON_REQUEST"
 
 
 class InternalError(ServiceError):
-    """A bug. The message never carries the cause's text."""
+    """A bug. The message never includes the text of the underlying exception."""

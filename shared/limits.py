@@ -1,6 +1,6 @@
-"""What a request may ask for: one table of checks that the tokenizer makes first and the scheduler again.
+"""The limits of a request: one table of checks, run first by the tokenizer and again by the scheduler.
 
-Pure and transport-free. No value from a client reaches a worker unless it passed here.
+Pure and transport-free. No value from a client reaches a worker without passing these checks.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ MAX_PENALTY = 2.0
 MIN_REPETITION_PENALTY = 0.1
 MAX_REPETITION_PENALTY = 2.0
 MAX_GRAMMAR_BYTES = 1024 * 1024
-# Most tokens that are drafted for a sequence in one step.
+# Maximum draft tokens per sequence and step.
 MAX_DRAFT_TOKENS = 8
 DEFAULT_MAX_TOKENS = 4096
 
-# What cells speak: token ids are little-endian int32, wherever they are.
+# Inside a cell, token ids are always little-endian int32.
 TOKEN_DTYPE = np.dtype("<i4")
 
-# Most runs of token ids, and most ids of each.
+# Maximum number of runs of token ids, and of ids per run.
 _STOP_RUNS = (MAX_STOP_TOKEN_SEQUENCES, MAX_STOP_TOKEN_SEQUENCE_LENGTH)
 _BAD_RUNS = (MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH)
 _ABOVE_MAX_TOKENS = ("OUT_OF_RANGE", "must be at most max_tokens")
@@ -55,19 +55,21 @@ _Fault = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the served model and its cell allow."""
+    """The limits of the served model and its cell."""
 
     context_length: int
+    """Maximum tokens of one sequence."""
     logits_width: int
+    """Token ids are below this."""
     num_pool_tokens: int
+    """Tokens that the KV pool holds, over all sequences."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """The rarer sampling options, every one resolved; a request that has none of them has no such object.
+    """The less common sampling options, all resolved; a request that uses none of them has no such object.
 
-    Units and ranges are those of `lockstep.v1.SamplingParams`. `grammar` is in the form of the library that masks
-    tokens, and empty for none.
+    Units and ranges are those of `lockstep.v1.SamplingParams`.
     """
 
     min_p: float = 0.0
@@ -75,16 +77,17 @@ class SamplingOptions:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Token id and what is added to its logit, ascending by id."""
+    """Token ids and what is added to their logits, in ascending order of ids."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     grammar: str = ""
+    """In the syntax of the grammar library; empty means unconstrained."""
 
     @property
     def needs_all_tokens(self) -> bool:
-        """Whether a worker must know every token of the sequence, cached ones included."""
+        """Whether the worker needs every token of the sequence, including cached ones."""
         return bool(
             self.repetition_penalty != 1.0
             or self.presence_penalty
@@ -99,9 +102,9 @@ NO_OPTIONS = SamplingOptions()
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a sequence's tokens are drawn and when it ends; every parameter resolved.
+    """How a sequence's tokens are sampled and when it ends, with every parameter resolved.
 
-    Units and ranges are those of `lockstep.v1.SamplingParams`. Invariant: `options` is None when it would equal
+    Units and ranges are those of `lockstep.v1.SamplingParams`. Invariant: `options` is None if it would equal
     `NO_OPTIONS`.
     """
 
@@ -117,55 +120,55 @@ class SamplingParams:
 
 
 def default_max_tokens(num_prompt_tokens: int, limits: ModelLimits) -> int:
-    """The completion tokens of a request that names no limit; below 1 when the prompt leaves no room."""
+    """`max_tokens` for a request that does not set it; below 1 if the prompt leaves no room."""
     room = min(limits.context_length, limits.num_pool_tokens) - num_prompt_tokens
     return min(DEFAULT_MAX_TOKENS, room)
 
 
 def check_sampling(params: SamplingParams, limits: ModelLimits, *, prefix: str = "sampling.") -> None:
-    """Refuse sampling parameters that are out of range.
+    """Reject sampling parameters that are out of range.
 
     Raises:
-        InvalidRequestError: naming every bad field, each behind `prefix`.
+        InvalidRequestError: names every bad field, each with `prefix` before it.
     """
-    # No more than are told: a list of bad ids may be long.
+    # Stop at the number that is reported: a list of bad ids may be long.
     faults = list(itertools.islice(_sampling_violations(params, limits.logits_width), MAX_VIOLATIONS))
     if faults:
         raise InvalidRequestError.from_violations([Violation(prefix + field, *rest) for field, *rest in faults])
 
 
 def check_min_tokens(params: SamplingParams, *, field: str = "sampling.min_tokens") -> None:
-    """Refuse a `min_tokens` above `max_tokens`, which may only have been resolved.
+    """Reject a `min_tokens` above `max_tokens`, for callers that resolve `max_tokens` after `check_sampling`.
 
     Raises:
-        InvalidRequestError: it is.
+        InvalidRequestError: it is above.
     """
     if params.options is not None and params.options.min_tokens > params.max_tokens:
         raise InvalidRequestError.from_violations([Violation(field, *_ABOVE_MAX_TOKENS)])
 
 
 def check_prompt(token_ids: npt.NDArray[np.integer], limits: ModelLimits, *, field: str = "prompt") -> None:
-    """Refuse a prompt that is empty, too long for the context, or holds an id the model does not know.
+    """Reject a prompt that is empty, too long for the context, or contains an unknown token id.
 
     Args:
         token_ids: [num_tokens], any integer dtype.
-        limits: The served model's.
-        field: The request's field that a violation names.
+        limits: The served model's limits.
+        field: The name of the request's field, for violations.
 
     Raises:
-        InvalidRequestError: it is empty, or an id is out of range (the first one's index is given).
-        PromptTooLongError: no token could follow it.
+        InvalidRequestError: it is empty, or an id is out of range (the error has the index of the first one).
+        PromptTooLongError: it leaves no room for a completion token.
     """
     check_prompt_length(token_ids.size, limits, field=field)
     check_token_ids(token_ids, limits.logits_width, field=field)
 
 
 def check_prompt_length(num_tokens: int, limits: ModelLimits, *, field: str = "prompt") -> None:
-    """Refuse a prompt by its length alone.
+    """Reject a prompt by its length alone.
 
     Raises:
         InvalidRequestError: it is empty.
-        PromptTooLongError: no token could follow it.
+        PromptTooLongError: it leaves no room for a completion token.
     """
     if num_tokens == 0:
         raise InvalidRequestError.from_violations([Violation(field, "PROMPT_EMPTY", "at least one token is needed")])
@@ -178,12 +181,12 @@ def check_prompt_length(num_tokens: int, limits: ModelLimits, *, field: str = "p
 
 
 def check_token_ids(token_ids: npt.NDArray[np.integer], logits_width: int, *, field: str) -> None:
-    """Refuse token ids that the model does not know.
+    """Reject token ids that are not in the model's vocabulary.
 
     Raises:
-        InvalidRequestError: an id is negative or not below `logits_width`; the first one's index is given.
+        InvalidRequestError: an id is negative or not below `logits_width`; the error has the index of the first one.
     """
-    # As unsigned numbers, negative ones are too large as well.
+    # Seen as unsigned numbers, negative ids are too large as well.
     if not token_ids.size or token_ids.view(f"u{token_ids.itemsize}").max() < logits_width:
         return
     index = int(((token_ids < 0) | (token_ids >= logits_width)).argmax())
@@ -191,11 +194,11 @@ def check_token_ids(token_ids: npt.NDArray[np.integer], logits_width: int, *, fi
 
 
 def check_fit(num_prompt_tokens: int, max_tokens: int, limits: ModelLimits) -> None:
-    """Refuse a request whose prompt and completion can never fit.
+    """Reject a request whose prompt and completion together can never fit.
 
     Raises:
-        ContextExceededError: they are longer than the model's context.
-        KvCapacityExceededError: they are longer than the cell's KV pool.
+        ContextExceededError: they exceed the model's context.
+        KvCapacityExceededError: they exceed the cell's KV pool.
     """
     total = num_prompt_tokens + max_tokens
     if total > limits.context_length:
@@ -226,7 +229,7 @@ def _sampling_violations(params: SamplingParams, logits_width: int) -> Iterator[
     if not 0 <= params.seed < 2**64:
         yield "seed", "OUT_OF_RANGE", "must be an unsigned 64-bit number"
     if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        yield "stop_token_ids", "OUT_OF_RANGE", f"at most {MAX_STOP_TOKEN_IDS}"
+        yield "stop_token_ids", "OUT_OF_RANGE", f"must have at most {MAX_STOP_TOKEN_IDS} entries"
     elif params.stop_token_ids:
         yield from _id_violations("stop_token_ids", params.stop_token_ids, logits_width)
     if params.stop_token_sequences:
@@ -258,14 +261,14 @@ def _option_violations(options: SamplingOptions, max_tokens: int, logits_width: 
     ):
         if count is not None and not 0 <= count <= MAX_LOGPROBS:
             yield _not_between(field, count, 0, MAX_LOGPROBS)
-    # Every character has at least one byte.
+    # A character is at least one byte, so this saves encoding a text that is clearly too long.
     if len(options.grammar) > MAX_GRAMMAR_BYTES or len(options.grammar.encode()) > MAX_GRAMMAR_BYTES:
-        yield "grammar", "OUT_OF_RANGE", f"at most {MAX_GRAMMAR_BYTES} bytes"
+        yield "grammar", "OUT_OF_RANGE", f"must be at most {MAX_GRAMMAR_BYTES} bytes"
 
 
 def _bias_violations(biases: tuple[tuple[int, float], ...], logits_width: int) -> Iterator[_Fault]:
     if len(biases) > MAX_LOGIT_BIASES:
-        yield "logit_bias", "OUT_OF_RANGE", f"at most {MAX_LOGIT_BIASES}"
+        yield "logit_bias", "OUT_OF_RANGE", f"must have at most {MAX_LOGIT_BIASES} entries"
         return
     for token_id, bias in biases:
         field = f"logit_bias[{token_id}]"
@@ -278,10 +281,10 @@ def _bias_violations(biases: tuple[tuple[int, float], ...], logits_width: int) -
 def _run_violations(
     field: str, runs: tuple[tuple[int, ...], ...], most: tuple[int, int], logits_width: int
 ) -> Iterator[_Fault]:
-    """What is wrong with runs of token ids, of which there are at `most` so many, each of so many ids."""
+    """The violations of runs of token ids; `most` is the maximum number of runs and of ids per run."""
     max_runs, max_length = most
     if len(runs) > max_runs:
-        yield field, "OUT_OF_RANGE", f"at most {max_runs}"
+        yield field, "OUT_OF_RANGE", f"must have at most {max_runs} entries"
         return
     for number, ids in enumerate(runs):
         if not 1 <= len(ids) <= max_length:
@@ -299,7 +302,7 @@ def _not_above_zero(field: str, value: float, high: float) -> _Fault:
 
 
 def _bad_number(field: str, value: float, rule: str) -> _Fault:
-    """What is wrong with a number that is not in its range; one that is NaN is in none."""
+    """The violation of a number outside its range; NaN is outside every range."""
     if math.isfinite(value):
         return field, "OUT_OF_RANGE", rule
     return field, "NOT_FINITE", "must be a finite number"
@@ -312,4 +315,4 @@ def _id_violations(field: str, ids: tuple[int, ...], logits_width: int) -> Itera
 
 
 def _out_of_vocabulary(field: str, logits_width: int) -> _Fault:
-    return field, "TOKEN_ID_OUT_OF_RANGE", f"token ids are below {logits_width}"
+    return field, "TOKEN_ID_OUT_OF_RANGE", f"token ids must be below {logits_width}"

@@ -1,4 +1,4 @@
-"""`python -m shared.cli` is the `lockstep` command, also where it is not installed."""
+"""`python -m shared.cli` runs the `lockstep` command, even where it is not installed."""
 
 from __future__ import annotations
 

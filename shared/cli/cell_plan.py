@@ -1,4 +1,4 @@
-"""The processes of one cell: which there are, their flags and addresses, and who stands and falls with whom."""
+"""The processes of one cell: what to start, with which flags and addresses, and which of them fail together."""
 
 from __future__ import annotations
 
@@ -15,32 +15,29 @@ from shared.cli.serve_settings import ServeSettings
 
 @dataclass(frozen=True, slots=True)
 class ServiceCommand:
-    """How a service is started, and where it answers then.
-
-    Attributes:
-        role: Its module is `services.ROLE`.
-        flags: What it is told at every start; the processes of a domain are told `make_start_flags` as well.
-        address: Where it answers.
-        domain: Names its failure domain.
-        rank: Of a worker, `DP.TP`; empty where there is only one.
-    """
+    """How a service is started and where it answers."""
 
     role: str
+    """The service; its module is `services.ROLE`."""
     flags: tuple[str, ...]
+    """Flags of every start; the processes of a failure domain receive `make_start_flags` as well."""
     address: str
+    """Where it answers."""
     domain: str
+    """The name of its failure domain."""
     rank: str = ""
+    """A worker's `DP.TP`; empty when there is only one worker."""
 
     @property
     def name(self) -> str:
-        """Tells it from the cell's other processes."""
+        """Unique within the cell."""
         return f"{self.role} {self.rank}".rstrip()
 
 
 def plan_services(
     settings: ServeSettings, service_flags: Mapping[str, Sequence[str]], runtime_dir: Path
 ) -> list[ServiceCommand]:
-    """The commands of one cell, in the order of their start; links are sockets in `runtime_dir` unless told."""
+    """The commands of one cell, in start order; internal addresses are sockets in `runtime_dir` unless configured."""
     shared_flags = [f"--log-level={settings.log_level}", f"--log-format={settings.log_format}"]
     if settings.reflection:
         shared_flags.append("--reflection")
@@ -65,10 +62,10 @@ def plan_services(
 
 
 def make_start_flags(domain: Sequence[ServiceCommand]) -> list[str]:
-    """What the processes of one start of a failure domain find each other by; nothing where there is only one."""
+    """The flags by which the processes of one start of a failure domain find each other; none for a single process."""
     if len(domain) == 1:
         return []
-    # Chosen anew each time: an exited process's port may not be free again yet.
+    # A new port for each start: an exited process's port may not be free again yet.
     return [f"--rendezvous=127.0.0.1:{_free_port()}", f"--domain-start-id={uuid.uuid4().hex}"]
 
 
@@ -88,7 +85,7 @@ def _plan_workers(settings: ServeSettings, more_flags: Sequence[str], runtime_di
             address = _worker_address(runtime_dir, dp_rank, tp_rank)
             place = [f"--dp-rank={dp_rank}", f"--dp-size={settings.dp}"]
             place += [f"--tp-rank={tp_rank}", f"--tp-size={settings.tp}"]
-            # A member follows its group's leader; the leader of a coupled group that of the first one.
+            # A member joins its group's leader; the leader of a coupled group joins the first group's leader.
             if tp_rank:
                 place.append(f"--leader={_worker_address(runtime_dir, dp_rank, 0)}")
             elif dp_rank and settings.is_coupled:
@@ -103,7 +100,7 @@ def _worker_address(runtime_dir: Path, dp_rank: int, tp_rank: int) -> str:
 
 
 def _num_cores() -> int:
-    """Cores that this process, and so its children, may use."""
+    """CPU cores that this process and its children may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 

@@ -1,4 +1,4 @@
-"""The processes of a cell while it runs: started, asked for their health, started again, stopped.
+"""The processes of a running cell: starts them, checks their health, restarts and stops them.
 
 It decides nothing: `Supervisor` does.
 """
@@ -24,10 +24,10 @@ from shared.rpc import make_channel
 
 logger = logging.getLogger(__name__)
 
-# More than a service takes to stop cleanly.
+# Longer than a service takes to stop cleanly.
 STOP_GRACE_S = 10.0
 
-# Who serves is asked less often than who starts: an idle cell costs next to nothing.
+# A serving process is checked less often than a starting one: an idle cell costs next to nothing.
 _START_CHECK_PERIOD_S = 0.2
 _MAX_CHECK_PERIOD_S = 10.0
 _CHECKS_BEFORE_KILL = 3.0
@@ -37,7 +37,7 @@ class CellProcesses:
     """Keeps the processes of one cell running: `run` until `end` is called or the cell fails, then `stop`.
 
     Attributes:
-        has_served: Set once every process has served.
+        has_served: Set once every process has reported that it serves.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class CellProcesses:
         """Start nothing yet.
 
         Args:
-            commands: In the order of their start.
-            policy: When processes are killed and started again.
-            writer: Takes what they write.
-            has_prefixes: Whether each line that a process writes begins with its name.
+            commands: In start order.
+            policy: When processes are killed and restarted.
+            writer: Receives the processes' output.
+            has_prefixes: Whether each line of a process's output is prefixed with the process's name.
         """
         self.has_served = asyncio.Event()
         self._domain_to_commands: dict[str, list[ServiceCommand]] = {}
@@ -62,15 +62,15 @@ class CellProcesses:
         self._writer = writer
         self._bar = LoadingBar(writer.show) if has_prefixes and sys.stderr.isatty() else None
         self._running: dict[str, ServiceProcess] = {}
-        # Those that exited before the cell served. The first of them is why it ends.
+        # Processes that exited before the cell had served. The first of them is why the cell ends.
         self._ended: list[ServiceProcess] = []
         self._is_over = False
-        # The supervisor was told of an exit, or `run` is to return.
+        # Set when the supervisor has been notified of an exit, or when `run` is to return.
         self._has_news = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
     async def run(self) -> None:
-        """Start every process, and start again what exits."""
+        """Start every process, and restart those that exit."""
         async with asyncio.TaskGroup() as group:
             watchers = _Watchers(group)
             while not self._is_over:
@@ -87,19 +87,18 @@ class CellProcesses:
             watchers.cancel()
 
     def end(self) -> None:
-        """Let `run` return."""
+        """Make `run` return."""
         self._is_over = True
         self._has_news.set()
 
     async def stop(self) -> list[str]:
-        """Stop every process, role by role against the order of their start. `run` has returned.
+        """Stop every process, role by role in reverse start order. Call it after `run` has returned.
 
         Returns:
-            What was not clean, the cause of other trouble first. A process that waited for its next start is not
-            among it.
+            What did not end cleanly, the root cause first. A process that was waiting to be restarted is not included.
         """
         if self._bar is not None:
-            # Nobody drops those that are still loading; what is told from now on comes last.
+            # Processes still loading are never dropped from the bar, which must not cover the final messages.
             self._bar.end()
         services = [*self._ended, *self._running.values()]
         for role in reversed(ROLES):
@@ -129,7 +128,7 @@ class CellProcesses:
         self._running[name].kill(reason)
 
     async def _watch(self, service: ServiceProcess, watchers: _Watchers) -> None:
-        """Have a process asked for its health until it exits, and tell of its end."""
+        """Check a process's health until it exits, then report the exit."""
         checks = watchers.add(self._check_health(service))
         await service.wait()
         checks.cancel()
@@ -144,7 +143,7 @@ class CellProcesses:
         else:
             self._has_news.set()
             restart = {"reason": service.problem, "delay_s": delay_s}
-            logger.warning("exited and is started again", extra={**_fields(service), **restart})
+            logger.warning("exited; restarting", extra={**_fields(service), **restart})
 
     async def _check_health(self, service: ServiceProcess) -> None:
         name = service.command.name
@@ -162,7 +161,7 @@ class CellProcesses:
 
 
 class _Watchers:
-    """Tasks of a group that end when they are cancelled, at the latest."""
+    """Tasks of a group, which all end when `cancel` is called, if not before."""
 
     def __init__(self, group: asyncio.TaskGroup) -> None:
         self._group = group

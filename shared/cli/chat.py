@@ -1,4 +1,4 @@
-"""`lockstep chat`: a conversation in the terminal, or one user turn per line of a piped stdin."""
+"""`lockstep chat`: an interactive conversation in the terminal, or one user turn per line of a piped stdin."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from shared.cli.wrong_service import TOKENIZER, explain_wrong_service
 from shared.rpc import make_channel
 
 _HELP = """\
-/system TEXT   set how the model is to behave; without TEXT, show it
-/reset         forget the conversation, but not that
-/help          show this
-Enter sends, Alt-Enter begins a line, and the arrow keys bring back what was sent. A space before the / sends a line as
-it is. Ctrl-C stops an answer, twice it leaves, as Ctrl-D does."""
+/system TEXT   set the system prompt; without TEXT, show it
+/reset         forget the conversation but keep the system prompt
+/help          show this help
+Enter sends, Alt-Enter starts a new line, and the arrow keys recall earlier turns. To send a line that begins with a /,
+put a space before it. Ctrl-C stops an answer; Ctrl-C twice, or Ctrl-D, exits."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="lockstep chat",
-        description="Talk to the model. Ctrl-C stops an answer, twice it leaves, as Ctrl-D does. From a pipe, each "
-        "line is a turn.",
+        description="Talk to the model. Ctrl-C stops an answer; Ctrl-C twice, or Ctrl-D, exits. When stdin is a pipe, "
+        "each line is a turn.",
     )
-    parser.add_argument("--system", default="", metavar="TEXT", help="how the model is to behave")
+    parser.add_argument("--system", default="", metavar="TEXT", help="system prompt")
     add_client_flags(parser)
     args = parser.parse_args(argv)
     try:
         request = request_from(args)
         check_text(args.system)
     except (NotTextError, UnicodeEncodeError):
-        parser.error("a flag's text is not UTF-8")
+        parser.error("the text of a flag is not UTF-8")
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
 
     def converse() -> None:
-        # Between answers the event loop is not run, so that reading a line needs no thread.
+        # The event loop does not run between answers, so reading a line needs no thread.
         with asyncio.Runner() as runner:
             channel = runner.run(_open(args.target))
             try:
@@ -55,13 +55,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _answer_lines(runner: asyncio.Runner, channel: grpc.aio.Channel, target: str, conversation: Conversation) -> None:
-    """Answer every line of stdin; the first failure ends it."""
+    """Answer every line of stdin; stop at the first failure."""
     try:
         for line in sys.stdin:
             if line.strip():
                 runner.run(_answer(channel, target, conversation, check_text(line.rstrip("\n"))))
     except UnicodeDecodeError as error:
-        raise NotTextError(f"stdin is no text: {error}") from None
+        raise NotTextError(f"stdin is not UTF-8: {error}") from None
 
 
 async def _answer(channel: grpc.aio.Channel, target: str, conversation: Conversation, turn: str) -> None:
@@ -70,12 +70,12 @@ async def _answer(channel: grpc.aio.Channel, target: str, conversation: Conversa
 
 
 def _talk(runner: asyncio.Runner, channel: grpc.aio.Channel, target: str, conversation: Conversation) -> None:
-    """Answer what a person types, until that one leaves."""
-    # Only a terminal needs the library, which takes long to import.
+    """Answer the turns typed at the terminal until the user exits."""
+    # Imported here because only a terminal needs the library, and importing it is slow.
     from shared.cli.typed_turns import TypedTurns  # noqa: PLC0415
 
     model = runner.run(_find_model(channel, target))
-    print(f"{model} on {target}. /help lists the commands, Ctrl-D leaves.")
+    print(f"{model} on {target}. /help lists the commands, Ctrl-D exits.")
     turns = TypedTurns()
     has_interrupted = False
     while True:
@@ -93,7 +93,7 @@ def _talk(runner: asyncio.Runner, channel: grpc.aio.Channel, target: str, conver
             if has_interrupted:
                 raise
             has_interrupted = True
-            print("Ctrl-C again leaves.")
+            print("Press Ctrl-C again to exit.")
         except grpc.aio.AioRpcError as error:
             print(f"error: {describe_failure(error)}", file=sys.stderr)
         except NotTextError as error:
@@ -101,26 +101,26 @@ def _talk(runner: asyncio.Runner, channel: grpc.aio.Channel, target: str, conver
 
 
 def _obey(line: str, conversation: Conversation) -> None:
-    """Do what a line says that begins with a slash."""
+    """Run a /command."""
     command, _, text = line.strip().partition(" ")
     if command == "/system" and text:
         conversation.system = text.strip()
     elif command == "/system":
-        print(conversation.system or "nothing is set")
+        print(conversation.system or "no system prompt is set")
     elif command == "/reset":
         conversation.reset()
     elif command == "/help":
         print(_HELP)
     else:
-        print(f"there is no {command}; /help lists the commands")
+        print(f"unknown command {command}; /help lists the commands")
 
 
 async def _find_model(channel: grpc.aio.Channel, target: str) -> str:
-    """The name of the model that answers.
+    """The served model's name.
 
     Raises:
-        grpc.aio.AioRpcError: none does.
-        WrongServiceError: another service does.
+        grpc.aio.AioRpcError: the call failed.
+        WrongServiceError: another service answered.
     """
     async with explain_wrong_service(channel, target, TOKENIZER):
         stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
@@ -129,5 +129,5 @@ async def _find_model(channel: grpc.aio.Channel, target: str) -> str:
 
 
 async def _open(target: str) -> grpc.aio.Channel:
-    # A channel belongs to the event loop that runs when it is made.
+    # A channel belongs to the event loop that is running when it is created.
     return make_channel(target)

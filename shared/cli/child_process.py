@@ -1,6 +1,6 @@
-"""A module of this checkout as a child process that dies with the launcher, however that ends (on Linux).
+"""Runs a module of this checkout as a child process that dies with the launcher, however it ends (on Linux).
 
-A child lives in a session of its own, so that Ctrl-C reaches the launcher alone.
+Each child has its own session, so that Ctrl-C reaches only the launcher.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Sequence
 
 from shared.parent import make_end_with_parent
 
-# gRPC's core would tell on stderr of every connection that ends.
+# At its default verbosity gRPC's core reports every connection that ends on stderr.
 _DEFAULT_ENVIRONMENT = {"GRPC_VERBOSITY": "ERROR"}
 
 
 async def start_child(module: str, flags: Sequence[str]) -> asyncio.subprocess.Process:
-    """Start `python -m MODULE`; its stdout is a pipe that takes its stderr as well.
+    """Start `python -m MODULE` with stdout and stderr in one pipe.
 
-    Call it from the main thread: the child dies when its starter does.
+    Call it from the main thread: the child dies with the thread that started it.
     """
     return await asyncio.create_subprocess_exec(
         sys.executable,

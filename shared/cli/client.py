@@ -1,4 +1,4 @@
-"""What the terminal's clients have in common: asking the tokenizer service, and streaming its answer."""
+"""What the terminal clients share: calling the tokenizer service and streaming its answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LAUNCHER_PROMPT = common_pb2.SamplingParams(temperature=0.0, max_tokens=256)
 
 @dataclass(slots=True)
 class Answer:
-    """What has come of an answer so far."""
+    """The answer received so far."""
 
     text: str = ""
     reasoning: str = ""
@@ -27,7 +27,7 @@ class Answer:
     finish: tokenizer_pb2.Finish = field(default_factory=tokenizer_pb2.Finish)
 
     def add(self, response: tokenizer_pb2.GenerateResponse) -> None:
-        """Take the next response."""
+        """Append the next response."""
         self.text += response.text
         self.reasoning += response.reasoning
         self.logprobs += response.logprobs
@@ -35,26 +35,26 @@ class Answer:
 
 
 class NotTextError(Exception):
-    """What somebody gave as text is not UTF-8; the message says so."""
+    """Some input is not UTF-8; the message says so."""
 
 
 def check_text(text: str) -> str:
-    """The text unchanged.
+    """Return `text` unchanged.
 
     Raises:
-        NotTextError: bytes of it are not UTF-8, which Python keeps as halves of surrogate pairs.
+        NotTextError: it contains bytes that are not UTF-8, which Python keeps as lone surrogates.
     """
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise NotTextError("what was given as text is not UTF-8") from None
+        raise NotTextError("the input is not UTF-8") from None
     return text
 
 
 def run_client(body: Callable[[], None]) -> int:
     """Run a client command; returns the exit code.
 
-    A failed call is told on stderr; Ctrl-C, and a reader of stdout that has enough, end it quietly.
+    A failed call is reported on stderr; Ctrl-C and a closed stdout end the command quietly.
     """
     try:
         body()
@@ -68,18 +68,18 @@ def run_client(body: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
-        # Whoever reads has seen enough, as `head` does.
+        # The reader has seen enough, as with `head`.
         abandon_stdout()
     return 0
 
 
 def abandon_stdout() -> None:
-    """Write no more to stdout, which nobody reads: Python flushes it once more when it exits."""
+    """Redirect stdout, which has no reader any more, to /dev/null: Python flushes it once more at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def describe_failure(error: grpc.aio.AioRpcError) -> str:
-    """A failed call as `STATUS REASON: message`; without the reason when the server gave none."""
+    """A failed call as `STATUS REASON: message`; without the reason if the server sent none."""
     status = status_from_rpc_error(error)
     names = (error.code().name, reason_of(status))
     return f"{' '.join(name for name in names if name)}: {status.message}"
@@ -92,9 +92,12 @@ async def stream_answer(
     *,
     timeout_s: float | None = None,
 ) -> None:
-    """Ask for a completion and write it to stdout and into `answer` as it comes, for `timeout_s` or to its end.
+    """Request a completion, writing it to stdout and into `answer` as it arrives.
 
-    Cancelling the task that waits for this cancels the call.
+    Cancelling the waiting task cancels the call.
+
+    Args:
+        timeout_s: The call's deadline; None means no deadline.
 
     Raises:
         grpc.aio.AioRpcError: the call failed.
@@ -102,18 +105,18 @@ async def stream_answer(
     try:
         async for response in tokenizer_pb2_grpc.TokenizerServiceStub(channel).Generate(request, timeout=timeout_s):
             answer.add(response)
-            # Who reads the answer in a pipe gets nothing else.
+            # Reasoning goes to stderr, so that a pipe on stdout receives the answer alone.
             sys.stderr.write(response.reasoning)
             sys.stdout.write(response.text)
             sys.stdout.flush()
     finally:
-        # Also behind half an answer: what is told next begins a line.
+        # After a partial answer too: the next message starts on a new line.
         print(flush=True)
     note_recovery(answer.finish)
 
 
 async def answer_once(channel: grpc.aio.Channel, prompt: str) -> None:
-    """Stream a short greedy answer to the terminal, as a chat when the model has a template.
+    """Stream a short greedy answer to the terminal, as a chat if the model has a template.
 
     Raises:
         grpc.aio.AioRpcError: a call failed.
@@ -130,16 +133,16 @@ async def answer_once(channel: grpc.aio.Channel, prompt: str) -> None:
 
 
 def note_recovery(finish: tokenizer_pb2.Finish) -> None:
-    """Tell on stderr that an answer went on after a loss, and whether its bytes can tell."""
+    """Report on stderr that the answer was resumed after a failure, and whether its bytes could differ."""
     if finish.HasField("recovery"):
         count, is_exact = finish.recovery.resume_count, finish.recovery.resume_exact
         times = "once" if count == 1 else f"{count} times"
         verdict = "is" if is_exact else "may not be"
-        print(f"note: resumed {times} after a loss; the answer {verdict} what it would have been", file=sys.stderr)
+        print(f"note: resumed {times} after a failure; the answer {verdict} what it would have been", file=sys.stderr)
 
 
 def describe_finish(finish: tokenizer_pb2.Finish) -> str:
-    """One line for people: why the answer ended, its length and its pace."""
+    """One human-readable line: why the answer ended, its length and its pace."""
     reason = common_pb2.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower()
     text = f"[{finish.usage.num_completion_tokens} tokens, ended by {reason}"
     text += f"; first after {finish.ttft.ToTimedelta().total_seconds() * 1e3:.0f} ms"
@@ -149,7 +152,7 @@ def describe_finish(finish: tokenizer_pb2.Finish) -> str:
 
 
 def describe_logprobs(logprobs: Sequence[common_pb2.PositionLogprobs]) -> str:
-    """A line for each token: its log-probability and its text, then the likeliest ones there."""
+    """One line per token: its log-probability and text, then the likeliest tokens at its position."""
 
     def describe(entry: common_pb2.TokenLogprob) -> str:
         return f"{entry.logprob:8.3f} {entry.text!r}"

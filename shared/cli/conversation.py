@@ -1,4 +1,4 @@
-"""A conversation with the model: what was said, and the next answer to it."""
+"""A conversation with the model: the turns so far and the next answer."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from shared.cli.client import Answer, stream_answer
 
 
 class Conversation:
-    """Keeps the turns that were answered, also in part; one that fails, or has no answer at all, leaves no trace.
+    """Keeps the turns that were answered, even partly; a turn that failed or got no answer is not kept.
 
     Attributes:
-        system: How the model is to behave; empty: as it does by itself.
+        system: The system prompt; empty means none.
     """
 
     def __init__(
@@ -22,7 +22,7 @@ class Conversation:
         system: str = "",
         timeout_s: float | None = None,
     ) -> None:
-        """Begin one; `request` says all but the messages."""
+        """Begin a conversation; `request` has every field but the messages."""
         self.system = system
         self._channel = channel
         self._request = request
@@ -34,7 +34,7 @@ class Conversation:
         self._messages.clear()
 
     async def answer(self, turn: str) -> None:
-        """Stream the answer to the terminal; cancelled, what has come is kept as the answer.
+        """Stream the answer to the terminal. If cancelled, the part received so far is kept as the answer.
 
         Raises:
             grpc.aio.AioRpcError: the call failed.

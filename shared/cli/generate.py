@@ -24,12 +24,12 @@ from shared.rpc import make_channel
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="lockstep generate", description="Continue a text, as it stands.")
+    parser = argparse.ArgumentParser(prog="lockstep generate", description="Continue a text, without a chat template.")
     parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; - reads it from stdin")
-    parser.add_argument("-n", type=int, default=1, choices=range(1, 9), metavar="N", help="so many answers, at most 8")
-    parser.add_argument("--echo", action="store_true", help="begin with the prompt")
+    parser.add_argument("-n", type=int, default=1, choices=range(1, 9), metavar="N", help="how many answers, at most 8")
+    parser.add_argument("--echo", action="store_true", help="print the prompt before the answer")
     parser.add_argument(
-        "--logprobs", type=int, choices=range(21), metavar="K", help="tell each token's, and those of the K likeliest"
+        "--logprobs", type=int, choices=range(21), metavar="K", help="show the logprobs of each token and of the top K"
     )
     add_client_flags(parser)
     args = parser.parse_args(argv)
@@ -37,9 +37,9 @@ def main(argv: Sequence[str]) -> int:
         request = request_from(args)
         request.text = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
     except UnicodeDecodeError as error:
-        parser.error(f"stdin is no text: {error}")
+        parser.error(f"stdin is not UTF-8: {error}")
     except UnicodeEncodeError:
-        parser.error("the prompt, or a flag's text, is not UTF-8")
+        parser.error("the prompt or the text of a flag is not UTF-8")
     request.echo = args.echo
     if args.logprobs is not None:
         request.sampling.num_logprobs = args.logprobs
@@ -58,7 +58,7 @@ async def _generate(target: str, request: tokenizer_pb2.GenerateRequest, timeout
 
 
 async def _generate_several(target: str, request: tokenizer_pb2.GenerateRequest, timeout_s: float | None) -> None:
-    """Write each answer once it is whole: several streams on one terminal could not be told apart."""
+    """Print each answer once it is complete: interleaved streams could not be told apart on a terminal."""
     answers: dict[int, Answer] = defaultdict(Answer)
     async with make_channel(target) as channel, explain_wrong_service(channel, target, TOKENIZER):
         async for response in tokenizer_pb2_grpc.TokenizerServiceStub(channel).Generate(request, timeout=timeout_s):

@@ -1,4 +1,4 @@
-"""Why a process ended, as its own output tells: the last line that is no ordinary record of a log."""
+"""Why a process ended, according to its own output: the last line that is not an ordinary log record."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import re
 _MAX_LENGTH = 1000
 
 _TEXT_RECORD = re.compile(r"\d\d:\d\d:\d\d (?P<level>[A-Z]+) (?P<service>\w+): (?P<message>.*)")
-# As argparse and our own settings write it.
+# As argparse and `load_settings` write it.
 _ERROR = re.compile(r"(?:.*: )?error: (?P<message>.*)")
 _ORDINARY_LEVELS = frozenset({"DEBUG", "INFO", "WARNING"})
 
 
 class LastWords:
-    """Takes a process's lines one by one.
+    """Reads a process's output line by line.
 
     Attributes:
-        text: The last that told of trouble, for people; None when no line did.
+        text: The last line that reported a problem, shortened for display; None if none did.
     """
 
     def __init__(self) -> None:
         self.text: str | None = None
 
     def add(self, line: bytes) -> None:
-        """Take the next line."""
+        """Process the next line."""
         text = _trouble_in(line.decode(errors="replace"))
         if text is not None:
             self.text = text[:_MAX_LENGTH]

@@ -1,4 +1,4 @@
-"""One bar for the weights that all workers of a cell load, on the terminal of the launcher."""
+"""One progress bar on the launcher's terminal for the weights that all workers of a cell load."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Callable
 
 _WIDTH = 40
 
-# As a worker logs it; see `services/worker/process/loading_progress.py`.
+# The format that `services/worker/process/loading_progress.py` logs.
 _PROGRESS = re.compile(rb"\d\d:\d\d:\d\d INFO worker: loading weights percent=(\d+)")
 
 
 class LoadingBar:
-    """Reads the workers' log, and shows how far the slowest is of those that are loading."""
+    """Parses the workers' log and shows the progress of the slowest worker that is still loading."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
-        """`show` takes the bar each time that it changes; an empty text for none."""
+        """`show` receives the bar whenever it changes; an empty text removes it."""
         self._show = show
         self._name_to_percent: dict[str, int] = {}
         self._has_ended = False
 
     def take(self, name: str, line: bytes) -> bool:
-        """Look at a line of a process; returns whether the bar says what it says."""
+        """Parse a line of a process's output; returns True if the bar shows it, so that it need not be printed."""
         match = _PROGRESS.fullmatch(line)
         if match is None:
             return False
@@ -29,12 +29,12 @@ class LoadingBar:
         return True
 
     def drop(self, name: str) -> None:
-        """A process has ended, which may have been loading."""
+        """A process has ended, perhaps while loading."""
         if name in self._name_to_percent:
             self._set(name, 100)
 
     def end(self) -> None:
-        """Show no bar any more, whatever is still loading."""
+        """Remove the bar for good, even if something is still loading."""
         self._has_ended = True
         self._show("")
 

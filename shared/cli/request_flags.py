@@ -1,4 +1,4 @@
-"""The flags of the terminal's clients, and the request that they describe."""
+"""The flags that the terminal clients share, and the request they describe."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ DEFAULT_TARGET = "127.0.0.1:50051"
 
 
 def add_client_flags(parser: argparse.ArgumentParser) -> None:
-    """Add what a request may say beside its prompt, and where it goes. What is left out is the server's default."""
+    """Add the flags for everything but the prompt. A flag that is not given leaves the choice to the server."""
     parser.add_argument("--target", default=DEFAULT_TARGET, metavar="ADDRESS", help="server (default: %(default)s)")
-    parser.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="give up after so long")
-    parser.add_argument("--priority", choices=("high", "normal", "low"), help="how urgent it is")
+    parser.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="give up after this long")
+    parser.add_argument("--priority", choices=("high", "normal", "low"), help="how urgent the request is")
     parser.add_argument(
         "--determinism",
         choices=("exact", "ordinary"),
-        help="exact: its bytes depend on nothing but model, prompt and flags, or it is refused",
+        help="exact: the answer depends only on model, prompt and flags; refused where that cannot be guaranteed",
     )
     parser.add_argument("--cache-salt", default="", metavar="TEXT", help="share cached prefixes with equal salts only")
-    _add_sampling_flags(parser.add_argument_group("how tokens are drawn"))
-    _add_end_flags(parser.add_argument_group("where the answer ends"))
-    _add_form_flags(parser.add_argument_group("what the answer looks like"))
+    _add_sampling_flags(parser.add_argument_group("sampling"))
+    _add_end_flags(parser.add_argument_group("length and stopping"))
+    _add_form_flags(parser.add_argument_group("structured output"))
 
 
 def request_from(args: argparse.Namespace) -> tokenizer_pb2.GenerateRequest:
-    """The request, but for its prompt, that the flags of `add_client_flags` describe."""
+    """The request, apart from its prompt, described by the flags of `add_client_flags`."""
     sampling = common_pb2.SamplingParams(
         max_tokens=args.max_tokens,
         temperature=args.temperature,
@@ -59,37 +59,37 @@ def request_from(args: argparse.Namespace) -> tokenizer_pb2.GenerateRequest:
 
 
 def _add_sampling_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy, at most 2")
-    group.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest tokens that sum to this")
-    group.add_argument("--top-k", type=_unsigned(32), metavar="K", help="keep this many of the likeliest tokens")
-    group.add_argument("--min-p", type=float, metavar="P", help="keep tokens at least so likely beside the likeliest")
-    group.add_argument("--repetition-penalty", type=float, metavar="X", help="divides what is in the text; 1 is none")
-    group.add_argument("--presence-penalty", type=float, metavar="X", help="taken from what the answer holds")
-    group.add_argument("--frequency-penalty", type=float, metavar="X", help="the same for each time it does")
+    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy; at most 2")
+    group.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens that sum to P")
+    group.add_argument("--top-k", type=_unsigned(32), metavar="K", help="sample from the K likeliest tokens")
+    group.add_argument("--min-p", type=float, metavar="P", help="drop tokens below P times the top probability")
+    group.add_argument("--repetition-penalty", type=float, metavar="X", help="of tokens in prompt or answer; 1 is off")
+    group.add_argument("--presence-penalty", type=float, metavar="X", help="of tokens that occur in the answer")
+    group.add_argument("--frequency-penalty", type=float, metavar="X", help="the same, times their occurrences")
     group.add_argument(
-        "--logit-bias", type=_bias, action="append", default=[], metavar="ID=X", help="added to a token's; may repeat"
+        "--logit-bias", type=_bias, action="append", default=[], metavar="ID=X", help="add to a logit; may be repeated"
     )
-    group.add_argument("--bad-word", action="append", default=[], metavar="TEXT", help="is never written; may repeat")
+    group.add_argument("--bad-word", action="append", default=[], metavar="TEXT", help="never write; may be repeated")
     group.add_argument("--seed", type=_unsigned(64), metavar="N", help="makes sampling repeatable")
 
 
 def _add_end_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--max-tokens", type=_unsigned(32), metavar="N", help="most tokens of the answer")
-    group.add_argument("--min-tokens", type=_unsigned(32), metavar="N", help="least tokens of the answer")
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the answer; may repeat")
+    group.add_argument("--max-tokens", type=_unsigned(32), metavar="N", help="maximum number of tokens of the answer")
+    group.add_argument("--min-tokens", type=_unsigned(32), metavar="N", help="minimum number of tokens of the answer")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop string; may be repeated")
     group.add_argument(
         "--stop-token-id", type=_unsigned(32), action="append", default=[], metavar="ID", help="the same for a token"
     )
-    group.add_argument("--include-stop", action="store_true", help="leave what ended the answer in it")
-    group.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
+    group.add_argument("--include-stop", action="store_true", help="keep the stop string in the answer")
+    group.add_argument("--ignore-eos", action="store_true", help="continue after an end-of-sequence token")
 
 
 def _add_form_flags(group: argparse._ArgumentGroup) -> None:
     forms = group.add_mutually_exclusive_group()
     for name, metavar, parse, help_text in (
-        ("--json-schema", "FILE", _form("json_schema", _read), "a JSON value of this schema"),
-        ("--grammar", "FILE", _form("grammar", _read), "a text of this grammar, in Lark's notation or GBNF"),
-        ("--regex", "REGEX", _form("regex", str), "a text that this matches as a whole"),
+        ("--json-schema", "FILE", _form("json_schema", _read), "a JSON value that matches this schema"),
+        ("--grammar", "FILE", _form("grammar", _read), "a text that matches this Lark or GBNF grammar"),
+        ("--regex", "REGEX", _form("regex", str), "a text that this regular expression matches as a whole"),
     ):
         forms.add_argument(name, dest="structured_output", type=parse, metavar=metavar, help=help_text)
 
@@ -115,14 +115,14 @@ def _bias(text: str) -> tuple[int, float]:
     try:
         return _unsigned(32)(token_id), float(bias)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text} is no token id and number") from error
+        raise argparse.ArgumentTypeError(f"{text} is not a token id and a number") from error
 
 
 def _unsigned(bits: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         value = int(text)
         if not 0 <= value < 2**bits:
-            raise argparse.ArgumentTypeError(f"{text} is no unsigned {bits}-bit number")
+            raise argparse.ArgumentTypeError(f"{text} is not an unsigned {bits}-bit number")
         return value
 
     parse.__name__ = "number"
@@ -132,5 +132,5 @@ def _unsigned(bits: int) -> Callable[[str], int]:
 def _seconds(text: str) -> float:
     value = float(text)
     if not 0.0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no time to wait")
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
     return value

@@ -1,6 +1,6 @@
-"""The cells that `lockstep serve` runs on this machine, so that a command finds one without being told where it is.
+"""The cells that `lockstep serve` is running on this machine, so that other commands find them without an address.
 
-Each launcher writes a file into its own private directory and holds a lock on it, which goes with the process.
+Each launcher writes a file into its private directory and locks it; the kernel drops the lock when the process ends.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# Of the launchers' private directories.
+# The name prefix of the launchers' private directories.
 DIRECTORY_PREFIX = "lockstep-"
 _NAME = "cell.json"
 
 
 @dataclass(frozen=True, slots=True)
 class RunningCell:
-    """A cell of this user: the directory's name of its model, and where its two services for clients answer."""
+    """A cell of this user: its model's directory name, and the addresses of its tokenizer and scheduler."""
 
     model: str
     address: str
@@ -30,7 +30,7 @@ class RunningCell:
 
 @contextlib.contextmanager
 def publish_cell(directory: Path, cell: RunningCell) -> Iterator[None]:
-    """Let `find_cells` find a cell, from now until the end."""
+    """Let `find_cells` find the cell inside the `with` block."""
     path = directory / _NAME
     with path.open("w", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -40,16 +40,16 @@ def publish_cell(directory: Path, cell: RunningCell) -> Iterator[None]:
 
 
 def find_cells() -> list[RunningCell]:
-    """The cells of this user that run, the newest first."""
+    """This user's running cells, newest first."""
     paths = Path(tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}*/{_NAME}")
     found = [(started_at, cell) for started_at, cell in map(_read, paths) if cell is not None]
     return [cell for _, cell in sorted(found, key=lambda pair: pair[0], reverse=True)]
 
 
 def _read(path: Path) -> tuple[float, RunningCell | None]:
-    """When a file was written, and its cell; None if it is another user's, or its launcher is gone."""
+    """A file's modification time and its cell; None if it is another user's or its launcher is gone."""
     with contextlib.suppress(OSError, ValueError, TypeError):
-        # Nobody else can put anything into a private directory of this user.
+        # Other users cannot write into a private directory of this one.
         if path.parent.lstat().st_uid == os.geteuid():
             with path.open(encoding="utf-8") as file:
                 if _is_locked(file.fileno()):

@@ -1,6 +1,6 @@
 """`lockstep serve`: the services of one cell on this machine, as processes that start and stop together.
 
-It decides nothing about requests. A process that exits is started again, once the cell has served.
+It takes no part in serving requests. Once the cell has served, a process that exits is restarted.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until told to stop; returns the exit code, 0 when every service stopped cleanly."""
+    """Serve until asked to stop; returns the exit code, 0 if every service stopped cleanly."""
     own_args, service_flags = split_service_flags(argv)
     for role, flags in service_flags.items():
         if not {"--help", "--h"}.isdisjoint(flags):
             return subprocess.run([sys.executable, "-m", f"services.{role}.config", "--help"], check=False).returncode
     settings = load_settings(ServeSettings, own_args)
     if settings.workers and service_flags["worker"]:
-        print("error: --worker.X does not go with --workers, which are started elsewhere", file=sys.stderr)
+        print("error: --worker.X cannot be used with --workers, which are started elsewhere", file=sys.stderr)
         return 2
     writer = configure_logging(service="serve", level=settings.log_level, log_format=settings.log_format)
     log_settings(settings)
@@ -61,8 +61,8 @@ async def _serve(
         with publish_cell(Path(runtime_dir), cell):
             problems = [] if stop.is_set() else await _run_cell(settings, commands, writer, stop)
     if not problems:
-        logger.info("ended", extra={"reason": "told to stop" if stop.is_set() else "the prompt is answered"})
-    # The cause comes last: whoever looks at the end of the output sees it.
+        logger.info("ended", extra={"reason": "asked to stop" if stop.is_set() else "the prompt was answered"})
+    # The cause comes last, where the reader of the output looks first.
     for problem in reversed(problems):
         print(f"error: {problem}", file=sys.stderr)
     return int(bool(problems))
@@ -71,10 +71,10 @@ async def _serve(
 async def _run_cell(
     settings: ServeSettings, commands: Sequence[ServiceCommand], writer: LineWriter, stop: asyncio.Event
 ) -> list[str]:
-    """Run the cell until it is to stop or fails; returns what was not well, the cause of other trouble first."""
+    """Run the cell until it fails or is asked to stop; returns the problems, the root cause first."""
     policy = RestartPolicy(settings.health_kill_s, settings.max_restart_delay_s)
     scheduler = next(command.address for command in commands if command.role == "scheduler")
-    # A JSON record names its service itself.
+    # Only text output needs prefixes: a JSON record has its service's name.
     cell = CellProcesses(commands, policy, writer, has_prefixes=settings.log_format == "text")
     running = asyncio.create_task(cell.run())
     serving = asyncio.create_task(_bring_up(settings, cell, scheduler))
@@ -92,9 +92,12 @@ async def _run_cell(
 
 
 async def _bring_up(settings: ServeSettings, cell: CellProcesses, scheduler_address: str) -> str | None:
-    """Say when the cell serves, and answer the only prompt; returns when that was all, and with what went wrong."""
+    """Wait until the cell serves, announce it, and answer `--prompt`.
+
+    With `--exit-after-prompt` it returns after that, with what went wrong or None; else it runs until cancelled.
+    """
     await cell.has_served.wait()
-    # Closed channels keep their connections until the cycles that hold them are collected.
+    # Closed channels keep their connections until the garbage collector breaks the cycles that hold them.
     freeze_garbage()
     try:
         failure = await _say_ready(settings, scheduler_address)
@@ -110,7 +113,7 @@ async def _bring_up(settings: ServeSettings, cell: CellProcesses, scheduler_addr
 
 
 async def _say_ready(settings: ServeSettings, scheduler_address: str) -> str | None:
-    """Say that the cell serves, and answer the only prompt; returns why that failed."""
+    """Announce that the cell serves, and answer `--prompt`; returns why that failed, or None."""
     print(
         f"ready: serving {settings.model_name} on {settings.bind_address}, scheduler on {scheduler_address}",
         flush=True,
@@ -119,7 +122,7 @@ async def _say_ready(settings: ServeSettings, scheduler_address: str) -> str | N
 
 
 async def _answer_prompt(address: str, prompt: str) -> str | None:
-    """Stream the answer; returns why there is none, or not all of it."""
+    """Stream the answer; returns why it is missing or incomplete, or None."""
     print(f"\n> {prompt}", flush=True)
     try:
         async with make_channel(address) as channel:

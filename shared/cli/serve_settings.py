@@ -1,4 +1,4 @@
-"""What `lockstep serve` can be told: its own flags, and those that it passes on to the services unread."""
+"""The settings of `lockstep serve`: its own flags, and those that it passes through to the services."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic_settings import CliPositionalArg, SettingsConfigDict
 from shared.cli.request_flags import DEFAULT_TARGET
 from shared.config import Addresses, DraftProposerName, LocalAddress, ServiceSettings
 
-# In the order of their start; they stop in the opposite one, so that none loses what it works with.
+# In start order; they stop in reverse order, so that no service loses one it depends on.
 ROLES = ("worker", "scheduler", "tokenizer")
 
 _OWN_FLAGS = frozenset(
@@ -25,36 +25,36 @@ _OWN_FLAGS = frozenset(
 
 
 class ServeSettings(ServiceSettings):
-    """Start one cell on this machine: its workers, a scheduler and a tokenizer, each a process that is started again.
+    """Start one cell on this machine: workers, a scheduler and a tokenizer, each a process that is restarted on exit.
 
-    --worker.X, --scheduler.X and --tokenizer.X go to that service as its flag --X; a value stands behind it or
-    after "=". `python -m services.worker --help` lists a service's flags.
+    --worker.X, --scheduler.X and --tokenizer.X are passed to that service as --X; a value follows as the next argument
+    or after "=". `python -m services.worker --help` lists a service's flags.
     """
 
     model_config = SettingsConfigDict(env_prefix="LOCKSTEP_SERVE_", cli_prog_name="lockstep serve")
 
-    model_dir: CliPositionalArg[Path] = Field(description="Directory of the model, in Hugging Face's layout.")
-    tp: int = Field(default=1, ge=1, description="Workers that share each replica of the model (tensor parallelism).")
-    dp: int = Field(default=1, ge=1, description="Replicas of the model (data parallelism), each of --tp workers.")
+    model_dir: CliPositionalArg[Path] = Field(description="Model directory, in Hugging Face's layout.")
+    tp: int = Field(default=1, ge=1, description="Workers per model replica (tensor parallelism).")
+    dp: int = Field(default=1, ge=1, description="Model replicas (data parallelism), each of --tp workers.")
     ep: bool = Field(
         default=False,
-        description="Split experts over all workers (expert parallelism), which step in lockstep then and are one "
-        "failure domain.",
+        description="Split the experts over all workers (expert parallelism). With several replicas, all workers then "
+        "step in lockstep and are one failure domain.",
     )
     workers: Addresses = Field(
         default=(),
-        description="Use workers that somebody else started: the address of each replica's first one, by DP rank and "
-        "with commas between them.",
+        description="Use workers that are already running instead of starting them: the address of each replica's "
+        "first worker, by DP rank, separated by commas.",
     )
     listen: LocalAddress = Field(
         default=DEFAULT_TARGET, description="Address for clients: HOST:PORT on loopback, or unix:PATH."
     )
     scheduler_listen: LocalAddress | None = Field(
         default=None,
-        description="Address of the scheduler, for `lockstep top` and clients that bring tokens; private if not set.",
+        description="Scheduler address for `lockstep top` and clients that send token ids; private if not set.",
     )
     draft_proposer: DraftProposerName | None = Field(
-        default=None, description="Who drafts tokens; if not set: model with --draft-model, else none."
+        default=None, description="How draft tokens are proposed; if not set, model with --draft-model, else none."
     )
     draft_model: Path | None = Field(
         default=None, description="Directory of a second, smaller model with the same tokenizer, which drafts tokens."
@@ -63,21 +63,21 @@ class ServeSettings(ServiceSettings):
         default=30.0,
         ge=1.0,
         allow_inf_nan=False,
-        description="A process that has not answered its health check for so many seconds is killed and started again.",
+        description="Kill and restart a process that has not answered its health check for this many seconds.",
     )
     max_restart_delay_s: float = Field(
         default=30.0,
         ge=0.5,
         allow_inf_nan=False,
-        description="A process that exits before it is ready is started again after 0.5 s, the next time after twice "
-        "as long, and so on up to so many seconds. One that was ready is started again at once, and after 5 s from the "
-        "fourth time within a minute on.",
+        description="The longest restart delay, in seconds. A process that exits before it is ready is restarted after "
+        "0.5 s, and the delay doubles each time up to this limit. One that was ready is restarted at once, from the "
+        "fourth restart within a minute after 5 s.",
     )
-    # Excluded from the settings that are logged: no prompt is.
+    # Excluded from the logged settings: prompt text is never logged.
     prompt: str | None = Field(
-        default=None, exclude=True, description="Once ready, ask this and stream the answer to stdout."
+        default=None, exclude=True, description="Once ready, send this prompt and stream the answer to stdout."
     )
-    exit_after_prompt: bool = Field(default=False, description="Stop when the prompt is answered.")
+    exit_after_prompt: bool = Field(default=False, description="Stop once the prompt has been answered.")
 
     @model_validator(mode="after")
     def _check_prompt(self) -> ServeSettings:
@@ -88,16 +88,16 @@ class ServeSettings(ServiceSettings):
     @model_validator(mode="after")
     def _check_addresses(self) -> ServeSettings:
         if self.scheduler_listen == self.bind_address:
-            raise ValueError("--scheduler-listen is the address of the tokenizer: each needs its own")
+            raise ValueError("--scheduler-listen is the tokenizer's address: each service needs its own")
         for address in (self.bind_address, self.scheduler_listen):
             if address and not address.startswith("unix:") and int(address.rpartition(":")[2]) == 0:
-                raise ValueError(f"{address} has no port: the launcher must know where to ask for a service's health")
+                raise ValueError(f"{address} has no fixed port: the launcher needs one for its health checks")
         return self
 
     @model_validator(mode="after")
     def _check_draft_model(self) -> ServeSettings:
         if self.draft_proposer is not None and (self.draft_proposer == "model") is not (self.draft_model is not None):
-            raise ValueError("--draft-proposer model and --draft-model go together")
+            raise ValueError("--draft-proposer model and --draft-model must be used together")
         return self
 
     @model_validator(mode="after")
@@ -105,43 +105,43 @@ class ServeSettings(ServiceSettings):
         if not self.workers:
             return self
         if "tp" in self.model_fields_set:
-            raise ValueError("--tp does not go with --workers, which are started elsewhere")
+            raise ValueError("--tp cannot be used with --workers, which are started elsewhere")
         if "dp" in self.model_fields_set and self.dp != len(self.workers):
-            raise ValueError(f"--dp {self.dp} does not go with {len(self.workers)} --workers")
+            raise ValueError(f"--dp {self.dp} does not match the {len(self.workers)} --workers")
         if self.draft_flags():
-            raise ValueError("--draft-proposer and --draft-model do not go with --workers, which are started elsewhere")
+            raise ValueError("--draft-proposer and --draft-model cannot be used with --workers, started elsewhere")
         return self
 
     @property
     def model_name(self) -> str:
-        """What people are told that is served."""
+        """The model's display name."""
         return self.model_dir.resolve().name
 
     @property
     def num_replicas(self) -> int:
-        """DP ranks of the cell."""
+        """Number of DP ranks."""
         return len(self.workers) or self.dp
 
     @property
     def is_coupled(self) -> bool:
-        """Whether collectives span DP ranks, so that all workers stand and fall together."""
+        """Whether collectives span DP ranks, so that all workers fail together."""
         return self.ep and self.num_replicas > 1
 
     def draft_flags(self) -> list[str]:
-        """What the worker is told of drafts."""
+        """The worker's flags about drafting."""
         proposer = "model" if self.draft_model is not None else self.draft_proposer
         flags = {"draft-proposer": proposer, "draft-model": self.draft_model}
         return [f"--{name}={value}" for name, value in flags.items() if value is not None]
 
 
 def split_service_flags(argv: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """Take the services' flags out of the launcher's arguments.
+    """Separate the services' flags from the launcher's own arguments.
 
     Returns:
-        The arguments that are left, and for each role its flags without the role's name, otherwise unread.
+        The launcher's arguments, and for each role its flags without the role's prefix, otherwise unparsed.
 
     Raises:
-        SystemExit: a flag that the launcher sets itself; it is named on stderr.
+        SystemExit: a flag is reserved for the launcher; it is named on stderr.
     """
     own_args: list[str] = []
     role_to_flags: dict[str, list[str]] = {role: [] for role in ROLES}
@@ -153,7 +153,7 @@ def split_service_flags(argv: Sequence[str]) -> tuple[list[str], dict[str, list[
                 sys.stderr.write(f"error: {arg.partition('=')[0]} is set by lockstep serve\n")
                 raise SystemExit(2)
             role_to_flags[role].append(f"--{flag}")
-            # A value may follow; whether the flag takes one only the service knows.
+            # A value may follow; only the service knows whether the flag takes one.
             target = own_args if "=" in flag else role_to_flags[role]
         elif arg.startswith("-"):
             own_args.append(arg)

@@ -1,4 +1,4 @@
-"""One service of a cell as a child process: started, watched, shown on the terminal, stopped."""
+"""One service of a cell as a child process: starts it, watches it, forwards its output, stops it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OUTPUT_GRACE_S = 1.0
 
 
 class ServiceProcess:
-    """A service's process. What it writes goes on line by line."""
+    """A service's process. Its output is forwarded line by line."""
 
     def __init__(
         self, command: ServiceCommand, process: asyncio.subprocess.Process, write: Callable[[bytes], None]
@@ -33,49 +33,49 @@ class ServiceProcess:
     async def start(
         cls, command: ServiceCommand, start_flags: Sequence[str], write: Callable[[bytes], None]
     ) -> ServiceProcess:
-        """Start `python -m services.ROLE`. Call it from the main thread: the child dies when its starter does.
+        """Start `python -m services.ROLE`. Call it from the main thread: the child dies with its starter.
 
         Args:
-            command: What is started.
-            start_flags: More flags, of this start.
-            write: Takes each of its lines, without the newline.
+            command: The service to start.
+            start_flags: Further flags for this start only.
+            write: Receives each line of output, without the newline.
         """
         process = await start_child(f"services.{command.role}", [*command.flags, *start_flags])
         return cls(command, process, write)
 
     @property
     def pid(self) -> int:
-        """The process's id."""
+        """The process id."""
         return self._process.pid
 
     @property
     def problem(self) -> str | None:
-        """How the process ended, and why as far as its output tells; None while it runs, and when all was well."""
+        """How the process ended and, if its output tells, why; None while it runs and after a clean end."""
         has_failed = (self._process.returncode or 0) > 0 and self._kill_reason is None
         if self._problem is None or self._last_words.text is None or not has_failed:
             return self._problem
         return f"{self._problem}: {self._last_words.text}"
 
     async def wait(self) -> None:
-        """Return when the process has ended by itself; `problem` then says how."""
+        """Return once the process has ended by itself; `problem` then says how."""
         self._problem = self._describe(await self._process.wait())
 
     def kill(self, reason: str) -> None:
-        """End the process and what it started by force; `wait` returns then, and `problem` tells the reason."""
+        """Kill the process and everything it started; `wait` then returns, and `problem` has the reason."""
         self._kill_reason = reason
         self._kill_group()
 
     async def stop(self, grace_s: float) -> None:
-        """End the process, by force after `grace_s`; `problem` is set when that was not clean.
+        """End the process, killing it after `grace_s`; `problem` is set if the end was not clean.
 
-        It may have ended already.
+        The process may have ended already.
         """
         if self._process.returncode is None:
             self._process.terminate()
             await self._wait_or_kill(grace_s)
         elif self._problem is None:
             self._problem = self._describe(self._process.returncode)
-        # Its last words come out before the launcher's. A grandchild may hold the pipe open.
+        # Let its last output appear before the launcher's. A grandchild may keep the pipe open, hence the timeout.
         await asyncio.wait([self._output], timeout=_OUTPUT_GRACE_S)
 
     async def _wait_or_kill(self, grace_s: float) -> None:
@@ -87,17 +87,17 @@ class ServiceProcess:
             await self._process.wait()
             self._problem = f"the {self.command.name} did not stop within {grace_s:g} s and was killed"
             return
-        # A service that is only just starting has no handler for the signal yet.
+        # A service that is just starting has no handler for SIGTERM yet.
         if returncode not in (0, -signal.SIGTERM):
             self._problem = f"{self._describe(returncode)} when asked to stop"
 
     def _kill_group(self) -> None:
-        # It may have ended, and nobody was told yet.
+        # It may have ended without our having been notified yet.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
     async def _copy_output(self, write: Callable[[bytes], None]) -> None:
-        """Copy whole lines until the end, so that those of several services do not mix."""
+        """Forward whole lines until the output ends, so that lines of different services do not mix."""
         assert self._process.stdout is not None
         async for line in _read_lines(self._process.stdout):
             self._last_words.add(line)
@@ -110,7 +110,7 @@ class ServiceProcess:
 
 
 async def _read_lines(source: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """Each line until the end; one that is too long comes in parts."""
+    """Each line until the stream ends; an overlong line is split."""
     rest = b""
     while chunk := await source.read(_MAX_LINE_BYTES):
         *lines, rest = (rest + chunk).split(b"\n")

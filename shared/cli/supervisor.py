@@ -1,11 +1,18 @@
-"""When a cell's processes are started again, and which are killed for it.
+"""Decides when a cell's processes are restarted, and which are killed first.
 
-Sans-I/O: what happened and when it did go in, what to do comes out.
+Sans-I/O: events and their times go in, actions come out.
 
-Processes that cannot go on without each other are one failure domain: when one of them exits, all leave and all start
-again. Before the cell has served for the first time nothing is started again, since a wrong flag is wrong every time.
-Later, what was ready can start: it does so at once, and only what dies again and again has to wait. What exits before
-it is ready waits longer each time.
+Processes that depend on each other form a failure domain: when one of them exits, all of them end and restart together.
+Until the cell has served for the first time nothing is restarted, since a wrong flag is wrong every time. After that,
+a domain that was ready is known to be able to start, so it restarts at once, with a delay only if it fails repeatedly.
+One that fails before it is ready waits twice as long each time:
+
+    ready     fail     last process      start         all serve = ready
+    ----------+--------+-----------------+-------------+-------->
+              | others | delay_s         | loading     |
+              | leave, | 0 or 5 s        |
+              | killed | (early: 0.5 s, 1 s, 2 s, ...)
+              | after 2 s
 """
 
 from __future__ import annotations
@@ -16,39 +23,39 @@ from dataclasses import dataclass, field
 
 MIN_DELAY_S = 0.5
 
-# The others of a domain notice the exit, and leave by themselves; whoever cannot is stuck in a collective or stopped.
+# The other processes of a domain notice the exit and end, unless they are stuck in a collective or stopped.
 _LEAVE_S = 2.0
-# What was ready is started again at once so many times within this time, and after a delay from then on.
+# A domain that was ready restarts at once this many times within this period, and with a delay after that.
 _NUM_AT_ONCE = 3
 _AT_ONCE_WITHIN_S = 60.0
 _LATER_DELAY_S = 5.0
 # A process answers nothing while it imports its libraries, which takes long on a busy machine.
 _START_FACTOR = 10.0
-# A launcher that was not run for so long (stopped, or starved) heard nobody: that is its own fault.
+# A launcher that did not run for this long (stopped or starved) missed answers, which is not the processes' fault.
 _ABSENCE_S = 2.0
 _MAX_PAUSE_S = _ABSENCE_S / 2
 
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """How patient the supervisor is, in seconds."""
+    """The supervisor's timeouts."""
 
     health_kill_s: float = 30.0
-    """Who has not answered a health check for so long is killed."""
+    """A process that has not answered a health check for this long is killed."""
     max_delay_s: float = 30.0
-    """The longest delay of a start; that of what exits before it is ready doubles from `MIN_DELAY_S`."""
+    """The longest restart delay; it doubles from `MIN_DELAY_S` for a domain that fails before it is ready."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartDomain:
-    """Start every process of a domain; none of them runs."""
+    """Start every process of a domain; none of them is running."""
 
     domain: str
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """End a process by force; its exit will follow."""
+    """Kill a process; `on_exit` is called for it later."""
 
     process: str
     reason: str
@@ -59,9 +66,10 @@ Action = StartDomain | Kill
 
 @dataclass(slots=True)
 class _Process:
-    """`heard_at` is its last answer, or its start."""
+    """What is known of one process since its start."""
 
     heard_at: float
+    """Its last answer or, before that, its start."""
     is_running: bool = True
     has_answered: bool = False
     has_served: bool = False
@@ -70,19 +78,24 @@ class _Process:
 
 @dataclass(slots=True)
 class _Domain:
-    """`is_ready` says whether all of its processes have served since their start; `delay_s` is that of this start."""
+    """What is known of one failure domain."""
 
     names: Sequence[str]
     start_at: float | None
+    """When to start it; None while it runs."""
     processes: dict[str, _Process] = field(default_factory=dict)
     delay_s: float = 0.0
+    """The delay of the next start."""
     is_ready: bool = False
+    """Whether all of its processes have served since their start."""
     has_served: bool = False
-    # That of the last start if it fell before it was ready, else 0.
+    """Whether it has ever been ready."""
     last_early_delay_s: float = 0.0
-    # When it fell though it was ready: the last times.
+    """The delay after the last failure if that was before it was ready, else 0."""
     fell_at: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_AT_ONCE))
+    """When it failed after it was ready: the last few times."""
     kill_rest_at: float | None = None
+    """When to kill the processes that are left after a failure; None while there is no failure."""
 
     def start(self, now: float) -> None:
         self.start_at = self.kill_rest_at = None
@@ -90,11 +103,11 @@ class _Domain:
         self.processes = {name: _Process(now) for name in self.names}
 
     def watched(self) -> dict[str, _Process]:
-        """Those that run and were not killed."""
+        """The processes that are running and have not been killed."""
         return {name: one for name, one in self.processes.items() if one.is_running and not one.is_condemned}
 
     def break_up(self, now: float, max_delay_s: float) -> None:
-        """The first of its processes has exited."""
+        """Choose the restart delay when the first of its processes has exited."""
         self.kill_rest_at = now + _LEAVE_S
         if not self.is_ready:
             self.delay_s = self.last_early_delay_s = min(max(2 * self.last_early_delay_s, MIN_DELAY_S), max_delay_s)
@@ -106,13 +119,13 @@ class _Domain:
 
 
 class Supervisor:
-    """Decides for the processes of one cell, which are known by their names.
+    """Decides for the processes of one cell, which are identified by name.
 
-    Tell it of every exit and answer, and call `on_time` when `next_time` has come and after every exit.
+    Report every exit and every answer, and call `on_time` at `next_time` and after every exit.
     """
 
     def __init__(self, domain_to_processes: Mapping[str, Sequence[str]], policy: RestartPolicy) -> None:
-        """Nothing runs yet: `on_time` says what to start, in this order."""
+        """Begin with nothing running: `on_time` will ask to start the domains in this order."""
         self._policy = policy
         self._domains = {name: _Domain(processes, start_at=0.0) for name, processes in domain_to_processes.items()}
         self._process_to_domain = {process: domain for domain in self._domains.values() for process in domain.names}
@@ -120,11 +133,11 @@ class Supervisor:
 
     @property
     def has_served(self) -> bool:
-        """Whether every process has served, at any time: from then on they are started again."""
+        """Whether every failure domain has been ready at some time: from then on processes are restarted."""
         return all(domain.has_served for domain in self._domains.values())
 
     def on_answer(self, process: str, now: float, *, is_serving: bool) -> bool:
-        """A process answered its health check; returns whether it serves now for the first time since its start."""
+        """Record a health answer; returns True if the process serves for the first time since its start."""
         domain = self._process_to_domain[process]
         state = domain.processes[process]
         state.heard_at, state.has_answered = now, True
@@ -136,11 +149,10 @@ class Supervisor:
         return True
 
     def on_exit(self, process: str, now: float) -> float | None:
-        """A process has exited, killed or by itself.
+        """Record that a process has exited, killed or by itself.
 
         Returns:
-            How many seconds after the last exit of its domain it is started again; None: the cell is over, which has
-            not served.
+            Seconds from the last exit in its domain to the restart; None if the cell must end, as it has never served.
         """
         if not self.has_served:
             return None
@@ -153,7 +165,7 @@ class Supervisor:
         return domain.delay_s
 
     def on_time(self, now: float) -> list[Action]:
-        """What is due."""
+        """The actions that are due."""
         self._forgive_own_absence(now)
         actions: list[Action] = []
         for name, domain in self._domains.items():
@@ -165,7 +177,7 @@ class Supervisor:
         return actions
 
     def next_time(self, now: float) -> float:
-        """When something may be due; a second from `now` at the latest, since a longer pause counts as an absence."""
+        """When to call `on_time` next: within a second, since a longer pause counts as the launcher's own absence."""
         times = [now + _MAX_PAUSE_S]
         for domain in self._domains.values():
             if domain.start_at is not None:

@@ -38,10 +38,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--target",
         metavar="ADDRESS",
-        help=f"the scheduler's address (default: that of the cell that runs here, else {DEFAULT_SCHEDULER})",
+        help=f"scheduler address (default: that of the cell running on this machine, else {DEFAULT_SCHEDULER})",
     )
     parser.add_argument(
-        "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="between refreshes (default: %(default)g)"
+        "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="refresh interval (default: %(default)g)"
     )
     parser.add_argument("--once", action="store_true", help="print one snapshot and exit")
     args = parser.parse_args(argv)
@@ -59,9 +59,9 @@ def render(
     """A snapshot as lines of text.
 
     Args:
-        target: Where the state came from.
-        state: The state now.
-        before: An earlier state, for what happened since; None, or one of another run, leaves that column empty.
+        target: The scheduler's address.
+        state: The current state.
+        before: An earlier state to compare with; None, or one of another scheduler process, leaves that column empty.
         elapsed_s: Seconds between the two, above 0.
     """
     if before is not None and before.instance_id != state.instance_id:
@@ -91,22 +91,22 @@ def render(
 
 
 def _find_scheduler() -> str:
-    """The scheduler of the newest cell here; what else there is, is told on stderr."""
+    """The scheduler of the newest cell on this machine; any other cells are listed on stderr."""
     cells = find_cells()
     if not cells:
-        print(f"note: no cell of `lockstep serve` runs here; asking {DEFAULT_SCHEDULER}", file=sys.stderr)
+        print(f"note: no `lockstep serve` cell is running here; trying {DEFAULT_SCHEDULER}", file=sys.stderr)
         return DEFAULT_SCHEDULER
     for cell in cells[1:]:
-        print(f"note: {cell.model} runs here too: --target={cell.scheduler_address}", file=sys.stderr)
+        print(f"note: {cell.model} is running here too: --target={cell.scheduler_address}", file=sys.stderr)
     return cells[0].scheduler_address
 
 
 async def _show(target: str, interval_s: float, num_snapshots: int | None) -> None:
-    """Print that many snapshots, or one after the other until cancelled.
+    """Print `num_snapshots` snapshots, or with None one after another until cancelled.
 
     Raises:
-        grpc.aio.AioRpcError: the scheduler did not answer.
-        WrongServiceError: another service did.
+        grpc.aio.AioRpcError: the call failed.
+        WrongServiceError: another service answered.
     """
     is_terminal = sys.stdout.isatty() and num_snapshots is None
     before: scheduler_pb2.GetStateResponse | None = None
@@ -130,7 +130,7 @@ async def _show(target: str, interval_s: float, num_snapshots: int | None) -> No
 
 
 def _repaint(text: str, *, is_first: bool) -> str:
-    """The text over the last one, from the top of the screen; erasing only what is left over does not flicker."""
+    """Draw over the previous text from the top of the screen. Erasing only what is left over avoids flicker."""
     clear = _HOME + _ERASE_BELOW if is_first else _HOME
     return clear + text.replace("\n", f"{_ERASE_LINE_END}\n") + _ERASE_BELOW
 
@@ -150,7 +150,7 @@ def _counter_line(
 def _rank_lines(
     state: scheduler_pb2.GetStateResponse, before: scheduler_pb2.GetStateResponse | None, elapsed_s: float
 ) -> Iterator[str]:
-    """A table of the DP ranks: a heading, and a line for each."""
+    """A table of the DP ranks: a heading and one line per rank."""
     heading = f"{'rank':<6}{'attached':>9}{'waiting':>9}{'running':>9}{'KV used':>9}"
     yield f"{heading}{'steps':>12}{'dummies':>9}{'steps/s':>10}"
     for number, rank in enumerate(state.rank_steps):
@@ -165,19 +165,19 @@ def _rank_lines(
 
 
 def _num_steps(rank: scheduler_pb2.RankSteps) -> int:
-    """All steps that a rank was sent."""
+    """All steps that were sent to a rank."""
     return rank.num_prefill_steps + rank.num_decode_steps + rank.num_mixed_steps + rank.num_dummy_steps
 
 
 def _hit_rate(state: scheduler_pb2.GetStateResponse, before: scheduler_pb2.GetStateResponse | None = None) -> str:
-    """The share of asked-for tokens that were cached, since `before` or the start; `-` when none were asked for."""
+    """The share of looked-up prompt tokens found in the prefix cache, since `before` or the start; `-` without any."""
     return _share(state, before, part="num_prefix_hit_tokens", whole="num_prefix_queried_tokens")
 
 
 def _acceptance_rate(
     state: scheduler_pb2.GetStateResponse, before: scheduler_pb2.GetStateResponse | None = None
 ) -> str:
-    """The share of drafted tokens that were accepted, likewise."""
+    """The share of draft tokens that were accepted, since `before` or the start; `-` without any."""
     return _share(state, before, part="num_accepted_draft_tokens", whole="num_draft_tokens")
 
 

@@ -1,4 +1,4 @@
-"""What a person types into a terminal, with an editor of lines and a history that lasts as long as the process."""
+"""Turns typed into a terminal, with line editing and a history that lasts as long as the process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 
 class TypedTurns:
-    """Reads turn by turn. Enter sends one; Alt-Enter, and a text that is pasted, may give it more lines."""
+    """Reads one turn after another. Enter sends the turn; Alt-Enter and pasted text can add lines to it."""
 
     def __init__(self) -> None:
         self._session: PromptSession[str] = PromptSession(
@@ -15,7 +15,7 @@ class TypedTurns:
         )
 
     async def read(self) -> str | None:
-        """The next turn; None when there is no more.
+        """The next turn; None at the end of input (Ctrl-D).
 
         Raises:
             KeyboardInterrupt: Ctrl-C was typed.

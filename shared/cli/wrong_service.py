@@ -1,4 +1,4 @@
-"""Which service answers at an address, for somebody who asked the wrong one."""
+"""Explains which service answers at an address when a command called the wrong one."""
 
 from __future__ import annotations
 
@@ -16,26 +16,25 @@ _DEADLINE_S = 5.0
 _SERVICE_TO_NAME = {
     TOKENIZER: "the tokenizer's address",
     SCHEDULER: "the scheduler's address",
-    "lockstep.internal.v1.ExchangeService": "the scheduler's address for its own cell",
+    "lockstep.internal.v1.ExchangeService": "the scheduler's internal address",
     "lockstep.internal.v1.WorkerService": "a worker's address",
 }
 _SERVICE_TO_ADVICE = {
-    TOKENIZER: "`lockstep chat` and `lockstep generate` ask the tokenizer, at the address that `lockstep serve` has as "
-    "--listen",
-    SCHEDULER: "`lockstep top` asks the scheduler; without --target it finds the cell that `lockstep serve` runs here",
+    TOKENIZER: "`lockstep chat` and `lockstep generate` need the tokenizer's, which is --listen of `lockstep serve`",
+    SCHEDULER: "`lockstep top` needs the scheduler's; without --target it finds the cell that is running here",
 }
 
 
 class WrongServiceError(Exception):
-    """Another service answers at an address; the message says which, and where the right one is."""
+    """Another service answers at an address; the message says which one, and where to find the right one."""
 
 
 @contextlib.asynccontextmanager
 async def explain_wrong_service(channel: grpc.aio.Channel, target: str, service: str) -> AsyncIterator[None]:
-    """Say more where a call of `service` fails because another service answers at `target`.
+    """Explain a failed call of `service` if it failed because another service answers at `target`.
 
     Raises:
-        WrongServiceError: that is so.
+        WrongServiceError: another service answers there.
     """
     try:
         yield
@@ -49,7 +48,7 @@ async def explain_wrong_service(channel: grpc.aio.Channel, target: str, service:
 
 
 async def _find_other(channel: grpc.aio.Channel, service: str) -> str | None:
-    """The service that the server has, of those that are not `service`; None if it has that, or none."""
+    """Another known service that the server offers; None if it offers `service`, or none of them."""
     health = health_pb2_grpc.HealthStub(channel)
     for name in (service, *_SERVICE_TO_NAME):
         with contextlib.suppress(grpc.aio.AioRpcError):

@@ -26,7 +26,7 @@ def poison() -> tokenizer_pb2.GenerateRequest:
 
 
 def num_deaths(cell: Cell, role: str) -> int:
-    return len(re.findall(rf"exited and is started again role={role} ", cell.log()))
+    return len(re.findall(rf"exited; restarting role={role} ", cell.log()))
 
 
 async def swallow(client: Client) -> str | None:

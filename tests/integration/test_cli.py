@@ -144,13 +144,13 @@ def test_ctrl_c_in_a_conversation_ends_the_answer_and_twice_it_leaves(
         read_until(person, READS_NO_MORE)
         os.read(person, 1)
         process.send_signal(signal.SIGINT)
-        assert "Ctrl-C again leaves." in read_until(person, READS)
+        assert "Press Ctrl-C again to exit." in read_until(person, READS)
         os.write(person, b"caf\xe9\r")
-        assert "error: what was given as text is not UTF-8" in read_until(person, READS)
+        assert "error: the input is not UTF-8" in read_until(person, READS)
         os.write(person, b"/reset\r")
         read_until(person, READS)
         os.write(person, b"\x03")
-        assert "Ctrl-C again leaves." in read_until(person, READS)
+        assert "Press Ctrl-C again to exit." in read_until(person, READS)
         os.write(person, b"\x03")
 
         assert process.wait() == 130

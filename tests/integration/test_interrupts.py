@@ -68,7 +68,7 @@ def test_while_its_services_start(tiny_model: Path, number: signal.Signals) -> N
         assert launcher.returncode == -signal.SIGKILL
     else:
         assert launcher.returncode == 0, log
-        assert log.splitlines()[-1].endswith("serve: ended reason=told to stop")
+        assert log.splitlines()[-1].endswith("serve: ended reason=asked to stop")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -104,7 +104,7 @@ def test_a_cell_stops_cleanly_while_a_service_waits_for_its_next_start(tiny_mode
     with start_cell(tiny_model) as cell:
         runtime_dir = cell.runtime_dir
         pid = cell.kill("scheduler")
-        cell.wait_for_log(f"exited and is started again role=scheduler pid={pid}")
+        cell.wait_for_log(f"exited; restarting role=scheduler pid={pid}")
 
         assert cell.stop() == 0
         assert_nothing_is_left(cell, runtime_dir)
@@ -121,9 +121,9 @@ def refused(*args: str) -> str:
 @pytest.mark.parametrize(
     ("flag", "problem"),
     [
-        ("--worker.no-such-flag=1", "the worker refuses its settings: unrecognized arguments: --no-such-flag=1"),
-        ("--scheduler.max-num-seqs=many", "the scheduler refuses its settings: --max-num-seqs (or LOCKSTEP_SCHEDULER_"),
-        ("--tokenizer.num-encode-threads=0", "the tokenizer refuses its settings: --num-encode-threads (or LOCKSTEP_"),
+        ("--worker.no-such-flag=1", "the worker rejects its settings: unrecognized arguments: --no-such-flag=1"),
+        ("--scheduler.max-num-seqs=many", "the scheduler rejects its settings: --max-num-seqs (or LOCKSTEP_SCHEDULER_"),
+        ("--tokenizer.num-encode-threads=0", "the tokenizer rejects its settings: --num-encode-threads (or LOCKSTEP_"),
     ],
 )
 def test_a_bad_flag_of_a_service_is_refused_before_anything_starts(tiny_model: Path, flag: str, problem: str) -> None:
@@ -180,12 +180,16 @@ def test_a_taken_port_is_told_before_anything_starts(tiny_model: Path, flag: str
 
 
 def test_a_model_directory_that_is_none_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    assert refused(str(tmp_path), free_address()) == f"error: {tmp_path} is no model's directory: it has no config.json"
+    assert (
+        refused(str(tmp_path), free_address()) == f"error: {tmp_path} is not a model directory: it has no config.json"
+    )
 
 
 def test_a_draft_model_that_is_none_is_refused_before_anything_starts(tiny_model: Path, tmp_path: Path) -> None:
     missing = tmp_path / "none"
-    assert refused(str(tiny_model), free_address(), f"--draft-model={missing}") == f"error: {missing} is no directory"
+    assert (
+        refused(str(tiny_model), free_address(), f"--draft-model={missing}") == f"error: {missing} is not a directory"
+    )
 
 
 def test_a_cell_can_be_of_workers_that_somebody_else_started(tiny_model: Path, tmp_path: Path) -> None:

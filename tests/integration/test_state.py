@@ -145,7 +145,7 @@ def test_a_scheduler_that_is_not_there_is_told() -> None:
 def test_a_door_that_is_not_the_schedulers_public_one_is_told(watched: Watched) -> None:
     address_to_name = {
         watched.cell.address: "the tokenizer's address",
-        watched.cell.cell_address: "the scheduler's address for its own cell",
+        watched.cell.cell_address: "the scheduler's internal address",
     }
     for address, name in address_to_name.items():
         result = run_top("--once", f"--target={address}")

@@ -67,7 +67,7 @@ async def test_requests_in_flight_outlive_a_service_that_is_killed(cell: Cell, r
         await client.wait_until_idle()
 
     assert_same(completions, expected)
-    assert f"exited and is started again role={role} pid={pid} reason=the {role} was killed by SIGKILL" in cell.log()
+    assert f"exited; restarting role={role} pid={pid} reason=the {role} was killed by SIGKILL" in cell.log()
 
 
 async def test_a_tokenizer_that_is_killed_ends_its_streams_and_a_retry_is_answered(cell: Cell) -> None:

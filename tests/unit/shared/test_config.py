@@ -119,4 +119,4 @@ def test_no_service_starts_without_assertions(command: list[str]) -> None:
         check=False,
     )
     assert (result.returncode, result.stdout) == (2, "")
-    assert "-O (or PYTHONOPTIMIZE) takes out the checks of integrity" in result.stderr
+    assert "-O (or PYTHONOPTIMIZE) removes the integrity checks" in result.stderr

@@ -36,17 +36,18 @@ def test_help_says_what_a_flag_takes_and_what_it_is_otherwise(capsys: pytest.Cap
     text = help_of(ServeSettings, capsys)
 
     assert "--tp N Workers" in text
-    assert "--health-kill-s SECONDS A process" in text
+    assert "--health-kill-s SECONDS Kill and restart" in text
     assert (
-        "--insecure-bind ADDRESS Serve unencrypted on this address instead of --listen, whoever can reach it. --"
+        "--insecure-bind ADDRESS Serve unencrypted on this address instead of --listen; any host that can reach it may "
+        "connect. --"
         in text
     )
     assert "--workers ADDRESS,... Use" in text
     assert "--draft-model PATH " in text
-    assert "--draft-proposer {none,ngram,mtp,model} Who" in text
+    assert "--draft-proposer {none,ngram,mtp,model} How" in text
     assert "Serve gRPC reflection. (default: off)" in text
     assert "(default: 127.0.0.1:50051)" in text
-    assert "arguments: MODEL_DIR Directory" in text
+    assert "arguments: MODEL_DIR Model directory" in text
 
 
 def test_a_required_flag_is_told_as_one(capsys: pytest.CaptureFixture[str]) -> None:

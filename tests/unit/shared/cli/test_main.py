@@ -81,8 +81,8 @@ def test_determinism_is_sent_when_it_is_given(name: str) -> None:
     ("recovery", "note"),
     [
         (None, ""),
-        (common_pb2.Recovery(resume_count=1), "resumed once after a loss; the answer may not be"),
-        (common_pb2.Recovery(resume_count=3, resume_exact=True), "resumed 3 times after a loss; the answer is"),
+        (common_pb2.Recovery(resume_count=1), "resumed once after a failure; the answer may not be"),
+        (common_pb2.Recovery(resume_count=3, resume_exact=True), "resumed 3 times after a failure; the answer is"),
     ],
 )
 def test_an_answer_that_was_resumed_is_noted_beside_it(

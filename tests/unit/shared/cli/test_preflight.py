@@ -29,14 +29,14 @@ def test_a_models_directory_is_fine(model_dir: Path) -> None:
 
 
 def test_a_directory_that_is_none_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match="nowhere is no directory"):
+    with pytest.raises(RefusedError, match="nowhere is not a directory"):
         check(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
 def test_a_file_that_is_missing_is_named(model_dir: Path, name: str) -> None:
     (model_dir / name).unlink()
-    with pytest.raises(RefusedError, match=f"model is no model's directory: it has no {name}"):
+    with pytest.raises(RefusedError, match=f"model is not a model directory: it has no {name}"):
         check(model_dir)
 
 
