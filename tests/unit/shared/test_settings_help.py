@@ -39,8 +39,7 @@ def test_help_says_what_a_flag_takes_and_what_it_is_otherwise(capsys: pytest.Cap
     assert "--health-kill-s SECONDS Kill and restart" in text
     assert (
         "--insecure-bind ADDRESS Serve unencrypted on this address instead of --listen; any host that can reach it may "
-        "connect. --"
-        in text
+        "connect. --" in text
     )
     assert "--workers ADDRESS,... Use" in text
     assert "--draft-model PATH " in text

@@ -30,12 +30,18 @@ def test_a_model_has_its_directorys_name_however_that_is_told() -> None:
     ("flags", "message"),
     [
         (["--draft-proposer=model"], "--draft-proposer model and --draft-model must be used together"),
-        (["--draft-proposer=ngram", "--draft-model=d"], "--draft-proposer model and --draft-model must be used together"),
+        (
+            ["--draft-proposer=ngram", "--draft-model=d"],
+            "--draft-proposer model and --draft-model must be used together",
+        ),
         (["--workers=a:1", "--tp=1"], "--tp cannot be used with --workers"),
         (["--workers=a:1,b:2", "--dp=3"], "--dp 3 does not match the 2 --workers"),
-        (["--workers=a:1", "--draft-proposer=ngram"], "--draft-proposer and --draft-model cannot be used with --workers"),
+        (
+            ["--workers=a:1", "--draft-proposer=ngram"],
+            "--draft-proposer and --draft-model cannot be used with --workers",
+        ),
         (["--listen=unix:x", "--scheduler-listen=unix:x"], "--scheduler-listen is the tokenizer's address"),
-        (["--listen=127.0.0.1:0"], "127.0.0.1:0 has no port"),
+        (["--listen=127.0.0.1:0"], "127.0.0.1:0 has no fixed port"),
         (["--insecure-bind=[::]:0"], "[::]:0 has no port"),
         (["--scheduler-listen=localhost:0"], "localhost:0 has no port"),
         (["--workers=nowhere"], "--workers (or LOCKSTEP_SERVE_WORKERS): must be unix:PATH or HOST:PORT"),
