@@ -1,7 +1,7 @@
-"""What tokenizer and worker both do with a grammar: compile it, and tell which tokens may come next.
+"""What tokenizer and worker share about grammars: compiling them, and finding the tokens that may come next.
 
-The library's limits stand here once, so that what compiled in the one compiles in the other. Nothing here is for an
-event loop: a grammar that somebody sent can take seconds.
+The library's limits are set once, here, so that a grammar that compiles in the tokenizer also compiles in the worker.
+Compiling an untrusted grammar can take seconds, so nothing here may run on an event loop.
 
 Source: llguidance, https://github.com/guidance-ai/llguidance.
 """
@@ -19,44 +19,44 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from shared.model_dir import TOKENIZER, ModelDirectoryError
 
 _LIMITS = LLParserLimits(
-    # Parses of one text at once. An ambiguous grammar has more with every token, and a mask costs more than their
-    # square: 20 ms at 500, a second at the library's own 2,000.
+    # Concurrent parses of one text. In an ambiguous grammar they increase with every token, and the cost of a mask
+    # increases faster than their square: 20 ms at 500, a second at the library's default of 2,000.
     max_items_in_row=500,
-    # States of all regular expressions that a text has met, 1 to 2 KB each. A JSON schema's are some hundreds.
+    # States of all regular expressions that a text has visited, 1 to 2 KB each. A JSON schema has some hundreds.
     max_lexer_states=30_000,
-    # Messages without the text so far.
+    # Error messages then do not include the text so far.
     verbose_errors=False,
 )
 _SILENT = 0
 
-# What the library advises that only whoever calls it could do, and what is said instead.
+# The library's advice that only its caller could follow, and the text that replaces it.
 _ADVICE_TO_CALLERS = (
     (
         re.compile(r"oneOf constraints are not supported\. Enable .*"),
-        '"oneOf" is supported only where its options plainly exclude each other; "anyOf" has no such rule',
+        '"oneOf" is supported only where its options are clearly mutually exclusive; "anyOf" has no such restriction',
     ),
     (re.compile(r"either increase limits\.\w+ or disable limits\.\w+"), "a terminal is too complex"),
 )
 
 
 class GrammarError(ValueError):
-    """A grammar cannot be used. The message says why; it may quote the grammar."""
+    """A grammar cannot be used. The message says why, and may quote the grammar."""
 
 
 class GrammarLibrary:
-    """Compiles grammars for one model's vocabulary. Any thread may use it."""
+    """Compiles grammars for one model's vocabulary. Thread-safe."""
 
     def __init__(self, model_dir: Path, eos_token_ids: Sequence[int], num_tokens: int | None = None) -> None:
         """Read the model's tokenizer: a quarter of a second for 50,000 tokens.
 
         Args:
             model_dir: The model's directory.
-            eos_token_ids: What ends a text; if there is none, the token that the tokenizer itself ends texts with.
-            num_tokens: Tokens of the model, which masks have: the tokenizer may know fewer or more. Absent, masks have
-                the tokenizer's.
+            eos_token_ids: The tokens that end a text; if empty, the tokenizer's own end-of-sequence token.
+            num_tokens: The width of the masks, which is the model's logits width; the tokenizer may have fewer or more
+                tokens. None means the tokenizer's.
 
         Raises:
-            ModelDirectoryError: the tokenizer is missing or malformed, or of a kind that the library does not know.
+            ModelDirectoryError: the tokenizer is missing, malformed, or of a kind that the library does not support.
         """
         path = model_dir / TOKENIZER
         try:
@@ -69,17 +69,17 @@ class GrammarLibrary:
         """A matcher at the beginning of a text.
 
         Raises:
-            GrammarError: the library refuses the grammar.
+            GrammarError: the library rejects the grammar.
         """
         matcher = LLMatcher(self.tokenizer, grammar, log_level=_SILENT, limits=_LIMITS)
         check_matcher(matcher)
         return matcher
 
     def allowed_tokens(self, matcher: LLMatcher) -> npt.NDArray[np.bool_]:
-        """Which tokens may come next: a new column of `num_tokens`.
+        """Which tokens may come next: a new [num_tokens] array.
 
-        End-of-sequence tokens may where the text may end. They alone may once it has ended, and when the matcher fails,
-        which `matcher.is_error` tells: nothing fits behind the text, or following it costs too much.
+        It includes the end-of-sequence tokens if the text may end here. It includes only them once the text has ended,
+        or when the matcher has failed (`matcher.is_error`): no text fits, or following the grammar costs too much.
         """
         words = np.empty((self.tokenizer.vocab_size + 31) // 32, np.uint32)
         matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
@@ -87,10 +87,10 @@ class GrammarLibrary:
 
 
 def check_matcher(matcher: LLMatcher) -> None:
-    """Tell what a matcher has run into.
+    """Report a matcher's failure.
 
     Raises:
-        GrammarError: it has failed.
+        GrammarError: the matcher has failed.
     """
     if matcher.is_error():
         message = matcher.get_error().partition("\n<non-verbose/>")[0]
@@ -105,5 +105,5 @@ def _load_tokenizer(source: str, eos_token_ids: list[int], num_tokens: int | Non
     except ValueError:
         if num_tokens is None:
             raise
-        # A tokenizer may have tokens that the model has no logits for.
+        # The tokenizer has tokens beyond the model's logits width.
         return LLTokenizer(source, eos_token=eos_token_ids or None)

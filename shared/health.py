@@ -1,4 +1,4 @@
-"""The standard health service: every server has one, and says through it when it can be used."""
+"""The standard health service, by which every server reports whether it is ready to serve."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from grpc_health.v1.health import aio
 
 ALL_SERVICES = ""
 
-# Who asks with the id of a process gets it back from that process only: on a port that was taken another one answers.
+# A process returns this metadata only if it names its own id: if the port was taken, another process answers the call.
 _PROCESS_KEY = "lockstep-process"
 
 
 class Health:
-    """The health of one server: not serving until told otherwise.
+    """The health of one server: not serving until `set_serving`.
 
-    The empty service name stands for the whole server; each service has its own entry of the same value.
+    The empty service name means the whole server; each service has an entry of its own with the same value.
     """
 
     def __init__(self, service_names: tuple[str, ...]) -> None:
@@ -28,7 +28,7 @@ class Health:
 
     @property
     def is_serving(self) -> bool:
-        """What clients are told now."""
+        """The current status."""
         return self._is_serving
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -36,13 +36,13 @@ class Health:
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     def make_follower(self, service_names: tuple[str, ...]) -> Health:
-        """The health of another server of this process, with services of its own: it says what this one says."""
+        """The health of another server of this process, with its own services; it follows this one."""
         follower = Health(service_names)
         self._followers.append(follower)
         return follower
 
     async def set_serving(self, serving: bool) -> None:
-        """Tell clients, watching ones at once."""
+        """Set the status, and notify watching clients."""
         self._is_serving = serving
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in self._names:
@@ -52,7 +52,7 @@ class Health:
 
 
 class _Servicer(aio.HealthServicer):  # type: ignore[misc]
-    """The library's servicer; but that one begins by saying that the whole server serves."""
+    """The library's servicer, which would otherwise report the whole server as serving from the start."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         super().__init__()
@@ -68,15 +68,15 @@ class _Servicer(aio.HealthServicer):  # type: ignore[misc]
 
 
 async def ask_process(channel: grpc.aio.Channel, pid: int, timeout_s: float) -> bool | None:
-    """Ask a process of this machine for its health, and wait until it listens.
+    """Check the health of a process on this machine, waiting until it listens.
 
     Args:
-        channel: To where it is to listen.
+        channel: To the address where it should listen.
         pid: Its process id.
-        timeout_s: For how long to wait.
+        timeout_s: How long to wait.
 
     Returns:
-        Whether it says that it serves; None when it does not answer in time, or another process does.
+        Whether it is serving; None if it does not answer in time, or another process answers.
     """
     stub = health_pb2_grpc.HealthStub(channel)
     identity = _identity(pid)
@@ -94,7 +94,7 @@ def _identity(pid: int) -> tuple[str, str]:
 
 
 async def wait_until_serving(channel: grpc.aio.Channel) -> None:
-    """Return once the server behind `channel` says that it serves; until then it may be absent.
+    """Return once the server at the other end of `channel` is serving; until then it may be unreachable.
 
     Raises:
         grpc.aio.AioRpcError: it has no health service.

@@ -1,4 +1,4 @@
-"""How a service's process begins and ends: one event loop, a clean stop on SIGTERM, SIGINT or SIGHUP."""
+"""The start and end of a service's process: one event loop, and a clean stop on SIGTERM, SIGINT or SIGHUP."""
 
 from __future__ import annotations
 
@@ -11,45 +11,44 @@ import uvloop
 
 STOP_GRACE_S = 5.0
 
-# Collections of the middle generation before a full one.
+# A threshold, in collections of the middle generation, that is never reached.
 _NEVER = 2**31 - 1
 
 
 def run_service(main: Callable[[asyncio.Event], Awaitable[int]]) -> int:
     """Run `main` on a uvloop event loop until it returns the process's exit code.
 
-    The event it is passed is set by the stop signals; `main` then stops what it serves and returns.
+    The stop signals set the event that `main` receives; `main` then stops serving and returns.
     """
     return uvloop.run(_with_signals(main))
 
 
 def stop_signals() -> list[signal.Signals]:
-    """What asks a process to end: also its terminal when it goes, unless that is ignored, as `nohup` has it."""
+    """The signals that ask a process to end; SIGHUP is not among them if it is ignored, as under `nohup`."""
     signals = [signal.SIGTERM, signal.SIGINT]
     return signals if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*signals, signal.SIGHUP]
 
 
 def freeze_garbage() -> None:
-    """Leave what exists now out of garbage collections: what start-up made lives as long as the process."""
+    """Exempt all existing objects from garbage collection: what start-up created lives as long as the process."""
     gc.collect()
     gc.freeze()
 
 
 def hold_full_collections() -> None:
-    """Have full collections only when asked for; young objects are collected as always.
+    """Run full garbage collections only on request; younger generations are collected as usual.
 
-    A full collection visits every object that lives: with hundreds of long sequences a pause of many steps, if it
-    began inside one.
+    A full collection visits every live object: with hundreds of long sequences, one that started inside a step would
+    pause it for the length of many steps.
     """
     young, middle, _ = gc.get_threshold()
     gc.set_threshold(young, middle, _NEVER)
 
 
 async def collect_garbage_between_steps(is_idle: Callable[[], bool]) -> None:
-    """Make full collections here, in turns of their own, and nowhere else, until cancelled.
+    """Run full garbage collections here, between steps, and nowhere else, until cancelled.
 
-    They wait for an idle moment, but no longer than ten minutes, since what lives long and refers to itself is freed
-    by nothing else.
+    They run when the process is idle, but at least every ten minutes, since nothing else frees old reference cycles.
     """
     hold_full_collections()
     minutes = 0

@@ -1,4 +1,4 @@
-"""What a process writes to stderr, written by a thread of its own: no reader can hold the process up."""
+"""Writes a process's stderr from a thread of its own, so that a slow reader cannot block the process."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _ERASE_LINE = b"\r\x1b[K"
 class LineWriter:
     """Writes lines to a file descriptor, in order.
 
-    What does not fit the buffer, or cannot be written, is dropped and counted; the count is told in its place as soon
-    as something can be written again.
+    Lines that do not fit into the buffer, or cannot be written, are dropped and counted. A line with the count takes
+    their place as soon as writing works again.
     """
 
     def __init__(self, fd: int, describe_loss: Callable[[int], str]) -> None:
-        """Write to `fd`; `describe_loss` makes the line that tells how many were dropped."""
+        """Write to `fd`; `describe_loss` makes the line that reports the number of dropped lines."""
         self._fd = fd
         self._describe_loss = describe_loss
-        # Each with the number of lines that were dropped before it.
+        # Each entry has the number of lines that were dropped before it.
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._num_waiting_bytes = 0
         self._num_dropped = 0
         self._is_writing = False
         self._status = b""
-        # A signal's handler may write in the middle of a write: the lock can be taken twice.
+        # Reentrant, since a signal handler may write in the middle of a write.
         self._changed = threading.Condition(threading.RLock())
         threading.Thread(target=self._run, name="stderr", daemon=True).start()
 
     def write(self, lines: bytes) -> None:
-        """Have lines written as a whole or not at all. From any thread; it never waits."""
+        """Queue lines, all or none of them. Thread-safe; never blocks."""
         with self._changed:
             if self._num_waiting_bytes + len(lines) > MAX_WAITING_BYTES:
                 self._num_dropped += lines.count(b"\n")
@@ -48,13 +48,13 @@ class LineWriter:
             self._changed.notify_all()
 
     def show(self, status: str) -> None:
-        """Keep a text below all lines, or none if it is empty. Only for a terminal: each line erases it first."""
+        """Keep a text below all lines; an empty one removes it. Only for a terminal: each line erases it first."""
         with self._changed:
             self._status = status.encode()
         self.write(b"")
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until all is written, for `timeout_s` at most."""
+        """Wait until everything is written, at most `timeout_s`."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting and not self._is_writing, timeout_s)
 
@@ -74,7 +74,7 @@ class LineWriter:
                 num_lost += lines.count(b"\n")
 
     def _next(self) -> tuple[int, bytes]:
-        """What is written next; no lines where the last ones were dropped and nothing came after them."""
+        """What to write next: how many lines were dropped before it, and its lines, which may be empty."""
         with self._changed:
             self._is_writing = False
             self._changed.notify_all()
@@ -92,12 +92,12 @@ class LineWriter:
             try:
                 data = data[os.write(self._fd, data) :]
             except BlockingIOError:
-                # Whoever shares the file may have made it non-blocking.
+                # Another process that shares the file may have made it non-blocking.
                 select.select((), (self._fd,), ())
 
 
 class ErrorStream(io.TextIOBase):
-    """`sys.stderr` over a writer: what a library or the interpreter itself writes cannot hold the process up either."""
+    """`sys.stderr` on top of a writer, so that output of libraries and of the interpreter cannot block the process."""
 
     encoding = "utf-8"
 
@@ -107,28 +107,28 @@ class ErrorStream(io.TextIOBase):
         self._begun = ""
 
     def write(self, text: str) -> int:
-        """Take a text; a line that it begins waits for its end, or for `flush`."""
+        """Write text; an incomplete line is held until it is completed or `flush` is called."""
         lines, newline, self._begun = (self._begun + text).rpartition("\n")
         if newline:
             self._writer.write(f"{lines}\n".encode(errors="backslashreplace"))
         return len(text)
 
     def flush(self) -> None:
-        """Have a line written that was only begun."""
+        """Write the incomplete line, if there is one."""
         if self._begun:
             begun, self._begun = self._begun, ""
             self._writer.write(begun.encode(errors="backslashreplace"))
 
     def writable(self) -> bool:
-        """It is."""
+        """Always True."""
         return True
 
     def fileno(self) -> int:
-        """The descriptor itself, which may block."""
+        """The underlying descriptor; writing to it may block."""
         return self._fd
 
     def isatty(self) -> bool:
-        """Whether a person reads it."""
+        """Whether the descriptor is a terminal."""
         with contextlib.suppress(OSError):
             return os.isatty(self._fd)
         return False

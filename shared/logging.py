@@ -1,4 +1,4 @@
-"""Log records as one line each: a text for people, or JSON for machines; fields travel in `extra`.
+"""Log records as one line each, either human-readable text or JSON; a record's fields are passed in `extra`.
 
 Prompt text, completions, token ids and stop strings are never logged, at any level.
 """
@@ -13,22 +13,22 @@ from typing import Any
 
 from shared.line_writer import ErrorStream, LineWriter
 
-# For what is still to be written when the process ends.
+# How long the end of the process waits for what is still to be written.
 _LAST_WORDS_S = 1.0
 
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 def configure_logging(*, service: str, level: str, log_format: str) -> LineWriter:
-    """Write the process's log to stderr, and all else that goes there in the same way: nobody ever waits for a reader.
+    """Send the process's log, and everything else written to stderr, through a `LineWriter`, which never blocks.
 
     Args:
         service: The role's name, on every record.
-        level: The least severe level that is written.
+        level: The lowest severity that is written.
         log_format: "text" or "json".
 
     Returns:
-        What writes to stderr from now on, for lines that are no records.
+        The writer of stderr, for lines that are not log records.
     """
     formatter = JsonFormatter(service) if log_format == "json" else TextFormatter(service)
     fd = _stderr_fd()
@@ -52,13 +52,13 @@ class TextFormatter(logging.Formatter):
         super().__init__(f"%(asctime)s %(levelname)s {service}: %(message)s", datefmt="%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the library's name
-        """The record's line with its fields behind it."""
+        """The record's line, followed by its fields."""
         fields = "".join(f" {name}={value}" for name, value in _fields(record).items())
         return super().formatMessage(record) + fields
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a record."""
+    """One JSON object per record."""
 
     def __init__(self, service: str) -> None:
         super().__init__()
@@ -79,27 +79,27 @@ class JsonFormatter(logging.Formatter):
 
 
 class _WriterHandler(logging.Handler):
-    """Has records written by a `LineWriter`."""
+    """Passes records to a `LineWriter`."""
 
     def __init__(self, writer: LineWriter) -> None:
         super().__init__()
         self._writer = writer
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Take a record; it waits for nothing."""
+        """Queue a record; never blocks."""
         try:
             self._writer.write(f"{self.format(record)}\n".encode(errors="backslashreplace"))
-        except Exception:  # noqa: BLE001 - a record that cannot be formatted is told, as by the library's own handlers
+        except Exception:  # noqa: BLE001 - a record that cannot be formatted is reported as the library's handlers do
             self.handleError(record)
 
     def flush(self) -> None:
-        """Wait a moment for what was taken to be written: `logging.shutdown` asks for it when the process ends."""
+        """Wait briefly until queued records are written: `logging.shutdown` calls this when the process ends."""
         self._writer.drain(_LAST_WORDS_S)
 
 
 def _stderr_fd() -> int:
-    """Where stderr goes; nowhere if it was closed before the process began."""
-    # The number may belong to something else by now.
+    """The descriptor of stderr, or one of /dev/null if stderr was closed before the process started."""
+    # In that case descriptor 2 may belong to another file by now.
     return os.open(os.devnull, os.O_WRONLY) if sys.stderr is None else sys.stderr.fileno()
 
 

@@ -1,7 +1,7 @@
 """Metrics for Prometheus, served by the service's own event loop.
 
-What Prometheus asks for is one page over HTTP, so that is all there is: `GET /metrics`, one request a connection,
-bounded in size and time. The library's own server is a second thread, which a step path cannot afford.
+Prometheus needs one page over HTTP, so there is only `GET /metrics`, with one request per connection and limits on size
+and time. The Prometheus library's own server runs in a second thread, which would slow down the step loop.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ REQUEST_TIMEOUT_S = 5.0
 async def serve_metrics(
     address: str, registry: CollectorRegistry, *, request_timeout_s: float = REQUEST_TIMEOUT_S
 ) -> asyncio.AbstractServer:
-    """Answer `GET /metrics` with what `registry` collects at that moment, until the server is closed.
+    """Answer `GET /metrics` with the current metrics of `registry`, until the server is closed.
 
     Args:
-        address: unix:PATH or HOST:PORT; port 0 takes any.
+        address: unix:PATH or HOST:PORT; port 0 chooses a free one.
         registry: Its collectors run on the event loop.
-        request_timeout_s: A connection that has not been answered by then is cut.
+        request_timeout_s: A connection that has not been answered within this time is closed.
 
     Raises:
-        RuntimeError: the address is taken or not usable.
+        RuntimeError: the address is in use or not usable.
     """
     endpoint = _Endpoint(registry, request_timeout_s)
     try:
@@ -44,7 +44,7 @@ async def serve_metrics(
 
 
 class _Endpoint:
-    """Answers connections; whatever a client does, it can end only its own."""
+    """Answers connections; a misbehaving client can only end its own."""
 
     def __init__(self, registry: CollectorRegistry, request_timeout_s: float) -> None:
         self._registry = registry
@@ -57,7 +57,7 @@ class _Endpoint:
                 writer.close()
                 await writer.wait_closed()
         except (TimeoutError, EOFError, ConnectionError):
-            # Too slow, or gone: there is nobody to tell.
+            # The client is too slow or gone, so there is no one to report the error to.
             pass
         finally:
             writer.transport.abort()

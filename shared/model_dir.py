@@ -1,7 +1,7 @@
 """A local model directory in Hugging Face's layout, read as data only.
 
-No code from the directory is ever run: configuration is JSON, weights are safetensors, a chat template is
-rendered in a sandbox by the tokenizer service.
+No code from the directory is ever run: the configuration is JSON, weights are safetensors, and the tokenizer service
+renders the chat template in a sandbox.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class ModelDirectoryError(Exception):
 
 
 def read_json(model_dir: Path, name: str) -> dict[str, Any]:
-    """Read one JSON object of the directory.
+    """Read a JSON object from a file of the directory.
 
     Raises:
-        ModelDirectoryError: the file is missing or holds no JSON object.
+        ModelDirectoryError: the file is missing or is not a JSON object.
     """
     try:
         value = json.loads((model_dir / name).read_text(encoding="utf-8"))
@@ -37,7 +37,7 @@ def read_json(model_dir: Path, name: str) -> dict[str, Any]:
 
 
 def model_digest(model_dir: Path) -> str:
-    """What services of one model must agree on: SHA-256 over configuration and vocabulary, in hex.
+    """What all services of a model must agree on: SHA-256 over its configuration and vocabulary, in hex.
 
     Raises:
         ModelDirectoryError: a file is missing.
@@ -54,22 +54,22 @@ def model_digest(model_dir: Path) -> str:
 
 
 def vocabulary_size(model_dir: Path) -> int | None:
-    """Tokens that the model knows, by its configuration; None where that does not say.
+    """The vocabulary size in the model's configuration; None if it has none.
 
     Raises:
         ModelDirectoryError: the file is malformed.
     """
     size = read_json(model_dir, CONFIG).get("vocab_size")
     if size is not None and (type(size) is not int or size < 1):
-        raise ModelDirectoryError(f"{model_dir / CONFIG}: vocab_size is {size!r}, not a whole number from 1")
+        raise ModelDirectoryError(f"{model_dir / CONFIG}: vocab_size is {size!r}, not a positive integer")
     return size
 
 
 def eos_token_ids(model_dir: Path) -> tuple[int, ...]:
-    """End-of-sequence tokens: the generation configuration's, else the model configuration's; may be empty.
+    """End-of-sequence tokens, from the generation configuration or else the model configuration; may be empty.
 
     Raises:
-        ModelDirectoryError: a file is malformed, or the model does not know such a token.
+        ModelDirectoryError: a file is malformed, or a token is not in the model's vocabulary.
     """
     name, value = GENERATION_CONFIG, None
     if (model_dir / GENERATION_CONFIG).exists():
@@ -78,11 +78,11 @@ def eos_token_ids(model_dir: Path) -> tuple[int, ...]:
         name, value = CONFIG, read_json(model_dir, CONFIG).get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
-        raise ModelDirectoryError(f"{model_dir / name}: eos_token_id is {value!r}, no token id or list of them")
+        raise ModelDirectoryError(f"{model_dir / name}: eos_token_id is {value!r}, not a token id or a list of them")
     size = vocabulary_size(model_dir)
     if size is not None and ids and max(ids) >= size:
         raise ModelDirectoryError(
-            f"{model_dir / name}: eos_token_id is {value!r}, but by {CONFIG} the vocabulary has {size} tokens, so ids "
-            f"are below that"
+            f"{model_dir / name}: eos_token_id is {value!r}, but the vocabulary in {CONFIG} has {size} tokens, so ids "
+            f"must be below that"
         )
     return tuple(ids)

@@ -1,4 +1,4 @@
-"""A process that ends with the one that started it, however that ends."""
+"""Makes a child process end with the process that started it, however that one ends."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _PR_SET_PDEATHSIG = 1
 
 
 def make_end_with_parent(parent_pid: int) -> Callable[[], None]:
-    """What a child calls so that it is killed when the thread that started it ends, or ends now if that is over.
+    """A function for a child to call so that it is killed when the thread that started it ends, or ends now if it has.
 
-    The kernel does so on Linux alone. It may be called between fork and exec: nothing is loaded there.
+    Only Linux kills the child. The function may run between fork and exec: it imports and loads nothing.
     """
     prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
     def end_with_parent() -> None:
         if prctl is not None:
             prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        # The parent may have ended before the kernel was asked.
+        # The parent may have ended before prctl was called.
         if os.getppid() != parent_pid:
             os._exit(1)
 

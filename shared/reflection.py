@@ -1,4 +1,4 @@
-"""Reflection: servers that tell which services they have, under the names that old and new tools ask for."""
+"""gRPC reflection, under both the v1 and the v1alpha name, since tools ask for either."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _SERVICE = f"{_PACKAGE}.ServerReflection"
 
 
 def serve_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> None:
-    """Serve reflection on `server`, which has these services and health."""
+    """Serve reflection on `server`, which has these services and the health service."""
     names = [*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME, _SERVICE]
     reflection.enable_server_reflection(names, server)
-    # The library has only v1alpha. In v1 only the package has another name.
+    # The library implements only v1alpha; v1 differs only in the package's name.
     _add_v1_to_pool()
     handler = grpc.stream_stream_rpc_method_handler(
         reflection.aio.ReflectionServicer(names).ServerReflectionInfo,
@@ -30,7 +30,7 @@ def serve_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> N
 
 
 def _add_v1_to_pool() -> None:
-    """Let v1 be described by itself, as tools ask of every service that is listed."""
+    """Add v1's own descriptor to the pool: tools ask for the descriptor of every listed service."""
     alpha = descriptor_pb2.FileDescriptorProto()
     reflection_pb2.DESCRIPTOR.CopyToProto(alpha)
     text = text_format.MessageToString(alpha).replace(_ALPHA_PACKAGE, _PACKAGE)

@@ -1,7 +1,7 @@
-"""The fields that public requests have in common: which values are refused, and what absence means.
+"""The fields that the public services' requests share: which values are rejected, and what absence means.
 
-Every door of a cell reads them here, so that a request means the same at each. How long a list is, is looked at
-before anything in it.
+Both the tokenizer's and the scheduler's public service read them here, so that a request means the same in each. The
+length of a list is checked before its contents.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from shared.limits import (
     default_max_tokens,
 )
 
-# A deadline that is further away is taken for this one.
+# A deadline further away than this is treated as this one.
 MAX_TIME_LEFT_S = 3600.0
 
 _PRIORITIES = frozenset(common_pb2.Priority.values()) - {common_pb2.PRIORITY_UNSPECIFIED}
@@ -49,7 +49,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def read_request_id(request_id: str | None, violations: list[Violation]) -> str:
-    """The request's id, a drawn one for None; what is wrong with it joins `violations`."""
+    """The request's id, or a random one for None; appends to `violations` if it is malformed."""
     if request_id is None:
         return secrets.token_hex(16)
     if not _REQUEST_ID.fullmatch(request_id):
@@ -60,14 +60,14 @@ def read_request_id(request_id: str | None, violations: list[Violation]) -> str:
 def read_prompt_token_ids(
     token_ids: Sequence[int], limits: ModelLimits, violations: list[Violation], *, field: str
 ) -> npt.NDArray[np.uint32]:
-    """A prompt of ids, [num_prompt_tokens]; what is wrong with it joins `violations`, named by `field`.
+    """A prompt of token ids, [num_prompt_tokens]; appends to `violations`, under the name `field`, if it is invalid.
 
     Raises:
-        PromptTooLongError: no token could follow it.
+        PromptTooLongError: it leaves no room for a completion token.
     """
     try:
         check_prompt_length(len(token_ids), limits, field=field)
-        # Unsigned until checked: as int32, an id of 2**31 and more would be a negative one.
+        # Unsigned until checked: as int32, an id of 2**31 or more would become negative.
         prompt = np.array(token_ids, np.uint32)
         check_prompt(prompt, limits, field=field)
     except InvalidRequestError as error:
@@ -83,18 +83,18 @@ def read_sampling(
     *,
     defaults: common_pb2.SamplingParams | None = None,
 ) -> SamplingParams:
-    """Sampling parameters with defaults for what is absent; what is wrong with them joins `violations`.
+    """Sampling parameters, with defaults for absent ones; appends to `violations` those that are out of range.
 
-    An absent seed is drawn. An absent `max_tokens` is the most that it can become by `resolve_max_tokens`.
+    An absent seed is chosen at random. An absent `max_tokens` becomes the maximum that `resolve_max_tokens` may return.
 
     Args:
-        sampling: The request's.
-        limits: The served model's.
+        sampling: The request's parameters.
+        limits: The served model's limits.
         violations: Grows.
-        defaults: The model's own: they come before those named in common.proto.
+        defaults: The model's own defaults, which take precedence over those in common.proto.
     """
     given = _Given(sampling, defaults or common_pb2.SamplingParams())
-    # Of every list, one more than may be is enough to have it refused.
+    # One entry more than the maximum is enough to have a list rejected.
     params = SamplingParams(
         max_tokens=given.whole("max_tokens", DEFAULT_MAX_TOKENS),
         temperature=given.number("temperature", 1.0),
@@ -116,7 +116,7 @@ def read_sampling(
 
 
 def read_num_choices(sampling: common_pb2.SamplingParams, violations: list[Violation]) -> int:
-    """How many choices a request wants, 1 when it does not say; what is wrong with that joins `violations`."""
+    """The number of choices, 1 if absent; appends to `violations` if it is out of range."""
     n = sampling.n if sampling.HasField("n") else 1
     if not 1 <= n <= MAX_CHOICES:
         violations.append(Violation("sampling.n", "OUT_OF_RANGE", f"must be between 1 and {MAX_CHOICES}"))
@@ -124,7 +124,7 @@ def read_num_choices(sampling: common_pb2.SamplingParams, violations: list[Viola
 
 
 def read_priority(priority: common_pb2.Priority, violations: list[Violation]) -> common_pb2.Priority:
-    """How urgent a request is, NORMAL when it does not say; what is wrong with it joins `violations`."""
+    """The request's priority, NORMAL if unspecified; appends to `violations` if it is unknown."""
     if priority == common_pb2.PRIORITY_UNSPECIFIED:
         return common_pb2.PRIORITY_NORMAL
     if priority not in _PRIORITIES:
@@ -133,31 +133,31 @@ def read_priority(priority: common_pb2.Priority, violations: list[Violation]) ->
 
 
 def read_determinism(determinism: common_pb2.Determinism, violations: list[Violation]) -> bool:
-    """Whether the answer is to be exact, not when it does not say; what is wrong with it joins `violations`."""
+    """Whether the answer must be exact, False if unspecified; appends to `violations` if the value is unknown."""
     if determinism not in _DETERMINISMS:
         violations.append(Violation("determinism", "OUT_OF_RANGE", "must be DETERMINISM_ORDINARY or _EXACT"))
     return determinism == common_pb2.DETERMINISM_EXACT
 
 
 def check_exactness(exact_fingerprint: str, *, is_exact: bool) -> None:
-    """Refuse exactness where it cannot be had.
+    """Reject a request for an exact answer if the cell cannot guarantee one.
 
     Args:
-        exact_fingerprint: What the results of all ranks of the cell are bitwise equal under; empty: they are not.
-        is_exact: Whether the answer is to be exact.
+        exact_fingerprint: The fingerprint that all ranks share if their results are bitwise equal; else empty.
+        is_exact: Whether the request asks for an exact answer.
 
     Raises:
-        ExactUnavailableError: it is, and cannot be.
+        ExactUnavailableError: it does, and the cell cannot guarantee it.
     """
     if is_exact and not exact_fingerprint:
-        raise ExactUnavailableError("the cell's answers are not exact: their bytes depend on what runs beside them")
+        raise ExactUnavailableError("the cell cannot give exact answers: their bytes depend on concurrent requests")
 
 
 def read_cache_salt(cache_salt: str, violations: list[Violation]) -> bytes:
-    """The salt of a request's prefixes, empty for none; what is wrong with it joins `violations`."""
+    """The salt of the request's prefixes, empty for none; appends to `violations` if it is too long."""
     salt = cache_salt.encode()
     if len(salt) > MAX_CACHE_SALT_BYTES:
-        violations.append(Violation("cache_salt", "OUT_OF_RANGE", f"at most {MAX_CACHE_SALT_BYTES} bytes"))
+        violations.append(Violation("cache_salt", "OUT_OF_RANGE", f"must be at most {MAX_CACHE_SALT_BYTES} bytes"))
     return salt
 
 
@@ -167,10 +167,10 @@ def read_choices_so_far(
     limits: ModelLimits,
     violations: list[Violation],
 ) -> list[npt.NDArray[np.uint32]]:
-    """The tokens of each choice of an earlier call, [num_tokens] each; what is wrong with them joins `violations`.
+    """The tokens of each choice of an earlier call, [num_tokens] each; appends to `violations` if they are invalid.
 
-    There is none, or one for each of `sampling.n`. They need what the earlier call drew and resolved: another seed or
-    limit would make another answer of them.
+    Either empty or one entry per choice. They need the seed and `max_tokens` that the earlier call resolved, since the
+    answer would differ under others.
     """
     if not choices:
         return []
@@ -180,9 +180,9 @@ def read_choices_so_far(
     )
     n = sampling.n if sampling.HasField("n") else 1
     if len(choices) != n:
-        violations.append(Violation("choices_so_far", "OUT_OF_RANGE", "must be none, or one for each of sampling.n"))
+        violations.append(Violation("choices_so_far", "OUT_OF_RANGE", "must be empty, or one for each of sampling.n"))
     elif all(choice.is_finished for choice in choices):
-        violations.append(Violation("choices_so_far", "OUT_OF_RANGE", "must hold one that is not finished"))
+        violations.append(Violation("choices_so_far", "OUT_OF_RANGE", "must have at least one that is not finished"))
     if violations:
         return []
     return [
@@ -192,21 +192,21 @@ def read_choices_so_far(
 
 
 def read_time_left(time_remaining_s: float | None) -> float | None:
-    """How long a caller waits, in seconds, by what its call says: an hour at most, or for ever, which is None."""
+    """Seconds until the caller's deadline, at most `MAX_TIME_LEFT_S`; None if there is no deadline."""
     return None if time_remaining_s is None else min(time_remaining_s, MAX_TIME_LEFT_S)
 
 
 def resolve_max_tokens(
     params: SamplingParams, num_prompt_tokens: int, limits: ModelLimits, *, has_max_tokens: bool
 ) -> SamplingParams:
-    """The parameters with `max_tokens`, at most the room that is left unless the request had one.
+    """The parameters with `max_tokens` reduced to the room that is left, unless the request set it.
 
     Raises:
-        InvalidRequestError: the room is less than `min_tokens`.
+        InvalidRequestError: `max_tokens` ends up below `min_tokens`.
         ContextExceededError, KvCapacityExceededError: prompt and completion can never fit.
     """
     if not has_max_tokens:
-        # A prompt without room in the pool is refused as if one token had been asked for.
+        # If the prompt alone fills the pool, the request is rejected as one for a single token.
         room = max(1, default_max_tokens(num_prompt_tokens, limits))
         params = replace(params, max_tokens=min(params.max_tokens, room))
     check_fit(num_prompt_tokens, params.max_tokens, limits)
@@ -215,35 +215,35 @@ def resolve_max_tokens(
 
 
 def raise_violations(violations: Sequence[Violation]) -> None:
-    """Refuse a request that has violations.
+    """Reject a request that has violations.
 
     Raises:
-        InvalidRequestError: naming the first of them.
+        InvalidRequestError: names the first `MAX_VIOLATIONS` of them.
     """
     if violations:
         raise InvalidRequestError.from_violations(violations)
 
 
 class _Given:
-    """Looks a field up in the request, then in the model's defaults."""
+    """Looks up a field in the request, then in the model's defaults."""
 
     def __init__(self, sampling: common_pb2.SamplingParams, defaults: common_pb2.SamplingParams) -> None:
         self._messages = (sampling, defaults)
 
     def number(self, field: str, otherwise: float) -> float:
-        """The value of a field that is a float; `otherwise` when neither has it."""
+        """The value of a float field; `otherwise` if neither message has it."""
         for message in self._messages:
             if message.HasField(field):
                 return float(getattr(message, field))
         return otherwise
 
     def whole(self, field: str, otherwise: int) -> int:
-        """The value of a field that is a whole number."""
+        """The value of an integer field; `otherwise` if neither message has it."""
         return int(self.number(field, otherwise))
 
 
 def _read_options(sampling: common_pb2.SamplingParams, given: _Given) -> SamplingOptions | None:
-    """The rarer options; None when they are what they are without being asked for."""
+    """The less common options; None if all of them have their default values."""
     options = SamplingOptions(
         min_p=given.number("min_p", 0.0),
         repetition_penalty=given.number("repetition_penalty", 1.0),

@@ -1,4 +1,4 @@
-"""Writing the responses of a call whose client may have stopped reading."""
+"""Writes the responses of a call whose client may have stopped reading."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from shared.errors import ClientTooSlowError
 
 
 class ResponseWriter:
-    """Writes to one call; a client that takes nothing for too long loses it.
+    """Writes to one call; the call fails if its client reads nothing for too long.
 
-    Small responses hide in HTTP/2's windows (64 KiB of them at the client, and what its library reads ahead), so a
-    write blocks long after the client has stopped reading. Nobody waits for it but the call: whoever produces the
-    responses lets what piles up meanwhile leave in one.
+    HTTP/2's flow-control windows (64 KiB at the client, plus what its library reads ahead) absorb small responses, so a
+    write first blocks long after the client has stopped reading. Only this call waits for the write: the producer of
+    the responses merges what accumulates meanwhile into one.
     """
 
     def __init__(self, context: grpc.aio.ServicerContext, max_unread_s: float) -> None:
-        """Write to the call of `context`, no write for longer than `max_unread_s`."""
+        """Write to the call of `context`; each write may take at most `max_unread_s`."""
         self._context = context
         self._max_unread_s = max_unread_s
 
     async def write(self, response: Any) -> None:
-        """Write a response; returns when it has left this process.
+        """Write a response; returns once it has left this process.
 
         Raises:
-            ClientTooSlowError: the client has taken nothing for too long. It learns so behind what it has not read.
+            ClientTooSlowError: the client has read nothing for too long. It receives this after the unread responses.
         """
         try:
             async with asyncio.timeout(self._max_unread_s):
                 await self._context.write(response)
         except TimeoutError as error:
-            raise ClientTooSlowError("the client took nothing of its answer for too long") from error
+            raise ClientTooSlowError("the client did not read its response for too long") from error

@@ -1,6 +1,6 @@
-"""Servers and channels, and the one place where errors become statuses.
+"""Servers and channels, and the one place where errors become gRPC statuses.
 
-Every server of the project is made by `make_server`, every channel by `make_channel`.
+Every server of the project is created by `make_server`, and every channel by `make_channel`.
 """
 
 from __future__ import annotations
@@ -29,26 +29,27 @@ logger = logging.getLogger(__name__)
 ERROR_DOMAIN = "lockstep"
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 
-# A client's message is at most the library's 4 MiB. Inside a cell a step of many long block tables is larger.
+# Clients' messages have the library's default limit of 4 MiB. Inside a cell, a step with many long block tables is
+# larger.
 INTERNAL_MESSAGE_BYTES = 64 * 1024 * 1024
-# Inside a cell a peer whose process is stopped, or whom the network has lost, is found by HTTP/2 pings while a call is
-# open, whatever that call waits for: keepalive asks, and the ping timeout gives up (without it a stopped peer was never
-# noticed; see RELIABILITY.md, 0.5). The services' own heartbeats are faster where there are any.
+# Inside a cell, HTTP/2 pings detect a peer whose process is stopped, or that the network has lost, while a call is
+# open, whatever that call is waiting for. Keepalive sends the pings, and the ping timeout closes the connection:
+# without that timeout a stopped peer goes unnoticed. The services' own heartbeats, where they exist, are faster.
 _KEEPALIVE_MS = 5_000
 _PING_TIMEOUT_MS = 10_000
-# An attempt to connect that meets silence; gRPC's own 20 s would outlast most partitions.
+# For a connection attempt that gets no answer; gRPC's default of 20 s would outlast most partitions.
 _CONNECT_TIMEOUT_MS = 3_000
 
 METADATA_SOFT_BYTES = 8 * 1024
 METADATA_HARD_BYTES = 16 * 1024
 
-# Calls that have come and that the event loop has not taken yet. gRPC's own bounds (1000, drawn by lot, and 3000) end
-# calls with a bare CANCELLED while a burst waits for its turn, and neighbours with it.
+# Calls that have arrived but that the event loop has not accepted yet. gRPC's default limits (1000, enforced at random,
+# and 3000) end calls of a burst, and unrelated ones, with a bare CANCELLED.
 MAX_PENDING_CALLS = 20_000
-# Calls that are served at once; what is above is refused by us, with a reason and a time to come back.
+# Calls served at once; we refuse calls above this with a reason and a retry delay.
 MAX_OPEN_CALLS = 16_384
 _RETRY_DELAY_S = 1.0
-# A launcher that is refused would take the process for dead.
+# If its health check were refused, the launcher would consider the process dead.
 _NEVER_REFUSED = frozenset({"/grpc.health.v1.Health/Check"})
 
 _PARSE_LOG_PERIOD_S = 10.0
@@ -57,7 +58,7 @@ _KEEPALIVE_OPTIONS = (
     ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
     ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),
-    # As many as are due, though no message comes.
+    # Do not limit pings while no messages are sent.
     ("grpc.http2.max_pings_without_data", 0),
 )
 
@@ -67,7 +68,7 @@ _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class Servicer(Protocol):
-    """Adds its methods to a server."""
+    """Can add its methods to a server."""
 
     def add_to(self, server: grpc.aio.Server) -> None: ...
 
@@ -80,17 +81,17 @@ def make_server(
     service_names: Sequence[str] = (),
     max_open_calls: int = MAX_OPEN_CALLS,
 ) -> grpc.aio.Server:
-    """Make a server that listens on `address`; it is not started yet.
+    """Create a server that listens on `address`; it is not started yet.
 
     Args:
-        address: unix:PATH or HOST:PORT; port 0 takes any.
-        servicers: Add themselves to the server.
-        internal: Whether it speaks inside a cell, where messages may be large.
-        service_names: Full names that reflection tells, beside health; none turns reflection off.
-        max_open_calls: Calls that are served at once; more are refused with QUEUE_FULL.
+        address: unix:PATH or HOST:PORT; port 0 chooses a free one.
+        servicers: The services of the server.
+        internal: Whether it serves other processes of the cell, whose messages may be large.
+        service_names: Full names of the services to list by reflection, besides health; empty turns reflection off.
+        max_open_calls: Calls served at once; more are refused with QUEUE_FULL.
 
     Raises:
-        RuntimeError: the address is taken or not usable.
+        RuntimeError: the address is in use or not usable.
     """
     options: list[tuple[str, int]] = [
         ("grpc.so_reuseport", 0),
@@ -119,8 +120,8 @@ def make_server(
 def make_channel(address: str, *, internal: bool = False) -> grpc.aio.Channel:
     """Open a channel to one of our servers.
 
-    Retries are off: what may be repeated is decided by whoever holds the state. Two channels to one address
-    are two connections.
+    Retries are off, since only the owner of the state can decide what may be repeated. Two channels to the same address
+    use two connections.
     """
     options: list[tuple[str, int]] = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
     if internal:
@@ -136,7 +137,7 @@ def make_channel(address: str, *, internal: bool = False) -> grpc.aio.Channel:
 
 
 def to_status(error: ServiceError) -> status_pb2.Status:
-    """The status of an error, with ErrorInfo and, where they say something, BadRequest and RetryInfo."""
+    """The status of an error, with ErrorInfo and, if they apply, BadRequest and RetryInfo."""
     status = status_pb2.Status(code=error.code.value, message=error.message)
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=error.values)
     status.details.append(_pack(info))
@@ -155,7 +156,7 @@ def to_status(error: ServiceError) -> status_pb2.Status:
 
 
 def status_from_rpc_error(error: grpc.aio.AioRpcError) -> status_pb2.Status:
-    """What a server said when a call failed; without its details when it sent none."""
+    """The status with which a server failed a call; without details if the server sent none."""
     for key, value in error.trailing_metadata() or ():
         if key == STATUS_DETAILS_KEY:
             return status_pb2.Status.FromString(value)
@@ -163,7 +164,7 @@ def status_from_rpc_error(error: grpc.aio.AioRpcError) -> status_pb2.Status:
 
 
 def reason_of(status: status_pb2.Status) -> str | None:
-    """The stable reason in a status's ErrorInfo; None when it has none."""
+    """The stable reason in a status's ErrorInfo; None if it has none."""
     info = error_details_pb2.ErrorInfo()
     for detail in status.details:
         if detail.Unpack(info):
@@ -172,7 +173,7 @@ def reason_of(status: status_pb2.Status) -> str | None:
 
 
 class StatusError(ServiceError):
-    """A status that came from another service and goes on to the client as it is."""
+    """A status from another service, passed on to the client unchanged."""
 
     def __init__(self, status: status_pb2.Status) -> None:
         super().__init__(status.message)
@@ -180,9 +181,9 @@ class StatusError(ServiceError):
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Turns what a method raises into a status; unknown errors are logged and become INTERNAL without their text.
+    """Turns exceptions of methods into statuses; unknown ones are logged and become INTERNAL without their text.
 
-    It also refuses what is no message, and calls above the number that may be open at once.
+    It also rejects messages that cannot be parsed, and calls above the limit on open calls.
     """
 
     def __init__(self, max_open_calls: int) -> None:
@@ -200,7 +201,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         if handler is None:
             return None
         method = handler_call_details.method
-        # One of the four is set; the factory that made the handler has the same name.
+        # Exactly one of the four is set; the factory that created the handler has the same name.
         for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
             behavior = getattr(handler, kind)
             if behavior is not None:
@@ -213,10 +214,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     @contextmanager
     def _open_call(self, method: str) -> Iterator[None]:
-        """Count a call while it is served.
+        """Count a call while it is open.
 
         Raises:
-            QueueFullError: too many are open.
+            QueueFullError: too many calls are open.
         """
         if self._num_open_calls >= self._max_open_calls and method not in _NEVER_REFUSED:
             raise QueueFullError(
@@ -229,14 +230,14 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             self._num_open_calls -= 1
 
     def _check_message(self, method: str, message: Any) -> Any:
-        """The message unchanged.
+        """Return the message unchanged.
 
         Raises:
-            InvalidRequestError: it is none.
+            InvalidRequestError: it could not be parsed.
         """
         if message is _UNPARSED:
             self._parse_log.note(method, time.monotonic())
-            raise InvalidRequestError("the message cannot be parsed: it is torn, or a string in it is not UTF-8")
+            raise InvalidRequestError("the message cannot be parsed: it is truncated, or a string in it is not UTF-8")
         return message
 
     async def _check_messages(self, method: str, messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
@@ -245,14 +246,14 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 class _ParseLog:
-    """Tells of messages that cannot be parsed, in one line now and then: whoever sends them may send many."""
+    """Logs messages that cannot be parsed, at a limited rate, since a client may send many of them."""
 
     def __init__(self) -> None:
         self._num_untold = 0
         self._told_at = -math.inf
 
     def note(self, method: str, now: float) -> None:
-        """A call of `method` brought one."""
+        """Count one that was sent to `method`."""
         self._num_untold += 1
         if now - self._told_at >= _PARSE_LOG_PERIOD_S:
             logger.warning("messages cannot be parsed", extra={"method": method, "num_messages": self._num_untold})
@@ -260,12 +261,12 @@ class _ParseLog:
 
 
 def refuse_taken_socket(path: str) -> None:
-    """Ask before a socket is made at `path`: that would take the path away from a server that listens on it.
+    """Fail if a server is listening at `path`, whose socket a new one would otherwise silently replace.
 
     A dead server's socket may be replaced.
 
     Raises:
-        RuntimeError: a server listens on it, or nobody can.
+        RuntimeError: a server is listening there, or the path cannot be used.
     """
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
@@ -273,13 +274,13 @@ def refuse_taken_socket(path: str) -> None:
             result = probe.connect_ex(path)
         except OSError as error:
             raise RuntimeError(f"unix:{path}: {error}") from error
-    # EAGAIN: somebody listens, and many wait already.
+    # EAGAIN: a server is listening, but its backlog is full.
     if result in (0, errno.EAGAIN):
         raise RuntimeError(f"unix:{path}: address already in use")
 
 
 def _deserialize(deserializer: Callable[[bytes], Any], data: bytes) -> Any:
-    """The message; what is none is refused where errors become statuses, since here gRPC would take it for a bug."""
+    """The message, or `_UNPARSED`: gRPC would treat an exception here as a bug, so `_check_message` reports it."""
     try:
         return deserializer(data)
     except (DecodeError, ValueError):
@@ -292,13 +293,13 @@ def _guard(
     open_call: Callable[[], AbstractContextManager[None]],
     read: Callable[[Any], Any],
 ) -> Callable[..., Any]:
-    """The method's behaviour, whose errors become statuses.
+    """Wrap a method so that its errors become statuses.
 
     Args:
-        behavior: What the servicer has.
+        behavior: The servicer's method.
         method: Its full name.
         open_call: Refuses a call, or counts it while it is open.
-        read: Refuses what is no message, in a request or in a stream of them.
+        read: Rejects messages that could not be parsed, in a request or in a stream of them.
     """
     if inspect.isasyncgenfunction(behavior):
 
@@ -330,7 +331,7 @@ async def _abort(context: grpc.aio.ServicerContext, method: str, error: Exceptio
     elif isinstance(error, ServiceError):
         status = to_status(error)
     elif _is_lacking(context, error):
-        status = to_status(NotSupportedError("this release does not have the method", method=method))
+        status = to_status(NotSupportedError("this release does not implement the method", method=method))
     else:
         logger.error("unexpected error", extra={"method": method}, exc_info=error)
         status = to_status(InternalError("internal error"))
@@ -338,7 +339,7 @@ async def _abort(context: grpc.aio.ServicerContext, method: str, error: Exceptio
 
 
 def _is_lacking(context: grpc.aio.ServicerContext, error: Exception) -> bool:
-    """Whether a generated base class raised it, for a method that the servicer lacks: those set the code before."""
+    """Whether the servicer lacks the method: the generated base class then sets UNIMPLEMENTED before it raises."""
     return isinstance(error, NotImplementedError) and context.code() is grpc.StatusCode.UNIMPLEMENTED
 
 

@@ -1,6 +1,6 @@
-"""Rarer sampling options, and log-probabilities, between their form inside a cell's messages and the services' own.
+"""Converts the less common sampling options, and log-probabilities, to and from a cell's internal messages.
 
-Whether values are in range is `shared.limits`' to say, and whether columns fit each other their reader's.
+It does not check ranges, which `shared.limits` does, or whether columns fit each other, which the reader does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class LogprobColumns(Protocol):
-    """Log-probabilities at some positions; see `internal.v1.Logprobs`."""
+    """The columns of `internal.v1.Logprobs`."""
 
     @property
     def indexes(self) -> Ints:
@@ -44,7 +44,7 @@ class LogprobColumns(Protocol):
 
 
 def encode_options(options: SamplingOptions) -> sampling_pb2.SamplingOptions:
-    """The message that carries `options`; floats become float32."""
+    """Encode options; floats become float32."""
     return sampling_pb2.SamplingOptions(
         min_p=options.min_p,
         repetition_penalty=options.repetition_penalty,
@@ -61,10 +61,10 @@ def encode_options(options: SamplingOptions) -> sampling_pb2.SamplingOptions:
 
 
 def decode_options(message: sampling_pb2.SamplingOptions) -> SamplingOptions:
-    """Read options.
+    """Decode options.
 
     Raises:
-        ValueError: a column is not whole, or parallel ones differ in length.
+        ValueError: the size of a column is not a multiple of its dtype's, or parallel columns differ in length.
     """
     token_ids = _column("logit_bias_token_ids", message.logit_bias_token_ids, TOKEN_DTYPE)
     biases = _column("logit_biases", message.logit_biases, _FLOAT_DTYPE)
@@ -85,7 +85,7 @@ def decode_options(message: sampling_pb2.SamplingOptions) -> SamplingOptions:
 
 
 def encode_logprobs(logprobs: LogprobColumns) -> sampling_pb2.Logprobs:
-    """The message that carries log-probabilities."""
+    """Encode log-probabilities."""
     return sampling_pb2.Logprobs(
         indexes=logprobs.indexes.astype(TOKEN_DTYPE, copy=False).tobytes(),
         ranks=logprobs.ranks.astype(TOKEN_DTYPE, copy=False).tobytes(),
@@ -96,10 +96,10 @@ def encode_logprobs(logprobs: LogprobColumns) -> sampling_pb2.Logprobs:
 
 
 def decode_logprobs(message: sampling_pb2.Logprobs) -> tuple[Ints, Ints, Ints, Ints, Floats]:
-    """The columns of log-probabilities: indexes, ranks, counts, token ids and values. They may not fit each other.
+    """Decode log-probabilities: indexes, ranks, counts, token ids and values, which are not checked against each other.
 
     Raises:
-        ValueError: a column is not whole.
+        ValueError: the size of a column is not a multiple of its dtype's.
     """
     return (
         np.frombuffer(message.indexes, TOKEN_DTYPE),

@@ -20,8 +20,8 @@ _SERVICE_TO_NAME = {
     "lockstep.internal.v1.WorkerService": "a worker's address",
 }
 _SERVICE_TO_ADVICE = {
-    TOKENIZER: "`lockstep chat` and `lockstep generate` need the tokenizer's, which is --listen of `lockstep serve`",
-    SCHEDULER: "`lockstep top` needs the scheduler's; without --target it finds the cell that is running here",
+    TOKENIZER: "`lockstep chat` and `lockstep generate` ask the tokenizer, which is at --listen of `lockstep serve`",
+    SCHEDULER: "`lockstep top` asks the scheduler; without --target it finds the cell that is running here",
 }
 
 
