@@ -197,7 +197,7 @@ class StaleEpochError(ServiceError):
 
 
 class GroupHeldError(ServiceError):
-    """Another live scheduler holds the worker."""
+    """A live scheduler already holds the worker."""
 
     code = ErrorCode.FAILED_PRECONDITION
     reason = "GROUP_HELD"

@@ -7,12 +7,10 @@ Until the cell has served for the first time nothing is restarted, since a wrong
 a domain that was ready is known to be able to start, so it restarts at once, with a delay only if it fails repeatedly.
 One that fails before it is ready waits twice as long each time:
 
-    ready     fail     last process      start         all serve = ready
-    ----------+--------+-----------------+-------------+-------->
-              | others | delay_s         | loading     |
-              | leave, | 0 or 5 s        |
-              | killed | (early: 0.5 s, 1 s, 2 s, ...)
-              | after 2 s
+    first exit         last exit                              start           all serve
+    |--- up to 2 s ----|--- delay_s --------------------------|--- loading ---|--- ready --->
+      the others end,    was ready: 0 s, if repeated 5 s
+      then are killed    not yet ready: 0.5 s, 1 s, 2 s, ...
 """
 
 from __future__ import annotations
