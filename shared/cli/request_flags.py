@@ -63,14 +63,25 @@ def _add_sampling_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens that sum to P")
     group.add_argument("--top-k", type=_unsigned(32), metavar="K", help="sample from the K likeliest tokens")
     group.add_argument("--min-p", type=float, metavar="P", help="drop tokens below P times the top probability")
-    group.add_argument("--repetition-penalty", type=float, metavar="X", help="of tokens in prompt or answer; 1 is off")
-    group.add_argument("--presence-penalty", type=float, metavar="X", help="of tokens that occur in the answer")
-    group.add_argument("--frequency-penalty", type=float, metavar="X", help="the same, times their occurrences")
     group.add_argument(
-        "--logit-bias", type=_bias, action="append", default=[], metavar="ID=X", help="add to a logit; may be repeated"
+        "--repetition-penalty", type=float, metavar="X", help="penalize tokens already in prompt or answer; 1 is off"
     )
-    group.add_argument("--bad-word", action="append", default=[], metavar="TEXT", help="never write; may be repeated")
-    group.add_argument("--seed", type=_unsigned(64), metavar="N", help="makes sampling repeatable")
+    group.add_argument(
+        "--presence-penalty", type=float, metavar="X", help="penalize tokens already in the answer; 0 is off"
+    )
+    group.add_argument("--frequency-penalty", type=float, metavar="X", help="the same, per occurrence")
+    group.add_argument(
+        "--logit-bias",
+        type=_bias,
+        action="append",
+        default=[],
+        metavar="ID=X",
+        help="add X to a token's logit; may be repeated",
+    )
+    group.add_argument(
+        "--bad-word", action="append", default=[], metavar="TEXT", help="text never to write; may be repeated"
+    )
+    group.add_argument("--seed", type=_unsigned(64), metavar="N", help="make sampling repeatable")
 
 
 def _add_end_flags(group: argparse._ArgumentGroup) -> None:
@@ -80,7 +91,7 @@ def _add_end_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--stop-token-id", type=_unsigned(32), action="append", default=[], metavar="ID", help="the same for a token"
     )
-    group.add_argument("--include-stop", action="store_true", help="keep the stop string in the answer")
+    group.add_argument("--include-stop", action="store_true", help="keep the stop string or stop token in the answer")
     group.add_argument("--ignore-eos", action="store_true", help="continue after an end-of-sequence token")
 
 

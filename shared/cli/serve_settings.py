@@ -70,8 +70,8 @@ class ServeSettings(ServiceSettings):
         ge=0.5,
         allow_inf_nan=False,
         description="The longest restart delay, in seconds. A process that exits before it is ready is restarted after "
-        "0.5 s, and the delay doubles each time up to this limit. One that was ready is restarted at once, from the "
-        "fourth restart within a minute after 5 s.",
+        "0.5 s, and the delay doubles each time up to this limit. One that was ready is restarted at once, or after "
+        "5 s from the fourth restart within a minute on.",
     )
     # Excluded from the logged settings: prompt text is never logged.
     prompt: str | None = Field(
