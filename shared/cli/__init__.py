@@ -2,6 +2,6 @@
 
 import os
 
-# Read when gRPC is loaded. `lockstep serve` starts processes while it asks others for their health: with gRPC's
-# handlers of forks one in fourteen of them dies before its program begins. None needs them, each begins a new program.
+# gRPC reads this when it is loaded. `lockstep serve` starts processes while it checks the health of others: with gRPC's
+# fork handlers, one in fourteen of them dies before its program starts. The handlers are not needed before an exec.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

@@ -27,7 +27,7 @@ _LEAVE_S = 2.0
 _NUM_AT_ONCE = 3
 _AT_ONCE_WITHIN_S = 60.0
 _LATER_DELAY_S = 5.0
-# A process answers nothing while it imports its libraries, which takes long on a busy machine.
+# A process does not answer while it imports its libraries, which takes long on a busy machine.
 _START_FACTOR = 10.0
 # A launcher that did not run for this long (stopped or starved) missed answers, which is not the processes' fault.
 _ABSENCE_S = 2.0

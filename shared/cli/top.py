@@ -74,7 +74,7 @@ def render(
         _line("requests running", state.num_running),
         _line("KV blocks used", state.num_used_blocks, f"{usage:.1%} of {state.num_blocks}"),
         _line("KV blocks cached", state.num_cached_blocks),
-        _line("KV blocks free", state.num_free_blocks, "cached ones included"),
+        _line("KV blocks free", state.num_free_blocks, "including cached ones"),
         "",
         _line("", "since start", "" if before is None else f"last {elapsed_s:.1f} s"),
         *(_counter_line(label, name, state, before, elapsed_s) for label, name in _COUNTERS),
@@ -82,9 +82,7 @@ def render(
         _line("drafts accepted", _acceptance_rate(state), "" if before is None else _acceptance_rate(state, before)),
     ]
     if state.num_lost_epochs:
-        lines.append(
-            _line("recoveries", state.num_recoveries, f"of {state.num_lost_epochs} times that workers were lost")
-        )
+        lines.append(_line("recoveries", state.num_recoveries, f"of {state.num_lost_epochs} losses of workers"))
     if len(state.rank_steps) > 1:
         lines += ["", *_rank_lines(state, before, elapsed_s)]
     return "".join(f"{line.rstrip()}\n" for line in lines)

@@ -45,7 +45,7 @@ def test_a_snapshot_without_an_earlier_one_has_totals_alone() -> None:
         "requests running           128\n"
         "KV blocks used             250   25.0% of 1000\n"
         "KV blocks cached           300\n"
-        "KV blocks free             750   cached ones included\n"
+        "KV blocks free             750   including cached ones\n"
         "\n"
         "                   since start\n"
         "prefill steps               12\n"
