@@ -47,7 +47,7 @@ BEFORE ?= $(shell git rev-parse --verify --quiet origin/main || git rev-parse --
 .PHONY: help run demo test test-unit test-slow simulate format lint lint-changes protos settings parity chaos bench bench-peers bench-drafts bench-lockstep bench-interference clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' Makefile
 
 run: $(INSTALLED) $(STUBS) $(MODEL_READY) ## serve the model on this machine, answer one prompt, keep serving
 	@$(ANSWER_ONE_PROMPT) --scheduler-listen=127.0.0.1:50052
