@@ -1,4 +1,4 @@
-"""config.json, read value by value and checked, so that a wrong one is an error which names the value."""
+"""Reads config.json value by value and checks each one, so that an error names the wrong value."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from typing import Any
 
 from shared.model_dir import ModelDirectoryError
 
-# More than any model has of anything; Python's numbers have no end, tensors' sizes do.
+# Above any size a real model has. Python's integers are unbounded, but tensor sizes are not.
 _HIGHEST = 2**48
 
 
 class ConfigValues:
-    """The values of one config.json. A null counts as absent, as transformers writes it.
+    """The values of one config.json. A null counts as absent, because transformers writes absent values as null.
 
-    Every method takes the names that a value goes by (the first one found counts) and a default for when it is
-    absent; without a default it must be there.
+    A method that takes several names uses the first one present. Without a default the value is required.
 
     Raises:
-        ModelDirectoryError: from every method, when a value is missing, malformed or out of its range.
+        ModelDirectoryError: by every method, when a value is missing, malformed or out of range.
     """
 
     def __init__(self, json: Mapping[str, Any]) -> None:
@@ -37,44 +36,44 @@ class ConfigValues:
         return self._whole(names, default, range(_HIGHEST + 1))
 
     def optional_size(self, name: str) -> int | None:
-        """A whole number, at least 1; None when it is absent."""
+        """A whole number, at least 1; None if absent."""
         return self.size(name) if name in self else None
 
     def number(self, *names: str, default: float | None = None) -> float:
-        """A number that a float can hold."""
+        """A finite number within the range of a float."""
         value = self._find(names, default)
         if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
             raise ModelDirectoryError(f"config.json: {names[0]} is {value!r}, not a number")
         return float(value)
 
     def flag(self, *names: str, default: bool) -> bool:
-        """True or false."""
+        """A boolean."""
         value = self._find(names, default)
         if type(value) is not bool:
             raise ModelDirectoryError(f"config.json: {names[0]} is {value!r}, neither true nor false")
         return value
 
     def choice(self, name: str, supported: tuple[str, ...], *, default: str) -> str:
-        """One of the texts that are supported."""
+        """One of the `supported` strings."""
         value = self._find((name,), default)
         if value not in supported:
-            raise ModelDirectoryError(f"config.json: {name} {value!r} is not supported, only: {', '.join(supported)}")
+            raise ModelDirectoryError(f"config.json: {name} {value!r} is not supported; supported: {', '.join(supported)}")
         return str(value)
 
     def texts(self, name: str, length: int) -> tuple[str, ...] | None:
-        """As many texts as `length` says; None when they are absent."""
+        """A list of `length` strings; None if absent."""
         value = self.json.get(name)
         if value is None:
             return None
         if not isinstance(value, list) or len(value) != length or not all(isinstance(text, str) for text in value):
-            raise ModelDirectoryError(f"config.json: {name} is no list of {length} texts")
+            raise ModelDirectoryError(f"config.json: {name} is not a list of {length} strings")
         return tuple(value)
 
     def counts(self, name: str) -> tuple[int, ...]:
-        """Whole numbers, at least 0; none of them when they are absent."""
+        """A list of whole numbers, each at least 0; empty if absent."""
         value = self._find((name,), [])
         if not isinstance(value, list) or not all(type(number) is int and number >= 0 for number in value):
-            raise ModelDirectoryError(f"config.json: {name} is no list of whole numbers from 0")
+            raise ModelDirectoryError(f"config.json: {name} is not a list of non-negative whole numbers")
         return tuple(value)
 
     def _whole(self, names: tuple[str, ...], default: int | None, allowed: range) -> int:
@@ -84,7 +83,7 @@ class ConfigValues:
         if value < allowed.start:
             raise ModelDirectoryError(f"config.json: {names[0]} is {value}, must be at least {allowed.start}")
         if value not in allowed:
-            raise ModelDirectoryError(f"config.json: {names[0]} is {value}, more than {allowed.stop - 1}")
+            raise ModelDirectoryError(f"config.json: {names[0]} is {value}, must be at most {allowed.stop - 1}")
         return value
 
     def _find(self, names: tuple[str, ...], default: object) -> Any:

@@ -1,7 +1,7 @@
-"""The decoder that every family builds on: embedding, pre-norm layers on a residual stream, last norm, head.
+"""The decoder that every family builds on: embedding, pre-norm layers on a residual stream, final norm, head.
 
-A family brings its layers: an attention and a feed-forward network for each. `plain_attention` has the attention that
-most of them share.
+A family supplies the layers, each with an attention and a feed-forward network. `plain_attention` has the attention
+that most families share.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from services.worker.models.config import ConfigValues
 from services.worker.models.protocol import MtpLayers
 from services.worker.ops import RopeRows
 
-# Bounds the work before the first weight is found missing.
+# Bounds the work done for a malformed configuration before the first weight turns out to be missing.
 _MAX_LAYERS = 10_000
 
-# [T, hidden] and the step's rotations to a new [T, hidden]; writes the cache.
+# Maps [T, hidden] and the step's rotations to a new [T, hidden]; writes the cache.
 SelfAttention = Callable[[Tensor, RopeRows], Tensor]
-# [T, hidden] to a new [T, hidden].
+# Maps [T, hidden] to a new [T, hidden].
 FeedForward = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """What all families have in config.json."""
+    """The values of config.json that all families have."""
 
     vocab_size: int
     hidden_size: int
     num_layers: int
-    # Tokens of a sequence, at most.
     context_length: int
+    """The maximum number of tokens in a sequence."""
     rms_norm_eps: float
     rope: RopeConfig
     tie_embeddings: bool
@@ -55,11 +55,11 @@ class DecoderConfig:
 
         Args:
             values: config.json.
-            default_theta: The family's base of rotary frequencies where config.json has none.
-            default_partial_factor: The share of a head that the family rotates, likewise.
+            default_theta: The family's base of the rotary frequencies, used if config.json has none.
+            default_partial_factor: The fraction of a head that the family rotates, used if config.json has none.
 
         Raises:
-            ModelDirectoryError: one is missing, malformed or asks for what is not supported.
+            ModelDirectoryError: a value is missing, malformed or not supported.
         """
         values.choice("hidden_act", ("silu",), default="silu")
         rope = RopeConfig.from_json(
@@ -77,7 +77,7 @@ class DecoderConfig:
 
 
 class DecoderLayer:
-    """Attention and feed-forward network, each behind a norm and beside the residual stream."""
+    """Attention and feed-forward network, each with a norm before it and added to the residual stream."""
 
     def __init__(
         self, *, attention_norm: RmsNorm, attention: SelfAttention, mlp_norm: RmsNorm, mlp: FeedForward
@@ -89,14 +89,14 @@ class DecoderLayer:
 
     @property
     def has_experts(self) -> bool:
-        """Whether its feed-forward network is a mixture of experts."""
+        """Whether the feed-forward network is a mixture of experts."""
         return isinstance(self._mlp, SparseMlp)
 
     @classmethod
     def load(
         cls, shard: Shard, config: DecoderConfig, layer: int, *, attention: SelfAttention, mlp: FeedForward
     ) -> DecoderLayer:
-        """Layer number `layer` of a checkpoint, around an attention and a feed-forward network."""
+        """Load the norms of layer number `layer` of a checkpoint around an attention and a feed-forward network."""
         prefix = f"model.layers.{layer}"
         return cls(
             attention_norm=load_norm(shard, config, f"{prefix}.input_layernorm"),
@@ -106,10 +106,13 @@ class DecoderLayer:
         )
 
     def __call__(self, hidden: Tensor | None, residual: Tensor, rope: RopeRows) -> Tensor:
-        """What this layer adds to `residual` last; the addition is left to the next norm, which fuses it.
+        """Run the layer and return the output of its feed-forward network, not yet added to `residual`.
+
+        The next norm adds it, because the addition is fused with the norm.
 
         Args:
-            hidden: [T, hidden], what the layer before left to add; None for the first layer. Its contents are lost.
+            hidden: [T, hidden], the previous layer's result, which is still to be added; None for the first layer. Its
+                contents are lost.
             residual: [T, hidden], the residual stream; written in place.
             rope: The step's rotations.
         """
@@ -119,10 +122,10 @@ class DecoderLayer:
 
 
 class DecoderModel:
-    """A model of such layers. See `CausalLM`."""
+    """A model made of `DecoderLayer`s. See `CausalLM`."""
 
-    # A family that loads some sets it, and counts their layers in `kv_layers`.
     mtp: MtpLayers | None = None
+    """Set by a family that loads such layers; it also includes them in `kv_layers`."""
 
     def __init__(
         self,
@@ -133,17 +136,17 @@ class DecoderModel:
         rotary: Rotary,
         kv_layers: Sequence[LayerCache],
     ) -> None:
-        """Load what is around the layers.
+        """Load embedding, final norm and head around the layers.
 
         Args:
-            shard: Where embedding, last norm and head are read.
+            shard: The rank's ops, weights and communicators.
             config: The common values.
-            layers: The model's, in order.
-            rotary: The rotation that all of them use.
-            kv_layers: What a token keeps in the cache, for each layer and then for those of `mtp`.
+            layers: The model's layers, in order.
+            rotary: The rotation that all layers use.
+            kv_layers: What a token keeps in the cache, for each layer and then for each layer of `mtp`.
 
         Raises:
-            ModelDirectoryError: a tensor is missing or of another shape, or the vocabulary cannot be split.
+            ModelDirectoryError: see `ModelWeights`, or the vocabulary cannot be split over the ranks.
         """
         self.dtype = shard.weights.dtype
         self.context_length = config.context_length
@@ -183,14 +186,17 @@ class DecoderModel:
 
 
 def load_norm(shard: Shard, config: DecoderConfig, name: str) -> RmsNorm:
-    """The norm over the hidden size called `name`."""
+    """Load the norm called `name` over the hidden size."""
     return RmsNorm(shard.ops, shard.weights.read(f"{name}.weight", (config.hidden_size,)), config.rms_norm_eps)
 
 
 def load_mlp(
     shard: Shard, config: DecoderConfig, prefix: str, *, inner_size: int, has_bias: bool = False
 ) -> FeedForward:
-    """The gated network whose projections are `{prefix}.gate_proj`, `.up_proj` and `.down_proj`, its inside split."""
+    """Load the gated network with projections `{prefix}.gate_proj`, `.up_proj` and `.down_proj`.
+
+    Its inner size is split over the TP ranks.
+    """
     hidden, inner = Part.whole(config.hidden_size), shard.part("intermediate_size", inner_size)
     names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
     gate_up = Linear.load(shard, names, [inner, inner], inputs=hidden, has_bias=has_bias)

@@ -1,4 +1,4 @@
-"""What DeepSeek's models share: latent attention in every layer, dense networks in a few, experts in the others."""
+"""What DeepSeek's models share: latent attention in every layer, and experts in all but a few dense layers."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _MLP_TYPES = ("dense", "sparse")
 
 
 def read_dense_layers(values: ConfigValues, num_layers: int, *, default_count: int) -> frozenset[int]:
-    """The layers without experts: the first ones, or as `mlp_layer_types` says.
+    """The layers without experts: those that `mlp_layer_types` names, or else the first ones.
 
     Args:
         values: config.json.
-        num_layers: Of the model.
-        default_count: How many of the first ones where config.json does not say.
+        num_layers: The number of the model's layers.
+        default_count: How many of the first layers are dense if config.json does not say.
 
     Raises:
-        ModelDirectoryError: a value is malformed, or a type is unknown.
+        ModelDirectoryError: a value is malformed, or a layer type is unknown.
     """
     kinds = values.texts("mlp_layer_types", num_layers)
     if kinds is None:
         return frozenset(range(min(values.count("first_k_dense_replace", default=default_count), num_layers)))
     if unknown := set(kinds).difference(_MLP_TYPES):
-        raise ModelDirectoryError(f"config.json: mlp_layer_types has {min(unknown)!r}, supported: {_MLP_TYPES}")
+        raise ModelDirectoryError(f"config.json: mlp_layer_types has {min(unknown)!r}; supported: {_MLP_TYPES}")
     return frozenset(layer for layer, kind in enumerate(kinds) if kind == "dense")
 
 
@@ -40,17 +40,17 @@ def load_deepseek(
     feed_forward: FeedForwardConfig,
     mtp_layers: range = range(0),
 ) -> DecoderModel:
-    """A model of the kind, and its layers for multi-token prediction.
+    """Load a DeepSeek model, with its layers for multi-token prediction.
 
     Args:
-        shard: What the model is made of.
+        shard: The rank's ops, weights and communicators.
         config: The common values.
-        attention: Of every layer.
-        feed_forward: Likewise.
+        attention: The attention of every layer.
+        feed_forward: The feed-forward networks of all layers.
         mtp_layers: The numbers of the layers for multi-token prediction.
 
     Raises:
-        ModelDirectoryError: a tensor is missing or of another shape.
+        ModelDirectoryError: see `ModelWeights`, or a dimension cannot be split over the ranks.
     """
 
     def load_layer(layer: int) -> DecoderLayer:

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 (arXiv:2405.04434) and its lighter kin: latent attention, and experts by softmax."""
+"""DeepSeek-V2 (arXiv:2405.04434) and V2-Lite: latent attention, and experts routed by softmax."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from shared.model_dir import ModelDirectoryError
 
 
 def load_deepseek_v2(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
-    """DeepSeek-V2.
+    """Load DeepSeek-V2.
 
     Raises:
-        ModelDirectoryError: configuration and weights do not make a model.
+        ModelDirectoryError: the configuration or the weights are not those of such a model.
     """
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values)
@@ -36,7 +36,7 @@ def load_deepseek_v2(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
 def _read_sparse(values: ConfigValues, *, has_shared_bias: bool) -> SparseConfig:
     values.choice("scoring_func", ("softmax",), default="softmax")
     if values.flag("norm_topk_prob", default=False):
-        # DeepSeek's own code divides by the sum, transformers does not; no checkpoint asks for it.
+        # DeepSeek's code divides by the sum, transformers does not; no checkpoint sets it.
         raise ModelDirectoryError("config.json: norm_topk_prob is not supported in DeepSeek-V2")
     method = values.choice("topk_method", ("greedy", "group_limited_greedy"), default="greedy")
     inner_size = values.size("moe_intermediate_size")

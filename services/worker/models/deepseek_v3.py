@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1 (arXiv:2412.19437): latent attention, and experts in groups, chosen with a correction."""
+"""DeepSeek-V3 and R1 (arXiv:2412.19437): latent attention, and grouped experts routed with a correction bias."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.worker.models.latent_attention import IndexerConfig, LatentAttenti
 from services.worker.models.mtp import mtp_layers_to_load
 from services.worker.models.sparse_mlp import FeedForwardConfig, SparseConfig
 
-# Where config.json does not say, as transformers' configuration has it.
+# The default of transformers' configuration.
 _NUM_DENSE_LAYERS = 3
 
 
@@ -24,16 +24,16 @@ def load_deepseek_v3(
     with_mtp: bool = False,
     indexer: IndexerConfig | None = None,
 ) -> DecoderModel:
-    """DeepSeek-V3, with its layers for multi-token prediction if they are asked for and stored.
+    """Load DeepSeek-V3.
 
     Args:
         config: config.json.
-        shard: What the model is made of.
-        with_mtp: Whether those layers are asked for.
-        indexer: V3.2's; None: tokens attend to all before them.
+        shard: The rank's ops, weights and communicators.
+        with_mtp: Whether to load the layers for multi-token prediction, if they are stored.
+        indexer: The indexer of V3.2; None means that tokens attend to all tokens before them.
 
     Raises:
-        ModelDirectoryError: configuration and weights do not make a model.
+        ModelDirectoryError: the configuration or the weights are not those of such a model.
     """
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values)

@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2: DeepSeek-V3 whose tokens attend to those alone that an indexer chooses.
+"""DeepSeek-V3.2: DeepSeek-V3 in which tokens attend only to the tokens that an indexer selects.
 
 Source: DeepSeek-V3.2-Exp, "Boosting Long-Context Efficiency with DeepSeek Sparse Attention", section 2.1.
 """
@@ -14,17 +14,17 @@ from services.worker.models.decoder import DecoderModel
 from services.worker.models.deepseek_v3 import load_deepseek_v3
 from services.worker.models.latent_attention import IndexerConfig
 
-# Where config.json does not say, as transformers' configuration has it.
+# The defaults of transformers' configuration.
 _NUM_HEADS = 64
 _HEAD_DIM = 128
 _NUM_SELECTED = 2048
 
 
 def load_deepseek_v32(config: Mapping[str, Any], shard: Shard, *, with_mtp: bool = False) -> DecoderModel:
-    """DeepSeek-V3.2, with its layers for multi-token prediction if they are asked for and stored.
+    """Load DeepSeek-V3.2; `with_mtp` also loads the layers for multi-token prediction, if they are stored.
 
     Raises:
-        ModelDirectoryError: configuration and weights do not make a model.
+        ModelDirectoryError: the configuration or the weights are not those of such a model.
     """
     values = ConfigValues(config)
     indexer = IndexerConfig(

@@ -1,4 +1,4 @@
-"""GLM-4-MoE (GLM-4.5 and 4.6, arXiv:2508.06471): partial rotation, and experts as DeepSeek-V3 has them."""
+"""GLM-4-MoE (GLM-4.5 and 4.6, arXiv:2508.06471): partial rotation, and experts as in DeepSeek-V3."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from services.worker.models.mtp import load_mtp, mtp_layers_to_load
 from services.worker.models.plain_attention import AttentionConfig, AttentionHeads, load_plain_layer, load_rotary
 from services.worker.models.sparse_mlp import FeedForwardConfig, SparseConfig
 
-# Where config.json does not say, as transformers' configuration has it.
+# The default of transformers' configuration.
 _PARTIAL_ROTARY_FACTOR = 0.5
 
 
 def load_glm4_moe(config: Mapping[str, Any], shard: Shard, *, with_mtp: bool = False) -> DecoderModel:
-    """GLM-4-MoE, with its layers for multi-token prediction if they are asked for and stored.
+    """Load GLM-4-MoE; `with_mtp` also loads the layers for multi-token prediction, if they are stored.
 
     Raises:
-        ModelDirectoryError: configuration and weights do not make a model.
+        ModelDirectoryError: the configuration or the weights are not those of such a model.
     """
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values, default_partial_factor=_PARTIAL_ROTARY_FACTOR)

@@ -1,4 +1,4 @@
-"""gpt-oss (arXiv:2508.10925): attention sinks, every other layer with a window, experts with biases and a clamp."""
+"""gpt-oss (arXiv:2508.10925): attention sinks, a window in every other layer, experts with biases and a clamp."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from services.worker.models.sparse_mlp import SparseConfig, load_routed_experts
 from services.worker.ops import ExpertWeights, RouterScore, RoutingRule, SwigluClamp
 from services.worker.weights.model_weights import ModelWeights
 
-# Where config.json does not say, as transformers' configuration has it.
+# The defaults of transformers' configuration.
 _ROPE_THETA = 150000.0
 _HEAD_DIM = 64
 _WINDOW = 128
@@ -34,10 +34,10 @@ _LIMIT = 7.0
 
 
 def load_gpt_oss(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
-    """gpt-oss.
+    """Load gpt-oss.
 
     Raises:
-        ModelDirectoryError: configuration and weights do not make a model.
+        ModelDirectoryError: the configuration or the weights are not those of such a model.
     """
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values, default_theta=_ROPE_THETA)
@@ -74,7 +74,7 @@ def _windows(values: ConfigValues, num_layers: int) -> list[int | None]:
 
 
 def _expert_reader(weights: ModelWeights, prefix: str, sparse: SparseConfig, hidden_size: int) -> ReadExpert:
-    """Reads the experts of one layer, which are stored as stacks with the input features first."""
+    """A function that reads the experts of one layer, which are stored as stacks with the input features first."""
     num_experts, inner_size = sparse.num_experts, sparse.inner_size
     gate_up_biases = weights.read(f"{prefix}.gate_up_proj_bias", (num_experts, 2 * inner_size))
     down_biases = weights.read(f"{prefix}.down_proj_bias", (num_experts, hidden_size))
@@ -95,5 +95,5 @@ def _expert_reader(weights: ModelWeights, prefix: str, sparse: SparseConfig, hid
 
 
 def _gate_first(gate_up: Tensor) -> Tensor:
-    """The even rows, which are the gate's, and then the odd ones, which are up's."""
+    """Reorder interleaved rows: the even ones, which are the gate's, then the odd ones, which are up's."""
     return torch.cat((gate_up[::2], gate_up[1::2]))

@@ -1,4 +1,7 @@
-"""Multi-head latent attention as DeepSeek's models have it: reading and loading, with and without an indexer."""
+"""Multi-head latent attention of DeepSeek's models: reads its configuration and loads it, with or without an indexer.
+
+`layers.mla` computes it.
+"""
 
 from __future__ import annotations
 
@@ -20,31 +23,32 @@ from services.worker.ops import Ops
 from services.worker.weights.model_weights import ModelWeights
 from shared.model_dir import ModelDirectoryError
 
-# Of the norms inside the attention; config.json has none, its `rms_norm_eps` is that of the others.
+# The epsilon of the norms inside the attention. config.json does not have it: `rms_norm_eps` is for the other norms.
 _NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class IndexerConfig:
-    """What the indexer of a layer is made of."""
+    """The sizes of a layer's indexer."""
 
     num_heads: int
     head_dim: int
     num_selected: int
+    """The maximum number of tokens that a token attends to."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatentAttentionConfig:
-    """What a family's attention is made of, the same in every layer."""
+    """The attention of a family's layers, the same in every layer."""
 
     sizes: LatentSizes
     has_bias: bool
-    # What the products of queries and keys are multiplied by.
     scale: float
-    # Whether the checkpoint's rotated columns are neighbouring pairs, or else half of them apart.
+    """The factor of the products of queries and keys."""
     is_interleaved: bool
-    # None: a token attends to all before it.
+    """Whether rotated pairs are adjacent columns in the checkpoint; otherwise the columns are rope_dim / 2 apart."""
     indexer: IndexerConfig | None = None
+    """None means that a token attends to all tokens before it."""
 
     @classmethod
     def from_json(
@@ -53,7 +57,7 @@ class LatentAttentionConfig:
         """Read and check the sizes.
 
         Raises:
-            ModelDirectoryError: one is missing or malformed, or they do not fit each other.
+            ModelDirectoryError: a size is missing or malformed, or the sizes contradict each other.
         """
         sizes = LatentSizes(
             num_heads=values.size("num_attention_heads"),
@@ -84,7 +88,7 @@ class LatentAttentionConfig:
 def load_latent_attention(
     shard: Shard, config: DecoderConfig, layer: int, *, attention: LatentAttentionConfig
 ) -> LatentAttention:
-    """The attention of layer number `layer` of a checkpoint: a rank's heads, behind the latents that all ranks have."""
+    """Load the attention of layer number `layer`: this rank's heads, and the projections to the latents in full."""
     prefix, heads = f"model.layers.{layer}.self_attn", shard.heads(attention.sizes.num_heads)
     return LatentAttention(
         shard.ops,
@@ -97,7 +101,7 @@ def load_latent_attention(
 
 
 def load_latent_rotary(ops: Ops, config: DecoderConfig, attention: LatentAttentionConfig) -> Rotary:
-    """The rotation of the attention's heads, and of the indexer's."""
+    """The rotation of the attention's heads and of the indexer's heads."""
     return Rotary(
         ops, config.rope, attention.sizes.rope_dim, config.context_length, is_interleaved=attention.is_interleaved
     )
@@ -105,7 +109,7 @@ def load_latent_rotary(ops: Ops, config: DecoderConfig, attention: LatentAttenti
 
 def _check_indexer(indexer: IndexerConfig, sizes: LatentSizes) -> None:
     if sizes.query_latent_dim is None:
-        raise ModelDirectoryError("config.json: q_lora_rank is missing, which the indexer needs")
+        raise ModelDirectoryError("config.json: q_lora_rank is missing, but the indexer needs it")
     if indexer.head_dim < sizes.rope_dim:
         raise ModelDirectoryError(
             f"config.json: index_head_dim {indexer.head_dim} is less than qk_rope_head_dim {sizes.rope_dim}"
@@ -137,9 +141,9 @@ def _load_projections(
 
 
 def _absorbed_weights(weights: ModelWeights, name: str, sizes: LatentSizes, heads: Part) -> tuple[Tensor, Tensor]:
-    """W_UK transposed, [H, latent_dim, plain_dim], and W_UV, [H, value_dim, latent_dim], of some heads.
+    """W_UK transposed, [H, latent_dim, plain_dim], and W_UV, [H, value_dim, latent_dim], of the given heads.
 
-    They are views of one matrix.
+    Both are views of one matrix.
     """
     num_rows = sizes.plain_dim + sizes.value_dim
     rows = heads.times(num_rows)
@@ -148,10 +152,11 @@ def _absorbed_weights(weights: ModelWeights, name: str, sizes: LatentSizes, head
 
 
 def _load_indexer(shard: Shard, config: DecoderConfig, prefix: str, attention: LatentAttentionConfig) -> Indexer:
-    """The indexer, whole on every rank, its columns in the order in which the attention's own rotation takes them.
+    """Load the indexer, in full on every rank, with its columns in the order that the attention's rotation expects.
 
-    In checkpoints its rotated columns are half of them apart where the attention's are neighbours. The same order of
-    queries' and keys' columns leaves their products as they are, so one rotation serves both.
+    In checkpoints the indexer's rotated pairs are rope_dim / 2 columns apart, even where the attention's pairs are
+    adjacent. Reordering the columns of queries and keys alike leaves their products unchanged, so one rotation serves
+    both.
     """
     ops, weights = shard.ops, shard.weights
     indexer, sizes, name = attention.indexer, attention.sizes, f"{prefix}.indexer"
@@ -171,7 +176,7 @@ def _load_indexer(shard: Shard, config: DecoderConfig, prefix: str, attention: L
         query=Linear(ops, query),
         key=Linear(ops, weights.linear(f"{name}.wk", (indexer.head_dim, config.hidden_size))[order]),
         key_norm=LayerNorm(ops, norm_weight, norm_bias, _NORM_EPS),
-        # Computed in float32 whatever the model runs in, as transformers does.
+        # Computed in float32 whatever the model's dtype, as in transformers.
         head_weights=Linear(ops, head_weights.float()),
     )
     return Indexer(ops, projections, num_heads=heads, num_selected=indexer.num_selected)

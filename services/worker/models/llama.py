@@ -1,6 +1,6 @@
-"""Llama (arXiv:2302.13971, 2407.21783), Mistral (2310.06825), Qwen2 (2407.10671), and what shares their architectures.
+"""Llama (arXiv:2302.13971, 2407.21783), Mistral (2310.06825), Qwen2 (2407.10671), and models of these architectures.
 
-SmolLM2 and TinyLlama are Llamas, Qwen2.5 is a Qwen2.
+For example, SmolLM2 and TinyLlama use Llama's architecture, and Qwen2.5 uses Qwen2's.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from services.worker.models.plain_attention import (
     windows_by_type,
 )
 
-# Where config.json does not say, as transformers' configurations have it.
+# The defaults of transformers' configurations.
 _WINDOW = 4096
 _MAX_WINDOW_LAYERS = 28
 
 
 def load_llama(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
-    """Llama: biases are settings.
+    """Load Llama, whose biases are settings.
 
     Raises:
-        ModelDirectoryError: configuration and weights do not make a model.
+        ModelDirectoryError: the configuration or the weights are not those of such a model.
     """
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values)
@@ -44,10 +44,10 @@ def load_llama(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
 
 
 def load_mistral(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
-    """Mistral: the same window in every layer, none where config.json has a null.
+    """Load Mistral, with the same window in every layer, or no window if config.json has a null.
 
     Raises:
-        ModelDirectoryError: configuration and weights do not make a model.
+        ModelDirectoryError: the configuration or the weights are not those of such a model.
     """
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values)
@@ -57,10 +57,10 @@ def load_mistral(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
 
 
 def load_qwen2(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
-    """Qwen2: query, key and value have biases, upper layers may have a window.
+    """Load Qwen2. Queries, keys and values have biases, and the upper layers may have a window.
 
     Raises:
-        ModelDirectoryError: configuration and weights do not make a model.
+        ModelDirectoryError: the configuration or the weights are not those of such a model.
     """
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values)
@@ -70,7 +70,7 @@ def load_qwen2(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
 
 
 def qwen_windows(values: ConfigValues, num_layers: int) -> list[int | None]:
-    """Each layer's window in Qwen2 and Qwen3: by `layer_types`, or from layer `max_window_layers` on."""
+    """Each layer's window in Qwen2 and Qwen3, by `layer_types` or else from layer `max_window_layers` on."""
     window = qwen_window(values)
     first = values.count("max_window_layers", default=_MAX_WINDOW_LAYERS)
     types = [SLIDING if window is not None and layer >= first else FULL for layer in range(num_layers)]
@@ -78,14 +78,14 @@ def qwen_windows(values: ConfigValues, num_layers: int) -> list[int | None]:
 
 
 def qwen_window(values: ConfigValues) -> int | None:
-    """The window of those Qwen layers that have one; None: no layer has."""
+    """The window of the Qwen layers that have one; None if no layer has one."""
     return values.size("sliding_window", default=_WINDOW) if values.flag("use_sliding_window", default=False) else None
 
 
 def load_dense_model(
     shard: Shard, values: ConfigValues, common: DecoderConfig, *, attention: AttentionConfig
 ) -> DecoderModel:
-    """A model in which every layer has the same one network behind its attention."""
+    """Load a model in which every layer has a gated feed-forward network of the same size."""
     inner_size, has_bias = values.size("intermediate_size"), values.flag("mlp_bias", default=False)
 
     def load_feed_forward(layer: int) -> FeedForward:

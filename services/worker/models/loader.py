@@ -1,7 +1,7 @@
-"""From a model directory to a model that is ready to run.
+"""Loads a model directory into a model that is ready to run.
 
-Everything in the directory is read as data: JSON and safetensors. A tied head and fused projections are resolved
-in the model file, quantised layers behind `ModelWeights`; the rest of the worker sees a `CausalLM`.
+Everything in the directory is read as data: JSON and safetensors. Model files handle tied heads and fused projections,
+and `ModelWeights` hides quantisation; the rest of the worker sees a `CausalLM`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from services.worker.weights.weight_files import WeightFiles
 from shared.limits import ModelLimits
 from shared.model_dir import CONFIG, TOKENIZER, eos_token_ids, model_digest, read_json
 
-# What checkpoints carry and no model asks for: old ones store the rotary frequencies, tied ones the head again.
+# Tensors that checkpoints contain but no model reads: rotary frequencies in old ones, a copy of a tied head.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "lm_head.weight")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the rest of the cell has to know of a model."""
+    """What the rest of the cell needs to know about a model."""
 
     context_length: int
     logits_width: int
@@ -43,12 +43,12 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """What of a model is loaded."""
+    """Which parts of a model are loaded, and from where."""
 
-    # Layers for multi-token prediction too, where there are any.
     with_mtp: bool = False
-    # Seed of random weights, instead of those in the directory; None for none.
+    """Whether to load layers for multi-token prediction too, if there are any."""
     dummy_seed: int | None = None
+    """The seed of random weights; None means that the directory's weights are loaded."""
 
 
 ORDINARY = LoadOptions()
@@ -60,8 +60,11 @@ class LoadedModel:
 
     model: CausalLM
     facts: ModelFacts
-    # SHA-256 over name, dtype, shape and bytes of every tensor of the whole model, in hex.
     weights_digest: str
+    """SHA-256 over name, dtype, shape and bytes of every tensor read, in hex, the same on all ranks.
+
+    For dummy weights it is `dummy_digest`.
+    """
     model_dir: Path
 
 
@@ -80,16 +83,16 @@ def load_model(
         model_dir: In Hugging Face's layout: config.json, tokenizer.json, model.safetensors or shards with an index.
             For dummy weights config.json is enough.
         ops: The backend that prepares and runs the weights.
-        dtype: What the model computes in.
-        on_progress: Called with the share of bytes read, 0 to 1, 1.0 last; from this thread. What it raises ends the
-            loading.
-        options: What of it is loaded.
-        parallel: Where the rank stands among those that the model is split over.
+        dtype: The dtype that the model computes in.
+        on_progress: Called on this thread with the fraction of bytes read, 0 to 1, with 1.0 as the last call. An
+            exception from it aborts the load.
+        options: Which parts to load.
+        parallel: The rank's place in the TP and EP groups that the model is split over.
 
     Raises:
-        ModelDirectoryError: a file is missing or malformed, the architecture or a format is unknown, or configuration
-            and weights do not fit each other, or the model cannot be split so, or the generation configuration holds
-            what no request may ask for.
+        ModelDirectoryError: a file is missing or malformed; the architecture or a format is not supported; the
+            configuration and the weights do not match; the model cannot be split over the ranks; or a default in the
+            generation configuration is outside the range that requests may use.
     """
     config = read_json(model_dir, CONFIG)
     build = loader_for(config, with_mtp=options.with_mtp)
@@ -102,7 +105,7 @@ def load_model(
             weights_digest = files.digest()
     else:
         weights_digest = dummy_digest((model_dir / CONFIG).read_bytes(), options.dummy_seed)
-        # Only who has a tokenizer compares this digest.
+        # This digest is only compared where there is a tokenizer.
         digest = model_digest(model_dir) if (model_dir / TOKENIZER).exists() else weights_digest
         weights = DummyWeights(options.dummy_seed, dtype, on_progress)
         model = _build_complete(build, config, Shard(ops, weights, parallel))
@@ -114,7 +117,7 @@ def load_model(
 
 
 def _build_complete(build: ModelLoader, config: Mapping[str, Any], shard: Shard) -> CausalLM:
-    """The model, with every tensor that it needs and none that it does not know."""
+    """Build the model, and check that every tensor it needs is stored and that no other tensor is."""
     shard.weights.ignore(suffixes=_IGNORED_SUFFIXES)
     with return_freed_memory():
         model = build(config, shard)

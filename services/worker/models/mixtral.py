@@ -13,16 +13,16 @@ from services.worker.models.plain_attention import AttentionConfig, AttentionHea
 from services.worker.models.sparse_mlp import SparseConfig, load_sparse_mlp
 from services.worker.ops import RouterScore, RoutingRule
 
-# Where config.json does not say, as transformers' configuration has it.
+# The default of transformers' configuration.
 _ROPE_THETA = 1e6
 _EXPERT_NAMES = ("w1", "w3", "w2")
 
 
 def load_mixtral(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
-    """Mixtral.
+    """Load Mixtral.
 
     Raises:
-        ModelDirectoryError: configuration and weights do not make a model.
+        ModelDirectoryError: the configuration or the weights are not those of such a model.
     """
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values, default_theta=_ROPE_THETA)

@@ -1,7 +1,7 @@
-"""Multi-token prediction: the layers behind a checkpoint's last one that draft what comes after the next token.
+"""Multi-token prediction: extra layers, stored after a checkpoint's last layer, that draft the token after the next.
 
 Source: arXiv:2412.19437 (DeepSeek-V3), section 2.2, equations 21 to 23. GLM-4.5 has the same layout. Embedding and
-head are the model's own, as the paper has it; the copies that checkpoints bring stay unread.
+head are shared with the model, as in the paper; the copies stored in checkpoints are not read.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _SHARED = ("embed_tokens.", "shared_head.head.")
 
 @dataclass(frozen=True, slots=True)
 class MtpLayer:
-    """One of them: joins a hidden state and the embedding of the next token, and runs a decoder layer on that."""
+    """Joins a hidden state and the embedding of the next token, and runs a decoder layer on the result."""
 
     embedding_norm: RmsNorm
     hidden_norm: RmsNorm
-    # From both, the embedding first, to the hidden size.
     join: Linear
+    """[T, 2 * hidden], the embedding first, to [T, hidden]."""
     block: DecoderLayer
     last_norm: RmsNorm
 
     @classmethod
     def load(cls, shard: Shard, config: DecoderConfig, layer: int, *, block: DecoderLayer) -> MtpLayer:
-        """Layer number `layer` of a checkpoint, around its decoder layer.
+        """Load layer number `layer` of a checkpoint around its decoder layer.
 
         Raises:
-            ModelDirectoryError: a tensor is missing or of another shape.
+            ModelDirectoryError: see `ModelWeights`.
         """
         prefix, size = f"model.layers.{layer}", config.hidden_size
         return cls(
@@ -51,7 +51,7 @@ class MtpLayer:
 
 
 class DecoderMtpLayers:
-    """The layers of one checkpoint. See `MtpLayers`."""
+    """All such layers of one checkpoint. See `MtpLayers`."""
 
     def __init__(self, model: DecoderModel, layers: Sequence[MtpLayer]) -> None:
         """Share embedding, head and rotation with `model`."""
@@ -74,21 +74,21 @@ class DecoderMtpLayers:
 
 
 def mtp_layers_to_load(values: ConfigValues, config: DecoderConfig, weights: ModelWeights, *, with_mtp: bool) -> range:
-    """The numbers of the layers to load, behind those of the model; whatever else there is of them is left unread.
+    """The numbers of the layers to load, which follow the model's own; the rest is marked as ignored in `weights`.
 
     Args:
         values: config.json.
         config: Its common values.
-        weights: The model's.
-        with_mtp: Whether they are asked for. None are loaded where the checkpoint has none.
+        weights: The model's weights.
+        with_mtp: Whether to load the layers. The result is empty if the checkpoint does not store them.
 
     Raises:
-        ModelDirectoryError: their number is malformed.
+        ModelDirectoryError: the configured number of layers is malformed.
     """
     num_layers = values.count("num_nextn_predict_layers", "num_mtp_layers", default=0)
     numbers = range(config.num_layers, config.num_layers + num_layers)
     prefixes = [f"model.layers.{number}." for number in numbers]
-    # transformers names them in the config.json that it writes, and leaves their weights out.
+    # A config.json written by transformers counts these layers, although their weights are not saved.
     if with_mtp and any(f"{prefix}eh_proj.weight" in weights for prefix in prefixes):
         weights.ignore(prefixes=[prefix + name for prefix in prefixes for name in _SHARED])
         return numbers
@@ -99,10 +99,10 @@ def mtp_layers_to_load(values: ConfigValues, config: DecoderConfig, weights: Mod
 def load_mtp(
     shard: Shard, config: DecoderConfig, model: DecoderModel, *, blocks: Sequence[DecoderLayer]
 ) -> DecoderMtpLayers | None:
-    """The layers around `blocks`, the decoder layers behind the model's own; None where there are none.
+    """Load the layers around `blocks`, which are the decoder layers after the model's own; None if there are none.
 
     Raises:
-        ModelDirectoryError: a tensor is missing or of another shape.
+        ModelDirectoryError: see `ModelWeights`.
     """
     layers = [
         MtpLayer.load(shard, config, number, block=block)

@@ -1,6 +1,6 @@
-"""Models whose attention has grouped key/value heads, as all families without latent attention have it.
+"""Grouped-query attention, used by all families without latent attention.
 
-How the attention is read and loaded, and layers and models around it.
+Reads its configuration, and loads it with the layers and models around it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True, slots=True)
 class AttentionHeads:
-    """How many heads there are, and their size. `num_kv_heads` divides `num_heads`."""
+    """The number of heads and their size. `num_kv_heads` divides `num_heads`."""
 
     num_heads: int
     num_kv_heads: int
@@ -34,10 +34,10 @@ class AttentionHeads:
 
     @classmethod
     def from_json(cls, values: ConfigValues, *, default_head_dim: int | None = None) -> AttentionHeads:
-        """Read and check them; without a default a head has its share of the hidden size.
+        """Read and check the heads; without `default_head_dim` the default is the hidden size divided by `num_heads`.
 
         Raises:
-            ModelDirectoryError: a value is missing or malformed, or they do not fit each other.
+            ModelDirectoryError: a value is missing or malformed, or the values contradict each other.
         """
         num_heads = values.size("num_attention_heads")
         num_kv_heads = values.size("num_key_value_heads", default=num_heads)
@@ -45,25 +45,25 @@ class AttentionHeads:
         head_dim = values.size("head_dim", default=default_head_dim or max(hidden_size // num_heads, 1))
         if num_heads % num_kv_heads:
             raise ModelDirectoryError(
-                f"config.json: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
+                f"config.json: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
             )
         return cls(num_heads, num_kv_heads, head_dim)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """What a family's attention is made of, the same in every layer but for the window."""
+    """The attention of a family's layers, the same in every layer except for the window."""
 
     heads: AttentionHeads
-    # Per layer: how many tokens a token sees, itself included; None: all up to itself.
     windows: Sequence[int | None]
+    """Per layer, how many tokens a token sees, including itself; None means all up to itself."""
     has_qkv_bias: bool = False
     has_output_bias: bool = False
     has_head_norms: bool = False
     has_sinks: bool = False
 
     def kv_layers(self, shard: Shard) -> list[LayerCache]:
-        """What a token keeps in a rank's cache, layer by layer.
+        """What a token keeps in this rank's cache, layer by layer.
 
         Raises:
             ModelDirectoryError: see `Shard.kv_heads`.
@@ -73,21 +73,21 @@ class AttentionConfig:
 
 
 def windows_by_type(values: ConfigValues, window: int | None, default: Sequence[str]) -> list[int | None]:
-    """Each layer's window where `layer_types` says which layers have one.
+    """Each layer's window, by `layer_types`.
 
     Args:
         values: config.json.
-        window: That of a layer of type `SLIDING`.
-        default: The types of all layers where config.json has none.
+        window: The window of layers of type `SLIDING`; None means that no window is configured.
+        default: The types of all layers, used if config.json has none.
 
     Raises:
-        ModelDirectoryError: a type is unknown, or a layer has a window of no size.
+        ModelDirectoryError: a type is unknown, or a layer has type `SLIDING` but `window` is None.
     """
     types = values.texts("layer_types", len(default)) or default
     if unknown := set(types) - {FULL, SLIDING}:
         raise ModelDirectoryError(f"config.json: layer_types {sorted(unknown)} are not supported")
     if window is None and SLIDING in types:
-        raise ModelDirectoryError("config.json: layer_types asks for windows, but sliding_window sets none")
+        raise ModelDirectoryError("config.json: layer_types has sliding windows, but no window is configured")
     return [window if kind == SLIDING else None for kind in types]
 
 
@@ -98,7 +98,7 @@ def load_plain_model(
     attention: AttentionConfig,
     load_feed_forward: Callable[[int], FeedForward],
 ) -> DecoderModel:
-    """A model of such layers, with the feed-forward networks that the family loads by a layer's number."""
+    """Load a model with this attention; `load_feed_forward` loads the feed-forward network of a layer's number."""
     layers = [
         load_plain_layer(shard, config, layer, attention=attention, feed_forward=load_feed_forward(layer))
         for layer in range(config.num_layers)
@@ -115,7 +115,7 @@ def load_plain_layer(
     attention: AttentionConfig,
     feed_forward: FeedForward,
 ) -> DecoderLayer:
-    """Layer number `layer` of a checkpoint, around a feed-forward network."""
+    """Load layer number `layer` of a checkpoint around a feed-forward network."""
     attends = _load_attention(shard, config, layer, attention)
     return DecoderLayer.load(shard, config, layer, attention=attends, mlp=feed_forward)
 
@@ -124,13 +124,13 @@ def load_rotary(ops: Ops, config: DecoderConfig, heads: AttentionHeads) -> Rotar
     """The rotation of the heads.
 
     Raises:
-        ModelDirectoryError: the part of a head that is rotated does not fall into pairs.
+        ModelDirectoryError: see `RopeConfig.rotary_dim`.
     """
     return Rotary(ops, config.rope, config.rope.rotary_dim(heads.head_dim), config.context_length)
 
 
 def _load_attention(shard: Shard, config: DecoderConfig, layer: int, attention: AttentionConfig) -> Attention:
-    """The attention of this rank's heads; what it projects back is summed over the ranks."""
+    """Load the attention of this rank's heads. Its output projection is summed over the ranks."""
     ops, weights, prefix, head_dim = (
         shard.ops,
         shard.weights,

@@ -1,4 +1,4 @@
-"""What the worker asks of a model."""
+"""The interface between the worker and a model."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from services.worker.forward.kv_cache import KvCacheSpec
 
 
 class MtpLayers(Protocol):
-    """Layers that a checkpoint brings to draft tokens with (multi-token prediction). Source: arXiv:2412.19437, 2.2.
+    """A checkpoint's layers for multi-token prediction, which draft tokens. Source: arXiv:2412.19437, section 2.2.
 
-    Their KV layers stand behind the model's own in its `kv_cache_spec`.
+    Their KV layers come after the model's own in its `kv_cache_spec`.
     """
 
     num_layers: int
 
     def forward(self, hidden: Tensor, token_ids: Tensor, positions: Tensor, layer: int) -> Tensor:
-        """Hidden states [T, hidden], of which `compute_logits` and the next use take. Runs in a `forward_context`.
+        """Hidden states [T, hidden], the input of `compute_logits` and of the next call. Runs in a `forward_context`.
 
         Args:
-            hidden: [T, hidden], what `CausalLM.forward` or the use before returned for these positions; not written.
-            token_ids: [T] int64, the tokens that follow: those at `positions` + 1.
-            positions: [T] int64; the KV goes to their slots.
-            layer: Which layer computes, from 0.
+            hidden: [T, hidden], the result of `CausalLM.forward` or of the previous call at these positions; not
+                written.
+            token_ids: [T] int64, the tokens at `positions` + 1.
+            positions: [T] int64. The KV is written to their slots.
+            layer: The number of the layer to run, from 0.
         """
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -35,27 +36,27 @@ class MtpLayers(Protocol):
 class CausalLM(Protocol):
     """A model that predicts next tokens."""
 
-    # What it computes in.
     dtype: torch.dtype
-    # What its layers need in the KV cache.
+    """The dtype that the model computes in."""
     kv_cache_spec: KvCacheSpec
-    # Tokens of one sequence, at most.
+    """What the layers need in the KV cache."""
     context_length: int
-    # Columns of the logits; token ids are below it.
+    """The maximum number of tokens in a sequence."""
     logits_width: int
-    # None where the checkpoint has none, or they were not asked for.
+    """The number of columns of the logits; token ids are below it."""
     mtp: MtpLayers | None
-    # Whether any layer has experts, so that expert parallelism has something to spread.
+    """None if the checkpoint has no such layers, or if they were not loaded."""
     has_experts: bool
+    """Whether any layer has experts, so that expert parallelism has an effect."""
 
     def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """Hidden states behind the last norm, [num_tokens, hidden]. Runs inside a `forward_context`.
+        """Hidden states after the final norm, [num_tokens, hidden]. Runs inside a `forward_context`.
 
         Writes this step's keys and values into the context's KV cache.
 
         Args:
             token_ids: [num_tokens], int64.
-            positions: [num_tokens], int64; each token's place in its sequence, from 0.
+            positions: [num_tokens], int64; each token's position in its sequence, from 0.
         """
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Qwen3 (arXiv:2505.09388): Qwen2 with norms of query and key heads, which make their biases a setting."""
+"""Qwen3 (arXiv:2505.09388): Qwen2 with norms on query and key heads, and with optional biases."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from services.worker.models.decoder import DecoderConfig, DecoderModel
 from services.worker.models.llama import load_dense_model, qwen_windows
 from services.worker.models.plain_attention import AttentionConfig, AttentionHeads
 
-# Where config.json does not say, as transformers' configuration has it.
+# The default of transformers' configuration.
 _HEAD_DIM = 128
 
 
 def load_qwen3(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
-    """Qwen3.
+    """Load Qwen3.
 
     Raises:
-        ModelDirectoryError: configuration and weights do not make a model.
+        ModelDirectoryError: the configuration or the weights are not those of such a model.
     """
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values)

@@ -15,10 +15,10 @@ from services.worker.ops import RouterScore, RoutingRule
 
 
 def load_qwen3_moe(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
-    """Qwen3-MoE.
+    """Load Qwen3-MoE.
 
     Raises:
-        ModelDirectoryError: configuration and weights do not make a model.
+        ModelDirectoryError: the configuration or the weights are not those of such a model.
     """
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values)
@@ -50,7 +50,7 @@ def _read_sparse(values: ConfigValues) -> SparseConfig:
 
 
 def _dense_layers(values: ConfigValues, num_layers: int) -> frozenset[int]:
-    """The layers without experts: all but every `decoder_sparse_step`-th, and those in `mlp_only_layers`."""
+    """The layers without experts: all but every `decoder_sparse_step`-th one, plus those in `mlp_only_layers`."""
     step = values.size("decoder_sparse_step", default=1)
     sparse_layers = frozenset(range(step - 1, num_layers, step)) - frozenset(values.counts("mlp_only_layers"))
     return frozenset(range(num_layers)) - sparse_layers

@@ -1,4 +1,4 @@
-"""Which class runs which architecture."""
+"""Maps the architecture named in config.json to the function that loads it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shared.model_dir import ModelDirectoryError
 
 __all__ = ["CausalLM", "ModelLoader", "loader_for"]
 
-# Builds a rank's part of a model from config.json and what it is made of.
+# Builds a rank's part of a model from config.json and the rank's ops, weights and communicators.
 ModelLoader = Callable[[Mapping[str, Any], Shard], CausalLM]
 
 _ARCHITECTURES: dict[str, ModelLoader] = {
@@ -37,7 +37,7 @@ _ARCHITECTURES: dict[str, ModelLoader] = {
     "Qwen3ForCausalLM": load_qwen3,
     "Qwen3MoeForCausalLM": load_qwen3_moe,
 }
-# Those that have layers for multi-token prediction, and how they are loaded with them.
+# The architectures that have layers for multi-token prediction, with the loaders that load those layers too.
 _WITH_MTP: dict[str, ModelLoader] = {
     "DeepseekV3ForCausalLM": partial(load_deepseek_v3, with_mtp=True),
     "DeepseekV32ForCausalLM": partial(load_deepseek_v32, with_mtp=True),
@@ -46,18 +46,18 @@ _WITH_MTP: dict[str, ModelLoader] = {
 
 
 def loader_for(config: Mapping[str, Any], *, with_mtp: bool = False) -> ModelLoader:
-    """The loader of the architecture that `config` (config.json) names.
+    """The loader of the first supported architecture that `config` names.
 
     Args:
         config: config.json.
-        with_mtp: Whether layers for multi-token prediction are loaded too, where there are any.
+        with_mtp: Whether to load layers for multi-token prediction too, if there are any.
 
     Raises:
-        ModelDirectoryError: it names none that is known here.
+        ModelDirectoryError: none of the architectures is supported.
     """
     names = config.get("architectures") or []
     for name in names:
         if name in _ARCHITECTURES:
             return _WITH_MTP.get(name, _ARCHITECTURES[name]) if with_mtp else _ARCHITECTURES[name]
     known = ", ".join(sorted(_ARCHITECTURES))
-    raise ModelDirectoryError(f"config.json: architectures is {names}; supported: {known}")
+    raise ModelDirectoryError(f"config.json: architectures is {names}, none of which is supported; supported: {known}")

@@ -1,4 +1,4 @@
-"""Mixtures of experts as families have them in their checkpoints: reading and loading."""
+"""Mixtures of experts: reads their configuration and loads them from a family's checkpoint."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from services.worker.ops import ExpertGroups, ExpertWeights, RouterScore, Routin
 from services.worker.weights.model_weights import ModelWeights
 from shared.model_dir import ModelDirectoryError
 
-# What the gate's, the up and the down projection of an expert are called.
+# The names of an expert's gate, up and down projections.
 ExpertNames = tuple[str, str, str]
 _EXPERT_NAMES: ExpertNames = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True)
 class SparseConfig:
-    """What a family's mixtures of experts are made of, the same in every layer that has one."""
+    """A family's mixture of experts, the same in every layer that has one."""
 
     num_experts: int
-    # Of one expert.
     inner_size: int
-    # Without the correction, which is a layer's own.
+    """The inner size of one expert."""
     rule: RoutingRule
+    """The routing rule without its correction, which differs from layer to layer."""
     has_correction: bool = False
-    # What the router's logits are computed in; None: what the model is.
     router_dtype: torch.dtype | None = None
-    # Of the expert that all tokens use; 0: there is none.
+    """The dtype in which the router's logits are computed; None means the model's."""
     shared_size: int = 0
+    """The inner size of the shared expert, which all tokens use; 0 means that there is none."""
     has_shared_bias: bool = False
 
     def __post_init__(self) -> None:
-        """Check that there are as many experts as are chosen.
+        """Check that there are enough experts to choose from.
 
         Raises:
-            ModelDirectoryError: there are not.
+            ModelDirectoryError: there are too few, or they cannot be grouped as `rule` says.
         """
         choosable, groups = self.num_experts, self.rule.groups
         if groups is not None:
             group_size, rest = divmod(self.num_experts, groups.num_groups)
             if rest or groups.num_chosen > groups.num_groups or groups.num_judging > group_size:
-                raise ModelDirectoryError(f"config.json: {self.num_experts} experts do not make {groups}")
+                raise ModelDirectoryError(f"config.json: {self.num_experts} experts cannot be split into {groups}")
             choosable = groups.num_chosen * group_size
         if self.rule.num_chosen > choosable:
             raise ModelDirectoryError(
@@ -55,10 +55,10 @@ class SparseConfig:
 
     @classmethod
     def corrected_sigmoid(cls, values: ConfigValues) -> SparseConfig:
-        """That of DeepSeek-V3, V3.2 and GLM-4-MoE: sigmoid scores, corrected for the choice, and groups.
+        """The mixture of DeepSeek-V3, V3.2 and GLM-4-MoE: sigmoid scores with a correction bias, and groups.
 
         Raises:
-            ModelDirectoryError: a value is missing or malformed, or they do not fit each other.
+            ModelDirectoryError: a value is missing or malformed, or the values contradict each other.
         """
         values.choice("scoring_func", ("sigmoid",), default="sigmoid")
         values.choice("topk_method", ("noaux_tc",), default="noaux_tc")
@@ -81,7 +81,7 @@ class SparseConfig:
 
 
 def read_groups(values: ConfigValues, *, num_judging: int) -> ExpertGroups | None:
-    """The groups that experts are chosen from; None when there is one only.
+    """The groups that experts are chosen from; None if there is only one.
 
     Raises:
         ModelDirectoryError: a value is missing or malformed.
@@ -98,7 +98,7 @@ def load_sparse_mlp(
     sparse: SparseConfig,
     names: ExpertNames = _EXPERT_NAMES,
 ) -> SparseMlp:
-    """The mixture at `prefix`: `.gate`, the projections of `.experts.0` and so on, and `.shared_experts`."""
+    """Load the mixture at `prefix`: `.gate`, the projections of `.experts.0` and so on, and `.shared_experts`."""
     ops, weights = shard.ops, shard.weights
     rule, dtype = sparse.rule, sparse.router_dtype or weights.dtype
     if sparse.has_correction:
@@ -118,10 +118,10 @@ def load_sparse_mlp(
 def load_routed_experts(
     shard: Shard, sparse: SparseConfig, read: ReadExpert, *, clamp: SwigluClamp | None = None
 ) -> Experts:
-    """This rank's share of one layer's experts; see `load_experts`."""
+    """Load this rank's share of one layer's experts; see `load_experts`."""
     num_experts, inner_size = sparse.num_experts, sparse.inner_size
     if shard.parallel.ep is not None:
-        # Nothing of those that others hold, but all ranks find the same tensors, the same faults and the same digest.
+        # Reads an empty part of every expert, so that all ranks see the same tensors, problems and digest.
         for expert in range(num_experts):
             read(expert, Part(inner_size, 0, 0))
     return load_experts(shard, num_experts=num_experts, inner_size=inner_size, read=read, clamp=clamp)
@@ -131,10 +131,10 @@ def load_routed_experts(
 class FeedForwardConfig:
     """The feed-forward networks of a model: dense in some layers, mixtures of experts in the others."""
 
-    # All other layers have experts, those for multi-token prediction too.
     dense_layers: frozenset[int]
-    # 0 where no layer is dense.
+    """All other layers have experts, including those for multi-token prediction."""
     dense_size: int
+    """The inner size of a dense layer; 0 if no layer is dense."""
     sparse: SparseConfig
     has_dense_bias: bool = False
 
@@ -147,7 +147,7 @@ class FeedForwardConfig:
         *,
         has_dense_bias: bool = False,
     ) -> FeedForwardConfig:
-        """Read what is particular to the dense ones.
+        """Read the size of the dense layers.
 
         Raises:
             ModelDirectoryError: a value is missing or malformed.
@@ -156,7 +156,7 @@ class FeedForwardConfig:
         return cls(dense_layers, dense_size, sparse, has_dense_bias)
 
     def load(self, shard: Shard, config: DecoderConfig, layer: int) -> FeedForward:
-        """That of layer number `layer` of a checkpoint."""
+        """Load the network of layer number `layer` of a checkpoint."""
         prefix = f"model.layers.{layer}.mlp"
         if layer not in self.dense_layers:
             return load_sparse_mlp(shard, config, prefix, sparse=self.sparse)
@@ -166,7 +166,7 @@ class FeedForwardConfig:
 def _expert_reader(
     weights: ModelWeights, prefix: str, names: ExpertNames, sparse: SparseConfig, config: DecoderConfig
 ) -> ReadExpert:
-    """Reads the experts of one layer, which are stored one by one."""
+    """A function that reads the experts of one layer, which are stored one by one."""
     gate, up, down = names
     inner_shape, down_shape = (sparse.inner_size, config.hidden_size), (config.hidden_size, sparse.inner_size)
 

@@ -1,4 +1,4 @@
-"""A checkpoint's weights as a model asks for them: found, checked, dequantised, copied once, and counted."""
+"""The weights of a checkpoint: every tensor a model asks for is found, checked, dequantised and copied once."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from services.worker.weights.weight_problems import WeightProblems
 
 logger = logging.getLogger(__name__)
 
-# Memory for tensors that are not read, per byte stored: no format grows by more.
+# Limit on the memory allocated for tensors that are not read, per byte stored. No format expands by more than this.
 _MAX_UNREAD_RATIO = 8
 _MIN_UNREAD_BYTES = 1 << 26
-# The load stops reading at it, so that there may be more.
+# Reading stops at the first such tensor, so other tensors may have the same problem.
 _NOT_FINITE = "not finite"
 
 
 class CheckpointWeights:
-    """See `ModelWeights`. No backend of ours computes in a packed format, so every layer is dequantised here.
+    """See `ModelWeights`. None of our backends computes in a packed format, so every layer is dequantised here.
 
-    Invariant: once there is a problem nothing more is read; what comes after is only checked by its header.
+    Invariant: after the first problem no tensor is read any more; only headers are checked.
     """
 
     def __init__(self, files: WeightFiles, dtype: torch.dtype, config: QuantizationConfig | None = None) -> None:
-        """Read from `files`, in the formats of `config`; None for plain ones."""
+        """Read from `files`, in the formats of `config`; None means that no layer is quantised."""
         self.dtype = dtype
         self._files = files
         self._config = config or QuantizationConfig()
         self._problems = WeightProblems()
         self._num_unread_bytes = 0
-        # Names of tensors that a model or a format asked for, whether they are there or not.
+        # Names of tensors that the model or a format asked for, stored or not.
         self._known: set[str] = set()
         self._ignored_prefixes: tuple[str, ...] = ()
         self._ignored_suffixes = self._config.unused_suffixes
@@ -118,35 +118,38 @@ class CheckpointWeights:
         for name in self._files.names:
             is_ignored = name.startswith(self._ignored_prefixes) or name.endswith(self._ignored_suffixes)
             if name not in self._known and not is_ignored and not self._is_empty(name):
-                self._problems.add("no place in this architecture", name)
+                self._problems.add("unexpected for this architecture", name)
         if self._problems:
             raise self._problems.error(self._files.model_dir)
         for label, cost in self._label_to_cost.items():
             logger.info(
-                "no kernel for this format: its weights were dequantised at load, activations stay as they are",
+                "no kernel for this format: weights were dequantised at load, activations are not quantised",
                 extra={"format": label, **cost.fields()},
             )
 
     def _is_empty(self, name: str) -> bool:
-        """Whether a tensor has no values: transformers writes those of parts that a model does not have."""
+        """Whether a tensor has no values; transformers writes such tensors for parts that a model does not have."""
         header = self._files.header(name)
         return header is not None and 0 in header.shape
 
     def _linear_format(self, name: str) -> LayerFormat:
-        """The layer's format. A matrix in a float dtype is what it is, whatever the configuration says of its class."""
+        """The layer's format: plain if its matrix is stored in a float dtype, whatever the configuration says."""
         header = self._files.header(f"{name}.weight")
         return PLAIN if header is not None and header.dtype in FLOAT_DTYPES else self._config.linear_format(name)
 
     def _find(self, name: str, wanted: tuple[StoredTensor, ...], *, num_values: int) -> dict[str, str]:
-        """The names of a layer's tensors by role; what is wrong with them is noted.
+        """Look up a layer's tensors and record what is wrong with them.
 
         Args:
-            name: The layer's.
-            wanted: What it should have.
-            num_values: How many of its values there will be memory for.
+            name: The layer's name.
+            wanted: The tensors that it should have.
+            num_values: The number of values that the caller allocates memory for.
+
+        Returns:
+            The names of the tensors found, by role.
 
         Raises:
-            ModelDirectoryError: layers that will not be read ask for too much memory.
+            ModelDirectoryError: layers that will not be read need too much memory.
         """
         found = {}
         for tensor in wanted:
@@ -168,12 +171,12 @@ class CheckpointWeights:
         assert header is not None
         if header.shape not in wanted.shapes:
             shapes = " or ".join(str(list(shape)) for shape in wanted.shapes)
-            self._problems.add("misshapen", name, f"has shape {list(header.shape)}, not {shapes}")
+            self._problems.add("wrong shape", name, f"has shape {list(header.shape)}, not {shapes}")
         if header.dtype not in wanted.dtypes:
-            self._problems.add("of a wrong dtype", name, f"has dtype {header.dtype}, not {' or '.join(wanted.dtypes)}")
+            self._problems.add("wrong dtype", name, f"has dtype {header.dtype}, not {' or '.join(wanted.dtypes)}")
 
     def _refuse_beyond_limit(self, num_bytes: int) -> None:
-        """Raise if a model asks for much more than is stored: then the configuration is another model's."""
+        """Raise if a model needs much more memory than is stored: the configuration belongs to another model."""
         limit = max(_MAX_UNREAD_RATIO * self._files.num_bytes, _MIN_UNREAD_BYTES)
         if num_bytes > limit:
             self._problems.add("too small", "all files together", f"have {self._files.num_bytes} bytes")
@@ -200,34 +203,35 @@ class CheckpointWeights:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer of the checkpoint, its tensors' names by role."""
+    """One layer of the checkpoint."""
 
     name: str
     layer_format: LayerFormat
     stored: Mapping[str, str]
+    """The names of the layer's tensors, by role."""
     shape: tuple[int, ...]
 
     def share(self, region: Region) -> float:
-        """How much of the layer `region` is, 0 to 1."""
+        """The fraction of the layer that `region` covers, 0 to 1."""
         return region.num_values / max(prod(self.shape), 1)
 
 
 @dataclass(slots=True)
 class _FormatCost:
-    """What layers of one format cost, in bytes."""
+    """The cost of dequantising the layers of one format, in bytes."""
 
     num_matrices: int = 0
     stored: float = 0
     memory: int = 0
 
     def add(self, num_matrices: int, stored: float, memory: int) -> None:
-        """Count what was read."""
+        """Add one read."""
         self.num_matrices += num_matrices
         self.stored += stored
         self.memory += memory
 
     def fields(self) -> dict[str, object]:
-        """For a log line."""
+        """The fields of a log line."""
         return {
             "num_matrices": self.num_matrices,
             "stored_bytes": round(self.stored),

@@ -1,8 +1,8 @@
-"""Weights of no model: seeded random values from a configuration alone, for performance work.
+"""Dummy weights: seeded random values that need only a configuration, for performance work.
 
-The values of a tensor follow from the seed, its name, shape and place, so they are the same in whatever order and
-slices it is read. They are windows of one run of random numbers, whose length is prime so that rows and tensors do
-not meet it at the same place: copying is several times faster than drawing.
+A tensor's values depend only on the seed, its name and shape, and the position in it, so they are the same in whatever
+order and slices it is read. They are windows into one run of random numbers, because copying is several times faster
+than drawing. The length of the run is prime, so that rows and tensors do not start at the same place in it.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _BIAS_SPREAD = 0.02
 
 
 class DummyWeights:
-    """See `ModelWeights`: everything that is asked for is there.
+    """See `ModelWeights`. Every tensor that is asked for exists.
 
-    Values have a mean of 0 and a standard deviation of 1 / sqrt(in_features), so that activations keep their size from
-    layer to layer; norms are about 1.
+    Values have mean 0 and standard deviation 1 / sqrt(in_features), so that activations keep their magnitude from
+    layer to layer. The weights of norms are about 1.
     """
 
     def __init__(self, seed: int, dtype: torch.dtype, on_progress: Callable[[float], None] = lambda _: None) -> None:
-        """Draw from `seed`; `on_progress` is called with 0 at each tensor, as nobody knows how many there are."""
+        """Draw from `seed`. `on_progress` is called with 0 at each tensor, as their number is unknown."""
         self.dtype = dtype
         self._seed = seed
         self._on_progress = on_progress
         generator = torch.Generator().manual_seed(seed)
         values = torch.randn(_PERIOD, generator=generator)
-        # Twice, so that a run of one period is contiguous wherever it starts.
+        # Repeated once, so that a window of one period is contiguous wherever it starts.
         self._values = torch.cat((values, values))
 
     def __contains__(self, name: str) -> bool:
@@ -86,10 +86,10 @@ class DummyWeights:
         return out
 
     def ignore(self, *, prefixes: Sequence[str] = (), suffixes: Sequence[str] = ()) -> None:
-        """See `ModelWeights`; there is nothing to ignore."""
+        """See `ModelWeights`; does nothing."""
 
     def check_complete(self) -> None:
-        """See `ModelWeights`; nothing can be wrong."""
+        """See `ModelWeights`; never raises."""
 
     def _fill_matrix(
         self, out: Tensor, name: str, rows: range, columns: range, *, num_columns: int, spread: float
@@ -101,7 +101,7 @@ class DummyWeights:
             self._fill(target, name, row * num_columns + columns.start, spread)
 
     def _fill(self, out: Tensor, name: str, first: int, spread: float) -> None:
-        """Write values number `first` and following of a tensor into `out` [n]."""
+        """Write n values of a tensor, from index `first` on, into `out` [n]."""
         self._on_progress(0.0)
         place = (_offset(self._seed, name) + first) % _PERIOD
         for start in range(0, len(out), _PERIOD):
@@ -110,7 +110,7 @@ class DummyWeights:
 
 
 def dummy_digest(config: bytes, seed: int) -> str:
-    """What stands for the digest of dummy weights: SHA-256 over configuration and seed, in hex."""
+    """The digest used for dummy weights: SHA-256 over configuration and seed, in hex."""
     return hashlib.sha256(b"dummy weights, seed %d\n" % seed + config).hexdigest()
 
 

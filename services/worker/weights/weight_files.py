@@ -1,6 +1,7 @@
-"""A model directory's safetensors: mapped, checked, hashed, and never copied as a whole.
+"""A model directory's safetensors files: mapped, checked and hashed, but never copied as a whole.
 
-A tensor costs memory only where its reader copies it. Other formats are not read: they could run code (DESIGN §6).
+A tensor takes memory only where its reader copies it. Other formats are not read, because pickled weights can run
+code when they are loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from shared.model_dir import ModelDirectoryError, read_json
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-# safetensors' names of the dtypes that any of our formats has, and their size.
+# safetensors' names of the dtypes that the supported formats use, and their sizes.
 _DTYPE_BYTES = {
     "F64": 8,
     "F32": 4,
@@ -42,15 +43,15 @@ _DTYPE_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """What a file says of a tensor."""
+    """What a file's header says about a tensor."""
 
-    # safetensors' name: F32, BF16, F8_E4M3, I32 and so on.
     dtype: str
+    """safetensors' name: F32, BF16, F8_E4M3, I32 and so on."""
     shape: tuple[int, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Its size; 0 for a dtype that no reader takes."""
+        """The tensor's size; 0 for a dtype that no format uses."""
         return int(torch.Size(self.shape).numel()) * _DTYPE_BYTES.get(self.dtype, 0)
 
 
@@ -59,7 +60,7 @@ class WeightFiles:
 
     Invariant: every tensor is listed by exactly one file.
 
-    A context manager: tensors that it returns are views of mapped files and must not be kept.
+    A context manager. The tensors it returns are views of mapped files and must not be kept.
     """
 
     def __init__(self, model_dir: Path, on_progress: Callable[[float], None] = lambda _: None) -> None:
@@ -67,7 +68,7 @@ class WeightFiles:
 
         Args:
             model_dir: The directory.
-            on_progress: Called with the share of all bytes that has been read, 0 to 1.
+            on_progress: Called with the fraction of all bytes that has been read, 0 to 1.
 
         Raises:
             ModelDirectoryError: a file is missing, truncated or malformed, or the index and the files disagree.
@@ -90,18 +91,18 @@ class WeightFiles:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All tensors, sorted."""
+        """The names of all tensors, sorted."""
         return tuple(sorted(self._name_to_file))
 
     def header(self, name: str) -> TensorHeader | None:
-        """What the file says of a tensor; None where there is no such tensor."""
+        """A tensor's header; None if there is no such tensor."""
         return self._headers.get(name)
 
     def read(self, name: str) -> Tensor:
         """One tensor, in the file's dtype: a view of the mapped file. Hashes it and reports progress.
 
-        It is hashed whole when it is first asked for, also by a rank that needs a part of it: all ranks of a model then
-        have the same digest, and each has checked what the others read.
+        The whole tensor is hashed when it is first read, even on a rank that needs only part of it. So all ranks of a
+        model have the same digest, and each has checked what the others read.
         """
         tensor: Tensor = self._name_to_file[name].get_tensor(name)
         if name not in self._entries:
@@ -111,15 +112,15 @@ class WeightFiles:
         return tensor
 
     def digest(self) -> str:
-        """SHA-256 over name, dtype, shape and bytes of every tensor that was read, in hex; equal for equal weights.
+        """SHA-256 over name, dtype, shape and bytes of every tensor that was read, in hex.
 
-        How they are spread over files does not matter, nor how much of each was used.
+        It is equal for equal weights, however they are split into files and however much of each was used.
         """
         lines = "".join(self._entries[name] for name in sorted(self._entries))
         return hashlib.sha256(lines.encode()).hexdigest()
 
     def _open(self, path: Path) -> Any:
-        """A handle of safetensors' reader, which checks the header against the file's size."""
+        """Open a file with safetensors, which checks the header against the file's size."""
         try:
             return self._open_files.enter_context(safe_open(path, framework="pt", device="cpu"))
         except (OSError, SafetensorError) as error:
@@ -146,9 +147,9 @@ def _weight_paths(model_dir: Path) -> list[Path]:
         if not isinstance(weight_map, dict) or not weight_map:
             raise ModelDirectoryError(f"{model_dir / INDEX_FILE}: no weight_map")
         names = sorted({str(name) for name in weight_map.values()})
-        # A shard's name comes from a file: it must not lead out of the directory.
+        # A shard's name is untrusted input: it must not point outside the directory.
         if outside := [name for name in names if Path(name).name != name]:
-            raise ModelDirectoryError(f"{model_dir / INDEX_FILE}: {outside[0]!r} is no plain file name")
+            raise ModelDirectoryError(f"{model_dir / INDEX_FILE}: {outside[0]!r} is not a plain file name")
         if missing := [name for name in names if not (model_dir / name).is_file()]:
             raise ModelDirectoryError(f"{model_dir / INDEX_FILE}: files are missing: {', '.join(missing)}")
         return [model_dir / name for name in names]
@@ -160,7 +161,7 @@ def _locate(files: dict[Path, Any]) -> dict[str, Any]:
     for path, file in files.items():
         for name in file.keys():  # noqa: SIM118 - not a mapping
             if name in name_to_file:
-                raise ModelDirectoryError(f"{path}: tensor {name} is in another file too")
+                raise ModelDirectoryError(f"{path}: tensor {name} is also in another file")
             name_to_file[name] = file
     return name_to_file
 

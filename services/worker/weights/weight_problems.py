@@ -1,4 +1,4 @@
-"""Everything that is wrong with a checkpoint's tensors, as one message of bounded length."""
+"""Collects everything that is wrong with a checkpoint's tensors into one message of bounded length."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 from shared.model_dir import ModelDirectoryError
 
-# Kinds of tensors that are listed of each sort of problem. The layers of a model are alike, so they are one kind.
+# The most kinds of tensors listed per sort of problem. Layers of a model are alike, so their tensors form one kind.
 _MAX_LISTED = 8
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 class WeightProblems:
-    """Collects problems by sort; tensors that differ only in the numbers of layers and experts count as one kind."""
+    """Collects problems by sort. Tensors whose names differ only in layer and expert numbers count as one kind."""
 
     def __init__(self) -> None:
         self._sort_to_problems: defaultdict[str, dict[str, str]] = defaultdict(dict)
@@ -23,19 +23,19 @@ class WeightProblems:
         return bool(self._sort_to_problems)
 
     def add(self, sort: str, tensor: str, detail: str = "") -> None:
-        """Note a problem, once for each sort and tensor.
+        """Record a problem, once per sort and tensor.
 
         Args:
-            sort: What is wrong, as a heading: "missing".
-            tensor: Its name.
-            detail: What stands behind the name.
+            sort: What is wrong, as a heading such as "missing".
+            tensor: The tensor's name.
+            detail: Text that follows the name in the message.
         """
         self._sort_to_problems[sort].setdefault(tensor, detail)
 
     def error(self, model_dir: Path) -> ModelDirectoryError:
-        """All of it."""
+        """One error that lists all problems."""
         texts = [f"{sort}: {_listed(problems)}" for sort, problems in self._sort_to_problems.items()]
-        return ModelDirectoryError(f"{model_dir}: weights and configuration do not fit: {'; '.join(texts)}")
+        return ModelDirectoryError(f"{model_dir}: weights and configuration do not match: {'; '.join(texts)}")
 
 
 def _listed(problems: dict[str, str]) -> str:
@@ -44,7 +44,7 @@ def _listed(problems: dict[str, str]) -> str:
         kind_to_names[_NUMBER.sub("*", name), detail].append(name)
     texts = []
     for (kind, detail), names in list(kind_to_names.items())[:_MAX_LISTED]:
-        # A kind is shown with its first tensor, which can be looked up.
+        # A kind is shown by the name of its first tensor, which can be searched for in the files.
         text = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more like {kind}"
         texts.append(f"{text} {detail}".rstrip())
     num_left = len(problems) - sum(len(names) for names in list(kind_to_names.values())[:_MAX_LISTED])

@@ -1,1 +1,1 @@
-"""Quantized weights: which formats are known, and how they become plain tensors."""
+"""Quantized weights: the supported formats, and how they are converted to plain tensors."""

@@ -1,4 +1,4 @@
-"""`quant_method` compressed-tensors: groups of layers, each with a scheme and a format of its own.
+"""`quant_method` compressed-tensors: groups of layers, each with its own scheme and format.
 
 Source: compressed-tensors 0.20: quantization/quant_config.py and quant_args.py (fields), lifecycle/apply.py and
 utils/match.py (which group a layer belongs to).
@@ -22,7 +22,7 @@ from services.worker.weights.quantization.scaled import (
     ScaledFormat,
 )
 
-# The class that all our layers of this kind have in transformers.
+# The transformers class of every layer that these rules are asked about.
 _CLASS = "Linear"
 _SUPPORTED = (
     "float-quantized, int-quantized and naive-quantized with 8 bits, pack-quantized with 4 or 8, "
@@ -34,8 +34,8 @@ def compressed_tensors_rules(values: Mapping[str, Any]) -> FormatRules:
     """The rules of a `quantization_config` with quant_method compressed-tensors.
 
     Raises:
-        UnsupportedFormatError: a scheme is none of the supported ones.
-        KeyError, TypeError, ValueError: it is malformed.
+        UnsupportedFormatError: a scheme is not supported.
+        KeyError, TypeError, ValueError: the configuration is malformed.
     """
     _refuse_extras(values)
     ignored = [_matches(str(pattern)) for pattern in values.get("ignore") or []]
@@ -45,14 +45,14 @@ def compressed_tensors_rules(values: Mapping[str, Any]) -> FormatRules:
         for layer_format in [_layer_format(group, values.get("format"))]
         for target in group["targets"]
     ]
-    # From the most to the least specific: a layer's own name, an expression, its class.
+    # From the most to the least specific: a layer's name, a regular expression, its class.
     targets.sort(key=lambda rule: (rule[0] == _CLASS, rule[0].startswith("re:"), rule[0]))
     rules = [(_matches(target), layer_format) for target, layer_format in targets]
     return FormatRules(((lambda layer: any(matches(layer) for matches in ignored), None), *rules))
 
 
 def _refuse_extras(values: Mapping[str, Any]) -> None:
-    """Raise if weights are sparse or transformed beyond their quantisation."""
+    """Raise if the weights are sparse or transformed in addition to being quantised."""
     sparsity = (values.get("sparsity_config") or {}).get("format", "dense")
     if sparsity != "dense":
         raise UnsupportedFormatError(f"sparsity format {sparsity!r} is not supported; supported: dense")
@@ -90,7 +90,7 @@ def _layer_format(group: Mapping[str, Any], default_format: str | None) -> Layer
 
 
 def _granularity(weights: Mapping[str, Any]) -> Granularity:
-    """How many weights share a scale. Without a strategy the group size tells, as compressed-tensors has it."""
+    """How many weights share a scale. Without a strategy the group size implies it, as in compressed-tensors."""
     group_size = weights.get("group_size")
     implied = "tensor" if group_size is None else "group" if group_size > 0 else "channel"
     strategy = weights.get("strategy") or implied
@@ -104,4 +104,4 @@ def _granularity(weights: Mapping[str, Any]) -> Granularity:
         num_rows, num_columns = (int(size) for size in weights["block_structure"])
         if min(num_rows, num_columns) > 0:
             return Granularity(num_rows, num_columns)
-    raise UnsupportedFormatError(f"strategy {strategy!r} of weights is not supported; supported: {_SUPPORTED}")
+    raise UnsupportedFormatError(f"weight strategy {strategy!r} is not supported; supported: {_SUPPORTED}")

@@ -1,4 +1,4 @@
-"""Which layer of a checkpoint is kept in which format, from config.json's `quantization_config`."""
+"""The format of each layer of a checkpoint, from config.json's `quantization_config`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], FormatRules]] = {
     "compressed-tensors": compressed_tensors_rules,
     "fbgemm_fp8": fbgemm_fp8_rules,
     "fp8": fp8_rules,
-    # The stacks of experts alone are packed, which is seen by their names; the modules it lists are all others.
+    # Only the stacks of experts are packed, and their tensor names show it. The modules listed are all other ones.
     "mxfp4": lambda _: FormatRules(),
 }
 
@@ -30,7 +30,7 @@ class QuantizationConfig:
     """The formats of a checkpoint's layers."""
 
     def __init__(self, rules: FormatRules | None = None, *, has_mxfp4: bool = False) -> None:
-        """Formats by `rules`, None for a checkpoint that quantises nothing."""
+        """Use the formats that `rules` give; None means that nothing is quantised."""
         self._rules = rules or FormatRules()
         self._has_mxfp4 = has_mxfp4
         self.unused_suffixes = self._rules.unused_suffixes
@@ -40,7 +40,7 @@ class QuantizationConfig:
         """Read config.json.
 
         Raises:
-            ModelDirectoryError: a method, format or scheme is not supported or malformed; it names what is.
+            ModelDirectoryError: a method, format or scheme is malformed or not supported; the message lists what is.
         """
         values = config.get("quantization_config") or config.get("compression_config")
         if not values:
@@ -61,5 +61,5 @@ class QuantizationConfig:
         return self._rules.format_of(layer) or PLAIN
 
     def stack_format(self, *, is_plain: bool) -> LayerFormat:
-        """The format of a stack of experts; `is_plain` where its own name is that of a tensor."""
+        """The format of a stack of experts; `is_plain` if a tensor of the stack's own name is stored."""
         return _MXFP4_STACK if self._has_mxfp4 and not is_plain else _PLAIN_STACK

@@ -1,4 +1,4 @@
-"""From a layer's stored tensors to a part of its matrix in floating point."""
+"""Converts a layer's stored tensors into a part of its matrix in floating point."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ from torch import Tensor
 
 from services.worker.weights.quantization.layer_format import LayerFormat
 
-# Values that are dequantised at once: what is in between stays in the processor's caches.
+# The number of values dequantised at once, chosen so that intermediate results stay in the processor's caches.
 _CHUNK_VALUES = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A part of a matrix, or of each of some matrices of a stack."""
+    """A part of a matrix, or of several matrices of a stack."""
 
     matrices: range | None
+    """The matrices of a stack; None means that the layer is a single matrix."""
     rows: range
     columns: range
 
     @property
     def num_matrices(self) -> int:
-        """How many matrices it is a part of."""
+        """The number of matrices, 1 for a single one."""
         return 1 if self.matrices is None else len(self.matrices)
 
     @property
     def num_values(self) -> int:
-        """Its size."""
+        """The number of values."""
         return self.num_matrices * len(self.rows) * len(self.columns)
 
 
 def dequantize(layer_format: LayerFormat, parts: Mapping[str, Tensor], region: Region, out: Tensor) -> bool:
-    """Write `region` into `out`; False, and not all is written, if it is not finite."""
+    """Write `region` into `out`. Returns False, with `out` partly written, if a value is not finite."""
     if region.matrices is None:
         return _dequantize_matrix(layer_format, parts, region, out)
     return all(
@@ -45,12 +46,12 @@ def dequantize(layer_format: LayerFormat, parts: Mapping[str, Tensor], region: R
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether no value is infinite or NaN: a tenth of what hashing costs, and a broken file is told at start."""
+    """Whether no value is infinite or NaN. Costs a tenth of hashing, and finds a broken file at start."""
     return not values.numel() or all(math.isfinite(extreme) for extreme in torch.aminmax(values))
 
 
 def selected_run(part: slice, size: int) -> range:
-    """What `part`, of step 1, selects of `size` places."""
+    """The indices that `part`, with step 1, selects out of `size`."""
     start, stop, step = part.indices(size)
     assert step == 1, "only runs are read"
     return range(start, max(start, stop))

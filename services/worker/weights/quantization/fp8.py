@@ -1,4 +1,4 @@
-"""`quant_method` fp8 (DeepSeek's blocks, and a scale per tensor or channel as vLLM writes them) and fbgemm_fp8."""
+"""`quant_method` fp8 (DeepSeek's blocks, or a scale per tensor or channel as vLLM writes them) and fbgemm_fp8."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from services.worker.weights.quantization.rules import FormatRules, is_listed
 from services.worker.weights.quantization.scaled import CHANNEL, FP8_DTYPES, TENSOR, Granularity, ScaledFormat
 
-# DeepSeek's name says what the weight was divided by; both names hold what it is multiplied with.
+# Despite its name DeepSeek's `weight_scale_inv` also holds the factor that the stored weight is multiplied by.
 _SCALE_SUFFIXES = (".weight_scale_inv", ".weight_scale")
 
 
@@ -16,7 +16,7 @@ def fp8_rules(values: Mapping[str, Any]) -> FormatRules:
     """The rules of a `quantization_config` with quant_method fp8.
 
     Raises:
-        KeyError, TypeError, ValueError: it is malformed.
+        KeyError, TypeError, ValueError: the configuration is malformed.
     """
     block = values.get("weight_block_size")
     if block is None:

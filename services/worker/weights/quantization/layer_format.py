@@ -1,7 +1,7 @@
-"""How a checkpoint keeps the matrix of one layer, and the format of those that keep it as it is.
+"""The interface of a layer's storage format, and the plain format of unquantised layers.
 
-A format is pure description: which tensors a layer has, in which shapes and dtypes, and what a part of its matrix is
-in floating point. Finding, checking and copying is `CheckpointWeights`' business.
+A format only describes: which tensors a layer has, their shapes and dtypes, and how a part of its matrix is computed
+in floating point. `CheckpointWeights` finds, checks and copies tensors.
 """
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ from typing import Protocol
 
 from torch import Tensor
 
-# safetensors' names of the dtypes that need no scale.
+# The dtypes that need no scale, by safetensors' names.
 FLOAT_DTYPES = ("F32", "F16", "BF16")
 
 
 class MalformedLayerError(ValueError):
-    """A layer's tensors have the right shapes and contents that make no matrix; the message says what."""
+    """A layer's tensors have the right shapes but contradictory contents; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a layer."""
+    """One tensor of a layer, as a format expects it."""
 
-    # What `LayerFormat.dequantize` calls it.
     role: str
-    # What stands behind the layer's name; the first that is stored counts.
+    """Its key in the `parts` that `LayerFormat.dequantize` receives."""
     suffixes: tuple[str, ...]
-    # Any of these.
+    """What may follow the layer's name. The first one that is stored is used."""
     shapes: tuple[tuple[int, ...], ...]
-    # Any of these, by safetensors' names.
+    """The allowed shapes."""
     dtypes: tuple[str, ...]
+    """The allowed dtypes, by safetensors' names."""
     is_optional: bool = False
 
 
 class LayerFormat(Protocol):
     """A format of matrices [out_features, in_features], or of stacks of matrices [in_features, out_features].
 
-    Activations are never quantised here, also where a checkpoint was made for that (W8A8): its weights are used with
-    activations as they are, which loses nothing but the speed of such kernels.
+    Activations are never quantised, even if a checkpoint was made for that (W8A8). Its weights are used with
+    unquantised activations, which loses only the speed of such kernels.
     """
 
     @property
@@ -48,31 +48,31 @@ class LayerFormat(Protocol):
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Suffixes of tensors that such a layer may have and nobody here needs."""
+        """Suffixes of tensors that such a layer may have but that are not needed here."""
 
     @property
     def is_transposed(self) -> bool:
-        """Whether matrices are stored, and dequantised, with rows and columns exchanged."""
+        """Whether matrices are stored and dequantised transposed."""
 
     def stored_tensors(self, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
-        """What is stored for a matrix or stack of this `shape`, as the model has it."""
+        """The tensors stored for a matrix or stack that has this `shape` in the model."""
 
     def dequantize(self, parts: Mapping[str, Tensor], rows: range, columns: range) -> Tensor:
         """A part of a stored matrix, [len(rows), len(columns)], in a float dtype; it may be a view of `parts`.
 
         Args:
-            parts: The tensors by role, whole; of a stack, those of one matrix, without the first dimension.
-            rows: Of the stored matrix, step 1.
-            columns: Likewise.
+            parts: The whole tensors by role. For a stack, those of one matrix, without the first dimension.
+            rows: Rows of the stored matrix, step 1.
+            columns: Columns of the stored matrix, step 1.
 
         Raises:
-            MalformedLayerError: contents contradict each other.
+            MalformedLayerError: the tensors' contents contradict each other.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class PlainFormat:
-    """A matrix, or a stack of them, in a float dtype under a name of its own."""
+    """A matrix, or a stack of matrices, stored as one tensor in a float dtype."""
 
     suffix: str = ".weight"
     label: str = field(default="plain", init=False)

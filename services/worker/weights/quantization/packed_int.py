@@ -1,7 +1,7 @@
 """Integers of 4 or 8 bits packed into int32, with a scale per group of columns, per output channel or per tensor.
 
-Source: compressed-tensors 0.20, compressors/pack_quantized: value i of a row stands in bits [i * n, (i + 1) * n) of
-the row's words, lowest first, shifted by 2^(n - 1) to be unsigned. Zero points are packed likewise along the rows.
+Source: compressed-tensors 0.20, compressors/pack_quantized: value i of a row is in bits [i * n, (i + 1) * n) of the
+row's words, lowest first, with 2^(n - 1) added to make it unsigned. Zero points are packed the same way along the rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from services.worker.weights.quantization.layer_format import FLOAT_DTYPES, Malf
 from services.worker.weights.quantization.scaled import Granularity
 
 _WORD_BITS = 32
-# The two values of four bits in each byte, side by side as one element: it is looked up faster than two.
+# The two four-bit values of each byte as float32, viewed as one int64: one lookup of both is faster than two lookups.
 _PAIRS = (
     torch.tensor([(float(byte & 0xF) - 8, float(byte >> 4) - 8) for byte in range(256)]).view(torch.int64).flatten()
 )
@@ -24,10 +24,10 @@ _PAIRS = (
 
 @dataclass(frozen=True, slots=True)
 class PackedIntFormat:
-    """`weight_packed` [out, in * bits / 32] and `weight_scale`; `(value - zero point) * scale`.
+    """`weight_packed` [out, in * bits / 32] and `weight_scale`; a weight is `(value - zero point) * scale`.
 
-    With `weight_g_idx` [in] a column belongs to the group it names there (GPTQ's activation order), else `group_size`
-    columns in a row make one.
+    With `weight_g_idx` [in], which is GPTQ's activation order, entry i is the group of column i. Without it every
+    `group_size` consecutive columns form a group.
     """
 
     num_bits: int
@@ -76,12 +76,12 @@ class PackedIntFormat:
             return self.granularity.expand(scales, rows, columns)
         group_of = groups[columns.start : columns.stop].long()
         if len(group_of) and not 0 <= int(group_of.min()) <= int(group_of.max()) < scales.shape[1]:
-            raise MalformedLayerError(f"weight_g_idx names a group that is none of {scales.shape[1]}")
+            raise MalformedLayerError(f"weight_g_idx names a group outside the {scales.shape[1]} that exist")
         return scales[rows.start : rows.stop].float()[:, group_of]
 
 
 def _unpack(words: Tensor, num_bits: int, columns: range) -> Tensor:
-    """Values of the rows of `words` [n, words] int32 at `columns`: signed numbers, [n, len(columns)] float32."""
+    """Unpack `columns` of each row of `words` [n, words] int32 into signed numbers, [n, len(columns)] float32."""
     per_byte = 8 // num_bits
     first, last = columns.start // per_byte, -(-columns.stop // per_byte)
     packed = words.contiguous().view(torch.uint8)[:, first:last]

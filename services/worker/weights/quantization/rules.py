@@ -1,4 +1,4 @@
-"""Rules that pick a layer's format by its name."""
+"""Rules that select a layer's format by its name."""
 
 from __future__ import annotations
 
@@ -8,31 +8,34 @@ from dataclasses import dataclass
 
 from services.worker.weights.quantization.layer_format import LayerFormat
 
-# Of keys and values kept in eight bits, which our cache does not do.
+# Scales of an 8-bit KV cache, which is not supported.
 _CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_output_scale")
 
 
 class UnsupportedFormatError(ValueError):
-    """A checkpoint asks for a format that is not supported; the message says which ones are."""
+    """A checkpoint uses a format that is not supported; the message says which ones are."""
 
 
 @dataclass(frozen=True, slots=True)
 class FormatRules:
-    """The first rule whose predicate holds for a layer's name gives its format; None, and no rule: plain floats."""
+    """The first rule whose predicate accepts a layer's name gives its format.
+
+    A format of None means plain floats, and so does a name that no rule accepts.
+    """
 
     rules: tuple[tuple[Callable[[str], bool], LayerFormat | None], ...] = ()
-    # Of tensors that stand in no layer we load and that nobody here needs.
     unused_suffixes: tuple[str, ...] = _CACHE_SCALES
+    """Suffixes of tensors that belong to no layer loaded here and are not needed."""
 
     def format_of(self, layer: str) -> LayerFormat | None:
-        """The format of the linear layer called `layer`; None for plain floats."""
+        """The format of the linear layer called `layer`; None means plain floats."""
         return next((layer_format for applies, layer_format in self.rules if applies(layer)), None)
 
 
 def is_listed(patterns: Sequence[str]) -> Callable[[str], bool]:
-    """Whether a layer's name starts with or ends in one of `patterns`, or matches it as an expression at its start.
+    """A predicate: whether a layer's name ends with one of `patterns`, or starts with it as a regular expression.
 
-    What stands at the start has to end at a dot or the name's end: `mlp.gate` is not `mlp.gate_proj`.
+    A match at the start must end at a dot or at the end of the name: `mlp.gate` does not match `mlp.gate_proj`.
 
     Source: transformers 5.23, quantizers/quantizers_utils.py, `should_convert_module`.
     """

@@ -1,4 +1,4 @@
-"""Weights of one byte with scales: FP8 and int8, a scale per tensor, output channel, group of columns or block.
+"""One-byte weights with scales: FP8 and int8, with a scale per tensor, output channel, group of columns or block.
 
 Sources: DeepSeek-V3's inference/kernel.py, `weight_dequant` (blocks; the stored `weight_scale_inv` multiplies);
 compressed-tensors 0.20, quantization/lifecycle/forward.py, `dequantize` (the other granularities, zero points).
@@ -22,13 +22,13 @@ _MAX_E4M3 = 448.0
 
 @dataclass(frozen=True, slots=True)
 class Granularity:
-    """How many rows and columns share a scale; None: all of them."""
+    """How many rows and columns share a scale; None means all of them."""
 
     rows: int | None
     columns: int | None
 
     def scale_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """The shapes that scales of a matrix of this `shape` have, the two-dimensional one first."""
+        """The shapes that the scales of a matrix of this `shape` may have, the two-dimensional one first."""
         num_rows = 1 if self.rows is None else -(-shape[0] // self.rows)
         num_columns = 1 if self.columns is None else -(-shape[1] // self.columns)
         full = (num_rows, num_columns)
@@ -37,7 +37,7 @@ class Granularity:
         return (full, (num_rows,)) if self.rows is not None else (full, (1,), ())
 
     def expand(self, scales: Tensor, rows: range, columns: range) -> Tensor:
-        """The scale of every value in a part of the matrix, float32, of a shape that broadcasts to the part's."""
+        """The scales of a part of the matrix, float32, in a shape that broadcasts to the part's shape."""
         scales = scales.reshape(1, 1) if scales.dim() == 0 else scales.reshape(scales.shape[0], -1)
         return _repeat(_repeat(scales.float(), 0, self.rows, rows), 1, self.columns, columns)
 
@@ -48,12 +48,12 @@ CHANNEL = Granularity(1, None)
 
 @dataclass(frozen=True, slots=True)
 class ScaledFormat:
-    """`weight` in a dtype of one byte: its values times their scales, less a zero point where there is one."""
+    """`weight` in a one-byte dtype; a weight is `(value - zero point) * scale`, without zero points `value * scale`."""
 
     label: str
     dtypes: tuple[str, ...]
-    # Any of these: checkpoints that say "fp8" alone have a scale per tensor or per channel.
     granularities: tuple[Granularity, ...]
+    """The allowed ones; the scale's shape tells which. Plain "fp8" may have a scale per tensor or per channel."""
     scale_suffixes: tuple[str, ...] = (".weight_scale",)
     has_zero_point: bool = False
     unused: tuple[str, ...] = field(
@@ -87,15 +87,16 @@ class ScaledFormat:
 
 
 def _to_float32(weight: Tensor) -> Tensor:
-    """`weight.float()`, for e4m3fn several times as fast as torch 2.13 has it on a CPU.
+    """`weight.float()`, for e4m3fn several times as fast as torch 2.13 on a CPU.
 
-    A float16 has the same fields, more bits in each and an exponent that is 8 lower: shifted there, all values come out
-    right but for the factor, denormal ones too. NaN, the highest code of each sign, comes out above them, as 480.
+    A float16 has the same fields with more bits in each, and its exponent bias is larger by 8. So a code shifted into
+    float16's fields has the right value, subnormal or not, except for a factor of 256. NaN, the highest code of each
+    sign, becomes 480, which is above E4M3's maximum.
     """
     if weight.dtype != torch.float8_e4m3fn:
         return weight.float()
     codes = weight.contiguous().view(torch.int8).to(torch.int16)
-    # The shift leaves the sign in its place and once more in the bit below.
+    # The arithmetic shift puts the sign in its place and copies it into the bit below, which is cleared.
     values = (codes << 7).bitwise_and_(~0x4000).view(torch.float16).float().mul_(256.0)
     if values.numel() and max(abs(float(extreme)) for extreme in torch.aminmax(values)) > _MAX_E4M3:
         values.masked_fill_(values.abs() > _MAX_E4M3, math.nan)
@@ -103,7 +104,7 @@ def _to_float32(weight: Tensor) -> Tensor:
 
 
 def _repeat(scales: Tensor, dim: int, size: int | None, places: range) -> Tensor:
-    """Along `dim`, the scale of each of `places` where `size` of them share one."""
+    """The scale of each index in `places` along `dim`, where `size` consecutive ones share a scale; None: all do."""
     if size is None:
         return scales
     first = places.start // size

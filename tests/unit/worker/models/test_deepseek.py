@@ -24,7 +24,7 @@ def test_dense_layers_are_the_first_ones_or_those_that_are_named(config: dict[st
 
 
 @pytest.mark.parametrize(
-    ("kinds", "message"), [(["dense", "sparse"], "no list of 4 texts"), (["dense"] * 3 + ["odd"], "has 'odd'")]
+    ("kinds", "message"), [(["dense", "sparse"], "not a list of 4 strings"), (["dense"] * 3 + ["odd"], "has 'odd'")]
 )
 def test_kinds_of_layers_that_do_not_fit_are_refused(kinds: list[str], message: str) -> None:
     with pytest.raises(ModelDirectoryError, match=message):

@@ -61,7 +61,7 @@ def test_a_token_keeps_its_latent_and_its_index_key() -> None:
         ({"qk_rope_head_dim": 7}, "qk_rope_head_dim 7 is odd"),
         ({"kv_lora_rank": None}, "kv_lora_rank is missing"),
         ({"v_head_dim": 0}, "v_head_dim is 0, must be at least 1"),
-        ({"q_lora_rank": None}, "q_lora_rank is missing, which the indexer needs"),
+        ({"q_lora_rank": None}, "q_lora_rank is missing, but the indexer needs it"),
         ({"qk_rope_head_dim": 18}, "index_head_dim 16 is less than qk_rope_head_dim 18"),
     ],
 )

@@ -136,9 +136,9 @@ def test_tensors_without_values_are_no_leftovers(tmp_path: Path) -> None:
     [
         (lambda t: t.pop("model.layers.2.mlp.up_proj.weight"), "missing: model.layers.2.mlp.up_proj.weight$"),
         (lambda t: t.update({"model.norm.weight": torch.ones(65)}), r"has shape \[65\], not \[64\]$"),
-        (lambda t: t.update({"model.extra.weight": torch.ones(3)}), "no place in this .*: model.extra.weight$"),
+        (lambda t: t.update({"model.extra.weight": torch.ones(3)}), "unexpected .*: model.extra.weight$"),
         (lambda t: t.update({"model.norm.weight": torch.ones(64, dtype=torch.int64)}), "has dtype I64, not F32 or F16"),
-        (lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}), "no place in .*q_proj.bias$"),
+        (lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}), "unexpected .*q_proj.bias$"),
         (lambda t: t["model.norm.weight"].fill_(float("nan")), "not finite: model.norm.weight$"),
         (
             lambda t: t["model.layers.1.mlp.up_proj.weight"][3, 5].fill_(float("inf")),
@@ -167,13 +167,13 @@ def test_one_error_lists_all_that_is_wrong(model_dir: Path) -> None:
     change_weights(model_dir, change)
     with pytest.raises(ModelDirectoryError) as error_info:
         load(model_dir)
-    problems = str(error_info.value).removeprefix(f"{model_dir}: weights and configuration do not fit: ").split("; ")
+    problems = str(error_info.value).removeprefix(f"{model_dir}: weights and configuration do not match: ").split("; ")
     assert problems == [
         "missing: model.layers.0.mlp.up_proj.weight and 3 more like model.layers.*.mlp.up_proj.weight",
-        "misshapen: model.layers.1.self_attn.k_proj.weight has shape [64, 32], not [32, 64]",
-        "of a wrong dtype: model.layers.3.input_layernorm.weight has dtype F64, not F32 or F16 or BF16, "
+        "wrong shape: model.layers.1.self_attn.k_proj.weight has shape [64, 32], not [32, 64]",
+        "wrong dtype: model.layers.3.input_layernorm.weight has dtype F64, not F32 or F16 or BF16, "
         "model.norm.weight has dtype I8, not F32 or F16 or BF16",
-        "no place in this architecture: medusa0.weight, medusa1.weight, medusa10.weight, medusa11.weight, "
+        "unexpected for this architecture: medusa0.weight, medusa1.weight, medusa10.weight, medusa11.weight, "
         "medusa12.weight, medusa13.weight, medusa14.weight, medusa15.weight, and 12 more",
     ]
 
@@ -196,7 +196,7 @@ def test_the_configuration_of_a_much_larger_model_is_refused_without_its_memory(
         ({"hidden_size": "wide"}, "config.json"),
         ({"num_hidden_layers": 0}, "at least 1"),
         ({"num_attention_heads": 0}, "config.json"),
-        ({"num_key_value_heads": 3}, "no multiple"),
+        ({"num_key_value_heads": 3}, "not a multiple"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported"),
         ({"quantization_config": {"quant_method": "gptq"}}, "'gptq' is not supported; supported: compressed-tensors"),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "'longrope'"),
@@ -270,7 +270,7 @@ def test_a_tensor_that_two_files_hold_is_refused(model_dir: Path) -> None:
     other = load_file(model_dir / "model-1.safetensors")
     name = next(iter(tensors))
     save_file({**other, name: tensors[name]}, model_dir / "model-1.safetensors")
-    with pytest.raises(ModelDirectoryError, match="is in another file too"):
+    with pytest.raises(ModelDirectoryError, match="is also in another file"):
         load(model_dir)
 
 

@@ -129,9 +129,9 @@ def test_a_quantized_layer_that_the_configuration_leaves_out_is_refused(plain_di
     (quantized / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelDirectoryError) as error_info:
         logits_of(quantized)
-    assert f"of a wrong dtype: {UP}.weight and 1 more" in str(error_info.value)
+    assert f"wrong dtype: {UP}.weight and 1 more" in str(error_info.value)
     assert "has dtype F8_E4M3, not F32 or F16 or BF16" in str(error_info.value)
-    assert f"no place in this architecture: {UP}.weight_scale" in str(error_info.value)
+    assert f"unexpected for this architecture: {UP}.weight_scale" in str(error_info.value)
 
 
 def test_scales_of_a_quantized_cache_are_left_unread(plain_dir: Path, tmp_path: Path) -> None:

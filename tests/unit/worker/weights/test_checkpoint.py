@@ -113,7 +113,7 @@ def test_tensors_that_are_ignored_may_be_left_unread(tmp_path: Path) -> None:
     with weights_of(tmp_path, tensors) as (weights, _):
         read_all(weights)
         weights.ignore(suffixes=["inv_freq"])
-        with pytest.raises(ModelDirectoryError, match=r"no place in .*: model\.layers\.61\.norm\.weight$"):
+        with pytest.raises(ModelDirectoryError, match=r"unexpected .*: model\.layers\.61\.norm\.weight$"):
             weights.check_complete()
     with weights_of(tmp_path, tensors) as (weights, _):
         read_all(weights)
@@ -130,7 +130,7 @@ def test_behind_a_problem_shapes_are_still_right_and_all_else_is_still_checked(t
         read_all(weights)
         with pytest.raises(ModelDirectoryError) as error_info:
             weights.check_complete()
-    expected = "missing: down_proj.weight, experts.up; misshapen: norm.weight has shape [4], not [5]"
+    expected = "missing: down_proj.weight, experts.up; wrong shape: norm.weight has shape [4], not [5]"
     assert str(error_info.value).endswith(expected)
 
 
@@ -145,5 +145,5 @@ def test_experts_of_a_layer_that_is_missing_count_once(tmp_path: Path) -> None:
     with weights_of(tmp_path, TENSORS) as (weights, _):
         for expert in range(64):
             weights.stacked("experts.up", (64, 512, 512), experts=slice(expert, expert + 1))
-        with pytest.raises(ModelDirectoryError, match=r"do not fit: missing: experts\.up; no place"):
+        with pytest.raises(ModelDirectoryError, match=r"do not match: missing: experts\.up; unexpected"):
             weights.check_complete()

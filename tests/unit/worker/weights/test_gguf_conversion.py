@@ -67,8 +67,8 @@ def test_qwens_tokenizer_splits_digits_words_and_marks(tmp_path: Path) -> None:
         ("llama", {"attention.sliding_window": 4096}, r"cannot be imported: attention\.sliding_window$"),
         ("llama", {"expert_count": 8}, "cannot be imported: expert_count$"),
         ("qwen3", {"rope.dimension_count": 16}, r"cannot be imported: rope\.dimension_count$"),
-        ("llama", {"blk.0.attn_q.bias": torch.ones(128)}, r"tensors without a place: blk\.0\.attn_q\.bias$"),
-        ("qwen3moe", {"blk.0.ffn_up_shexp.weight": torch.ones(32, 64)}, "without a place: blk.0.ffn_up_shexp"),
+        ("llama", {"blk.0.attn_q.bias": torch.ones(128)}, r"unexpected tensors: blk\.0\.attn_q\.bias$"),
+        ("qwen3moe", {"blk.0.ffn_up_shexp.weight": torch.ones(32, 64)}, "unexpected tensors: blk.0.ffn_up_shexp"),
     ],
 )
 def test_what_would_be_lost_is_refused_by_name(
