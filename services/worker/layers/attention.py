@@ -15,26 +15,27 @@ from services.worker.ops import AttentionParams, Ops, RopeRows
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Projects, norms heads where a family does, rotates, writes the cache, attends, projects back.
+    """Projects, normalises heads if the family does, rotates, writes the cache, attends and projects back.
 
-    Query heads share key/value heads in equal groups (arXiv:2305.13245).
+    Grouped-query attention (arXiv:2305.13245): query heads share key/value heads in equal groups.
     """
 
     ops: Ops
-    # Its index: which of the cache's tensors are its own.
     layer: int
+    """The layer's index in the cache."""
     _: KW_ONLY
-    # Query, key and value projections, fused in this order.
     qkv: Linear
-    # The projection back: [T, num_heads * D] to [T, hidden].
+    """Query, key and value projections, fused in this order."""
     output: Callable[[Tensor], Tensor]
+    """The output projection, [T, num_heads * D] to [T, hidden]."""
     num_heads: int
-    # Divides `num_heads`.
     num_kv_heads: int
+    """Divides `num_heads`."""
     params: AttentionParams
-    # Of each head before its rotation; None: there is none.
     query_norm: RmsNorm | None = None
+    """The norm of each query head before its rotation; None if there is none."""
     key_norm: RmsNorm | None = None
+    """Likewise for key heads."""
 
     def __call__(self, x: Tensor, rope: RopeRows) -> Tensor:
         """[T, hidden] to a new [T, hidden]; writes the cache."""
@@ -50,7 +51,7 @@ class Attention:
         return self.output(attended)
 
     def _project(self, x: Tensor, rope: RopeRows) -> tuple[Tensor, Tensor, Tensor]:
-        """Heads of queries [T, H, D], keys and values [T, K, D], normed and rotated: views of one tensor."""
+        """Query [T, H, D], key and value [T, K, D], views of one tensor; queries and keys are normalised and rotated."""
         first_value = self.num_heads + self.num_kv_heads
         heads = self.qkv(x).view(x.shape[0], first_value + self.num_kv_heads, -1)
         query, key, value = heads[:, : self.num_heads], heads[:, self.num_heads : first_value], heads[:, first_value:]

@@ -1,4 +1,4 @@
-"""Token embeddings and the projection back onto the vocabulary, of which each rank has a run."""
+"""Token embeddings and the projection onto the vocabulary; each rank holds a contiguous part of the vocabulary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Embedding:
     """One vector per token id."""
 
     def __init__(self, ops: Ops, weight: Tensor, part: Part, tp: Communicator) -> None:
-        """Keep `weight` [len(part), hidden], which may be the largest tensor of all: the vectors of `part`'s ids."""
+        """Keep `weight` [len(part), hidden], the vectors of `part`'s ids, without copying: it may be very large."""
         self._ops = ops
         self._weight = weight
         self._part = part
@@ -29,7 +29,7 @@ class Embedding:
         places = token_ids - self._part.start
         is_elsewhere = (places < 0) | (places >= len(self._part))
         vectors = self._ops.embedding(places.masked_fill_(is_elsewhere, 0), self._weight)
-        # Every other rank adds zeros.
+        # Exactly one rank has each token's vector; all others add zeros.
         return self._tp.all_reduce(vectors.masked_fill_(is_elsewhere.unsqueeze(1), 0.0))
 
 
@@ -37,7 +37,7 @@ class Head:
     """The projection onto the vocabulary."""
 
     def __init__(self, linear: Linear, parts: Sequence[Part], tp: Communicator) -> None:
-        """Project by `linear` onto this rank's of `parts`, which together are the vocabulary."""
+        """`linear` projects onto this rank's part of the vocabulary; `parts` are the parts of all ranks."""
         self._linear = linear
         self._sizes = tuple(len(part) for part in parts)
         self._tp = tp

@@ -1,6 +1,16 @@
-"""Experts spread over all ranks of a cell: each token's row goes to the ranks of its experts, and their outputs back.
+"""Experts spread over all ranks of a cell: each token's row is sent to the ranks of its experts and their outputs back.
 
-Source: GShard, arXiv:2006.16668, section 3.2 (dispatch and combine), without its capacity: no token is ever dropped.
+One round with two ranks, four experts and two experts per token; `a3` is token a's row for expert 3:
+
+    rank 0: experts 0, 1            rank 1: experts 2, 3
+    tokens a, b                     tokens c, d
+    a0 b1 | a2 b3                   c0 c1 | d2 d3            sorted by expert, and so by rank
+          '---------- all_to_all ---------'                  dispatch
+    a0 b1 | c0 c1                   a2 b3 | d2 d3            by sender, then by expert; the experts run
+          '---------- all_to_all ---------'                  combine
+    a0 b1 | a2 b3                   c0 c1 | d2 d3            weighted and summed per token
+
+Source: GShard, arXiv:2006.16668, section 3.2 (dispatch and combine), but without a capacity: no token is ever dropped.
 """
 
 from __future__ import annotations
@@ -14,27 +24,28 @@ from services.worker.forward.forward_context import get_forward_context
 from services.worker.ops import ExpertsKernel, Ops
 from services.worker.parallel.communicator import Communicator, sum_in_order
 
-# Bounds the memory of a round: of so many tokens per rank, each has a row for each of its experts under way.
+# The most tokens per rank in a round. It bounds the round's memory, as each token has a row for each of its experts.
 _TOKENS_PER_ROUND = 512
 
 
 def local_experts(num_experts: int, ep_rank: int, ep_size: int) -> range:
-    """The experts that a rank holds: runs of equal length, of which the first ones have one more if there is a rest."""
+    """The experts that a rank holds: contiguous runs, as even as possible; any remainder goes to the first ranks."""
     return nth_run(num_experts, ep_rank, ep_size)
 
 
 def nth_run(total: int, number: int, num_runs: int) -> range:
-    """Run `number` of the `num_runs` that [0, total) is cut into; the first ones are one longer if there is a rest."""
+    """Run `number` of `num_runs` runs that [0, total) is split into; any remainder makes the first ones longer by 1."""
     length, rest = divmod(total, num_runs)
     start = number * length + min(number, rest)
     return range(start, start + length + (number < rest))
 
 
 class ExpertParallel:
-    """One layer's experts, of which each rank of `ep` holds a run. Every rank calls it at the same place of a step.
+    """One layer's experts, of which each rank of `ep` holds a run. All ranks must call it at the same point of a step.
 
-    The tokens of a TP group are the same on its ranks: each sends a run of them to their experts, and all of them get
-    all results. Tokens go in rounds, as many on each rank as the rank with most tokens needs.
+    The ranks of a TP group have the same tokens. Each of them sends a run of these tokens to their experts, and all of
+    them receive all results. Tokens are sent in rounds; every rank runs as many rounds as the rank with the most tokens
+    needs.
     """
 
     def __init__(
@@ -51,12 +62,12 @@ class ExpertParallel:
 
         Args:
             ops: The backend.
-            parts: The experts that `local_experts` names, numbered from 0. An expert's output is the sum of what the
-                parts give for it, each a slice of its inner size.
-            num_experts: Of the layer.
-            tp: Who has the same tokens.
+            parts: The experts of `local_experts`, numbered from 0. Each part computes a slice of every expert's inner
+                size; an expert's output is the sum over the parts.
+            num_experts: The number of the layer's experts on all ranks.
+            tp: The ranks that have the same tokens.
             ep: All ranks of the cell.
-            tokens_per_round: Most tokens that a rank sends in one round.
+            tokens_per_round: The maximum number of tokens that a rank sends in one round.
         """
         self._ops = ops
         self._parts = list(parts)
@@ -69,48 +80,48 @@ class ExpertParallel:
         self._received_ids = torch.arange(self._experts_per_rank[ep.rank]).repeat(ep.size)
 
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
-        """The weighted sums of each token's experts; see `Experts`."""
+        """The weighted sums of each token's experts; see `moe.Experts`."""
         runs = [nth_run(len(x), rank, self._tp.size) for rank in range(self._tp.size)]
         outputs = [
             self._compute(x[rows], expert_ids[rows], expert_weights[rows])
             for rows in self._rounds(runs[self._tp.rank], num_tokens=len(x))
         ]
-        # Rows that stand in one row side by side are rows one below the other.
+        # `all_gather` joins columns, so each rank's rows are flattened into one row first.
         own = torch.cat(outputs).view(1, -1)
         return self._tp.all_gather(own, tuple(len(run) * x.shape[1] for run in runs)).view(x.shape)
 
     def _rounds(self, run: range, *, num_tokens: int) -> Iterator[slice]:
         """This rank's tokens round by round; some rounds may have none."""
         most = max(get_forward_context().dp.num_tokens_across_dp, default=num_tokens)
-        assert num_tokens <= most, "more tokens than the plan of the step says"
+        assert num_tokens <= most, "more tokens than the step's num_tokens_across_dp"
         longest_run = len(nth_run(most, 0, self._tp.size))
         for start in range(run.start, run.start + longest_run, self._tokens_per_round):
             yield slice(min(start, run.stop), min(start + self._tokens_per_round, run.stop))
 
     def _compute(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
-        """One round."""
-        # By expert, and so by rank too: where a row came from and what it is for need not be sent.
+        """Run one round."""
+        # Sorted by expert, and so by rank: neither a row's origin nor its expert needs to be sent.
         order = expert_ids.flatten().argsort(stable=True)
         tokens, weights = order // expert_ids.shape[1], expert_weights.flatten()[order]
         counts = torch.bincount(expert_ids.flatten(), minlength=self._num_experts)
-        # Whoever sends and receives rows has to know how many: the host waits for the device here, twice a round.
+        # The host needs the numbers of rows to send and receive, so it waits for the device here, twice a round.
         send_counts = [int(part.sum()) for part in torch.split(counts, self._experts_per_rank)]
         received = self._exchange_counts(counts)
         receive_counts: list[int] = received.sum(dim=1).tolist()
         rows = self._ep.all_to_all(x[tokens], send_counts, receive_counts)
         outputs = self._ep.all_to_all(self._run_experts(rows, received), receive_counts, send_counts)
-        # As if each part were a rank's: weighted sums first, then the sum over the ranks.
+        # The same order as with one part per TP rank: weighted sums first, then the sum over the parts.
         parts = [self._ops.combine_experts(part, tokens, weights, num_tokens=len(x)) for part in outputs.unbind(1)]
         return parts[0] if len(parts) == 1 else sum_in_order(parts)
 
     def _exchange_counts(self, counts: Tensor) -> Tensor:
-        """The rows that each rank sends to each of this one's experts, [ep size, local experts]."""
+        """The number of rows that each rank sends to each of this rank's experts, [ep size, local experts]."""
         num_local = self._experts_per_rank[self._ep.rank]
         received = self._ep.all_to_all(counts, self._experts_per_rank, [num_local] * self._ep.size)
         return received.view(self._ep.size, num_local)
 
     def _run_experts(self, rows: Tensor, received: Tensor) -> Tensor:
-        """What the experts make of `rows` [N, hidden], not weighted: [N, parts, hidden]."""
+        """The experts' unweighted outputs for `rows` [N, hidden]: [N, parts, hidden]."""
         if not len(rows):
             return rows.new_empty(0, len(self._parts), rows.shape[1])
         expert_ids = self._received_ids.repeat_interleave(received.flatten()).unsqueeze(1)

@@ -1,8 +1,8 @@
-"""DeepSeek-V3.2's lightning indexer: a small attention that chooses which tokens the large one attends to.
+"""DeepSeek-V3.2's lightning indexer: a small attention that selects the tokens that the main attention attends to.
 
 Source: DeepSeek-V3.2-Exp, "Boosting Long-Context Efficiency with DeepSeek Sparse Attention", section 2.1; transformers'
-`DeepseekV32Indexer`. DeepSeek's own code turns queries and keys by a Hadamard matrix and rounds them to FP8: the
-former leaves products as they are, the latter is left out, as transformers does.
+`DeepseekV32Indexer`. DeepSeek's code multiplies queries and keys by a Hadamard matrix and rounds them to FP8. The first
+leaves their products unchanged, and the second is omitted, so neither is done here, as in transformers.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ from services.worker.ops import Ops, RopeRows
 class IndexerProjections:
     """The weights of a layer's indexer."""
 
-    # From the attention's query latent to the heads; the rotated columns come first in each.
     query: Linear
-    # From the hidden state to the key, which all heads share, and its norm before it is rotated.
+    """From the attention's query latent to the heads. The rotated columns come first in each head."""
     key: Linear
+    """From the hidden state to the key, which all heads share."""
     key_norm: LayerNorm
-    # From the hidden state to the weights of the heads, in float32.
+    """The norm of the key before its rotation."""
     head_weights: Linear
+    """From the hidden state to the weights of the heads, in float32."""
 
 
 class Indexer:
-    """Projects, rotates, writes this step's index keys into the cache, chooses."""
+    """Projects, rotates, writes this step's index keys into the cache and selects positions."""
 
     def __init__(self, ops: Ops, projections: IndexerProjections, *, num_heads: int, num_selected: int) -> None:
-        """Wire one layer's.
+        """Create the indexer of one layer.
 
         Args:
             ops: The backend.
-            projections: Its weights.
-            num_heads: Index heads.
-            num_selected: Tokens that are chosen, at most.
+            projections: The layer's weights.
+            num_heads: The number of index heads.
+            num_selected: The maximum number of tokens selected.
         """
         self._ops = ops
         self._projections = projections
@@ -48,13 +49,13 @@ class Indexer:
         self._num_selected = num_selected
 
     def __call__(self, x: Tensor, query_source: Tensor, rope: RopeRows, cache: Tensor) -> Tensor | None:
-        """The positions that each token attends to, as `Ops.select_context` gives them; writes `cache`.
+        """The positions that each token attends to, as `Ops.select_context` returns them; writes `cache`.
 
         Args:
             x: [T, hidden].
             query_source: [T, query_latent_dim].
             rope: The step's rotations.
-            cache: The layer's index keys.
+            cache: The layer's index keys, [num_blocks, block_size, head_dim].
         """
         ops, projections, plan = self._ops, self._projections, get_forward_context().plan
         query = projections.query(query_source).view(x.shape[0], self._num_heads, -1)
@@ -62,7 +63,7 @@ class Indexer:
         ops.rope(query, rope)
         ops.rope(key.unsqueeze(1), rope)
         ops.write_cache(key, cache, plan)
-        # Both scales are positive: behind the scores' rectifier they may as well be in the weights.
+        # Both scales are positive, so they can be moved past the scores' ReLU into the weights.
         scale = (self._num_heads * query.shape[-1]) ** -0.5
         head_weights = projections.head_weights(x.float()) * scale
         return ops.select_context(query, head_weights, cache, plan, num_selected=self._num_selected)

@@ -1,4 +1,4 @@
-"""Matrix products with weights, prepared once at load, of which a rank may have a part."""
+"""Linear layers: products with weights that are prepared once at load and may be split over ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Linear:
     """`x @ weight.T + bias`."""
 
     def __init__(self, ops: Ops, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Prepare `weight` [out_features, in_features] and `bias` [out_features]; neither is kept as it is."""
+        """Prepare `weight` [out_features, in_features] and `bias` [out_features]; neither tensor itself is kept."""
         self._kernel = ops.prepare_linear(weight, None if bias is None else bias.clone())
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -27,15 +27,15 @@ class Linear:
     def load(
         cls, shard: Shard, names: Sequence[str], outputs: Sequence[Part], *, inputs: Part, has_bias: bool = False
     ) -> Linear:
-        """One layer made of the weights `names`, stacked: their outputs stand side by side, one call computes all.
+        """Load the linear layers `names` as one fused layer, whose output has their outputs side by side.
 
         Args:
-            shard: Where they are read, in whatever format each is kept, and `{name}.bias` with them.
-            names: The layers' names; several make a fused one.
-            outputs: Of each, the part that is computed here.
-            inputs: Of all, the part that they are computed from here. The sum over all parts is the whole product; the
-                bias comes with the first part.
-            has_bias: Whether they have one.
+            shard: The rank's ops, weights and communicators.
+            names: The layers' names in the checkpoint, where each may have its own format.
+            outputs: For each layer, the part of its outputs that is computed here.
+            inputs: The part of the inputs that is used here, the same for all layers. The results for all parts of the
+                inputs add up to the whole product; the bias is added in the first part only.
+            has_bias: Whether the layers have biases, `{name}.bias`.
 
         Raises:
             ModelDirectoryError: see `ModelWeights`.
@@ -52,10 +52,10 @@ class Linear:
 
 
 def sum_over_ranks(layer: Callable[[Tensor], Tensor], tp: Communicator) -> Callable[[Tensor], Tensor]:
-    """The sum of what a layer gives on each rank of `tp`, where each has it for a part of the inputs.
+    """Sum the results of a layer over the ranks of `tp`, each of which has a part of the layer's inputs.
 
     Args:
         layer: Maps [T, n] to a new tensor, which may be written.
-        tp: All ranks that have a part.
+        tp: The ranks that have a part.
     """
     return layer if tp.size == 1 else lambda x: tp.all_reduce(layer(x))

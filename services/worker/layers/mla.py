@@ -1,7 +1,13 @@
 """Multi-head latent attention: a token keeps one latent in the cache, for all heads, instead of keys and values.
 
+    a token's cache row    | latent                       | rotated key            |    shared by all heads
+    its key                |<--------------------- cached_dim --------------------->|
+    its value              |<-------- latent_dim -------->|
+    a head's query         | W_UK^T @ plain part          | rotated part           |
+
 Source: arXiv:2405.04434 (DeepSeek-V2), section 2.1 and appendix C. A head's keys are `W_UK @ latent`, its values
-`W_UV @ latent`. Neither is ever computed: W_UK is absorbed into the query, W_UV is applied to what was attended.
+`W_UV @ latent`. Neither is ever computed: W_UK is absorbed into the query, and W_UV is applied to the attention's
+output.
 """
 
 from __future__ import annotations
@@ -24,22 +30,24 @@ class LatentSizes:
     """The widths of a layer's tensors."""
 
     num_heads: int
-    # Of a query head and its key: the part without a position, and the rotated one, which all keys share.
     plain_dim: int
+    """The part of a query head, and of its key, that has no position."""
     rope_dim: int
+    """The rotated part of a query head, and of the key; the heads share the key's rotated part."""
     value_dim: int
-    # Of the latent that keys and values are made of, and of the one that queries are; None: made of the hidden state.
     latent_dim: int
+    """The latent from which keys and values are projected."""
     query_latent_dim: int | None
+    """The latent from which queries are projected; None means that they are projected from the hidden state."""
 
     @property
     def head_dim(self) -> int:
-        """Of a query head."""
+        """The width of a query head."""
         return self.plain_dim + self.rope_dim
 
     @property
     def cached_dim(self) -> int:
-        """What a token keeps: its latent, and the rotated part of its key."""
+        """The width of a token's cache row: its latent and the rotated part of its key."""
         return self.latent_dim + self.rope_dim
 
 
@@ -47,22 +55,22 @@ class LatentSizes:
 class LatentProjections:
     """The weights of a layer."""
 
-    # The query's latent, where there is one, beside the other one and the key's rotated part.
     down: Linear
+    """[T, hidden] to the query's latent, if there is one, then the latent and the key's rotated part."""
     query_norm: RmsNorm | None
-    # From the query's latent, or from the hidden state, to the heads.
     query: Linear
+    """From the query's latent, or else from the hidden state, to the query heads."""
     latent_norm: RmsNorm
-    # [T, H, plain_dim] to [T, H, latent_dim]: W_UK, transposed.
     absorb: PerHeadKernel
-    # [T, H, latent_dim] to [T, H, value_dim]: W_UV.
+    """W_UK transposed, [T, H, plain_dim] to [T, H, latent_dim]."""
     expand: PerHeadKernel
-    # [T, H * value_dim] to [T, hidden].
+    """W_UV, [T, H, latent_dim] to [T, H, value_dim]."""
     output: Callable[[Tensor], Tensor]
+    """[T, H * value_dim] to [T, hidden]."""
 
 
 class LatentAttention:
-    """Projects down, rotates, writes the latent into the cache, attends to it, projects back."""
+    """Projects to the latents, rotates, writes the cache, attends to it and projects back."""
 
     def __init__(
         self,
@@ -74,15 +82,15 @@ class LatentAttention:
         scale: float,
         indexer: Indexer | None = None,
     ) -> None:
-        """Wire one layer.
+        """Create one layer.
 
         Args:
             ops: The backend.
-            layer: Its index: which of the cache's tensors are its own.
-            sizes: Of its tensors.
-            projections: Its weights.
-            scale: What the products of queries and keys are multiplied by.
-            indexer: Chooses the tokens that each token attends to; None: all before it.
+            layer: The layer's index in the cache.
+            sizes: The widths of this rank's tensors.
+            projections: The layer's weights.
+            scale: The factor of the products of queries and keys.
+            indexer: Selects the tokens that each token attends to; None means all tokens up to itself.
         """
         self._ops = ops
         self._layer = layer
@@ -116,7 +124,7 @@ class LatentAttention:
         return projections.output(projections.expand(attended).flatten(1))
 
     def _project_down(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What queries are made of, and what the cache keeps [T, cached_dim], its rotated part not yet turned."""
+        """The input of the query projection, and the cache rows [T, cached_dim], whose keys are not yet rotated."""
         projections, latent_dim = self._projections, self._sizes.latent_dim
         down = projections.down(x)
         latent, query_source = down[:, -self._sizes.cached_dim :], x

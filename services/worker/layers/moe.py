@@ -1,4 +1,4 @@
-"""The mixture of experts: a feed-forward network of which each token uses a part (arXiv:1701.06538)."""
+"""The mixture of experts: a feed-forward network in which each token uses a few experts (arXiv:1701.06538)."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from services.worker.layers.shard import Part, Shard
 from services.worker.ops import ExpertsKernel, ExpertWeights, Ops, RoutingRule, SwigluClamp
 from services.worker.parallel.communicator import Communicator
 
-# Maps (x [T, hidden], expert ids [T, k] int64, weights [T, k] float32), the same on all ranks of a TP group, to the
-# weighted sums of each token's experts: a new [T, hidden], the same on all of them.
+# Maps (x [T, hidden], expert ids [T, k] int64, weights [T, k] float32) to the weighted sums of each token's experts, a
+# new [T, hidden]. Arguments and result are the same on all ranks of a TP group.
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
-# Reads an expert by its number, and of it a part of its inner size. The bias of its last product comes with the part
-# that starts at 0, since the outputs of all parts are added up.
+# Reads a part of the inner size of the expert with the given number. Only the part that starts at 0 has the bias of the
+# down projection, because the outputs of all parts are added up.
 ReadExpert = Callable[[int, Part], ExpertWeights]
 
 
 class Router:
-    """Chooses each token's experts by the product of the token with a vector per expert."""
+    """Chooses each token's experts by the products of its hidden state with one vector per expert."""
 
     def __init__(self, ops: Ops, logits: Linear, rule: RoutingRule, *, dtype: torch.dtype) -> None:
-        """Keep what is given; `dtype` is what `logits` computes in."""
+        """`dtype` is the dtype that `logits` computes in."""
         self._ops = ops
         self._logits = logits
         self._rule = rule
         self._dtype = dtype
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Of x [T, hidden]: expert ids [T, k] int64 and their weights [T, k] float32; see `Ops.route`."""
+        """Maps x [T, hidden] to expert ids [T, k] int64 and their weights [T, k] float32; see `Ops.route`."""
         return self._ops.route(self._logits(x.to(self._dtype)).float(), self._rule)
 
 
 class SplitExperts:
-    """One layer's experts, of each of which every rank of a TP group has a part of its inner size. See `Experts`."""
+    """One layer's experts, with the inner size of every expert split over the TP ranks. See `Experts`."""
 
     def __init__(self, kernel: ExpertsKernel, tp: Communicator) -> None:
-        """Keep this rank's parts of all experts."""
+        """`kernel` computes this rank's parts of all experts."""
         self._kernel = kernel
         self._tp = tp
 
@@ -50,10 +50,10 @@ class SplitExperts:
 
 
 class SparseMlp:
-    """The weighted sum of each token's experts, beside an expert that all tokens use if there is one."""
+    """The weighted sum of each token's experts, plus the shared expert if there is one."""
 
     def __init__(self, router: Router, experts: Experts, shared: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Wire one layer; `shared` maps [T, hidden] to a new [T, hidden], the same on all ranks of a TP group."""
+        """`shared` maps [T, hidden] to a new [T, hidden], the same on all ranks of a TP group."""
         self._router = router
         self._experts = experts
         self._shared = shared
@@ -67,17 +67,17 @@ class SparseMlp:
 def load_experts(
     shard: Shard, *, num_experts: int, inner_size: int, read: ReadExpert, clamp: SwigluClamp | None = None
 ) -> Experts:
-    """This rank's share of one layer's experts: a part of each, or with expert parallelism a run of whole ones.
+    """Load this rank's share of one layer's experts: a part of each, or with expert parallelism a run of whole ones.
 
     Args:
-        shard: What the layer is made of.
-        num_experts: Of the layer.
-        inner_size: Of each expert.
+        shard: The rank's ops, weights and communicators.
+        num_experts: The number of the layer's experts.
+        inner_size: The inner size of each expert.
         read: Called once for each expert and part that the rank has.
-        clamp: Of the activation; see `Ops.prepare_experts`.
+        clamp: The clamp of the activation; see `Ops.prepare_experts`.
 
     Raises:
-        ModelDirectoryError: the experts cannot be split.
+        ModelDirectoryError: the inner size cannot be split over the TP ranks.
     """
     ops, tp, ep = shard.ops, shard.parallel.tp, shard.parallel.ep
 
@@ -88,7 +88,7 @@ def load_experts(
     if ep is None:
         return SplitExperts(prepare(range(num_experts), parts[tp.rank]), tp)
     if not ops.is_exact:
-        # An exact backend gives the bits that it gives without expert parallelism: the sum over a group's parts.
+        # An exact backend must give the same bits as without expert parallelism, so it keeps the sum over the parts.
         parts = [Part.whole(inner_size)]
     kernels = [prepare(local_experts(num_experts, ep.rank, ep.size), part) for part in parts]
     return ExpertParallel(ops, kernels, num_experts=num_experts, tp=tp, ep=ep)

@@ -1,4 +1,4 @@
-"""Normalisation of rows."""
+"""RMSNorm and LayerNorm."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RmsNorm:
         return self._ops.rms_norm(x, self._weight, self._eps)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """`residual += x` in place, and the norm of that; `x`'s contents are lost."""
+        """Add `x` to `residual` in place and return the norm of the sum; `x`'s contents are lost."""
         return self._ops.add_rms_norm(x, residual, self._weight, self._eps)
 
 

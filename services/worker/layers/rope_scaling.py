@@ -1,7 +1,7 @@
-"""How checkpoints stretch rotary position embeddings beyond the length they were trained on first.
+"""RoPE scaling: how checkpoints extend rotary position embeddings beyond the original training length.
 
-Each scaling says which angle a position turns a pair of columns by; everything is float32, in the order of
-transformers' operations (its `modeling_rope_utils`), since an angle's error grows with the position.
+Each scaling computes the angle by which a position rotates a pair of columns. Everything is float32 and in the order of
+transformers' operations (its `modeling_rope_utils`), because an angle's error grows with the position.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ class RopeScaling(Protocol):
 
     @property
     def attention_factor(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """The factor that cosines and sines are multiplied by."""
 
     def angles(self, theta: float, rotary_dim: int, positions: Tensor) -> Tensor:
-        """[num_positions, rotary_dim / 2], float32, of `positions` [num_positions] float32 with the base `theta`."""
+        """The angles [num_positions, rotary_dim / 2], float32, for `positions` [num_positions] float32.
+
+        `theta` is the base of the frequencies.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +61,12 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class DynamicNtkScaling:
-    """Raises the base with the length, for a token beyond `original_max_positions`: as if the sequence ended with it.
+    """Increases the base with the length: a token beyond `original_max_positions` is rotated as if it were the last.
 
-    So a token's rotation depends on its position alone, never on the batch, the chunk or what came later, and a
-    cached key stays right. It equals transformers where a sequence grows token by token from within the original
-    length. transformers turns a whole prompt that is longer with the base of the prompt's own length, and never
-    turns back its cached keys.
+    So a token's rotation depends only on its position, never on the batch, the chunk or later tokens, and cached keys
+    stay valid. The result equals transformers' if a sequence grows token by token from within the original length. A
+    longer prompt differs: transformers rotates all of it with the base for the prompt's length, and does not rotate
+    cached keys again when the base changes.
 
     Source: transformers, `_compute_dynamic_ntk_parameters`; arXiv:2309.00071, section 3.1 and appendix B.1.
     """
@@ -86,7 +89,7 @@ class DynamicNtkScaling:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Stretches long wavelengths by `factor`, keeps short ones, and blends between.
+    """Stretches long wavelengths by `factor`, keeps short ones, and blends in between.
 
     Source: Llama 3.1's reference code, `apply_scaling` in models/llama3/reference_impl/model.py.
     """
@@ -118,30 +121,31 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """Interpolates the pairs that turn fewer than `beta_slow` times within the original length, keeps those that
-    turn more than `beta_fast` times, blends between, and multiplies cosines and sines by a factor.
+    """Interpolates the pairs that rotate fewer than `beta_slow` times within the original length, keeps those that
+    rotate more than `beta_fast` times, blends in between, and multiplies cosines and sines by a factor.
 
     Source: arXiv:2309.00071, section 3.2 (equations 18 to 23) and 3.3.
     """
 
     factor: float
     original_max_positions: int
-    # None: as the paper or DeepSeek has it, times `attn_factor`; see `attention_factor`.
     given_attention_factor: float | None = None
+    """The whole attention factor; None means that it is computed, see `attention_factor`."""
     attn_factor: float = 1.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    # DeepSeek's: what temperatures are computed with; 0 where a checkpoint has none.
     mscale: float = 0.0
+    """DeepSeek's parameter of the temperature; 0 if the checkpoint has none."""
     mscale_all_dim: float = 0.0
-    # Whether the blend begins and ends at whole pairs; gpt-oss's does not.
+    """Likewise."""
     is_truncated: bool = True
+    """Whether the blend begins and ends at whole pairs. In gpt-oss it does not."""
 
     @property
     def attention_factor(self) -> float:
         """See `RopeScaling`.
 
-        `attn_factor`, which transformers does not know, multiplies what is computed, as in vLLM's YaRN; an
+        `attn_factor` multiplies the computed factor, as in vLLM's YaRN; transformers does not have it. A configured
         `attention_factor` is the whole factor, as in transformers and in vLLM's pull request 46280.
         """
         if self.given_attention_factor is not None:
@@ -152,7 +156,7 @@ class YarnScaling:
 
     @property
     def score_factor(self) -> float:
-        """What multi-head latent attention multiplies its softmax scale by. Source: transformers' DeepSeek-V3."""
+        """The factor of the softmax scale in multi-head latent attention. Source: transformers' DeepSeek-V3."""
         return self._temperature(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
     def angles(self, theta: float, rotary_dim: int, positions: Tensor) -> Tensor:
@@ -167,7 +171,7 @@ class YarnScaling:
         return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
 
     def _blended_pairs(self, theta: float, rotary_dim: int) -> tuple[float, float]:
-        """The pairs between which it blends; the second is larger."""
+        """The first and last pair of the blend; the last is larger."""
 
         def pair_that_turns(num_turns: float) -> float:
             turned = self.original_max_positions / (num_turns * 2 * math.pi)
@@ -181,12 +185,12 @@ class YarnScaling:
 
 
 def read_scaling(kind: object, values: Mapping[str, Any], max_positions: int | None) -> RopeScaling:
-    """The scaling that a configuration's rope parameters `values` describe.
+    """The scaling that the rope parameters `values` of a configuration describe.
 
     Args:
-        kind: Its type, as the configuration names it.
+        kind: The configured rope type.
         values: The parameters.
-        max_positions: `max_position_embeddings` of the configuration; None where it has none.
+        max_positions: The configuration's `max_position_embeddings`; None if it has none.
 
     Raises:
         KeyError, TypeError, ValueError: the type is unknown, or a parameter is missing or malformed.
@@ -233,7 +237,7 @@ def _read_yarn(values: Mapping[str, Any], max_positions: int | None) -> YarnScal
     )
 
 
-# What else vLLM's YaRN takes, and with which value it changes nothing.
+# Other parameters of vLLM's YaRN that are not supported, and the values at which they have no effect.
 _UNCHANGING: Mapping[str, object] = {"extrapolation_factor": 1, "apply_yarn_scaling": True}
 
 

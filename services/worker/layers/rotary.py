@@ -1,4 +1,4 @@
-"""Rotary position embeddings: what a configuration says of them, and their tables."""
+"""Rotary position embeddings: their configuration and their tables."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ _PLAIN = PlainRope()
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """The base of the frequencies, their scaling, and the part of a head that is turned."""
+    """The configuration of a model's rotary position embeddings."""
 
     theta: float
+    """The base of the frequencies."""
     scaling: RopeScaling = _PLAIN
     partial_rotary_factor: float = 1.0
+    """The fraction of a head that is rotated, more than 0 and at most 1."""
 
     @classmethod
     def from_json(
@@ -33,11 +35,11 @@ class RopeConfig:
 
         Args:
             config: The whole config.json.
-            default_theta: The family's base where the configuration has none.
-            default_partial_factor: The family's `partial_rotary_factor`, likewise.
+            default_theta: The family's base, used if the configuration has none.
+            default_partial_factor: The family's `partial_rotary_factor`, used if the configuration has none.
 
         Raises:
-            ModelDirectoryError: the type is unknown or lacks a parameter. Guessing would give wrong positions.
+            ModelDirectoryError: the type is unknown, or a parameter is missing. A guess would give wrong positions.
         """
         values = _parameters(config, default_theta, default_partial_factor)
         kind = values.get("rope_type", values.get("type", "default"))
@@ -51,35 +53,37 @@ class RopeConfig:
 
     @property
     def score_factor(self) -> float:
-        """What multi-head latent attention multiplies its softmax scale by."""
+        """The factor of the softmax scale in multi-head latent attention."""
         return self.scaling.score_factor if isinstance(self.scaling, YarnScaling) else 1.0
 
     def rotary_dim(self, head_dim: int) -> int:
-        """How many columns of a head are turned, the first ones.
+        """The number of columns of a head that are rotated, which are the first ones.
 
         Raises:
-            ModelDirectoryError: they do not make pairs.
+            ModelDirectoryError: the number is odd or 0.
         """
         size = int(head_dim * self.partial_rotary_factor)
         if size < 2 or size % 2:
-            raise ModelDirectoryError(f"config.json: {size} of a head's {head_dim} columns are rotated: no pairs")
+            raise ModelDirectoryError(
+                f"config.json: {size} of a head's {head_dim} columns are rotated, not whole pairs"
+            )
         return size
 
     def context_length(self, max_positions: int) -> int:
-        """Tokens that a sequence may have where config.json says `max_position_embeddings` = `max_positions`.
+        """The maximum number of tokens in a sequence, given config.json's `max_position_embeddings`.
 
-        With dynamic NTK that is the length from which on it scales, so a sequence may be `factor` times as long.
+        With dynamic NTK scaling begins at `max_positions`, so a sequence may be `factor` times as long.
         """
         return (
             int(max_positions * self.scaling.factor) if isinstance(self.scaling, DynamicNtkScaling) else max_positions
         )
 
     def _check(self) -> None:
-        """Compute a few angles: parameters that give none finite describe no rotation."""
+        """Compute a few angles, and raise if the parameters do not give finite ones."""
         angles = self.scaling.angles(self.theta, 8, torch.arange(4, dtype=torch.float32))
         has_factor = 0 < self.scaling.attention_factor < math.inf
         if not (bool(angles.isfinite().all()) and has_factor and 0 < self.partial_rotary_factor <= 1):
-            raise ValueError("its parameters give no rotation")
+            raise ValueError("the parameters define no rotation")
 
 
 class Rotary:
@@ -93,9 +97,9 @@ class Rotary:
         Args:
             ops: The backend.
             config: Base and scaling.
-            rotary_dim: Columns of a head that are turned, even; those behind them stay as they are.
-            max_positions: Rows of the tables.
-            is_interleaved: Whether columns 2 i and 2 i + 1 are a pair, or else i and i + rotary_dim / 2.
+            rotary_dim: The number of columns of a head that are rotated, even; the columns after them are unchanged.
+            max_positions: The number of rows of the tables.
+            is_interleaved: Whether columns 2 i and 2 i + 1 form a pair; otherwise i and i + rotary_dim / 2 do.
         """
         angles = config.scaling.angles(config.theta, rotary_dim, torch.arange(max_positions, dtype=torch.float32))
         factor = config.scaling.attention_factor
@@ -103,23 +107,23 @@ class Rotary:
         self._tables = ops.prepare_rope(angles.cos() * factor, angles.sin() * factor, is_interleaved=is_interleaved)
 
     def select(self, positions: Tensor) -> RopeRows:
-        """What `Ops.rope` needs in every layer of a step with these `positions` [T] int64."""
+        """The rotations of a step's `positions` [T] int64, for `Ops.rope` in every layer."""
         return self._ops.select_rope(self._tables, positions)
 
 
 def _parameters(config: Mapping[str, Any], default_theta: float, default_partial_factor: float) -> dict[str, Any]:
-    """All rope parameters in one flat mapping, whichever of the two spellings the configuration has."""
+    """All rope parameters in one flat mapping, from whichever of the two spellings the configuration uses."""
     values: dict[str, Any] = {"rope_theta": default_theta, "partial_rotary_factor": default_partial_factor}
     values |= {name: config[name] for name in values if config.get(name) is not None}
     for spelling in ("rope_scaling", "rope_parameters"):
         nested = config.get(spelling) or {}
         if not isinstance(nested, Mapping):
-            raise ModelDirectoryError(f"config.json: {spelling} is no object")
+            raise ModelDirectoryError(f"config.json: {spelling} is not an object")
         if by_layer := [name for name, value in nested.items() if isinstance(value, Mapping)]:
             raise ModelDirectoryError(f"config.json: {spelling} by layer type ({by_layer[0]}) is not supported")
-        # A null counts as absent where there is a default.
+        # A null counts as absent if there is a default.
         values |= {name: value for name, value in nested.items() if value is not None or name not in values}
-    # The one parameter of which the outer value counts more, as in transformers.
+    # The only parameter whose outer value takes precedence, as in transformers.
     if (original := config.get("original_max_position_embeddings")) is not None:
         values["original_max_position_embeddings"] = original
     return values

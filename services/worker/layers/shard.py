@@ -1,4 +1,4 @@
-"""What the layers of one rank are made of, and which part of a model's dimensions is the rank's."""
+"""What a rank needs to build its layers, and which part of each of the model's dimensions it holds."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from shared.model_dir import ModelDirectoryError
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A run of a dimension, in what the dimension is counted in: heads, or columns."""
+    """The run [start, stop) of a dimension, in the dimension's own unit, such as heads or columns."""
 
-    # Of the whole dimension.
     total: int
+    """The size of the whole dimension."""
     start: int
     stop: int
 
@@ -30,17 +30,17 @@ class Part:
 
     @property
     def run(self) -> slice:
-        """The places in it."""
+        """The run as a slice."""
         return slice(self.start, self.stop)
 
     def times(self, width: int) -> Part:
-        """The same part of a dimension in which everything counted here is `width` places wide."""
+        """The same part in a finer unit, of which `width` make up one of this part's units."""
         return Part(self.total * width, self.start * width, self.stop * width)
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What the layers of one rank are made of."""
+    """What a rank needs to build its layers: ops, weights and communicators."""
 
     ops: Ops
     weights: ModelWeights
@@ -48,18 +48,18 @@ class Shard:
 
     @property
     def tp(self) -> Communicator:
-        """Between the ranks that a layer is split over."""
+        """The communicator of the ranks that a layer is split over."""
         return self.parallel.tp
 
     def parts(self, name: str, total: int) -> list[Part]:
-        """Each rank's part of a dimension: as even as can be, the first ones have one more if there is a rest.
+        """Each rank's part of a dimension, as even as possible; any remainder goes to the first ranks.
 
         Args:
-            name: The dimension's in config.json.
-            total: Its size.
+            name: The dimension's name in config.json.
+            total: The dimension's size.
 
         Raises:
-            ModelDirectoryError: there is less of it than there are ranks.
+            ModelDirectoryError: `total` is less than the number of ranks.
         """
         size = self.tp.size
         if total < size:
@@ -68,33 +68,35 @@ class Shard:
         return [Part(total, run.start, run.stop) for run in runs]
 
     def part(self, name: str, total: int) -> Part:
-        """This rank's; see `parts`."""
+        """This rank's part of a dimension; see `parts`."""
         return self.parts(name, total)[self.tp.rank]
 
     def heads(self, num_heads: int) -> Part:
-        """This rank's query heads, as many as any other's.
+        """This rank's query heads; every rank has the same number.
 
         Raises:
-            ModelDirectoryError: they cannot be split so.
+            ModelDirectoryError: the heads cannot be split evenly.
         """
         name, size = "num_attention_heads", self.tp.size
         if num_heads % size:
-            raise ModelDirectoryError(f"config.json: {name} {num_heads} is no multiple of {size} tensor-parallel ranks")
+            raise ModelDirectoryError(
+                f"config.json: {name} {num_heads} is not a multiple of {size} tensor-parallel ranks"
+            )
         return self.part(name, num_heads)
 
     def kv_heads(self, num_kv_heads: int) -> Part:
-        """The key/value heads of this rank's query heads: its own, or where there are more ranks one that some share.
+        """The key/value heads of this rank's query heads: its own ones, or one shared by several ranks if they are few.
 
         Raises:
-            ModelDirectoryError: they can neither be split nor shared so.
+            ModelDirectoryError: the heads can be neither split nor shared evenly.
         """
         rank, size = self.tp.rank, self.tp.size
         if num_kv_heads % size == 0:
             return self.part("num_key_value_heads", num_kv_heads)
         if size % num_kv_heads:
             raise ModelDirectoryError(
-                f"config.json: num_key_value_heads {num_kv_heads} is neither a multiple of {size} tensor-parallel "
-                "ranks nor do so many ranks share each evenly"
+                f"config.json: num_key_value_heads {num_kv_heads} is neither a multiple nor a divisor of {size} "
+                "tensor-parallel ranks"
             )
         shared = rank * num_kv_heads // size
         return Part(num_kv_heads, shared, shared + 1)

@@ -57,7 +57,9 @@ class ConfigValues:
         """One of the `supported` strings."""
         value = self._find((name,), default)
         if value not in supported:
-            raise ModelDirectoryError(f"config.json: {name} {value!r} is not supported; supported: {', '.join(supported)}")
+            raise ModelDirectoryError(
+                f"config.json: {name} {value!r} is not supported; supported: {', '.join(supported)}"
+            )
         return str(value)
 
     def texts(self, name: str, length: int) -> tuple[str, ...] | None:

@@ -1,4 +1,4 @@
-"""The table of kernels that layers call, and the one place that picks a backend."""
+"""The kernels that layers call, and the one place that selects a backend."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ __all__ = [
 
 
 def load_ops(name: str) -> Ops:
-    """The backend called `name`, one of `BACKEND_NAMES`.
+    """Create the backend called `name`, one of `BACKEND_NAMES`.
 
     Raises:
         ValueError: there is no such backend.
     """
     if name not in _BACKENDS:
-        raise ValueError(f"unknown ops backend {name!r}, one of: {', '.join(BACKEND_NAMES)}")
+        raise ValueError(f"unknown ops backend {name!r}; available: {', '.join(BACKEND_NAMES)}")
     return _BACKENDS[name]()

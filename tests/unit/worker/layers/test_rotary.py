@@ -97,7 +97,7 @@ def test_an_unknown_rope_type_is_refused(kind: object) -> None:
         ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0}, "yarn"),
         ({"rope_type": "llama3", "factor": 2.0}, "low_freq_factor"),
         ({"partial_rotary_factor": 0}, "no rotation"),
-        (["linear", 2.0], "rope_parameters is no object"),
+        (["linear", 2.0], "rope_parameters is not an object"),
         ({"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}, "by layer type"),
     ],
 )

@@ -81,9 +81,17 @@ def build(changes: Mapping[str, Any], shard: Shard) -> CausalLM:
 @pytest.mark.parametrize(
     ("size", "changes", "message"),
     [
-        (3, {}, "num_attention_heads 4 is no multiple of 3 tensor-parallel ranks"),
-        (2, {"num_attention_heads": 6, "num_key_value_heads": 3}, "num_key_value_heads 3 is neither a multiple of 2"),
-        (6, {"num_attention_heads": 12, "num_key_value_heads": 4}, "num_key_value_heads 4 is neither a multiple of 6"),
+        (3, {}, "num_attention_heads 4 is not a multiple of 3 tensor-parallel ranks"),
+        (
+            2,
+            {"num_attention_heads": 6, "num_key_value_heads": 3},
+            "num_key_value_heads 3 is neither a multiple nor a divisor of 2",
+        ),
+        (
+            6,
+            {"num_attention_heads": 12, "num_key_value_heads": 4},
+            "num_key_value_heads 4 is neither a multiple nor a divisor of 6",
+        ),
         (4, {"intermediate_size": 3}, "intermediate_size 3 cannot be split over 4 tensor-parallel ranks"),
         (4, {"vocab_size": 3}, "vocab_size 3 cannot be split over 4 tensor-parallel ranks"),
     ],

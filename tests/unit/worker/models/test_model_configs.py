@@ -82,7 +82,7 @@ def test_what_publishers_leave_out_has_a_default(architecture: str) -> None:
         ("MistralForCausalLM", {"sliding_window": 0}, "sliding_window is 0, must be at least 1"),
         ("Qwen2ForCausalLM", {"layer_types": [FULL]}, "layer_types is not a list of 3 strings"),
         ("Qwen2ForCausalLM", {"layer_types": [FULL, FULL, "chunked"]}, r"layer_types \['chunked'\] are not supported"),
-        ("Qwen3ForCausalLM", {"layer_types": [FULL, FULL, SLIDING]}, "has sliding windows, but no window is configured"),
+        ("Qwen3ForCausalLM", {"layer_types": [FULL, FULL, SLIDING]}, "has sliding windows, but no window"),
         ("Qwen3MoeForCausalLM", {"num_experts": None}, "num_experts or num_local_experts is missing"),
         ("Qwen3MoeForCausalLM", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, but there are 4"),
         ("Qwen3MoeForCausalLM", {"mlp_only_layers": [-1]}, "mlp_only_layers is not a list of non-negative"),
