@@ -51,7 +51,7 @@ class Attention:
         return self.output(attended)
 
     def _project(self, x: Tensor, rope: RopeRows) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [T, H, D], key and value [T, K, D], views of one tensor; queries and keys are normalised and rotated."""
+        """Query [T, H, D], key and value [T, K, D]: views of one tensor, query and key normalised and rotated."""
         first_value = self.num_heads + self.num_kv_heads
         heads = self.qkv(x).view(x.shape[0], first_value + self.num_kv_heads, -1)
         query, key, value = heads[:, : self.num_heads], heads[:, self.num_heads : first_value], heads[:, first_value:]

@@ -1,4 +1,4 @@
-"""The attention of the `cpu` backend: a few calls per layer, each for a bucket of like rows (see `cpu_plan`)."""
+"""The attention of the `cpu` backend: a few calls per layer, each for a bucket of similar rows (see `cpu_plan`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from services.worker.ops.cpu_plan import (
 )
 from services.worker.ops.protocol import AttentionParams
 
-# Private to torch, so it may go; sinks then take a slower way.
+# Private to torch, so it may disappear; sinks then take a slower path.
 _HAS_FLASH = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
 
 
@@ -28,7 +28,8 @@ class CpuAttention:
     """The section "Attention" of `Ops`, without latent attention."""
 
     def __init__(self) -> None:
-        # Context gathered from the paged cache, reused by every layer and step; grows to the largest bucket seen.
+        # Buffers for contexts gathered from the paged cache, reused by every layer and step. They grow to the largest
+        # bucket seen.
         self._key_buffer = torch.empty(0)
         self._value_buffer = torch.empty(0)
 
@@ -79,7 +80,7 @@ class CpuAttention:
 
 
 def by_slot(cache: Tensor) -> Tensor:
-    """A cache's tensor as [num_slots, elements of a token]."""
+    """A view of a cache tensor as [num_slots, elements of a token]."""
     return cache.view(cache.shape[0] * cache.shape[1], -1)
 
 
@@ -89,10 +90,11 @@ def take(x: Tensor, rows: Rows) -> Tensor:
 
 
 def gather(cache: Tensor, bucket: GatherBucket, buffer: Tensor) -> tuple[Tensor, Tensor]:
-    """What `bucket` reads of a cache [num_blocks, block_size, *shape].
+    """The contexts that `bucket` reads from a cache [num_blocks, block_size, *shape].
 
     Returns:
-        ([num_rows, length, *shape], a view of the cache or the buffer; the buffer, a larger one if it had to grow).
+        ([num_rows, length, *shape], a view of the cache or of the buffer; the buffer, replaced by a larger one if it
+        was too small).
     """
     contexts, slots = by_slot(cache), bucket.slots
     shape = (bucket.num_rows, bucket.length, *cache.shape[2:])
@@ -107,7 +109,7 @@ def gather(cache: Tensor, bucket: GatherBucket, buffer: Tensor) -> tuple[Tensor,
 
 
 def in_step_order(outputs: list[Tensor], layout: AttentionLayout) -> Tensor:
-    """The results of a layout's buckets as those of the step's tokens."""
+    """Join the results of a layout's buckets in the order of the step's tokens."""
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return joined if layout.output_rows is None else joined.index_select(0, layout.output_rows)
 
@@ -115,7 +117,7 @@ def in_step_order(outputs: list[Tensor], layout: AttentionLayout) -> Tensor:
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, bucket: CausalBucket, params: AttentionParams
 ) -> Tensor:
-    """Whole prompts over themselves: query [T, H, D], key [T, K, D], value [T, K, V] to [bucket's tokens, H * V]."""
+    """Causal attention of prompts: query [T, H, D], key [T, K, D], value [T, K, V] to [bucket's tokens, H * V]."""
 
     def padded(x: Tensor) -> Tensor:
         rows = take(x, bucket.token_rows)
@@ -128,14 +130,14 @@ def causal_attention(
 def gathered_attention(
     query: Tensor, keys: Tensor, values: Tensor, bucket: GatherBucket, params: AttentionParams
 ) -> Tensor:
-    """A bucket's queries over their contexts.
+    """Attention of a bucket's queries over their contexts.
 
     Args:
-        query: [T, H, D].
+        query: [T, H, D], the queries of the whole step.
         keys: [num_rows, length, K, D].
         values: [num_rows, length, K, V].
-        bucket: Which of the step's tokens they are.
-        params: The layer's.
+        bucket: Says which of the step's tokens are computed.
+        params: The layer's parameters.
 
     Returns:
         [num_rows * num_queries, H * V].
@@ -145,7 +147,7 @@ def gathered_attention(
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
     queries = take(query, bucket.query_rows)
     if num_queries == 1:
-        # The query heads of a key/value head as if they were its queries: one small matmul instead of several.
+        # Query heads that share a key/value head are treated as its queries: one small matmul instead of several.
         grouped = queries.view(num_rows, num_kv_heads, -1, head_dim)
         return _attend(grouped, keys, values, params, mask=bucket.mask).reshape(num_rows, -1)
     queries = queries.view(num_rows, num_queries, -1, head_dim)
@@ -158,14 +160,14 @@ def gathered_attention(
 
 
 def _grouped_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, params: AttentionParams) -> Tensor:
-    """The query heads of a key/value head as if they were its queries, as with one query each.
+    """Attention that treats query heads that share a key/value head as its queries, as is done for single queries.
 
     Args:
         query: [num_rows, num_queries, H, D].
         keys: [num_rows, K, length, D].
         values: [num_rows, K, length, V].
         mask: [num_rows, 1, num_queries, length].
-        params: The layer's.
+        params: The layer's parameters.
 
     Returns:
         [num_rows * num_queries, H * V].
@@ -183,18 +185,18 @@ def _grouped_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor
 def _continued_attention(
     query: Tensor, keys: Tensor, values: Tensor, num_before: int, params: AttentionParams
 ) -> Tensor:
-    """The next chunk of a prompt: over what is before it, of which nothing is hidden, then causally over itself.
+    """Attention of the next chunk of a prompt: unmasked over the tokens before it, and causal over itself.
 
-    Without a mask there is less to read and to compute, and the query heads of a key/value head can be as if they
-    were its queries: a quarter less time over 8k tokens. Two results over different keys are one, weighted by their
-    softmax's sums. Source: arXiv:2205.14135, section 3.1.
+    Without a mask there is less to read and to compute, and query heads that share a key/value head can be treated as
+    its queries: a quarter less time at 8k tokens. The two results, over different keys, are merged by weights that
+    follow from their softmax sums. Source: arXiv:2205.14135, section 3.1.
 
     Args:
         query: [1, num_queries, H, D].
         keys: [1, K, num_before + num_queries, D].
-        values: As `keys`.
-        num_before: Tokens before the chunk's.
-        params: The layer's.
+        values: The same shape as `keys`.
+        num_before: The number of tokens before the chunk.
+        params: The layer's parameters.
 
     Returns:
         [num_queries, H * D].
@@ -222,7 +224,11 @@ def _attend(
     mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Tensor:
-    """Attention [B, H, Q, V] of query [B, H, Q, D], or of [B, K, H / K * Q, D], whose queries' heads come in order."""
+    """Attention [B, H, Q, V] of query [B, H, Q, D].
+
+    The query may also be [B, K, H / K * Q, D], with the heads of each key/value head stacked in order, and the result
+    then has the same layout.
+    """
     if params.sinks is None:
         return F.scaled_dot_product_attention(
             query, keys, values, attn_mask=mask, is_causal=is_causal, scale=params.scale, enable_gqa=True
@@ -237,7 +243,7 @@ def _attend(
     output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, keys, values, 0.0, is_causal, attn_mask=mask, scale=params.scale
     )
-    # Without sinks a weight is e^score / e^log_sum; with them that sum is e^log_sum + e^sink.
+    # Without sinks a weight is e^score / e^log_sum. A sink makes the divisor e^log_sum + e^sink.
     scaled: Tensor = output.mul_(torch.sigmoid(log_sum - sinks).unsqueeze(-1))
     return scaled
 
@@ -245,7 +251,7 @@ def _attend(
 def _attend_with_all_scores(
     query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor, *, mask: Tensor | None
 ) -> Tensor:
-    """Attention [B, H, Q, V] of query [B, H, Q, D], scaled, with `sinks` [H, Q] and all scores in memory."""
+    """Attention [B, H, Q, V] of the scaled query [B, H, Q, D], with `sinks` [H, Q]. Keeps all scores in memory."""
     group_size = query.shape[1] // keys.shape[1]
     scores = query @ keys.repeat_interleave(group_size, dim=1).transpose(-1, -2)
     if mask is not None:

@@ -1,4 +1,4 @@
-"""Experts of the `cpu` backend: the step's tokens sorted by expert, one product per active expert and projection."""
+"""Experts of the `cpu` backend: tokens are sorted by expert, with one product per active expert and projection."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CpuExperts:
         tokens = torch.split(order // expert_ids.shape[1], counts)
         weights = torch.split(expert_weights.flatten()[order], counts)
         total = torch.zeros(x.shape, dtype=torch.float32)
-        # Added up expert by expert: the outputs of all of them would be as many rows as tokens have experts.
+        # Added up expert by expert: the outputs of all experts at once would take k rows per token.
         for expert, rows, row_weights in zip(self._experts, tokens, weights, strict=True):
             if len(rows):
                 _add_weighted(total, expert(x.index_select(0, rows)), rows, row_weights)

@@ -1,7 +1,7 @@
-"""Latent attention of the `cpu` backend, dense and sparse: attention whose query heads share one key per token.
+"""Latent attention of the `cpu` backend, dense and sparse: attention in which all query heads share one key per token.
 
-Its keys are rows of the latent cache, and its values the beginnings of those rows. Kernels want values as wide as
-keys, so whole rows are the values, and what is behind the beginning is cut off the result.
+Keys are rows of the latent cache, and values are the first columns of those rows. Kernels need values as wide as keys,
+so whole rows serve as values, and the surplus columns of the result are cut off.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from services.worker.ops.cpu_attention import (
 from services.worker.ops.cpu_plan import AttentionLayout, CpuPlan, GatherBucket, Rows
 from services.worker.ops.protocol import AttentionParams
 
-# Bounds the rows that sparse attention gathers in one round: each token has rows of its own.
+# Bounds the cache rows that sparse attention gathers in one round, as each token gathers its own rows.
 _MAX_SPARSE_BYTES = 16 * 2**20
-# Bounds the indexer's scores of one round, before heads are summed.
+# Bounds the number of the indexer's scores in one round, before they are summed over heads.
 _MAX_INDEX_SCORES = 8 * 2**20
 
 
@@ -74,7 +74,7 @@ class CpuMla(CpuAttention):
         return in_step_order(outputs, layout)
 
     def _contexts(self, cache: Tensor, plan: CpuPlan, layout: AttentionLayout) -> Iterator[tuple[Rows, Tensor]]:
-        """Each bucket's tokens, and what they may see of a cache, [num_rows, longest, *shape]."""
+        """Each bucket's tokens, and the part of a cache that they may attend to, [num_rows, length, *shape]."""
         if layout.causal:
             new = _new_rows(cache, plan)
             for prompts in layout.causal:
@@ -111,17 +111,17 @@ class CpuMla(CpuAttention):
 
 
 def _by_row(x: Tensor, num_rows: int) -> Tensor:
-    """`x` [num_rows * n, ...] as [num_rows, n, ...]."""
+    """A view of `x` [num_rows * n, ...] as [num_rows, n, ...]."""
     return x.view(num_rows, -1, *x.shape[1:])
 
 
 def _new_rows(cache: Tensor, plan: CpuPlan) -> Tensor:
-    """What the step's tokens have just written, [T, *shape]; anything for padded ones."""
+    """What the step's tokens have just written, [T, *shape]; undefined for padded tokens."""
     return by_slot(cache).index_select(0, plan.metadata.slot_mapping.clamp(min=0)).view(-1, *cache.shape[2:])
 
 
 def _sparse_bucket(plan: CpuPlan, rows: slice, selected: Tensor, dtype: torch.dtype) -> GatherBucket:
-    """Each of the tokens `rows` alone, over the positions that it selected."""
+    """A bucket with each of the tokens `rows` on its own, over the positions that it selected."""
     is_unused = selected < 0
     mask = torch.zeros(selected.shape, dtype=dtype).masked_fill_(is_unused, float("-inf"))
     return GatherBucket(
@@ -135,14 +135,14 @@ def _sparse_bucket(plan: CpuPlan, rows: slice, selected: Tensor, dtype: torch.dt
 
 
 def _select(query: Tensor, weights: Tensor, keys: Tensor, last_seen: Tensor, *, num_selected: int) -> Tensor:
-    """The best positions of a bucket's queries, [B * Q, num_selected].
+    """The best positions for a bucket's queries, [B * Q, num_selected] int64; -1 fills rows with fewer positions.
 
     Args:
         query: [B, Q, Hi, Di].
         weights: [B, Q, Hi] float32.
         keys: [B, S, Di] float32.
         last_seen: [B, Q] int64: the last position that a query may see.
-        num_selected: How many are wanted; -1 stands for those that there are not.
+        num_selected: The number of positions per query.
     """
     num_rows, num_queries, num_heads, _ = query.shape
     size = max(1, _MAX_INDEX_SCORES // (num_rows * num_heads * keys.shape[1]))
@@ -150,7 +150,7 @@ def _select(query: Tensor, weights: Tensor, keys: Tensor, last_seen: Tensor, *, 
     for start in range(0, num_queries, size):
         part = slice(start, start + size)
         seen = last_seen[:, part, None]
-        # What no query of the part sees need not be scored.
+        # Keys after the last one that any query of the part may see need no score.
         scores = _index_scores(query[:, part], weights[:, part], keys[:, : max(int(seen.max()), 0) + 1])
         scores.masked_fill_(torch.arange(scores.shape[-1]) > seen, float("-inf"))
         best = largest_columns(scores, min(num_selected, scores.shape[-1]))
@@ -167,13 +167,14 @@ def _index_scores(query: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
 
 
 def largest_columns(scores: Tensor, count: int) -> Tensor:
-    """The columns of the `count` largest of each row, the lowest of equal ones, in any order; NaN equals infinity.
+    """The columns of the `count` largest values of each row, in any order; NaN counts as infinity.
 
-    `topk` chooses any of equal values. So float32 becomes an integer of the same order, with the column in its lower
-    half: no two are equal then. A stable sort of the whole row takes four times as long.
+    Of equal values the lower column is preferred. `topk` does not promise this, so each float32 is mapped to an integer
+    of the same order with the column in its lower half, which makes all values distinct. A stable sort of the whole row
+    would take four times as long.
     """
     num_columns = scores.shape[-1]
-    # NaN may have either sign. The sum makes 0 of -0.
+    # NaN may have either sign. Adding 0.0 turns -0.0 into 0.0.
     bits = (scores.nan_to_num(math.inf, math.inf, -math.inf) + 0.0).view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     keys = (ordered << 32) | torch.arange(num_columns - 1, -1, -1)

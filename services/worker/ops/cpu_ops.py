@@ -1,7 +1,7 @@
 """The `cpu` backend: batched torch kernels, one call per layer for all rows.
 
-An eager layer costs dispatch, so there are few calls and they are large; weights are packed once by oneDNN, which
-halves a decode step in float32. A row's bits depend on the batch it is in.
+Each eager call has dispatch overhead, so there are few calls and they are large. oneDNN packs weights once at load,
+which halves the time of a decode step in float32. A row's bits depend on the batch it is in.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from services.worker.ops.experts import Expert, ExpertsKernel, ExpertWeights, Sw
 from services.worker.ops.protocol import LinearKernel, PerHeadKernel, RopeRows
 from services.worker.ops.routing import RoutingRule, route
 
-# Private to torch, so it may go; `F.linear` then takes its place.
+# Private to torch, so it may disappear; `F.linear` is the fallback.
 _HAS_PACKED_LINEAR = all(hasattr(torch.ops.mkldnn, op) for op in ("_reorder_linear_weight", "_linear_pointwise"))
 
 
@@ -67,7 +67,8 @@ class CpuOps(CpuMla):
     # -- Rotary position embedding ------------------------------------------------------------------------
 
     def prepare_rope(self, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> RopeRows:
-        # One value for each column, with the sign of a pair's first in the sine: `rope` is then three calls.
+        # One cosine and one sine per column, with the sine negated for a pair's first column. `rope` then takes three
+        # calls.
         cosines, sines = (cos, cos), (-sin, sin)
         join = _join_interleaved if is_interleaved else partial(torch.cat, dim=-1)
         positions = torch.empty(0, dtype=torch.int64)
@@ -106,7 +107,7 @@ class CpuOps(CpuMla):
 def _can_pack(dtype: torch.dtype) -> bool:
     if not _HAS_PACKED_LINEAR:
         return False
-    # Without the processor's own instructions oneDNN refuses bfloat16.
+    # oneDNN refuses bfloat16 on processors without instructions for it.
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 

@@ -1,8 +1,21 @@
-"""How the `cpu` backend lays out a step's attention: buckets of like lengths, decided once and used by every layer.
+"""How the `cpu` backend lays out a step's attention: buckets of similar lengths, planned once and used by every layer.
 
-Sequences of one bucket are padded to its longest, so that one call computes all of them. A padded key is a copy of
-the first token that the sequence's own queries see, behind a mask: never another sequence's memory, so one row's NaN
-stays its own.
+Rows of one bucket are padded to its longest row, so that one call computes all of them. For example, a mixed step with
+two decodes A and B, two whole prompts C and D, and a chunk E after a cached prefix:
+
+    step            A B C C C C D D D E E E
+
+                    queries      keys             (lower case: cached by earlier steps; *: padding)
+    CausalBucket    C C C C      C C C C          this step's own, causal
+                    D D D *      D D D *
+    GatherBucket    E E E        e e e E E E      gathered from the paged cache
+    GatherBucket    A            a a a a A        gathered and masked
+                    B            b b B * *
+
+`AttentionLayout.output_rows` puts the results of all buckets back into the order of the step.
+
+A padded key is a copy of the first token that the row's own queries see, and it is masked. It is never another
+sequence's memory, so a NaN in one sequence cannot spread to another.
 """
 
 from __future__ import annotations
@@ -17,31 +30,31 @@ from torch import Tensor
 from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
 from services.worker.forward.kv_cache import KvCache
 
-# Places in the first dimension of a tensor. A range costs no copy.
+# Indices into the first dimension of a tensor. A slice costs no copy.
 Rows = Tensor | slice
 _IntArray = npt.NDArray[np.int64]
 
-# A context is gathered once and then scored by each query; gathering costs about as much as this many queries.
+# A context is gathered once and then scored by each query. Gathering costs about as much as scoring by this many.
 _GATHER_COST = 7
-# A bucket may pad this much, or this share of its cost: below that, one more round of kernels costs more.
+# A bucket's padding may cost this much, or this fraction of its other cost: another bucket's calls would cost more.
 _FREE_PADDING = 384 * (_GATHER_COST + 1)
 _FREE_PADDING_SHARE = 0.125
-# Pieces of fewer queries than this are decodes, or cost as little.
+# Pieces with fewer queries than this are decodes, or as cheap as decodes.
 FEW_QUERIES = 16
-# Bounds a bucket's gathered keys and values, so that attention finds them in the cores' own caches.
+# Bounds a bucket's gathered keys and values, so that they stay in the cores' caches.
 _MAX_BUCKET_BYTES = 3 * 2**20
-# Bounds a mask: a longer prefill over a cached prefix is cut into pieces of this many queries.
+# Bounds the size of a mask: a longer prefill over a cached prefix is cut into pieces of this many queries.
 _MAX_MASKED_QUERIES = 512
-# A prefill longer than its window is cut into pieces as long as the window, but no shorter than this.
+# A prefill longer than its window is cut into pieces as long as the window, but not shorter than this.
 _MIN_WINDOWED_QUERIES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class CausalBucket:
-    """Whole prompts without a cached prefix, padded at their ends, where a causal query never looks."""
+    """Whole prompts without a cached prefix, padded at their ends, which no causal query sees."""
 
-    # num_rows * length of the step's tokens; padding repeats a prompt's last.
     token_rows: Rows
+    """num_rows * length tokens of the step. Padding repeats a prompt's last token."""
     num_rows: int
     length: int
 
@@ -50,35 +63,36 @@ class CausalBucket:
 class GatherBucket:
     """Rows whose context is read from the paged cache: decodes, or pieces of longer prefills."""
 
-    # num_rows * num_queries of the step's tokens; padding repeats a row's last.
     query_rows: Rows
+    """num_rows * num_queries tokens of the step. Padding repeats a row's last token."""
     num_rows: int
     num_queries: int
-    # Tokens of the longest context, of which a window may leave out the beginning.
     length: int
-    # num_rows * length places in the cache, counted in tokens.
+    """The number of tokens of the longest context. With a window, a context may omit the beginning of its sequence."""
     slots: Rows
-    # [num_rows, 1, num_queries, length], 0 or -inf; None: everything is seen.
+    """num_rows * length slots of the cache."""
     mask: Tensor | None
-    # Of a single piece without a window: tokens before its queries, which see all of them, and each other causally.
+    """[num_rows, 1, num_queries, length], 0 or -inf; None means that every query sees everything."""
     num_before: int = 0
+    """For a bucket of one piece without a window, the number of tokens before its queries; otherwise 0.
+
+    The queries see all of these tokens, and each other causally.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayout:
-    """The buckets of all layers with the same window.
-
-    The results of all buckets, one behind the other, come into the order of the step's tokens by `output_rows`
-    (None: they are in it).
-    """
+    """The buckets of all layers with the same window."""
 
     causal: tuple[CausalBucket, ...]
     gathered: tuple[GatherBucket, ...]
     output_rows: Tensor | None
+    """[T] int64: where each token of the step is in the concatenated results of all buckets; None if already in order.
+    """
 
 
 class CpuPlan(AttentionPlan):
-    """One step's attention. A write writes the tokens `written_rows` (None: all) to `written_slots`."""
+    """One step's attention. Cache writes store the tokens `written_rows` (None: all) in `written_slots`."""
 
     __slots__ = ("_kv_cache", "_layouts", "written_rows", "written_slots")
 
@@ -89,7 +103,7 @@ class CpuPlan(AttentionPlan):
         self._layouts: dict[int | None, AttentionLayout] = {}
 
     def layout(self, window: int | None = None) -> AttentionLayout:
-        """The buckets of layers with `window`, made for the first of them."""
+        """The buckets of layers with `window`, computed for the first such layer and then reused."""
         if window is not None and window >= self.metadata.max_context_len:
             window = None
         if window not in self._layouts:
@@ -97,13 +111,13 @@ class CpuPlan(AttentionPlan):
         return self._layouts[window]
 
     def positions(self) -> Tensor:
-        """[T] int64: each token's position in its sequence; -1 for a padded one."""
+        """[T] int64: each token's position in its sequence; -1 for a padded token."""
         metadata = self.metadata
         firsts = metadata.context_lens - metadata.cu_seqlens_q[1:]
         return torch.arange(len(metadata.slot_mapping)) + self._of_each_token(firsts)
 
     def slots(self, token_rows: slice, positions: Tensor) -> Tensor:
-        """Where positions of their own sequences lie, as places in the cache counted in tokens.
+        """The cache slots of some positions of the tokens' own sequences, [len(token_rows), n] int64.
 
         Args:
             token_rows: Some of the step's tokens.
@@ -115,7 +129,7 @@ class CpuPlan(AttentionPlan):
         return blocks.long() * block_size + positions % block_size
 
     def _of_each_token(self, values: Tensor) -> Tensor:
-        """[T] int64: the value of each token's sequence, of `values` [num_seqs]."""
+        """[T] int64: for each token, the value of its sequence in `values` [num_seqs]."""
         return values.long().repeat_interleave(self.metadata.cu_seqlens_q.diff())
 
 
@@ -126,13 +140,14 @@ class _Piece:
     seq: int
     start: int
     num_queries: int
-    # The tokens that any of the queries sees, up to the last query itself: from this position on so many.
     first_position: int
+    """The position of the first token that any of the queries sees."""
     context_len: int
+    """The number of tokens from `first_position` up to and including the last query."""
 
     @property
     def cost(self) -> int:
-        """What gathering and scoring take, in units of one query's score of one token."""
+        """The cost of gathering and scoring, in units of one query's score of one token."""
         return (_GATHER_COST + self.num_queries) * self.context_len
 
 
@@ -158,7 +173,7 @@ def _written(slot_mapping: Tensor) -> tuple[Tensor | None, Tensor]:
 
 
 def _split(metadata: AttentionMetadata, window: int | None) -> tuple[list[_Piece], list[_Piece]]:
-    """The step's sequences as whole prompts, and as pieces that need context from the cache."""
+    """Split the step's sequences into whole prompts and into pieces that need context from the cache."""
     prompts: list[_Piece] = []
     pieces: list[_Piece] = []
     start = 0
@@ -166,14 +181,14 @@ def _split(metadata: AttentionMetadata, window: int | None) -> tuple[list[_Piece
         if metadata.is_prefill and num_queries == context_len and (window is None or num_queries <= window):
             prompts.append(_Piece(seq, start, num_queries, 0, context_len))
         else:
-            # A padded row has no context; it reads one token, and nobody reads it.
+            # A padded row has no context. It reads one token, and its result is ignored.
             pieces += _cut(seq, start, num_queries, max(context_len, 1), window)
         start += num_queries
     return prompts, pieces
 
 
 def _cut(seq: int, start: int, num_queries: int, context_len: int, window: int | None) -> list[_Piece]:
-    """The queries of one sequence as pieces, each with the context that it sees."""
+    """Cut the queries of one sequence into pieces, each with the context that it sees."""
     size = _MAX_MASKED_QUERIES if window is None else min(max(window, _MIN_WINDOWED_QUERIES), _MAX_MASKED_QUERIES)
     pieces = []
     for done in range(0, num_queries, size):
@@ -185,7 +200,7 @@ def _cut(seq: int, start: int, num_queries: int, context_len: int, window: int |
 
 
 class _Group:
-    """Pieces that are padded to a common size. They come in the order of their sizes, the largest first."""
+    """Pieces that are padded to a common size. They must be added in order of size, largest first."""
 
     def __init__(self, piece: _Piece) -> None:
         self.pieces = [piece]
@@ -194,7 +209,7 @@ class _Group:
         self._needed_cost = piece.cost
 
     def try_add(self, piece: _Piece, max_tokens: int) -> bool:
-        """Take `piece` in, if padding stays cheap and the group within `max_tokens` of context."""
+        """Add `piece` if padding stays cheap and the padded context within `max_tokens`; return whether it was."""
         size = len(self.pieces) + 1
         length, num_queries = max(self._length, piece.context_len), max(self._num_queries, piece.num_queries)
         needed_cost = self._needed_cost + piece.cost
@@ -207,22 +222,23 @@ class _Group:
 
 
 def _in_groups(pieces: list[_Piece], max_tokens: int) -> list[list[_Piece]]:
-    """Pieces of like size together; one alone may be longer than `max_tokens`."""
+    """Group pieces of similar size. A piece longer than `max_tokens` forms its own group."""
     groups: list[_Group] = []
     for piece in sorted(pieces, key=_size, reverse=True):
         if not groups or not groups[-1].try_add(piece, max_tokens):
             groups.append(_Group(piece))
-    # The step's own order within a group: rows that lie side by side are then read without a copy.
+    # Within a group pieces are in the step's order, so that adjacent rows are read without a copy.
     return [sorted(group.pieces, key=lambda piece: piece.start) for group in groups]
 
 
 def _size(piece: _Piece) -> tuple[int, int, int]:
-    # Decodes with so many drafts come together: between others of their context's length each would be a group.
+    # Decodes with the same number of drafts sort together. Sorted by context length alone, they would be scattered
+    # between others and each would form its own group.
     return min(piece.num_queries, FEW_QUERIES), piece.context_len, piece.num_queries
 
 
 def _padded_rows(group: list[_Piece]) -> _IntArray:
-    """The step's tokens of a group, [len(group) * most queries], each piece padded by its last token."""
+    """The step's tokens of a group, [len(group) * most queries]. Pieces are padded with their last token."""
     longest = max(piece.num_queries for piece in group)
     starts = np.array([piece.start for piece in group], dtype=np.int64)
     lasts = np.array([piece.num_queries - 1 for piece in group], dtype=np.int64)
@@ -257,12 +273,12 @@ def _gather_bucket(
 def _context_slots(
     group: list[_Piece], lengths: _IntArray, block_tables: npt.NDArray[np.int32], block_size: int
 ) -> _IntArray:
-    """[num_rows, longest]: where each context's tokens lie; behind its end its first token again."""
+    """[num_rows, longest]: the slots of each context's tokens, padded with the slot of its first token."""
     longest = int(lengths.max())
     firsts = np.array([piece.first_position for piece in group], dtype=np.int64)
     first_blocks, offsets = np.divmod(firsts, block_size)
     num_blocks = -(-int((offsets + lengths).max()) // block_size)
-    # Behind the end of a shorter row's context any block will do.
+    # After the end of a shorter row's context any block will do, as those slots are replaced below.
     columns = np.minimum(first_blocks[:, None] + np.arange(num_blocks), block_tables.shape[1] - 1)
     blocks = block_tables[np.array([piece.seq for piece in group])[:, None], columns].astype(np.int64)
     slots = (blocks[:, :, None] * block_size + np.arange(block_size)).reshape(len(group), -1)
@@ -274,7 +290,7 @@ def _context_slots(
 
 
 def _mask(group: list[_Piece], lengths: _IntArray, window: int | None, dtype: torch.dtype) -> Tensor | None:
-    """[num_rows, 1, most queries, longest]: -inf where a query must not look; None: each sees everything."""
+    """[num_rows, 1, most queries, longest]: -inf where a query must not attend; None if every query sees everything."""
     counts = np.array([piece.num_queries for piece in group])
     num_queries = int(counts.max())
     if num_queries == 1 and lengths.min() == lengths.max():
@@ -288,12 +304,12 @@ def _mask(group: list[_Piece], lengths: _IntArray, window: int | None, dtype: to
 
 
 def _bytes_per_token(kv_cache: KvCache) -> int:
-    """What one token keeps in the layer that keeps most."""
+    """The bytes that a token keeps in the layer that keeps most."""
     return max(sum(tensor.bytes_per_token for tensor in layer) for layer in kv_cache.spec.layers)
 
 
 def _as_rows(index: _IntArray) -> Rows:
-    """`index` as a range where it is one: a view instead of a copy in every layer."""
+    """`index` as a slice if it is contiguous, which gives a view instead of a copy in every layer."""
     first, size = int(index[0]), len(index)
     if int(index[-1]) - first == size - 1 and np.array_equal(index, np.arange(first, first + size)):
         return slice(first, first + size)
@@ -301,13 +317,14 @@ def _as_rows(index: _IntArray) -> Rows:
 
 
 def _output_rows(computed: _IntArray, num_tokens: int) -> Tensor | None:
-    """Where each token's result lies among the results for the tokens `computed`; None: token i's at i.
+    """Where each token's result is among the results for the tokens `computed`; None if token i's result is at i.
 
-    Of a token that was computed twice the first is meant, the others are padding. Padded tokens get any result.
+    If a token was computed more than once, its first result is used, as the others are padding. The results for padded
+    tokens are undefined.
     """
     if len(computed) == num_tokens and np.array_equal(computed, np.arange(num_tokens)):
         return None
     places = np.zeros(num_tokens, dtype=np.int64)
-    # Backwards, since the last assignment to an index stays.
+    # In reverse, because the last assignment to an index wins.
     places[computed[::-1]] = np.arange(len(computed))[::-1]
     return torch.from_numpy(places)

@@ -1,4 +1,4 @@
-"""What experts are made of, for every backend: their weights and their activation."""
+"""Experts in a form that every backend shares: their weights and their activation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 # Maps (x [T, hidden], expert_ids [T, k] int64, expert_weights [T, k] float32) to a new [T, hidden].
 ExpertsKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
-# A backend's `prepare_linear`.
+# The type of `Ops.prepare_linear`.
 PrepareLinear = Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
 
 
@@ -18,7 +18,7 @@ PrepareLinear = Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
 class SwigluClamp:
     """The gated activation of gpt-oss: `(up + 1) * gate * sigmoid(alpha * gate)`.
 
-    Here the gate is at most `limit`, up is within ± `limit`. Source: arXiv:2508.10925, section 2.2.
+    The gate is clamped to at most `limit` and up to ± `limit` first. Source: arXiv:2508.10925, section 2.2.
     """
 
     alpha: float
@@ -29,13 +29,14 @@ class SwigluClamp:
 class ExpertWeights:
     """The gated network of one expert of inner size I, in the model's dtype, contiguous."""
 
-    # [2 I, hidden]: the rows of the gate, then those of up.
     gate_up: Tensor
-    # [hidden, I]
+    """[2 I, hidden]: the rows of the gate, then those of up."""
     down: Tensor
-    # [2 I] and [hidden], or None.
+    """[hidden, I]."""
     gate_up_bias: Tensor | None = None
+    """[2 I], or None."""
     down_bias: Tensor | None = None
+    """[hidden], or None."""
 
 
 class Expert:
@@ -52,7 +53,7 @@ class Expert:
 
 
 def gate_and_up(projected: Tensor, clamp: SwigluClamp | None) -> Tensor:
-    """The activation of `projected` [T, 2 I] = gate | up, as [T, I]; its contents are lost."""
+    """Apply the activation to `projected` [T, 2 I] = gate | up; returns [T, I]. `projected`'s contents are lost."""
     gate, up = projected.chunk(2, dim=-1)
     if clamp is None:
         return F.silu(gate).mul_(up)

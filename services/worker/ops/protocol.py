@@ -1,10 +1,11 @@
-"""The table of kernels that layers call: what every backend computes, in which shapes, and what it writes.
+"""The kernels that layers call: what every backend computes, in which shapes, and what it writes in place.
 
-Written with AITER in view (the signatures of its wheel): one backend is an adapter to it, so out-parameters, in-place
-effects and layouts are those its kernels can honour. What a kernel wants prepared is prepared once, at load
-(`prepare_linear`, `prepare_experts`, `prepare_rope`) or per step (`select_rope`, `plan_attention`), never per layer.
+Designed so that an AITER backend (by the signatures of its wheel) can be a thin adapter: out-parameters, in-place
+effects and layouts are ones that its kernels support. Whatever a kernel needs prepared is prepared once at load
+(`prepare_linear`, `prepare_experts`, `prepare_rope`) or once per step (`select_rope`, `plan_attention`), never per
+layer.
 
-Letters: T tokens of the step, B sequences, H query heads, K key/value heads, D head dim. "dtype" is the model's.
+Letters in shapes: T tokens of the step, B sequences, H query heads, K key/value heads, D head dim, V value dim.
 """
 
 from __future__ import annotations
@@ -28,47 +29,50 @@ PerHeadKernel = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class RopeRows:
-    """What `rope` needs for the positions of one step, made by `select_rope` for all layers.
+    """What `rope` needs for the positions of one step, computed by `select_rope` once for all layers.
 
-    A backend whose kernel looks positions up by itself puts whole tables and the positions here.
+    A backend whose kernel looks up positions itself stores whole tables and the positions here.
     """
 
     cos: Tensor
     sin: Tensor
     positions: Tensor
-    # Whether columns 2 i and 2 i + 1 of a head are a pair; else i and i + half of the rotated columns.
     is_interleaved: bool
+    """Whether columns 2 i and 2 i + 1 of a head form a pair; otherwise i and i + half of the rotated columns do."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """What of a layer decides on its attention, beside the shapes of its tensors."""
+    """The parameters of a layer's attention other than the shapes of its tensors."""
 
-    # What the products of queries and keys are multiplied by.
     scale: float
-    # A token sees itself and the `window` - 1 tokens before it; None: all before it.
+    """The factor of the products of queries and keys."""
     window: int | None = None
-    # [H] float32: per query head a logit that joins the softmax's sum and has no value. Source: arXiv:2508.10925.
+    """A token sees itself and the `window` - 1 tokens before it; None means all tokens before it."""
     sinks: Tensor | None = None
+    """[H] float32: per query head, a logit that is added to the softmax's sum but has no value.
+
+    Source: arXiv:2508.10925.
+    """
 
 
 class Ops(Protocol):
-    """One backend. Stateless as far as callers see; used from the worker's main thread only."""
+    """One backend. Stateless to its callers; used from the worker's main thread only."""
 
-    # What `load_ops` calls it.
     name: str
-    # Whether a row's bits are the same whatever else is in the batch, however its context was computed.
+    """Its name in `load_ops`."""
     is_exact: bool
+    """Whether a row's bits do not depend on the rest of the batch or on how its context was computed."""
 
     def numerics(self) -> str:
-        """Names everything of this backend that results depend on: equal strings give equal bits."""
+        """A string with everything in this backend that results depend on: equal strings mean equal bits."""
 
     # -- Weights ------------------------------------------------------------------------------------------
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> LinearKernel:
-        """Bring a weight into the layout that the backend's matmul reads, once, at load.
+        """Convert a weight to the layout that the backend's matmul reads; once, at load.
 
-        The kernel computes `x @ weight.T + bias`. It keeps what it needs; `weight` itself may be dropped.
+        The kernel computes `x @ weight.T + bias`. It keeps what it needs, so `weight` may be freed.
 
         Args:
             weight: [out_features, in_features], the model's dtype, contiguous; not written.
@@ -78,10 +82,10 @@ class Ops(Protocol):
         """
 
     def prepare_per_head_linear(self, weight: Tensor) -> PerHeadKernel:
-        """Bring one matrix per head into the layout that the backend's batched matmul reads, once, at load.
+        """Convert one matrix per head to the layout that the backend's batched matmul reads; once, at load.
 
-        The kernel computes `x[:, h] @ weight[h].T` for each head h. Its argument may have any stride but the last,
-        and so may its result. It keeps what it needs; `weight` itself may be dropped.
+        The kernel computes `x[:, h] @ weight[h].T` for each head h. The last dimension of its argument and of its
+        result is contiguous; other strides are arbitrary. It keeps what it needs, so `weight` may be freed.
 
         Args:
             weight: [H, out_features, in_features], the model's dtype, of any stride; not written.
@@ -99,16 +103,16 @@ class Ops(Protocol):
 
         Args:
             x: [T, hidden], or [T, heads, D] for a norm of each head; rows may have any stride. Not written.
-            weight: [hidden] or [D], the same dtype. Mean and root are taken in float32.
+            weight: [hidden] or [D], the same dtype. Mean and root are computed in float32.
             eps: Added to the mean.
 
         Source: arXiv:1910.07467, equation 4; AITER `rmsnorm2d_fwd`.
         """
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """`residual += x` in place, then `rms_norm(residual)` as the result.
+        """Add `x` to `residual` in place and return `rms_norm(residual)`.
 
-        The result may be `x`'s memory: a caller must not read `x` afterwards.
+        The result may use `x`'s memory, so callers must not read `x` afterwards.
 
         Args:
             x: [T, hidden], contiguous; its contents are lost.
@@ -125,14 +129,14 @@ class Ops(Protocol):
         Args:
             x: [T, D]; rows may have any stride. Not written.
             weight: [D], the same dtype.
-            bias: [D], likewise.
-            eps: Added to the variance, which divides by D.
+            bias: [D], the same dtype.
+            eps: Added to the variance, which is the biased one (divided by D).
 
         Source: arXiv:1607.06450, equation 4; AITER `layer_norm`.
         """
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
-        """`silu(gate) * up` of `x` [T, 2 * intermediate] = gate | up, as [T, intermediate]; x's contents are lost.
+        """`silu(gate) * up`, [T, intermediate], for `x` [T, 2 * intermediate] = gate | up; `x`'s contents are lost.
 
         Source: arXiv:2002.05202, section 2 (SwiGLU); AITER `silu_and_mul`.
         """
@@ -140,24 +144,25 @@ class Ops(Protocol):
     # -- Rotary position embedding ------------------------------------------------------------------------
 
     def prepare_rope(self, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> RopeRows:
-        """Bring the tables into the backend's form, once, at load; `positions` of the result is empty.
+        """Convert the tables to the backend's form; once, at load. `positions` of the result is empty.
 
         Args:
             cos: [max_positions, rotary_dim / 2], float32: cosines of position times frequency.
-            sin: The sines, likewise.
-            is_interleaved: Whether pairs are neighbours (GPT-J style), or else half of rotary_dim apart (NeoX style).
+            sin: The sines, in the same shape and dtype.
+            is_interleaved: Whether pairs are adjacent (GPT-J style); otherwise they are half of rotary_dim apart (NeoX
+                style).
         """
 
     def select_rope(self, tables: RopeRows, positions: Tensor) -> RopeRows:
-        """What `rope` needs for `positions` [T] int64, made once a step from the result of `prepare_rope`."""
+        """What `rope` needs for `positions` [T] int64, computed once per step from the result of `prepare_rope`."""
 
     def rope(self, query_key: Tensor, rows: RopeRows) -> None:
         """Rotate the first rotary_dim columns of every head by its token's position, in place.
 
         Args:
-            query_key: [T, H + K, D], the heads of query and key side by side as the fused projection leaves
-                them: the last dimension is contiguous, heads and rows may have any stride.
-            rows: The step's; they know how many columns turn, and which are pairs.
+            query_key: [T, H + K, D], the heads of query and key side by side, as the fused projection returns them.
+                The last dimension is contiguous; heads and rows may have any stride.
+            rows: The step's rotations. They define how many columns are rotated, and which ones form pairs.
 
         Source: arXiv:2104.09864, equation 34; AITER `rope_cached_positions_2c_fwd_inplace`, rotate_style 0 or 1.
         """
@@ -165,7 +170,7 @@ class Ops(Protocol):
     # -- Attention ----------------------------------------------------------------------------------------
 
     def plan_attention(self, metadata: AttentionMetadata, kv_cache: KvCache) -> AttentionPlan:
-        """Derive what the ops below need from a step's metadata, once for all layers."""
+        """Compute what the ops below need from a step's metadata, once for all layers."""
 
     def write_kv(self, key: Tensor, value: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan) -> None:
         """Write the step's keys and values into their slots, in place; a slot of -1 is skipped.
@@ -175,18 +180,18 @@ class Ops(Protocol):
             value: [T, K, V], likewise.
             cache: Keys [num_blocks, block_size, K, D] and values [num_blocks, block_size, K, V]; written at
                 `slot_mapping` (int64, no repeats).
-            plan: This backend's, of the step.
+            plan: The step's plan from `plan_attention`.
 
         Source: arXiv:2309.06180, section 4.1; AITER `reshape_and_cache_flash`.
         """
 
     def write_cache(self, values: Tensor, cache: Tensor, plan: AttentionPlan) -> None:
-        """Write what the step's tokens keep in one tensor of a cache, in place; a slot of -1 is skipped.
+        """Write the values of the step's tokens into one tensor of a cache, in place; a slot of -1 is skipped.
 
         Args:
             values: [T, ...], the cache's dtype; rows may have any stride.
             cache: [num_blocks, block_size, ...]; written at `slot_mapping`.
-            plan: This backend's, of the step.
+            plan: The step's plan.
         """
 
     def prefill_attention(
@@ -198,21 +203,21 @@ class Ops(Protocol):
         plan: AttentionPlan,
         params: AttentionParams,
     ) -> Tensor:
-        """Causal attention of new tokens over their sequence: its cached prefix and the tokens up to themselves.
+        """Causal attention of new tokens over their sequence: its cached prefix and the new tokens up to themselves.
 
-        Query head h reads key/value head h // (H / K). Runs after `write_kv`, so that the cache holds the new tokens
-        too and a backend may read them from either place.
+        Query head h reads key/value head h // (H / K). Called after `write_kv`, so the cache holds the new tokens too,
+        and a backend may read them from either place.
 
         Args:
             query: [T, H, D]; sequence i's rows are [cu_seqlens_q[i], cu_seqlens_q[i + 1]). Not written.
             key: [T, K, D], as given to `write_kv`.
-            value: [T, K, V], likewise.
+            value: [T, K, V], as given to `write_kv`.
             cache: As given to `write_kv`; read by `block_tables` up to `context_lens`.
-            plan: This backend's, of the step.
-            params: The layer's.
+            plan: The step's plan.
+            params: The layer's parameters.
 
         Returns:
-            [T, H * V], contiguous. Rows of padded tokens hold anything finite or not.
+            [T, H * V], contiguous. Rows of padded tokens are undefined and may not be finite.
 
         Source: arXiv:2205.14135, algorithm 1; AITER `flash_attn_varlen_func` (no prefix anywhere) and
             `unified_attention` with causal=True.
@@ -223,17 +228,17 @@ class Ops(Protocol):
     ) -> Tensor:
         """Attention of each sequence's new tokens over its whole context in the cache, up to themselves.
 
-        Grouped as in `prefill_attention`. Runs after `write_kv`. Most sequences have one new token; drafts are up to 8
-        more behind it.
+        Heads are grouped as in `prefill_attention`. Called after `write_kv`. Most sequences have one new token; with
+        drafts up to 8 more follow it.
 
         Args:
             query: [T, H, D]; sequence i's rows are [cu_seqlens_q[i], cu_seqlens_q[i + 1]). Not written.
             cache: As given to `write_kv`; read by `block_tables` up to `context_lens`.
-            plan: This backend's, of the step.
-            params: The layer's.
+            plan: The step's plan.
+            params: The layer's parameters.
 
         Returns:
-            [T, H * V], contiguous. Rows with a context of 0 (padding) hold anything.
+            [T, H * V], contiguous. Rows with a context of 0 (padding) are undefined.
 
         Source: arXiv:2309.06180, section 4.1; AITER `unified_attention`, and `pa_fwd_asm` where no row has drafts.
         """
@@ -248,21 +253,21 @@ class Ops(Protocol):
         value_dim: int,
         selected: Tensor | None = None,
     ) -> Tensor:
-        """Multi-head latent attention, absorbed: all heads share one key per token, whose beginning is its value.
+        """Multi-head latent attention, absorbed: all heads share one key per token, which begins with its value.
 
-        For prefills, chunks and decodes alike; runs after `write_cache`, and reads the new tokens from the cache too.
+        Serves prefills, chunks and decodes. Called after `write_cache`, and reads the new tokens from the cache too.
 
         Args:
-            query: [T, H, L]: each head's query in the latent's space, then its rotated part. Rows and heads may have
-                any stride. Not written.
+            query: [T, H, L]: each head's query in the latent space, then its rotated part. Rows and heads may have any
+                stride. Not written.
             latent_cache: [num_blocks, block_size, L], read by `block_tables` up to `context_lens`.
-            plan: This backend's, of the step.
-            scale: What the products of queries and keys are multiplied by.
-            value_dim: How many of a key's first elements are its value, R.
-            selected: What `select_context` gives; None: every token attends to all up to itself.
+            plan: The step's plan.
+            scale: The factor of the products of queries and keys.
+            value_dim: R, the number of a key's first elements that are its value.
+            selected: The result of `select_context`; None means that every token attends to all tokens up to itself.
 
         Returns:
-            [T, H, R], contiguous. Rows of padded tokens hold anything.
+            [T, H, R], contiguous. Rows of padded tokens are undefined.
 
         Source: arXiv:2405.04434, section 2.1 and appendix C; AITER `mla.mla_decode_fwd`, `mla.mla_prefill_fwd`.
         """
@@ -276,22 +281,22 @@ class Ops(Protocol):
         *,
         num_selected: int,
     ) -> Tensor | None:
-        """The positions up to itself that each token attends to under sparse attention.
+        """The positions, up to its own, that each token attends to in sparse attention.
 
-        Token t scores position s by `sum over h of weights[t, h] * relu(query[t, h] . key[s])`, in float32, and the
-        `num_selected` best are taken, of equal ones the lower position; all of them where there are no more.
+        Token t scores position s by `sum over h of weights[t, h] * relu(query[t, h] . key[s])`, in float32. The
+        `num_selected` best positions are selected, the lower one among equals; all of them if there are no more.
 
         Args:
             index_query: [T, Hi, Di]; rows may have any stride. Not written.
             index_weights: [T, Hi], float32; scales included.
             index_cache: [num_blocks, block_size, Di], which holds the new tokens' keys too.
-            plan: This backend's, of the step.
+            plan: The step's plan.
             num_selected: At least 1.
 
         Returns:
-            [T, num_selected] int64: positions in the token's sequence in any order, -1 for an entry that is not used;
-            None where no context of the step is longer, so that every token attends to all. Rows of padded tokens
-            hold anything that `mla_attention` takes.
+            [T, num_selected] int64: positions in the token's sequence, in any order, with -1 for unused entries. None
+            if no context of the step is longer than `num_selected`, so that every token attends to all positions. Rows
+            of padded tokens are undefined, but valid for `mla_attention`.
 
         Source: DeepSeek-V3.2, "Boosting Long-Context Efficiency with DeepSeek Sparse Attention", equation 1.
         """
@@ -299,43 +304,43 @@ class Ops(Protocol):
     # -- Experts ------------------------------------------------------------------------------------------
 
     def route(self, logits: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
-        """Choose each token's experts and weigh them.
+        """Choose each token's experts and compute their weights.
 
         Args:
             logits: [T, E], float32; not written.
-            rule: The layer's.
+            rule: The layer's rule.
 
         Returns:
-            (expert ids [T, k] int64, no repeats, of equally good ones the lower; their weights [T, k] float32).
+            (expert ids [T, k] int64, no repeats, the lower id among equal scores; their weights [T, k] float32).
 
         Source: see `routing`; AITER `topk_softmax`, `biased_grouped_topk`, `grouped_topk`.
         """
 
     def prepare_experts(self, experts: Iterable[ExpertWeights], clamp: SwigluClamp | None) -> ExpertsKernel:
-        """Bring a layer's experts into the layout that the backend's products read, once, at load.
+        """Convert a layer's experts to the layout that the backend's products read; once, at load.
 
-        For each token the kernel adds up what its experts give, each multiplied by its weight: in float32, by rising
-        number of the expert.
+        For each token the kernel adds up the outputs of its experts, each multiplied by its weight, in float32 and in
+        ascending order of the expert's number.
 
         Args:
-            experts: By number. Each is asked for when its turn comes, and may be dropped when the next one is, so
-                that memory need not hold all of them twice.
-            clamp: Of the activation; None: it is `silu(gate) * up`.
+            experts: The experts in order of their numbers. They are consumed one at a time, and each may be freed when
+                the next one is read, so memory need not hold all of them twice.
+            clamp: The clamp of the activation; None means `silu(gate) * up`.
 
         Source: arXiv:1701.06538, equation 1; AITER `fused_moe`, whose w1 is gate | up too.
         """
 
     def combine_experts(self, outputs: Tensor, tokens: Tensor, weights: Tensor, *, num_tokens: int) -> Tensor:
-        """Add up what experts elsewhere gave for each token, each row multiplied by its weight.
+        """Add up, for each token, the outputs of experts that ran on other ranks, each row multiplied by its weight.
 
-        In float32 and in the order of the rows: rows by rising number of the expert make the sums that an
-        `ExpertsKernel` makes, on an exact backend bit by bit.
+        Sums are float32 and in the order of the rows. Rows in ascending order of their experts give the sums of an
+        `ExpertsKernel`; on an exact backend they are equal bit by bit.
 
         Args:
             outputs: [N, hidden], the model's dtype; rows may have any stride. Not written.
-            tokens: [N] int64, whose output each row is.
+            tokens: [N] int64, the token that each row belongs to.
             weights: [N] float32.
-            num_tokens: Rows of the result; one that no output is for is zero.
+            num_tokens: The number of rows of the result. A token without outputs has a row of zeros.
 
         Returns:
             A new [num_tokens, hidden] of the dtype of `outputs`.
@@ -346,7 +351,7 @@ class Ops(Protocol):
     # -- Sampling -----------------------------------------------------------------------------------------
 
     def greedy_sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest logit of each row and its column, the lowest one of equals; NaN counts as the largest.
+        """The largest logit of each row and its column, the lowest column among equals; NaN counts as the largest.
 
         Args:
             logits: [B, vocabulary], float32; not written.
@@ -354,5 +359,5 @@ class Ops(Protocol):
         Returns:
             (token ids [B] int64, largest logits [B] float32).
 
-        Source: AITER `greedy_sample`, which returns the ids alone.
+        Source: AITER `greedy_sample`, which returns only the ids.
         """

@@ -1,7 +1,7 @@
-"""The attention of the `reference` backend: one query at a time over a copy of exactly what it sees.
+"""The attention of the `reference` backend: one query at a time, over a copy of exactly the tokens it sees.
 
-A query's result depends on its position and on what lies before it, so a chunk, a cached prefix, a block size or
-drafts beside it change no bit.
+A query's result depends only on its position and the tokens before it. Chunking, a cached prefix, the block size and
+drafts do not change a bit of it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class ReferencePlan(AttentionPlan):
         ]
 
     def sequences(self) -> Iterator[tuple[Tensor, list[tuple[int, int]]]]:
-        """Each sequence's slots, and of its new tokens the row and the count of tokens up to itself."""
+        """Each sequence's slots, and for each of its new tokens (row, number of tokens up to and including it)."""
         first = 0
         for num_queries, slots in zip(self.metadata.query_lens, self.context_slots, strict=True):
-            # A padded token has no context and no row here.
+            # A padded token has no context and is left out.
             seen = range(len(slots) - num_queries + 1, len(slots) + 1)
             yield slots, [(first + place, count) for place, count in enumerate(seen) if count > 0]
             first += num_queries
@@ -64,7 +64,7 @@ class ReferenceAttention:
         plan: AttentionPlan,
         params: AttentionParams,
     ) -> Tensor:
-        # From the cache only: a cached prefix then takes the same path as one that was just computed.
+        # Reads only the cache, so that a cached prefix takes the same path as one that was just computed.
         return self.decode_attention(query, cache, plan, params)
 
     def decode_attention(
@@ -76,7 +76,7 @@ class ReferenceAttention:
         for slots, rows in plan.sequences():
             keys, values = key_cache.flatten(0, 1)[slots], value_cache.flatten(0, 1)[slots]
             for row, end in rows:
-                # Where a part lies in fresh memory depends on the position alone, and so do its bits.
+                # The slice's offset in the fresh copy depends only on the position, and so do the result's bits.
                 start = 0 if params.window is None else max(end - params.window, 0)
                 output[row] = _attend(query[row], keys[start:end], values[start:end], params)
         return output
@@ -125,12 +125,12 @@ class ReferenceAttention:
 
 
 def _used(selected: Tensor) -> Tensor:
-    """The positions in `selected` [n], in order: all of them in order are the whole context, bit for bit."""
+    """The used positions in `selected` [n], sorted, so that selecting all equals dense attention bit by bit."""
     return selected[selected >= 0].sort().values
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
-    """One query [H, D] over what it sees, keys [length, K, D] and values [length, K, V], as [H * V]."""
+    """Attention [H * V] of one query [H, D] over the keys [length, K, D] and values [length, K, V] that it sees."""
     num_kv_heads, head_dim = keys.shape[1:]
     grouped = query.reshape(num_kv_heads, -1, head_dim) * params.scale
     scores = torch.bmm(grouped, keys.permute(1, 2, 0).contiguous())

@@ -1,4 +1,4 @@
-"""Experts of the `reference` backend: each token alone, and of its experts one after the other."""
+"""Experts of the `reference` backend: one token and one expert at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ReferenceExperts:
         self._experts = experts
 
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
-        # Sorted, so that a token's sum has one order, whatever order the router gives its experts in.
+        # Sorted, so that a token's sum has the same order whatever order the router returns its experts in.
         numbers, order = expert_ids.flatten().sort(stable=True)
         tokens = order // expert_ids.shape[1]
         rows = zip(numbers.tolist(), x[tokens], strict=True)
@@ -25,7 +25,7 @@ class ReferenceExperts:
 
 def combine_experts(outputs: Tensor, tokens: Tensor, weights: Tensor, *, num_tokens: int) -> Tensor:
     """See `Ops.combine_experts`."""
-    # Memory of its own for each sum and each row: its place in a larger tensor may decide on the kernel.
+    # Each sum and each row has its own memory, because an offset in a larger tensor may affect the choice of kernel.
     totals = [torch.zeros(outputs.shape[1]) for _ in range(num_tokens)]
     for output, token, weight in zip(outputs, tokens.tolist(), weights.tolist(), strict=True):
         totals[token].add_(output.clone(), alpha=weight)

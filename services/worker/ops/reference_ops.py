@@ -1,8 +1,9 @@
-"""The `reference` backend: every row alone, in a fixed order. The yardstick, and exact.
+"""The `reference` backend: exact, because it computes every row alone and in a fixed order.
 
-Whatever a row's result depends on has the same shape in every batch, at every step, with every block size: one row
-of activations, or one row's context copied into fresh memory. So kernels take the same path for it each time, and
-decode, prefill, any batch, cached or not give equal bits. It reads all weights for every row: for tests.
+Whatever a row's result depends on has the same shape in every batch, step and block size: one row of activations, or
+one row's context copied into fresh memory. So kernels take the same path each time, and a row has the same bits in
+prefill and decode, in any batch, with or without a cached prefix. It reads all weights for every row, so it is only for
+tests.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class ReferenceOps(ReferenceAttention):
 
 
 def _row_by_row(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    # A copy of each row: its place in `x` decides on its alignment in memory, and that may decide on the kernel.
+    # Each row is copied, because its offset in `x` determines its alignment, which may affect the choice of kernel.
     return torch.stack([function(row.clone()) for row in x])
 
 

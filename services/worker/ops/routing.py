@@ -1,7 +1,7 @@
-"""Which experts a token goes to: the rules that families have, and how they are computed.
+"""Routing: how a token's experts are chosen and weighted, by the rules of the supported families.
 
 Source: arXiv:2401.04088, section 2.1 (Mixtral); 2405.04434, section 2.2.2 (groups of experts); 2412.19437, equations
-12 to 16 (sigmoid, correction); 2508.10925 (gpt-oss).
+12 to 16 (sigmoid, correction bias); 2508.10925 (gpt-oss).
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-# Keeps a sum of scores that are all 0 from being divided by.
+# Avoids division by zero when all scores are 0.
 _EPSILON = 1e-20
 
 
 class RouterScore(Enum):
-    """What an expert's score is, by which it is chosen and from which its weight comes."""
+    """How an expert's score is computed. Experts are chosen by their scores, and weights are derived from them."""
 
     # The softmax over all logits.
     SOFTMAX = "softmax"
-    # The logit; weights are the softmax over the logits of those chosen.
+    # The logit itself; weights are the softmax over the logits of the chosen experts.
     LOGIT = "logit"
     # The sigmoid of the logit.
     SIGMOID = "sigmoid"
@@ -29,30 +29,30 @@ class RouterScore(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroups:
-    """Experts are chosen from the best groups only, which are runs of equal length.
-
-    A group is judged by the sum of its `num_judging` best experts.
-    """
+    """Groups of experts, which are runs of equal length; experts are chosen from the best groups only."""
 
     num_groups: int
     num_chosen: int
+    """The number of groups that a token's experts are chosen from."""
     num_judging: int
+    """A group's score is the sum of its `num_judging` best experts' scores."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingRule:
-    """How a layer chooses experts and weighs them."""
+    """How a layer chooses experts and computes their weights."""
 
-    # Experts per token.
     num_chosen: int
+    """The number of experts per token."""
     score: RouterScore
-    # [E] float32, added to the scores for the choice but not for the weights.
     correction: Tensor | None = None
+    """[E] float32, added to the scores for the choice of experts but not for their weights; None for no correction."""
     groups: ExpertGroups | None = None
-    # Whether a token's weights are divided by their sum.
+    """None means that a token may choose from all experts."""
     renormalizes: bool = False
-    # What the weights are multiplied by, last.
+    """Whether a token's weights are divided by their sum."""
     scale: float = 1.0
+    """The factor of the weights, applied last."""
 
 
 def route(logits: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
@@ -77,7 +77,7 @@ def _scores(logits: Tensor, score: RouterScore) -> Tensor:
 
 
 def _within_best_groups(preferences: Tensor, groups: ExpertGroups) -> Tensor:
-    """`preferences` [T, E] with -inf for the experts of all groups but the best."""
+    """`preferences` [T, E] with -inf for all experts outside the best groups."""
     grouped = preferences.view(preferences.shape[0], groups.num_groups, -1)
     merits = grouped.topk(groups.num_judging, dim=-1).values.sum(dim=-1)
     is_out = torch.ones_like(merits, dtype=torch.bool).scatter_(-1, _best(merits, groups.num_chosen), False)
@@ -85,6 +85,6 @@ def _within_best_groups(preferences: Tensor, groups: ExpertGroups) -> Tensor:
 
 
 def _best(scores: Tensor, count: int) -> Tensor:
-    """The columns of the largest scores, best first, of equal ones the lower column."""
-    # `topk` takes any of equal ones.
+    """The columns of the `count` largest scores, best first; among equal scores the lower column comes first."""
+    # Not `topk`, which returns any of equal values.
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
