@@ -15,27 +15,23 @@ from services.worker.ops import AttentionParams, Ops, RopeRows
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Projects, normalises heads if the family does, rotates, writes the cache, attends and projects back.
-
-    Grouped-query attention (arXiv:2305.13245): query heads share key/value heads in equal groups.
-    """
+    """Grouped-query attention (arXiv:2305.13245), from the fused projection to the output projection."""
 
     ops: Ops
     layer: int
     """The layer's index in the cache."""
     _: KW_ONLY
     qkv: Linear
-    """Query, key and value projections, fused in this order."""
+    """Query, key and value, fused in this order."""
     output: Callable[[Tensor], Tensor]
-    """The output projection, [T, num_heads * D] to [T, hidden]."""
+    """[T, num_heads * D] to [T, hidden]."""
     num_heads: int
     num_kv_heads: int
     """Divides `num_heads`."""
     params: AttentionParams
     query_norm: RmsNorm | None = None
-    """The norm of each query head before its rotation; None if there is none."""
+    """Applied to each head before its rotation, as is `key_norm`."""
     key_norm: RmsNorm | None = None
-    """Likewise for key heads."""
 
     def __call__(self, x: Tensor, rope: RopeRows) -> Tensor:
         """[T, hidden] to a new [T, hidden]; writes the cache."""

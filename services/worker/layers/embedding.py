@@ -1,4 +1,4 @@
-"""Token embeddings and the projection onto the vocabulary; each rank holds a contiguous part of the vocabulary."""
+"""Token embeddings and the projection onto the vocabulary; each rank holds a run of the vocabulary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Embedding:
     """One vector per token id."""
 
     def __init__(self, ops: Ops, weight: Tensor, part: Part, tp: Communicator) -> None:
-        """Keep `weight` [len(part), hidden], the vectors of `part`'s ids, without copying: it may be very large."""
+        """Keep `weight` [len(part), hidden], the vectors of `part`'s ids, without a copy: it may be very large."""
         self._ops = ops
         self._weight = weight
         self._part = part

@@ -24,12 +24,12 @@ from services.worker.forward.forward_context import get_forward_context
 from services.worker.ops import ExpertsKernel, Ops
 from services.worker.parallel.communicator import Communicator, sum_in_order
 
-# The most tokens per rank in a round. It bounds the round's memory, as each token has a row for each of its experts.
+# Tokens per rank in a round. Bounds the round's memory, as each token has a row for each of its experts.
 _TOKENS_PER_ROUND = 512
 
 
 def local_experts(num_experts: int, ep_rank: int, ep_size: int) -> range:
-    """The experts that a rank holds: contiguous runs, as even as possible; any remainder goes to the first ranks."""
+    """The experts that a rank holds; see `nth_run`."""
     return nth_run(num_experts, ep_rank, ep_size)
 
 
@@ -43,9 +43,8 @@ def nth_run(total: int, number: int, num_runs: int) -> range:
 class ExpertParallel:
     """One layer's experts, of which each rank of `ep` holds a run. All ranks must call it at the same point of a step.
 
-    The ranks of a TP group have the same tokens. Each of them sends a run of these tokens to their experts, and all of
-    them receive all results. Tokens are sent in rounds; every rank runs as many rounds as the rank with the most tokens
-    needs.
+    The ranks of a TP group have the same tokens. Each dispatches a run of them, and all receive all results. Every rank
+    runs as many rounds as the rank with the most tokens needs.
     """
 
     def __init__(
@@ -61,13 +60,12 @@ class ExpertParallel:
         """Keep this rank's experts.
 
         Args:
-            ops: The backend.
             parts: The experts of `local_experts`, numbered from 0. Each part computes a slice of every expert's inner
                 size; an expert's output is the sum over the parts.
-            num_experts: The number of the layer's experts on all ranks.
+            num_experts: The total on all ranks.
             tp: The ranks that have the same tokens.
             ep: All ranks of the cell.
-            tokens_per_round: The maximum number of tokens that a rank sends in one round.
+            tokens_per_round: Per rank.
         """
         self._ops = ops
         self._parts = list(parts)

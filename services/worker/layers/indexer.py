@@ -1,8 +1,8 @@
 """DeepSeek-V3.2's lightning indexer: a small attention that selects the tokens that the main attention attends to.
 
 Source: DeepSeek-V3.2-Exp, "Boosting Long-Context Efficiency with DeepSeek Sparse Attention", section 2.1; transformers'
-`DeepseekV32Indexer`. DeepSeek's code multiplies queries and keys by a Hadamard matrix and rounds them to FP8. The first
-leaves their products unchanged, and the second is omitted, so neither is done here, as in transformers.
+`DeepseekV32Indexer`. As in transformers, queries and keys are not multiplied by DeepSeek's Hadamard matrix, which
+leaves their products unchanged, and not rounded to FP8.
 """
 
 from __future__ import annotations
@@ -22,27 +22,20 @@ class IndexerProjections:
     """The weights of a layer's indexer."""
 
     query: Linear
-    """From the attention's query latent to the heads. The rotated columns come first in each head."""
+    """From the attention's query latent. The rotated columns come first in each head."""
     key: Linear
-    """From the hidden state to the key, which all heads share."""
+    """From the hidden state; all heads share the key."""
     key_norm: LayerNorm
-    """The norm of the key before its rotation."""
+    """Applied before the rotation."""
     head_weights: Linear
-    """From the hidden state to the weights of the heads, in float32."""
+    """From the hidden state, in float32."""
 
 
 class Indexer:
     """Projects, rotates, writes this step's index keys into the cache and selects positions."""
 
     def __init__(self, ops: Ops, projections: IndexerProjections, *, num_heads: int, num_selected: int) -> None:
-        """Create the indexer of one layer.
-
-        Args:
-            ops: The backend.
-            projections: The layer's weights.
-            num_heads: The number of index heads.
-            num_selected: The maximum number of tokens selected.
-        """
+        """Create one layer's indexer, which selects at most `num_selected` tokens."""
         self._ops = ops
         self._projections = projections
         self._num_heads = num_heads
@@ -54,7 +47,6 @@ class Indexer:
         Args:
             x: [T, hidden].
             query_source: [T, query_latent_dim].
-            rope: The step's rotations.
             cache: The layer's index keys, [num_blocks, block_size, head_dim].
         """
         ops, projections, plan = self._ops, self._projections, get_forward_context().plan

@@ -30,11 +30,10 @@ class Linear:
         """Load the linear layers `names` as one fused layer, whose output has their outputs side by side.
 
         Args:
-            shard: The rank's ops, weights and communicators.
             names: The layers' names in the checkpoint, where each may have its own format.
             outputs: For each layer, the part of its outputs that is computed here.
-            inputs: The part of the inputs that is used here, the same for all layers. The results for all parts of the
-                inputs add up to the whole product; the bias is added in the first part only.
+            inputs: The part of the inputs that is used here. The results for all parts add up to the whole product;
+                only the first part adds the bias.
             has_bias: Whether the layers have biases, `{name}.bias`.
 
         Raises:
@@ -52,10 +51,5 @@ class Linear:
 
 
 def sum_over_ranks(layer: Callable[[Tensor], Tensor], tp: Communicator) -> Callable[[Tensor], Tensor]:
-    """Sum the results of a layer over the ranks of `tp`, each of which has a part of the layer's inputs.
-
-    Args:
-        layer: Maps [T, n] to a new tensor, which may be written.
-        tp: The ranks that have a part.
-    """
+    """Sum the results of a layer whose inputs are split over `tp`. `layer` returns a new tensor; it may be written."""
     return layer if tp.size == 1 else lambda x: tp.all_reduce(layer(x))

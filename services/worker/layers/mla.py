@@ -31,14 +31,13 @@ class LatentSizes:
 
     num_heads: int
     plain_dim: int
-    """The part of a query head, and of its key, that has no position."""
+    """The part of a query head without a position."""
     rope_dim: int
-    """The rotated part of a query head, and of the key; the heads share the key's rotated part."""
+    """The rotated part of a query head."""
     value_dim: int
     latent_dim: int
-    """The latent from which keys and values are projected."""
     query_latent_dim: int | None
-    """The latent from which queries are projected; None means that they are projected from the hidden state."""
+    """None means that queries are projected from the hidden state."""
 
     @property
     def head_dim(self) -> int:
@@ -47,7 +46,7 @@ class LatentSizes:
 
     @property
     def cached_dim(self) -> int:
-        """The width of a token's cache row: its latent and the rotated part of its key."""
+        """The width of a token's cache row."""
         return self.latent_dim + self.rope_dim
 
 
@@ -56,10 +55,10 @@ class LatentProjections:
     """The weights of a layer."""
 
     down: Linear
-    """[T, hidden] to the query's latent, if there is one, then the latent and the key's rotated part."""
+    """To the query's latent, if there is one, then the latent and the key's rotated part."""
     query_norm: RmsNorm | None
     query: Linear
-    """From the query's latent, or else from the hidden state, to the query heads."""
+    """From the query's latent, or else from the hidden state."""
     latent_norm: RmsNorm
     absorb: PerHeadKernel
     """W_UK transposed, [T, H, plain_dim] to [T, H, latent_dim]."""
@@ -70,7 +69,7 @@ class LatentProjections:
 
 
 class LatentAttention:
-    """Projects to the latents, rotates, writes the cache, attends to it and projects back."""
+    """The attention of one layer, with its cache writes."""
 
     def __init__(
         self,
@@ -85,12 +84,10 @@ class LatentAttention:
         """Create one layer.
 
         Args:
-            ops: The backend.
             layer: The layer's index in the cache.
-            sizes: The widths of this rank's tensors.
-            projections: The layer's weights.
+            sizes: With this rank's number of heads.
             scale: The factor of the products of queries and keys.
-            indexer: Selects the tokens that each token attends to; None means all tokens up to itself.
+            indexer: None means that each token attends to all tokens up to itself.
         """
         self._ops = ops
         self._layer = layer

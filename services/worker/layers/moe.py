@@ -16,13 +16,13 @@ from services.worker.parallel.communicator import Communicator
 # Maps (x [T, hidden], expert ids [T, k] int64, weights [T, k] float32) to the weighted sums of each token's experts, a
 # new [T, hidden]. Arguments and result are the same on all ranks of a TP group.
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
-# Reads a part of the inner size of the expert with the given number. Only the part that starts at 0 has the bias of the
-# down projection, because the outputs of all parts are added up.
+# Reads a part of the inner size of an expert. Only the part that starts at 0 has the bias of the down projection, as
+# the outputs of all parts are added up.
 ReadExpert = Callable[[int, Part], ExpertWeights]
 
 
 class Router:
-    """Chooses each token's experts by the products of its hidden state with one vector per expert."""
+    """Chooses each token's experts."""
 
     def __init__(self, ops: Ops, logits: Linear, rule: RoutingRule, *, dtype: torch.dtype) -> None:
         """`dtype` is the dtype that `logits` computes in."""
@@ -68,13 +68,6 @@ def load_experts(
     shard: Shard, *, num_experts: int, inner_size: int, read: ReadExpert, clamp: SwigluClamp | None = None
 ) -> Experts:
     """Load this rank's share of one layer's experts: a part of each, or with expert parallelism a run of whole ones.
-
-    Args:
-        shard: The rank's ops, weights and communicators.
-        num_experts: The number of the layer's experts.
-        inner_size: The inner size of each expert.
-        read: Called once for each expert and part that the rank has.
-        clamp: The clamp of the activation; see `Ops.prepare_experts`.
 
     Raises:
         ModelDirectoryError: the inner size cannot be split over the TP ranks.

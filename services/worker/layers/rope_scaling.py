@@ -1,7 +1,7 @@
 """RoPE scaling: how checkpoints extend rotary position embeddings beyond the original training length.
 
-Each scaling computes the angle by which a position rotates a pair of columns. Everything is float32 and in the order of
-transformers' operations (its `modeling_rope_utils`), because an angle's error grows with the position.
+Angles are computed in float32 and in the order of transformers' operations (its `modeling_rope_utils`), because an
+angle's error grows with the position.
 """
 
 from __future__ import annotations
@@ -20,13 +20,10 @@ class RopeScaling(Protocol):
 
     @property
     def attention_factor(self) -> float:
-        """The factor that cosines and sines are multiplied by."""
+        """The factor of cosines and sines."""
 
     def angles(self, theta: float, rotary_dim: int, positions: Tensor) -> Tensor:
-        """The angles [num_positions, rotary_dim / 2], float32, for `positions` [num_positions] float32.
-
-        `theta` is the base of the frequencies.
-        """
+        """[num_positions, rotary_dim / 2], float32, for `positions` [num_positions] float32 and the base `theta`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +60,8 @@ class LinearScaling:
 class DynamicNtkScaling:
     """Increases the base with the length: a token beyond `original_max_positions` is rotated as if it were the last.
 
-    So a token's rotation depends only on its position, never on the batch, the chunk or later tokens, and cached keys
-    stay valid. The result equals transformers' if a sequence grows token by token from within the original length. A
-    longer prompt differs: transformers rotates all of it with the base for the prompt's length, and does not rotate
-    cached keys again when the base changes.
+    So a rotation depends only on the position, and cached keys stay valid. transformers gives the same if a sequence
+    grows token by token from within the original length, but rotates a longer prompt with the base for its full length.
 
     Source: transformers, `_compute_dynamic_ntk_parameters`; arXiv:2309.00071, section 3.1 and appendix B.1.
     """
@@ -130,23 +125,22 @@ class YarnScaling:
     factor: float
     original_max_positions: int
     given_attention_factor: float | None = None
-    """The whole attention factor; None means that it is computed, see `attention_factor`."""
+    """None means that it is computed; see `attention_factor`."""
     attn_factor: float = 1.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float = 0.0
-    """DeepSeek's parameter of the temperature; 0 if the checkpoint has none."""
+    """DeepSeek's, like `mscale_all_dim`; 0 if absent."""
     mscale_all_dim: float = 0.0
-    """Likewise."""
     is_truncated: bool = True
-    """Whether the blend begins and ends at whole pairs. In gpt-oss it does not."""
+    """Whether the blend begins and ends at whole pairs; not in gpt-oss."""
 
     @property
     def attention_factor(self) -> float:
         """See `RopeScaling`.
 
-        `attn_factor` multiplies the computed factor, as in vLLM's YaRN; transformers does not have it. A configured
-        `attention_factor` is the whole factor, as in transformers and in vLLM's pull request 46280.
+        `attn_factor` multiplies the computed factor, as in vLLM's YaRN. A configured `attention_factor` is the whole
+        factor, as in transformers and in vLLM's pull request 46280.
         """
         if self.given_attention_factor is not None:
             return self.given_attention_factor
@@ -185,12 +179,9 @@ class YarnScaling:
 
 
 def read_scaling(kind: object, values: Mapping[str, Any], max_positions: int | None) -> RopeScaling:
-    """The scaling that the rope parameters `values` of a configuration describe.
+    """The scaling of rope type `kind` with the rope parameters `values`.
 
-    Args:
-        kind: The configured rope type.
-        values: The parameters.
-        max_positions: The configuration's `max_position_embeddings`; None if it has none.
+    `max_positions` is `max_position_embeddings`; None if it is absent.
 
     Raises:
         KeyError, TypeError, ValueError: the type is unknown, or a parameter is missing or malformed.

@@ -31,15 +31,12 @@ class RopeConfig:
     def from_json(
         cls, config: Mapping[str, Any], *, default_theta: float = 10000.0, default_partial_factor: float = 1.0
     ) -> RopeConfig:
-        """Read `rope_parameters`, or `rope_theta` and `rope_scaling` as older configurations have them.
+        """Read `rope_parameters`, or `rope_theta` and `rope_scaling` as in older configurations.
 
-        Args:
-            config: The whole config.json.
-            default_theta: The family's base, used if the configuration has none.
-            default_partial_factor: The family's `partial_rotary_factor`, used if the configuration has none.
+        The defaults are the family's. Nothing else is guessed, as a guess would give wrong positions.
 
         Raises:
-            ModelDirectoryError: the type is unknown, or a parameter is missing. A guess would give wrong positions.
+            ModelDirectoryError: the type is unknown, or a parameter is missing or malformed.
         """
         values = _parameters(config, default_theta, default_partial_factor)
         kind = values.get("rope_type", values.get("type", "default"))
@@ -57,7 +54,7 @@ class RopeConfig:
         return self.scaling.score_factor if isinstance(self.scaling, YarnScaling) else 1.0
 
     def rotary_dim(self, head_dim: int) -> int:
-        """The number of columns of a head that are rotated, which are the first ones.
+        """How many of a head's columns are rotated, from the first one on.
 
         Raises:
             ModelDirectoryError: the number is odd or 0.
@@ -95,11 +92,9 @@ class Rotary:
         """Compute the tables.
 
         Args:
-            ops: The backend.
-            config: Base and scaling.
-            rotary_dim: The number of columns of a head that are rotated, even; the columns after them are unchanged.
-            max_positions: The number of rows of the tables.
-            is_interleaved: Whether columns 2 i and 2 i + 1 form a pair; otherwise i and i + rotary_dim / 2 do.
+            rotary_dim: Columns of a head that are rotated, even; the columns after them are unchanged.
+            max_positions: Rows of the tables.
+            is_interleaved: See `Ops.prepare_rope`.
         """
         angles = config.scaling.angles(config.theta, rotary_dim, torch.arange(max_positions, dtype=torch.float32))
         factor = config.scaling.attention_factor
@@ -112,7 +107,7 @@ class Rotary:
 
 
 def _parameters(config: Mapping[str, Any], default_theta: float, default_partial_factor: float) -> dict[str, Any]:
-    """All rope parameters in one flat mapping, from whichever of the two spellings the configuration uses."""
+    """All rope parameters in one flat mapping, from either of the configuration's two spellings."""
     values: dict[str, Any] = {"rope_theta": default_theta, "partial_rotary_factor": default_partial_factor}
     values |= {name: config[name] for name in values if config.get(name) is not None}
     for spelling in ("rope_scaling", "rope_parameters"):

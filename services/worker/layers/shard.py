@@ -1,4 +1,4 @@
-"""What a rank needs to build its layers, and which part of each of the model's dimensions it holds."""
+"""What a rank needs to build its layers, and which part of each dimension it holds."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from shared.model_dir import ModelDirectoryError
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The run [start, stop) of a dimension, in the dimension's own unit, such as heads or columns."""
+    """The run [start, stop) of a dimension of size `total`, in its own unit, such as heads or columns."""
 
     total: int
-    """The size of the whole dimension."""
     start: int
     stop: int
 
@@ -40,7 +39,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What a rank needs to build its layers: ops, weights and communicators."""
+    """What a rank needs to build its layers."""
 
     ops: Ops
     weights: ModelWeights
@@ -54,12 +53,8 @@ class Shard:
     def parts(self, name: str, total: int) -> list[Part]:
         """Each rank's part of a dimension, as even as possible; any remainder goes to the first ranks.
 
-        Args:
-            name: The dimension's name in config.json.
-            total: The dimension's size.
-
         Raises:
-            ModelDirectoryError: `total` is less than the number of ranks.
+            ModelDirectoryError: `total` is less than the number of ranks; the message has `name`, as in config.json.
         """
         size = self.tp.size
         if total < size:
@@ -85,7 +80,7 @@ class Shard:
         return self.part(name, num_heads)
 
     def kv_heads(self, num_kv_heads: int) -> Part:
-        """The key/value heads of this rank's query heads: its own ones, or one shared by several ranks if they are few.
+        """The key/value heads of this rank's query heads: its own ones, or one shared with other ranks.
 
         Raises:
             ModelDirectoryError: the heads can be neither split nor shared evenly.

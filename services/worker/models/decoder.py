@@ -1,7 +1,6 @@
 """The decoder that every family builds on: embedding, pre-norm layers on a residual stream, final norm, head.
 
-A family supplies the layers, each with an attention and a feed-forward network. `plain_attention` has the attention
-that most families share.
+A family supplies the layers' attention and feed-forward networks. `plain_attention` has what most families share.
 """
 
 from __future__ import annotations
@@ -53,10 +52,7 @@ class DecoderConfig:
     ) -> DecoderConfig:
         """Read and check the common values.
 
-        Args:
-            values: config.json.
-            default_theta: The family's base of the rotary frequencies, used if config.json has none.
-            default_partial_factor: The fraction of a head that the family rotates, used if config.json has none.
+        The defaults are the family's base of the rotary frequencies and the fraction of a head that it rotates.
 
         Raises:
             ModelDirectoryError: a value is missing, malformed or not supported.
@@ -77,7 +73,7 @@ class DecoderConfig:
 
 
 class DecoderLayer:
-    """Attention and feed-forward network, each with a norm before it and added to the residual stream."""
+    """Pre-norm attention and feed-forward network on a residual stream."""
 
     def __init__(
         self, *, attention_norm: RmsNorm, attention: SelfAttention, mlp_norm: RmsNorm, mlp: FeedForward
@@ -96,7 +92,7 @@ class DecoderLayer:
     def load(
         cls, shard: Shard, config: DecoderConfig, layer: int, *, attention: SelfAttention, mlp: FeedForward
     ) -> DecoderLayer:
-        """Load the norms of layer number `layer` of a checkpoint around an attention and a feed-forward network."""
+        """Load the norms of layer number `layer` around an attention and a feed-forward network."""
         prefix = f"model.layers.{layer}"
         return cls(
             attention_norm=load_norm(shard, config, f"{prefix}.input_layernorm"),
@@ -106,15 +102,11 @@ class DecoderLayer:
         )
 
     def __call__(self, hidden: Tensor | None, residual: Tensor, rope: RopeRows) -> Tensor:
-        """Run the layer and return the output of its feed-forward network, not yet added to `residual`.
-
-        The next norm adds it, because the addition is fused with the norm.
+        """Run the layer; its result is not yet added to `residual`, as the next norm fuses the addition.
 
         Args:
-            hidden: [T, hidden], the previous layer's result, which is still to be added; None for the first layer. Its
-                contents are lost.
+            hidden: [T, hidden], the previous layer's result; None for the first layer. Its contents are lost.
             residual: [T, hidden], the residual stream; written in place.
-            rope: The step's rotations.
         """
         normed = self._attention_norm(residual) if hidden is None else self._attention_norm.add(hidden, residual)
         attended = self._attention(normed, rope)
@@ -139,10 +131,6 @@ class DecoderModel:
         """Load embedding, final norm and head around the layers.
 
         Args:
-            shard: The rank's ops, weights and communicators.
-            config: The common values.
-            layers: The model's layers, in order.
-            rotary: The rotation that all layers use.
             kv_layers: What a token keeps in the cache, for each layer and then for each layer of `mtp`.
 
         Raises:
@@ -193,10 +181,7 @@ def load_norm(shard: Shard, config: DecoderConfig, name: str) -> RmsNorm:
 def load_mlp(
     shard: Shard, config: DecoderConfig, prefix: str, *, inner_size: int, has_bias: bool = False
 ) -> FeedForward:
-    """Load the gated network with projections `{prefix}.gate_proj`, `.up_proj` and `.down_proj`.
-
-    Its inner size is split over the TP ranks.
-    """
+    """Load the gated network `{prefix}.gate_proj`, `.up_proj`, `.down_proj`, its inner size split over the ranks."""
     hidden, inner = Part.whole(config.hidden_size), shard.part("intermediate_size", inner_size)
     names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
     gate_up = Linear.load(shard, names, [inner, inner], inputs=hidden, has_bias=has_bias)

@@ -14,12 +14,7 @@ _MLP_TYPES = ("dense", "sparse")
 
 
 def read_dense_layers(values: ConfigValues, num_layers: int, *, default_count: int) -> frozenset[int]:
-    """The layers without experts: those that `mlp_layer_types` names, or else the first ones.
-
-    Args:
-        values: config.json.
-        num_layers: The number of the model's layers.
-        default_count: How many of the first layers are dense if config.json does not say.
+    """The layers without experts: as in `mlp_layer_types`, or else the first ones, `default_count` if not configured.
 
     Raises:
         ModelDirectoryError: a value is malformed, or a layer type is unknown.
@@ -41,13 +36,6 @@ def load_deepseek(
     mtp_layers: range = range(0),
 ) -> DecoderModel:
     """Load a DeepSeek model, with its layers for multi-token prediction.
-
-    Args:
-        shard: The rank's ops, weights and communicators.
-        config: The common values.
-        attention: The attention of every layer.
-        feed_forward: The feed-forward networks of all layers.
-        mtp_layers: The numbers of the layers for multi-token prediction.
 
     Raises:
         ModelDirectoryError: see `ModelWeights`, or a dimension cannot be split over the ranks.

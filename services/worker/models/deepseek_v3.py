@@ -24,16 +24,11 @@ def load_deepseek_v3(
     with_mtp: bool = False,
     indexer: IndexerConfig | None = None,
 ) -> DecoderModel:
-    """Load DeepSeek-V3.
+    """Load DeepSeek-V3. See `ModelLoader`.
 
     Args:
-        config: config.json.
-        shard: The rank's ops, weights and communicators.
         with_mtp: Whether to load the layers for multi-token prediction, if they are stored.
         indexer: The indexer of V3.2; None means that tokens attend to all tokens before them.
-
-    Raises:
-        ModelDirectoryError: the configuration or the weights are not those of such a model.
     """
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values)

@@ -21,11 +21,7 @@ _NUM_SELECTED = 2048
 
 
 def load_deepseek_v32(config: Mapping[str, Any], shard: Shard, *, with_mtp: bool = False) -> DecoderModel:
-    """Load DeepSeek-V3.2; `with_mtp` also loads the layers for multi-token prediction, if they are stored.
-
-    Raises:
-        ModelDirectoryError: the configuration or the weights are not those of such a model.
-    """
+    """Load DeepSeek-V3.2. See `load_deepseek_v3`."""
     values = ConfigValues(config)
     indexer = IndexerConfig(
         num_heads=values.size("index_n_heads", default=_NUM_HEADS),

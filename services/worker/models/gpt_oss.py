@@ -34,11 +34,7 @@ _LIMIT = 7.0
 
 
 def load_gpt_oss(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
-    """Load gpt-oss.
-
-    Raises:
-        ModelDirectoryError: the configuration or the weights are not those of such a model.
-    """
+    """Load gpt-oss. See `ModelLoader`."""
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values, default_theta=_ROPE_THETA)
     has_bias = values.flag("attention_bias", default=True)

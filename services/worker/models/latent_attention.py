@@ -1,7 +1,4 @@
-"""Multi-head latent attention of DeepSeek's models: reads its configuration and loads it, with or without an indexer.
-
-`layers.mla` computes it.
-"""
+"""Reads the configuration of multi-head latent attention and loads it, with or without an indexer; see `layers.mla`."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from services.worker.ops import Ops
 from services.worker.weights.model_weights import ModelWeights
 from shared.model_dir import ModelDirectoryError
 
-# The epsilon of the norms inside the attention. config.json does not have it: `rms_norm_eps` is for the other norms.
+# For the norms inside the attention; config.json's `rms_norm_eps` is for the other norms.
 _NORM_EPS = 1e-6
 
 
@@ -39,16 +36,16 @@ class IndexerConfig:
 
 @dataclass(frozen=True, slots=True)
 class LatentAttentionConfig:
-    """The attention of a family's layers, the same in every layer."""
+    """A family's attention, the same in every layer."""
 
     sizes: LatentSizes
     has_bias: bool
     scale: float
     """The factor of the products of queries and keys."""
     is_interleaved: bool
-    """Whether rotated pairs are adjacent columns in the checkpoint; otherwise the columns are rope_dim / 2 apart."""
+    """Whether rotated pairs are adjacent columns; otherwise they are rope_dim / 2 apart."""
     indexer: IndexerConfig | None = None
-    """None means that a token attends to all tokens before it."""
+    """None means dense attention."""
 
     @classmethod
     def from_json(
@@ -154,9 +151,8 @@ def _absorbed_weights(weights: ModelWeights, name: str, sizes: LatentSizes, head
 def _load_indexer(shard: Shard, config: DecoderConfig, prefix: str, attention: LatentAttentionConfig) -> Indexer:
     """Load the indexer, in full on every rank, with its columns in the order that the attention's rotation expects.
 
-    In checkpoints the indexer's rotated pairs are rope_dim / 2 columns apart, even where the attention's pairs are
-    adjacent. Reordering the columns of queries and keys alike leaves their products unchanged, so one rotation serves
-    both.
+    In checkpoints the indexer's rotated pairs are rope_dim / 2 columns apart even where the attention's are adjacent.
+    Reordering queries and keys alike leaves their products unchanged.
     """
     ops, weights = shard.ops, shard.weights
     indexer, sizes, name = attention.indexer, attention.sizes, f"{prefix}.indexer"

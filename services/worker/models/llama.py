@@ -1,6 +1,6 @@
-"""Llama (arXiv:2302.13971, 2407.21783), Mistral (2310.06825), Qwen2 (2407.10671), and models of these architectures.
+"""Llama (arXiv:2302.13971, 2407.21783), Mistral (2310.06825) and Qwen2 (2407.10671).
 
-For example, SmolLM2 and TinyLlama use Llama's architecture, and Qwen2.5 uses Qwen2's.
+SmolLM2 and TinyLlama use Llama's architecture, Qwen2.5 uses Qwen2's.
 """
 
 from __future__ import annotations
@@ -26,11 +26,7 @@ _MAX_WINDOW_LAYERS = 28
 
 
 def load_llama(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
-    """Load Llama, whose biases are settings.
-
-    Raises:
-        ModelDirectoryError: the configuration or the weights are not those of such a model.
-    """
+    """Load Llama, whose biases are settings. See `ModelLoader`."""
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values)
     has_bias = values.flag("attention_bias", default=False)
@@ -44,11 +40,7 @@ def load_llama(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
 
 
 def load_mistral(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
-    """Load Mistral, with the same window in every layer, or no window if config.json has a null.
-
-    Raises:
-        ModelDirectoryError: the configuration or the weights are not those of such a model.
-    """
+    """Load Mistral: the same window in every layer, none if config.json has a null. See `ModelLoader`."""
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values)
     window = values.optional_size("sliding_window") if "sliding_window" in config else _WINDOW
@@ -57,11 +49,7 @@ def load_mistral(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
 
 
 def load_qwen2(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
-    """Load Qwen2. Queries, keys and values have biases, and the upper layers may have a window.
-
-    Raises:
-        ModelDirectoryError: the configuration or the weights are not those of such a model.
-    """
+    """Load Qwen2: biases of query, key and value, maybe a window in upper layers. See `ModelLoader`."""
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values)
     windows = qwen_windows(values, common.num_layers)

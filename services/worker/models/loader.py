@@ -1,7 +1,7 @@
-"""Loads a model directory into a model that is ready to run.
+"""Loads a model directory, as data only: JSON and safetensors.
 
-Everything in the directory is read as data: JSON and safetensors. Model files handle tied heads and fused projections,
-and `ModelWeights` hides quantisation; the rest of the worker sees a `CausalLM`.
+Model files handle tied heads and fused projections, and `ModelWeights` hides quantisation. The rest of the worker sees
+a `CausalLM`.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """Which parts of a model are loaded, and from where."""
+    """What is loaded."""
 
     with_mtp: bool = False
     """Whether to load layers for multi-token prediction too, if there are any."""
     dummy_seed: int | None = None
-    """The seed of random weights; None means that the directory's weights are loaded."""
+    """The seed of random weights; None means the directory's weights."""
 
 
 ORDINARY = LoadOptions()
@@ -56,15 +56,12 @@ ORDINARY = LoadOptions()
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model, or a rank's part of one, that is ready to run."""
+    """A model, or a rank's part of one."""
 
     model: CausalLM
     facts: ModelFacts
     weights_digest: str
-    """SHA-256 over name, dtype, shape and bytes of every tensor read, in hex, the same on all ranks.
-
-    For dummy weights it is `dummy_digest`.
-    """
+    """`WeightFiles.digest` or `dummy_digest`, the same on all ranks."""
     model_dir: Path
 
 
@@ -82,17 +79,12 @@ def load_model(
     Args:
         model_dir: In Hugging Face's layout: config.json, tokenizer.json, model.safetensors or shards with an index.
             For dummy weights config.json is enough.
-        ops: The backend that prepares and runs the weights.
-        dtype: The dtype that the model computes in.
-        on_progress: Called on this thread with the fraction of bytes read, 0 to 1, with 1.0 as the last call. An
-            exception from it aborts the load.
-        options: Which parts to load.
-        parallel: The rank's place in the TP and EP groups that the model is split over.
+        on_progress: Called on this thread with the fraction of bytes read, 0 to 1, 1.0 last. An exception from it
+            aborts the load.
 
     Raises:
-        ModelDirectoryError: a file is missing or malformed; the architecture or a format is not supported; the
-            configuration and the weights do not match; the model cannot be split over the ranks; or a default in the
-            generation configuration is outside the range that requests may use.
+        ModelDirectoryError: a file is missing, malformed or not supported; configuration and weights do not match; the
+            model cannot be split over the ranks; or a sampling default is outside the range for requests.
     """
     config = read_json(model_dir, CONFIG)
     build = loader_for(config, with_mtp=options.with_mtp)
@@ -117,7 +109,7 @@ def load_model(
 
 
 def _build_complete(build: ModelLoader, config: Mapping[str, Any], shard: Shard) -> CausalLM:
-    """Build the model, and check that every tensor it needs is stored and that no other tensor is."""
+    """Build the model, and check that exactly the tensors it needs are stored."""
     shard.weights.ignore(suffixes=_IGNORED_SUFFIXES)
     with return_freed_memory():
         model = build(config, shard)

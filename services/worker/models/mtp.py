@@ -1,4 +1,4 @@
-"""Multi-token prediction: extra layers, stored after a checkpoint's last layer, that draft the token after the next.
+"""Multi-token prediction: layers after a checkpoint's last one that draft the token after the next.
 
 Source: arXiv:2412.19437 (DeepSeek-V3), section 2.2, equations 21 to 23. GLM-4.5 has the same layout. Embedding and
 head are shared with the model, as in the paper; the copies stored in checkpoints are not read.
@@ -74,13 +74,9 @@ class DecoderMtpLayers:
 
 
 def mtp_layers_to_load(values: ConfigValues, config: DecoderConfig, weights: ModelWeights, *, with_mtp: bool) -> range:
-    """The numbers of the layers to load, which follow the model's own; the rest is marked as ignored in `weights`.
+    """The numbers of the layers to load, which follow the model's own; empty if not requested or not stored.
 
-    Args:
-        values: config.json.
-        config: Its common values.
-        weights: The model's weights.
-        with_mtp: Whether to load the layers. The result is empty if the checkpoint does not store them.
+    Their tensors that will not be read are marked as ignored in `weights`.
 
     Raises:
         ModelDirectoryError: the configured number of layers is malformed.

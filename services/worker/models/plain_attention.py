@@ -26,7 +26,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True, slots=True)
 class AttentionHeads:
-    """The number of heads and their size. `num_kv_heads` divides `num_heads`."""
+    """`num_kv_heads` divides `num_heads`."""
 
     num_heads: int
     num_kv_heads: int
@@ -34,7 +34,7 @@ class AttentionHeads:
 
     @classmethod
     def from_json(cls, values: ConfigValues, *, default_head_dim: int | None = None) -> AttentionHeads:
-        """Read and check the heads; without `default_head_dim` the default is the hidden size divided by `num_heads`.
+        """Read and check the heads; `default_head_dim` None means the hidden size divided by `num_heads`.
 
         Raises:
             ModelDirectoryError: a value is missing or malformed, or the values contradict each other.
@@ -52,7 +52,7 @@ class AttentionHeads:
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """The attention of a family's layers, the same in every layer except for the window."""
+    """A family's attention, the same in every layer except for the window."""
 
     heads: AttentionHeads
     windows: Sequence[int | None]
@@ -73,12 +73,7 @@ class AttentionConfig:
 
 
 def windows_by_type(values: ConfigValues, window: int | None, default: Sequence[str]) -> list[int | None]:
-    """Each layer's window, by `layer_types`.
-
-    Args:
-        values: config.json.
-        window: The window of layers of type `SLIDING`; None means that no window is configured.
-        default: The types of all layers, used if config.json has none.
+    """Each layer's window: `window` for layers of type `SLIDING`; `default` is used for absent `layer_types`.
 
     Raises:
         ModelDirectoryError: a type is unknown, or a layer has type `SLIDING` but `window` is None.
@@ -98,7 +93,7 @@ def load_plain_model(
     attention: AttentionConfig,
     load_feed_forward: Callable[[int], FeedForward],
 ) -> DecoderModel:
-    """Load a model with this attention; `load_feed_forward` loads the feed-forward network of a layer's number."""
+    """Load a model with this attention; `load_feed_forward` maps a layer's number to its feed-forward network."""
     layers = [
         load_plain_layer(shard, config, layer, attention=attention, feed_forward=load_feed_forward(layer))
         for layer in range(config.num_layers)

@@ -11,7 +11,7 @@ from services.worker.forward.kv_cache import KvCacheSpec
 
 
 class MtpLayers(Protocol):
-    """A checkpoint's layers for multi-token prediction, which draft tokens. Source: arXiv:2412.19437, section 2.2.
+    """Layers for multi-token prediction, which draft tokens. Source: arXiv:2412.19437, section 2.2.
 
     Their KV layers come after the model's own in its `kv_cache_spec`.
     """
@@ -22,11 +22,10 @@ class MtpLayers(Protocol):
         """Hidden states [T, hidden], the input of `compute_logits` and of the next call. Runs in a `forward_context`.
 
         Args:
-            hidden: [T, hidden], the result of `CausalLM.forward` or of the previous call at these positions; not
-                written.
+            hidden: [T, hidden], from `CausalLM.forward` or the previous call at these positions; not written.
             token_ids: [T] int64, the tokens at `positions` + 1.
             positions: [T] int64. The KV is written to their slots.
-            layer: The number of the layer to run, from 0.
+            layer: The layer to run, from 0.
         """
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -37,17 +36,15 @@ class CausalLM(Protocol):
     """A model that predicts next tokens."""
 
     dtype: torch.dtype
-    """The dtype that the model computes in."""
     kv_cache_spec: KvCacheSpec
-    """What the layers need in the KV cache."""
     context_length: int
     """The maximum number of tokens in a sequence."""
     logits_width: int
-    """The number of columns of the logits; token ids are below it."""
+    """Token ids are below it."""
     mtp: MtpLayers | None
-    """None if the checkpoint has no such layers, or if they were not loaded."""
+    """None if the checkpoint has no such layers, or they were not loaded."""
     has_experts: bool
-    """Whether any layer has experts, so that expert parallelism has an effect."""
+    """Whether expert parallelism has an effect."""
 
     def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Hidden states after the final norm, [num_tokens, hidden]. Runs inside a `forward_context`.

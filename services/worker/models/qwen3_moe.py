@@ -15,11 +15,7 @@ from services.worker.ops import RouterScore, RoutingRule
 
 
 def load_qwen3_moe(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
-    """Load Qwen3-MoE.
-
-    Raises:
-        ModelDirectoryError: the configuration or the weights are not those of such a model.
-    """
+    """Load Qwen3-MoE. See `ModelLoader`."""
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values)
     has_bias = values.flag("attention_bias", default=False)

@@ -21,7 +21,8 @@ from shared.model_dir import ModelDirectoryError
 
 __all__ = ["CausalLM", "ModelLoader", "loader_for"]
 
-# Builds a rank's part of a model from config.json and the rank's ops, weights and communicators.
+# Loads a rank's part of a model, from config.json. Raises ModelDirectoryError if the configuration or the weights are
+# not those of such a model.
 ModelLoader = Callable[[Mapping[str, Any], Shard], CausalLM]
 
 _ARCHITECTURES: dict[str, ModelLoader] = {
@@ -48,9 +49,7 @@ _WITH_MTP: dict[str, ModelLoader] = {
 def loader_for(config: Mapping[str, Any], *, with_mtp: bool = False) -> ModelLoader:
     """The loader of the first supported architecture that `config` names.
 
-    Args:
-        config: config.json.
-        with_mtp: Whether to load layers for multi-token prediction too, if there are any.
+    `with_mtp` loads layers for multi-token prediction too, if there are any.
 
     Raises:
         ModelDirectoryError: none of the architectures is supported.

@@ -22,26 +22,22 @@ _EXPERT_NAMES: ExpertNames = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True, slots=True)
 class SparseConfig:
-    """A family's mixture of experts, the same in every layer that has one."""
+    """A family's mixture of experts, the same in every layer."""
 
     num_experts: int
     inner_size: int
-    """The inner size of one expert."""
+    """Per expert."""
     rule: RoutingRule
-    """The routing rule without its correction, which differs from layer to layer."""
+    """Without its correction, which differs from layer to layer."""
     has_correction: bool = False
     router_dtype: torch.dtype | None = None
-    """The dtype in which the router's logits are computed; None means the model's."""
+    """The dtype of the router's logits; None means the model's."""
     shared_size: int = 0
-    """The inner size of the shared expert, which all tokens use; 0 means that there is none."""
+    """The inner size of the shared expert; 0 means that there is none."""
     has_shared_bias: bool = False
 
     def __post_init__(self) -> None:
-        """Check that there are enough experts to choose from.
-
-        Raises:
-            ModelDirectoryError: there are too few, or they cannot be grouped as `rule` says.
-        """
+        """Raise `ModelDirectoryError` if there are too few experts, or if they cannot be grouped."""
         choosable, groups = self.num_experts, self.rule.groups
         if groups is not None:
             group_size, rest = divmod(self.num_experts, groups.num_groups)
@@ -132,9 +128,9 @@ class FeedForwardConfig:
     """The feed-forward networks of a model: dense in some layers, mixtures of experts in the others."""
 
     dense_layers: frozenset[int]
-    """All other layers have experts, including those for multi-token prediction."""
+    """All others have experts, including those for multi-token prediction."""
     dense_size: int
-    """The inner size of a dense layer; 0 if no layer is dense."""
+    """The inner size of a dense layer; 0 if there is none."""
     sparse: SparseConfig
     has_dense_bias: bool = False
 

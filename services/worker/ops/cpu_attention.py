@@ -28,8 +28,7 @@ class CpuAttention:
     """The section "Attention" of `Ops`, without latent attention."""
 
     def __init__(self) -> None:
-        # Buffers for contexts gathered from the paged cache, reused by every layer and step. They grow to the largest
-        # bucket seen.
+        # Contexts gathered from the paged cache; reused by every layer and step, grown to the largest bucket seen.
         self._key_buffer = torch.empty(0)
         self._value_buffer = torch.empty(0)
 
@@ -93,8 +92,7 @@ def gather(cache: Tensor, bucket: GatherBucket, buffer: Tensor) -> tuple[Tensor,
     """The contexts that `bucket` reads from a cache [num_blocks, block_size, *shape].
 
     Returns:
-        ([num_rows, length, *shape], a view of the cache or of the buffer; the buffer, replaced by a larger one if it
-        was too small).
+        ([num_rows, length, *shape], a view of the cache or the buffer; the buffer, replaced if it was too small).
     """
     contexts, slots = by_slot(cache), bucket.slots
     shape = (bucket.num_rows, bucket.length, *cache.shape[2:])
@@ -137,7 +135,6 @@ def gathered_attention(
         keys: [num_rows, length, K, D].
         values: [num_rows, length, K, V].
         bucket: Says which of the step's tokens are computed.
-        params: The layer's parameters.
 
     Returns:
         [num_rows * num_queries, H * V].
@@ -160,14 +157,13 @@ def gathered_attention(
 
 
 def _grouped_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, params: AttentionParams) -> Tensor:
-    """Attention that treats query heads that share a key/value head as its queries, as is done for single queries.
+    """Attention that treats query heads that share a key/value head as its queries.
 
     Args:
         query: [num_rows, num_queries, H, D].
         keys: [num_rows, K, length, D].
         values: [num_rows, K, length, V].
         mask: [num_rows, 1, num_queries, length].
-        params: The layer's parameters.
 
     Returns:
         [num_rows * num_queries, H * V].
@@ -187,16 +183,14 @@ def _continued_attention(
 ) -> Tensor:
     """Attention of the next chunk of a prompt: unmasked over the tokens before it, and causal over itself.
 
-    Without a mask there is less to read and to compute, and query heads that share a key/value head can be treated as
-    its queries: a quarter less time at 8k tokens. The two results, over different keys, are merged by weights that
-    follow from their softmax sums. Source: arXiv:2205.14135, section 3.1.
+    Without a mask there is less to compute, and heads can be grouped as in `_grouped_attention`: a quarter less time at
+    8k tokens. The two results are merged, weighted by their softmax sums. Source: arXiv:2205.14135, section 3.1.
 
     Args:
         query: [1, num_queries, H, D].
         keys: [1, K, num_before + num_queries, D].
         values: The same shape as `keys`.
-        num_before: The number of tokens before the chunk.
-        params: The layer's parameters.
+        num_before: Tokens before the chunk.
 
     Returns:
         [num_queries, H * D].
@@ -224,11 +218,7 @@ def _attend(
     mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Tensor:
-    """Attention [B, H, Q, V] of query [B, H, Q, D].
-
-    The query may also be [B, K, H / K * Q, D], with the heads of each key/value head stacked in order, and the result
-    then has the same layout.
-    """
+    """Attention [B, H, Q, V] of query [B, H, Q, D], or of [B, K, H / K * Q, D] with each group's heads stacked."""
     if params.sinks is None:
         return F.scaled_dot_product_attention(
             query, keys, values, attn_mask=mask, is_causal=is_causal, scale=params.scale, enable_gqa=True

@@ -1,7 +1,7 @@
-"""Latent attention of the `cpu` backend, dense and sparse: attention in which all query heads share one key per token.
+"""Latent attention of the `cpu` backend, dense and sparse.
 
-Keys are rows of the latent cache, and values are the first columns of those rows. Kernels need values as wide as keys,
-so whole rows serve as values, and the surplus columns of the result are cut off.
+Keys are rows of the latent cache, shared by all heads, and values are their first columns. Kernels need values as wide
+as keys, so whole rows serve as values, and the surplus columns of the result are cut off.
 """
 
 from __future__ import annotations
@@ -142,7 +142,6 @@ def _select(query: Tensor, weights: Tensor, keys: Tensor, last_seen: Tensor, *, 
         weights: [B, Q, Hi] float32.
         keys: [B, S, Di] float32.
         last_seen: [B, Q] int64: the last position that a query may see.
-        num_selected: The number of positions per query.
     """
     num_rows, num_queries, num_heads, _ = query.shape
     size = max(1, _MAX_INDEX_SCORES // (num_rows * num_heads * keys.shape[1]))
@@ -169,9 +168,8 @@ def _index_scores(query: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
 def largest_columns(scores: Tensor, count: int) -> Tensor:
     """The columns of the `count` largest values of each row, in any order; NaN counts as infinity.
 
-    Of equal values the lower column is preferred. `topk` does not promise this, so each float32 is mapped to an integer
-    of the same order with the column in its lower half, which makes all values distinct. A stable sort of the whole row
-    would take four times as long.
+    Among equal values the lower column is taken. `topk` takes any, so each float32 becomes an integer of the same order
+    with the column in its lower half, which makes all distinct. A stable sort of whole rows takes four times as long.
     """
     num_columns = scores.shape[-1]
     # NaN may have either sign. Adding 0.0 turns -0.0 into 0.0.

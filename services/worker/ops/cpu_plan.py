@@ -36,7 +36,7 @@ _IntArray = npt.NDArray[np.int64]
 
 # A context is gathered once and then scored by each query. Gathering costs about as much as scoring by this many.
 _GATHER_COST = 7
-# A bucket's padding may cost this much, or this fraction of its other cost: another bucket's calls would cost more.
+# A bucket's padding may cost this much, or this fraction of its cost: another bucket's calls would cost more.
 _FREE_PADDING = 384 * (_GATHER_COST + 1)
 _FREE_PADDING_SHARE = 0.125
 # Pieces with fewer queries than this are decodes, or as cheap as decodes.
@@ -54,7 +54,7 @@ class CausalBucket:
     """Whole prompts without a cached prefix, padded at their ends, which no causal query sees."""
 
     token_rows: Rows
-    """num_rows * length tokens of the step. Padding repeats a prompt's last token."""
+    """num_rows * length tokens of the step; padding repeats a prompt's last token."""
     num_rows: int
     length: int
 
@@ -64,20 +64,17 @@ class GatherBucket:
     """Rows whose context is read from the paged cache: decodes, or pieces of longer prefills."""
 
     query_rows: Rows
-    """num_rows * num_queries tokens of the step. Padding repeats a row's last token."""
+    """num_rows * num_queries tokens of the step; padding repeats a row's last token."""
     num_rows: int
     num_queries: int
     length: int
-    """The number of tokens of the longest context. With a window, a context may omit the beginning of its sequence."""
+    """The length of the longest context, which excludes tokens before a window."""
     slots: Rows
     """num_rows * length slots of the cache."""
     mask: Tensor | None
     """[num_rows, 1, num_queries, length], 0 or -inf; None means that every query sees everything."""
     num_before: int = 0
-    """For a bucket of one piece without a window, the number of tokens before its queries; otherwise 0.
-
-    The queries see all of these tokens, and each other causally.
-    """
+    """For a single piece without a window, the number of tokens before its queries; otherwise 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +84,7 @@ class AttentionLayout:
     causal: tuple[CausalBucket, ...]
     gathered: tuple[GatherBucket, ...]
     output_rows: Tensor | None
-    """[T] int64: where each token of the step is in the concatenated results of all buckets; None if already in order.
-    """
+    """[T] int64: each token's row in the concatenated results of all buckets; None if they are in order."""
 
 
 class CpuPlan(AttentionPlan):
@@ -103,7 +99,7 @@ class CpuPlan(AttentionPlan):
         self._layouts: dict[int | None, AttentionLayout] = {}
 
     def layout(self, window: int | None = None) -> AttentionLayout:
-        """The buckets of layers with `window`, computed for the first such layer and then reused."""
+        """The buckets of layers with `window`, computed once."""
         if window is not None and window >= self.metadata.max_context_len:
             window = None
         if window not in self._layouts:
@@ -117,12 +113,7 @@ class CpuPlan(AttentionPlan):
         return torch.arange(len(metadata.slot_mapping)) + self._of_each_token(firsts)
 
     def slots(self, token_rows: slice, positions: Tensor) -> Tensor:
-        """The cache slots of some positions of the tokens' own sequences, [len(token_rows), n] int64.
-
-        Args:
-            token_rows: Some of the step's tokens.
-            positions: [len(token_rows), n] int64.
-        """
+        """The cache slots of `positions` [len(token_rows), n] int64 in the sequences of the tokens `token_rows`."""
         tables, block_size = self.metadata.block_tables, self._kv_cache.block_size
         first_entries = self._of_each_token(torch.arange(len(tables)) * tables.shape[1])[token_rows, None]
         blocks = tables.take(first_entries + positions // block_size)
@@ -200,7 +191,7 @@ def _cut(seq: int, start: int, num_queries: int, context_len: int, window: int |
 
 
 class _Group:
-    """Pieces that are padded to a common size. They must be added in order of size, largest first."""
+    """Pieces padded to a common size, added in order of size, largest first."""
 
     def __init__(self, piece: _Piece) -> None:
         self.pieces = [piece]
@@ -232,8 +223,7 @@ def _in_groups(pieces: list[_Piece], max_tokens: int) -> list[list[_Piece]]:
 
 
 def _size(piece: _Piece) -> tuple[int, int, int]:
-    # Decodes with the same number of drafts sort together. Sorted by context length alone, they would be scattered
-    # between others and each would form its own group.
+    # Decodes with equally many drafts sort together. By context length alone, each would be a group among others.
     return min(piece.num_queries, FEW_QUERIES), piece.context_len, piece.num_queries
 
 
@@ -278,7 +268,7 @@ def _context_slots(
     firsts = np.array([piece.first_position for piece in group], dtype=np.int64)
     first_blocks, offsets = np.divmod(firsts, block_size)
     num_blocks = -(-int((offsets + lengths).max()) // block_size)
-    # After the end of a shorter row's context any block will do, as those slots are replaced below.
+    # Any block will do after the end of a shorter context: those slots are replaced below.
     columns = np.minimum(first_blocks[:, None] + np.arange(num_blocks), block_tables.shape[1] - 1)
     blocks = block_tables[np.array([piece.seq for piece in group])[:, None], columns].astype(np.int64)
     slots = (blocks[:, :, None] * block_size + np.arange(block_size)).reshape(len(group), -1)
@@ -317,10 +307,9 @@ def _as_rows(index: _IntArray) -> Rows:
 
 
 def _output_rows(computed: _IntArray, num_tokens: int) -> Tensor | None:
-    """Where each token's result is among the results for the tokens `computed`; None if token i's result is at i.
+    """Each token's row among the results for the tokens `computed`; None if token i's row is i.
 
-    If a token was computed more than once, its first result is used, as the others are padding. The results for padded
-    tokens are undefined.
+    A token computed more than once uses its first result, as the others are padding.
     """
     if len(computed) == num_tokens and np.array_equal(computed, np.arange(num_tokens)):
         return None

@@ -1,4 +1,4 @@
-"""Experts in a form that every backend shares: their weights and their activation."""
+"""Experts' weights and activation, shared by all backends."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class ExpertWeights:
     down: Tensor
     """[hidden, I]."""
     gate_up_bias: Tensor | None = None
-    """[2 I], or None."""
+    """[2 I]."""
     down_bias: Tensor | None = None
-    """[hidden], or None."""
+    """[hidden]."""
 
 
 class Expert:

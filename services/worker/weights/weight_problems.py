@@ -23,13 +23,7 @@ class WeightProblems:
         return bool(self._sort_to_problems)
 
     def add(self, sort: str, tensor: str, detail: str = "") -> None:
-        """Record a problem, once per sort and tensor.
-
-        Args:
-            sort: What is wrong, as a heading such as "missing".
-            tensor: The tensor's name.
-            detail: Text that follows the name in the message.
-        """
+        """Record a problem, once per sort (a heading such as "missing") and tensor; `detail` follows the name."""
         self._sort_to_problems[sort].setdefault(tensor, detail)
 
     def error(self, model_dir: Path) -> ModelDirectoryError:

@@ -20,13 +20,13 @@ class Region:
     """A part of a matrix, or of several matrices of a stack."""
 
     matrices: range | None
-    """The matrices of a stack; None means that the layer is a single matrix."""
+    """None means that the layer is a single matrix."""
     rows: range
     columns: range
 
     @property
     def num_matrices(self) -> int:
-        """The number of matrices, 1 for a single one."""
+        """1 for a single matrix."""
         return 1 if self.matrices is None else len(self.matrices)
 
     @property

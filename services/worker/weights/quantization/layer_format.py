@@ -1,7 +1,6 @@
 """The interface of a layer's storage format, and the plain format of unquantised layers.
 
-A format only describes: which tensors a layer has, their shapes and dtypes, and how a part of its matrix is computed
-in floating point. `CheckpointWeights` finds, checks and copies tensors.
+A format only describes a layer's tensors and how they become floating point; `CheckpointWeights` does the reading.
 """
 
 from __future__ import annotations
@@ -25,21 +24,20 @@ class StoredTensor:
     """One tensor of a layer, as a format expects it."""
 
     role: str
-    """Its key in the `parts` that `LayerFormat.dequantize` receives."""
+    """Its key in `parts` of `LayerFormat.dequantize`."""
     suffixes: tuple[str, ...]
-    """What may follow the layer's name. The first one that is stored is used."""
+    """What may follow the layer's name; the first one stored is used."""
     shapes: tuple[tuple[int, ...], ...]
-    """The allowed shapes."""
+    """The allowed ones."""
     dtypes: tuple[str, ...]
-    """The allowed dtypes, by safetensors' names."""
+    """The allowed ones, by safetensors' names."""
     is_optional: bool = False
 
 
 class LayerFormat(Protocol):
     """A format of matrices [out_features, in_features], or of stacks of matrices [in_features, out_features].
 
-    Activations are never quantised, even if a checkpoint was made for that (W8A8). Its weights are used with
-    unquantised activations, which loses only the speed of such kernels.
+    Activations are never quantised, even for a checkpoint made for that (W8A8), which loses only speed.
     """
 
     @property
@@ -48,7 +46,7 @@ class LayerFormat(Protocol):
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Suffixes of tensors that such a layer may have but that are not needed here."""
+        """Suffixes of tensors that such a layer may have but that are not needed."""
 
     @property
     def is_transposed(self) -> bool:
@@ -61,7 +59,7 @@ class LayerFormat(Protocol):
         """A part of a stored matrix, [len(rows), len(columns)], in a float dtype; it may be a view of `parts`.
 
         Args:
-            parts: The whole tensors by role. For a stack, those of one matrix, without the first dimension.
+            parts: The whole tensors by role; for a stack, those of one matrix.
             rows: Rows of the stored matrix, step 1.
             columns: Columns of the stored matrix, step 1.
 

@@ -53,7 +53,7 @@ class ScaledFormat:
     label: str
     dtypes: tuple[str, ...]
     granularities: tuple[Granularity, ...]
-    """The allowed ones; the scale's shape tells which. Plain "fp8" may have a scale per tensor or per channel."""
+    """The allowed ones: plain "fp8" may have a scale per tensor or per channel."""
     scale_suffixes: tuple[str, ...] = (".weight_scale",)
     has_zero_point: bool = False
     unused: tuple[str, ...] = field(
