@@ -130,7 +130,7 @@ class YarnScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float = 0.0
-    """DeepSeek's, like `mscale_all_dim`; 0 if absent."""
+    """DeepSeek's parameter of the temperature, as is `mscale_all_dim`; 0 if absent."""
     mscale_all_dim: float = 0.0
     is_truncated: bool = True
     """Whether the blend begins and ends at whole pairs; not in gpt-oss."""

@@ -33,7 +33,7 @@ class RopeConfig:
     ) -> RopeConfig:
         """Read `rope_parameters`, or `rope_theta` and `rope_scaling` as in older configurations.
 
-        The defaults are the family's. Nothing else is guessed, as a guess would give wrong positions.
+        The defaults are the family's. A missing parameter is an error, as a guess could give wrong positions.
 
         Raises:
             ModelDirectoryError: the type is unknown, or a parameter is missing or malformed.
@@ -69,7 +69,7 @@ class RopeConfig:
     def context_length(self, max_positions: int) -> int:
         """The maximum number of tokens in a sequence, given config.json's `max_position_embeddings`.
 
-        With dynamic NTK scaling begins at `max_positions`, so a sequence may be `factor` times as long.
+        With dynamic NTK, scaling begins at `max_positions`, so a sequence may be `factor` times as long.
         """
         return (
             int(max_positions * self.scaling.factor) if isinstance(self.scaling, DynamicNtkScaling) else max_positions

@@ -34,7 +34,7 @@ from services.worker.forward.kv_cache import KvCache
 Rows = Tensor | slice
 _IntArray = npt.NDArray[np.int64]
 
-# A context is gathered once and then scored by each query. Gathering costs about as much as scoring by this many.
+# A context is gathered once and then scored by each query. Gathering costs about as much as this many queries.
 _GATHER_COST = 7
 # A bucket's padding may cost this much, or this fraction of its cost: another bucket's calls would cost more.
 _FREE_PADDING = 384 * (_GATHER_COST + 1)

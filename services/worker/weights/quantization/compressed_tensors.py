@@ -22,7 +22,7 @@ from services.worker.weights.quantization.scaled import (
     ScaledFormat,
 )
 
-# The transformers class of every layer that these rules are asked about.
+# The transformers class of every layer that these rules apply to.
 _CLASS = "Linear"
 _SUPPORTED = (
     "float-quantized, int-quantized and naive-quantized with 8 bits, pack-quantized with 4 or 8, "

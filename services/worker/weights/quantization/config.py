@@ -40,7 +40,7 @@ class QuantizationConfig:
         """Read config.json.
 
         Raises:
-            ModelDirectoryError: a method, format or scheme is malformed or not supported; the message lists what is.
+            ModelDirectoryError: a method, format or scheme is malformed or not supported; the message says which are.
         """
         values = config.get("quantization_config") or config.get("compression_config")
         if not values:
