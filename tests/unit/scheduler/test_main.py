@@ -62,7 +62,8 @@ def test_a_metrics_address_that_is_none_or_open_to_others_is_named(address: str)
 # The service with a lease so short that a rival soon has lasted.
 WITH_SHORT_LEASE = """
 import sys
-from services.scheduler import __main__, attach
+from services.scheduler import __main__
+from services.scheduler.cell import attach
 
 attach.LEASE_S = 0.1
 sys.exit(__main__.main())
@@ -71,7 +72,8 @@ sys.exit(__main__.main())
 # The service with a bug: whatever a client submits makes its engine raise.
 WITH_BUG = """
 import sys
-from services.scheduler import __main__, request_desk
+from services.scheduler import __main__
+from services.scheduler.cell import request_desk
 
 def fail(*_):
     raise ValueError("planted")

@@ -50,4 +50,4 @@ def test_help_says_what_a_flag_takes_and_what_it_is_otherwise(capsys: pytest.Cap
 
 
 def test_a_required_flag_is_told_as_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "in Hugging Face's layout. (required)" in help_of(TokenizerSettings, capsys)
+    assert "in the Hugging Face layout. (required)" in help_of(TokenizerSettings, capsys)
