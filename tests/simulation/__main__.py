@@ -1,4 +1,4 @@
-"""`make simulate`: as many seeds as one has time for."""
+"""`make simulate`: runs any number of seeds."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _SEEDS_PER_LINE = 100
 
 
 def main() -> int:
-    """Run seeds, print those that fail and how to see them again; returns the exit code."""
+    """Run seeds, print each failure with the command that reproduces it, and return the exit code."""
     parser = argparse.ArgumentParser(description="Simulate cells under random faults, one per seed.")
     parser.add_argument("--seeds", type=int, default=_SEEDS_PER_LINE, help="how many")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--faults", help="kinds with commas, or none; a random subset of all per seed when absent")
     options = parser.parse_args()
-    # What services warn of is what was drawn.
+    # The services would warn about every fault that was drawn.
     logging.disable()
     kinds = None if options.faults is None else [Fault(name) for name in options.faults.split(",") if name != "none"]
     num_failed = num_events = num_requests = 0

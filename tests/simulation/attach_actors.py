@@ -1,7 +1,7 @@
-"""The schedulers and the groups of the attach protocol, as the model checker moves them: by the number of their state.
+"""The schedulers and groups of the attach protocol, as the model checker moves them: by state number.
 
-Their rules are those of the classes that the services run. Around them stands what the shells do with an answer, and
-in each group a record of what its device was given, which the rules do not see.
+Their rules are the real classes of the services. This module adds what the surrounding code does with an answer, and in
+each group a record of the steps that its device received, which the rules do not see.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from shared.heartbeat import LEASE_S
 
 T = TypeVar("T")
 
-# A step that a device got: who sent it, and its numbers.
+# A step that a device received: (scheduler instance id, epoch, step id).
 Launch = tuple[str, int, int]
 
-# A moment for which the lease is over. All else happens at 0.
+# A time so long ago that a lease from then is over. All else happens at 0.
 _LONG_AGO = -LEASE_S - 1.0
 
 
 class ProtocolError(AssertionError):
-    """What must never happen has happened."""
+    """The protocol did something that must never happen."""
 
 
 class States(Generic[T]):
-    """Numbers the states of one kind of actor, and remembers what each call does in each of them.
+    """Numbers the states of one kind of actor, and caches the effect of each call in each state.
 
-    A call names a method, which changes the actor and returns what leaves it. An actor is copied before it changes, and
-    asked once: a search of millions of moves looks most of them up.
+    A call is a method name with arguments; the method changes the actor and returns what it sends. Each call runs once
+    per state, on a copy of the actor, since a search of millions of moves repeats most calls.
     """
 
     def __init__(self) -> None:
@@ -58,18 +58,18 @@ class States(Generic[T]):
         self._moves: dict[tuple[int, tuple[Any, ...]], tuple[int, Any]] = {}
 
     def number_of(self, actor: T) -> int:
-        """The number of an actor's state; equal states have one."""
+        """The number of an actor's state; equal states have the same number."""
         number = self._numbers.setdefault(_freeze(actor), len(self._actors))
         if number == len(self._actors):
             self._actors.append(actor)
         return number
 
     def __getitem__(self, number: int) -> T:
-        """An actor in that state, to be looked at only."""
+        """An actor in that state, which must not be changed."""
         return self._actors[number]
 
     def call(self, number: int, *call: Any) -> tuple[int, Any]:
-        """What a call in a state makes of it, and what it returns."""
+        """The number of the state after a call, and the call's return value."""
         move = self._moves.get((number, call))
         if move is None:
             actor = copy.deepcopy(self._actors[number])
@@ -79,31 +79,31 @@ class States(Generic[T]):
 
 
 class SchedulerActor:
-    """A scheduler's process: one attach for each domain, and the steps that it sends while a domain is attached."""
+    """A scheduler's process: one `DomainAttach` per domain, and the steps that it sends while a domain is attached."""
 
     def __init__(self, instance_id: str, topology: CellTopology) -> None:
         self.instance_id = instance_id
         self._standing = ClaimStanding(instance_id, topology.dp_size, _draw_nothing)
         self._attaches = [DomainAttach(domain, topology, self._standing) for domain in range(topology.num_domains)]
-        # By domain: the epoch that is attached, and the steps sent under it.
+        # By domain: the attached epoch, and the number of steps sent in it.
         self.attached: dict[int, int] = {}
         self.num_sent: dict[int, int] = {}
-        # By domain: the epoch offered last, the groups whose answers are awaited, and whether another round is due.
+        # By domain: the last offered epoch, the groups whose answers are awaited, and whether another round is due.
         self.epochs = [0] * topology.num_domains
         self.awaited: list[frozenset[int]] = [frozenset()] * topology.num_domains
         self.is_retry_due = [True] * topology.num_domains
         self.has_exited = False
         self.has_attached = False
-        # By domain: the highest epoch that its groups are known to hold, or may hold.
+        # By domain: the highest epoch that its groups hold or may hold, as far as the scheduler knows.
         self.known_epochs = [0] * topology.num_domains
-        # By group: the other scheduler that its last answer named, and whether that was dead when it was named first.
+        # By group: the rival that its last answer named, and whether the rival was already dead when first named.
         self._named: dict[int, tuple[str, bool]] = {}
 
     def handle(self, domain: int, event: AttachEvent, is_holder_alive: bool = False) -> tuple[Command, ...]:
-        """Hand an event to a domain's attach; returns its commands, and does those that concern nobody else.
+        """Pass an event to a domain's `DomainAttach`, record the effects on this scheduler, and return the commands.
 
         Raises:
-            ProtocolError: it offers what it must not, or goes for a rival that was dead.
+            ProtocolError: It makes a forbidden offer, or exits in favour of a dead rival.
         """
         if isinstance(event, Accepted | Refused) and event.epoch == self.epochs[domain]:
             if event.group in self.awaited[domain]:
@@ -118,9 +118,9 @@ class SchedulerActor:
         return commands
 
     def pass_lease(self) -> None:
-        """So much time passes that whoever was named as a holder has been for longer than the lease.
+        """Let every rival named so far have held its group for longer than the lease.
 
-        That matters to no scheduler that never held a domain.
+        This has no effect on a scheduler that never attached a domain.
         """
         if not self.has_attached:
             return
@@ -155,11 +155,11 @@ class SchedulerActor:
     def _check(self, domain: int, event: AttachEvent, command: Command) -> None:
         match command:
             case Offer(_, epoch) if epoch > self.known_epochs[domain] + 1:
-                raise ProtocolError(f"scheduler {self.instance_id} raises its epoch to {epoch} by itself")
+                raise ProtocolError(f"scheduler {self.instance_id} raises its epoch to {epoch} on its own")
             case Offer(_, epoch) if epoch and self._named and not self.has_attached:
-                raise ProtocolError(f"scheduler {self.instance_id} takes what it only has to wait for")
+                raise ProtocolError(f"scheduler {self.instance_id} takes a group that it must wait for")
             case Exit() if not isinstance(event, Refused) or self._named[event.group][1]:
-                raise ProtocolError(f"scheduler {self.instance_id} goes for a rival that was dead")
+                raise ProtocolError(f"scheduler {self.instance_id} exits in favour of a dead rival")
 
     def _note(self, domain: int, command: Command) -> None:
         match command:
@@ -176,7 +176,7 @@ class SchedulerActor:
 
 
 class GroupActor:
-    """A group's processes between two starts: the claim, and what the device got."""
+    """A group's processes between two starts: the claim ledger, and the steps that the device received."""
 
     def __init__(self, group: int, topology: CellTopology) -> None:
         self._place = GroupPlace(group, topology.dp_size, 1, topology.is_coupled)
@@ -203,10 +203,10 @@ class GroupActor:
         return StreamOpened(self._place.dp_rank, epoch)
 
     def launch(self, step_id: int, stream: int, epoch: int, instance_id: str) -> StreamBroken | None:
-        """Take a step; returns how the stream ends when it is refused.
+        """Take a step; returns the end of the stream if the step is refused, else None.
 
         Raises:
-            ProtocolError: the device got a step of an older epoch than the group has answered.
+            ProtocolError: The device received a step of an epoch older than one that the group has answered.
         """
         try:
             self.ledger.launch(stream, epoch, step_id, 0.0)
@@ -218,15 +218,15 @@ class GroupActor:
         return None
 
     def end_stream(self, stream: int) -> None:
-        """A stream has ended."""
+        """Record the end of a stream."""
         self.ledger.end_stream(stream)
 
     def pass_lease(self) -> None:
-        """So much time passes that a holder that gives no sign of life has lost the group."""
+        """Let the holder's lease run out."""
         self.ledger.heard_at = _LONG_AGO
 
     def is_restart_allowed(self, epoch: int, instance_id: str) -> bool:
-        """Whether the processes end when they are asked so."""
+        """Whether the processes end when asked to restart."""
         try:
             self.ledger.check_restart(epoch, instance_id)
         except StaleEpochError:
@@ -247,7 +247,7 @@ def _draw_nothing() -> float:
 
 
 def _freeze(value: Any) -> Hashable:
-    """Something hashable that is equal for equal values; objects that can change are taken by what they hold."""
+    """Convert to a hashable value that is equal for equal contents."""
     if isinstance(value, dict):
         return tuple(sorted((_freeze(key), _freeze(item)) for key, item in value.items()))
     if isinstance(value, list | tuple):

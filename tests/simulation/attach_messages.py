@@ -1,4 +1,4 @@
-"""What a moment of the attach protocol consists of: immutable, so that it is found again when it comes about anew."""
+"""The parts of a state of the attach protocol: immutable and hashable, so that equal states are recognized."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from services.scheduler.cell.attach import Accepted, Refused, StreamBroken, StreamOpened
 
-# What a stream brings first: its opening, and who opened it. Then come steps by their numbers, from 1.
+# The first item of a stream, its opening; the other items are steps, by their ids from 1.
 OPENING = 0
 
 
@@ -14,7 +14,7 @@ ReplyEvent = Accepted | Refused | StreamOpened | StreamBroken
 
 
 class Bounds(NamedTuple):
-    """How far a search goes."""
+    """The limits of a search."""
 
     max_epoch: int
     max_steps: int
@@ -23,7 +23,7 @@ class Bounds(NamedTuple):
 
 
 class Request(NamedTuple):
-    """An offer, or a wish that the group restarts, on its way to a group."""
+    """An offer or a restart request in transit to a group."""
 
     instance_id: str
     slot: int
@@ -33,7 +33,7 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """An event on its way to a scheduler, and whether the holder that it names lived when it was sent."""
+    """An event in transit to a scheduler; `is_holder_alive` is as of when it was sent."""
 
     instance_id: str
     slot: int
@@ -42,7 +42,7 @@ class Reply(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """An epoch's stream to a group: what is still on its way there, and whether the scheduler has closed its end."""
+    """An epoch's stream to a group: the items in transit, and whether the scheduler has closed its end."""
 
     instance_id: str
     slot: int
@@ -53,7 +53,7 @@ class Stream(NamedTuple):
 
     @property
     def number(self) -> int:
-        """What the group knows it by."""
+        """The number by which the group identifies it."""
         return 100 * self.epoch + int(self.instance_id)
 
 
@@ -61,9 +61,13 @@ Message = Request | Reply | Stream
 
 
 class State(NamedTuple):
-    """One moment: the schedulers by slot and the groups by the numbers of their states, and what is on its way.
+    """One state of the whole model; schedulers (by slot) and groups are given by their state numbers in `States`.
 
-    `lives` counts the processes that a slot had before its present one.
+    schedulers  (17, 4)           slot -> state number
+    lives       (1, 0)            slot -> processes before the current one
+    groups      (9, 12)           group -> state number
+    messages    {Request, Reply, Stream, ...} in transit
+    num_faults  1                 faults so far
     """
 
     schedulers: tuple[int, ...]
@@ -74,9 +78,10 @@ class State(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A state that may follow, and what leads there: what happens to whom. A fault is nothing that has to happen."""
+    """A possible next state, and the event that leads there: `what` happens to `whom`."""
 
     what: str
     whom: object
     state: State
     is_fault: bool = False
+    """A fault may happen but need not, so fairness does not require it."""

@@ -1,12 +1,12 @@
-"""Two schedulers that want the same two groups, over a network in which anything may happen: every next state.
+"""Schedulers that compete for the same groups over a faulty network: every next state of a state.
 
-A state is a tuple of small immutable parts. Messages are lost (what nobody delivers is: the sender gives up), come
-late (also after the sender has given up, or has died) and are repeated. Streams keep their order, but their two ends
-learn of a break at different times. What else goes wrong is counted, and bounded: a process that dies, a link that
-breaks, a lease that runs out while its holder lives.
+A state is a tuple of small immutable parts. Messages are lost (an undelivered one counts as lost once the sender gives
+up), arrive late (even after the sender has given up or died) and are repeated. Streams keep their order, but their two
+ends notice a break at different times. All other faults are counted and bounded: a process dies, a link breaks, a lease
+runs out while its holder is alive.
 
-An offer does not overtake its sender's earlier Restart: DomainClient sends it when that one has been answered or has
-failed. One that failed because no answer came in time may still arrive, which the model leaves out.
+An offer does not overtake its sender's earlier Restart: `DomainClient` sends it only after the Restart was answered or
+has failed. A Restart that timed out may still arrive later; the model omits that case.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.simulation.attach_messages import OPENING, Bounds, Message, Move, Rep
 
 
 class AttachModel:
-    """Every move of the protocol. Raises ProtocolError where one breaks what it promises."""
+    """Generates every move of the protocol; raises ProtocolError when one violates a guarantee."""
 
     def __init__(self, topology: CellTopology, bounds: Bounds, *, num_schedulers: int = 2) -> None:
         self._topology = topology
@@ -44,7 +44,7 @@ class AttachModel:
         self.groups: States[GroupActor] = States()
 
     def first_state(self) -> State:
-        """All processes have just started."""
+        """The state in which all processes have just started."""
         slots, groups = range(self._num_schedulers), range(self._topology.dp_size)
         return State(
             tuple(self._new_scheduler(slot, 0) for slot in slots),
@@ -55,7 +55,7 @@ class AttachModel:
         )
 
     def has_room(self, state: State, *, num_epochs: int, num_lives: int) -> bool:
-        """Whether so many epochs above all others may be offered yet, and schedulers so often be started again."""
+        """Whether the bounds leave room for this many higher epochs and this many scheduler restarts."""
         epochs = [
             *(max(self.schedulers[number].known_epochs) for number in state.schedulers),
             *(self.groups[number].ledger.epoch for number in state.groups),
@@ -66,18 +66,18 @@ class AttachModel:
         )
 
     def is_served(self, state: State) -> bool:
-        """Whether one scheduler has all domains attached, and every group is open for it."""
+        """Whether one scheduler has attached all domains, and every group has an open stream from it."""
         return any(self._serves(self.schedulers[number], state) for number in state.schedulers)
 
     def is_alone(self, state: State) -> bool:
-        """Whether at most one scheduler lives."""
+        """Whether at most one scheduler is alive."""
         return sum(not self.schedulers[number].has_exited for number in state.schedulers) <= 1
 
     def check(self, state: State) -> None:
-        """Check what must hold where nothing is on its way any more.
+        """Check the invariants of a state in which nothing is in transit.
 
         Raises:
-            ProtocolError: it does not.
+            ProtocolError: A scheduler has attached a domain without holding one of its groups.
         """
         if any(not isinstance(message, Stream) or self._has_news(state, message) for message in state.messages):
             return
@@ -87,10 +87,10 @@ class AttachModel:
                 for group in self._topology.ranks_of(domain):
                     ledger = self._ledger(state, group)
                     if not ledger.is_open or (ledger.epoch, ledger.holder) != (epoch, scheduler.instance_id):
-                        raise ProtocolError(f"scheduler {scheduler.instance_id} goes on without group {group}")
+                        raise ProtocolError(f"scheduler {scheduler.instance_id} continues without group {group}")
 
     def moves(self, state: State) -> Iterator[Move]:
-        """Every move from a state that stays within the bounds."""
+        """Yield every move from a state that stays within the bounds."""
         return (move for move in self._moves(state) if self._is_within_bounds(move.state))
 
     def _is_within_bounds(self, state: State) -> bool:
@@ -135,7 +135,7 @@ class AttachModel:
             if scheduler.num_sent.get(domain, self._bounds.max_steps) < self._bounds.max_steps:
                 yield Move("sends a step", name, self._send_step(state, slot, domain))
             for group in scheduler.awaited[domain]:
-                # Giving up what is still on its way is a fault: there might have been an answer.
+                # Giving up while the offer or its answer is in transit is a fault: the answer could have arrived.
                 is_fault = self._may_be_answered(state, slot, group)
                 if may_fail or not is_fault:
                     refusal = Refused(group, scheduler.epochs[domain], "no answer came")
@@ -195,9 +195,9 @@ class AttachModel:
         return _send(self._deliver_request(_fault(state), request, is_lease_over=False), request)
 
     def _begin_round(self, state: State, slot: int, domain: int, *, deaf_group: int | None = None) -> State:
-        """Let a round begin; what it asks is answered at once.
+        """Begin a round; its questions are answered at once.
 
-        What is late about an answer may as well be late about the offer that follows it.
+        No behaviour is lost: the offer that follows an answer may be delayed instead of the answer.
         """
         number, commands = self.schedulers.call(state.schedulers[slot], "handle", domain, RetryDue(), False)
         state = state._replace(schedulers=_with(state.schedulers, slot, number))
@@ -216,8 +216,8 @@ class AttachModel:
     def _reply(self, state: State, instance_id: str, slot: int, event: ReplyEvent) -> State:
         """Send an event to a scheduler.
 
-        One that it only takes note of has arrived at once: when it does makes no difference to anybody, and that there
-        is no answer at all is a move of its own.
+        An event without commands is delivered at once: the time of its arrival makes no difference, and a lost answer
+        is a move of its own.
         """
         if not self._is_there(state, slot, instance_id):
             return state
@@ -228,14 +228,14 @@ class AttachModel:
         return _send(state, reply) if commands else state._replace(schedulers=_with(state.schedulers, slot, number))
 
     def _deliver_reply(self, state: State, reply: Reply) -> State:
-        """Hand it to its scheduler, unless that is gone."""
+        """Deliver a reply to its scheduler, unless that has ended."""
         if not self._is_there(state, reply.slot, reply.instance_id):
             return state
         domain = self._topology.domain_of(reply.event.group)
         return self._handle(state, reply.slot, domain, reply.event, is_holder_alive=reply.is_holder_alive)
 
     def _deliver_item(self, state: State, stream: Stream) -> State:
-        """Let a stream bring its next item; it ends when that is refused."""
+        """Deliver the next item of a stream, which ends if the item is refused."""
         item, group = stream.items[0], stream.group
         left = stream._replace(items=stream.items[1:])
         call = ("open_stream",) if item == OPENING else ("launch", item)
@@ -249,7 +249,7 @@ class AttachModel:
         return state if event is None else self._reply(state, stream.instance_id, stream.slot, event)
 
     def _end_stream(self, state: State, stream: Stream, held_epoch: int | None = None, holder: str = "") -> State:
-        """End a stream, which is not among the messages any more, at the group; the scheduler hears of it later."""
+        """End a stream at the group, after its removal from the messages; the scheduler is notified later."""
         number, _ = self.groups.call(state.groups[stream.group], "end_stream", stream.number)
         state = state._replace(groups=_with(state.groups, stream.group, number))
         if stream.is_closed:
@@ -260,7 +260,7 @@ class AttachModel:
     def _handle(
         self, state: State, slot: int, domain: int, event: AttachEvent, *, is_holder_alive: bool = False
     ) -> State:
-        """Hand an event to a scheduler and do what it says."""
+        """Pass an event to a scheduler and carry out its commands."""
         number, commands = self.schedulers.call(state.schedulers[slot], "handle", domain, event, is_holder_alive)
         state = state._replace(schedulers=_with(state.schedulers, slot, number))
         for command in commands:
@@ -284,7 +284,7 @@ class AttachModel:
         return state
 
     def _close_streams(self, state: State, slot: int, domain: int | None = None) -> State:
-        """Close a scheduler's ends of its streams, those of one domain or all."""
+        """Close a scheduler's ends of its streams: those of one domain, or all if `domain` is None."""
         groups = range(self._topology.dp_size) if domain is None else self._topology.ranks_of(domain)
         return state._replace(
             messages=frozenset(
@@ -311,7 +311,7 @@ class AttachModel:
         return state._replace(messages=messages)
 
     def _pass_lease(self, state: State) -> State:
-        """A lease passes: holders that give no signs of life any more lose their groups."""
+        """Let a lease pass: holders without an open stream lose their groups."""
         heard = {
             (message.group, message.epoch, message.instance_id)
             for message in state.messages
@@ -328,12 +328,12 @@ class AttachModel:
         return state._replace(groups=tuple(groups), schedulers=tuple(schedulers))
 
     def _end_scheduler(self, state: State, slot: int) -> State:
-        """A scheduler's process ends; its streams' other ends do not know yet."""
+        """End a scheduler's process; the other ends of its streams have not noticed yet."""
         number, _ = self.schedulers.call(state.schedulers[slot], "exit")
         return self._close_streams(state._replace(schedulers=_with(state.schedulers, slot, number)), slot)
 
     def _replace_scheduler(self, state: State, slot: int) -> State:
-        """Another process starts in the place of one that has ended."""
+        """Start a new scheduler process in the slot of one that has ended."""
         life = state.lives[slot] + 1
         return state._replace(
             schedulers=_with(state.schedulers, slot, self._new_scheduler(slot, life)),
@@ -341,7 +341,7 @@ class AttachModel:
         )
 
     def _restart_group(self, state: State, group: int) -> State:
-        """A group's processes end, and its streams with them, and others start, which know nothing."""
+        """End a group's processes and its streams, and start new processes without any state."""
         for stream in [message for message in state.messages if isinstance(message, Stream) and message.group == group]:
             state = self._end_stream(state._replace(messages=state.messages - {stream}), stream)
         return state._replace(groups=_with(state.groups, group, self._new_group(group)))
@@ -354,14 +354,14 @@ class AttachModel:
         return self.groups.number_of(GroupActor(group, self._topology))
 
     def _has_news(self, state: State, stream: Stream) -> bool:
-        """Whether something of a stream is still to be seen by one of its ends."""
+        """Whether one end of a stream has yet to receive an item or notice its end."""
         return stream.is_closed or bool(stream.items) or self._ledger(state, stream.group).epoch > stream.epoch
 
     def _ledger(self, state: State, group: int) -> ClaimLedger:
         return self.groups[state.groups[group]].ledger
 
     def _may_be_answered(self, state: State, slot: int, group: int) -> bool:
-        """Whether an offer, or its answer, is on its way."""
+        """Whether an offer or its answer is in transit."""
         return any(
             message.slot == slot and (message.group if isinstance(message, Request) else message.event.group) == group
             for message in state.messages
@@ -369,7 +369,7 @@ class AttachModel:
         )
 
     def _is_there(self, state: State, slot: int, instance_id: str) -> bool:
-        """Whether a scheduler's process lives."""
+        """Whether the scheduler process with this id is alive in this slot."""
         scheduler = self.schedulers[state.schedulers[slot]]
         return scheduler.instance_id == instance_id and not scheduler.has_exited
 
@@ -392,20 +392,20 @@ class AttachModel:
         return True
 
     def _check_collectives(self, state: State, group: int) -> None:
-        """Check that coupled groups meet in the collectives of one step: the n-th of one is the n-th of the other.
+        """Check that coupled groups run the same steps in the same order, so that their collectives match.
 
         Raises:
-            ProtocolError: they do not.
+            ProtocolError: The n-th steps of two groups differ.
         """
         launches = self.groups[state.groups[group]].launches
         for partner in self._topology.ranks_of(self._topology.domain_of(group)):
             others = self.groups[state.groups[partner]].launches
             if any(own != other for own, other in zip(launches, others, strict=False)):
-                raise ProtocolError(f"group {group} met group {partner} in another step: {launches}, {others}")
+                raise ProtocolError(f"group {group} met group {partner} in a different step: {launches}, {others}")
 
 
 def _is_overtaking(state: State, request: Request) -> bool:
-    """Whether its sender asked the group for a restart before, on the same connection, and that has not arrived."""
+    """Whether an earlier Restart of the same sender to the same group is still in transit."""
     return any(
         isinstance(other, Request)
         and other.is_restart

@@ -1,4 +1,4 @@
-"""A breadth-first search through every state of the attach protocol that its bounds allow."""
+"""A breadth-first search through every state of the attach protocol within the bounds."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tests.simulation.fair_runs import find_dead_ends, find_fair_circles, find_o
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What is searched: a cell of coupled or other groups, schedulers, and how far.
+    """The cell and the bounds of a search.
 
-    From a state that is `spare_epochs` and `spare_lives` below the bounds the cell must come to be served, if nothing
-    more goes wrong.
+    From every state with at least `spare_epochs` and `spare_lives` left below the bounds, the cell must become served
+    if no more faults happen.
     """
 
     topology: CellTopology
@@ -31,7 +31,7 @@ class Search:
         """Search all states.
 
         Raises:
-            ProtocolError: see `AttachSearch.run`.
+            ProtocolError: See `AttachSearch.run`.
         """
         model = AttachModel(self.topology, self.bounds, num_schedulers=self.num_schedulers)
         return AttachSearch(model).run(spare_epochs=self.spare_epochs, spare_lives=self.spare_lives)
@@ -40,24 +40,24 @@ class Search:
 _COUPLED_GROUPS = CellTopology(2, is_coupled=True)
 _OTHER_GROUPS = CellTopology(2)
 
-# Two schedulers want two coupled groups, and either may have to start again once.
+# Two schedulers compete for two coupled groups, and each may restart once.
 COUPLED = Search(_COUPLED_GROUPS, Bounds(max_epoch=3, max_steps=1, max_faults=0, max_lives=2), 2, 1)
-# The same, and one thing goes wrong at any moment; too short to tell who is served in the end.
+# The same with one fault at any time; the bounds are too tight to check that the cell becomes served.
 FAULTS = Search(_COUPLED_GROUPS, Bounds(max_epoch=2, max_steps=1, max_faults=1, max_lives=1), 2, 0)
-# One scheduler after the other has two coupled groups; what the dead ones sent arrives late.
+# Successive schedulers hold two coupled groups; messages of dead ones arrive late.
 SUCCESSION = Search(
     _COUPLED_GROUPS, Bounds(max_epoch=4, max_steps=1, max_faults=1, max_lives=3), 2, 1, num_schedulers=1
 )
-# Two schedulers want two groups that are not coupled, so that each may get one.
+# Two schedulers compete for two uncoupled groups, so that each may get one.
 SPLIT = Search(_OTHER_GROUPS, Bounds(max_epoch=3, max_steps=0, max_faults=0, max_lives=1), 2, 0)
-# One scheduler after the other has two groups that are not coupled.
+# Successive schedulers hold two uncoupled groups.
 HEIR = Search(_OTHER_GROUPS, Bounds(max_epoch=3, max_steps=0, max_faults=1, max_lives=2), 1, 1, num_schedulers=1)
-# A scheduler and a group die together, and the next scheduler has the other group's old epoch to step over.
+# A scheduler and a group die together; the next scheduler must go above the other group's old epoch.
 PAIR = Search(_OTHER_GROUPS, Bounds(max_epoch=3, max_steps=0, max_faults=2, max_lives=2), 1, 1, num_schedulers=1)
-# Two schedulers want one group, and one thing goes wrong.
+# Two schedulers compete for one group, with one fault.
 ONE_GROUP = Search(CellTopology(1), Bounds(max_epoch=3, max_steps=1, max_faults=1, max_lives=2), 2, 1)
-# The same and two things: a holder is silent for a lease, and the one that took its group dies. Both may die: it does
-# not tell who is served in the end.
+# The same with two faults: a holder is silent for a lease, and the scheduler that took its group dies. Both schedulers
+# may die, so this does not check that the cell becomes served.
 TAKEN_GROUP = Search(CellTopology(1), Bounds(max_epoch=3, max_steps=0, max_faults=2, max_lives=1), 4, 0)
 
 SEARCHES = {
@@ -77,24 +77,24 @@ WIDE_SEARCHES = {
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """What a search has seen."""
+    """The size of a search without violations."""
 
     num_states: int
     num_moves: int
 
 
 class AttachSearch:
-    """Visits each state once, and remembers how it got there.
+    """Visits each state once, and records from where it was first reached.
 
-    Moves that are no faults are kept as pairs of states, to see at the end from where the cell is served again without
-    another fault.
+    Moves that are not faults are kept as pairs of states, to check at the end from which states the cell becomes served
+    without another fault.
     """
 
     def __init__(self, model: AttachModel) -> None:
         self._model = model
         self._numbers: dict[State, int] = {}
         self._states: list[State] = []
-        # By state: the one that it was first reached from.
+        # By state number: the state from which it was first reached.
         self._origins = array("l")
         self._froms, self._tos = array("l"), array("l")
         self._num_moves = 0
@@ -103,11 +103,11 @@ class AttachSearch:
         """Search all states.
 
         Args:
-            spare_epochs: From a state that is so many epochs below the bound the cell must still come to be served.
-            spare_lives: Likewise, so often as schedulers may be started again.
+            spare_epochs: The cell must become served from states with at least this many epochs left.
+            spare_lives: The same for scheduler restarts.
 
         Raises:
-            ProtocolError: a move or a state that must not be; with the shortest way that leads there.
+            ProtocolError: A forbidden move or state; the message has the shortest way that leads there.
         """
         self._add(self._model.first_state(), 0)
         position = 0
@@ -142,7 +142,7 @@ class AttachSearch:
             raise ProtocolError(f"{error}, after:\n{self._way_to(position)}") from None
 
     def _check_progress(self, spare_epochs: int, spare_lives: int) -> None:
-        """Check that the cell may be served from wherever there is room, and must be where one scheduler is alone."""
+        """Check that the cell can become served from every state with room, and must where one scheduler is alone."""
         served = {number for number, state in enumerate(self._states) if self._model.is_served(state)}
         may_be_served = find_origins(served, self._edges())
         may_stay_unserved = self._find_unserved(served)
@@ -155,7 +155,7 @@ class AttachSearch:
                 raise ProtocolError(f"the only scheduler never serves the cell, after:\n{self._way_to(number)}")
 
     def _find_unserved(self, served: set[int]) -> set[int]:
-        """The states from which a fair run without faults, and with at most one scheduler, need not serve the cell."""
+        """The states from which some fair run, without faults and with at most one scheduler, never serves the cell."""
         alone = {number for number, state in enumerate(self._states) if self._model.is_alone(state)}
         unserved = alone - served
         edges = [(origin, number) for origin, number in self._edges() if origin in unserved and number in alone]
@@ -171,7 +171,7 @@ class AttachSearch:
         return zip(self._froms, self._tos, strict=True)
 
     def _way_to(self, number: int) -> str:
-        """The moves from the first state to one, a line each."""
+        """The moves from the first state to this one, one per line."""
         lines: list[str] = []
         while number:
             origin = self._origins[number]

@@ -1,4 +1,4 @@
-"""Virtual time: what happens next happens now."""
+"""Virtual time: the clock jumps to the next planned event."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Callable
 
 
 class Clock:
-    """A heap of things that will happen; those of one moment happen in the order in which they were planned.
+    """A heap of planned events; events at the same time run in the order in which they were planned.
 
-    What goes on for as long as there is a cell, heartbeats for instance, is planned as background: it happens as long
-    as there is anything else to come, or somebody has work to do.
+    Periodic events without an end, such as heartbeats, are background: they run only as long as other events are
+    planned or `has_work` returns True.
     """
 
     def __init__(self, has_work: Callable[[], bool]) -> None:
-        """Begin at 0; `has_work` tells whether anybody waits for more than background to happen."""
+        """Begin at 0; `has_work` tells whether background events must still run when nothing else is planned."""
         self._has_work = has_work
         self.now = 0.0
         self.num_events = 0
@@ -25,7 +25,7 @@ class Clock:
         self._order = itertools.count()
 
     def at(self, when: float, action: Callable[[], None], *, is_background: bool = False) -> None:
-        """Plan an action; one that is planned for the past happens next."""
+        """Plan an action; one planned for the past runs next."""
         self._num_background += is_background
         heapq.heappush(self._heap, (max(when, self.now), next(self._order), action, is_background))
 
@@ -34,7 +34,7 @@ class Clock:
         self.at(self.now + delay_s, action, is_background=is_background)
 
     async def sleep_until(self, when: float) -> None:
-        """Wait, in a task of a simulated process, for what comes about outside of it."""
+        """Wait for a moment, in a task of a simulated process."""
         reached = asyncio.get_running_loop().create_future()
 
         def reach() -> None:
@@ -45,7 +45,7 @@ class Clock:
         await reached
 
     def run_next(self) -> bool:
-        """Let the next thing happen; returns whether there was one, besides background that nobody waits for."""
+        """Run the next event; returns False if only background events without work are left."""
         if not self._heap or (len(self._heap) == self._num_background and not self._has_work()):
             return False
         self.now, _, action, is_background = heapq.heappop(self._heap)

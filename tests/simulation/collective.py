@@ -1,4 +1,4 @@
-"""The device time of a failure domain: the steps of its processes run together, or not at all."""
+"""Device time of a failure domain: a step runs on all of its processes together, or not at all."""
 
 from __future__ import annotations
 
@@ -16,34 +16,35 @@ _HANG_S = 100.0
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A leader's part of a step that its device has begun; it takes `duration_s` by itself.
-
-    For `progress_s` its process tells of progress, and with it those of all ranks: they meet in every layer.
-    """
+    """A leader's part of a step that its device has begun."""
 
     request: worker_pb2.StepRequest
     num_tokens: int
-    # What it draws, where members of its group draw the same.
     output: StepOutput | None
+    """What it samples, if it has group members that must sample the same; else None."""
     duration_s: float
+    """How long it would take alone; inf if it hangs forever."""
     progress_s: float
+    """How long its process reports progress, and with it all ranks, since they synchronize in every layer."""
     on_end: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
 class MemberPart:
-    """A member's part of its group's step; it is handed what the group has drawn."""
+    """A member's part of its group's step; `on_end` receives what the group sampled."""
 
     duration_s: float
     on_end: Callable[[StepOutput], None]
 
 
 class Collective:
-    """Lets the parts of one step end together, once every process of the domain has begun its own.
+    """Ends the parts of a step together, once every process of the domain has begun its own.
 
-    That processes of a group run the same is the group watch's to check. Of leaders, one that begins while another one
-    waits in a different step is a deadlock: neither would ever end. So are parts that do not agree on what their
-    collectives carry.
+    A leader that begins a step while another waits in a different one is a deadlock, and so are parts that disagree on
+    what their collectives carry. `GroupWatch` checks that the processes of one group run the same steps.
+
+        rank 0  |--step 1--........|--step 2----|
+        rank 1        |--step 1---|--step 2--..|     `.` waiting for the slowest part
     """
 
     def __init__(self, clock: Clock, ranks: range, tp_size: int) -> None:
@@ -55,11 +56,11 @@ class Collective:
         self._waiting_members: dict[tuple[int, int], MemberPart] = {}
         self._held_until = 0.0
         self._progresses_until = 0.0
-        # Of the processes: what began in earlier ones never ends.
+        # Counts restarts of the processes; parts begun in an earlier generation never end.
         self._generation = 0
 
     def begin(self, rank: int, part: Part) -> None:
-        """A leader's device begins a step; it begins no other before this one has ended."""
+        """Begin a leader's part of a step; a device runs one step at a time."""
         assert rank not in self._waiting, "a device begins a step beside another"
         self._waiting[rank] = part
         if len(self._ranks) > 1:
@@ -67,22 +68,22 @@ class Collective:
         self._run_if_complete()
 
     def begin_as_member(self, rank: int, tp_rank: int, part: MemberPart) -> None:
-        """The same of a member of a rank's group."""
+        """Begin a member's part of its rank's step."""
         assert (rank, tp_rank) not in self._waiting_members, "a device begins a step beside another"
         self._waiting_members[rank, tp_rank] = part
         self._run_if_complete()
 
     @property
     def gets_on(self) -> bool:
-        """Whether ranks tell of progress in a step that takes long."""
+        """Whether the ranks report progress in the running step."""
         return self._clock.now < self._progresses_until
 
     def hold(self, until: float) -> None:
-        """A rank's process does nothing until then: no step ends on any rank."""
+        """End no step on any rank before `until`, because the process of a rank is stopped."""
         self._held_until = max(self._held_until, until)
 
     def reset(self) -> None:
-        """The domain's processes are gone."""
+        """Discard all parts: the domain's processes have ended."""
         self._waiting.clear()
         self._waiting_members.clear()
         self._held_until = self._progresses_until = 0.0
@@ -98,7 +99,7 @@ class Collective:
         self._progresses_until = self._clock.now + max(part.progress_s for part in parts.values())
         if duration_s < math.inf:
             generation = self._generation
-            # While anybody waits for one that hangs, the scheduler's timer goes.
+            # While a request waits for a hung step, the scheduler's timer keeps the run going.
             is_hung = duration_s > _HANG_S
             self._clock.after(duration_s, lambda: self._end(parts, members, generation), is_background=is_hung)
 
@@ -130,6 +131,6 @@ class Collective:
 
 
 def num_prompt_tokens_of(request: worker_pb2.StepRequest) -> int:
-    """Tokens of prompts that a step computes."""
+    """The number of prompt tokens that a step computes."""
     chunks = [*request.chunks, *(enter.chunk for enter in request.enters)]
     return sum(len(chunk.token_ids) for chunk in chunks) // TOKEN_DTYPE.itemsize

@@ -1,7 +1,7 @@
-"""Coupled ranks under our scheduler, and under ATOM's rules, on the same arrivals: who runs dummies, and how often.
+"""Coupled ranks under our scheduler and under ATOM's rules, on the same arrivals: how often ranks run dummies.
 
-Ranks are null workers: a step lasts as long as the longest of its parts does by `duration_of_step_s`, and deciding
-costs nothing, in either cell.
+Ranks are null workers: a step takes as long as its longest part by `duration_of_step_s`. Scheduling takes no time in
+either cell.
 
 Source of ATOM's rules: `DPEngineCoreProc.busy_loop` and `CoreManager` (atom/model_engine/engine_core.py,
 engine_core_mgr.py).
@@ -46,7 +46,7 @@ _NO_ROWS = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request, and when it comes."""
+    """A request and its arrival time."""
 
     time: float
     prompt: bytes
@@ -55,10 +55,10 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How requests arrive: `burst` at a time, `per_s` a second on average, until there were `num_requests`.
+    """How requests arrive: `burst` at a time, `per_s` a second on average, `num_requests` in all.
 
-    Prompts and completions are of uneven lengths up to the most given; `num_prefixes` of half the longest prompt are
-    shared, none where it is 0.
+    The lengths of prompts and completions are uniform up to the given maxima. Prompts share `num_prefixes` prefixes of
+    half the longest prompt; 0 means that they share none.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Load:
     num_prefixes: int = 0
 
     def draw(self, seed: int) -> list[Arrival]:
-        """The arrivals under a seed, in order."""
+        """Draw the arrivals of a seed, in order."""
         rng = Random(seed)
         half = self.max_prompt_tokens // 2
         prefixes = [_draw_tokens(rng, half) for _ in range(self.num_prefixes)]
@@ -97,7 +97,7 @@ LOADS = (
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a load."""
+    """The result of serving a load."""
 
     num_rank_steps: int
     num_dummies: int
@@ -106,17 +106,19 @@ class Outcome:
 
     @property
     def dummy_share(self) -> float:
-        """Of all ranks' steps, those that computed nothing for any sequence."""
+        """The share of all ranks' steps that were dummies."""
         return self.num_dummies / self.num_rank_steps
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens that requests got, a second."""
+        """Completion tokens per second."""
         return self.num_tokens / self.duration_s
 
 
 class _Core:
-    """An engine with its ranks attached: what it sent and nobody has run yet, and how many tokens it gave out."""
+    """An engine with its ranks attached, the steps it sent that have not run yet, and the number of tokens it
+    delivered.
+    """
 
     def __init__(self, policy: SchedulerPolicy, topology: CellTopology) -> None:
         self.engine = Engine(policy, CacheSettings(), topology)
@@ -129,12 +131,12 @@ class _Core:
             self.on_event(DomainAttached(domain, (facts,) * len(topology.ranks_of(domain))), 0.0)
 
     def on_event(self, event: Event, now: float) -> None:
-        """Let an event happen, and before it what is due."""
+        """Pass an event to the engine, after the timers that are due before it."""
         self._pass_time(now)
         self._take(self.engine.on_event(event, now))
 
     def submit(self, arrivals: Iterable[tuple[int, Arrival]], now: float) -> None:
-        """Submit requests under their numbers."""
+        """Submit requests; their numbers are their handles."""
         submissions = [
             Submission(
                 number, f"r{number}", arrival.prompt, SamplingParams(max_tokens=arrival.max_tokens, ignore_eos=True)
@@ -145,7 +147,7 @@ class _Core:
             self.on_event(ClientMessage(1, submissions), now)
 
     def answer(self, rank: int, step: Step, now: float) -> None:
-        """A rank has run a step."""
+        """Return the result of a step that a rank has run."""
         tokens = np.zeros(len(step.batch.row_slots), np.int32)
         self.on_event(StepReturned(rank, StepResult(step.epoch, step.step_id, tokens, _NO_ROWS)), now)
 
@@ -166,7 +168,7 @@ class _Core:
 
 
 def run_ours(arrivals: Sequence[Arrival], dp_size: int, policy: SchedulerPolicy) -> Outcome:
-    """Coupled ranks under one scheduler."""
+    """Serve the arrivals on coupled ranks under one scheduler."""
     core = _Core(policy, CellTopology(dp_size, is_coupled=True))
     coming = deque(enumerate(arrivals))
     now = 0.0
@@ -190,14 +192,14 @@ def run_ours(arrivals: Sequence[Arrival], dp_size: int, policy: SchedulerPolicy)
 
 
 class AtomCell:
-    """Coupled ranks that each have an engine core of their own, fed in turn, and agree on every step.
+    """Coupled ranks with an engine core each, which get requests round robin and agree on every step.
 
-    Before each step all cores tell whether they have a prompt to compute. If any has, those without run a dummy
-    prefill, whatever they have to decode; if none has, those with nothing to decode run a dummy. When no core has an
-    unfinished request, none steps.
+    Before each step all cores exchange whether they have a prompt to compute. If any has, the cores without one run a
+    dummy prefill, even if they have sequences to decode. If none has, the cores with nothing to decode run a dummy.
+    When no core has an unfinished request, none runs a step.
 
-    A core is our scheduler with one rank and one step in flight, so that what is compared is who places and who
-    decides. It learns of arrivals, and of its last step's result, when it is its turn to step.
+    A core is our scheduler with one rank and one step in flight, so that only placement and the choice of steps differ.
+    It receives arrivals, and the result of its last step, when it is about to step.
     """
 
     def __init__(self, arrivals: Sequence[Arrival], dp_size: int, policy: SchedulerPolicy) -> None:
@@ -205,13 +207,13 @@ class AtomCell:
         self._cores = [_Core(policy, CellTopology()) for _ in range(dp_size)]
         self._coming = deque(enumerate(arrivals))
         self._queued: list[list[tuple[int, Arrival]]] = [[] for _ in range(dp_size)]
-        # The step that a core has run, whose result it has not taken in; tokens that its requests are still to get.
+        # By core: the step that has run but whose result it has not processed, and the tokens its requests still lack.
         self._done: list[Step | None] = [None] * dp_size
         self._num_missing = [0] * dp_size
         self._now = 0.0
 
     def run(self) -> Outcome:
-        """Serve everything."""
+        """Serve all arrivals."""
         num_steps = num_dummies = 0
         while self._coming or any(self._num_missing):
             if not any(self._num_missing):
@@ -227,14 +229,14 @@ class AtomCell:
         return Outcome(num_steps * len(self._cores), num_dummies, num_tokens, self._now)
 
     def _place(self) -> None:
-        """Hand out what has arrived, in turn."""
+        """Hand out the requests that have arrived, round robin."""
         for number, arrival in _take_until(self._coming, self._now):
             rank = number % len(self._cores)
             self._queued[rank].append((number, arrival))
             self._num_missing[rank] += arrival.max_tokens
 
     def _step(self) -> list[Step | None]:
-        """One step of all cores: None is a dummy."""
+        """Run one step on all cores; None means a dummy."""
         prefills = [self._has_prompt(rank) for rank in range(len(self._cores))]
         steps = [
             self._step_core(rank) if is_prefill or not any(prefills) else None
@@ -266,7 +268,7 @@ class AtomCell:
 
 
 def run_atom(arrivals: Sequence[Arrival], dp_size: int, policy: SchedulerPolicy) -> Outcome:
-    """Coupled ranks under ATOM's rules."""
+    """Serve the arrivals on coupled ranks under ATOM's rules."""
     return AtomCell(arrivals, dp_size, policy).run()
 
 

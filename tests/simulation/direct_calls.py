@@ -1,4 +1,4 @@
-"""Clients that tokenize themselves: direct calls of `Generate`, sent again with what they have when one breaks."""
+"""Clients that tokenize themselves: direct `Generate` calls, which resume with the output so far when one breaks."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from tests.support.engine_driver import Scores
 _DELAY_S = (0.0002, 0.002)
 _NOTICE_S = (0.0, 0.3)
 _RETRY_S = (0.05, 0.5)
-# A client's clock and the server's do not agree on the moment at which a deadline passes.
+# The client's and the server's clocks differ on when a deadline passes.
 _DEADLINE_SKEW_S = (-0.002, 0.002)
 _STALLS_S = (0.5, 5.0)
-# The scheduler does not serve, or has not noticed yet that the call before has ended, or has been ended itself.
+# The scheduler is not ready, has not noticed that the previous call ended, or is ending.
 _PASSING_ERRORS = ("NOT_READY", "DUPLICATE_REQUEST", "SCHEDULER_LOST")
 _FINISH_REASONS = {number: reason for reason, number in FINISH_REASONS.items()}
 
 Response = scheduler_pb2.SchedulerServiceGenerateResponse
 
 Message = bytes | ServiceError | None
-"""A response, or the end of the call: an error, or None where it is OK."""
+"""A serialized response, or the end of the call: an error, or None for OK."""
 
 
 class Server(Protocol):
@@ -52,9 +52,9 @@ class Server(Protocol):
 
 
 class DirectCall:
-    """One call: its task in the scheduler's process, and the stream on which responses come.
+    """One call: its task in the scheduler's process, and the stream of its responses.
 
-    A response is written when the transport takes it, which it does not while the client reads nothing.
+    A write completes when the transport accepts the response, which it does not while the client is not reading.
     """
 
     def __init__(
@@ -86,11 +86,11 @@ class DirectCall:
         self._after_delay(lambda: self._accept(request))
 
     def time_remaining(self) -> float | None:
-        """How long the client waits, by what the call says; this is a part of a `ServicerContext`."""
+        """The call's deadline in seconds, None without one; part of a `ServicerContext`."""
         return self._time_left_s
 
     async def write(self, response: Response) -> None:
-        """Send a response to the client; this is a part of a `ServicerContext`."""
+        """Send a response to the client; part of a `ServicerContext`."""
         if self._mix.strikes(Fault.SLOW_READER, self._rng):
             await self._clock.sleep_until(self._clock.now + self._rng.uniform(*_STALLS_S))
         self._down.send(response.SerializeToString())
@@ -98,12 +98,12 @@ class DirectCall:
             self.break_()
 
     def cancel(self) -> None:
-        """The client is gone, and the server is told."""
+        """Cancel the call from the client; the server is notified."""
         self._cut()
         self._after_delay(self._cancel)
 
     def break_(self, *, server_notices: bool = True) -> None:
-        """The stream ends; either end notices at a time of its own."""
+        """Break the stream; each end notices at its own time, the server only if `server_notices`."""
         if self._is_broken:
             return
         self._cut()
@@ -141,7 +141,7 @@ class DirectCall:
 
 
 class DirectClient:
-    """Serves one request by as many calls as it takes, each with what the client has by then."""
+    """Serves one request with as many calls as it takes, each of which resumes from the output so far."""
 
     def __init__(
         self,
@@ -156,12 +156,8 @@ class DirectClient:
         """Begin the first call.
 
         Args:
-            plan: What is asked for.
-            clock: The time.
-            rng: The seed's.
-            mix: What goes wrong.
-            find_server: Who serves now; None when there is no scheduler.
-            on_over: Told when a choice is over for the client.
+            find_server: Returns the current scheduler; None when there is none.
+            on_over: Called when a choice has ended for the client.
         """
         self._plan = plan
         self._clock = clock
@@ -190,7 +186,7 @@ class DirectClient:
             self._retry()
             return
         if not self.told[0].tokens:
-            # A call that brings no token is told its prompt from the beginning.
+            # A call without tokens so far gets the prompt's log-probabilities from the start.
             self.told[0].prompt_scores.clear()
         self._call = DirectCall(
             server, self._clock, self._rng, self._mix, on_message=self._on_message, on_lost=self._on_lost
@@ -258,7 +254,7 @@ class DirectClient:
             self._end(told, finish=Finish(_FINISH_REASONS[finish.reason], stop_token_id))
 
     def _give_up(self, error: str | None) -> None:
-        """The client wants nothing more: its deadline has passed, or it is gone."""
+        """End all open choices with `error`, or as cancelled if None, and cancel the call."""
         if not self._open:
             return
         if self._call is not None:
@@ -273,12 +269,12 @@ class DirectClient:
         told.finish, told.error, told.over_at = finish, error, self._clock.now
         self._on_over(told)
         if finish is not None and self._open and self._mix.strikes(Fault.CANCEL, self._rng):
-            # One answer is enough.
+            # A client may cancel the rest once it has one complete answer.
             self._clock.after(self._rng.uniform(*_DELAY_S), lambda: self._give_up(None))
 
 
 def _scores_of(positions: Iterable[common_pb2.PositionLogprobs], first: int) -> list[Scores]:
-    """Log-probabilities position by position, the first of which has this number."""
+    """Convert log-probabilities to one entry per position, numbered from `first`."""
     return [
         (index, one.token.rank, tuple((entry.token_id, entry.logprob) for entry in (one.token, *one.top)))
         for index, one in enumerate(positions, first)

@@ -1,4 +1,4 @@
-"""A simulated failure domain: the workers that stand and fall together."""
+"""A simulated failure domain: workers that end and restart together."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.simulation.workload import CellSettings
 from tests.support.cell_model import Oracle
 
 _RESTART_S = (0.5, 3.0)
-# A process whose link inside its domain breaks leaves; the launcher kills the rest after 2 s. Source: DESIGN section 7.
+# A process exits when a link inside its domain breaks; the launcher kills the rest after 2 s.
 _EXITS_S = (0.0, 2.0)
 
 
 class _Process(Protocol):
-    """What the launcher does with a process."""
+    """The operations of the launcher on a process."""
 
     def end_process(self) -> None: ...
 
@@ -28,9 +28,9 @@ class _Process(Protocol):
 
 
 class SimulatedDomain:
-    """Its ranks' workers with the members of their groups, and what supervises them.
+    """The workers of its ranks, the members of their groups, and their supervisor.
 
-    With one process all end, and all are started again.
+    When one process ends, all end and are started again.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class SimulatedDomain:
             process.start_process()
 
     def end(self, process: _Process) -> None:
-        """A process ends; the others follow, and all begin anew."""
+        """End a process; the others follow within 2 s, and all are restarted."""
         process.end_process()
         if self._is_ending:
             return
@@ -74,7 +74,7 @@ class SimulatedDomain:
         self._clock.after(_EXITS_S[1] + self._rng.uniform(*_RESTART_S), self._start)
 
     def close(self) -> None:
-        """Nothing goes on any more."""
+        """Release everything at the end of the run."""
         for process in self._processes:
             process.close()
 

@@ -1,4 +1,4 @@
-"""The simulated scheduler's link to one failure domain: the real attach protocol, and the streams that it asks for."""
+"""The simulated scheduler's link to one failure domain: the real attach protocol over simulated streams."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.simulation.workload import CellSettings
 
 _DELAY_S = (0.0002, 0.002)
 _DETOUR_S = (0.0, 4.0)
-# An `Attach` may take the 10 s in which a worker finds out that it is stuck.
+# An `Attach` may take the 10 s after which a worker reports that it is stuck.
 _OFFER_TIMEOUT_S = 15.0
 _STEP_TROUBLE = Trouble(Fault.STEP_LOST, Fault.STEP_REPEATED, late=Fault.STEP_LATE)
 _RESULT_TROUBLE = Trouble(Fault.RESULT_LOST, Fault.RESULT_REPEATED, Fault.RESULT_REORDERED, Fault.RESULT_LATE)
@@ -54,7 +54,7 @@ class Process(Protocol):
 
 
 class DomainLink:
-    """Plays DomainClient: carries out what the attach protocol says, and carries steps and answers."""
+    """Plays `DomainClient`: carries out the commands of the attach protocol, and carries steps and answers."""
 
     _num_streams = 0
 
@@ -82,7 +82,7 @@ class DomainLink:
         self._attach = DomainAttach(domain, settings.topology, standing)
         self._streams: dict[int, StepStream] = {}
         self._is_closed = False
-        # By step id: answers that may still come when their epoch is over.
+        # By rank and step id: answers that may be delivered again after their epoch has ended.
         self._old_answers: dict[tuple[int, int], Answer] = {}
 
     async def run(self) -> None:
@@ -94,7 +94,7 @@ class DomainLink:
             self.close()
 
     def send(self, rank: int, step: Step) -> None:
-        """Send a step. An answer to an old epoch's step of the same number may come first."""
+        """Send a step. An old epoch's answer with the same step id may arrive first."""
         if self._is_closed:
             return
         self._streams[rank].steps.send(encode_step(step).SerializeToString())
@@ -103,21 +103,21 @@ class DomainLink:
             self._after_delay(lambda: self._on_answer(old))
 
     def beat(self, _progress: int) -> None:
-        """Give every rank a sign of life."""
+        """Send a heartbeat to every rank."""
         for rank, stream in self._streams.items():
             self._workers[rank].on_heartbeat(stream)
 
     def drop(self, epoch: int) -> None:
-        """The engine has given an epoch up."""
+        """Drop an epoch on behalf of the engine."""
         self._on_event(Dropped(epoch))
 
     def fall_behind(self) -> None:
-        """What is sent from now on arrives when another scheduler may have the workers."""
+        """Delay the steps sent from now on, so that another scheduler may hold the workers when they arrive."""
         for stream in self._streams.values():
             stream.steps.delay(self._rng.uniform(*_DETOUR_S))
 
     def close(self) -> None:
-        """The links are let go, or their process is gone."""
+        """Close the links, or lose them with their process."""
         self._is_closed = True
         self._close_streams()
 
@@ -127,7 +127,7 @@ class DomainLink:
                 self._perform(command)
 
     def _hear(self, event: AttachEvent) -> None:
-        """Something comes from a worker: now, or when the process is continued."""
+        """Handle an event from a worker: now, or when the process is continued."""
         self._process.when_running(lambda: self._on_event(event))
 
     def _perform(self, command: Command) -> None:
@@ -204,7 +204,7 @@ class DomainLink:
         return Pipe(self._clock, self._rng, self._mix, trouble, deliver=deliver, on_loss=lambda: None)
 
     def _send(self, rank: int, action: Callable[[], None]) -> None:
-        """Something goes to a worker, who takes it in when its process runs."""
+        """Run `action` in a worker's process after a delay, and once that process is not stopped."""
         self._after_delay(lambda: self._workers[rank].when_running(action))
 
     def _after_delay(self, action: Callable[[], None]) -> None:

@@ -1,6 +1,6 @@
-"""What an engine may send to one rank under one epoch, and what it must do with the answers.
+"""What an engine may send to one rank within one epoch, and how it must handle the answers.
 
-Steps name slots; which request a slot serves is told by the seed of the sequence that entered it.
+Steps refer to slots. The request in a slot is identified by the sampling seed of the sequence that entered it.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from services.scheduler.core.queue.waiting_queue import QueuePolicy, max_steps_t
 from tests.simulation.step_stream import Answer
 from tests.simulation.workload import CellSettings, Expected, RequestPlan, number_of
 
-# DESIGN section 7, "Noticing".
+# A step that makes no progress for this long ends its epoch.
 _STEP_DEADLINE_S = 10.0
 
 Key = tuple[int, int]
-"""A client and a handle."""
+"""(client, handle)"""
 
 Number = tuple[int, int]
-"""A request and one of its choices."""
+"""(request number, choice)"""
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One choice of a submission that an engine has taken in; it is live until it has ended or is to be forgotten."""
+    """One choice of a submission that an engine has accepted; it is live until it ends or must be forgotten."""
 
     plan: RequestPlan
     choice: int
@@ -40,75 +40,77 @@ class Entry:
     is_live: bool = True
     has_started: bool = False
     num_cached_tokens: int | None = None
-    """Of its first admission."""
+    """Cached tokens at its first admission; None before."""
     num_prompt_logprob_bytes: int = 0
-    """What its request is charged with for those of its prompt."""
+    """Bytes that its request is charged for prompt log-probabilities."""
     num_prompt_positions: int = 1
-    """Positions of the prompt whose log-probabilities were told; the first has none."""
+    """Prompt positions whose log-probabilities were sent, including the first, which has none."""
     min_resumes: int = 0
-    """Lost epochs in whose steps in flight it stood, and what its replica told of earlier ones."""
+    """Resumes its replica reported at submission, plus lost epochs in whose steps in flight it was."""
     max_resumes: int = 0
-    """The same of those in whose batches it stood."""
+    """As `min_resumes`, with the lost epochs in whose batch it was."""
     rank: int | None = None
-    """Of the step that computed it last."""
+    """The rank of the step that computed it last."""
     num_in_flight: int = 0
-    """Steps of that rank that have not returned."""
+    """Steps of `rank` in flight that compute it."""
 
     @property
     def number(self) -> Number:
-        """What it goes by, whatever the attempt."""
+        """Its identity, the same for all attempts."""
         return self.plan.number, self.choice
 
     @property
     def expected(self) -> Expected:
-        """What the cell comes to."""
+        """The answer that the cell must produce."""
         return self.plan.by_cell[self.choice]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entered:
-    """A sequence in the worker's batch, the `number`th of its epoch; `after_step` had returned when it was sent.
-
-    `is_scored` tells that it brings the log-probabilities of its prompt.
-    """
+    """A sequence in the worker's batch."""
 
     entry: Entry
     number: int
+    """The position in which it entered within the epoch, from 0."""
     after_step: int
+    """The last step that had returned when it was sent."""
     is_scored: bool
+    """Whether it returns the log-probabilities of its prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class SentStep:
-    """A step in flight, with the sequences of its rows, and up to where those of its chunks are computed with it."""
+    """A step in flight."""
 
     step: Step
     sent_at: float
     rows: list[Entered]
+    """The sequence of each row."""
     chunks: list[tuple[Entered, int]]
+    """The sequence of each prompt chunk, and the number of its prompt tokens computed after this step."""
 
     @property
     def is_decode(self) -> bool:
-        """Whether it has a decode and nothing else, on coupled ranks all together."""
+        """Whether it is a pure decode, on all ranks if they are coupled."""
         is_eager = self.step.num_tokens_across_dp and not self.step.graph_batch_size
         return self.step.batch.kind is StepKind.DECODE and not is_eager
 
     @property
     def entries(self) -> set[Entry]:
-        """Whose tokens it computes."""
+        """The choices for which it computes tokens."""
         return {entered.entry for entered in (*self.rows, *(entered for entered, _ in self.chunks))}
 
 
 @dataclass(slots=True)
 class Signs:
-    """When a rank was heard, and when it was last seen to get on."""
+    """When a rank was last heard, and when it last made progress."""
 
     heard_at: float
     got_on_at: float = float("-inf")
     progress: int | None = None
 
     def take(self, progress: int, now: float) -> None:
-        """A sign of life came."""
+        """Record a heartbeat."""
         self.heard_at = now
         if self.progress not in {None, progress}:
             self.got_on_at = now
@@ -116,7 +118,7 @@ class Signs:
 
 
 class EpochWatch:
-    """Follows the steps of one rank and one epoch, and raises AssertionError when one is not as it must be."""
+    """Follows the steps of one rank and one epoch, and raises AssertionError when one is wrong."""
 
     def __init__(
         self,
@@ -128,15 +130,12 @@ class EpochWatch:
         now: float,
         waits_here: Callable[[Entry], bool],
     ) -> None:
-        """Begin with an empty batch; `live` are the choices by their numbers, and changes.
+        """Begin with an empty batch.
 
         Args:
-            rank: The DP rank.
             number: The epoch.
-            settings: The cell's.
-            live: The choices that have not ended.
-            now: The time.
-            waits_here: Whether one that is not in the batch is to enter here, and in its turn.
+            live: The choices that have not ended; the caller changes it.
+            waits_here: Whether a choice outside the batch is queued for this rank, in queue order.
         """
         self.rank = rank
         self.number = number
@@ -146,22 +145,22 @@ class EpochWatch:
         self._settings = settings
         self._live = live
         self._batch: dict[int, Entered] = {}
-        # By slot, where the prompt is not sent whole.
+        # By slot, for prompts whose chunks are not all sent: the tokens left.
         self._num_later: dict[int, int] = {}
-        # By slot, of what a sequence entered with: its blocks, and the tokens whose computation was sent.
+        # By slot: the blocks that a sequence entered with, and how many of its tokens were sent for computation.
         self._prompt_blocks: dict[int, list[int]] = {}
         self._num_sent_tokens: dict[int, int] = {}
         self._num_steps = 0
         self._num_entered = 0
-        # The step that told it, by the sequence that computes what is not finite.
+        # The step that first reported a sequence as not finite, by the sequence's number.
         self._told_not_finite: dict[int, int] = {}
         self._block_to_salt: dict[int, bytes] = {}
-        # Of the requests that have aged: who was ever ahead, and the steps that were sent since.
+        # For each aged request: the requests that were ever ahead of it, and the steps sent since it aged.
         self._ahead_of: dict[Entry, set[Entry]] = {}
         self._num_steps_waited: Counter[Entry] = Counter()
 
     def is_overdue(self, now: float, *, silence_s: float) -> bool:
-        """Whether the rank is silent, or does not get on."""
+        """Whether the rank is silent or makes no progress."""
         if now - self.signs.heard_at > silence_s:
             return True
         return bool(self.in_flight) and now >= max(self.in_flight[0].sent_at, self.signs.got_on_at) + _STEP_DEADLINE_S
@@ -175,23 +174,23 @@ class EpochWatch:
         return answer.step_id <= self._num_steps - len(self.in_flight)
 
     def check_step(self, step: Step, now: float) -> None:
-        """Check a step that is sent."""
+        """Check a step that the engine sends."""
         settings, policy, batch = self._settings, self._settings.policy, step.batch
         self._num_steps += 1
         assert (step.epoch, step.step_id) == (self.number, self._num_steps), "a step out of order"
-        assert len(self.in_flight) < policy.max_steps_in_flight, "more steps in flight than may be"
+        assert len(self.in_flight) < policy.max_steps_in_flight, "too many steps in flight"
         for slot in batch.leave_slots:
             del self._batch[slot]
             self._num_later.pop(slot, None)
         self._enter(batch, now)
         self._check_sharing(batch)
-        assert len(self._batch) <= policy.max_num_seqs, "more sequences than may be"
+        assert len(self._batch) <= policy.max_num_seqs, "too many sequences"
         chunks = [*batch.chunks, *(enter.chunk for enter in batch.enters)]
         num_prompt_tokens = sum(chunk.num_tokens for chunk in chunks)
         num_tokens = len(batch.decode_slots) + num_prompt_tokens
         max_tokens, max_prompt_tokens = settings.max_step_tokens(self.rank), settings.max_prompt_tokens(self.rank)
         assert num_tokens == batch.num_tokens <= max_tokens, "more tokens than a step may have"
-        assert num_prompt_tokens <= max_prompt_tokens, "more tokens of prompts than a step may have"
+        assert num_prompt_tokens <= max_prompt_tokens, "more prompt tokens than a step may have"
         assert num_tokens or settings.topology.is_coupled, "a step that computes nothing"
         is_mixed = len(batch.decode_slots) > 0 and len(chunks) > 0
         assert settings.mixes(self.rank) or not is_mixed, "prompts and decodes in a step"
@@ -209,11 +208,11 @@ class EpochWatch:
         self._send(SentStep(step, now, rows, self._take_chunks(chunks)))
 
     def lose(self) -> Iterator[Entry]:
-        """The epoch is over: who stood in the steps that had not returned, each for each of them, dead ones too."""
+        """End the epoch; returns the entries of each step in flight, once per step, including those not live."""
         in_flight = [entry for sent in self.in_flight for entry in sent.entries]
         in_batch = {entered.entry for entered in self._batch.values()}
         for entry in in_batch.union(in_flight):
-            # What has ended with this event was told its number before.
+            # A choice that ended with this event has already reported its number of resumes.
             entry.max_resumes += entry.is_live
         for entry in set(in_flight):
             entry.min_resumes += entry.is_live
@@ -221,7 +220,7 @@ class EpochWatch:
         return iter(in_flight)
 
     def take_answer(self, answer: Answer, not_finite_rows: list[int]) -> SentStep:
-        """The oldest step has returned."""
+        """Remove and return the oldest step in flight, which has returned."""
         step = self.in_flight.popleft()
         for entry in step.entries:
             entry.num_in_flight -= 1
@@ -229,13 +228,13 @@ class EpochWatch:
             reader = step.rows[row]
             told_by = self._told_not_finite.get(spoiler)
             is_spread = spoiler != reader.number and told_by is not None and told_by <= reader.after_step
-            assert not is_spread, "KV that is known to be bad is shared"
+            assert not is_spread, "KV known to be bad is shared"
             self._told_not_finite.setdefault(reader.number, step.step.step_id)
         return step
 
     def _send(self, sent: SentStep) -> None:
         for entry in sent.entries:
-            assert not entry.num_in_flight or entry.rank == self.rank, "a sequence lives on two ranks"
+            assert not entry.num_in_flight or entry.rank == self.rank, "a sequence is computed on two ranks"
             entry.rank = self.rank
             entry.num_in_flight += 1
         self.in_flight.append(sent)
@@ -263,7 +262,7 @@ class EpochWatch:
             self._num_sent_tokens[enter.chunk.slot] = enter.num_cached_tokens
 
     def _check_sharing(self, batch: ScheduledBatch) -> None:
-        """Check that only what may be shared is: nothing, or nothing that the same step computes."""
+        """Check that no prefix is shared if caching is off, and none that the same step computes if that is off."""
         block_size = self._settings.cache.block_size
         computed: set[int] = set()
         for chunk in [*batch.chunks, *(enter.chunk for enter in batch.enters)]:
@@ -277,28 +276,28 @@ class EpochWatch:
             assert is_computed_before, "a prefix is shared in the step that computes it"
 
     def _take_chunks(self, chunks: list[PrefillChunk]) -> list[tuple[Entered, int]]:
-        """Note how far prompts are computed; who enters later finds the full blocks of those before it."""
+        """Record how far each prompt is computed with this step."""
         taken = []
         for chunk in chunks:
             entered = self._batch[chunk.slot]
             self._num_later[chunk.slot] = chunk.num_later_tokens
-            # What is behind the prompt was computed before the sequence gave way.
+            # Tokens after the prompt were computed before the sequence was preempted.
             taken.append((entered, len(entered.entry.plan.prompt) - chunk.num_later_tokens))
         assert sum(num_later > 0 for num_later in self._num_later.values()) <= 1, "a prompt is begun beside another"
         return taken
 
     def _check_rows(self, rows: list[Entered]) -> None:
-        """Check that no request is on its way to more tokens than it may have."""
+        """Check that rows in flight cannot give a request more than `max_tokens`."""
         coming = Counter(entered.entry for sent in self.in_flight for entered in sent.rows)
         for entered in rows:
             entry = entered.entry
             num_tokens = entry.num_tokens + coming[entry] + 1
-            assert num_tokens <= entry.plan.params.max_tokens, "a row behind the last token"
+            assert num_tokens <= entry.plan.params.max_tokens, "a row after the last token"
 
     def _check_order(self, entry: Entry, held: set[Entry], now: float) -> None:
-        """Check that nobody who waits should have entered before `entry`."""
+        """Check that no waiting choice should have entered before `entry`."""
         policy = self._settings.policy
-        # One whose last rows are in flight has left the batch.
+        # A choice whose last rows are in flight has already left the batch.
         busy = held.union(entered.entry for sent in self.in_flight for entered in sent.rows)
         for other in self._live.values():
             if other in busy or not self._waits_here(other):
@@ -316,10 +315,10 @@ class EpochWatch:
                     pass
 
     def _check_waiting(self, now: float) -> None:
-        """Check the bound on the steps for which a request that has aged still waits."""
+        """Check the bound on the number of steps for which an aged request waits."""
         policy = self._settings.policy
         if policy.delay_factor:
-            # The bound is for an open gate.
+            # The bound does not hold when admission is delayed.
             return
         for entry in self._live.values():
             if not self._has_aged(entry, now) or not self._waits_here(entry):
@@ -337,5 +336,5 @@ class EpochWatch:
             assert self._num_steps_waited[entry] <= bound, "a request waits longer than it may"
 
     def _has_aged(self, entry: Entry, now: float) -> bool:
-        """Whether a request has certainly aged: one that never entered has waited since it was taken in."""
+        """Whether a request has certainly aged: it never entered a batch, and was accepted long enough ago."""
         return entry.num_cached_tokens is None and now - entry.taken_in_at > self._settings.policy.max_age_s

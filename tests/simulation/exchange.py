@@ -15,44 +15,42 @@ from tests.simulation.network import Pipe, Trouble
 
 _TROUBLE = Trouble(Fault.MESSAGE_LOST, Fault.MESSAGE_REPEATED, Fault.MESSAGE_REORDERED, Fault.MESSAGE_LATE)
 _NOTICE_S = (0.0, 0.3)
-# A scheduler may not have noticed when its replica is back.
+# The scheduler may notice only after its replica has reconnected.
 _LATE_NOTICE_S = (0.0, 3.0)
 _STALLS_S = (1.0, 4.0, 8.0, 20.0)
-# Messages that the transport takes of a replica that does not read.
+# The number of messages that the transport accepts for a replica that does not read.
 _NUM_BUFFERED = (0, 1, 4)
-# A replica that does not read for so long loses its stream, once a scheduler that runs has beaten and has waited for it
-# to take its last words.
+# A replica that does not read for this long loses its stream, after at most one heartbeat of a running scheduler and
+# the time that the scheduler gives it to read the final error.
 MAX_UNREAD_S = 5.0
 MAX_CLOSE_S = 2.5
 
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """The two ends of a stream: what each is handed, and how it learns that the stream is over.
-
-    `on_unread` is told when the replica has taken nothing for too long, and the stream should be over.
-    """
+    """The callbacks of the two ends of a stream."""
 
     on_request: Callable[[bytes], None]
     on_response: Callable[[bytes], None]
     on_unread: Callable[[], None]
+    """Called when the replica has read nothing for so long that the stream should be closed."""
     on_scheduler_notice: Callable[[], None]
     on_replica_notice: Callable[[], None]
 
 
 class ExchangeStream:
-    """Carries requests up and outputs down. When it breaks, either end notices at a time of its own.
+    """Carries requests up and outputs down. When it breaks, each end notices at its own time.
 
-    To the scheduler's handler it is the context of the call, and what requests are read from. A message is written when
-    the transport takes it, which it does not for long while the replica reads nothing.
+    For the scheduler's handler it plays the context of the call and the source of requests. A write completes when the
+    transport accepts the message; while the replica is not reading, the transport soon accepts none.
     """
 
     def __init__(self, scheduler_id: str, clock: Clock, rng: Random, mix: FaultMix, *, ends: Ends) -> None:
         self.scheduler_id = scheduler_id
-        # What the replica's ledger calls it.
+        # Its number in the replica's ledger.
         self.ledger_number = 0
         self.is_broken = False
-        # The handler, in the scheduler's process.
+        # The handler's task in the scheduler's process.
         self.task: asyncio.Task[None] | None = None
         self._arrived: asyncio.Queue[exchange_pb2.ExchangeRequest] = asyncio.Queue()
         self._num_buffered = 0
@@ -66,40 +64,40 @@ class ExchangeStream:
         self._down: Pipe[bytes] = Pipe(clock, rng, mix, _TROUBLE, deliver=ends.on_response, on_loss=self.break_)
 
     def send_request(self, request: exchange_pb2.ExchangeRequest) -> None:
-        """Send a message of the replica's."""
+        """Send a message from the replica."""
         self._up.send(request.SerializeToString())
         self._may_break()
 
     def take_request(self, payload: bytes) -> None:
-        """A message of the replica's has come to the scheduler."""
+        """Queue a message of the replica that has arrived at the scheduler."""
         self._arrived.put_nowait(exchange_pb2.ExchangeRequest.FromString(payload))
 
     async def requests(self) -> AsyncIterator[exchange_pb2.ExchangeRequest]:
-        """The messages of the replica, for as long as somebody asks."""
+        """Yield the messages of the replica, without end."""
         while True:
             yield await self._arrived.get()
 
     async def write(self, response: exchange_pb2.ExchangeResponse) -> None:
-        """Send a message of the scheduler's; this is the part of a `ServicerContext` that the handler uses."""
+        """Send a message from the scheduler; the part of a `ServicerContext` that the handler uses."""
         if not self._down.is_held and self._mix.strikes(Fault.REPLICA_STALL, self._rng):
             self._down.hold(self._clock.now + self._rng.choice(_STALLS_S))
             self._num_buffered = self._rng.choice(_NUM_BUFFERED)
         if self._down.is_held:
             await self._wait_for_room()
         if not response.HasField("heartbeat"):
-            # A replica that reads makes nothing of signs of life.
+            # Heartbeats are not simulated any further: a replica that reads ignores them.
             self._down.send(response.SerializeToString())
             self._may_break()
 
     def on_end(self, task: asyncio.Task[None]) -> None:
-        """The handler has ended, and with it the stream."""
+        """End the stream: its handler has ended."""
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, ServiceError):
             raise error
         self.break_(scheduler_notices=False)
 
     def break_(self, *, scheduler_notices: bool = True) -> None:
-        """Nothing more comes over it in time."""
+        """Break the stream; each end notices at its own time, the scheduler only if `scheduler_notices`."""
         if self.is_broken:
             return
         self.is_broken = True

@@ -1,7 +1,7 @@
-"""Where runs through a graph of states end or go round for ever, though no move is held up for ever.
+"""Finds where fair runs through a graph of states end or cycle forever.
 
-A run is fair if no move is possible all the time and never made (weak fairness): what is on its way arrives at some
-time, and time passes.
+A run is fair if no move is continuously possible and never made (weak fairness): messages arrive at some time, and time
+passes.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 
-# From one state to another, by their numbers.
+# (from, to), by state number.
 Edge = tuple[int, int]
-# The moves from a state: what each of them is, and the state to which it leads.
+# The moves from a state: the label of each, and the state to which it leads.
 LabelledMoves = Callable[[int], Iterable[tuple[Hashable, int]]]
 
 
 def find_origins(numbers: Iterable[int], edges: Iterable[Edge]) -> set[int]:
-    """The states from which a way leads to one of these, themselves included."""
+    """The states from which one of these can be reached, themselves included."""
     sources = defaultdict(list)
     for origin, number in edges:
         sources[number].append(origin)
@@ -30,12 +30,12 @@ def find_origins(numbers: Iterable[int], edges: Iterable[Edge]) -> set[int]:
 
 
 def find_dead_ends(states: set[int], edges: Iterable[Edge]) -> set[int]:
-    """Those of the states from which no edge leads anywhere."""
+    """The states without an outgoing edge."""
     return states - {origin for origin, _ in edges}
 
 
 def find_fair_circles(states: set[int], edges: Iterable[Edge], moves: LabelledMoves) -> set[int]:
-    """Those of the states among which a fair run may go round for ever."""
+    """The states on cycles in which a fair run may stay forever."""
     successors = _trim(states, edges)
     return {
         number
@@ -46,7 +46,7 @@ def find_fair_circles(states: set[int], edges: Iterable[Edge], moves: LabelledMo
 
 
 def _trim(states: set[int], edges: Iterable[Edge]) -> dict[int, list[int]]:
-    """The successors of the states from which a way leads to a circle; mostly there are none."""
+    """The successors of the states from which a cycle can be reached; usually there are none."""
     successors: dict[int, list[int]] = {number: [] for number in states}
     sources = defaultdict(list)
     for origin, number in edges:
@@ -66,9 +66,9 @@ def _trim(states: set[int], edges: Iterable[Edge]) -> dict[int, list[int]]:
 
 
 def _find_components(successors: dict[int, list[int]]) -> Iterator[set[int]]:
-    """The strongly connected components.
+    """Yield the strongly connected components.
 
-    Source: Tarjan, Depth-first search and linear graph algorithms, SIAM J. Comput. 1(2), 1972; without recursion.
+    Source: Tarjan, Depth-first search and linear graph algorithms, SIAM J. Comput. 1(2), 1972; made iterative.
     """
     order: dict[int, int] = {}
     lowest: dict[int, int] = {}
@@ -107,7 +107,7 @@ def _has_circle(component: set[int], successors: dict[int, list[int]]) -> bool:
 
 
 def _is_fair(component: set[int], moves: LabelledMoves) -> bool:
-    """Whether each move that is possible in all states of a component is made within it."""
+    """Whether every move that is possible in all states of a component is made within it."""
     made: set[Hashable] = set()
     always: set[Hashable] | None = None
     for number in component:

@@ -1,4 +1,4 @@
-"""What can go wrong, and how often it does in one run."""
+"""The kinds of faults, and how often each strikes in one run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from random import Random
 
 
 class Fault(enum.Enum):
-    """One kind of trouble."""
+    """One kind of fault, or a rare kind of workload."""
 
     # The workers, and the links to them.
     WORKER_CRASH = "worker_crash"
@@ -65,7 +65,7 @@ class Fault(enum.Enum):
     UNEQUAL_POOLS = "unequal_pools"
 
 
-# How likely each is at each of its opportunities; rates are drawn around this.
+# The probability of each at each of its opportunities; the rates of a run are drawn around it.
 _LIKELIHOOD = {
     # At each step.
     Fault.WORKER_CRASH: 0.004,
@@ -73,7 +73,7 @@ _LIKELIHOOD = {
     Fault.WORKER_STOP: 0.003,
     Fault.WORKER_SLOW: 0.02,
     Fault.LONG_STEP: 0.002,
-    # At each sequence and step.
+    # At each sequence in each step.
     Fault.NOT_FINITE: 0.006,
     # At each step.
     Fault.LINK_BREAK: 0.004,
@@ -129,7 +129,7 @@ _LIKELIHOOD = {
     Fault.UNEQUAL_POOLS: 0.5,
 }
 
-# What ends an epoch at once, and what does so after a while, whatever it computes.
+# Faults that end an epoch at once, and faults that end it after a while, independently of what it computes.
 _KILLS = frozenset({Fault.WORKER_CRASH, Fault.LINK_BREAK, Fault.MEMBER_CRASH, Fault.MEMBER_LINK_BREAK})
 _SLOW_KILLS = frozenset(
     {
@@ -150,10 +150,10 @@ _SLOW_KILLS = frozenset(
 
 @dataclass(slots=True)
 class FaultMix:
-    """The kinds of one run, how likely each is at each opportunity, and how often it happened.
+    """The fault kinds of one run, with the probability of each per opportunity and a count of its strikes.
 
-    A mix that spares suspects ends epochs at once or not at all, and none while `may_kill` says no: what kills from
-    outside then poisons nobody.
+    A mix that spares suspects ends epochs at once or not at all, and never while `may_kill` returns False, so that no
+    innocent request is taken for poison.
     """
 
     rates: dict[Fault, float]
@@ -163,10 +163,10 @@ class FaultMix:
 
     @classmethod
     def draw(cls, rng: Random, kinds: Collection[Fault] | None = None) -> FaultMix:
-        """Draw the rates, some high, of `kinds`, or of a random subset of all.
+        """Draw rates for `kinds`, or for a random subset of all kinds.
 
-        Source: swarm testing, Groce et al., ISSTA 2012: a run that leaves kinds out reaches states that one with
-        all of them does not.
+        Source: swarm testing, Groce et al., ISSTA 2012: a run that omits some kinds reaches states that a run with all
+        of them does not.
         """
         if kinds is None:
             share = rng.choice([0.15, 0.4, 0.7])
@@ -178,7 +178,7 @@ class FaultMix:
         return cls(rates, spares_suspects)
 
     def strikes(self, fault: Fault, rng: Random) -> bool:
-        """Whether a fault happens at this opportunity."""
+        """Draw whether a fault strikes at this opportunity, and count it."""
         rate = self.rates.get(fault)
         if rate is None or rng.random() >= rate:
             return False

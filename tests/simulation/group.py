@@ -1,4 +1,4 @@
-"""The simulated TP group of a DP rank: the real relay of its leader, and what else the leader keeps for its members."""
+"""The simulated TP group of a DP rank: the leader's real relay, and the state it keeps for its members."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.simulation.join_stream import NOTICE_S, Life
 from tests.simulation.step_stream import Answer, StepStream
 from tests.simulation.workload import CellSettings
 
-# From a process's start to the moment when it has its weights.
+# From a process's start until its weights are loaded.
 _LOADS_S = (0.0, 2.0)
 _SOON_S = (0.0, 0.01)
 _STOPS_S = (1.0, 2.0, 15.0, 50.0)
@@ -30,13 +30,13 @@ _SILENCES_S = (1.0, 2.0, 30.0)
 
 
 class _LeaderDevice:
-    """The part of a `DeviceLoop` that tells why a leader ends: nobody asks it to."""
+    """The part of a `DeviceLoop` that `DomainEnd` reads: the leader is never asked to stop."""
 
     is_stopping = False
 
 
 class SimulatedGroup:
-    """What a leader keeps for its members; a rank that is alone has none, and then all of it is done at once."""
+    """The leader's side of a TP group; for a rank with a single process every operation completes at once."""
 
     def __init__(
         self,
@@ -52,19 +52,13 @@ class SimulatedGroup:
         end_leader: Callable[[], None],
         end_member: Callable[[SimulatedMember], None],
     ) -> None:
-        """Make a group whose processes have not begun.
+        """Make a group whose processes are not started.
 
         Args:
-            rank: The DP rank.
-            settings: The cell's.
-            clock: The time.
-            rng: Everything random comes from it.
-            mix: What goes wrong.
-            collective: What its devices meet in.
-            when_running: Does something in the leader's process.
-            on_held: Called when the members hold the epoch that they were told last.
+            when_running: Runs an action in the leader's process.
+            on_held: Called when all members hold the epoch relayed last.
             end_leader: Ends the leader's process, and with it the domain.
-            end_member: The same of a member's.
+            end_member: Ends a member's process, and with it the domain.
         """
         self._rank = rank
         self._settings = settings
@@ -88,20 +82,20 @@ class SimulatedGroup:
 
     @property
     def start_id(self) -> str:
-        """Of this start of the domain."""
+        """The id of this start of the domain."""
         return str(self._num_starts)
 
     @property
     def is_open(self) -> bool:
-        """Whether its leader can be claimed."""
+        """Whether the leader accepts claims."""
         return not self.members or self._is_complete
 
     def num_blocks(self) -> int:
-        """KV blocks of each of its processes."""
+        """The number of KV blocks of each process."""
         return self._settings.num_blocks[self._rank]
 
     def start(self) -> None:
-        """The leader's process begins."""
+        """Start the leader's process."""
         if not self.members:
             return
         self._num_starts += 1
@@ -112,7 +106,7 @@ class SimulatedGroup:
         self._clock.after(self._rng.uniform(*_LOADS_S), lambda: life.do(self._open))
 
     def end(self) -> None:
-        """The leader's process has ended."""
+        """End the leader's process."""
         self._is_complete = False
         self._held_epoch = 0
         self._answering = self._answerer = None
@@ -122,16 +116,16 @@ class SimulatedGroup:
                 member.lose_leader()
 
     def close(self) -> None:
-        """The run is over."""
+        """Release everything at the end of the run."""
         if self.members:
             self.life.close()
 
     def note_stop(self, until: float) -> None:
-        """The leader's process does nothing until then."""
+        """Record that the leader's process is stopped until then."""
         self._leader_stopped_until = until
 
     def fence(self, epoch: int) -> None:
-        """The leader was offered an epoch and takes it."""
+        """Relay an epoch that the leader has accepted to the members."""
         if not self.members:
             return
         self.watch.fence(0, epoch)
@@ -142,16 +136,16 @@ class SimulatedGroup:
         told.add_done_callback(lambda blocks: self._on_attached(epoch, blocks))
 
     def holds(self, epoch: int) -> bool:
-        """Whether all members hold an epoch, which have let go of what was before it."""
+        """Whether all members hold an epoch and have ended the one before."""
         return not self.members or self._held_epoch == epoch
 
     def check_acceptance(self, epoch: int) -> None:
-        """The leader says that the group holds an epoch."""
+        """Check that the leader may report that the group holds an epoch."""
         if self.members:
             self.watch.accept(epoch)
 
     def relay(self, request: worker_pb2.StepRequest) -> None:
-        """The leader launches a step."""
+        """Relay a step that the leader launches."""
         if not self.members:
             return
         self.watch.launch(0, (request.epoch, request.step_id))
@@ -164,24 +158,24 @@ class SimulatedGroup:
             self._disturb()
 
     def begin(self, request: worker_pb2.StepRequest) -> None:
-        """The leader's device begins a step."""
+        """Record that the leader's device begins a step."""
         if self.members:
             self.watch.begin(0, (request.epoch, request.step_id))
 
     def open_stream(self, stream: StepStream) -> None:
-        """The steps of an epoch may come on a stream."""
+        """Start answering the steps of an epoch on its stream."""
         if self.members:
             steps = self._answering = asyncio.Queue()
             self._answerer = self.life.loop.create_task(self._answer_all(stream, steps))
             self._answerer.add_done_callback(retrieve)
 
     def close_stream(self) -> None:
-        """The stream has ended: nobody waits for its answers."""
+        """Stop answering: the stream has ended."""
         if self._answerer is not None:
             self._answerer.cancel()
 
     def answer(self, stream: StepStream, answer: Answer, output: StepOutput | None) -> None:
-        """The leader's device has run a step: send the answer when the members agree with it."""
+        """Send a step's answer once the members agree with it, or at once if there are none."""
         if output is None:
             stream.answers.send(answer)
             return
@@ -190,7 +184,7 @@ class SimulatedGroup:
             self._answering.put_nowait((output, answer))
 
     async def _answer_all(self, stream: StepStream, steps: asyncio.Queue[tuple[StepOutput, Answer]]) -> None:
-        # What comes of an epoch that was superseded meanwhile goes nowhere: its stream is cut.
+        # Answers of an epoch that was superseded meanwhile are lost: its stream is cut.
         while steps is self._answering:
             output, answer = await steps.get()
             await self.servicer.agree(output)
@@ -237,16 +231,15 @@ class SimulatedGroup:
                 self._expect_loss(member, MAX_UNNOTICED_S, may_be_stopped_until=member.pause.until)
 
     def _draw_delay_s(self) -> float:
-        """When trouble comes: before the step that is on its way, or soon."""
+        """The delay of a fault: none, which is before the step in transit arrives, or a short one."""
         return self._rng.choice([0.0, self._rng.uniform(*_SOON_S)])
 
     def _expect_loss(self, member: SimulatedMember, within_s: float, *, may_be_stopped_until: float = 0.0) -> None:
-        """Check that the leader or a member gives the other up in time, unless it is stopped meanwhile.
+        """Check that the leader or the member ends in time, unless one of them is stopped meanwhile.
 
         Args:
-            member: The member.
-            within_s: When one of them has to be gone.
-            may_be_stopped_until: A stop of the member until then excuses nothing: the leader has to notice it.
+            within_s: How soon one of them has to end.
+            may_be_stopped_until: A stop of the member up to this time is no excuse: the leader has to notice it.
         """
         since, lives = self._clock.now, (self.life, member.life)
 
@@ -255,7 +248,7 @@ class SimulatedGroup:
                 return
             is_member_excused = member.pause.until > max(since, may_be_stopped_until)
             is_excused = self._leader_stopped_until > since or is_member_excused
-            assert is_excused, "a partner in a group is lost, and nobody notices"
+            assert is_excused, "a process of a group is lost unnoticed"
 
         self._clock.after(within_s, check)
 

@@ -1,4 +1,4 @@
-"""A simulated member of a TP group: the real process but for its sockets and its device."""
+"""A simulated member of a TP group: the real member code, without sockets and with a simulated device."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from tests.simulation.pause import Pause
 
 # The default of the setting.
 SILENCE_S = 3.0
-# Often a member is slower to come up than its leader.
+# A member often starts more slowly than its leader.
 _LOADS_S = (0.0, 3.0)
 _ATTACH_S = (0.0, 0.002)
-# Ranks of a step end it at about the same time.
+# The ranks of a step finish it at about the same time.
 _JITTER_S = (0.0, 0.003)
 _HANGS_S = (12.0, 40.0, 700.0, math.inf)
 
 
 class _Group(Protocol):
-    """What a member needs of its group, which its leader keeps."""
+    """The part of the leader's group state that a member needs."""
 
     life: Life
     servicer: GroupServicer
@@ -56,7 +56,7 @@ class _Facts:
 
 
 class PlayedRunner:
-    """The part of a `ModelRunner` that the processes of a group tell each other of, and that their devices run."""
+    """Plays the part of a `ModelRunner` that the group protocol and the device use."""
 
     facts = _Facts()
     numerics_fingerprint = "bits"
@@ -74,7 +74,7 @@ class PlayedRunner:
         """See `ModelRunner`."""
 
     def run_step(self, _: Step) -> StepOutput:
-        """See `ModelRunner`; what is drawn came out of the collective."""
+        """See `ModelRunner`; returns the output that came out of the collective."""
         assert self.output is not None
         return self.output
 
@@ -99,7 +99,7 @@ class _Job:
 
 
 class _MemberDevice:
-    """Plays `DeviceLoop`: begins steps together with the group's other devices, and tells of them when they end."""
+    """Plays `DeviceLoop`: runs each step together with the group's other devices."""
 
     is_stopping = False
 
@@ -160,7 +160,7 @@ class _MemberDevice:
 
 
 class _WatchedMember(Member):
-    """A member whose watch sees what its leader sends it."""
+    """A member that reports every message of its leader to the watch."""
 
     def __init__(self, settings: _Settings, device: _MemberDevice, end: DomainEnd, stream: JoinStream) -> None:
         connect = cast(Callable[[str], grpc.aio.Channel], lambda _: stream)
@@ -178,7 +178,7 @@ class _WatchedMember(Member):
 
 
 class SimulatedMember:
-    """The process of a rank other than the first of a TP group."""
+    """The process of a TP rank other than 0."""
 
     def __init__(
         self,
@@ -202,7 +202,7 @@ class SimulatedMember:
         self._is_up = False
 
     def start_process(self) -> None:
-        """It begins, after its leader, and joins when it has its weights."""
+        """Start the process, after its leader's; it joins once its weights are loaded."""
         self._is_up = True
         life = self.life = Life(self._clock, self.pause.when_over)
         self.stream = JoinStream(self._clock, self._rng, self._mix, self.group.life, life, self.group.servicer.Join)
@@ -213,7 +213,7 @@ class SimulatedMember:
         self._clock.after(self._rng.uniform(*_LOADS_S), lambda: life.do(lambda: _open(life, member, runner)))
 
     def end_process(self) -> None:
-        """It is gone, with all that it knew."""
+        """End the process and discard its state."""
         if self._is_up:
             self._is_up = False
             self.pause.end()
@@ -221,21 +221,21 @@ class SimulatedMember:
             self.stream.break_()
 
     def close(self) -> None:
-        """The run is over."""
+        """Release everything at the end of the run."""
         self.life.close()
 
     def lose_leader(self) -> None:
-        """The leader's process has ended, and its connections with it."""
+        """Break the connection: the leader's process has ended."""
         if self._is_up:
             self.stream.break_()
 
     def crash_after(self, delay_s: float) -> None:
-        """It ends by itself in a moment."""
+        """Let the process crash after a delay."""
         life = self.life
         self._clock.after(delay_s, lambda: None if life.is_over else self._end_domain(self))
 
     def stop(self, duration_s: float) -> None:
-        """It does nothing for so long (SIGSTOP)."""
+        """Stop the process for this long (SIGSTOP)."""
         self.pause.extend(duration_s)
         self.collective.hold(self.pause.until)
 
@@ -249,6 +249,6 @@ def _open(life: Life, member: Member, runner: PlayedRunner) -> None:
 
 
 def retrieve(task: asyncio.Task[None]) -> None:
-    """Let what a task failed with end the simulation."""
+    """Re-raise a task's exception, which ends the simulation."""
     if not task.cancelled():
         task.result()

@@ -16,7 +16,7 @@ from tests.simulation.faults import FaultMix
 from tests.simulation.network import Pipe, Trouble
 from tests.simulation.virtual_loop import VirtualLoop
 
-# On one host a broken connection is noticed at once.
+# On one host a broken connection is noticed quickly.
 NOTICE_S = (0.0, 0.5)
 
 _Ts = TypeVarTuple("_Ts")
@@ -25,9 +25,10 @@ _Handler = Callable[[AsyncIterator[worker_pb2.JoinRequest], grpc.aio.ServicerCon
 
 
 class _GroupLoop(VirtualLoop):
-    """The loop of a process of a group; its timers keep no run from its end: links give signs of life for ever.
+    """The event loop of a process of a group.
 
-    Callbacks that are ready run one after the other, as one event of the clock.
+    Its timers are background events, since links send heartbeats forever. All ready callbacks run one after the other,
+    as one event of the clock.
     """
 
     def __init__(self, clock: Clock, when_running: Callable[[Callable[[], object]], None]) -> None:
@@ -45,7 +46,7 @@ class _GroupLoop(VirtualLoop):
     def call_soon_threadsafe(
         self, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        """See `AbstractEventLoop`: the device tells from its own thread what it has run."""
+        """See `AbstractEventLoop`; the real device calls it from its own thread."""
         return self.call_soon(callback, *args, context=context)
 
     def call_at(
@@ -57,7 +58,7 @@ class _GroupLoop(VirtualLoop):
         return handle
 
     def close(self) -> None:
-        """The process is killed: its tasks are gone, and do nothing more."""
+        """Discard all tasks without running them any further, as when the process is killed."""
         self._ready.clear()
         with self.running():
             for task in self._tasks:
@@ -81,37 +82,37 @@ class _GroupLoop(VirtualLoop):
 
 
 class Life:
-    """One start of a process: its event loop, and what is done in it until it ends."""
+    """One start of a process: its event loop, and the actions that run in it until it ends."""
 
     def __init__(self, clock: Clock, when_running: Callable[[Callable[[], object]], None]) -> None:
-        """Begin; `when_running` does something in the process, now or when it is continued."""
+        """Begin; `when_running` runs an action in the process, now or when it is continued."""
         self.is_over = False
         self._clock = clock
         self._when_running = when_running
         self.loop = _GroupLoop(clock, self.do)  # type: ignore[abstract]
 
     def do(self, action: Callable[[], object]) -> None:
-        """Do something in the process, unless it has ended by then."""
+        """Run an action in the process, unless it has ended by then."""
         self._when_running(lambda: None if self.is_over else action())
 
     def end(self) -> None:
-        """The process ends; what it was about to do is never done."""
+        """End the process; its pending actions never run."""
         if not self.is_over:
             self.is_over = True
-            # It may be one of its own tasks that ended it.
+            # One of its own tasks may be the caller.
             self._clock.after(0.0, self.close)
 
     def close(self) -> None:
-        """Let go of what the process had begun."""
+        """Discard the tasks of the process."""
         self.is_over = True
         self.loop.close()
 
 
 class JoinStream:
-    """What one end writes the other reads, in order, until the stream breaks; each end notices by itself.
+    """Delivers the messages of each end to the other, in order, until it breaks; each end notices that at its own time.
 
-    To the leader's handler it is the context of the call, and what requests are read from; to the member it is the
-    channel, and the call on it.
+    For the leader's handler it plays both the context of the call and the request iterator; for the member it plays the
+    channel and, through `_Call`, the call.
     """
 
     def __init__(self, clock: Clock, rng: Random, mix: FaultMix, leader: Life, member: Life, handler: _Handler) -> None:
@@ -151,7 +152,7 @@ class JoinStream:
         self.break_()
 
     def stream_stream(self, *_: Any, **__: Any) -> Callable[..., _Call]:
-        """What the stub makes of the channel: the method that opens the call."""
+        """Return the method that opens the call, as the stub expects of a channel."""
         return self._open
 
     def _open(self, **_: Any) -> _Call:
@@ -159,11 +160,11 @@ class JoinStream:
         return _Call(self)
 
     def send_request(self, request: worker_pb2.JoinRequest) -> None:
-        """Send a message of the member's."""
+        """Send a message from the member."""
         self._up.send(request)
 
     async def next_response(self) -> worker_pb2.JoinResponse | None:
-        """The leader's next message; None when the stream is over."""
+        """Wait for the leader's next message; None when the stream has ended."""
         return await self._responses.get()
 
     # The leader's end.
@@ -175,7 +176,7 @@ class JoinStream:
         return await self._requests.get()
 
     async def write(self, response: worker_pb2.JoinResponse) -> None:
-        """Send a message of the leader's; the part of a `ServicerContext` that the handler uses."""
+        """Send a message from the leader; the part of a `ServicerContext` that the handler uses."""
         self._down.send(response)
 
     def _begin(self) -> None:
@@ -188,17 +189,17 @@ class JoinStream:
             task.result()
         self.break_()
 
-    # The way between them.
+    # The network between them.
 
     def hold(self, until: float, *, is_up_silent: bool, is_down_silent: bool) -> None:
-        """Nothing gets through before `until`, in one direction or in both."""
+        """Deliver nothing before `until`, in the given directions."""
         if is_up_silent:
             self._up.hold(until)
         if is_down_silent:
             self._down.hold(until)
 
     def break_(self) -> None:
-        """Nothing more comes over it: what was under way is lost."""
+        """Break the stream; messages in transit are lost."""
         if self._is_broken:
             return
         self._is_broken = True
@@ -210,7 +211,7 @@ class JoinStream:
         )
 
     def _cancel(self) -> None:
-        # The library cancels a call's handler when the connection is gone.
+        # gRPC cancels a call's handler when the connection is lost.
         if self._task is not None:
             self._task.cancel()
 

@@ -1,4 +1,4 @@
-"""Streams between processes: in order and whole as long as nothing goes wrong."""
+"""Streams between processes: ordered and lossless unless a fault strikes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LATENESS_S = (0.0, 2.0)
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """Which faults a direction has; None where its stream does not have that one."""
+    """The faults that one direction of a stream is subject to; None means that it never has that one."""
 
     lost: Fault | None = None
     repeated: Fault | None = None
@@ -30,9 +30,9 @@ class Trouble:
 class Pipe(Generic[Message]):
     """One direction of a stream.
 
-    A message that is lost takes the stream with it, a little later: no transport goes on without one. What is under
-    way when the stream is cut, or is sent by an end that has not noticed, never arrives, or arrives late, when its
-    stream counts for nothing any more.
+    A lost message breaks the stream a little later, since a transport does not continue after a gap. A message that is
+    in transit when the stream is cut, or is sent by an end that has not noticed the cut, never arrives or arrives late,
+    after the stream was replaced.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Pipe(Generic[Message]):
         self._last_arrival = 0.0
 
     def send(self, message: Message) -> None:
-        """Send a message, behind those before it."""
+        """Send a message; it arrives after all earlier ones, unless a fault reorders it."""
         if self._is_cut:
             self._arrive(message)
             return
@@ -75,20 +75,20 @@ class Pipe(Generic[Message]):
             self._plan_arrival(arrival + self._rng.choice([0.0, self._rng.uniform(*_LONG_DELAY_S)]), message)
 
     def delay(self, detour_s: float) -> None:
-        """From now on messages take so much longer."""
+        """Make later messages take this much longer."""
         self._detour_s = detour_s
 
     def hold(self, until: float) -> None:
-        """Nothing gets through before `until`: the transport repeats what was sent meanwhile."""
+        """Deliver nothing sent from now on before `until`; the transport retransmits it then."""
         self.held_until = max(self.held_until, until)
 
     @property
     def is_held(self) -> bool:
-        """Whether what is sent now waits."""
+        """Whether a message sent now would wait."""
         return self.held_until > self._clock.now
 
     def cut(self) -> None:
-        """The stream is over."""
+        """End the stream."""
         self._is_cut = True
 
     def _plan_arrival(self, when: float, message: Message) -> None:

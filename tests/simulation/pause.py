@@ -9,33 +9,30 @@ from tests.simulation.clock import Clock
 
 
 class Pause:
-    """When a process does nothing. What it was to do meanwhile it does when it is continued, in order.
-
-    Attributes:
-        until: When it is continued, or was; 0 after the end of a process.
-    """
+    """Holds back the actions of a stopped process, and runs them in order when it is continued."""
 
     def __init__(self, clock: Clock) -> None:
+        # When the process is continued, or was; 0 after its end.
         self.until = clock.now
         self._clock = clock
         self._waiting: deque[Callable[[], object]] = deque()
 
     @property
     def is_on(self) -> bool:
-        """Whether the process does nothing now."""
+        """Whether the process is stopped now."""
         return self.until > self._clock.now
 
     def extend(self, duration_s: float) -> None:
-        """Let the process do nothing for so long from now, or for as long as it would anyway."""
+        """Stop the process for this long from now, unless it is already stopped for longer."""
         self.until = max(self.until, self._clock.now + duration_s)
 
     def end(self) -> None:
-        """The process is gone: what waits is never done."""
+        """Discard the waiting actions: the process has ended."""
         self.until = 0.0
         self._waiting.clear()
 
     def when_over(self, action: Callable[[], object]) -> None:
-        """Do something in the process: now, or when it is continued."""
+        """Run an action in the process: now, or when it is continued."""
         if not self.is_on and not self._waiting:
             action()
             return

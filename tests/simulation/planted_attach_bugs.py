@@ -1,4 +1,4 @@
-"""Bugs of the attach protocol that the model checker must see: each takes away one of its rules."""
+"""Bugs in the attach protocol that the model checker must detect: each removes one of its rules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Patch = pytest.MonkeyPatch
 
 @dataclass(frozen=True, slots=True)
 class AttachBug:
-    """A bug, what it breaks, and the search that shows it."""
+    """A bug, its effect, and the search that must detect it."""
 
     name: str
     breaks: str
@@ -30,7 +30,7 @@ ATTACH_BUGS: list[AttachBug] = []
 
 
 def planted(search: Search) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
-    """Enter a function that plants a bug; its docstring says what that breaks."""
+    """Register a function that plants a bug; its docstring becomes `breaks`."""
 
     def enter(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
         ATTACH_BUGS.append(AttachBug(plant.__name__.strip("_"), plant.__doc__ or "", search, plant))
@@ -41,7 +41,7 @@ def planted(search: Search) -> Callable[[Callable[[Patch], None]], Callable[[Pat
 
 @planted(FAULTS)
 def _no_fence(patch: Patch) -> None:
-    """A step is launched whatever epoch the group holds by then."""
+    """A step is launched even if the group holds a newer epoch."""
 
     def launch(self: ClaimLedger, stream: int, epoch: int, step_id: int, now: float) -> None:
         self.last_launched = LaunchedStep(epoch, step_id)
@@ -51,7 +51,7 @@ def _no_fence(patch: Patch) -> None:
 
 @planted(FAULTS)
 def _equal_epochs_are_accepted(patch: Patch) -> None:
-    """Two schedulers hold groups of one domain under the same epoch, and both believe that it is theirs."""
+    """Two schedulers hold groups of one domain under the same epoch, and each believes that it owns the domain."""
     offer = ClaimLedger.offer
 
     def accept(self: ClaimLedger, epoch: int, scheduler_instance_id: str, now: float) -> None:
@@ -64,7 +64,7 @@ def _equal_epochs_are_accepted(patch: Patch) -> None:
 
 @planted(FAULTS)
 def _streams_are_not_asked_whose_they_are(patch: Patch) -> None:
-    """After a group's restart another scheduler may hold it under the number that the first one still believes in."""
+    """After a group's restart another scheduler may hold it under the epoch that the first one still uses."""
     hear = ClaimLedger.hear
 
     def believe(self: ClaimLedger, stream: int, epoch: int, scheduler_instance_id: str, now: float) -> None:
@@ -75,13 +75,13 @@ def _streams_are_not_asked_whose_they_are(patch: Patch) -> None:
 
 @planted(SUCCESSION)
 def _claims_outlive_their_streams(patch: Patch) -> None:
-    """Neither its end nor silence ends a claim: no scheduler can take the group of one that is gone."""
+    """A claim ends neither with its stream nor after silence, so the group of a dead scheduler is never released."""
     patch.setattr(ClaimLedger, "live_holder", lambda self, _: self.holder if self.stream is not None else "")
 
 
 @planted(FAULTS)
 def _last_steps_are_not_compared(patch: Patch) -> None:
-    """Groups that launched different steps go on together, each in another collective."""
+    """Groups that launched different steps continue together, each in a different collective."""
 
     def only_stuck(accepted: list[Accepted]) -> str | None:
         return "stuck" if any(answer.is_stuck for answer in accepted) else None
@@ -91,7 +91,7 @@ def _last_steps_are_not_compared(patch: Patch) -> None:
 
 @planted(ONE_GROUP)
 def _refusals_teach_nothing(patch: Patch) -> None:
-    """Epochs are offered again and again that a group is past."""
+    """The scheduler keeps offering epochs that are too old for the group."""
     on_event = DomainAttach.on_event
 
     def offer_again(self: DomainAttach, event: AttachEvent, now: float) -> list[Command]:
@@ -103,13 +103,13 @@ def _refusals_teach_nothing(patch: Patch) -> None:
 
 @planted(SPLIT)
 def _nobody_goes(patch: Patch) -> None:
-    """Two schedulers that each hold a part of a cell keep it for ever."""
+    """Two schedulers that each hold a part of a cell keep it forever."""
     patch.setattr(ClaimStanding, "is_below", lambda *_: False)
 
 
 @planted(SUCCESSION)
 def _the_dead_are_named_as_holders(patch: Patch) -> None:
-    """Whoever asks waits for ever for a scheduler whose stream has ended."""
+    """A claimant waits forever for a scheduler whose stream has ended."""
     patch.setattr(
         ClaimLedger,
         "stale",
@@ -119,13 +119,13 @@ def _the_dead_are_named_as_holders(patch: Patch) -> None:
 
 @planted(SPLIT)
 def _a_standby_offers(patch: Patch) -> None:
-    """A scheduler that holds nothing takes a group as soon as it can, though another one serves the cell."""
+    """A standby scheduler takes a group as soon as it can, although another one serves the cell."""
     patch.setattr(DomainAttach, "_ask", DomainAttach._offer)
 
 
 @planted(TAKEN_GROUP)
 def _refusals_raise_the_epoch(patch: Patch) -> None:
-    """Whoever is refused comes with a higher epoch each time, and wins over who holds more."""
+    """A refused scheduler retries with a higher epoch each time, and wins over one that holds more groups."""
     offer = DomainAttach._offer
 
     def raise_epoch(self: DomainAttach, now: float) -> list[Command]:
@@ -137,7 +137,7 @@ def _refusals_raise_the_epoch(patch: Patch) -> None:
 
 @planted(TAKEN_GROUP)
 def _the_first_refusal_ends_a_scheduler(patch: Patch) -> None:
-    """A scheduler goes for a rival that died before its stream ended, and none is left."""
+    """A scheduler exits in favour of a rival that has died, so none is left."""
 
     def is_last(self: DomainAttach, refusal: Refused) -> bool:
         is_named = refusal.holder not in ("", self._standing.instance_id)
@@ -148,5 +148,5 @@ def _the_first_refusal_ends_a_scheduler(patch: Patch) -> None:
 
 @planted(FAULTS)
 def _streams_stay_open_when_one_breaks(patch: Patch) -> None:
-    """A scheduler goes on over the streams that are left of a domain."""
+    """A scheduler continues on the remaining streams of a domain."""
     patch.setattr(DomainAttach, "_on_broken", lambda *_: [])

@@ -1,7 +1,7 @@
-"""Bugs of steps and blocks that the simulation must see.
+"""Bugs in steps and blocks that the simulation must detect.
 
-Each takes one thing out of the real classes, or turns it wrong. One that survives its seeds means that a schedule of
-faults is missing, or that what it took out is not needed.
+Each removes or breaks one thing in the real classes. If one survives its seeds, either a fault schedule is missing or
+the removed code is not needed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _planted = planter(CELL_BUGS)
 
 @_planted(Fault.RESULT_REPEATED)
 def _repeated_results_count(patch: Patch) -> None:
-    """A result that was taken in before passes for the next one's."""
+    """A repeated result is taken for the next step's."""
     validate_result = Scheduler.validate_result
 
     def validate(self: Scheduler, result: Any, logits_width: int) -> str | None:
@@ -55,7 +55,7 @@ def _repeated_results_count(patch: Patch) -> None:
 
 @_planted(Fault.RESULT_LATE, Fault.LINK_BREAK, Fault.WORKER_CRASH)
 def _results_of_old_epochs_count(patch: Patch) -> None:
-    """A result of an epoch that has ended passes for the present one's."""
+    """A result of an epoch that has ended is taken for one of the current epoch."""
     on_step_returned = Engine._on_step_returned
 
     def take(self: Engine, rank: int, result: Any, now: float) -> Any:
@@ -67,19 +67,19 @@ def _results_of_old_epochs_count(patch: Patch) -> None:
 
 @_planted(Fault.RESULT_NONSENSE, Fault.RESULT_REORDERED)
 def _nonsense_counts(patch: Patch) -> None:
-    """A result is not checked: tokens that do not exist, too many of them, another step's."""
+    """Results are not validated: invalid tokens, too many tokens, or those of another step are accepted."""
     patch.setattr(Scheduler, "validate_result", lambda *_: None)
 
 
 @_planted(Fault.WORKER_HANG, Fault.RESULT_LOST)
 def _no_step_deadline(patch: Patch) -> None:
-    """A worker that answers no more is waited for."""
+    """The engine waits forever for a worker that no longer answers."""
     patch.setattr(StepDeadline, "time", None)
 
 
 @_planted(Fault.STEP_LATE, Fault.LINK_BREAK, Fault.RESULT_NONSENSE)
 def _steps_are_not_fenced(patch: Patch) -> None:
-    """A worker runs the steps of epochs that are over."""
+    """A worker runs steps of epochs that have ended."""
     launch = ClaimLedger.launch
 
     def launch_anyway(self: ClaimLedger, stream: int, *args: Any) -> None:
@@ -91,7 +91,7 @@ def _steps_are_not_fenced(patch: Patch) -> None:
 
 @_planted(Fault.LINK_BREAK, Fault.WORKER_CRASH)
 def _cache_survives_the_worker(patch: Patch) -> None:
-    """The index of prefixes is kept when the next worker begins with empty cells."""
+    """The prefix cache is kept although the next worker starts with empty KV cells."""
     void = RunningBatch.void
     kept: list[BlockManager] = []
 
@@ -112,7 +112,7 @@ def _cache_survives_the_worker(patch: Patch) -> None:
 
 @_planted(Fault.LINK_BREAK)
 def _placeholders_stay_when_an_epoch_ends(patch: Patch) -> None:
-    """A sequence that is requeued keeps the tokens that its void steps were to bring."""
+    """A requeued sequence keeps the placeholders of tokens that its void steps would have returned."""
     void = RunningBatch.void
 
     def keep(self: RunningBatch) -> list[Sequence]:
@@ -124,7 +124,7 @@ def _placeholders_stay_when_an_epoch_ends(patch: Patch) -> None:
 
 @_planted(Fault.LINK_BREAK)
 def _tokens_are_lost_when_an_epoch_ends(patch: Patch) -> None:
-    """A sequence that is requeued forgets the tokens that were not stored yet, which its client has."""
+    """A requeued sequence loses tokens that its client has but that were not stored yet."""
     void = RunningBatch.void
 
     def forget(self: RunningBatch) -> list[Sequence]:
@@ -137,7 +137,7 @@ def _tokens_are_lost_when_an_epoch_ends(patch: Patch) -> None:
 
 @_planted(Fault.LINK_BREAK)
 def _parked_sequences_are_lost_when_an_epoch_ends(patch: Patch) -> None:
-    """Only those that run are requeued, not those whose last rows are in flight."""
+    """Only running sequences are requeued, not parked ones whose last rows are in flight."""
     void = RunningBatch.void
 
     def forget(self: RunningBatch) -> list[Sequence]:
@@ -152,7 +152,7 @@ def _parked_sequences_are_lost_when_an_epoch_ends(patch: Patch) -> None:
 
 @_planted(Fault.CANCEL)
 def _blocks_of_cancelled_requests_leak(patch: Patch) -> None:
-    """A request that is cancelled with a step in flight keeps its blocks."""
+    """A request cancelled with a step in flight never frees its blocks."""
     free = BlockManager.free
 
     def leak(self: BlockManager, sequences: Iterable[Sequence]) -> None:
@@ -166,13 +166,13 @@ def _blocks_of_cancelled_requests_leak(patch: Patch) -> None:
 
 @_planted()
 def _retiring_sequences_give_back_at_once(patch: Patch) -> None:
-    """Slots and blocks are reused while steps in flight still name them."""
+    """Slots and blocks are reused while steps in flight still refer to them."""
     patch.setattr(RunningBatch, "_last_record_of", lambda *_: None)
 
 
 @_planted(Fault.CANCEL, Fault.DEADLINE, Fault.ABORT_CALL)
 def _blocks_are_published_at_admission(patch: Patch) -> None:
-    """The blocks of a prompt's later chunks can be found before a step that computes them is sent."""
+    """The blocks of a prompt's later chunks are published before a step that computes them is sent."""
     try_allocate = BlockManager.try_allocate
 
     def publish(self: BlockManager, seq: Sequence, prefix: CachedPrefix) -> bool:
@@ -186,7 +186,7 @@ def _blocks_are_published_at_admission(patch: Patch) -> None:
 
 @_planted()
 def _a_whole_prompt_may_be_cached(patch: Patch) -> None:
-    """A prompt of which all is cached leaves no token to compute, so there are no logits to sample from."""
+    """A fully cached prompt leaves no token to compute, so there are no logits to sample from."""
     patch.setattr(
         "services.scheduler.core.cache.block_manager.BlockManager.find_prefix",
         _find_prefix_that_leaves_nothing(BlockManager),
@@ -197,7 +197,7 @@ def _find_prefix_that_leaves_nothing(manager: type[BlockManager]) -> Callable[[B
     find_prefix = manager.find_prefix
 
     def find(self: BlockManager, seq: Sequence) -> CachedPrefix:
-        # One more token: the last block of the prompt is no longer held back for it.
+        # With one more token, the last block of the prompt is no longer kept out of the match.
         seq.token_bytes += bytes(TOKEN_BYTES)
         prefix = find_prefix(self, seq)
         del seq.token_bytes[-TOKEN_BYTES:]
@@ -208,7 +208,7 @@ def _find_prefix_that_leaves_nothing(manager: type[BlockManager]) -> Callable[[B
 
 @_planted()
 def _one_cached_block_too_many(patch: Patch) -> None:
-    """A prefix counts for one block more than is shared, which is then never computed."""
+    """A prefix hit is one block longer than what is shared, and that block is never computed."""
     find_prefix = BlockManager.find_prefix
 
     def find(self: BlockManager, seq: Sequence) -> CachedPrefix:
@@ -221,7 +221,7 @@ def _one_cached_block_too_many(patch: Patch) -> None:
 
 @_planted()
 def _prefixes_are_shared_where_that_is_off(patch: Patch) -> None:
-    """Blocks of other sequences are found although prefix caching is off."""
+    """Sequences share prefixes although prefix caching is off."""
     make = BlockManager.__init__
 
     def make_sharing(self: BlockManager, num_blocks: int, block_size: int, *, enable_prefix_caching: bool) -> None:
@@ -232,13 +232,13 @@ def _prefixes_are_shared_where_that_is_off(patch: Patch) -> None:
 
 @_planted()
 def _a_step_shares_what_it_computes(patch: Patch) -> None:
-    """Sequences share prefixes with others that enter with the same step, although that is off."""
+    """Sequences share prefixes with others that enter in the same step, although in-step sharing is off."""
     patch.setattr(Prefill, "computes_any", lambda *_: False)
 
 
 @_planted()
 def _salts_are_ignored(patch: Patch) -> None:
-    """Requests of different salts share prefixes."""
+    """Requests with different cache salts share prefixes."""
     find_prefix = BlockManager.find_prefix
 
     def find(self: BlockManager, seq: Sequence) -> CachedPrefix:
@@ -250,19 +250,19 @@ def _salts_are_ignored(patch: Patch) -> None:
 
 @_planted(Fault.NOT_FINITE)
 def _bad_kv_stays_cached(patch: Patch) -> None:
-    """What a request computed whose logits were not finite can still be found."""
+    """KV blocks of a request whose logits were not finite stay in the prefix cache."""
     patch.setattr(BlockManager, "hide", lambda *_: None)
 
 
 @_planted(Fault.NOT_FINITE)
 def _rows_that_are_not_finite_count(patch: Patch) -> None:
-    """The token of a row that means nothing goes to its client."""
+    """The meaningless token of a row that is not finite goes to its client."""
     patch.setattr(Postprocessor, "_fail_not_finite", lambda *_: None)
 
 
 @_planted(Fault.LONG_ANSWER)
 def _the_ring_wraps_wrongly(patch: Patch) -> None:
-    """Tokens that are stored from both ends of a row's ring come in the wrong order."""
+    """Tokens stored from both ends of a slot's token ring are in the wrong order."""
     flush = SlotTable.flush
 
     def flush_swapped(self: SlotTable, seq: Sequence) -> None:
@@ -280,7 +280,7 @@ def _the_ring_wraps_wrongly(patch: Patch) -> None:
 
 @_planted()
 def _wasted_rows_are_delivered(patch: Patch) -> None:
-    """A request that ended gets the token of the row that was in flight."""
+    """A request that has ended receives the token of a row that was in flight."""
     leave = Endings._leave
 
     def stay(self: Endings, seq: Sequence, *args: Any) -> None:
@@ -293,7 +293,7 @@ def _wasted_rows_are_delivered(patch: Patch) -> None:
 
 @_planted()
 def _rows_behind_the_last_token(patch: Patch) -> None:
-    """A request gets a row more than its tokens and placeholders leave, which can only be wasted."""
+    """A request gets one row after the one that returns its last token, which can only be wasted."""
     commit = RunningBatch.commit
 
     def commit_more(self: RunningBatch, *args: Any) -> int:
@@ -307,7 +307,7 @@ def _rows_behind_the_last_token(patch: Patch) -> None:
 
 @_planted()
 def _parked_sequences_lose_tokens(patch: Patch) -> None:
-    """A preempted sequence comes back without what its steps in flight brought."""
+    """A preempted sequence resumes without the tokens that its steps in flight returned."""
     take_back = Preemption.take_back
 
     def forget(self: Preemption, *args: Any) -> None:
@@ -320,13 +320,13 @@ def _parked_sequences_lose_tokens(patch: Patch) -> None:
 
 @_planted(Fault.CANCEL, Fault.ABORT_CALL, Fault.DEADLINE, Fault.TEXT_STOP)
 def _a_parked_row_outlives_its_abort(patch: Patch) -> None:
-    """A preempted sequence that ends while its last steps are in flight still counts as parked: nobody enters."""
+    """A preempted sequence that ends with steps in flight counts as parked forever, which blocks admission."""
     patch.setattr(Preemption, "forget_parked", lambda *_: None)
 
 
 @_planted()
 def _preempted_sequences_go_to_the_back(patch: Patch) -> None:
-    """A preempted sequence waits as if it had just arrived."""
+    """A preempted sequence is queued as if it had just arrived."""
     preempt = Preemption.preempt
 
     def preempt_late(self: Preemption, seq: Sequence, now: float) -> None:
@@ -338,7 +338,7 @@ def _preempted_sequences_go_to_the_back(patch: Patch) -> None:
 
 @_planted()
 def _chunks_begin_one_token_late(patch: Patch) -> None:
-    """A prompt's later chunks skip a token and repeat the last one."""
+    """A prompt's later chunks skip their first token and repeat their last one."""
     take_tokens = PrefillPlanner._take_tokens
 
     def skip(self: PrefillPlanner, seq: Sequence, num_tokens: int, prefill: Prefill) -> bytes:
@@ -351,7 +351,7 @@ def _chunks_begin_one_token_late(patch: Patch) -> None:
 
 @_planted()
 def _steps_exceed_their_budget(patch: Patch) -> None:
-    """Prompts get more tokens of a step than it may have."""
+    """Prompts get more tokens in a step than its budget allows."""
     plan = PrefillPlanner.plan
     patch.setattr(
         PrefillPlanner, "plan", lambda self, budget, now, *, may_admit: plan(self, 2 * budget, now, may_admit=may_admit)
@@ -360,5 +360,5 @@ def _steps_exceed_their_budget(patch: Patch) -> None:
 
 @_planted(Fault.WORKER_SLOW)
 def _nobody_ages(patch: Patch) -> None:
-    """A request that has waited for long goes behind every more urgent one."""
+    """A request that has waited for long never overtakes more urgent ones."""
     patch.setattr(WaitingQueue, "next", lambda self, now, cached: self._order.first(now, cached))

@@ -1,4 +1,4 @@
-"""Bugs of drafts that the simulation must see."""
+"""Bugs in speculative decoding that the simulation must detect."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _planted = planter(DRAFT_BUGS)
 
 @_planted()
 def _tokens_behind_a_stop_count(patch: Patch) -> None:
-    """A row's tokens go to its client whole, though one of them stops it."""
+    """All tokens of a row go to its client, even those after a stop."""
     patch.setattr(RowTokens, "cut", lambda self, _: self)
 
 
 @_planted()
 def _stops_within_a_run_are_overlooked(patch: Patch) -> None:
-    """Only the last token of a row may stop it."""
+    """Only the last token of a row is checked for a stop."""
     find_watched = SlotTable.find_watched
 
     def find(self: SlotTable, slots: Slots, *args: Any) -> Any:
@@ -37,20 +37,20 @@ def _stops_within_a_run_are_overlooked(patch: Patch) -> None:
 
 @_planted()
 def _last_tokens_within_a_run_are_overlooked(patch: Patch) -> None:
-    """A request that comes to its last token sooner than it might have does not end with it."""
+    """A request that reaches `max_tokens` within a row does not end there."""
     find_watched = SlotTable.find_watched
     patch.setattr(SlotTable, "find_watched", lambda self, slots, token_ids, *_: find_watched(self, slots, token_ids))
 
 
 @_planted()
 def _rows_in_flight_have_no_room_for_drafts(patch: Patch) -> None:
-    """Each row in flight counts for one token where blocks are reserved."""
+    """When blocks are reserved, each row in flight counts as one token, without its drafts."""
     patch.setattr(SlotTable, "max_num_planned", lambda self, slots: self.num_planned[slots])
 
 
 @_planted()
 def _drafts_count_as_tokens_to_come(patch: Patch) -> None:
-    """A request gets no further row once its drafts, if all were right, would bring its last token."""
+    """A request gets no further row once its drafts, if all were accepted, would reach its last token."""
     retire_complete = RunningBatch.retire_complete
 
     def retire_early(self: RunningBatch, slots: Slots, num_planned: IntColumn) -> None:
@@ -61,7 +61,7 @@ def _drafts_count_as_tokens_to_come(patch: Patch) -> None:
 
 @_planted()
 def _rejected_drafts_stay_planned(patch: Patch) -> None:
-    """A row counts as in flight for good when it brings more tokens than one."""
+    """A row that returns more than one token counts as in flight forever."""
     append_runs = SlotTable.append_runs
 
     def append(self: SlotTable, slots: Slots, counts: IntColumn, *args: Any) -> None:
@@ -73,7 +73,7 @@ def _rejected_drafts_stay_planned(patch: Patch) -> None:
 
 @_planted()
 def _kv_of_rejected_drafts_is_published(patch: Patch) -> None:
-    """A sequence that ends or gives way publishes the cell of its newest token, which no step has computed."""
+    """A sequence that ends or is preempted publishes the KV cell of its newest token, which no step has computed."""
     store = RunningBatch.store
 
     def publish_more(self: RunningBatch, seq: Sequence) -> None:

@@ -1,4 +1,4 @@
-"""Bugs between the processes of a TP group that the simulation must see."""
+"""Bugs between the processes of a TP group that the simulation must detect."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _planted = planter(GROUP_BUGS)
 
 @_planted()
 def _a_group_can_be_claimed_before_its_members_have_joined(patch: Patch) -> None:
-    """A leader takes an offer as soon as it has its own weights."""
+    """A leader accepts an offer as soon as it has loaded its own weights."""
 
     async def open_at_once(self: GroupServicer, runner: Any) -> None:
         self._runner = runner
@@ -31,7 +31,7 @@ def _a_group_can_be_claimed_before_its_members_have_joined(patch: Patch) -> None
 
 @_planted(Fault.LINK_BREAK, Fault.RESULT_NONSENSE)
 def _a_group_holds_an_epoch_that_its_members_were_only_told(patch: Patch) -> None:
-    """A leader answers an offer before its members have let go of the last epoch."""
+    """A leader answers an offer before its members have ended the previous epoch."""
     relay_attach = GroupServicer.relay_attach
 
     def wait_for_nobody(self: GroupServicer, request: worker_pb2.AttachRequest) -> list[asyncio.Task[int]]:
@@ -65,7 +65,7 @@ def _a_member_keeps_a_step_over_a_change_of_epoch(patch: Patch) -> None:
 
 @_planted()
 def _answers_do_not_wait_for_members(patch: Patch) -> None:
-    """A step is answered when the leader has run it, whatever its members do."""
+    """A step is answered once the leader has run it, without waiting for its members."""
 
     async def agree_at_once(*_: Any) -> None: ...
 
@@ -74,7 +74,7 @@ def _answers_do_not_wait_for_members(patch: Patch) -> None:
 
 @_planted(Fault.LINK_BREAK, Fault.RESULT_NONSENSE)
 def _what_members_drew_in_old_epochs_counts(patch: Patch) -> None:
-    """What a member tells of a step that nobody waits for any more passes for the next one's."""
+    """A member's report about an abandoned step is taken for the next step's."""
 
     async def take_next(self: Follower, *_: int) -> int:
         return (await self._dones.get()).checksum
@@ -84,11 +84,11 @@ def _what_members_drew_in_old_epochs_counts(patch: Patch) -> None:
 
 @_planted(Fault.MEMBER_CRASH, Fault.MEMBER_LINK_BREAK)
 def _a_broken_link_ends_nobody(patch: Patch) -> None:
-    """A partner dies, and those that are left wait for it."""
+    """A process dies, and the rest of the group wait for it."""
     patch.setattr(DomainEnd, "fail", lambda *_, **__: None)
 
 
 @_planted(Fault.MEMBER_STOP, Fault.MEMBER_LINK_SILENT)
 def _silence_ends_nobody(patch: Patch) -> None:
-    """A partner is stopped, or cut off, and those that are left wait for it."""
+    """A process is stopped or cut off, and the rest of the group wait for it."""
     patch.setattr(Silence, "beat", lambda _: False)

@@ -1,4 +1,4 @@
-"""Bugs of DP ranks, their epochs and their suspects that the simulation must see."""
+"""Bugs in DP ranks, their epochs and their suspects that the simulation must detect."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _planted = planter(RANK_BUGS)
 
 @_planted()
 def _idle_ranks_get_no_dummy(patch: Patch) -> None:
-    """A rank decodes, and a coupled one that has nothing to do has no step to meet it with."""
+    """A coupled rank without work gets no dummy step to match another rank's decode."""
     send_ahead = Domain.send_ahead
 
     def send_work(self: Domain, now: float) -> list[Action]:
@@ -41,7 +41,7 @@ def _idle_ranks_get_no_dummy(patch: Patch) -> None:
 
 @_planted()
 def _dummies_are_of_another_kind(patch: Patch) -> None:
-    """Beside decodes idle ranks prefill."""
+    """Idle ranks run a dummy prefill while the others decode."""
     commit_dummy = Scheduler.commit_dummy
     prefill = StepPace(StepKind.PREFILL, 1)
     patch.setattr(Scheduler, "commit_dummy", lambda self, now, _: commit_dummy(self, now, prefill))
@@ -49,7 +49,7 @@ def _dummies_are_of_another_kind(patch: Patch) -> None:
 
 @_planted()
 def _dummies_are_not_counted(patch: Patch) -> None:
-    """Ranks are told that a dummy computes nothing, so collectives have no room for its token."""
+    """Steps count 0 tokens for a dummy, so collectives have no room for its one token."""
     send_ahead = Domain.send_ahead
 
     def send_uncounted(self: Domain, now: float) -> list[Action]:
@@ -70,7 +70,7 @@ def _work_of(action: SendStep) -> tuple[int, ...]:
 
 @_planted()
 def _dummies_write_kv(patch: Patch) -> None:
-    """A dummy's token is written where a sequence has its own."""
+    """A dummy writes its KV into a slot that belongs to a sequence."""
     dummy = StepInput.dummy
 
     def write(*args: Any, **kwargs: Any) -> StepInput:
@@ -81,13 +81,13 @@ def _dummies_write_kv(patch: Patch) -> None:
 
 @_planted()
 def _ranks_go_on_one_by_one(patch: Patch) -> None:
-    """A coupled rank that has room is sent a step when the others have none."""
+    """A coupled rank that has room gets a step although the others have none."""
     patch.setattr(Scheduler, "has_room", True)
 
 
 @_planted(Fault.STEP_LOST, Fault.LINK_BREAK)
 def _ranks_that_are_out_of_step_are_attached(patch: Patch) -> None:
-    """Coupled groups go on though one of them waits in a step that the others never got."""
+    """Coupled groups continue although one of them waits in a step that the others never received."""
     patch.setattr("services.scheduler.cell.attach._find_reason_to_restart", lambda _: None)
 
 
@@ -96,7 +96,7 @@ def _ranks_that_are_out_of_step_are_attached(patch: Patch) -> None:
 
 @_planted(Fault.WORKER_CRASH)
 def _sequences_of_a_lost_rank_are_forgotten(patch: Patch) -> None:
-    """Who ran on a rank that is lost waits for none of the others."""
+    """Sequences that were computed on a lost rank are not requeued on the others."""
     end_epoch = Scheduler.end_epoch
 
     def forget(self: Scheduler, now: float) -> RecoveredSequences:
@@ -109,7 +109,7 @@ def _sequences_of_a_lost_rank_are_forgotten(patch: Patch) -> None:
 
 @_planted(Fault.WORKER_CRASH)
 def _sequences_of_a_lost_rank_go_to_the_back(patch: Patch) -> None:
-    """Who was on a rank that is lost waits elsewhere as if it had just arrived."""
+    """Sequences of a lost rank are queued elsewhere as if they had just arrived."""
     end_epoch = Scheduler.end_epoch
 
     def requeue(self: Scheduler, now: float) -> RecoveredSequences:
@@ -140,7 +140,7 @@ def _progress_does_not_count(patch: Patch) -> None:
 
 @_planted(Fault.SCHEDULER_STOP)
 def _the_lease_is_not_looked_at(patch: Patch) -> None:
-    """A scheduler that was stopped for long goes on as if nobody had taken its place."""
+    """A scheduler that was stopped for long continues although its lease has run out."""
     patch.setattr(Heartbeat, "is_lease_over", lambda *_: False)
 
 
@@ -149,7 +149,7 @@ def _the_lease_is_not_looked_at(patch: Patch) -> None:
 
 @_planted(Fault.WORKER_CRASH, Fault.POISON)
 def _a_prefill_clears(patch: Patch) -> None:
-    """Suspects are cleared when their prompts have been computed again."""
+    """Suspects are cleared by a prefill instead of a decode."""
     postprocess = Cell.postprocess
 
     def clear(self: Cell, rank: Rank, *args: Any) -> OutputsByClient:
@@ -183,7 +183,7 @@ def _suspects_are_not_halved(patch: Patch) -> None:
 
 @_planted(Fault.WORKER_CRASH)
 def _suspects_are_tried_beside_others(patch: Patch) -> None:
-    """A domain with a trial takes newcomers."""
+    """A domain with a trial admits other requests."""
     patch.setattr(
         Quarantine,
         "open_ranks",
@@ -199,7 +199,7 @@ def _trials_are_sent_ahead(patch: Patch) -> None:
 
 @_planted(Fault.WORKER_CRASH, Fault.POISON)
 def _crashes_of_others_count(patch: Patch) -> None:
-    """A request is poison once it stood in two crashed steps, alone or not."""
+    """A request counts as poison after two crashed steps, even if it was not alone in them."""
     accuse = Suspects.accuse
 
     def accuse_each(self: Suspects, domain: int, request_ids: list[str], now: float) -> str | None:

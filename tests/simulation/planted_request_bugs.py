@@ -1,4 +1,4 @@
-"""Bugs of requests that the simulation must see: of their choices, ends, attempts and log-probabilities."""
+"""Bugs in requests that the simulation must detect: in their choices, ends, attempts and log-probabilities."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ _planted = planter(REQUEST_BUGS)
 
 @_planted()
 def _choices_draw_alike(patch: Patch) -> None:
-    """Every choice of a request draws the noise of the first."""
+    """Every choice of a request samples with the noise of the first."""
     entering = PrefillPlanner._entering
     patch.setattr(PrefillPlanner, "_entering", lambda *args: replace(entering(*args), choice=0))
 
 
 @_planted(Fault.CANCEL)
 def _aborts_end_one_choice(patch: Patch) -> None:
-    """Of a request that is aborted, or whose time is up, only one choice ends."""
+    """When a request is aborted or its deadline passes, only one choice ends."""
     remove = RequestTable.remove
     patch.setattr(RequestTable, "remove", lambda self, request: remove(self, request)[:1])
 
 
 @_planted(Fault.CANCEL)
 def _requests_go_with_their_first_choice(patch: Patch) -> None:
-    """A request whose first choice has ended cannot be aborted by its client any more."""
+    """A client can no longer abort a request whose first choice has ended."""
     by_handle = RequestTable.by_handle
 
     def find(self: RequestTable, client: int, handle: int) -> Request | None:
@@ -63,7 +63,7 @@ def _requests_go_with_their_first_choice(patch: Patch) -> None:
 
 @_planted(Fault.TEXT_STOP)
 def _a_stop_in_the_text_ends_the_request(patch: Patch) -> None:
-    """A stop string in the text of one choice ends the others too."""
+    """A stop string in one choice ends the others too."""
     on_message = RequestDesk.on_message
 
     def stop_all(self: RequestDesk, message: ClientMessage, now: float) -> list[Action]:
@@ -79,13 +79,13 @@ def _a_stop_in_the_text_ends_the_request(patch: Patch) -> None:
 
 @_planted(Fault.STREAM_BREAK)
 def _ended_choices_begin_again(patch: Patch) -> None:
-    """A resubmitted request goes on with choices that its client has to their ends."""
+    """A resubmitted request restarts choices that have already ended for its client."""
     patch.setattr(Submission, "open_choices", property(lambda self: list(range(self.n))))
 
 
 @_planted(Fault.STREAM_BREAK)
 def _choices_go_on_behind_the_first_ones_output(patch: Patch) -> None:
-    """A resubmitted request takes the output of its first choice for that of all."""
+    """A resubmitted request resumes every choice from the output of the first."""
     make = intake.make_request
 
     def make_alike(client: int, submission: Submission, now: float) -> Request:
@@ -97,7 +97,7 @@ def _choices_go_on_behind_the_first_ones_output(patch: Patch) -> None:
 
 @_planted(Fault.QUEUE_FULL)
 def _choices_take_one_place(patch: Patch) -> None:
-    """A request takes one place of the waiting queue, however many choices it has."""
+    """A request counts once against the waiting queue's limit, however many choices it has."""
     check_room = WaitingQueue.check_room
     patch.setattr(WaitingQueue, "check_room", lambda self, num_tokens, now, **_: check_room(self, num_tokens, now))
 
@@ -107,7 +107,7 @@ def _choices_take_one_place(patch: Patch) -> None:
 
 @_planted()
 def _log_probabilities_keep_their_numbers(patch: Patch) -> None:
-    """Where rows are left out, log-probabilities go on counting them."""
+    """Log-probabilities keep their row indexes when earlier rows are dropped."""
     select = Logprobs.select
 
     def keep_numbers(self: Logprobs, is_kept: Any) -> Logprobs | None:
@@ -119,25 +119,25 @@ def _log_probabilities_keep_their_numbers(patch: Patch) -> None:
 
 @_planted()
 def _log_probabilities_of_wasted_tokens_are_told(patch: Patch) -> None:
-    """The log-probabilities of rows that count no more go to a client."""
+    """Log-probabilities of discarded rows go to a client."""
     patch.setattr(Logprobs, "select", lambda self, _: self)
 
 
 @_planted(Fault.LINK_BREAK)
 def _prompts_are_told_again(patch: Patch) -> None:
-    """A prompt that is computed again is told from its beginning."""
+    """When a prompt is recomputed, its log-probabilities are sent again from the start."""
     patch.setattr(Logprobs, "behind", lambda self, _: self)
 
 
 @_planted()
 def _scored_prompts_come_from_the_cache(patch: Patch) -> None:
-    """A prompt whose log-probabilities are asked for shares what is cached, which has none."""
+    """A prompt with requested log-probabilities uses cached blocks, for which there are none."""
     patch.setattr(PrefillPlanner, "_find_prefix", lambda self, seq: self._blocks.find_prefix(seq))
 
 
 @_planted()
 def _every_choice_scores_the_prompt(patch: Patch) -> None:
-    """Each choice brings the log-probabilities of the prompt."""
+    """Every choice returns the prompt's log-probabilities."""
     patch.setattr(
         Sequence,
         "wants_prompt_logprobs",
@@ -147,7 +147,7 @@ def _every_choice_scores_the_prompt(patch: Patch) -> None:
 
 @_planted(Fault.QUEUE_FULL)
 def _prompts_are_charged_for_good(patch: Patch) -> None:
-    """What the log-probabilities of a prompt were charged with never comes back."""
+    """The bytes charged for a prompt's log-probabilities are never released."""
     forget = RequestTable._forget
 
     def keep(self: RequestTable, request: Request) -> None:
@@ -162,7 +162,7 @@ def _prompts_are_charged_for_good(patch: Patch) -> None:
 
 @_planted(Fault.GRAMMAR_FAILURE)
 def _tokens_behind_a_grammars_end_are_told(patch: Patch) -> None:
-    """A row whose grammar cannot be followed any further brings a token like any other."""
+    """A row whose grammar has failed delivers its token like any other."""
     postprocess = Postprocessor.postprocess
     no_rows = np.empty(0, np.int32)
     patch.setattr(
@@ -177,13 +177,13 @@ def _tokens_behind_a_grammars_end_are_told(patch: Patch) -> None:
 
 @_planted(Fault.EXACT)
 def _exactness_is_promised_by_all(patch: Patch) -> None:
-    """A request for exact bytes is taken by ranks that cannot give them."""
+    """A request for exact output is accepted although the ranks are not exact."""
     patch.setattr(RequestDesk, "_promise_exactness", lambda *_: None)
 
 
 @_planted(Fault.EXACT, Fault.LINK_BREAK)
 def _exact_resumes_are_told_as_others(patch: Patch) -> None:
-    """Where all ranks compute the same bits, an answer that went on elsewhere is said to show it."""
+    """A resume between bitwise identical ranks is reported as inexact."""
     patch.setattr(Numerics, "is_continued_by", lambda *_: False)
 
 
@@ -192,7 +192,7 @@ def _exact_resumes_are_told_as_others(patch: Patch) -> None:
 
 @_planted(Fault.DIRECT_CALL, Fault.CANCEL)
 def _direct_requests_go_with_their_first_choice(patch: Patch) -> None:
-    """A direct call that is cancelled when its first choice has ended does not abort the others."""
+    """Cancelling a direct call whose first choice has ended does not abort the others."""
     forget = DirectClients._forget
 
     def forget_first(self: DirectClients, submission: Submission) -> None:
@@ -206,7 +206,7 @@ def _direct_requests_go_with_their_first_choice(patch: Patch) -> None:
 
 @_planted(Fault.DIRECT_CALL)
 def _of_direct_calls_with_news_one_is_woken(patch: Patch) -> None:
-    """What a step brings to the second direct call and those after it is never sent."""
+    """Only the first direct call with new output is woken after a step."""
     patch.setattr(DirectClients, "_wake_some", lambda self: self._to_wake.popleft().wake())
 
 
@@ -215,14 +215,14 @@ def _of_direct_calls_with_news_one_is_woken(patch: Patch) -> None:
 
 @_planted(Fault.TEXT_STOP)
 def _stop_positions_are_ignored(patch: Patch) -> None:
-    """A request that is stopped in its text counts the tokens that came after the stop."""
+    """A request stopped by a stop string counts the tokens after the stop."""
     stop_at = Endings.stop_at
     patch.setattr(Endings, "stop_at", lambda self, seq, _, now: stop_at(self, seq, 1 << 30, now))
 
 
 @_planted()
 def _stops_count_before_min_tokens(patch: Patch) -> None:
-    """A request may end before it has its least number of tokens."""
+    """A request may end before `min_tokens`."""
     patch.setattr("services.scheduler.core.endings.find_finish", _find_finish_without_options)
 
 
@@ -232,13 +232,13 @@ def _find_finish_without_options(seq: Sequence, eos_token_ids: frozenset[int]) -
 
 @_planted(Fault.DEADLINE)
 def _deadlines_are_ignored(patch: Patch) -> None:
-    """A request whose caller has given up is computed on."""
+    """A request is still computed after its deadline."""
     patch.setattr(RequestDesk, "expire", lambda *_: [])
 
 
 @_planted(Fault.REPLICA_GONE)
 def _requests_outlive_their_replica(patch: Patch) -> None:
-    """The requests of a replica that is gone are computed on."""
+    """The requests of a dead replica are still computed."""
     on_event = Engine.on_event
 
     def ignore(self: Engine, event: Event, now: float) -> list[Action]:
@@ -249,7 +249,7 @@ def _requests_outlive_their_replica(patch: Patch) -> None:
 
 @_planted(Fault.STREAM_BREAK)
 def _later_attempts_are_duplicates(patch: Patch) -> None:
-    """A resubmitted request is refused while its earlier attempt is in flight."""
+    """A resubmitted request is refused as a duplicate of its own earlier attempt."""
     submit = RequestDesk._submit
     patch.setattr(
         RequestDesk,
@@ -260,7 +260,7 @@ def _later_attempts_are_duplicates(patch: Patch) -> None:
 
 @_planted(Fault.STREAM_BREAK)
 def _earlier_attempts_run_on(patch: Patch) -> None:
-    """Of a resubmitted request both attempts run."""
+    """Both attempts of a resubmitted request run."""
     submit = RequestDesk._submit
 
     def submit_beside(self: RequestDesk, *args: Any) -> Any:
@@ -273,7 +273,7 @@ def _earlier_attempts_run_on(patch: Patch) -> None:
 
 @_planted(Fault.SAME_ID, Fault.STREAM_BREAK)
 def _a_superseded_client_is_told_nothing(patch: Patch) -> None:
-    """A client whose request another one goes on with waits for an answer that never comes."""
+    """A client whose request was superseded by another client never gets an answer."""
 
     def supersede(self: RequestDesk, earlier: Request, _client: int, _outputs: OutputsByClient, now: float) -> None:
         self._abort(earlier, now)
@@ -283,7 +283,7 @@ def _a_superseded_client_is_told_nothing(patch: Patch) -> None:
 
 @_planted(Fault.STREAM_BREAK, Fault.SCHEDULER_RESTART)
 def _max_tokens_count_from_the_resubmission(patch: Patch) -> None:
-    """The output so far counts as prompt: a resumed request gets max_tokens more."""
+    """The output so far counts as prompt, so a resumed request gets `max_tokens` more."""
     submit = RequestDesk._submit
 
     def submit_as_prompt(self: RequestDesk, client: int, submission: Submission, *rest: Any) -> Any:
@@ -297,7 +297,7 @@ def _max_tokens_count_from_the_resubmission(patch: Patch) -> None:
 
 @_planted(Fault.STREAM_BREAK, Fault.DEADLINE)
 def _resubmission_extends_the_deadline(patch: Patch) -> None:
-    """A resumed request forgets when its caller gives up."""
+    """A resumed request loses its deadline."""
     next_attempt = RequestLedger.next_attempt
 
     def forget(self: RequestLedger, *args: Any) -> Any:
@@ -309,7 +309,7 @@ def _resubmission_extends_the_deadline(patch: Patch) -> None:
 
 @_planted(Fault.MESSAGE_REPEATED, Fault.MESSAGE_REORDERED, Fault.MESSAGE_LOST)
 def _replicas_append_without_a_look_at_positions(patch: Patch) -> None:
-    """A replica takes tokens as they come: lost, repeated, out of order."""
+    """A replica appends tokens without checking for lost, repeated or reordered messages."""
     receive = RequestLedger.receive
 
     def append(self: RequestLedger, stream: int, handle: int, _: int, token_ids: Any) -> Any:
@@ -321,7 +321,7 @@ def _replicas_append_without_a_look_at_positions(patch: Patch) -> None:
 
 @_planted(Fault.STREAM_BREAK, Fault.MESSAGE_LATE)
 def _replicas_listen_to_old_streams(patch: Patch) -> None:
-    """A replica takes an end from a stream that it has given up."""
+    """A replica accepts an end from a stream that it has replaced."""
     end = RequestLedger.end
 
     def end_anyway(self: RequestLedger, stream: int, handle: int) -> bool:
@@ -336,13 +336,13 @@ def _replicas_listen_to_old_streams(patch: Patch) -> None:
 
 @_planted(Fault.REPLICA_STALL)
 def _replicas_that_do_not_read_keep_their_streams(patch: Patch) -> None:
-    """Messages for a replica that does not read pile up, and its requests are computed on for nobody."""
+    """Messages for a replica that does not read pile up, and its requests are still computed."""
     patch.setattr("services.scheduler.server.cell_server.MAX_UNREAD_S", math.inf)
 
 
 @_planted(Fault.REPLICA_STALL)
 def _links_wait_for_their_last_words(patch: Patch) -> None:
-    """The stream of a replica that does not read is over once it has read what came before."""
+    """The stream of a replica that does not read closes only once it has read everything queued."""
     close = ClientLink.close
 
     def close_later(self: ClientLink, error: ServiceError | None) -> None:

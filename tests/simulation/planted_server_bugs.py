@@ -1,4 +1,4 @@
-"""Bugs of the shell around the engine that the simulation must see: of its timer, its clients and its links."""
+"""Bugs in the server around the engine that the simulation must detect: in its timer, its clients and its links."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _planted = planter(SERVER_BUGS)
 
 @_planted(Fault.WORKER_CRASH)
 def _the_timer_is_not_armed_anew(patch: Patch) -> None:
-    """A timer that has run out counts as armed: the engine is never woken again."""
+    """An expired timer still counts as armed, so the engine is never woken again."""
     patch.setattr(CellServer, "_on_timer", lambda self: self.on_event(TimePassed()))
 
 
 @_planted(Fault.DEADLINE, Fault.WORKER_HANG)
 def _the_timer_is_not_moved_forward(patch: Patch) -> None:
-    """A timer that is armed for a beat is left to run out, although a request's deadline comes before."""
+    """A timer armed for a heartbeat is not moved forward when a request's deadline is earlier."""
     arm_timer = CellServer._arm_timer
 
     def arm_once(self: CellServer) -> None:
@@ -39,7 +39,7 @@ def _the_timer_is_not_moved_forward(patch: Patch) -> None:
 
 @_planted()
 def _replicas_that_came_first_learn_nothing_about_the_cell(patch: Patch) -> None:
-    """A replica that came before the workers is not told about the cell when they come."""
+    """A replica that connected before the workers attached never receives the cell info."""
     handle = CellServer._handle
 
     def keep_silent(self: CellServer, event: Event) -> None:
@@ -52,7 +52,7 @@ def _replicas_that_came_first_learn_nothing_about_the_cell(patch: Patch) -> None
 
 @_planted(Fault.STREAM_BREAK)
 def _requests_outlive_their_stream(patch: Patch) -> None:
-    """A replica whose stream ends is forgotten, and the engine is not told."""
+    """A replica whose stream ends is forgotten without notifying the engine."""
 
     def forget(self: CellServer, client: ClientLink) -> None:
         self._clients.pop(client.number, None)
@@ -62,7 +62,7 @@ def _requests_outlive_their_stream(patch: Patch) -> None:
 
 @_planted(Fault.REPLICA_STALL)
 def _replicas_get_no_signs_of_life(patch: Patch) -> None:
-    """Beats go to workers alone: nobody finds out that a replica does not read."""
+    """Heartbeats go to workers only, so a replica that does not read is never detected."""
     patch.setattr(ClientLink, "beat", lambda *_: None)
 
 
@@ -71,5 +71,5 @@ def _replicas_get_no_signs_of_life(patch: Patch) -> None:
 
 @_planted()
 def _health_stays_as_it_was(patch: Patch) -> None:
-    """Nobody is told that workers were attached."""
+    """The health service is not updated when workers attach."""
     patch.setattr(CellServer, "_report_health", lambda *_: None)

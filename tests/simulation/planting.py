@@ -1,4 +1,4 @@
-"""What a bug is that the simulation must see, and how one is entered."""
+"""The type of a planted bug, and the decorator that registers one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Plant = Callable[[Patch], None]
 
 @dataclass(frozen=True, slots=True)
 class PlantedBug:
-    """A bug, what it breaks, and the kinds of faults under which it must show."""
+    """A bug, its effect, and the kinds of faults under which the simulation must detect it."""
 
     name: str
     breaks: str
@@ -24,7 +24,10 @@ class PlantedBug:
 
 
 def planter(bugs: list[PlantedBug]) -> Callable[..., Callable[[Plant], Plant]]:
-    """A decorator that enters functions which plant a bug; their docstrings say what it breaks, its arguments where."""
+    """Return a decorator that registers bugs in `bugs`.
+
+    The decorator's arguments are the fault kinds; the docstring of the decorated function becomes `breaks`.
+    """
 
     def planted(*kinds: Fault) -> Callable[[Plant], Plant]:
         def enter(plant: Plant) -> Plant:

@@ -1,4 +1,4 @@
-"""The simulated tokenizer replica: the real ledger, and around it what the shell does, sans sockets."""
+"""The simulated tokenizer replica: the real request ledger, and a shell around it without sockets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.simulation.exchange import ExchangeStream
 from tests.simulation.workload import RequestPlan
 from tests.support.engine_driver import Scores, token_bytes
 
-# Without a stream for so long, requests fail: longer than a worker's first step may take.
+# Without a stream for this long, requests fail. Longer than a worker's first step may take.
 _LOST_AFTER_S = 5000.0
 _FAR_S = 1000.0
 _RECONNECT_S = (0.05, 0.5)
@@ -34,36 +34,36 @@ _SILENT_ENDS = (FinishReason.EOS, FinishReason.STOP_TOKEN)
 
 @dataclass(slots=True)
 class Told:
-    """What a client was told of one choice; at the end exactly one of `finish` and `error`, the error's reason.
-
-    `request` is the handle of its request, `scores` are the log-probabilities of the tokens, `prompt_scores` those of
-    the prompt.
-    """
+    """What a client has received of one choice; at the end `finish`, `error` or `is_cancelled` is set."""
 
     plan: RequestPlan
     choice: int
     request: int
+    """The handle of its request."""
     tokens: list[int] = field(default_factory=list)
     scores: list[Scores] = field(default_factory=list)
+    """The log-probabilities of `tokens`."""
     prompt_scores: list[Scores] = field(default_factory=list)
+    """The log-probabilities of the prompt."""
     num_cached_tokens: int | None = None
     num_completion_tokens: int = 0
     finish: Finish | None = None
     error: str | None = None
+    """The error's reason code."""
     is_cancelled: bool = False
     deadline: float | None = None
     over_at: float | None = None
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more may come."""
+        """Whether the choice has ended and may receive nothing more."""
         return self.finish is not None or self.error is not None or self.is_cancelled
 
 
 class Replica:
-    """One tokenizer process with its clients and its stream.
+    """One tokenizer process with its clients and its `Exchange` stream.
 
-    Invariant: a choice is in `_told` as long as it is in the ledger.
+    Invariant: a choice is in `_told` exactly as long as it is in the ledger.
     """
 
     def __init__(
@@ -74,13 +74,11 @@ class Replica:
         connect: Callable[[Replica], ExchangeStream | None],
         on_over: Callable[[Told], None],
     ) -> None:
-        """Begin without a stream.
+        """Connect to the scheduler, or keep trying.
 
         Args:
-            clock: The time.
-            rng: The seed's.
-            connect: Opens a stream to the scheduler; None when there is none.
-            on_over: Told when a choice is over for its client.
+            connect: Opens a stream to the scheduler; returns None when there is no scheduler.
+            on_over: Called when a choice has ended for its client.
         """
         self.is_alive = True
         self._clock = clock
@@ -90,19 +88,19 @@ class Replica:
         self._ledger = RequestLedger(_LOST_AFTER_S, clock.now)
         self._told: dict[int, Told] = {}
         self._was_submitted: set[int] = set()
-        # New requests go up once the cell has told about itself; some replicas resubmit before.
+        # New requests are sent once the cell info has arrived; some replicas resubmit earlier requests before that.
         self._resubmits_at_once = rng.random() < 0.5
         self._stream: ExchangeStream | None = None
         self._is_open = False
         self._knows_cell = False
-        # The scheduler of the last stream, and when it was lost.
+        # The scheduler of the last stream, and when that stream was lost.
         self._scheduler_id = ""
         self._died_at: float | None = None
         self._timer: float | None = None
         self.connect()
 
     def connect(self) -> None:
-        """Open a stream, now or as soon as there is a scheduler."""
+        """Open a stream now, or as soon as there is a scheduler."""
         if not self.is_alive:
             return
         self._stream = self._connect(self)
@@ -112,11 +110,11 @@ class Replica:
             self._open_stream(self._stream)
 
     def is_serving(self, request_id: str) -> bool:
-        """Whether a request with an id is under way here: there is no second one then."""
+        """Whether a request with this id is in progress here; a replica refuses a second one."""
         return any(told.plan.request_id == request_id for told in self._told.values())
 
     def serve(self, plan: RequestPlan) -> list[Told]:
-        """Take in a client's request; returns what will be told of its choices."""
+        """Accept a client's request; returns the records of its choices, which fill up as answers arrive."""
         request = ResolvedRequest(
             plan.request_id,
             token_bytes(plan.prompt),
@@ -138,7 +136,7 @@ class Replica:
         return choices
 
     def on_response(self, stream: ExchangeStream, payload: bytes) -> None:
-        """A message of a scheduler's arrives, perhaps on a stream that counts no more."""
+        """Handle a message of a scheduler, possibly on a stream that has been replaced."""
         if not self.is_alive:
             return
         response = exchange_pb2.ExchangeResponse.FromString(payload)
@@ -154,7 +152,7 @@ class Replica:
             self.on_stream_lost(stream)
 
     def on_stream_lost(self, stream: ExchangeStream) -> None:
-        """The stream has ended; another one is opened."""
+        """Handle the end of the stream and plan to open another."""
         if stream is not self._stream or not self.is_alive:
             return
         self._stream = None
@@ -166,7 +164,7 @@ class Replica:
         self._clock.after(self._rng.uniform(*_RECONNECT_S), self.connect)
 
     def die(self) -> None:
-        """The process is gone: its clients see it, the scheduler notices."""
+        """End the process: its clients get an error and its stream breaks."""
         self.is_alive = False
         for handle in self._ledger.remove_all():
             self._end(handle, error="REPLICA_GONE")
@@ -174,7 +172,7 @@ class Replica:
             self._stream.break_()
 
     def _open_stream(self, stream: ExchangeStream) -> None:
-        """What lives goes on on this stream, spread over a while, in order."""
+        """Resubmit all live requests on this stream, in order, spread over `_RESUBMIT_S`."""
         self._is_open = True
         if self._died_at is not None and stream.scheduler_id != self._scheduler_id:
             self._fail_each(self._ledger.on_scheduler_death(self._died_at))
@@ -194,22 +192,22 @@ class Replica:
         self._arm_timer()
 
     def _submit(self, handle: int) -> None:
-        """Send a request up, unless it has ended or was sent up on this stream before."""
+        """Submit a request, unless it has ended or was already submitted on this stream."""
         attempt = self._ledger.next_attempt(handle, self._clock.now)
         if attempt is not None and self._stream is not None:
             self._was_submitted.add(handle)
             self._stream.send_request(exchange_pb2.ExchangeRequest(submits=[encode_submit(attempt)]))
-            # Whoever is tried is so for a certain time at most.
+            # A request under trial has a time limit.
             self._arm_timer()
 
     def _submit_released(self) -> None:
-        """Submit what had to wait while others were tried, which may have killed a scheduler."""
+        """Submit the requests that were held back while suspects of a scheduler's death were tried."""
         for handle in self._ledger.take_released():
             if self._knows_cell or handle in self._was_submitted:
                 self._submit(handle)
 
     def _cancel(self, handle: int) -> None:
-        """The client is gone."""
+        """Cancel a request whose client has disconnected."""
         choices = self._ledger.open_choices(handle) if self.is_alive else []
         if self._ledger.remove(handle):
             self._send(exchange_pb2.ExchangeRequest(abort_handles=encode_handles([handle])))
@@ -261,7 +259,7 @@ class Replica:
             self._end(handle, finish=finish)
 
     def _stop_at(self, handle: int, told: Told, *, is_over: bool) -> None:
-        """A stop string is found: the choice ends for its client, and the cell is told unless it has ended it too."""
+        """End a choice at a stop string; the cell is notified unless the choice has ended there too."""
         del told.scores[len(told.tokens) :]
         if not is_over and self._ledger.stop(handle):
             stop_at = exchange_pb2.StopAt(handle=handle, num_tokens=len(told.tokens))
@@ -292,7 +290,7 @@ class Replica:
         wakeup = self._ledger.next_wakeup()
         if wakeup is not None and (self._timer is None or wakeup < self._timer):
             self._timer = wakeup
-            # Nobody waits for so long, unless something else happens meanwhile.
+            # A far timer alone does not keep the run going.
             is_far = wakeup - self._clock.now > _FAR_S
             self._clock.at(wakeup, lambda: self._on_timer(wakeup), is_background=is_far)
 
@@ -310,7 +308,7 @@ def _finish_of(end: exchange_pb2.RequestEnd | None) -> Finish | None:
 
 
 def _reason_of(end: exchange_pb2.RequestEnd) -> str:
-    """The error's stable reason."""
+    """The error's reason code."""
     info = error_details_pb2.ErrorInfo()
     for detail in end.error.details:
         if detail.Unpack(info):
@@ -319,7 +317,7 @@ def _reason_of(end: exchange_pb2.RequestEnd) -> str:
 
 
 def _scores_of(logprobs: Logprobs) -> list[Scores]:
-    """Log-probabilities position by position."""
+    """Convert log-probabilities to one entry per position."""
     entries = list(zip(logprobs.token_ids.tolist(), logprobs.values.tolist(), strict=True))
     columns = zip(logprobs.indexes.tolist(), logprobs.ranks.tolist(), pairwise(logprobs.bounds.tolist()), strict=True)
     return [(index, rank, tuple(entries[start:end])) for index, rank, (start, end) in columns]

@@ -1,4 +1,4 @@
-"""What an engine says because of one event, in the terms of its clients."""
+"""What an engine sends in response to one event, as its clients see it."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ from tests.support.engine_driver import Scores, rows_of, scores_by_row, scores_o
 
 @dataclass(slots=True)
 class Said:
-    """What clients are told because of one event.
+    """What clients receive because of one event.
 
-    Of each choice at most one run of tokens (the index of the first, and their ids) with their log-probabilities, one
-    beginning (cached tokens) and one end (the finish with the number of completion tokens, or the error's reason); of
-    each request the log-probabilities of some positions of its prompt.
+    Each choice has at most one run of tokens with their log-probabilities, one start and one end; each request has at
+    most one range of prompt log-probabilities.
     """
 
     tokens: dict[Key, tuple[int, list[int]]] = field(default_factory=dict)
+    """The index of the first token, and the token ids."""
     scores: dict[Key, list[Scores]] = field(default_factory=dict)
     prompt_scores: dict[Key, list[Scores]] = field(default_factory=dict)
     starts: dict[Key, int | None] = field(default_factory=dict)
+    """The number of cached tokens."""
     ends: dict[Key, tuple[Finish | None, int] | str] = field(default_factory=dict)
+    """The finish and the number of completion tokens, or the error's reason."""
     closed: set[int] = field(default_factory=set)
+    """Clients whose streams are closed."""
     dropped: set[int] = field(default_factory=set)
-    """Domains."""
+    """Domains that are dropped."""
 
     def take_in(self, client: int, outputs: Outputs) -> None:
-        """Note what a client is told."""
+        """Record one message to a client."""
         for handle, first_index, token_ids in rows_of(outputs):
             assert (client, handle) not in self.tokens, "two runs of tokens at once"
             self.tokens[client, handle] = (first_index, token_ids)

@@ -30,18 +30,18 @@ from tests.simulation.virtual_loop import VirtualLoop
 from tests.simulation.watch import EngineWatch
 from tests.simulation.workload import CellSettings
 
-# A loop that has nothing to do but to beat is simulated as a slow one, but not as one that was stopped.
+# A loop that only sends heartbeats is simulated as slow, but not as slow as one that was stopped.
 _BEAT_LATENESS_S = 0.9
-# What else there is to do at the moment of a deadline comes before its timer, or after.
+# Other events at the moment of a deadline may run before or after its timer.
 _TIMER_LATENESSES_S = (0.0, 0.005)
 _MAX_TIMER_LATENESS_S = 0.006
 _MAX_UNREAD_S = 2.0
-# From the moment at which a process is to end until it is gone.
+# From the request to end a process until it is gone.
 _STOP_GRACE_S = 0.5
 
 
 class WatchedEngine(Engine):
-    """The engine, and with it the watch that checks all that it says, and that it is told of the time."""
+    """The engine with a watch that checks every action it returns, and that it is woken in time."""
 
     def __init__(self, settings: CellSettings, watch: EngineWatch, pause: Pause) -> None:
         super().__init__(settings.policy, settings.cache, settings.topology)
@@ -60,7 +60,7 @@ class WatchedEngine(Engine):
         return actions
 
     def wakes_at(self, when: float) -> float:
-        """When a loop that has nothing to do before takes note of a timer for `when`."""
+        """When an otherwise idle loop runs a timer that is due at `when`."""
         is_idle_beat = self._is_idle and when == self.next_wakeup()
         lateness_s = _BEAT_LATENESS_S if is_idle_beat else 0.0
         return min(when + lateness_s, self._watch.first_deadline(when))
@@ -69,9 +69,9 @@ class WatchedEngine(Engine):
 class SchedulerProcess:
     """One run of a scheduler, with its replicas' streams and its direct calls.
 
-    It does what the service's `serve` does, but for sockets. A bug that ends it ends the simulation.
+    Does what the service's `serve` does, without sockets. A bug that would end the process ends the simulation.
 
-    Invariant: after `kill` nothing reaches the cell, and nothing leaves it.
+    Invariant: after `kill` the cell receives nothing and sends nothing.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class SchedulerProcess:
         self._pause = Pause(clock)
         self.engine = WatchedEngine(settings, watch, self._pause)
         self.is_alive = True
-        # In the order in which they began.
+        # In the order in which they were opened.
         self.streams: dict[ExchangeStream, None] = {}
         self.calls: dict[DirectCall, None] = {}
         self._clock = clock
@@ -118,7 +118,7 @@ class SchedulerProcess:
             return link
 
         timer_lateness_s = rng.choice(_TIMER_LATENESSES_S)
-        # What has to do with sockets and processes is left out of it.
+        # The abstract methods for sockets and processes are not implemented.
         self.loop = VirtualLoop(  # type: ignore[abstract]
             clock, self.when_running, lambda when: self.engine.wakes_at(when) + timer_lateness_s
         )
@@ -137,16 +137,16 @@ class SchedulerProcess:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the process does nothing (SIGSTOP)."""
+        """Whether the process is stopped (SIGSTOP)."""
         return self._pause.is_on
 
     @property
     def _is_over(self) -> bool:
-        """Whether the engine is told nothing any more, or need not be."""
+        """Whether the engine no longer receives events, or no longer needs to."""
         return not self.is_alive or self._is_ending or self.cell.failed.is_set()
 
     def kill(self) -> None:
-        """The process is gone; whoever is linked to it notices."""
+        """End the process at once; its peers notice broken connections."""
         if not self.is_alive:
             return
         self.is_alive = False
@@ -158,18 +158,18 @@ class SchedulerProcess:
             call.break_()
 
     def terminate(self) -> None:
-        """The process is told to end (SIGTERM)."""
+        """Ask the process to end (SIGTERM)."""
         self.when_running(self._end)
 
     def stop(self, duration_s: float) -> None:
-        """The process does nothing for so long; what comes meanwhile waits."""
+        """Stop the process for this long (SIGSTOP); events that arrive meanwhile wait."""
         self._pause.extend(duration_s)
 
     def when_running(self, action: Callable[[], object]) -> None:
-        """Do something in the process: now, or when it is continued.
+        """Run `action` in the process: now, or when it is continued.
 
         Raises:
-            Exception: the bug that the process would end by.
+            Exception: The bug that would end the process.
         """
         self._pause.when_over(lambda: self._do(action))
 
@@ -181,37 +181,37 @@ class SchedulerProcess:
             raise self.cell.bug
 
     def become_zombie(self) -> None:
-        """Its replicas lose it, another scheduler takes its place, and it does not know."""
+        """Break its replicas' streams and delay its steps without its noticing, as if it had been replaced."""
         for link in self._links:
             link.fall_behind()
         self.lose_replicas()
 
     def lose_replicas(self) -> None:
-        """Its replicas give it up, and it does not know."""
+        """Break its replicas' streams without its noticing."""
         for stream in self.streams:
             stream.break_(scheduler_notices=False)
         for call in list(self.calls):
             call.break_(server_notices=False)
 
     def check_calls(self) -> None:
-        """Check that the engine goes on with nothing for calls that have ended."""
+        """Check that the engine computes nothing for calls that have ended."""
         handles = {seq.handle for seq in self.engine._requests.choices() if seq.client == DIRECT_CLIENT}
-        assert self._is_over or handles == set(self.cell.direct_clients._choices), "a request goes on without its call"
+        assert self._is_over or handles == set(self.cell.direct_clients._choices), "a request outlives its call"
 
     def check_end(self) -> None:
-        """Check a process that has nothing more to do."""
+        """Check a process that has finished all its work."""
         self.watch.check_end(self.engine)
-        assert self._health.is_serving == self.engine.is_ready, "its health is another one"
+        assert self._health.is_serving == self.engine.is_ready, "its health does not match the engine's readiness"
         assert not self.cell.idle_check.num_failures, "the check of an idle cell has failed"
 
     def close(self) -> None:
-        """The simulation is over, and nothing is done any more."""
+        """Release everything at the end of the simulation."""
         self.is_alive = False
         self.cell.failed.set()
         self.loop.close()
 
     def connect(self, stream: ExchangeStream) -> None:
-        """A replica's stream is open; its handler begins."""
+        """Start the handler of a replica's new stream."""
         self.streams[stream] = None
         handler = self._exchange.Exchange(stream.requests(), cast(grpc.aio.ServicerContext, stream))
         stream.task = self.loop.create_task(handler)
@@ -219,47 +219,47 @@ class SchedulerProcess:
         stream.task.add_done_callback(stream.on_end)
 
     def disconnect(self, stream: ExchangeStream) -> None:
-        """The end of a replica's stream is noticed."""
+        """Cancel the handler of a replica's stream, as gRPC does once it notices the broken connection."""
         if stream.task is not None:
             self.when_running(stream.task.cancel)
 
     def check_unread(self, stream: ExchangeStream) -> None:
-        """Check that a replica that has not read for too long has lost its stream."""
+        """Check that the stream of a replica that has not read for too long is closed."""
         has_looked = self._clock.now > self._pause.until + MAX_CLOSE_S
         is_kept = self.is_alive and has_looked and stream in self.streams
         assert not is_kept, "a replica that does not read keeps its stream"
 
     def on_request(self, stream: ExchangeStream, payload: bytes) -> None:
-        """A message of a replica arrives."""
+        """Handle a message of a replica."""
         self.when_running(lambda: stream.take_request(payload))
 
     def on_answer(self, answer: Answer) -> None:
-        """A step's answer arrives, perhaps one of an old epoch."""
+        """Handle a step's answer, possibly from an old epoch."""
         self.watch.on_answer(answer)
         self.cell.on_event(StepReturned(answer.rank, decode_result(worker_pb2.StepResult.FromString(answer.payload))))
 
     def abort_request(self, request_id: str) -> None:
-        """Somebody calls for the end of a request."""
+        """Handle an `AbortRequest` call."""
         self.when_running(lambda: self.cell.direct_clients.abort(scheduler_pb2.AbortRequest(request_id=request_id)))
 
     def flush_prefix_cache(self) -> None:
-        """Somebody calls for an empty prefix cache."""
+        """Handle a `FlushPrefixCache` call."""
         self.when_running(self.engine.flush_prefix_cache)
 
     def _on_stream_end(self, stream: ExchangeStream) -> None:
-        """A handler has ended: the engine goes on with nothing for replicas that are not linked."""
+        """Forget a stream whose handler has ended; the engine must compute nothing for disconnected replicas."""
         del self.streams[stream]
         clients = {seq.client for seq in self.engine._requests.choices()} - {DIRECT_CLIENT}
-        assert self._is_over or clients <= self.cell._clients.keys(), "a request goes on without its stream"
+        assert self._is_over or clients <= self.cell._clients.keys(), "a request outlives its stream"
 
     def _exit(self) -> None:
-        """The process ends by its own decision."""
+        """End the process by its own decision."""
         if self.is_alive:
             self._end()
             self._on_exit(self)
 
     def _end(self) -> None:
-        """Whoever is linked to it is told, and has a moment to hear it."""
+        """Close the cell, so that peers are notified, and kill the process after a grace period."""
         if self._is_ending:
             return
         self._is_ending = True

@@ -1,4 +1,4 @@
-"""A whole cell under one seed: a scheduler, its workers, replicas and their clients, and whatever goes wrong."""
+"""A whole cell under one seed: a scheduler, its workers, replicas and their clients, and the faults that strike."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tests.support.engine_driver import expected_scores
 
 MIN_REQUESTS = 30
 MIN_EVENTS = 1000
-# A run that is not over by then goes round in circles.
+# A run with more events than this is livelocked.
 _MAX_EVENTS = 500_000
 _RESTART_S = (0.1, 3.0)
-# What may end a request with which error.
+# The fault that may end a request with an error, by the error's reason.
 _CAUSES = {
     "NUMERIC_ERROR": Fault.NOT_FINITE,
     "INVALID_REQUEST": Fault.GRAMMAR_FAILURE,
@@ -38,50 +38,50 @@ _CAUSES = {
     "DUPLICATE_REQUEST": Fault.SAME_ID,
     "EXACT_UNAVAILABLE": Fault.EXACT,
 }
-# With these a message may come though one before it on its stream has not.
+# With these a message may arrive although an earlier one on its stream has not.
 _GAPS = (Fault.MESSAGE_LOST, Fault.MESSAGE_REORDERED, Fault.MESSAGE_LATE)
 _SCHEDULER_ENDS = (Fault.SCHEDULER_RESTART, Fault.SCHEDULER_STOP)
 _ZOMBIE_S = (0.0, 3.0)
 _SCHEDULER_STOPS_S = (1.0, 5.0, 15.0, 60.0)
-# A replica gives a scheduler up that is silent for so long. Source: RELIABILITY section 3A, S2.
+# A replica closes its stream to a scheduler that is silent for this long.
 _SCHEDULER_SILENCE_S = 5.0
-# After so long everybody has noticed that a worker is gone.
+# After this long every process has noticed that a worker is gone.
 _KILL_GAP_S = 3.0
-# From its deadline to the moment at which a client is told: a stream that was lost and opened again lies between.
+# The most time between a deadline and its error at the client: the stream may be lost and reopened in between.
 _GRACE_S = 3.0
 
 
 class SimulationError(AssertionError):
-    """What a seed has shown, and how to see it again."""
+    """A violation found under a seed, with the command that reproduces it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What happened in one run that ended well."""
+    """What happened in one run without violations."""
 
     seed: int
     dp_size: int
     is_coupled: bool
     spares_suspects: bool
-    """Whether what kills from outside strikes no suspect."""
+    """Whether faults that kill workers spare suspects."""
     num_events: int
     num_requests: int
     num_steps: int
-    """Of all ranks."""
+    """Steps of all ranks."""
     num_dummy_steps: int
-    """Of these, those that computed nothing for any sequence."""
+    """The dummies among them."""
     num_attaches: int
-    """Of ranks."""
+    """Streams accepted by all ranks."""
     num_deaths: int
-    """Of failure domains."""
+    """Deaths of failure domains."""
     num_suspects: int
-    """The most requests that stood in the steps of one death."""
+    """The most requests accused by one death."""
     num_schedulers: int
     num_preemptions: int
     num_accepted_tokens: int
-    """Of the drafts."""
+    """Accepted draft tokens."""
     max_completion_tokens: int
-    """Of the longest answer that came whole."""
+    """Completion tokens of the longest answer with a finish."""
     ends: Counter[str]
     """How choices ended: by finish reason or error."""
     faults: Counter[Fault]
@@ -91,11 +91,11 @@ def simulate(seed: int, kinds: Collection[Fault] | None = None) -> Report:
     """Run one seed.
 
     Args:
-        seed: Everything random comes from it.
-        kinds: The kinds of faults; a random subset of all when absent.
+        seed: The source of all randomness.
+        kinds: The kinds of faults; None means a random subset of all.
 
     Raises:
-        SimulationError: something was not as it must be.
+        SimulationError: A check failed.
     """
     simulation = Simulation(seed, kinds)
     try:
@@ -111,7 +111,7 @@ def simulate(seed: int, kinds: Collection[Fault] | None = None) -> Report:
 
 
 class Simulation:
-    """One run."""
+    """One run of a cell."""
 
     def __init__(self, seed: int, kinds: Collection[Fault] | None = None) -> None:
         self.clock = Clock(self._has_work)
@@ -134,7 +134,7 @@ class Simulation:
             for domain in range(topology.num_domains)
         ]
         self._num_schedulers = 0
-        # Those that were replaced; some of them may not know it yet.
+        # Schedulers that were replaced; some of them may not have noticed yet.
         self._old_schedulers: list[SchedulerProcess] = []
         self._scheduler: SchedulerProcess | None = None
         self._start_scheduler()
@@ -142,9 +142,9 @@ class Simulation:
         self.clock.after(0.0, self._arrive)
 
     def run(self) -> Report:
-        """Let everything happen and check that it ended well."""
+        """Run all events and check every client's answer."""
         while self.clock.run_next():
-            assert self.clock.num_events < _MAX_EVENTS, "it does not come to rest"
+            assert self.clock.num_events < _MAX_EVENTS, "the run does not come to an end"
         assert self._scheduler is not None
         self._scheduler.check_end()
         for told in self._told:
@@ -172,7 +172,7 @@ class Simulation:
         )
 
     def close(self) -> None:
-        """Nothing goes on any more, and no engine is told."""
+        """Release everything without another event for any engine."""
         for scheduler in [*self._old_schedulers, self._scheduler]:
             if scheduler is not None:
                 scheduler.close()
@@ -180,12 +180,12 @@ class Simulation:
             domain.close()
 
     def _has_work(self) -> bool:
-        """Whether a scheduler has a request or a step that is not over."""
+        """Whether a scheduler has an unfinished request or a step in flight."""
         schedulers = [*self._old_schedulers, self._scheduler]
         return any(one is not None and one.is_alive and one.watch.has_work for one in schedulers)
 
     def _arrive(self) -> None:
-        """A request arrives, and with it trouble that comes now and then. The last one ends all trouble."""
+        """Let a request arrive, with faults that strike at arrivals; after the last request all faults cease."""
         if self._num_live >= self._settings.max_live_requests:
             self._is_paused = True
             return
@@ -204,9 +204,9 @@ class Simulation:
         self.clock.after(self._rng.expovariate(1.0 / self._settings.mean_gap_s), self._arrive)
 
     def _serve(self, plan: RequestPlan) -> list[Told]:
-        """Let a replica serve a request, or, where no text is looked at, the scheduler by itself.
+        """Serve a request through a replica, or through a direct call if it needs no text.
 
-        Two that share an id are served by different ones.
+        Requests that share an id are served by different replicas.
         """
         is_plain = plan.text_stop_token is None and not plan.options.grammar and plan.request_id == plan.own_id
         if not is_plain or not self._strikes(Fault.DIRECT_CALL):
@@ -246,7 +246,7 @@ class Simulation:
         )
 
     def _may_kill(self) -> bool:
-        """Whether a kill from outside strikes nobody who may be suspected of an earlier one; it does so now, if so."""
+        """Whether a fault may kill a worker now without striking a suspect; if True, records the kill."""
         scheduler = self._scheduler
         if scheduler is None or scheduler.watch.suspects or self.clock.now < self._last_kill_at + _KILL_GAP_S:
             return False
@@ -254,7 +254,7 @@ class Simulation:
         return True
 
     def _replace_scheduler(self) -> SchedulerProcess | None:
-        """The scheduler gets a successor; returns it, if there was one."""
+        """Plan a successor for the scheduler; returns the old one, None if there was none."""
         old, self._scheduler = self._scheduler, None
         if old is not None:
             self._old_schedulers.append(old)
@@ -262,7 +262,7 @@ class Simulation:
         return old
 
     def _end_scheduler(self) -> None:
-        """The scheduler is ended, or dies; or its replicas lose it, and it does not know."""
+        """Terminate or kill the scheduler, or cut it off from its replicas without its noticing."""
         old = self._replace_scheduler()
         if old is None:
             return
@@ -275,7 +275,7 @@ class Simulation:
             old.kill()
 
     def _stop_scheduler(self) -> None:
-        """The scheduler does nothing for a while; replicas give it up, and it may have a successor meanwhile."""
+        """Stop the scheduler for a while; its replicas may leave it, and it may be replaced meanwhile."""
         old = self._scheduler
         if old is None or old.is_stopped:
             return
@@ -286,7 +286,7 @@ class Simulation:
         self.clock.after(_SCHEDULER_SILENCE_S, old.lose_replicas)
         if self._rng.random() < 0.5:
             self.clock.after(_SCHEDULER_SILENCE_S, lambda: self._succeed(old))
-            # One that held no worker meanwhile may go on, and wait for one for ever.
+            # A stopped scheduler that held no worker might otherwise wait for one forever.
             self.clock.after(duration_s + self._rng.uniform(*_ZOMBIE_S), old.kill)
 
     def _succeed(self, old: SchedulerProcess) -> None:
@@ -294,15 +294,17 @@ class Simulation:
             self._replace_scheduler()
 
     def _on_exit(self, process: SchedulerProcess) -> None:
-        """A scheduler has ended by its own decision."""
-        assert any(self._mix.counts[fault] for fault in _SCHEDULER_ENDS), "a scheduler exits that nobody has replaced"
+        """Replace a scheduler that has ended by its own decision."""
+        assert any(self._mix.counts[fault] for fault in _SCHEDULER_ENDS), (
+            "a scheduler exits although it was not replaced"
+        )
         self._succeed(process)
 
     def _make_replica(self) -> Replica:
         return Replica(self.clock, self._rng, connect=self._connect, on_over=self._on_over)
 
     def _connect(self, replica: Replica) -> ExchangeStream | None:
-        """Open a stream from a replica to the scheduler, when there is one."""
+        """Open a stream from a replica to the scheduler; None if there is no running scheduler."""
         scheduler = self._scheduler
         if scheduler is None or scheduler.is_stopped:
             return None
@@ -327,20 +329,20 @@ class Simulation:
         return self._mix.strikes(fault, self._rng)
 
     def _may_be_aborted(self, plan: RequestPlan) -> bool:
-        """Whether somebody calls for the end of the request, or of another one with its id."""
+        """Whether this request, or another one with its id, is aborted by a call."""
         return any(one.abort_call_after_s is not None for one in self._plans if one.request_id == plan.request_id)
 
     def _check_told(self, told: Told) -> None:
-        """Check what a client was told against an undisturbed run."""
+        """Check a client's answer against the answer of an undisturbed run."""
         plan, expected = told.plan, told.plan.by_text[told.choice]
         assert told.over_at is not None, f"{plan.request_id} was never answered"
         assert told.tokens == expected.tokens[: len(told.tokens)], f"{plan.request_id} got other tokens"
-        # A scheduler may be stopped, and the next one, too; and a replica may not read what it is told.
+        # Several schedulers may be stopped one after the other, and a replica may not read.
         grace_s = _GRACE_S + _SCHEDULER_SILENCE_S * self._mix.counts[Fault.SCHEDULER_STOP]
         grace_s += (MAX_UNREAD_S + MAX_CLOSE_S) * self._mix.counts[Fault.REPLICA_STALL]
         is_late = told.deadline is not None and told.over_at > told.deadline + grace_s
         assert not is_late, f"{plan.request_id} outlived its deadline"
-        assert not told.tokens or told.num_cached_tokens is not None, "tokens without a beginning"
+        assert not told.tokens or told.num_cached_tokens is not None, "tokens without a start"
         _check_scores(told)
         if told.finish is not None:
             answer = (told.tokens, told.finish, told.num_completion_tokens)
@@ -348,35 +350,37 @@ class Simulation:
         elif told.error is not None:
             fault = _CAUSES[told.error]
             if fault is Fault.POISON and not plan.is_poison:
-                # It was alone in two lost steps, whatever they died of, or in what schedulers did not survive.
+                # It was alone in two crashed steps, whatever the cause, or suspected after the deaths of schedulers.
                 is_spared = self._mix.spares_suspects and not any(self._mix.counts[one] for one in _SCHEDULER_ENDS)
                 assert not is_spared, f"{plan.request_id} is innocent"
                 return
             assert fault in self._kinds, f"{plan.request_id} got {told.error} without a cause"
-            assert fault is not Fault.DEADLINE or plan.patience_s is not None, "a deadline that nobody gave"
+            assert fault is not Fault.DEADLINE or plan.patience_s is not None, "a deadline that the client did not set"
             is_refused = plan.is_exact and not self._settings.is_exact
-            assert fault is not Fault.EXACT or is_refused, "exactness is refused that could be had"
-            # The cell, which looks at no text, may tell of the failure while the token with the stop is missing.
+            assert fault is not Fault.EXACT or is_refused, "exactness is refused although the ranks are exact"
+            # The cell does not see text: it may report the grammar failure while the token with the stop is missing.
             has_gap = told.tokens != expected.tokens and any(self._mix.counts[one] for one in _GAPS)
             fails = (plan.by_cell[told.choice] if has_gap else expected).finish is None
             assert fault is not Fault.GRAMMAR_FAILURE or fails, "its grammar could be followed"
-            assert fault is not Fault.ABORT_CALL or self._may_be_aborted(plan), "nobody called for its end"
+            assert fault is not Fault.ABORT_CALL or self._may_be_aborted(plan), "it was not aborted by a call"
 
 
 def _check_scores(told: Told) -> None:
-    """Check that log-probabilities are those of the tokens and of the prompt, each once and in order."""
+    """Check that log-probabilities match the tokens and the prompt, each once and in order."""
     prompt, options = told.plan.prompt, told.plan.options
     num_top, scores = options.num_logprobs, []
     if num_top is not None:
         scores = expected_scores(told.tokens, num_top, start=len(prompt))
-    # Those of one message count from its beginning.
+    # Their indexes count from the start of each message, so they are not compared.
     assert [one[1:] for one in told.scores] == [one[1:] for one in scores], "log-probabilities of other tokens"
     num_top, scores = options.num_prompt_logprobs, []
     if num_top is not None and not told.choice:
         scores = expected_scores(prompt[1:], num_top, start=1, offset=1)
     num_told = len(told.prompt_scores)
     assert told.prompt_scores == scores[:num_told], "log-probabilities of another prompt"
-    assert num_told == len(scores) or not told.tokens, "a completion begins before its prompt was told"
+    assert num_told == len(scores) or not told.tokens, (
+        "a completion begins before all prompt log-probabilities were sent"
+    )
 
 
 def _describe_end(told: Told) -> str:

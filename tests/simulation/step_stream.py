@@ -10,19 +10,20 @@ from tests.simulation.network import Pipe
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A step's result on its way: the message, and by whom each row that is not finite was spoilt."""
+    """A step's result in transit."""
 
     rank: int
     epoch: int
     step_id: int
     payload: bytes
     spoilers: list[int]
+    """For each row that is not finite, the number of the sequence that spoilt it."""
     is_nonsense: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Which scheduler holds a group, and under which epoch; nobody at first."""
+    """The scheduler that holds a group, and its epoch; the default means that none does."""
 
     epoch: int = 0
     instance_id: str = ""
@@ -33,7 +34,7 @@ NOBODY = Holder()
 
 @dataclass(frozen=True, slots=True)
 class StreamEnds:
-    """Who is at the two ends: what each is handed. `on_broken` learns who holds the group, where that is why."""
+    """The callbacks of the two ends. `on_broken` receives the holder of the group if the stream was refused for it."""
 
     on_progress: Callable[[int], None]
     on_broken: Callable[[Holder], None]
@@ -41,12 +42,12 @@ class StreamEnds:
 
 
 class StepStream:
-    """Steps go there, answers come back, and signs of life both ways. Either end may end it; the other is told."""
+    """Carries steps to a rank, answers back, and heartbeats both ways. Either end may close it; the other is told."""
 
     def __init__(
         self, number: int, claimed: Holder, ends: StreamEnds, *, steps: Pipe[bytes], answers: Pipe[Answer]
     ) -> None:
-        """Begin; `claimed` is what the scheduler says that it holds."""
+        """Open a stream; `claimed` is the epoch and instance id under which the scheduler claims the group."""
         self.number = number
         self.claimed = claimed
         self.steps = steps
@@ -55,18 +56,18 @@ class StepStream:
         self._ends = ends
 
     def beat(self, progress: int) -> None:
-        """The worker's sign of life, unless the link lets nothing through."""
+        """Deliver the worker's heartbeat, unless the link is silent."""
         if not self.is_broken and not self.answers.is_held:
             self._ends.on_progress(progress)
 
     def break_(self, holder: Holder = NOBODY) -> None:
-        """The worker ends it, or it breaks: the scheduler is told."""
+        """End the stream from the worker's side, or break it; the scheduler is notified."""
         if not self.is_broken:
             self._cut()
             self._ends.on_broken(holder)
 
     def close(self) -> None:
-        """The scheduler ends it: the worker is told."""
+        """End the stream from the scheduler's side; the worker is notified."""
         if not self.is_broken:
             self._cut()
             self._ends.on_closed()

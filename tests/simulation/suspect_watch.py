@@ -1,27 +1,31 @@
-"""Which requests an engine must suspect of killing workers, and which it must end, worked out from outside."""
+"""Which requests an engine must suspect of killing workers, and which it must end, derived independently."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
 
-# DESIGN section 7, "a request kills its worker": alone in so many crashed steps, with no decode step of it returned.
+# A request is poison after it was alone in this many crashed steps, with none of its decode steps returned.
 _MAX_CRASHES_ALONE = 2
 
 
 class SuspectWatch:
-    """Follows the suspects of one engine, by the ids of their requests.
+    """Follows the suspects of one engine, by request id.
 
-    A suspect is tried with at most half of those that it was accused with, rounded up, and with nobody else.
+    A suspect is tried with at most half of the requests it was accused with, rounded up, and with no others:
+
+        crash with {a b c d} -+-> trial {a b}: crash ---+-> trial {a}: crash, again {a}: crash -> a is poison
+                              |                         +-> trial {b}: decodes -> b is cleared
+                              +-> trial {c d}: decodes -> c and d are cleared
     """
 
     def __init__(self) -> None:
         # The most requests that one crash has accused.
         self.max_accused = 0
-        # The most that may be tried together with a suspect, itself included.
+        # The most requests that may be tried together, by suspect, itself included.
         self._max_together: dict[str, int] = {}
         self._num_crashes_alone: Counter[str] = Counter()
-        # Which accusation was a request's last: some of a trial may be cleared before the others.
+        # The number of a request's last accusation: some requests of a trial may be cleared before others.
         self._accusation: dict[str, int] = {}
         self._num_accusations = 0
 
@@ -32,7 +36,7 @@ class SuspectWatch:
         return request_id in self._max_together
 
     def accuse(self, request_ids: Collection[str]) -> str | None:
-        """A domain was lost in steps that held these requests; returns the one that is poison, if one is."""
+        """Accuse the requests in the steps of a lost domain; returns the one that is poison, if any."""
         self._num_accusations += 1
         self.max_accused = max(self.max_accused, len(request_ids))
         for request_id in request_ids:
@@ -45,20 +49,20 @@ class SuspectWatch:
         return alone if self._num_crashes_alone[alone] == _MAX_CRASHES_ALONE else None
 
     def clear(self, request_id: str) -> None:
-        """A decode step of a request has returned, or it has ended."""
+        """Clear a request: one of its decode steps has returned, or it has ended."""
         self._max_together.pop(request_id, None)
         self._num_crashes_alone.pop(request_id, None)
 
     def keep(self, request_ids: Collection[str]) -> None:
-        """Only these requests have not ended."""
+        """Clear all suspects but these requests, the only ones that have not ended."""
         for request_id in [request_id for request_id in self._max_together if request_id not in request_ids]:
             self.clear(request_id)
 
     def check_together(self, request_ids: set[str], num_in_flight: int) -> None:
-        """Check who may share the steps in flight of a domain."""
+        """Check that these requests may share the steps in flight of a domain."""
         tried = [request_id for request_id in request_ids if request_id in self._max_together]
         if tried:
             accusations = {self._accusation.get(request_id) for request_id in request_ids}
-            assert len(accusations) == 1, "a suspect is tried beside others"
+            assert len(accusations) == 1, "a suspect is tried together with other requests"
             assert num_in_flight == 1, "a suspect is tried with steps sent ahead"
             assert len(tried) <= max(self._max_together[request_id] for request_id in tried), "suspects are not halved"

@@ -1,11 +1,17 @@
 """The attach protocol, model-checked on the classes that the scheduler and the workers run.
 
-Every order of what schedulers and groups say to each other, with messages that are lost, late and repeated. What must
-never happen: a step of an older epoch is launched after a newer one was answered; coupled groups meet in the
-collectives of different steps; a scheduler goes on without a group of its domain, goes for a rival that was dead, or
-takes what it only has to wait for; a cell that is served is served no longer though nothing went wrong. What must be
-possible from wherever they get to: that the cell is served. What must happen in every fair run in which nothing goes
-wrong any more and one scheduler lives: that it serves the cell.
+The model covers every order of messages between schedulers and groups, with messages lost, late and repeated.
+
+Safety, never:
+- a step of an older epoch is launched after a newer one was answered;
+- coupled groups run the collectives of different steps;
+- a scheduler continues without a group of its domain, exits in favour of a dead rival, or takes a group that it must
+  wait for;
+- a served cell stops being served without a fault.
+
+Reachability: from every state the cell can become served.
+
+Liveness: in every fair run without further faults and with one scheduler alive, the cell becomes served.
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ from tests.simulation.attach_actors import ProtocolError
 from tests.simulation.attach_search import SEARCHES, WIDE_SEARCHES, Search
 from tests.simulation.planted_attach_bugs import ATTACH_BUGS, AttachBug
 
-# Fewer states than any search has: less would mean that a bound cuts off what it is for.
+# Fewer states than any search has; a search with fewer would be cut off by its bounds before it covers its case.
 MIN_STATES = 1000
 
 

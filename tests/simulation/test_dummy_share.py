@@ -9,7 +9,7 @@ from tests.simulation.coupled_cells import LOADS, Arrival, Load, run_atom, run_o
 
 POLICY = SchedulerPolicy(max_num_seqs=64, max_num_batched_tokens=4096, enable_mixed_steps=False)
 SEEDS = (1, 2, 3)
-# Bursts of twice as many requests as ranks are spread evenly by turns alone: nothing is left to do better.
+# Bursts of twice as many requests as ranks are spread evenly by round robin already, so there is nothing to gain.
 COMPARED_LOADS = [load for load in LOADS if not load.name.startswith("bursts")]
 
 
@@ -20,7 +20,7 @@ def test_one_scheduler_runs_fewer_dummies_than_ranks_that_vote(load: Load) -> No
     atom = [run_atom(arrivals, 4, POLICY) for arrivals in loads]
     assert sum(one.num_tokens for one in ours) == sum(one.num_tokens for one in atom)
     assert sum(one.num_dummies for one in ours) < sum(one.num_dummies for one in atom)
-    # Both serve what comes: only at saturation is one faster.
+    # Below saturation both serve requests as they arrive, so neither is faster.
     assert sum(one.duration_s for one in ours) < 1.002 * sum(one.duration_s for one in atom)
 
 

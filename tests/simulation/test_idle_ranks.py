@@ -1,4 +1,4 @@
-"""Coupled ranks of which one has all the work, and the others have nothing for long."""
+"""Coupled ranks of which one has all the work while the others stay idle for a long time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMPT = list(range(40))
 
 
 def serve_one_after_the_other(num_steps: int) -> None:
-    """Serve requests that all share a prompt, one at a time, until ranks have run so many steps together."""
+    """Serve requests that all share a prompt, one at a time, until the ranks have run `num_steps` steps together."""
     driver = EngineDriver(num_blocks=NUM_BLOCKS, depth=2, topology=CellTopology(DP_SIZE, is_coupled=True))
     num_served = num_run = num_dummies = 0
     while num_run < num_steps:
@@ -34,7 +34,7 @@ def serve_one_after_the_other(num_steps: int) -> None:
         assert (state.num_used_blocks, state.num_running, state.num_waiting) == (0, 0, 0)
         driver.delivered.clear()
         driver.actions.clear()
-    # The rank with the prompt's blocks has all the work.
+    # The rank with the prompt's cached blocks gets all the work.
     assert num_dummies == (DP_SIZE - 1) * num_run
 
 

@@ -1,4 +1,4 @@
-"""Admission that looks ahead against the plain rule, on one load that the pool cannot hold."""
+"""Look-ahead admission against the plain rule, on a load that the KV pool cannot hold."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from tests.support.engine_driver import EngineDriver, token_bytes
 
 NUM_REQUESTS = 250
 MAX_TOKENS = 100
-# Of 1000 tokens 10 stop a request: about a third of all come to MAX_TOKENS.
+# 10 of 1000 tokens stop a request, so about a third of all requests reach MAX_TOKENS.
 STOP_TOKEN_IDS = tuple(range(100, 110))
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a policy made of the load."""
+    """The result of serving the load under one policy."""
 
     num_preemptions: int
     tokens_per_s: float
 
 
 def serve_all(seed: int, admission_policy: AdmissionPolicy) -> Outcome:
-    """Serve requests that all wait from the start; the pool holds some 30 of the 64 that there is a place for."""
+    """Serve requests that all wait from the start; the KV pool holds about 30 of the 64 that have a slot."""
     rng = Random(seed)
-    # Nobody ages: the order is that of arrival throughout.
+    # No request ages, so the order of arrival applies throughout.
     policy = SchedulerPolicy(
         max_num_seqs=64, max_num_batched_tokens=2048, admission_policy=admission_policy, max_age_s=1e9
     )
@@ -46,7 +46,7 @@ def serve_all(seed: int, admission_policy: AdmissionPolicy) -> Outcome:
 
 
 def draw_submission(rng: Random, handle: int) -> Submission:
-    """A request whose length nobody can know."""
+    """Draw a request whose completion length is unpredictable."""
     prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(16, 96))]
     params = SamplingParams(max_tokens=MAX_TOKENS, seed=rng.getrandbits(64), stop_token_ids=STOP_TOKEN_IDS)
     return Submission(handle, f"r{handle}", token_bytes(prompt), params)

@@ -1,4 +1,4 @@
-"""Each planted bug is seen within a few seeds of its own mix of faults."""
+"""Each planted bug is detected within a few seeds of its own mix of faults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_SEEDS = 50
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_seen(bug: PlantedBug, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(MAX_SEEDS):
-        # Planted anew: what it remembers is one run's.
+        # Planted anew for each run, since a patch may keep state.
         with monkeypatch.context() as patch:
             bug.plant(patch)
             try:

@@ -1,4 +1,4 @@
-"""The cell under random faults: every request is answered once, and as if nothing had happened."""
+"""The cell under random faults: every request is answered once, with the same answer as without faults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_seeds_end_well(first: int) -> None:
         assert report.num_events >= MIN_EVENTS
 
 
-# As many as one has time for: `make simulate`.
+# For any number of seeds: `make simulate`.
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(200, 800, 50))
 def test_more_seeds_end_well(first: int) -> None:
@@ -28,14 +28,14 @@ def test_more_seeds_end_well(first: int) -> None:
         simulate(seed)
 
 
-# The second has TP groups.
+# The second seed has TP groups.
 @pytest.mark.parametrize("seed", [11, 20])
 def test_a_seed_replays_exactly(seed: int) -> None:
     assert simulate(seed) == simulate(seed)
 
 
 def test_every_kind_of_fault_happens() -> None:
-    # A full queue is a setting, not an incident.
+    # A full queue is a setting of the cell, not a fault that strikes.
     unseen = set(Fault) - {Fault.QUEUE_FULL}
     for seed in range(100):
         unseen -= simulate(seed, list(Fault)).faults.keys()

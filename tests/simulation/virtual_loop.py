@@ -1,4 +1,4 @@
-"""An event loop in virtual time, for the parts of a process that are written for asyncio."""
+"""An asyncio event loop in virtual time, for the parts of a process that are written for asyncio."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _Ts = TypeVarTuple("_Ts")
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
-    """Runs callbacks and tasks at their moments of a simulated clock; it waits for nothing and knows no sockets.
+    """Runs callbacks and tasks at their times on a simulated clock; it never blocks and has no sockets.
 
-    What a process that is stopped or dead would do is done when it runs, or never. Timers are background, and may be
-    late: what comes meanwhile comes first, and then they run at once. An exception that nobody awaits ends the
+    Callbacks of a stopped process run when it is continued, those of a dead one never. Timers are background events and
+    may be late; an event that runs in the process meanwhile runs them right after it. An unhandled exception ends the
     simulation.
     """
 
@@ -32,22 +32,22 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """Make the loop of a process.
 
         Args:
-            clock: The time.
-            when_running: Does something in the process, by `run_once` of this loop.
-            wakes_at: When the process, if it has nothing else to do, sees that the moment of a timer has come.
+            clock: The simulated clock.
+            when_running: Runs an action in the process, by `run_once` of this loop.
+            wakes_at: Maps the time of a timer to when the process, if otherwise idle, runs it.
         """
         self._clock = clock
         self._when_running = when_running
         self._wakes_at = wakes_at
         self._ready: deque[asyncio.Handle] = deque()
-        # A heap.
+        # A heap by time.
         self._timers: list[asyncio.TimerHandle] = []
         self._tasks: list[asyncio.Task[Any]] = []
         self._is_closed = False
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Be the loop that runs."""
+        """Make this the running loop of the thread."""
         asyncio._set_running_loop(self)
         try:
             yield
@@ -59,7 +59,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return self._clock.now
 
     def run_once(self, action: Callable[[], object]) -> None:
-        """Do something, and then what timers are due for."""
+        """Run an action, and then all timers that are due."""
         with self.running():
             action()
             while self._is_timer_due():
@@ -101,7 +101,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return task
 
     def close(self) -> None:
-        """The process is gone, and what its tasks wait for never comes: they are cancelled."""
+        """Cancel all tasks: the process has ended."""
         self._is_closed = True
         with self.running():
             for task in self._tasks:
@@ -119,7 +119,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             raise context["exception"]
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """It stays planned, and nothing comes of it."""
+        """Do nothing: the clock event stays planned and finds the handle cancelled."""
 
     def _plan_turn(self) -> None:
         self._when_running(self._take_turn)

@@ -1,7 +1,7 @@
-"""What an engine must say to every event, worked out from outside.
+"""The expected output of an engine for every event, derived independently of the engine.
 
-The watch is told each event, and all that the engine does about it. It knows the answer of every request, so it knows
-every token and every end that the event has to bring, and that nothing else may come.
+The watch sees each event and every action the engine returns for it. It knows the full answer of every request, so it
+knows exactly which tokens and ends an event must produce, and that nothing else may be sent.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ from tests.simulation.suspect_watch import SuspectWatch
 from tests.simulation.workload import CellSettings, RequestPlan, number_of
 from tests.support.engine_driver import expected_scores
 
-# DESIGN section 7, "Noticing" and "The epoch".
+# The scheduler's lease on its workers, and the interval of its heartbeats.
 _LEASE_S = 10.0
 _BEAT_S = 0.75
-# The integrity check walks all blocks: a large pool has it less often than at every event.
+# The integrity check walks all blocks, so a large pool is checked less often than at every event.
 _BLOCKS_PER_EVENT = 6
 
 
 class EngineWatch:
-    """Follows one engine and raises AssertionError when it does not do as it must."""
+    """Follows one engine and raises AssertionError when it misbehaves."""
 
     def __init__(self, settings: CellSettings, plans: list[RequestPlan]) -> None:
-        """Follow an engine from its start; `plans` are the requests by their numbers, and may grow."""
+        """Follow an engine from its start; `plans` is indexed by request number and may grow."""
         self._settings = settings
         self._plans = plans
         self._entries: dict[Key, Entry] = {}
-        # Of the submissions that count.
+        # Choices of accepted submissions that have not ended.
         self._live: dict[Number, Entry] = {}
-        # With this event.
+        # Choices that ended during the current event.
         self._ended: dict[Key, Entry] = {}
-        # By rank, as far as its domain is attached.
+        # By rank; only ranks whose domain is attached.
         self._epochs: dict[int, EpochWatch] = {}
         self.suspects = SuspectWatch()
         self.num_steps = 0
@@ -72,31 +72,31 @@ class EngineWatch:
 
     @property
     def has_work(self) -> bool:
-        """Whether anybody waits for an answer, or a step has not returned."""
+        """Whether a request is waiting for an answer or a step is in flight."""
         return bool(self._live) or any(epoch.in_flight for epoch in self._epochs.values())
 
     def first_deadline(self, wakeup: float) -> float:
-        """When the first of the requests is to end, not before `wakeup`."""
+        """The earliest deadline of a live request, but at least `wakeup`; inf if no request has a deadline."""
         deadlines = (entry.deadline for entry in self._live.values() if entry.deadline is not None)
         return max(wakeup, min(deadlines, default=float("inf")))
 
     def on_answer(self, answer: Answer) -> None:
-        """The next event is this answer."""
+        """Announce that the next event carries this answer."""
         self._answer = answer
 
     def on_event(self, engine: Engine, event: Event, actions: list[Action], now: float) -> None:
-        """Check what the engine said to an event, and what it did."""
+        """Check the actions that the engine returned for an event, and its state after it."""
         self._engine = engine
         if self._epochs and now - self._last_beat_at > _LEASE_S:
-            assert [type(action) for action in actions] == [Exit], "it goes on when others may have taken its workers"
+            assert [type(action) for action in actions] == [Exit], "it continues after its lease has run out"
             return
         must = Said()
         self._ended.clear()
-        # A request whose deadline passes in the moment in which a rank is given up has ended before.
+        # A request whose deadline passes at the moment a rank is dropped ends before the drop.
         self._expire(must, now)
         for action in actions:
             if isinstance(action, DropDomain) and action.reason.startswith("rank "):
-                # It looks after its ranks before anything else.
+                # The engine checks its ranks before it handles the event.
                 assert self._is_overdue(action.domain, now), "the engine drops a good rank"
                 self._drop(action.domain, action.epoch, must)
         self._take_in(event, must, now)
@@ -111,14 +111,14 @@ class EngineWatch:
             self._check_integrity(engine)
 
     def check_end(self, engine: Engine) -> None:
-        """Check an engine that has nothing more to do."""
+        """Check an engine that has finished all its work."""
         assert not self._live, f"never answered: {[entry.plan.request_id for entry in self._live.values()]}"
         engine.check_integrity()
         state = engine.state()
         assert (state.num_running, state.num_waiting, state.num_used_blocks) == (0, 0, 0), "something is left over"
 
     def _take_actions(self, actions: list[Action], now: float) -> Said:
-        """Check the steps that are sent; returns what clients are told, and which domains are given up."""
+        """Check the steps that are sent; returns what clients receive and which domains are dropped."""
         said = Said()
         for action in actions:
             match action:
@@ -141,7 +141,7 @@ class EngineWatch:
         return said
 
     def _check_resumes(self, client: int, outputs: Outputs) -> None:
-        """Check that ends tell how many lost epochs there were of which a choice lost what was computed."""
+        """Check that each end reports the number of lost epochs in which the choice lost computed work."""
         for end in outputs.ends:
             entry = self._ended.get((client, end.handle))
             if entry is not None:
@@ -191,7 +191,7 @@ class EngineWatch:
         for handle, num_tokens in message.stop_ats:
             entry = self._entries.get((message.client, handle))
             if entry is not None:
-                # Where the submission and the stop were both repeated, the stop may be behind what there is.
+                # If the submission and the stop were both repeated, the stop may be past the tokens there are.
                 num_known = min(num_tokens, entry.num_tokens)
                 self._end(entry, must, (Finish(FinishReason.STOP_STRING), num_known))
         requests = {(message.client, handle) for handle in message.aborts}
@@ -201,7 +201,7 @@ class EngineWatch:
         plan = self._plans[number_of(submission.params.seed)]
         if client != DIRECT_CLIENT:
             _check_times(submission, plan)
-        assert submission.n == plan.n, "a replica submits other choices"
+        assert submission.n == plan.n, "a replica submits a different number of choices"
         earlier = [entry for entry in self._live.values() if entry.plan.request_id == plan.request_id]
         refusal = self._find_refusal(client, submission, plan, earlier)
         if refusal is not None:
@@ -226,11 +226,11 @@ class EngineWatch:
                 max_resumes=submission.num_earlier_resumes,
             )
             is_over = entry.num_tokens >= len(entry.expected.tokens) and entry.expected.finish is not None
-            assert not is_over, "a replica submits what has ended"
+            assert not is_over, "a replica submits a choice that has ended"
             self._entries[entry.key] = self._live[entry.number] = entry
 
     def _find_refusal(self, client: int, submission: Submission, plan: RequestPlan, earlier: list[Entry]) -> str | None:
-        """Why a submission must be refused."""
+        """The reason for which a submission must be refused; None if it must be accepted."""
         if not self._had_worker and submission.attempt == 1:
             return "NOT_READY"
         goes_on = submission.attempt > 1 and earlier and earlier[0].key[0] == client
@@ -254,7 +254,7 @@ class EngineWatch:
     def _attach(self, domain: int, number: int, must: Said, now: float) -> None:
         self._had_worker = True
         for entry in list(self._live.values()):
-            # Submitted when it was not known what the ranks compute.
+            # Submitted before the ranks had reported whether they are exact.
             if entry.plan.is_exact and not self._settings.is_exact:
                 self._end(entry, must, "EXACT_UNAVAILABLE")
         for rank in self._settings.topology.ranks_of(domain):
@@ -267,7 +267,7 @@ class EngineWatch:
         return None if epoch is None else epoch.number
 
     def _lose(self, domain: int, must: Said, *, accuses_rows: bool = True) -> None:
-        """An epoch is over; its death may have been caused by what its steps in flight computed."""
+        """End a domain's epoch; the requests in its steps in flight become suspects if `accuses_rows`."""
         lost = [self._epochs.pop(rank) for rank in self._settings.topology.ranks_of(domain)]
         in_flight = {entry.plan.request_id for epoch in lost for entry in epoch.lose() if entry.is_live}
         poison = self.suspects.accuse(in_flight) if accuses_rows else None
@@ -275,9 +275,9 @@ class EngineWatch:
             self._end(entry, must, "POISON_REQUEST")
 
     def _waits_at(self, rank: int, entry: Entry) -> bool:
-        """Whether a choice is to enter the batch of a rank in its turn."""
+        """Whether a choice waits in the queue to enter the batch of this rank."""
         if self.suspects:
-            # Who is suspected waits for a trial, and others for its end.
+            # Suspects wait for a trial, and all other requests for its end.
             return False
         assert self._engine is not None
         return self._settings.topology.dp_size == 1 or rank_of(self._engine, entry.key) == rank
@@ -290,7 +290,7 @@ class EngineWatch:
         if epoch.is_repeat(answer):
             return
         if answer.is_nonsense or not epoch.is_due(answer):
-            # The worker errs, whatever it was that it computed.
+            # The worker itself is at fault, not the requests it computed.
             self._drop(self._settings.topology.domain_of(rank), epoch.number, must, accuses_rows=False)
             return
         epoch.signs.heard_at = epoch.signs.got_on_at = now
@@ -314,7 +314,7 @@ class EngineWatch:
                 self._take_tokens(entered.entry, count, must)
 
     def _take_prompt(self, entry: Entry, end: int, must: Said) -> None:
-        """A chunk brings the log-probabilities of the next positions of the prompt, as far as they were not told."""
+        """A chunk returns log-probabilities of the next prompt positions; those already sent are not sent again."""
         num_top, start = entry.plan.options.num_prompt_logprobs, entry.num_prompt_positions
         if num_top is None or end <= start:
             return
@@ -324,8 +324,8 @@ class EngineWatch:
         entry.num_prompt_positions = end
 
     def _take_tokens(self, entry: Entry, count: int, must: Said) -> None:
-        """A row brings the next tokens of the choice's one and only answer; those behind its end do not count."""
-        assert count, "a row without a token for a request that has not ended"
+        """A row returns the next tokens of the choice's only possible answer; tokens after its end are discarded."""
+        assert count, "a row returns no token for a request that has not ended"
         expected, first, num_top = entry.expected, entry.num_tokens, entry.plan.options.num_logprobs
         tokens = expected.tokens[first : first + count]
         must.tokens[entry.key] = (first, tokens)
@@ -339,22 +339,24 @@ class EngineWatch:
             self._end(entry, must, (expected.finish, entry.num_tokens))
 
     def _take_failed(self, entry: Entry, count: int, must: Said) -> None:
-        """The last token of a row has no meaning, its grammar has failed: a stop in those before it came first."""
+        """The row's grammar has failed, so its last token is meaningless; a stop among the earlier tokens takes
+        precedence.
+        """
         if count > 1:
             self._take_tokens(entry, count - 1, must)
         if entry.is_live:
             is_due = entry.expected.finish is None and entry.num_tokens == len(entry.expected.tokens)
-            assert is_due, "a grammar fails that could be followed"
+            assert is_due, "a grammar fails although it could be followed"
             self._end(entry, must, "INVALID_REQUEST")
 
     def _drop(self, domain: int, epoch: int, must: Said, *, accuses_rows: bool = True) -> None:
-        """The engine must give a domain up."""
+        """Record that the engine must drop a domain."""
         assert self._epoch_of(domain) == epoch, "the engine drops an epoch that it does not have"
         must.dropped.add(domain)
         self._lose(domain, must, accuses_rows=accuses_rows)
 
     def _is_overdue(self, domain: int, now: float) -> bool:
-        """Whether a rank of a domain is silent, or does not get on."""
+        """Whether a rank of a domain is silent or makes no progress."""
         epochs = [self._epochs[rank] for rank in self._settings.topology.ranks_of(domain) if rank in self._epochs]
         silence_s = self._settings.policy.worker_silence_s
         return any(epoch.is_overdue(now, silence_s=silence_s) for epoch in epochs)
@@ -369,7 +371,7 @@ class EngineWatch:
         del self._entries[entry.key], self._live[entry.number]
 
     def _check_domains(self) -> None:
-        """Check that coupled ranks have the same steps, and that suspects are tried alone."""
+        """Check that coupled ranks have the same steps in flight, and that suspects are tried alone."""
         topology = self._settings.topology
         for domain in range(topology.num_domains):
             ranks = [self._epochs[rank] for rank in topology.ranks_of(domain) if rank in self._epochs]
@@ -386,8 +388,8 @@ class EngineWatch:
             assert not is_idle, "requests wait, the workers are idle, and no step is sent"
         wakeup = engine.next_wakeup()
         assert wakeup > now, "the engine wants to be woken in the past"
-        # One that was late is followed by the next but one: see `next_beat_at`.
-        assert wakeup <= self._last_beat_at + 1.25 * _BEAT_S, "it does not beat"
+        # A late beat skips one interval: see `next_beat_at`.
+        assert wakeup <= self._last_beat_at + 1.25 * _BEAT_S, "the engine sends no heartbeat"
 
     def _check_integrity(self, engine: Engine) -> None:
         self._num_blocks_unchecked += _BLOCKS_PER_EVENT
@@ -397,9 +399,9 @@ class EngineWatch:
 
 
 def _check_times(submission: Submission, plan: RequestPlan) -> None:
-    """Check that a caller's patience counts from the request's arrival, whatever the attempt."""
+    """Check that the deadline counts from the request's first arrival, not from this attempt."""
     if plan.patience_s is None:
-        assert submission.time_left_s is None, "a deadline that nobody gave"
+        assert submission.time_left_s is None, "a deadline that the caller did not set"
         return
     assert submission.time_left_s is not None, "a deadline is forgotten"
     time_left_s = max(0.0, plan.patience_s - submission.age_s)
@@ -407,12 +409,12 @@ def _check_times(submission: Submission, plan: RequestPlan) -> None:
 
 
 def _num_tokens_so_far(submission: Submission, choice: int) -> int:
-    """How many completion tokens of a choice its client has."""
+    """The number of completion tokens of a choice that its client already has."""
     if not submission.choices_so_far:
         return 0
     return len(submission.choices_so_far[choice].output) // TOKEN_DTYPE.itemsize
 
 
 def rank_of(engine: Engine, key: Key) -> int | None:
-    """The DP rank that an engine has placed a choice on; None when it waits for one."""
+    """The DP rank on which an engine has placed a choice; None if it is not placed yet."""
     return next(seq.rank for seq in engine._requests.choices() if (seq.client, seq.handle) == key)

@@ -1,4 +1,4 @@
-"""The simulated leader of one DP rank: the real claim, and a device that runs steps in order."""
+"""The simulated leader of one DP rank: the real claim ledger and a simulated device that runs steps in order."""
 
 from __future__ import annotations
 
@@ -35,36 +35,36 @@ _LONG_STEPS_S = (15.0, 60.0)
 _STOPS_S = (1.0, 5.0, 15.0, 50.0)
 _SILENCES_S = (1.0, 5.0, 30.0)
 _NOTICE_S = (0.0, 2.0)
-# Rarer than real ones, and often enough.
+# Rarer than real heartbeats, which keeps the number of events low, but often enough for the scheduler.
 _HEARTBEATS_S = (0.5, 2.5)
-# A coupled rank that is silent for so long ends its domain.
+# A coupled rank that is silent for this long ends its domain.
 _DOMAIN_SILENCE_S = 3.0
-# An `Attach` that finds a launched step unanswered for so long says so. Source: DESIGN section 7, "The epoch".
+# An `Attach` that finds a launched step unanswered for this long reports the worker as stuck.
 _STUCK_AFTER_S = 10.0
 
 OfferAnswer = Callable[[Accepted | Refused], None]
 
 
 def duration_of_step_s(num_prompt_tokens: int) -> float:
-    """How long the device takes for a step with so many tokens of prompts: some 50 of them cost what a decode does."""
+    """How long the device takes for a step with this many prompt tokens."""
     return _STEP_S + _TOKEN_S * num_prompt_tokens
 
 
 @dataclass(slots=True, eq=False)
 class _Launch:
-    """A step that the device was given: on which cells it runs, and whose it is."""
+    """A step given to the device: the stream it came on and the KV cells (`model`) it runs on."""
 
     stream: StepStream
     model: WorkerModel
     request: worker_pb2.StepRequest
     answer: Answer | None = None
-    # What it has drawn, where members of its group have to draw the same.
     output: StepOutput | None = None
+    """What the step sampled, if it has group members that must sample the same; else None."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """A claim that waits until what was launched before has returned."""
+    """An offered epoch that is answered once all steps launched before have returned."""
 
     epoch: int
     last_step: LaunchedStep
@@ -72,9 +72,9 @@ class _Offer:
 
 
 class SimulatedWorker:
-    """Serves one epoch at a time and refuses what is older; with its process, its whole failure domain ends.
+    """Serves one epoch at a time and refuses older ones; when its process ends, its whole failure domain ends.
 
-    Invariant: the cells of an epoch are written by its steps only, in the order of their numbers.
+    Invariant: only the steps of an epoch write its KV cells, in the order of their numbers.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class SimulatedWorker:
         self._is_up = False
         self._pause = Pause(clock)
         self._claim = ClaimLedger()
-        # The highest epoch that was fenced in this process: whatever is launched must not be older.
+        # The highest epoch fenced in this process: no older step may be launched.
         self._fence = 0
         self._model: WorkerModel | None = None
         self._stream: StepStream | None = None
@@ -123,7 +123,7 @@ class SimulatedWorker:
         )
 
     def offer(self, epoch: int, instance_id: str, answer: OfferAnswer) -> None:
-        """`Attach` arrives; it is answered when what was launched has returned, or has not for long."""
+        """Handle `Attach`; it is answered once all launched steps have returned, or as stuck after `_STUCK_AFTER_S`."""
         if not self._is_up or not self.group.is_open:
             answer(Refused(self._rank, epoch, "NOT_READY", 0))
             return
@@ -139,12 +139,12 @@ class SimulatedWorker:
         offer = self._offer = _Offer(epoch, before, answer)
         self.group.fence(epoch)
         self._accept_if_held()
-        # Where no step was ever launched none is stuck.
+        # If no step was ever launched, none can be stuck.
         if self._offer is offer and before != NOTHING_LAUNCHED:
             self._clock.after(_STUCK_AFTER_S, lambda: self._accept(offer, is_stuck=True))
 
     def open(self, stream: StepStream) -> bool:
-        """`Execute` arrives; returns whether the epoch's steps may come."""
+        """Handle `Execute`; returns whether the stream is accepted."""
         if not self._is_up or self._model is None:
             stream.break_()
             return False
@@ -157,13 +157,13 @@ class SimulatedWorker:
         return True
 
     def on_close(self, stream: StepStream) -> None:
-        """The scheduler has ended a stream, or the link did."""
+        """Handle the end of a stream, by the scheduler or by a broken link."""
         self._claim.end_stream(stream.number)
         if stream is self._stream:
             self.group.close_stream()
 
     def on_step(self, stream: StepStream, payload: bytes) -> None:
-        """A step arrives."""
+        """Handle a step from the scheduler."""
         request = worker_pb2.StepRequest.FromString(payload)
         if not self._is_up or self._model is None:
             stream.break_()
@@ -174,7 +174,7 @@ class SimulatedWorker:
             self._claim.end_stream(stream.number)
             stream.break_(self._holder())
             return
-        assert request.epoch >= self._fence, "a step is launched that is older than the fence"
+        assert request.epoch >= self._fence, "a step older than the fence is launched"
         self.group.relay(request)
         self._launched.append(_Launch(stream, self._model, request))
         if len(self._launched) == 1:
@@ -182,12 +182,12 @@ class SimulatedWorker:
         self._disturb(stream)
 
     def on_heartbeat(self, stream: StepStream) -> None:
-        """The scheduler gives a sign of life."""
+        """Handle a heartbeat of the scheduler."""
         if not stream.is_broken and not stream.steps.is_held and not self.is_stopped and stream is self._stream:
             self._hear(stream)
 
     def restart(self, epoch: int, instance_id: str) -> None:
-        """`Restart` arrives."""
+        """Handle `Restart`."""
         try:
             self._claim.check_restart(epoch, instance_id)
         except ServiceError:
@@ -195,7 +195,7 @@ class SimulatedWorker:
         self._end_domain()
 
     def end_process(self) -> None:
-        """The process is gone, with all that it knew."""
+        """End the process and discard its state."""
         if not self._is_up:
             return
         self._is_up = False
@@ -208,21 +208,21 @@ class SimulatedWorker:
         self.group.end()
 
     def start_process(self) -> None:
-        """One begins, with empty cells."""
+        """Start a process with empty KV cells."""
         self._is_up = True
         self.group.start()
 
     def close(self) -> None:
-        """The run is over."""
+        """Release everything at the end of the run."""
         self.group.close()
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the process does nothing (SIGSTOP)."""
+        """Whether the process is stopped (SIGSTOP)."""
         return self._pause.is_on
 
     def when_running(self, action: Callable[[], object]) -> None:
-        """Do something in the process: now, or when it is continued; never, when it ends before."""
+        """Run `action` in the process: now, or when it is continued (SIGCONT); never if it ends before."""
         self._pause.when_over(action)
 
     def _disturb(self, stream: StepStream) -> None:
@@ -252,12 +252,12 @@ class SimulatedWorker:
             self._clock.after(patience_s, lambda: self._give_up(until))
 
     def _give_up(self, until: float) -> None:
-        """Whoever waits for the stopped process ends it; others of its domain wait for less long."""
+        """End the stopped process, as the launcher or a coupled rank does after its timeout."""
         if self._pause.until == until:
             self._end_domain()
 
     def _accept_if_held(self) -> None:
-        """Answer the offer that waits, if all that was launched before has returned on all processes of the group."""
+        """Answer the pending offer if all steps launched before it have returned on all processes of the group."""
         offer = self._offer
         if offer is not None and not self._launched and self.group.holds(offer.epoch):
             self._accept(offer)
@@ -281,7 +281,7 @@ class SimulatedWorker:
         offer.answer(Accepted(self._rank, offer.epoch, facts, place, offer.last_step, is_stuck))
 
     def _supersede(self) -> None:
-        """What came before the present claim counts for nothing any more."""
+        """Discard the state of the previous claim: its KV cells, its pending offer and its stream."""
         self._model = None
         if self._offer is not None:
             holder = self._holder()
@@ -290,7 +290,7 @@ class SimulatedWorker:
         self._break_stream(self._holder())
 
     def _break_stream(self, holder: Holder = NOBODY) -> None:
-        """End the present stream; what its scheduler sends until it is told is refused."""
+        """End the current stream; steps that its scheduler sends before it notices are refused."""
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.answers.cut()
@@ -308,7 +308,7 @@ class SimulatedWorker:
         return Holder(self._claim.epoch, self._claim.live_holder(self._clock.now))
 
     def _begin(self) -> None:
-        """The device begins the oldest step that it was given."""
+        """Let the device begin the oldest launched step."""
         launch = self._launched[0]
         self.group.begin(launch.request)
         try:
@@ -346,7 +346,7 @@ class SimulatedWorker:
             self._end_domain()
 
     def _draw_duration_s(self, request: worker_pb2.StepRequest) -> tuple[float, float]:
-        """How long the device takes, for ever when it hangs; and for how long it tells that it gets on."""
+        """How long the device takes (may be inf if it hangs), and for how long it reports progress."""
         duration_s = duration_of_step_s(num_prompt_tokens_of(request))
         if self._strikes(Fault.WORKER_SLOW):
             duration_s *= _SLOWNESS
@@ -359,7 +359,7 @@ class SimulatedWorker:
         return duration_s, progress_s
 
     def _beat(self, stream: StepStream) -> None:
-        """Give signs of life until the stream ends; they tell of progress while a long step gets on."""
+        """Send heartbeats until the stream ends; they report progress while a long step is running."""
         if stream is not self._stream or stream.is_broken:
             return
         if not self.is_stopped:
@@ -372,7 +372,7 @@ class SimulatedWorker:
         self.when_running(lambda: self._return(launch))
 
     def _return(self, launch: _Launch) -> None:
-        """The device has run a step, unless its process died."""
+        """Return the result of the step that has run, unless the process died meanwhile."""
         if not self._is_running(launch):
             return
         assert launch.answer is not None
@@ -392,7 +392,7 @@ class SimulatedWorker:
 
 
 def _output_of(result: worker_pb2.StepResult) -> StepOutput:
-    """What a step has drawn, as ranks of a group compare it."""
+    """What a step sampled, in the form that the ranks of a group compare."""
     return StepOutput(
         result.epoch,
         result.step_id,
@@ -404,7 +404,7 @@ def _output_of(result: worker_pb2.StepResult) -> StepOutput:
 
 
 def _make_nonsense(result: worker_pb2.StepResult, rng: Random) -> None:
-    """Turn a result into one that no worker sends."""
+    """Corrupt a result so that it is invalid."""
     tokens = np.frombuffer(result.token_ids, TOKEN_DTYPE).tolist()
     counts = np.frombuffer(result.counts, TOKEN_DTYPE).tolist() if result.HasField("counts") else [1] * len(tokens)
     match rng.randrange(4):

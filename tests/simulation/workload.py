@@ -1,4 +1,4 @@
-"""What one run serves: a cell's settings, and requests with the answers they must get. All drawn from the seed."""
+"""What one run serves: a cell's settings, and requests with their expected answers. All are drawn from the seed."""
 
 from __future__ import annotations
 
@@ -21,26 +21,28 @@ EOS_TOKEN_IDS = tuple(range(7, 22))
 _MAX_PROMPT_TOKENS = 96
 _MAX_COMPLETION_TOKENS = 56
 _CONTEXT_LENGTH = 192
-# In cells where answers may be long, those of a few requests: the tokens of a running sequence then come round a ring.
-# A few more prompts end just before that.
+# In cells with long answers, the lengths of a few completions, which wrap around the token ring of a slot, and of
+# prompts that end just before the wrap.
 _LONG_COMPLETION_TOKENS = (601, 700)
 _LONG_PROMPT_TOKENS = (496, 511)
 _LONG_CONTEXT_LENGTH = 832
 _MAX_LONG_ANSWERS = 2
-# Of so many requests one may be followed up.
+# Follow-ups and shared ids refer to one of this many recent requests.
 _NUM_RECENT = 8
-# How many cells have DP ranks of several processes.
+# The share of cells whose DP ranks have several processes.
 _SHARE_OF_GROUPS = 0.25
-# A seed's low bits tell which request it is: that is how steps, which name only slots, are told apart.
+# The low bits of a sampling seed are the request's number. Steps name only slots, so this identifies their sequences.
 _NUMBER_BITS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What a rank proposes where nobody set a budget: the prompt tokens of a step, and whether decodes join them."""
+    """What a rank proposes if no token budget is configured."""
 
     num_prompt_tokens: int
+    """Prompt tokens of a step."""
     mixes: bool
+    """Whether decodes join prompts in a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,27 +53,28 @@ class CellSettings:
     policy: SchedulerPolicy
     cache: CacheSettings
     context_length: int
-    # Whether all ranks compute the same bits, whatever else they compute.
     is_exact: bool
-    # Of each rank's pool, by rank.
+    """Whether all ranks compute the same bits, whatever else is in the batch."""
     num_blocks: tuple[int, ...]
-    # Of each rank, equal within a failure domain.
+    """KV blocks by rank."""
     proposals: tuple[Proposal, ...]
-    # Most tokens that the worker drafts for a row, and how many of its drafts are right.
+    """By rank; equal within a failure domain."""
     num_draft_tokens: int
+    """Most tokens that the worker drafts for a row."""
     share_right: float
-    # Arrivals pause while so many requests are under way.
+    """The share of drafts that are right."""
     max_live_requests: int
+    """Arrivals pause while this many choices are in progress."""
     mean_gap_s: float
-    # When the launcher ends a process that does not answer.
     health_kill_s: float
-    # Processes of each DP rank.
+    """The launcher ends a process that does not answer for this long."""
     tp_size: int
-    # By its seed, a request and the position that kills whoever computes it.
+    """Processes of each DP rank."""
     poison: dict[int, int] = field(default_factory=dict)
+    """The position whose computation kills the worker, by the seed of the poison request."""
 
     def worker_facts(self, epoch: int, rank: int = 0) -> WorkerFacts:
-        """What a rank answers to an attach."""
+        """The facts that a rank reports when it is attached."""
         return WorkerFacts(
             epoch,
             "digest",
@@ -88,17 +91,17 @@ class CellSettings:
         )
 
     def max_step_tokens(self, rank: int) -> int:
-        """Most tokens of a step of a rank."""
+        """The most tokens of one step of a rank."""
         budget = self.policy.max_num_batched_tokens
         return self.proposals[rank].num_prompt_tokens + self.policy.max_num_seqs if budget is None else budget
 
     def max_prompt_tokens(self, rank: int) -> int:
-        """Of these, the most that are prompts'."""
+        """The most prompt tokens of one step of a rank."""
         budget = self.policy.max_num_batched_tokens
         return self.proposals[rank].num_prompt_tokens if budget is None else budget
 
     def mixes(self, rank: int) -> bool:
-        """Whether a rank's steps may have prompts and decodes."""
+        """Whether a rank's steps may mix prompts and decodes."""
         mixes = self.policy.enable_mixed_steps
         return self.policy.enable_chunked_prefill and (self.proposals[rank].mixes if mixes is None else mixes)
 
@@ -109,12 +112,12 @@ class CellSettings:
 
     @property
     def max_request_tokens(self) -> int:
-        """Most tokens of a prompt and its completion."""
+        """The most tokens of a prompt with its completion."""
         longest = _LONG_COMPLETION_TOKENS[1] if self.has_long_answers else _MAX_COMPLETION_TOKENS
         return _MAX_PROMPT_TOKENS + longest
 
     def batch_limits(self, rank: int) -> BatchLimits:
-        """What the scheduler and a rank agree on."""
+        """The limits that a rank checks steps against."""
         return BatchLimits(
             self.policy.max_num_seqs,
             self.max_step_tokens(rank),
@@ -126,7 +129,7 @@ class CellSettings:
 
     @classmethod
     def draw(cls, rng: Random, mix: FaultMix) -> CellSettings:
-        """Draw the settings of a cell: tiny to roomy pools, every policy."""
+        """Draw the settings of a cell: tiny to roomy KV pools, and every policy."""
         dp_size = rng.choice([1, 1, 1, 2, 2, 3, 4])
         topology = CellTopology(dp_size, is_coupled=dp_size > 1 and rng.random() < 0.5)
         block_size = rng.choice([1, 16, 16, 32])
@@ -145,7 +148,7 @@ class CellSettings:
             enable_chunked_prefill=bool(mixes) or least_prompt_tokens < context_length or rng.random() < 0.5,
             enable_mixed_steps=mixes,
             max_waiting_requests=max_waiting_requests,
-            # Those of a few prompts of any length at once, or of as many as like.
+            # Room for a few prompts of the longest length at once, or for any number of prompts.
             max_prompt_logprob_bytes=rng.choice([48 * context_length, 2**28])
             if Fault.QUEUE_FULL in mix.rates
             else 2**28,
@@ -155,7 +158,7 @@ class CellSettings:
             retraction_policy=rng.choice(list(RetractionPolicy)),
             share_in_step=rng.random() < 0.5,
         )
-        # The smallest pool just holds the longest request.
+        # The smallest pool holds just the longest request.
         num_pool_tokens = rng.choice([160, 160, 256, 800])
         if context_length == _LONG_CONTEXT_LENGTH:
             num_pool_tokens = max(num_pool_tokens, rng.choice([800, 1024]))
@@ -170,33 +173,30 @@ class CellSettings:
             rng.random() < 0.7,
             tuple(num_blocks),
             proposals,
-            # Coupled ranks draft nothing: what a rank computes in a step must be known before.
+            # Coupled ranks do not draft: the number of tokens of a step must be known before it runs.
             num_draft_tokens=rng.randint(1, 8) if rng.random() < 0.5 and not topology.is_coupled else 0,
             share_right=rng.choice([0.2, 0.7, 0.95]),
-            # Of those that find the queue full, only some at a time.
+            # Only a few requests more than fit may find the queue full at a time.
             max_live_requests=min(rng.choice([6, 16, 24]), max_num_seqs + max_waiting_requests + 2),
             mean_gap_s=rng.choice([0.002, 0.03]),
             health_kill_s=rng.choice([30.0, 120.0]),
-            # Of three only in small cells: each process has its share of what a run costs.
+            # Groups of three only in small cells: every process adds to the cost of a run.
             tp_size=(2 if dp_size > 2 else rng.choice([2, 2, 3])) if rng.random() < _SHARE_OF_GROUPS else 1,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What an undisturbed run says: the tokens of the completion, and why it finished; None: its grammar fails then."""
+    """The answer of an undisturbed run."""
 
     tokens: list[int]
     finish: Finish | None
+    """None means that the grammar fails after `tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestPlan:
-    """One request: what its client asks for and will do, and what must come of it.
-
-    Of each choice, `by_cell` is what the cell comes to by itself, `by_text` what the client is told: the stop string,
-    whose last token is `text_stop_token`, may end it earlier.
-    """
+    """One request: what its client asks for, what the client will do, and the expected answer."""
 
     number: int
     prompt: list[int]
@@ -204,53 +204,57 @@ class RequestPlan:
     priority: Priority
     cache_salt: bytes
     text_stop_token: int | None
+    """The last token of its stop string."""
     patience_s: float | None
+    """From arrival to deadline."""
     cancel_after_s: float | None
     abort_call_after_s: float | None
     by_cell: list[Expected]
+    """What the cell computes, by choice, unless it is told of a stop string."""
     by_text: list[Expected]
+    """What the client receives, by choice: a stop string may end it earlier than the cell would."""
     request_id: str
     is_exact: bool = False
     is_poison: bool = False
 
     @property
     def own_id(self) -> str:
-        """The id that it has unless it shares another one's."""
+        """The id it has unless it shares that of another request."""
         return f"r{self.number}"
 
     @property
     def n(self) -> int:
-        """Its choices."""
+        """The number of its choices."""
         return len(self.by_cell)
 
     @property
     def options(self) -> SamplingOptions:
-        """Its rarer options."""
+        """Its sampling options, or the defaults."""
         return self.params.options or NO_OPTIONS
 
     @property
     def num_prompt_logprob_bytes(self) -> int:
-        """What the log-probabilities of its prompt are charged with."""
+        """The bytes charged for the log-probabilities of its prompt."""
         num_top = self.options.num_prompt_logprobs
         return 0 if num_top is None else 12 * len(self.prompt) * (num_top + 1)
 
 
 def _draw_proposals(rng: Random, topology: CellTopology) -> tuple[Proposal, ...]:
-    """What the ranks propose, by rank."""
+    """Draw the proposals, by rank."""
     by_domain = [Proposal(rng.choice([8, 16, 48, 600]), rng.random() < 0.5) for _ in range(topology.num_domains)]
     return tuple(by_domain[topology.domain_of(rank)] for rank in range(topology.dp_size))
 
 
 def number_of(seed: int) -> int:
-    """The number of the request whose sampling seed this is."""
+    """The number of the request with this sampling seed."""
     return seed & (1 << _NUMBER_BITS) - 1
 
 
 class Workload:
-    """Draws one request after the other; prompts share prefixes, and some go on where an answer ended."""
+    """Draws one request after the other; prompts share prefixes, and some continue an earlier answer."""
 
     def __init__(self, rng: Random, mix: FaultMix, oracle: Oracle, settings: CellSettings) -> None:
-        """Draw from `rng`; `oracle` learns the answers, `settings.poison` which requests kill, by seed and where."""
+        """Draw from `rng`; adds the answers to `oracle` and poison requests to `settings.poison`."""
         self._rng = rng
         self._mix = mix
         self._oracle = oracle
@@ -258,7 +262,7 @@ class Workload:
         self._num_drawn = 0
         self._num_long_answers_left = _MAX_LONG_ANSWERS if settings.has_long_answers else 0
         self._ids: list[str] = []
-        # Prompts with their answers, and their salts.
+        # Prompts with their answers appended, and their cache salts.
         self._texts: list[tuple[list[int], bytes]] = []
         self._has_long_prompts = settings.has_long_answers
         longest = _LONG_PROMPT_TOKENS[1] if self._has_long_prompts else _MAX_PROMPT_TOKENS
@@ -267,7 +271,7 @@ class Workload:
         self._completion_scale = rng.choice([8, 30, _MAX_COMPLETION_TOKENS])
 
     def draw(self) -> RequestPlan:
-        """The next request."""
+        """Draw the next request."""
         rng, number = self._rng, self._num_drawn
         self._num_drawn += 1
         prompt, cache_salt = self._draw_follow_up() or (self._draw_prompt(), rng.choice([b"", b"", b"salt"]))
@@ -280,7 +284,7 @@ class Workload:
         grammar = self._draw_grammar(max_tokens)
         completions = [_complete(prompt, seed, max_tokens, choice, grammar) for choice in range(n)]
         for completion in completions:
-            # What stands behind a stop as well: runs of drafts go on there.
+            # Including the tokens after a stop, since drafts continue there.
             self._oracle.learn(prompt, completion)
         params = self._draw_params(completions[0], seed, grammar, may_end_early=not is_long)
         text_stop_token = completions[0][rng.randrange(max_tokens)] if self._strikes(Fault.TEXT_STOP) else None
@@ -304,14 +308,14 @@ class Workload:
         )
 
     def _poisons(self, seed: int, num_prompt_tokens: int) -> bool:
-        """Whether a request kills who computes the last token of its prompt; one of a run does."""
+        """Draw whether a request kills the worker that computes its last prompt token; at most one per run does."""
         if self._poison or not self._strikes(Fault.POISON):
             return False
         self._poison[seed] = num_prompt_tokens - 1
         return True
 
     def _draw_follow_up(self) -> tuple[list[int], bytes] | None:
-        """A prompt that goes on behind an answer, and its salt; None when a new one is to be drawn."""
+        """A prompt that continues an answer, and its salt; None if a new prompt is to be drawn."""
         texts = [text for text in self._texts[-_NUM_RECENT:] if len(text[0]) < _MAX_PROMPT_TOKENS]
         if not self._shares_prompts or not texts or self._rng.random() < 0.75:
             return None
@@ -328,13 +332,13 @@ class Workload:
         return shared + [rng.randrange(VOCABULARY) for _ in range(length - num_shared)]
 
     def _draw_id(self, number: int) -> str:
-        """An id of its own, or one that somebody else uses at about the same time."""
+        """Draw an id of its own, or that of another recent request."""
         is_own = not self._ids or not self._strikes(Fault.SAME_ID)
         self._ids.append(f"r{number}" if is_own else self._rng.choice(self._ids[-_NUM_RECENT:]))
         return self._ids[-1]
 
     def _draw_grammar(self, max_tokens: int) -> str | None:
-        """The text of a `HashGrammar`; None: the answer has no grammar."""
+        """Draw the text of a `HashGrammar`; None means no grammar."""
         if self._strikes(Fault.GRAMMAR_FAILURE):
             return str(self._rng.randrange(max_tokens))
         return str(max_tokens) if self._strikes(Fault.GRAMMAR) else None
@@ -358,7 +362,8 @@ class Workload:
     def _draw_options(self, max_tokens: int, grammar: str | None) -> SamplingOptions | None:
         rng = self._rng
         options = SamplingOptions(
-            # A worker draws no stop before; here it does, unless it looks at what may be drawn.
+            # A real worker masks stop tokens before `min_tokens`; the simulated one samples them, unless a grammar
+            # masks.
             min_tokens=rng.randint(1, max_tokens) if rng.random() < 0.15 and grammar is None else 0,
             num_logprobs=rng.choice([0, 1, 3]) if rng.random() < 0.2 else None,
             num_prompt_logprobs=rng.choice([0, 2]) if rng.random() < 0.2 else None,
@@ -371,7 +376,7 @@ class Workload:
 
 
 def _complete(prompt: list[int], seed: int, max_tokens: int, choice: int, grammar: str | None) -> list[int]:
-    """What a worker draws; after its grammar has failed nobody is told of it."""
+    """The tokens that a worker samples; those after a grammar failure are never delivered."""
     matcher = None if grammar is None else HashGrammar(grammar)
     return expected_completion(prompt, seed, max_tokens, choice, grammar=matcher)
 
@@ -379,7 +384,7 @@ def _complete(prompt: list[int], seed: int, max_tokens: int, choice: int, gramma
 def _expect(completion: list[int], params: SamplingParams, text_stop_token: int | None) -> Expected:
     """The part of a completion up to its first stop.
 
-    A stop string is looked for in the text, and the token that ends a completion by EOS or a stop token has none.
+    Stop strings are matched in the text, and the token of an EOS or stop token end has no text.
     """
     fails_after = params.options.grammar if params.options is not None else ""
     for length in range(1, len(completion) + 1):
@@ -396,7 +401,7 @@ def _expect(completion: list[int], params: SamplingParams, text_stop_token: int 
 
 
 def _find_finish(tokens: list[int], params: SamplingParams) -> Finish | None:
-    """Why the cell ends a completion after its newest token, written down once more from DESIGN section 3."""
+    """Why the cell ends a completion after its newest token; independent of the scheduler's implementation."""
     last = tokens[-1]
     if params.options is not None and len(tokens) < params.options.min_tokens:
         return None
