@@ -1,4 +1,4 @@
-"""Random steps for tests of attention ops, and the definition that they are compared with."""
+"""Random steps for tests of attention ops, and the reference definition they are compared with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.paged_model import attention_metadata
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
-    """Normal values; equal seeds give equal ones."""
+    """Standard normal values, determined by `seed`."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -32,21 +32,21 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the step computes."""
+        """The number of tokens that the step computes."""
         return sum(self.num_new)
 
     @property
     def context_lens(self) -> list[int]:
-        """Tokens of each sequence, the new ones included."""
+        """Context length of each sequence, new tokens included."""
         return [cached + new for cached, new in zip(self.num_cached, self.num_new, strict=True)]
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the cache: some more than are used."""
+        """Blocks of the cache, a few more than are used."""
         return sum(-(-length // self.block_size) for length in self.context_lens) + 2
 
     def metadata(self, *, is_prefill: bool = True) -> AttentionMetadata:
-        """The step's. Block 0 stays out of every table: what pads a table must never be read as context."""
+        """The step's metadata. No table contains block 0, which pads tables and must never be read as context."""
         free = (1 + torch.randperm(self.num_blocks - 1, generator=torch.Generator().manual_seed(self.order))).tolist()
         tables = [[free.pop() for _ in range(-(-length // self.block_size))] for length in self.context_lens]
         return attention_metadata(
@@ -54,28 +54,28 @@ class Batch:
         )
 
     def make_cache(self, layer: LayerCache, *, fill: float = math.nan) -> KvCache:
-        """A cache of one layer, full of `fill`: whatever reads where no token lies shows."""
+        """A cache of one layer filled with `fill`, so that reads of unwritten slots show."""
         cache = KvCache(KvCacheSpec((layer,)), self.num_blocks, self.block_size)
         for tensor in cache.layers[0]:
             tensor.fill_(fill)
         return cache
 
     def contexts(self, *shape: int, seed: int = 0) -> list[Tensor]:
-        """What each sequence's tokens keep in a tensor of the cache, new ones included: [context_len, *shape]."""
+        """Random cache rows of each sequence's tokens, new ones included: [context_len, *shape] each."""
         return [random(length, *shape, seed=seed + 100 * index) for index, length in enumerate(self.context_lens)]
 
     def new_rows(self, contexts: Sequence[Tensor]) -> Tensor:
-        """What of `contexts` the step's tokens bring, [num_tokens, *shape]."""
+        """The rows of `contexts` that belong to the step's new tokens, [num_tokens, *shape]."""
         return torch.cat([context[-new:] for context, new in zip(contexts, self.num_new, strict=True)])
 
     def fill_cached(self, metadata: AttentionMetadata, cache: Tensor, contexts: Sequence[Tensor]) -> None:
-        """Write what is cached before the step."""
+        """Write the rows of already cached tokens into `cache`, in place."""
         for table, cached, context in zip(metadata.block_tables.long(), self.num_cached, contexts, strict=True):
             places = torch.arange(cached)
             cache[table[places // self.block_size], places % self.block_size] = context[:cached]
 
     def attend_each(self, attend: Callable[[int, int, int], Tensor]) -> Tensor:
-        """`attend(sequence, row, position)` of each of the step's tokens, one below the other."""
+        """Stack `attend(sequence, row, position)` over all tokens of the step."""
         outputs: list[Tensor] = []
         for seq, (cached, new) in enumerate(zip(self.num_cached, self.num_new, strict=True)):
             outputs += [attend(seq, len(outputs) + place, cached + place) for place in range(new)]
@@ -96,9 +96,9 @@ def batches(*, max_new: int = 40, max_cached: int = 60, min_cached: int = 0) -> 
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
-    """The definition, in float64: one query [H, D] over keys [n, K, D] and values [n, K, V] up to itself, as [H * V].
+    """The reference, in float64: one query [H, D] over keys [n, K, D] and values [n, K, V] up to itself, as [H * V].
 
-    A window is taken here, so keys and values are those of the whole context.
+    Pass keys and values of the whole context: a sliding window is applied here.
     """
     group_size = query.shape[0] // keys.shape[1]
     first = 0 if params.window is None else max(0, len(keys) - params.window)

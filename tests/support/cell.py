@@ -1,4 +1,4 @@
-"""A whole cell under test: `lockstep serve` as a process of its own, with all that it starts."""
+"""A whole cell under test: `lockstep serve` as a separate process, with the services it starts."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _POLL_S = 0.02
 class Cell:
     """A running `lockstep serve` and its services. `start_cell` makes one and ends it.
 
-    A service is called as `lockstep serve` calls it: by its role, and of several workers `worker DP.TP`.
+    A service is named as in `lockstep serve`: by its role, or `worker DP.TP` if there are several workers.
 
     Attributes:
-        address: Where its tokenizer service answers.
-        scheduler_address: Where its scheduler service answers: a socket in the launcher's private directory.
-        cell_address: Where its scheduler service answers operators.
-        ready_line: What it wrote on stdout when it was ready.
-        launcher: The process of `lockstep serve`; its stdout is a pipe, read up to the line that says ready.
-        role_to_process: The services' processes when it was ready, by what they are called.
+        address: The address of its tokenizer service.
+        scheduler_address: The address of its scheduler service, a socket in the launcher's private directory.
+        cell_address: The address of its scheduler service for operators.
+        ready_line: The line it wrote to stdout when it was ready.
+        launcher: The process of `lockstep serve`; its stdout is a pipe, read up to the ready line.
+        role_to_process: The services' processes when it was ready, by name.
     """
 
     def __init__(self, address: str, launcher: subprocess.Popen[str], log_path: Path) -> None:
@@ -60,14 +60,14 @@ class Cell:
 
     @property
     def temp_dir(self) -> str:
-        """What its launcher has as TMPDIR."""
+        """The launcher's TMPDIR."""
         return str(self._log_path.parent)
 
     def find_processes(self) -> dict[str, psutil.Process]:
-        """The services' processes at this moment, by what they are called; those that have exited are missing."""
+        """The services' processes at this moment, by name; those that have exited are missing."""
         processes = {}
         for child in psutil.Process(self.launcher.pid).children():
-            # It may end at any moment; one that is only just starting is still the launcher's image.
+            # A child may end at any moment; one that was only just forked still has the launcher's command line.
             with contextlib.suppress(psutil.Error):
                 command = child.cmdline()
                 if child.status() != psutil.STATUS_ZOMBIE and (name := _name_of(command)) is not None:
@@ -75,10 +75,10 @@ class Cell:
         return processes
 
     def send_signal(self, name: str, signal_number: int) -> int:
-        """Send a service a signal; returns the id of its process.
+        """Send a signal to a service; returns its process id.
 
         Raises:
-            KeyError: it is not running.
+            KeyError: It is not running.
         """
         process = self.find_processes()[name]
         process.send_signal(signal_number)
@@ -86,15 +86,15 @@ class Cell:
         return pid
 
     def kill(self, name: str) -> int:
-        """End a service as `kill -9` does; returns the id that its process had."""
+        """Kill a service with SIGKILL; returns the process id it had."""
         return self.send_signal(name, signal.SIGKILL)
 
     async def wait_until_serving(self, name: str, *, instead_of: int | None = None) -> None:
-        """Wait until a service says that it serves; fails after five minutes.
+        """Wait until a service reports SERVING; fails after five minutes.
 
         Args:
-            name: What it is called.
-            instead_of: Wait for a process with another id than this.
+            name: The service's name.
+            instead_of: Wait for a process with a different id than this.
         """
         async with asyncio.timeout(PATIENCE_S):
             while True:
@@ -106,14 +106,14 @@ class Cell:
                 await wait_until_serving(channel)
 
     def log(self) -> str:
-        """What the launcher and the services wrote to stderr so far."""
+        """What the launcher and the services have written to stderr so far."""
         return self._log_path.read_text(encoding="utf-8")
 
     def wait_for_log(self, text: str) -> None:
         """Wait until the launcher or a service has written a text to stderr; fails after five minutes."""
         deadline = time.monotonic() + PATIENCE_S
         while text not in self.log():
-            assert time.monotonic() < deadline, f"nobody wrote {text!r}"
+            assert time.monotonic() < deadline, f"{text!r} was never logged"
             time.sleep(_POLL_S)
 
     def open_channel(self) -> grpc.Channel:
@@ -131,7 +131,7 @@ class Cell:
         return self.launcher.wait(PATIENCE_S)
 
     def stop(self, signal_number: int = signal.SIGTERM) -> int:
-        """Ask the launcher to end and wait for it; returns its exit code."""
+        """Send the launcher a signal and wait for it to end; returns its exit code."""
         self.launcher.send_signal(signal_number)
         return self.wait()
 
@@ -153,14 +153,15 @@ def start_cell(model_dir: Path, *flags: str) -> Iterator[Cell]:
         flags: More of `lockstep serve`'s flags, such as `--worker.ops-backend=reference`.
 
     Raises:
-        RuntimeError: it did not become ready, or did not stop cleanly; the message has its log. A cell that
-            the test ended itself is not judged.
+        RuntimeError: It did not become ready or did not stop cleanly; the message includes its log. Not raised if the
+        test
+                ended the cell itself.
     """
     address = f"127.0.0.1:{free_port()}"
     with tempfile.TemporaryDirectory(prefix="lockstep-test-") as temp_dir:
         log_path = Path(temp_dir) / "log"
         with log_path.open("w") as log:
-            # What a launcher that is killed leaves behind goes with the directory.
+            # Removed with everything that a killed launcher leaves in it.
             launcher = popen_lockstep(
                 "serve", str(model_dir), f"--listen={address}", *flags, stderr=log, temp_dir=temp_dir
             )
@@ -170,20 +171,20 @@ def start_cell(model_dir: Path, *flags: str) -> Iterator[Cell]:
             if launcher.poll() is None and (exit_code := cell.stop()) != 0:
                 raise RuntimeError(f"lockstep serve stopped with {exit_code}:\n{cell.log()}")
         except BaseException:
-            # pytest shows it beside what failed.
+            # pytest shows it with the failure.
             sys.stderr.write(log_path.read_text(encoding="utf-8"))
             raise
         finally:
-            # Its services die with it.
+            # Its services end with it.
             launcher.kill()
             launcher.communicate()
 
 
 def find_cell_processes(address: str) -> list[psutil.Process]:
-    """The processes of the cell whose tokenizer listens on `address`: its services and their launcher.
+    """The launcher and services of the cell whose tokenizer listens on `address`.
 
     Raises:
-        LookupError: there is none on this machine.
+        LookupError: There is none on this machine.
     """
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -197,7 +198,7 @@ def find_cell_processes(address: str) -> list[psutil.Process]:
 def popen_lockstep(
     *args: str, stderr: IO[str] | int = subprocess.PIPE, temp_dir: str | None = None, **options: Any
 ) -> subprocess.Popen[str]:
-    """Start the `lockstep` command; its stdout is a pipe, as is its stderr unless given."""
+    """Start the `lockstep` command; stdout is a pipe, and stderr too unless given."""
     environment = module_environment()
     if temp_dir is not None:
         environment["TMPDIR"] = temp_dir
@@ -208,7 +209,7 @@ def popen_lockstep(
 
 
 def run_serve(*args: str) -> subprocess.CompletedProcess[str]:
-    """Run `lockstep serve` with arguments that make it end by itself."""
+    """Run `lockstep serve` to its end, with arguments that make it exit by itself."""
     with popen_lockstep("serve", *args) as launcher:
         try:
             stdout, stderr = launcher.communicate(timeout=PATIENCE_S)
@@ -218,7 +219,7 @@ def run_serve(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def _name_of(command: list[str]) -> str | None:
-    """What the service is called that a process runs; None when it runs none."""
+    """The name of the service with this command line; None if it is not a service."""
     if "-m" not in command or not (module := command[command.index("-m") + 1]).startswith("services."):
         return None
     role = module.removeprefix("services.")
@@ -228,5 +229,5 @@ def _name_of(command: list[str]) -> str | None:
 
 
 def _flag(command: list[str], name: str) -> str:
-    """The value of a flag that `lockstep serve` set."""
+    """The value of a flag on a service's command line."""
     return next(flag.partition("=")[2] for flag in command if flag.startswith(f"--{name}="))

@@ -1,8 +1,12 @@
-"""A worker whose model is a hash: real messages and the real batch of the worker, and a device made of one array.
+"""A worker whose model is a hash: real messages and the worker's real batch code, with one array as the device.
 
-A KV cell holds the chained state of the tokens up to its own. The token drawn depends on the seed, on the position and
-on every cell of the sequence, so that a wrong block table, a stale cache entry, a block reused too early or an
-off-by-one replay changes the output.
+A KV cell holds the chained hash of the tokens up to its own. The sampled token depends on the seed, the position and
+every cell of the sequence, so that a wrong block table, a stale cache entry, a block reused too early or an off-by-one
+replay changes the output:
+
+    token ids   5        9        2
+    cells       h(0,5)   h(.,9)   h(.,2)                  each chained to the cell before it
+    next token  hash(sum of cells, seed, position) mod VOCABULARY
 """
 
 from __future__ import annotations
@@ -33,33 +37,33 @@ VOCABULARY = 1000
 _States = npt.NDArray[np.uint64]
 
 _MASK = 2**64 - 1
-# States are 1 to 2**63 - 1. 0 is a cell that was never written, and from here on a cell is spoilt: behind the bit
-# stands who spoilt it.
+# States are 1 to 2**63 - 1; 0 is a cell that was never written. From this value on a cell is spoilt (not finite), and
+# the lower bits hold the number of the sequence that spoilt it.
 _SPOILT = 1 << 63
 
 
 def chain(state: int, token_id: int) -> int:
-    """The state of a prefix that is one token longer; that of the empty prefix is 0."""
+    """The state of a prefix extended by one token; the state of the empty prefix is 0."""
     mixed = (state + token_id + 1) * 0x9E3779B97F4A7C15 & _MASK
     return (mixed ^ mixed >> 31) >> 1 | 1
 
 
 def draw(attended: int, seed: int, position: int) -> int:
-    """The token at `position`, behind cells whose states add up to `attended`."""
+    """The token at `position`, after cells whose states add up to `attended`."""
     mixed = ((attended ^ seed * 0xD1B54A32D192ED03) + position * 0x8CB92BA72F3D8DD7) & _MASK
     mixed = (mixed ^ mixed >> 32) * 0x9E3779B97F4A7C15 & _MASK
     return (mixed >> 33) % VOCABULARY
 
 
 def noise_of(seed: int, choice: int) -> int:
-    """What a choice draws by instead of the seed; choice 0 draws by the seed itself."""
+    """The seed of one choice; choice 0 uses the request's seed itself."""
     return (seed + choice * 0xA24BAED4963EE407) & _MASK
 
 
 class HashGrammar:
-    """Plays a worker's matcher: which half of the tokens may come next depends on all that came before.
+    """Plays a worker's grammar matcher: all tokens so far determine which half of the vocabulary may come next.
 
-    Its text is the number of tokens after which it cannot be followed any further.
+    Its text is the number of tokens after which it fails.
     """
 
     def __init__(self, text: str) -> None:
@@ -75,23 +79,23 @@ class HashGrammar:
         return is_allowed
 
     def advance(self, token_id: int) -> None:
-        """Take in the completion's next token."""
+        """Advance by the completion's next token."""
         assert token_id % 2 == self._state % 2, "a token that the grammar does not allow"
         self._num_tokens += 1
         self._state = chain(self._state, token_id) >> 1
 
     def prepare(self) -> None:
-        """Nothing takes long here."""
+        """Do nothing: this matcher has no slow preparation."""
 
     def nearest(self, token_id: int) -> int:
-        """The token that is drawn where a worker without a grammar draws this one."""
+        """The token sampled under the grammar where this one would be sampled without."""
         return token_id if token_id % 2 == self._state % 2 else (token_id + 1) % VOCABULARY
 
 
 def expected_completion(
     prompt: list[int], seed: int, num_tokens: int, choice: int = 0, *, grammar: HashGrammar | None = None
 ) -> list[int]:
-    """What an undisturbed worker generates; `grammar` has seen nothing yet."""
+    """The completion that an undisturbed worker generates; `grammar` must be fresh."""
     seed = noise_of(seed, choice)
     state = attended = 0
     for token_id in prompt:
@@ -110,10 +114,10 @@ def expected_completion(
 
 
 def _draw_run(states: _States, seed: int, drafts: list[int], sampling: SamplingState | None) -> tuple[list[int], bool]:
-    """The tokens after a row's cells, of which those of its drafts are the last: as far as the drafts are drawn.
+    """Sample a row's tokens: one after each accepted draft, and one more. The row's last cells are those of its drafts.
 
     Returns:
-        They, and whether the row's grammar could be followed that far.
+        The tokens, and False if the row's grammar failed at the last of them.
     """
     num_cells = len(states) - len(drafts)
     run: list[int] = []
@@ -133,14 +137,14 @@ def _draw_run(states: _States, seed: int, drafts: list[int], sampling: SamplingS
 
 
 def _nearest_allowed(token_id: int, sampling: SamplingState, position: int) -> int:
-    """The first token from `token_id` on, round the vocabulary, that may be drawn."""
+    """The first allowed token from `token_id` on, wrapping around the vocabulary."""
     logits = -((np.arange(VOCABULARY) - token_id) % VOCABULARY).astype(np.float32)
     return int(sampling.process(logits, position).argmax())
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """What is told of the token at one position: its rank, and entries of token and value, its own first."""
+    """Log-probabilities at one position: the rank of its token, and (token, value) entries with its own first."""
 
     position: int
     rank: int
@@ -148,10 +152,10 @@ class TokenLogprobs:
 
 
 def logprobs_of(token_id: int, position: int, num_top: int) -> TokenLogprobs:
-    """What is told of a token at an absolute position; another token's, or another position's, is something else."""
+    """The log-probabilities of a token at an absolute position; they differ for every token and position."""
     mixed = chain(position + 1, token_id)
     entries = [(token_id, -(mixed % 4096) / 64)]
-    # Values of a float32, so that they come back as they are.
+    # Values that float32 represents exactly, so that they survive encoding.
     entries += [
         ((mixed >> 7 * index) % VOCABULARY, -(mixed >> 5 * index & 0xFFF) / 128) for index in range(1, num_top + 1)
     ]
@@ -159,7 +163,7 @@ def logprobs_of(token_id: int, position: int, num_top: int) -> TokenLogprobs:
 
 
 def _row_logprobs(inputs: StepInput, runs: list[list[int]], not_finite_rows: list[int]) -> Logprobs | None:
-    """Those of the tokens of finite rows that ask for them."""
+    """The log-probabilities of the tokens in finite rows that request them."""
     told: list[TokenLogprobs] = []
     indexes: list[int] = []
     start = 0
@@ -175,7 +179,7 @@ def _row_logprobs(inputs: StepInput, runs: list[list[int]], not_finite_rows: lis
 
 
 def _prompt_logprobs(inputs: StepInput) -> tuple[tuple[int, Logprobs], ...]:
-    """Those of the chunks' own tokens, the prompt's first one aside."""
+    """The log-probabilities of the chunks' own tokens, without the prompt's first token."""
     by_slot = []
     for chunk in inputs.scored_chunks:
         tokens = inputs.token_ids[chunk.first_token : chunk.first_token + chunk.num_tokens].tolist()
@@ -201,17 +205,17 @@ def _to_columns(told: list[TokenLogprobs], indexes: list[int]) -> Logprobs:
 
 
 class Oracle(LookupProposer):
-    """Drafts what will be drawn, as far as it was told.
+    """Drafts the tokens of the completions it has learnt.
 
-    Sequences are told apart by their newest token and its position. Where two share both the one told last counts, and
-    the drafts of the other are wrong.
+    Sequences are identified by their newest token and its position. If two share both, the one learnt last wins and the
+    drafts of the other are wrong.
     """
 
     def __init__(self) -> None:
         self._next: dict[tuple[int, int], int] = {}
 
     def learn(self, prompt: list[int], completion: list[int]) -> None:
-        """What a request's answer will be."""
+        """Learn the answer of a request."""
         tokens = [*prompt, *completion]
         for position in range(len(prompt) - 1, len(tokens) - 1):
             self._next[position, tokens[position]] = tokens[position + 1]
@@ -227,10 +231,10 @@ class Oracle(LookupProposer):
 
 
 class FallibleOracle(Oracle):
-    """Drafts more or less of what it knows, and errs now and then; where it knows nothing it guesses."""
+    """Drafts a random number of tokens, of which only a share is right."""
 
     def __init__(self, rng: Random, *, share_right: float) -> None:
-        """Know nothing; of what it knows, such a share is right."""
+        """Start without knowledge; each known draft is right with probability `share_right`."""
         super().__init__()
         self._rng = rng
         self._share_right = share_right
@@ -246,7 +250,7 @@ class FallibleOracle(Oracle):
 
 
 class EagerDrafter(Drafter):
-    """Drafts as much as may be, however its drafts fared before."""
+    """Always drafts the most tokens allowed, whatever the acceptance rate."""
 
     def __init__(self, proposer: LookupProposer, num_draft_tokens: int) -> None:
         super().__init__(proposer, num_draft_tokens)
@@ -285,14 +289,14 @@ class EagerDrafter(Drafter):
 
 
 class PoisonedError(Exception):
-    """A step computes a token that kills the process."""
+    """A step computes a poisoned token, which kills the process."""
 
 
 class WorkerModel:
-    """Holds a batch and KV cells for one epoch. A step that does not fit raises StepMismatchError.
+    """Holds a batch and KV cells for one epoch. An inconsistent step raises StepMismatchError.
 
-    What a sequence computes may be spoilt: from a step on, all its cells are not finite, nor are the rows of sequences
-    that read them. Sequences go by the numbers in which they entered, from 0.
+    A sequence may be spoilt: from some step on, none of its cells is finite, nor are rows of sequences that read those
+    cells. Sequences are numbered in the order in which they entered, from 0.
     """
 
     def __init__(
@@ -307,17 +311,17 @@ class WorkerModel:
         """Begin an epoch.
 
         Args:
-            limits: What scheduler and worker agreed on.
-            may_spoil: Asked for each sequence of each step whether its cells are spoilt from now on.
-            proposer: Drafts tokens, where any are drafted.
-            num_draft_tokens: Most that are drafted for a row.
-            poison: By a request's seed the position whose computation raises PoisonedError; it may change.
+            limits: The batch limits agreed by scheduler and worker.
+            may_spoil: Called for each sequence of each step; True spoils its cells from then on.
+            proposer: Drafts tokens if `num_draft_tokens` is positive.
+            num_draft_tokens: The most drafts per row.
+            poison: The position whose computation raises PoisonedError, by a request's seed; may be changed later.
         """
         self.num_computed_tokens = 0
-        # Of the last step, a dummy's one token included.
+        # Tokens of the last step, including the one token of a dummy.
         self.last_num_tokens = 0
-        # Of the last step: the slots of its rows by their numbers, those aside whose sequence has all its tokens, and
-        # for each that is not finite the sequence that spoilt it.
+        # Of the last step: row number to slot, without rows of sequences that already have all their tokens; and for
+        # each row that is not finite the sequence that spoilt it.
         self.last_rows: dict[int, int] = {}
         self.last_spoilers: list[int] = []
         self._block_size = limits.block_size
@@ -332,11 +336,11 @@ class WorkerModel:
         self._spoilt_numbers: set[int] = set()
 
     def run(self, step: Step) -> StepResult:
-        """Run a step of the scheduler's, there and back as messages."""
+        """Run a step of the scheduler, encoding and decoding both messages."""
         return decode_result(self.answer(encode_step(step)))
 
     def answer(self, request: worker_pb2.StepRequest) -> worker_pb2.StepResult:
-        """Apply a step's changes, compute it, and answer."""
+        """Apply a step's batch changes, compute it, and return its result."""
         step = parse_step(request)
         inputs = self._batch.apply(step)
         for enter in step.enters:
@@ -344,7 +348,7 @@ class WorkerModel:
             self._slot_to_seed[enter.chunk.slot] = enter.seed
             self._num_entered += 1
         if step.is_dummy:
-            # What it computes is of no sequence; should it be written anywhere, whoever reads it there is wrong.
+            # A dummy belongs to no sequence; if it writes a cell, any sequence that reads the cell goes wrong.
             self._cells.reshape(-1)[inputs.slot_mapping[inputs.slot_mapping >= 0]] = chain(0, 0)
         runs, not_finite_rows, failed_grammar_rows = self._forward(inputs, inputs.slots.tolist())
         tokens = np.array([token_id for run in runs for token_id in run], np.int32)
@@ -374,7 +378,7 @@ class WorkerModel:
         """Compute the sequences in `slots` one after the other.
 
         Returns:
-            The rows' tokens, which rows are not finite, and of which the grammar has failed.
+            The rows' tokens, the rows that are not finite, and the rows with failed grammars.
         """
         starts = inputs.cu_seqlens_q.tolist()
         lengths = inputs.context_lens.tolist()
@@ -401,14 +405,14 @@ class WorkerModel:
                 runs.append(run)
                 failed_grammar_rows += [] if is_followed else [row]
                 continue
-            # It means nothing, but it is a token.
+            # A placeholder: a row always returns at least one token.
             runs.append([0])
             not_finite_rows.append(row)
             self.last_spoilers.append(int(states[index][states[index] >= _SPOILT][0]) - _SPOILT)
         return runs, not_finite_rows, failed_grammar_rows
 
     def _compute(self, slot: int, block_table: Int32Column, length: int, new_tokens: list[int]) -> _States:
-        """Write the cells of a sequence's newest tokens; returns the states of all its `length` cells, copied."""
+        """Write the cells of a sequence's newest tokens; returns a copy of the states of all its `length` cells."""
         number = self._slot_to_number[slot]
         num_blocks = -(-length // self._block_size)
         states = self._cells[block_table[:num_blocks]].reshape(-1)[:length]

@@ -1,4 +1,4 @@
-"""Requests in a cell that a test plays: it reads what goes up, and says what comes back."""
+"""Requests to a cell that the test plays: it reads what is sent to the scheduler and provides the answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.exchange_peer import column
 
 
 def own_tokens(logprobs: Logprobs) -> list[int]:
-    """The token of each position."""
+    """The own token of each position."""
     return [message.token.token_id for message in logprobs.messages(lambda _: b"")]
 
 
@@ -29,7 +29,7 @@ class Sink:
         self.resumes: list[tuple[int, bool]] = []
         self.token_ids: list[int] = []
         self.num_cached_tokens: list[int] = []
-        # Each with the number of tokens before them.
+        # Each entry with the number of tokens received before it.
         self.logprobs: list[tuple[int, list[int]]] = []
         self.prompt_logprobs: list[int] = []
         self.ends: list[exchange_pb2.RequestEnd] = []
@@ -71,42 +71,42 @@ class Sink:
 
 
 class Requests(CellRequests):
-    """Requests with a link, which are submitted in the moment they come."""
+    """`CellRequests` with an open link, on which requests are submitted at once."""
 
     def __init__(self, lost_after_s: float = 60.0, exact_fingerprint: str = "") -> None:
         super().__init__(lost_after_s)
         self.link = self.open_link("first", exact_fingerprint)
 
     def open_link(self, instance_id: str = "next", exact_fingerprint: str = "") -> ExchangeLink:
-        """Open another stream, of this scheduler."""
+        """Open another stream, to the scheduler with this instance id."""
         self.link = self.make_link()
         info = exchange_pb2.CellInfo(scheduler_instance_id=instance_id, exact_fingerprint=exact_fingerprint)
         self.open_stream(self.link, info)
         return self.link
 
     async def begin_request(self, sink: Sink, request_id: str = "r", deadline_s: float | None = None) -> int:
-        """A request that was sent up."""
+        """Add a request and consume its submit; returns its handle."""
         handle = self.add(sink, request_id, deadline_s)
         assert [submit.handle for submit in (await self.next_message()).submits] == [handle]
         return handle
 
     def add(self, sink: Sink, request_id: str = "r", deadline_s: float | None = None) -> int:
-        """A request that is not sent up yet."""
+        """Add a request without consuming its submit; returns its handle."""
         request = ResolvedRequest(request_id, column([1, 2, 3]), SamplingParams(max_tokens=4))
         return self.submit(request, [sink], arrived_s=time.monotonic(), deadline_s=deadline_s)
 
     async def begin_choices(self, *sinks: Sink) -> int:
-        """A request with a choice for each sink that was sent up."""
+        """Add a request with a choice per sink, and consume its submit; returns its handle."""
         request = ResolvedRequest("r", column([1, 2, 3]), SamplingParams(max_tokens=4), n=len(sinks))
         handle = self.submit(request, sinks, arrived_s=time.monotonic(), deadline_s=None)
         assert (await self.next_submit()).n == len(sinks)
         return handle
 
     async def next_message(self) -> exchange_pb2.ExchangeRequest:
-        """What goes up next."""
+        """The next message to the scheduler."""
         return await anext(self.link.messages())
 
     async def next_submit(self) -> exchange_pb2.Submit:
-        """The only submit of what goes up next."""
+        """The only submit in the next message to the scheduler."""
         [submit] = (await self.next_message()).submits
         return submit

@@ -1,4 +1,4 @@
-"""Requests kept in flight while services of their cell are killed, and what became of each."""
+"""Requests kept in flight while services of their cell are killed, and the check of each answer."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.support.patience import PATIENCE_S
 
 State = scheduler_pb2.GetStateResponse
 
-# What a victim has to do when it dies.
+# The least number of running sequences when a service is killed.
 MIN_RUNNING = 10
-# Drawn for no request of a load, so that a failpoint on it meets only who is meant to.
+# Never sampled for a request of a load, so that a failpoint on it hits only the intended request.
 MAGIC_TOKEN = 500
 
-# Many processes share few cores here: one that computes may be silent for longer than on a machine of its own.
+# Many processes share few cores here, so a busy one may be silent for longer than in production.
 _SILENCE_S = 6
-# A process that hangs is killed after it has been given up.
+# Longer than the silence timeouts, so that a hung process is killed only after its peers have dropped it.
 HEALTH_KILL_S = 8
 WORKER_FLAGS = ("--kv-cache-num-blocks=4096", f"--silence-s={_SILENCE_S}")
 SCHEDULER_FLAGS = (f"--worker-silence-s={_SILENCE_S}",)
@@ -53,7 +53,7 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True)
 class ChoiceFacts:
-    """What may not differ between two answers to one request; how much was cached may."""
+    """The parts of a choice that must be equal in all answers to one request; cached tokens may differ."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -69,7 +69,7 @@ Facts = dict[tuple[int, int], ChoiceFacts]
 
 @dataclass
 class Damage:
-    """Requests that did not get what they would have got in peace, by what is wrong; none in `Damage()`."""
+    """Requests whose answers differ from those of an undisturbed run, by the kind of difference."""
 
     lost: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Damage:
     changed: list[str] = field(default_factory=list)
 
     def judge(self, number: int, facts: Facts, expected: Facts) -> None:
-        """Note what is wrong with the answer to request `number`."""
+        """Compare the answer to request `number` with the expected one, and record any difference."""
         if facts.keys() != expected.keys():
             self.changed.append(f"request {number}: choices {sorted(facts)} instead of {sorted(expected)}")
             return
@@ -95,36 +95,36 @@ class Damage:
 def mixed_requests(
     count: int, *, determinism: common_pb2.Determinism = common_pb2.DETERMINISM_EXACT
 ) -> list[tokenizer_pb2.GenerateRequest]:
-    """Requests of every kind, each with a seed of its own: equal ones get equal answers on an exact backend."""
+    """Requests of every kind, each with its own seed: the same request gets the same answer on an exact backend."""
     return [_mixed_request(number, determinism) for number in range(count)]
 
 
 def stateful_requests(count: int) -> list[tokenizer_pb2.GenerateRequest]:
-    """Requests whose next token depends on more than the tokens before it; exact, and each with a seed of its own."""
+    """Exact requests with state beyond their tokens (grammars, penalties, stop strings), each with its own seed."""
     return [_stateful_request(number) for number in range(count)]
 
 
 def facts_of(answer: Answer) -> Facts:
-    """The facts of each choice."""
+    """The facts of each choice, by prompt and choice number."""
     return {place: _facts_of_choice(choice) for place, choice in answer.choices.items()}
 
 
 @dataclass(frozen=True)
 class Peace:
-    """Requests, and what each of them gets when nothing dies."""
+    """Requests and their answers in a run in which nothing is killed."""
 
     requests: Sequence[tokenizer_pb2.GenerateRequest]
     answers: Sequence[Facts]
 
 
 class Load:
-    """Requests in flight through the tokenizer, whose answers are held to those that they get in peace.
+    """Keeps requests in flight through the tokenizer, and checks their answers against an undisturbed run.
 
     Attributes:
-        num_answers: Answers that came.
-        num_responses: Grows with whatever arrives.
-        num_resumes: Times that choices of those answers went on after a loss.
-        damage: What was wrong with them.
+        num_answers: Answers and errors so far.
+        num_responses: Response messages so far.
+        num_resumes: Resumes of choices in those answers.
+        damage: The differences found.
     """
 
     def __init__(self, client: Client, peace: Peace) -> None:
@@ -139,7 +139,7 @@ class Load:
 
     @asynccontextmanager
     async def keep_in_flight(self) -> AsyncIterator[None]:
-        """Keep as many requests in flight as there are, each answered one replaced; at the end wait for the last."""
+        """Keep one task per request sending requests in turn; at the end wait for the last answers."""
         async with asyncio.TaskGroup() as group:
             for _ in self._peace.requests:
                 group.create_task(self._ask_on())
@@ -149,7 +149,7 @@ class Load:
                 self._is_ending = True
 
     async def wait_for_progress(self) -> None:
-        """Wait until something more arrives; fails after five minutes."""
+        """Wait until another response arrives; fails after five minutes."""
         before = self.num_responses
         async with asyncio.timeout(PATIENCE_S):
             while True:
@@ -158,16 +158,18 @@ class Load:
                 await asyncio.sleep(_POLL_S)
 
     async def wait_until_busy(self, rank: int) -> None:
-        """Wait until a DP rank runs much."""
+        """Wait until a DP rank runs at least `MIN_RUNNING` sequences."""
         await self.wait_for_state(lambda state: state.rank_steps[rank].num_running >= MIN_RUNNING)
 
     async def settle(self) -> None:
-        """Wait until every rank is at work again and an answer has got on."""
+        """Wait until every rank is attached again and another response has arrived."""
         await self.wait_for_state(lambda state: all(rank.is_attached for rank in state.rank_steps))
         await self.wait_for_progress()
 
     async def wait_for_state(self, condition: Callable[[State], object]) -> State:
-        """Wait until the scheduler, which may be away, says that the state is as wanted; fails after five minutes."""
+        """Wait until the scheduler's state meets a condition; fails after five minutes. The scheduler may be down
+        meanwhile.
+        """
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 try:
@@ -181,7 +183,7 @@ class Load:
                 await asyncio.sleep(_POLL_S)
 
     def describe(self) -> str:
-        """How many answers came, and what was wrong with them."""
+        """A summary: the number of answers, resumes and differences."""
         kinds = {name: len(requests) for name, requests in vars(self.damage).items()}
         wrong = ", ".join(f"{count} {name}" for name, count in kinds.items())
         return f"{self.num_answers} answers, {self.num_resumes} resumes; {wrong}"
@@ -201,7 +203,7 @@ class Load:
             self.num_answers += 1
 
     async def _ask(self, request: tokenizer_pb2.GenerateRequest) -> Answer:
-        """The answer; a request that is not taken in, while there is no scheduler, is sent again."""
+        """Send a request and read its answer; retries while the cell answers NOT_READY."""
         while True:
             answer = Answer()
             try:
@@ -217,15 +219,15 @@ class Load:
             return answer
 
 
-# Has it told what became of a load that lived through so many deaths, and what the last scheduler saw of them.
+# Reports the result of a load, given the number of deaths and the last scheduler's state.
 TellOf = Callable[[Load, int, State], None]
 
 
 class Killer:
-    """Kills a cell's services under load, each when it has much to do.
+    """Kills a cell's services under load, each while it is busy.
 
     Attributes:
-        num_deaths: Services that it has killed or stopped.
+        num_deaths: Services killed or stopped so far.
     """
 
     def __init__(self, cell: Cell, load: Load) -> None:
@@ -235,19 +237,19 @@ class Killer:
         self._random = random.Random(1)
 
     async def hit_a_worker(self, signal_number: int = signal.SIGKILL) -> None:
-        """Kill or stop any worker whose rank runs much, and wait until another process serves in its place."""
+        """Kill or stop a random worker once its rank is busy, and wait until it is replaced."""
         name = self._random.choice(self._workers())
         rank = dp_rank_of(name)
         await self._load.wait_until_busy(rank)
         await self._hit(name, signal_number)
 
     async def hit_the_scheduler(self, signal_number: int = signal.SIGKILL) -> None:
-        """Kill or stop the scheduler while it runs much, and wait until another process serves in its place."""
+        """Kill or stop the scheduler once it is busy, and wait until it is replaced."""
         await self._load.wait_for_state(lambda state: state.num_running >= MIN_RUNNING)
         await self._hit("scheduler", signal_number)
 
     async def hit_anything(self) -> None:
-        """Kill a worker, stop a worker, or kill the scheduler: each in its turn."""
+        """Kill a worker, stop a worker or kill the scheduler, in rotation."""
         match self.num_deaths % 3:
             case 0:
                 await self.hit_a_worker()
@@ -257,13 +259,13 @@ class Killer:
                 await self.hit_the_scheduler()
 
     async def hit_the_scheduler_and_a_worker(self) -> None:
-        """Kill a worker whose rank runs much and at once the scheduler, and wait until others serve in their place."""
+        """Kill a worker of a busy rank together with the scheduler, and wait until both are replaced."""
         name = self._random.choice(self._workers())
         await self._load.wait_until_busy(dp_rank_of(name))
         await self._kill_together([name, "scheduler"])
 
     async def hit_the_scheduler_and_all_workers(self) -> None:
-        """Kill all workers and the scheduler while much runs, and wait until others serve in their place."""
+        """Kill all workers and the scheduler while they are busy, and wait until all are replaced."""
         await self._load.wait_for_state(lambda state: state.num_running >= MIN_RUNNING)
         await self._kill_together([*self._workers(), "scheduler"])
 
@@ -287,7 +289,7 @@ class Killer:
 async def learn(
     model_dir: Path, requests: Sequence[tokenizer_pb2.GenerateRequest], *, backend: str = "reference"
 ) -> Peace:
-    """Ask each request once, in peace."""
+    """Record the answer to each request in an undisturbed cell."""
     async with chaos_cell(model_dir, backend=backend) as (_, client):
         answers = await asyncio.gather(*map(client.generate_choices, requests))
     return Peace(requests, [facts_of(answer) for answer in answers])
@@ -297,13 +299,13 @@ async def learn(
 async def chaos_cell(
     model_dir: Path, *flags: str, backend: str = "reference", has_workers: bool = True
 ) -> AsyncIterator[tuple[Cell, Client]]:
-    """A cell that is patient with busy processes, and starts what exits again quickly.
+    """A cell with long silence timeouts and quick restarts.
 
     Args:
-        model_dir: What it serves.
-        flags: More of `lockstep serve`'s.
-        backend: What its workers compute with.
-        has_workers: Whether it starts its workers itself; else they take `WORKER_FLAGS`.
+        model_dir: The model to serve.
+        flags: More flags of `lockstep serve`.
+        backend: The ops backend of its workers.
+        has_workers: Whether it starts its workers itself; if not, the test must start them with `WORKER_FLAGS`.
     """
     role_to_flags: dict[str, Sequence[str]] = {"scheduler": SCHEDULER_FLAGS, "tokenizer": TOKENIZER_FLAGS}
     if has_workers:
@@ -312,7 +314,7 @@ async def chaos_cell(
         flag.replace("--", f"--{role}.", 1) for role, role_flags in role_to_flags.items() for flag in role_flags
     ]
     with ExitStack() as stack:
-        # Its workers may be behind a path that this event loop carries.
+        # In a thread, since the path to its workers may run in this event loop.
         starting = start_cell(model_dir, *service_flags, "--max-restart-delay-s=1", *flags)
         cell = await asyncio.to_thread(stack.enter_context, starting)
         async with connect(cell) as client:
@@ -398,6 +400,6 @@ def _num_resumes(choice: Completion) -> int:
 
 
 def _is_part_of(part: Sequence[int], whole: Sequence[int]) -> bool:
-    """Whether `part` is `whole` with some of it left out, or all of it."""
+    """Whether `part` is a subsequence of `whole`."""
     rest = iter(whole)
     return all(item in rest for item in part)

@@ -1,4 +1,4 @@
-"""A client of the tokenizer service that collects whole answers, and holds them to what every answer keeps."""
+"""A client of the tokenizer service that collects whole answers and checks the invariants of every answer."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from tests.support.patience import PATIENCE_S
 
 
 class CellAddresses(Protocol):
-    """A cell that can be reached."""
+    """The addresses of a running cell."""
 
     @property
     def address(self) -> str:
-        """Where its tokenizer service answers."""
+        """The address of its tokenizer service."""
 
     @property
     def scheduler_address(self) -> str:
-        """Where its scheduler service answers."""
+        """The address of its scheduler service."""
 
 
 @dataclass
 class Completion:
-    """A whole choice: what all its responses say, joined. `accepted` and `prompt_logprobs` are its prompt's."""
+    """A whole choice, joined from all its responses. `accepted` and `prompt_logprobs` belong to its prompt."""
 
     accepted: tokenizer_pb2.Accepted
     text: str = ""
@@ -47,10 +47,10 @@ class Completion:
         return common_pb2.FinishReason.Name(self.finish.reason).removeprefix("FINISH_REASON_")
 
     def add(self, response: tokenizer_pb2.GenerateResponse) -> None:
-        """Take the choice's next response."""
-        assert self.finish is None, "a response behind the last one"
+        """Add the choice's next response."""
+        assert self.finish is None, "a response after the last one"
         assert len(response.logprobs) in (0, len(response.token_ids)), "log-probabilities that are not parallel"
-        assert not (response.prompt_logprobs and self.token_ids), "the prompt behind the first token"
+        assert not (response.prompt_logprobs and self.token_ids), "prompt log-probabilities after the first token"
         self.text += response.text
         self.token_ids += response.token_ids
         self.reasoning += response.reasoning
@@ -72,7 +72,7 @@ class Completion:
 
 @dataclass
 class Answer:
-    """All choices of a call by the numbers of their prompt and their own; in order once it is complete."""
+    """All choices of a call, by (prompt, choice) number; sorted once complete."""
 
     choices: dict[tuple[int, int], Completion] = field(default_factory=dict)
     usage: common_pb2.Usage | None = None
@@ -83,8 +83,8 @@ class Answer:
         return [choice.text for _, choice in sorted(self.choices.items())]
 
     def add(self, response: tokenizer_pb2.GenerateResponse) -> None:
-        """Take the call's next response."""
-        assert self.usage is None, "a response behind the last one"
+        """Add the call's next response."""
+        assert self.usage is None, "a response after the last one"
         place = (response.prompt, response.choice)
         if place not in self.choices:
             first = self.choices.get((response.prompt, 0))
@@ -95,7 +95,7 @@ class Answer:
             self.usage = response.usage
 
     def complete(self) -> None:
-        """Assert that every choice has finished and the usage is what they consumed together; order the choices."""
+        """Check that every choice has finished and that the usage is their total, and sort the choices."""
         self.choices = dict(sorted(self.choices.items()))
         assert self.usage is not None, "the stream ended without the usage"
         finishes = {place: choice.finish for place, choice in self.choices.items()}
@@ -110,10 +110,10 @@ class Answer:
 
 
 async def read_answer(call: AsyncIterable[tokenizer_pb2.GenerateResponse]) -> Answer:
-    """Read a call's responses, all of them, to the end.
+    """Read all responses of a call.
 
     Raises:
-        grpc.aio.AioRpcError: the call failed.
+        grpc.aio.AioRpcError: The call failed.
     """
     answer = Answer()
     async for response in call:
@@ -123,7 +123,7 @@ async def read_answer(call: AsyncIterable[tokenizer_pb2.GenerateResponse]) -> An
 
 
 class Client:
-    """Speaks to one cell."""
+    """A client of one cell's tokenizer and scheduler services."""
 
     def __init__(self, tokenizer: grpc.aio.Channel, scheduler: grpc.aio.Channel) -> None:
         self.tokenizer: Any = tokenizer_pb2_grpc.TokenizerServiceStub(tokenizer)
@@ -149,7 +149,7 @@ class Client:
         return await read_answer(self.tokenizer.Generate(request, timeout=deadline_s))
 
     async def generate_all(self, requests: Iterable[tokenizer_pb2.GenerateRequest]) -> list[Completion]:
-        """Send all requests at once."""
+        """Send all requests concurrently."""
         return await asyncio.gather(*(self.generate(request) for request in requests))
 
     async def state(self) -> scheduler_pb2.GetStateResponse:
@@ -158,7 +158,7 @@ class Client:
         return state
 
     async def wait_until_idle(self) -> scheduler_pb2.GetStateResponse:
-        """Wait until no request holds blocks or waits; fails after five minutes."""
+        """Wait until no request is running or waiting and no block is in use; fails after five minutes."""
         return await self.wait_until(
             lambda state: not (state.num_used_blocks or state.num_waiting or state.num_running)
         )
@@ -166,7 +166,7 @@ class Client:
     async def wait_until(
         self, condition: Callable[[scheduler_pb2.GetStateResponse], object]
     ) -> scheduler_pb2.GetStateResponse:
-        """Wait until the scheduler's state is as wanted, and return it; fails after five minutes."""
+        """Wait until the scheduler's state meets a condition, and return it; fails after five minutes."""
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 state = await self.state()
@@ -177,24 +177,24 @@ class Client:
 
 @asynccontextmanager
 async def connect(cell: CellAddresses) -> AsyncIterator[Client]:
-    """A client of a running cell."""
+    """Connect to a running cell."""
     async with make_channel(cell.address) as tokenizer, make_channel(cell.scheduler_address) as scheduler:
         yield Client(tokenizer, scheduler)
 
 
 def text_request(text: str, **sampling: Any) -> tokenizer_pb2.GenerateRequest:
-    """A request for a text prompt, greedy unless said otherwise."""
+    """A request for a text prompt, greedy by default."""
     return tokenizer_pb2.GenerateRequest(text=text, sampling=greedy(**sampling))
 
 
 def token_request(token_ids: list[int], **sampling: Any) -> tokenizer_pb2.GenerateRequest:
-    """A request for a prompt of token ids, greedy unless said otherwise."""
+    """A request for a prompt of token ids, greedy by default."""
     tokens = common_pb2.TokenSequence(token_ids=token_ids)
     return tokenizer_pb2.GenerateRequest(tokens=tokens, sampling=greedy(**sampling))
 
 
 def chat_request(*messages: tuple[str, str], **sampling: Any) -> tokenizer_pb2.GenerateRequest:
-    """A request for (role, content) messages, greedy unless said otherwise."""
+    """A request for (role, content) messages, greedy by default."""
     return tokenizer_pb2.GenerateRequest(chat=chat(*messages), sampling=greedy(**sampling))
 
 
@@ -206,5 +206,5 @@ def chat(*messages: tuple[str, str]) -> tokenizer_pb2.Chat:
 
 
 def greedy(**sampling: Any) -> common_pb2.SamplingParams:
-    """Sampling parameters, greedy unless said otherwise."""
+    """Sampling parameters, greedy by default."""
     return common_pb2.SamplingParams(**{"temperature": 0.0, **sampling})

@@ -1,4 +1,4 @@
-"""The workers of one coupled failure domain, whose links to the scheduler a test may cut."""
+"""The workers of one coupled failure domain, started by the test so that it can cut their links to the scheduler."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _POLL_S = 0.1
 
 
 class CoupledWorkers:
-    """DP ranks that share their experts; all are started again when one of them has exited, as a launcher does.
+    """DP ranks with expert parallelism; when one of them exits all are restarted, as by a launcher.
 
     Attributes:
-        ports: Where they listen on 127.0.0.1, by DP rank.
-        num_starts: How often they were started.
+        ports: Their ports on 127.0.0.1, by DP rank.
+        num_starts: How often the domain was started.
     """
 
     def __init__(self, model_dir: Path, num_ranks: int, *flags: str) -> None:
-        """Prepare them; `flags` are more of the worker's."""
+        """Prepare the workers without starting them; `flags` are further worker flags."""
         self.ports = [free_port() for _ in range(num_ranks)]
         self.num_starts = 0
         self._flags = [f"--model-dir={model_dir}", f"--dp-size={num_ranks}", "--ep", "--num-threads=1", *flags]
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Keep them running."""
+        """Keep the workers running."""
         keeper = asyncio.create_task(self._keep())
         try:
             yield

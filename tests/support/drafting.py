@@ -1,6 +1,6 @@
-"""Models that draft for a tiny one, and what they have to draft: computed from scratch, nothing kept between steps.
+"""Draft models for a tiny model, their expected drafts computed from scratch, and test requests.
 
-And requests whose answers must not depend on drafts.
+The answers to the requests must not depend on drafts.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ REQUESTS = [
 ]  # fmt: skip
 
 NUM_HEADS = 4
-# Knows the drafts behind some tokens, so many of them.
+# Returns the expected drafts after some tokens, given their number.
 Oracle = Callable[[list[int], int], list[int]]
 
 
 def few_tokens(logits: Tensor, num_tokens: int = 2) -> Tensor:
-    """The logits with none but the first `num_tokens` columns likely."""
+    """The logits with all but the first `num_tokens` columns made unlikely."""
     return torch.cat((logits[:, :num_tokens], logits[:, num_tokens:] - 1000.0), dim=-1)
 
 
 class FewTokens(WrappedModel):
-    """Says nothing but the first tokens of its vocabulary, so that guesses are often right."""
+    """Generates only the first tokens of its vocabulary, so that drafts are often right."""
 
     def __init__(self, model: CausalLM, num_tokens: int = 2) -> None:
         super().__init__(model)
@@ -67,10 +67,10 @@ class FewTokens(WrappedModel):
 
 
 class TinyMtpLayers:
-    """Random layers of one attention each, behind those of a tiny Llama. See `MtpLayers`."""
+    """Random MTP layers with one attention each, after the layers of a tiny Llama. See `MtpLayers`."""
 
     def __init__(self, decoder: DecoderModel, num_layers: int) -> None:
-        """Share embedding and rotation with `decoder`."""
+        """Share the embedding and the rotary embedding of `decoder`."""
         ops, generator = load_ops("reference"), torch.Generator().manual_seed(5)
         size = decoder.embedding(torch.tensor([0])).shape[1]
         self.num_layers = num_layers
@@ -80,7 +80,7 @@ class TinyMtpLayers:
         def linear(out_features: int) -> Linear:
             return Linear(ops, torch.randn(out_features, size, generator=generator) * 0.2)
 
-        # With the model's head, which is its embedding, they would mostly say the last token again.
+        # The model's own head is tied to its embedding, with which they would mostly repeat the last token.
         self._head = linear(decoder.logits_width)
         self._attentions = [
             Attention(
@@ -107,18 +107,18 @@ class TinyMtpLayers:
 
 
 def with_mtp(loaded: LoadedModel, num_layers: int) -> LoadedModel:
-    """A tiny Llama that says few tokens, with `num_layers` layers that draft for it."""
+    """A tiny Llama that generates few tokens, with `num_layers` MTP layers."""
     assert isinstance(loaded.model, DecoderModel)
     model = FewTokens(loaded.model)
     model.mtp = TinyMtpLayers(loaded.model, num_layers)
-    # Its heads are those of the model.
+    # The MTP layers have the same heads as the model.
     layers = model.kv_cache_spec.layers
     model.kv_cache_spec = KvCacheSpec(layers + layers[:1] * num_layers)
     return replace(loaded, model=model)
 
 
 class CheckedProposer(DraftProposer):
-    """Lets another one draft, and compares that with what an oracle knows."""
+    """Wraps a proposer and compares its drafts with those of an oracle."""
 
     def __init__(self, proposer: DraftProposer, oracle: Oracle) -> None:
         self.num_drafted = 0
@@ -153,14 +153,14 @@ class CheckedProposer(DraftProposer):
 
 
 def num_accepted(driver: WorkerDriver) -> int:
-    """Drafts that were right, in all steps of a driver."""
+    """The number of accepted drafts in all steps of a driver."""
     counts = [output.counts for output in driver.outputs if output.counts is not None]
     return sum(int(np.maximum(count - 1, 0).sum()) for count in counts)
 
 
 @torch.inference_mode()
 def drafts_of_model(model: CausalLM, token_ids: Sequence[int], count: int) -> list[int]:
-    """What a draft model has to draft behind `token_ids`."""
+    """The expected drafts of a draft model after `token_ids`."""
     known = list(token_ids)
     for _ in range(count):
         cache = _cache(model, len(known))
@@ -171,7 +171,7 @@ def drafts_of_model(model: CausalLM, token_ids: Sequence[int], count: int) -> li
 
 @torch.inference_mode()
 def drafts_of_mtp(model: CausalLM, token_ids: Sequence[int], count: int) -> list[int]:
-    """What a model's MTP layers have to draft behind `token_ids`."""
+    """The expected drafts of a model's MTP layers after `token_ids`."""
     mtp = model.mtp
     assert mtp is not None
     num_known = len(token_ids)
@@ -196,7 +196,7 @@ def _cache(model: CausalLM, num_tokens: int) -> KvCache:
 
 
 def _compute(forward: Callable[..., Tensor], cache: KvCache, *args: Tensor | int) -> Tensor:
-    """Call `forward` for consecutive tokens of the one sequence in `cache`."""
+    """Call `forward` for consecutive tokens of the only sequence in `cache`."""
     positions = next(arg for arg in reversed(args) if isinstance(arg, Tensor))
     num_queries, context_len = len(positions), int(positions[-1]) + 1
     metadata = attention_metadata(

@@ -1,4 +1,4 @@
-"""Drives the real engine against worker models, and collects what each request is told."""
+"""Drives the real engine against worker models, and collects the output of each request."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EOS = 7
 
 
 def token_bytes(token_ids: list[int]) -> bytes:
-    """Token ids as cells speak them."""
+    """Token ids as int32 bytes, as on the wire."""
     return np.array(token_ids, TOKEN_DTYPE).tobytes()
 
 
@@ -51,7 +51,7 @@ def worker_facts(
     numerics_fingerprint: str = "",
     is_exact: bool = False,
 ) -> WorkerFacts:
-    """A worker's answer to an attach; one that drafts does so from all tokens."""
+    """The facts that a worker reports when attached; a drafting one needs all tokens."""
     return WorkerFacts(
         epoch,
         "digest",
@@ -67,12 +67,12 @@ def worker_facts(
 
 
 def attached(facts: WorkerFacts, domain: int = 0, *, num_ranks: int = 1) -> DomainAttached:
-    """A domain is attached, all ranks of which answered the same."""
+    """The event that attaches a domain whose ranks all reported the same facts."""
     return DomainAttached(domain, (facts,) * num_ranks)
 
 
 def rows_of(outputs: Outputs) -> Iterator[tuple[int, int, list[int]]]:
-    """The rows one by one: handle, index of the first token, tokens; none is without."""
+    """Yield each row as (handle, index of the first token, tokens); no row is without tokens."""
     counts = [1] * len(outputs.handles) if outputs.counts is None else outputs.counts.tolist()
     token_ids = iter(outputs.token_ids.tolist())
     for handle, first_index, count in zip(
@@ -85,11 +85,11 @@ def rows_of(outputs: Outputs) -> Iterator[tuple[int, int, list[int]]]:
 
 
 Scores = tuple[int, int, tuple[tuple[int, float], ...]]
-"""Of one position: its number, the rank of its token, and entries of token and value, its own first."""
+"""Log-probabilities at one position: its number, the rank of its token, and (token, value) entries, its own first."""
 
 
 def scores_of(logprobs: Logprobs) -> list[Scores]:
-    """Log-probabilities position by position, under the numbers that `indexes` have."""
+    """Log-probabilities per position, numbered as in `indexes`."""
     return [
         (one.index, one.rank, tuple(zip(one.token_ids.tolist(), one.values.tolist(), strict=True)))
         for one in logprobs.positions()
@@ -97,7 +97,7 @@ def scores_of(logprobs: Logprobs) -> list[Scores]:
 
 
 def scores_by_row(outputs: Outputs) -> dict[int, list[Scores]]:
-    """By handle those of each row's tokens, which count as in the completion."""
+    """The log-probabilities of each row's tokens by handle, numbered by position in the completion."""
     if outputs.logprobs is None:
         return {}
     tokens = [
@@ -113,14 +113,14 @@ def scores_by_row(outputs: Outputs) -> dict[int, list[Scores]]:
 
 
 def expected_scores(tokens: list[int], num_top: int, *, start: int, offset: int = 0) -> list[Scores]:
-    """What must be told of tokens that stand from position `start` on; they are numbered from `offset` on."""
+    """The expected log-probabilities of tokens from position `start` on, numbered from `offset`."""
     told = [logprobs_of(token_id, start + index, num_top) for index, token_id in enumerate(tokens)]
     return [(offset + index, one.rank, one.entries) for index, one in enumerate(told)]
 
 
 @dataclass
 class Told:
-    """What one choice was told; `scores` of its tokens, `prompt_scores` of its prompt."""
+    """The output of one choice; `scores` are those of its tokens, `prompt_scores` those of its prompt."""
 
     tokens: list[int] = field(default_factory=list)
     scores: list[Scores] = field(default_factory=list)
@@ -130,11 +130,11 @@ class Told:
 
 
 class EngineDriver:
-    """An engine with all its ranks attached, whose steps run when `step` is called. Time is what the test says.
+    """An engine with all ranks attached, whose steps run when the test calls `step`. The test sets `now`.
 
-    While it passes the engine is woken when it asks for it, and all ranks but `silent_ranks` give signs of life, with
-    the `progress` that stands there. A worker that drafts is never wrong about the first choice of what was submitted
-    here, unless its oracle is. `poison`: see `WorkerModel`.
+    As time passes, the engine is woken when it asks to be, and all ranks but `silent_ranks` send heartbeats with their
+    `progress`. Drafts are always right for the first choice of a request submitted here, unless `oracle` is fallible.
+    `poison`: see `WorkerModel`.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class EngineDriver:
 
     @property
     def worker(self) -> WorkerModel:
-        """That of the only rank."""
+        """The worker of the only rank."""
         (worker,) = self.workers.values()
         return worker
 
@@ -197,24 +197,24 @@ class EngineDriver:
         return sent
 
     def attach(self, domain: int = 0, **changes: object) -> list[Action]:
-        """A domain is attached under the next epoch; `changes` are those of its facts."""
+        """Attach a domain under the next epoch; `changes` override its facts."""
         epoch = max(self.epochs.values(), default=0) + 1
         facts = replace(self._facts, epoch=epoch, **changes)  # type: ignore[arg-type]
         return self.on_event(attached(facts, domain, num_ranks=len(self.topology.ranks_of(domain))))
 
     def lose(self, domain: int = 0) -> list[Action]:
-        """The link to a domain that is attached breaks."""
+        """Break the link to an attached domain."""
         return self.on_event(DomainLost(domain, self.epochs[domain]))
 
     def on_event(self, event: Event) -> list[Action]:
-        """Hand over an event, take in the actions, and check that everything agrees.
+        """Pass an event to the engine, process its actions, and check its integrity.
 
         Returns:
-            What the engine said to the event; what it said to time that has passed before is not among it.
+            The engine's actions for this event, without heartbeats and without those for time that has passed before it.
         """
         self._let_time_pass()
         if isinstance(event, DomainAttached):
-            # They hold no sequences, and what was on its way to them is lost.
+            # The workers start empty, and steps in transit to them are lost.
             self.epochs[event.domain] = event.facts[0].epoch
             for rank in self.topology.ranks_of(event.domain):
                 self.workers[rank] = self._make_worker()
@@ -227,7 +227,7 @@ class EngineDriver:
         return actions
 
     def _let_time_pass(self) -> None:
-        """Wake the engine whenever it asks for it until now; it hears the ranks meanwhile."""
+        """Wake the engine at each time it asked for up to `now`, with heartbeats of the ranks before each."""
         while (wakeup := self.engine.next_wakeup()) <= self.now:
             time = max(wakeup, 0.0)
             for domain, epoch in list(self.epochs.items()):
@@ -269,7 +269,7 @@ class EngineDriver:
         is_exact: bool = False,
         **params: object,
     ) -> list[Action]:
-        """Submit one request; `params` as in SamplingParams, at most 8 tokens unless said."""
+        """Submit one request; `params` as in SamplingParams, with at most 8 tokens by default."""
         sampling = SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **params})  # type: ignore[arg-type]
         if self._num_draft_tokens:
             self.oracle.learn(prompt, expected_completion(prompt, sampling.seed, sampling.max_tokens))
@@ -286,27 +286,27 @@ class EngineDriver:
         return self.on_event(ClientMessage(client, [submission]))
 
     def resume(self, client: int, submission: Submission, output: list[int]) -> list[Action]:
-        """Submit a later attempt, whose client has `output` already."""
+        """Submit a later attempt of a request whose client already has `output`."""
         self.told[client, submission.handle] = Told(list(output), num_cached_tokens=0 if output else None)
         return self.on_event(ClientMessage(client, [submission]))
 
     def step(self, rank: int = 0) -> StepResult:
-        """Run a rank's oldest step in flight and hand its result back, a second later.
+        """Run a rank's oldest step in flight and return its result to the engine one second later.
 
         Raises:
-            PoisonedError: the worker did not survive it; the engine is told nothing.
+            PoisonedError: The step killed the worker; the engine is not notified.
         """
         step = self.sent_to[rank].pop(0)
         worker = self.workers[rank]
         result = worker.run(step)
         slots = dict(enumerate(step.batch.row_slots.tolist()))
-        assert worker.last_rows.items() <= slots.items(), "scheduler and worker derive other rows"
+        assert worker.last_rows.items() <= slots.items(), "scheduler and worker derive different rows"
         self.now += 1.0
         self.on_event(StepReturned(rank, result))
         return result
 
     def run(self) -> None:
-        """Run steps, one of each rank in turn, until there is nothing to do."""
+        """Run steps, one of each rank in turn, until none is left."""
         while any(self.sent_to.values()):
             for rank, sent in self.sent_to.items():
                 if sent:
@@ -321,14 +321,14 @@ class EngineDriver:
         outputs = action.outputs
         for start in outputs.starts:
             told = self.told.setdefault((action.client, start.handle), Told())
-            assert (told.num_cached_tokens, told.tokens) == (None, []), "it starts twice, or late"
+            assert (told.num_cached_tokens, told.tokens) == (None, []), "a choice starts twice, or late"
             told.num_cached_tokens = start.num_cached_tokens
         for handle, logprobs in outputs.prompt_logprobs:
             self.told.setdefault((action.client, handle), Told()).prompt_scores += scores_of(logprobs)
         scores = scores_by_row(outputs)
         for handle, first_index, token_ids in rows_of(outputs):
             told = self.told.setdefault((action.client, handle), Told())
-            assert told.end is None, "a token behind the end"
+            assert told.end is None, "a token after the end"
             assert first_index == len(told.tokens), "a gap or a repeat"
             assert told.num_cached_tokens is not None, "a token before the start"
             told.tokens += token_ids

@@ -1,4 +1,4 @@
-"""An ExchangeService over real gRPC that says what a test tells it to: for tests of the tokenizer service."""
+"""An ExchangeService over real gRPC that sends what a test gives it, for tests of the tokenizer service."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class _StreamEnd(enum.Enum):
 
 
 def column(values: Iterable[int]) -> bytes:
-    """A column of little-endian int32."""
+    """Encode a column of little-endian int32."""
     return np.array(list(values), TOKEN_DTYPE).tobytes()
 
 
 def read_column(data: bytes) -> list[int]:
-    """The numbers of a column."""
+    """Decode a column."""
     values: list[int] = np.frombuffer(data, TOKEN_DTYPE).tolist()
     return values
 
@@ -47,21 +47,20 @@ class Position:
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens of one choice in one message; with its first ones, how much of its prompt was cached.
-
-    `logprobs` has a position for each token, or none.
-    """
+    """Tokens of one choice in one message."""
 
     handle: int
     first_index: int
     token_ids: Sequence[int]
     num_cached_tokens: int = 0
+    """Sent only with the first tokens."""
     logprobs: Sequence[Position] = ()
+    """One position per token, or none."""
 
 
 @dataclass(frozen=True)
 class PromptRow:
-    """Log-probabilities of the next tokens of a request's prompt, the first of which stands at `first_position`."""
+    """Log-probabilities of consecutive prompt tokens of a request, from `first_position` on."""
 
     handle: int
     first_position: int
@@ -69,7 +68,7 @@ class PromptRow:
 
 
 def make_logprobs(positions: dict[int, Position]) -> sampling_pb2.Logprobs:
-    """Log-probabilities by their index."""
+    """Encode log-probabilities, given by index."""
     entries = [entry for position in positions.values() for entry in position.entries]
     return sampling_pb2.Logprobs(
         indexes=column(positions),
@@ -83,7 +82,7 @@ def make_logprobs(positions: dict[int, Position]) -> sampling_pb2.Logprobs:
 def make_outputs(
     *rows: Row, ends: Sequence[exchange_pb2.RequestEnd] = (), prompts: Sequence[PromptRow] = ()
 ) -> exchange_pb2.Outputs:
-    """One step's outputs."""
+    """Encode one step's outputs."""
     places = itertools.accumulate((len(row.token_ids) for row in rows), initial=0)
     positions = {
         place + number: position
@@ -119,7 +118,7 @@ def make_end(
     stop_token_id: int | None = None,
     num_resumes: int = 0,
 ) -> exchange_pb2.RequestEnd:
-    """A finish."""
+    """A `RequestEnd` with a finish."""
     return exchange_pb2.RequestEnd(
         handle=handle,
         finish_reason=reason,
@@ -130,18 +129,18 @@ def make_end(
 
 
 def make_error_end(handle: int, error: ServiceError) -> exchange_pb2.RequestEnd:
-    """An end that is an error."""
+    """A `RequestEnd` with an error."""
     return exchange_pb2.RequestEnd(handle=handle, error=to_status(error))
 
 
 class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer):
-    """Plays the scheduler: sends what it is given, keeps what it gets, and gives signs of life.
+    """Plays the scheduler: sends given messages, queues received ones, and sends heartbeats.
 
     Attributes:
         num_streams: Streams opened so far.
-        num_messages: Messages received so far, those left out that are nothing but a sign of life.
-        heartbeats: Has an entry for each sign of life received.
-        is_silent: Whether it gives no signs of life.
+        num_messages: Messages received so far, without pure heartbeats.
+        heartbeats: Has one entry per heartbeat received.
+        is_silent: Set to True to stop sending heartbeats.
     """
 
     def __init__(self, cell_info: exchange_pb2.CellInfo) -> None:
@@ -161,7 +160,7 @@ class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer):
         exchange_pb2_grpc.add_ExchangeServiceServicer_to_server(self, server)
 
     def attach(self) -> None:
-        """Tell the cell, as a scheduler does once it has a worker."""
+        """Send the cell info, as a scheduler does once it has a worker."""
         self._outbox.put_nowait(exchange_pb2.ExchangeResponse(cell_info=self.cell_info))
 
     def send(self, *rows: Row, ends: Sequence[exchange_pb2.RequestEnd] = (), prompts: Sequence[PromptRow] = ()) -> None:
@@ -169,11 +168,11 @@ class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer):
         self.send_outputs(make_outputs(*rows, ends=ends, prompts=prompts))
 
     def send_outputs(self, outputs: exchange_pb2.Outputs) -> None:
-        """Send outputs as they are."""
+        """Send prepared outputs."""
         self._outbox.put_nowait(exchange_pb2.ExchangeResponse(outputs=outputs))
 
     def end_stream(self) -> None:
-        """End the stream as a scheduler does that has a reason."""
+        """End the stream with an error that has a reason, as a scheduler does."""
         self._outbox.put_nowait(_StreamEnd.EXPLAINED)
 
     def break_stream(self) -> None:

@@ -1,6 +1,6 @@
-"""More calls at once than a service can serve, health watches, and streams that are opened only to be reset.
+"""Floods of concurrent calls, of health watches, and of streams that are opened only to be reset.
 
-Whatever is waited for is bounded: what hangs ends as DEADLINE_EXCEEDED or as a TimeoutError.
+Every wait is bounded: a hang ends as DEADLINE_EXCEEDED or TimeoutError.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support.patience import PATIENCE_S
 from tests.support.processes import ROOT, module_command, module_environment
 from tests.support.token_client import prompt_request
 
-# What a call may end with in a flood.
+# The allowed outcomes of a call in a flood.
 EXPECTED = frozenset({"OK", "QUEUE_FULL"})
 NUM_CHANNELS = 4
 
@@ -36,7 +36,7 @@ class Outcomes:
 
     @property
     def unexpected(self) -> dict[str, int]:
-        """Those that nobody may meet."""
+        """The outcomes that must not occur."""
         return {name: count for name, count in self.counts.items() if name not in EXPECTED}
 
     async def add(self, call: Any) -> None:
@@ -50,7 +50,7 @@ class Outcomes:
             self.counts["OK"] += 1
 
     async def add_watch(self, watch: Any) -> None:
-        """Read a health watch's first response: that the server serves."""
+        """Read a health watch's first response, which must be SERVING."""
         try:
             response = await watch.read()
         except grpc.aio.AioRpcError as error:
@@ -64,7 +64,7 @@ class Outcomes:
 
 
 async def flood_with_calls(address: str, num_calls: int, *, is_scheduler: bool, max_tokens: int = 4) -> Outcomes:
-    """Make so many `Generate` calls at once, over a few channels, and wait for all."""
+    """Make `num_calls` concurrent `Generate` calls over a few channels, and wait for all."""
     outcomes = Outcomes()
     async with open_channels(address) as channels:
         calls = [
@@ -76,7 +76,7 @@ async def flood_with_calls(address: str, num_calls: int, *, is_scheduler: bool, 
 
 
 async def flood_with_watches(address: str, num_watches: int) -> Outcomes:
-    """Open so many health watches at once, over a few channels, that stay open until all have been answered."""
+    """Open `num_watches` concurrent health watches over a few channels; all stay open until every one has an answer."""
     outcomes = Outcomes()
     async with open_channels(address) as channels:
         stubs = [health_pb2_grpc.HealthStub(channel) for channel in channels]
@@ -93,14 +93,14 @@ async def flood_with_watches(address: str, num_watches: int) -> Outcomes:
 async def flood_with_resets(
     address: str, num_streams: int, *, is_scheduler: bool, num_neighbours: int = 32
 ) -> Outcomes:
-    """Have another process open and reset so many streams beside calls and a health watch.
+    """Let another process open and reset `num_streams` streams while calls and a health watch run here.
 
     Returns:
-        How the neighbours ended.
+        The outcomes of the calls here.
 
     Raises:
-        RuntimeError: the process failed.
-        TimeoutError: it hangs.
+        RuntimeError: The process failed.
+        TimeoutError: The process hangs.
     """
     outcomes = Outcomes()
     async with make_channel(address) as channel:
@@ -124,13 +124,13 @@ async def flood_with_resets(
 
 @asynccontextmanager
 async def open_channels(address: str) -> AsyncIterator[list[grpc.aio.Channel]]:
-    """A few channels, each a connection of its own."""
+    """Open a few channels, each with its own connection."""
     async with AsyncExitStack() as stack:
         yield [await stack.enter_async_context(make_channel(address)) for _ in range(NUM_CHANNELS)]
 
 
 def start_generate(channel: grpc.aio.Channel, *, is_scheduler: bool, max_tokens: int) -> Any:
-    """A `Generate` call of the service's own kind."""
+    """Start a `Generate` call of the scheduler or the tokenizer service."""
     if is_scheduler:
         scheduler = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         return scheduler.Generate(prompt_request([1, 2, 3], max_tokens=max_tokens), timeout=PATIENCE_S)
@@ -155,5 +155,5 @@ async def _run_resetter(address: str, num_streams: int, is_scheduler: bool) -> N
 def _start_resetter(address: str, num_streams: int, is_scheduler: bool) -> subprocess.Popen[bytes]:
     role = "scheduler" if is_scheduler else "tokenizer"
     command = module_command("tests.support.stream_resetter", address, role, str(num_streams))
-    # Not asyncio's: uvloop forks with gRPC's handlers of forks, and gRPC has its threads here.
+    # Not asyncio's subprocess: uvloop's fork runs gRPC's fork handlers, and gRPC has threads in this process.
     return subprocess.Popen(command, cwd=ROOT, env=module_environment(), stdout=subprocess.PIPE)

@@ -1,4 +1,4 @@
-"""A worker peer that a test can hold up."""
+"""A worker peer that a test can block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.worker_peer import WorkerPeer
 
 
 class GatedWorker(WorkerPeer):
-    """Is attached and answers steps only while its gate is open."""
+    """Answers `Attach` and steps only while its gate is open."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Greedy completions by a model alone, in all the ways in which a worker may come to compute them."""
+"""Greedy completions by a bare model, in all the ways in which a worker may compute them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from tests.support.paged_model import PagedModel, PagedSequence
 
 @dataclass(frozen=True)
 class Way:
-    """How sequences are computed; none of it may be seen in what comes out."""
+    """How sequences are computed; the output must not depend on it."""
 
     block_size: int = 16
-    # Tokens of a prompt in a step; None: all of them.
     chunk_size: int | None = None
-    # Whether sequences that are done with their prompts decode beside the chunks of others.
+    """Prompt tokens per step; None means the whole prompt."""
     is_mixed: bool = False
-    # Whether the prompts begin with blocks that are in the cache.
+    """Whether sequences decode in the same step as prompt chunks of others."""
     has_prefix: bool = False
+    """Whether the prompts begin with cached blocks."""
 
 
 @dataclass
 class Generated:
-    """A greedy completion, and the logits that each of its tokens was chosen from."""
+    """A greedy completion, and the logits from which each token was chosen."""
 
     prompt: list[int]
     sequence: PagedSequence
@@ -45,7 +45,7 @@ class Generated:
 
 
 def generate(paged: PagedModel, prompts: Sequence[list[int]], num_tokens: int, way: Way) -> list[Generated]:
-    """Greedy completions, all in one batch, in the given way."""
+    """Generate greedy completions in one batch."""
     batch = [_enter(paged, prompt, way) for prompt in prompts]
     while rows := [each for each in batch if len(each.rows) < num_tokens]:
         prompts_left = [each for each in rows if each.num_computed < len(each.prompt)]
@@ -65,7 +65,7 @@ def generate(paged: PagedModel, prompts: Sequence[list[int]], num_tokens: int, w
 def _enter(paged: PagedModel, prompt: list[int], way: Way) -> Generated:
     if not way.has_prefix:
         return Generated(prompt, PagedSequence([]))
-    # Two thirds of the prompt are another sequence's.
+    # Two thirds of the prompt are shared with another sequence.
     num_shared = 2 * len(prompt) // 3
     other = paged.add([*prompt[:num_shared], *reversed(prompt[num_shared:])])
     paged.prefill([other])
@@ -76,7 +76,7 @@ def _enter(paged: PagedModel, prompt: list[int], way: Way) -> Generated:
 
 
 def _extend_tokens(each: Generated, chunk_size: int | None) -> int:
-    """Give the sequence the tokens that the next step computes; how many they are."""
+    """Append the tokens that the next step computes; returns their number."""
     num_left = len(each.prompt) - each.num_computed
     if num_left <= 0:
         return 1

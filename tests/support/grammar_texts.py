@@ -1,4 +1,4 @@
-"""Texts of grammars: written at random as a sampler would, and held against a grammar."""
+"""Random texts of a grammar, written token by token as a sampler would, and checks of texts against a grammar."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from services.worker.sampling.grammar import GrammarCompiler, GrammarMatcher
 from shared.model_dir import TOKENIZER, eos_token_ids
 
-# What gets a text out of strings, lists and objects; blind draws hardly ever would.
+# Tokens that close strings, lists and objects; uniform draws would hardly ever finish a text.
 CLOSERS = ('"', "}", "]", '"}', '"]', ",", ":", '":', "1", "0", ".", " ")
 
 
@@ -25,12 +25,12 @@ class TextWriter:
         self._closers = np.array([token_id for token_id in ids if token_id is not None])
 
     def encode(self, text: str) -> list[int]:
-        """The text's tokens."""
+        """The text's token ids."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def matcher_behind(self, grammar: str, token_ids: list[int]) -> GrammarMatcher:
-        """A matcher that has taken in these tokens."""
+        """A matcher advanced by these tokens."""
         matcher = self.compiler.matcher(grammar)
         for token_id in token_ids:
             matcher.advance(token_id)
@@ -41,7 +41,7 @@ class TextWriter:
         return bool(matcher.mask()[self._eos_token_ids].all())
 
     def fits(self, grammar: str, text: str) -> bool:
-        """Whether the grammar allows each of the text's tokens, and then its end."""
+        """Whether the grammar allows each of the text's tokens and then the end."""
         matcher = self.compiler.matcher(grammar)
         for token_id in self.encode(text):
             if not matcher.mask()[token_id]:
@@ -50,13 +50,13 @@ class TextWriter:
         return self.may_end(matcher)
 
     def write(self, grammar: str, seed: int, *, max_tokens: int = 150) -> list[int] | None:
-        """Tokens of a whole text, without its end; None when it has no end within `max_tokens`."""
+        """Draw the tokens of a complete text without EOS; None if it does not end within `max_tokens`."""
         random = np.random.default_rng(seed)
         matcher = self.compiler.matcher(grammar)
         token_ids: list[int] = []
         while len(token_ids) < max_tokens:
             mask = matcher.mask().copy()
-            assert mask.any(), "nothing may come next"
+            assert mask.any(), "no token is allowed"
             if mask[self._eos_token_ids].any():
                 mask[self._eos_token_ids] = False
                 if not mask.any() or random.random() < 0.3:

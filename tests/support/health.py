@@ -1,4 +1,4 @@
-"""What a server says of its health at this moment."""
+"""A single health check of a server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.support.patience import PATIENCE_S
 
 
 async def check_health(channel: grpc.aio.Channel) -> bool:
-    """Whether the server behind `channel` says that it serves; False when it gives no answer."""
+    """Whether the server reports SERVING; False if it does not answer."""
     stub = health_pb2_grpc.HealthStub(channel)
     try:
         response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)

@@ -1,4 +1,4 @@
-"""The JSON Schema Test Suite, as the source of the `jsonschema` package carries it."""
+"""The JSON Schema Test Suite, as included in the source archive of the `jsonschema` package."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FOLDER_TO_DIALECT: dict[str, type[Validator]] = {
 
 @dataclass(frozen=True, slots=True)
 class SuiteSchema:
-    """One schema of the suite, which says its dialect, and values that the suite has for it."""
+    """One schema of the suite with its dialect, and the suite's valid (`good`) and invalid (`bad`) values."""
 
     name: str
     schema: dict[str, Any]
@@ -35,16 +35,16 @@ class SuiteSchema:
 
     @property
     def source(self) -> str:
-        """The schema as text."""
+        """The schema as JSON text."""
         return json.dumps(self.schema)
 
     def is_fit(self, text: str) -> bool:
-        """Whether a text is JSON that fits the schema."""
+        """Whether a JSON text is valid under the schema."""
         return self.validator.is_valid(json.loads(text))
 
 
 def read_suite() -> list[SuiteSchema]:
-    """All schemas that are objects. The optional ones, such as formats, are left out: validators differ over them."""
+    """All schemas that are objects, without the optional ones such as formats, on which validators differ."""
     assert SUITE.exists(), "the suite is missing: `make test` downloads it"
     with tarfile.open(SUITE) as archive:
         return [schema for member in archive if _is_wanted(member.name) for schema in _read(archive, member)]

@@ -1,7 +1,7 @@
-"""Loads a model and says how much memory that took: `python -m tests.support.load_memory MODEL_DIR BACKEND`.
+"""Loads a model and reports the memory it took: `python -m tests.support.load_memory MODEL_DIR BACKEND`.
 
-A process of its own, since memory that was freed before would hide what the loading takes. Pages of mapped files do
-not count: the kernel takes them back whenever it needs them.
+It runs as a separate process, since memory freed earlier would hide what loading takes. Pages of mapped files are not
+counted: the kernel can reclaim them at any time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SAMPLE_S = 0.001
 
 
 class PeakMemory:
-    """Samples this process's anonymous memory until it is left."""
+    """Records the peak of this process's anonymous memory while the context is active."""
 
     def __init__(self) -> None:
         self.peak = 0
@@ -42,16 +42,16 @@ class PeakMemory:
 
 
 def anonymous_bytes() -> int:
-    """This process's resident memory without pages of files."""
+    """This process's resident memory in bytes, without file pages."""
     line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("RssAnon:"))
     return int(line.split()[1]) * 1024
 
 
 def main() -> None:
-    """Print as JSON what the loading took at most and what is left of it, in bytes."""
+    """Print as JSON the peak and the remaining memory of loading, in bytes."""
     torch.set_num_threads(1)
     ops = load_ops(sys.argv[2])
-    # What libraries allocate at their first use is not the loading's.
+    # Warm up, so that what libraries allocate at first use is not counted.
     ops.prepare_linear(torch.ones(8, 8), None)(torch.ones(1, 8))
     before = anonymous_bytes()
     with PeakMemory() as memory:

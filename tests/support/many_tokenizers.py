@@ -1,4 +1,4 @@
-"""Small trained tokenizers of every structure that known models have, and texts that tell them apart."""
+"""Small trained tokenizers with the structures of all known models, and texts that distinguish them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GPT_OSS = (
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 MISTRAL = GPT_OSS.replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "").replace("{1,3}", "")
-# As its file has it: with a line's ends themselves.
+# As in its file: with literal line ends.
 DEEPSEEK_3 = (
     "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
     "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+"
@@ -36,12 +36,12 @@ CORPUS = [
 
 
 def split(rule: str) -> pre_tokenizers.PreTokenizer:
-    """A stage that makes the matches of a regular expression words."""
+    """A stage that splits off the matches of a regular expression as words."""
     return pre_tokenizers.Split(Regex(rule), "isolated")
 
 
 def byte_level(*stages: pre_tokenizers.PreTokenizer) -> Tokenizer:
-    """A trained byte-level tokenizer that finds words by some rules."""
+    """A trained byte-level tokenizer with these pre-tokenizer stages."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(list(stages))
     tokenizer.decoder = decoders.ByteLevel()
@@ -54,14 +54,14 @@ def byte_level(*stages: pre_tokenizers.PreTokenizer) -> Tokenizer:
 
 
 def sentencepiece(*, is_legacy: bool = False, **marking: Any) -> Tokenizer:
-    """A trained tokenizer that marks spaces, by a normalizer or by a pre-tokenizer."""
+    """A trained tokenizer that marks spaces, with a normalizer (`is_legacy`) or a pre-tokenizer."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>"], initial_alphabet=ASCII, show_progress=False)
     tokenizer.train_from_iterator(CORPUS, trainer)
     if is_legacy:
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-        # It cannot be taken away again.
+        # A pre-tokenizer cannot be unset in place.
         without = json.loads(tokenizer.to_str()) | {"pre_tokenizer": None}
         tokenizer = Tokenizer.from_str(json.dumps(without))
     else:
@@ -71,19 +71,19 @@ def sentencepiece(*, is_legacy: bool = False, **marking: Any) -> Tokenizer:
 
 
 def with_nfc(tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer, which normalises texts from now on."""
+    """Add NFC normalization to the tokenizer, in place, and return it."""
     tokenizer.normalizer = normalizers.NFC()
     return tokenizer
 
 
 def plain_bytes(*, use_regex: bool = False) -> pre_tokenizers.PreTokenizer:
-    """The last stage of byte-level tokenizers; with `use_regex` it finds words itself."""
+    """The last stage of byte-level tokenizers; with `use_regex` it also splits words."""
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
 
 
 @cache
 def tokenizers() -> dict[str, Tokenizer]:
-    """Small ones of the structures that known models have, by a name of each."""
+    """Small tokenizers with the structures of known models, by name."""
     cjk = "[一-龥぀-ゟ゠-ヿ]+"  # noqa: RUF001
     return {
         "tiny": tiny_tokenizer(),
@@ -105,7 +105,7 @@ NAMES = ["tiny", "gpt-2", "smollm", "llama-3", "qwen", "gpt-oss", "mistral", "de
 MARKING_NAMES = ["llama-2", "metaspace", "metaspace-always", "metaspace-words"]
 ALL_NAMES = [*NAMES, *MARKING_NAMES]
 
-# What tokenizers tell apart.
+# Pieces of text that tokenizers treat differently.
 BITS = [
     *["a", "Z", "the", " the", "é", "и", "你", "好", "カ", "が", "가", "ʰ", "1", "23", "٣", "½"],
     *[" ", "  ", "\n", "\r", "\r\n", "\n\n", "\t", "\u00a0", "\u3000", "\u2028", "\x1c", "\x85", "\u200b", "\u180e"],

@@ -1,4 +1,4 @@
-"""What layers for multi-token prediction make of a sequence."""
+"""The logits of multi-token prediction (MTP) layers for a sequence."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from services.worker.forward.forward_context import ForwardContext, forward_cont
 from services.worker.models.protocol import CausalLM, MtpLayers
 from tests.support.paged_model import PagedModel, attention_metadata
 
-# A chunk's tokens in the step and their positions, to a row for each.
+# Maps a chunk's slice of the sequence and its positions to one row per token.
 Compute = Callable[[slice, Tensor], Tensor]
 
 
 def mtp_of(model: CausalLM) -> MtpLayers:
-    """The layers of a model that has some."""
+    """The MTP layers of a model, which must have them."""
     assert model.mtp is not None
     return model.mtp
 
 
 @torch.inference_mode()
 def our_mtp_logits(paged: PagedModel, token_ids: Sequence[int], chunk_size: int) -> list[Tensor]:
-    """Per layer the logits behind each token; everything is computed in chunks of `chunk_size` tokens."""
+    """The logits after each token, per layer; everything is computed in chunks of `chunk_size` tokens."""
     model, mtp, table = paged.model, mtp_of(paged.model), paged.add(token_ids).block_table
     tokens = torch.tensor(token_ids)
 

@@ -1,15 +1,15 @@
-"""A client whose windows hold almost nothing, so that a server notices at once that it does not read."""
+"""A client with tiny flow-control windows, so that a server notices at once that it does not read."""
 
 from __future__ import annotations
 
 import grpc
 
-# The window of each call, before anything has been read.
+# The initial window of each call.
 WINDOW_BYTES = 100
 
 
 def open_narrow_channel(address: str) -> grpc.aio.Channel:
-    """A channel of its own to `address`; the caller closes it."""
+    """Open a separate connection to `address`; the caller closes it."""
     options = [
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", WINDOW_BYTES),

@@ -1,4 +1,4 @@
-"""Runs a model on sequences that lie in scattered KV blocks: a model runner in miniature, for tests of the kernels."""
+"""Runs a model on sequences in scattered KV blocks: a miniature model runner, for tests of models and kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from services.worker.ops import Ops
 
 @dataclass
 class PagedSequence:
-    """A sequence's tokens and where their KV lies."""
+    """A sequence's tokens and its KV blocks."""
 
     token_ids: list[int]
     block_table: list[int] = field(default_factory=list)
@@ -53,7 +53,7 @@ def attention_metadata(
 
 
 class PagedModel:
-    """A model, a KV cache and the blocks that are free, in shuffled order."""
+    """A model, a KV cache and its free blocks in shuffled order."""
 
     def __init__(self, model: CausalLM, ops: Ops, *, num_blocks: int = 512, block_size: int = 16) -> None:
         self.model = model
@@ -63,7 +63,7 @@ class PagedModel:
         random.Random(7).shuffle(self._free_blocks)
 
     def add(self, token_ids: Sequence[int], *, prefix_of: PagedSequence | None = None) -> PagedSequence:
-        """A sequence; with `prefix_of` it shares the blocks that `num_shared` counts."""
+        """Add a sequence; with `prefix_of` it shares the blocks counted by `num_shared`."""
         sequence = PagedSequence(list(token_ids))
         if prefix_of is not None:
             sequence.block_table = prefix_of.block_table[: self.num_shared(sequence, prefix_of)]
@@ -71,7 +71,7 @@ class PagedModel:
         return sequence
 
     def num_shared(self, sequence: PagedSequence, other: PagedSequence) -> int:
-        """Full blocks that both begin with, the last token of `sequence` excluded."""
+        """The number of equal full blocks at the start of both, without the last token of `sequence`."""
         size = self.kv_cache.block_size
         count = 0
         while (count + 1) * size < len(sequence.token_ids) and (
@@ -81,28 +81,30 @@ class PagedModel:
         return count
 
     def prefill(self, sequences: Sequence[PagedSequence], num_cached: Sequence[int] | None = None) -> Tensor:
-        """Compute all tokens behind the cached ones; the logits of each sequence's last, [num_seqs, vocabulary]."""
+        """Compute all tokens after the cached ones; returns the last logits of each sequence, [num_seqs, vocabulary]."""
         cached = num_cached or [0] * len(sequences)
         query_lens = [len(seq.token_ids) - count for seq, count in zip(sequences, cached, strict=True)]
         return self._step(sequences, query_lens, is_prefill=True)
 
     def prefill_all(self, sequence: PagedSequence) -> Tensor:
-        """Compute one sequence; the logits of every token, [num_tokens, vocabulary]."""
+        """Compute one sequence; returns the logits of every token, [num_tokens, vocabulary]."""
         return self._step([sequence], [len(sequence.token_ids)], is_prefill=True, all_logits=True)
 
     def decode_runs(self, sequences: Sequence[PagedSequence], query_lens: Sequence[int]) -> Tensor:
-        """Compute the last `query_lens[i]` tokens of each sequence, as decodes with drafts; the logits of them all."""
+        """Compute the last `query_lens[i]` tokens of each sequence as decodes with drafts; returns the logits of all of
+        them.
+        """
         for sequence in sequences:
             self._fill_table(sequence)
         return self._step(sequences, list(query_lens), is_prefill=False, all_logits=True)
 
     def extend(self, sequences: Sequence[PagedSequence], query_lens: Sequence[int], *, is_prefill: bool) -> Tensor:
-        """Compute the last `query_lens[i]` tokens of each sequence; the logits of its last, [num_seqs, vocabulary].
+        """Compute the last `query_lens[i]` tokens of each sequence; returns its last logits, [num_seqs, vocabulary].
 
         Args:
-            sequences: All tokens before those are in the cache.
-            query_lens: At least 1 each.
-            is_prefill: Of the step's kind: chunks of prompts, or those beside decodes. Else each has 1 token.
+            sequences: All tokens before the computed ones must be in the cache.
+            query_lens: At least 1 each; all 1 if not `is_prefill`.
+            is_prefill: Whether the step has prompt chunks, alone or with decodes.
         """
         for sequence in sequences:
             self._fill_table(sequence)

@@ -1,4 +1,4 @@
-"""Few rows in which each two values of two factors meet: tests of options that may disturb each other."""
+"""Pairwise (all-pairs) combinations, for tests of options that may interfere with each other."""
 
 from __future__ import annotations
 
@@ -11,13 +11,9 @@ NUM_TRIES = 50
 
 
 def pairwise_rows(factors: Mapping[str, Sequence[Any]], *, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows, one value a factor, such that every pair of values of two factors stands in one of them.
+    """Rows with one value per factor, such that every pair of values of two factors is in at least one row.
 
-    Greedy: each row is the best of many that are completed at random from a pair that is still missing.
-
-    Args:
-        factors: The values of each.
-        seed: Equal seeds give equal rows.
+    Greedy: each row is the best of `NUM_TRIES` random completions of a pair that is still missing.
     """
     rng = random.Random(seed)
     names = list(factors)

@@ -1,6 +1,6 @@
-"""How long tests wait for what must come."""
+"""How long tests wait for something that must happen."""
 
 from __future__ import annotations
 
-# Nothing is measured: it comes at once, on a machine that others use it takes many times as long, and what hangs fails.
+# Not a measurement: normally it happens at once, on a busy machine it takes many times as long, and a hang fails.
 PATIENCE_S = 300.0
