@@ -210,7 +210,7 @@ class EngineDriver:
         """Pass an event to the engine, process its actions, and check its integrity.
 
         Returns:
-            The engine's actions for this event, without heartbeats and without those for time that has passed before it.
+            The engine's actions for this event, without heartbeats and without those for time that passed before.
         """
         self._let_time_pass()
         if isinstance(event, DomainAttached):
@@ -227,7 +227,7 @@ class EngineDriver:
         return actions
 
     def _let_time_pass(self) -> None:
-        """Wake the engine at each time it asked for up to `now`, with heartbeats of the ranks before each."""
+        """Wake the engine at each time it asked for up to `now`, after heartbeats of the ranks."""
         while (wakeup := self.engine.next_wakeup()) <= self.now:
             time = max(wakeup, 0.0)
             for domain, epoch in list(self.epochs.items()):

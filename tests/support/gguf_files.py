@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.support.tiny_llama import TINY_CONFIG
 from tests.support.tiny_tokenizer import CHATML, tiny_tokenizer
 
-# Rows are multiples of 32, which is a block of Q8_0 and Q4_0; a head's width is not hidden size by heads.
+# Row lengths are multiples of 32, the block of Q8_0 and Q4_0; head_dim differs from hidden_size / num_heads.
 CONFIG: dict[str, Any] = {
     **TINY_CONFIG,
     "vocab_size": 420,
@@ -44,7 +44,7 @@ _EXPERT_NAMES = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_p
 
 
 def model_tensors(architecture: str, config: Mapping[str, Any] = CONFIG, seed: int = 5) -> dict[str, Tensor]:
-    """Random weights of an architecture by GGUF's name, by Hugging Face's names."""
+    """Random weights under Hugging Face's names, for an architecture by its GGUF name."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: 0.1 * torch.randn(shape, generator=generator) for name, shape in _shapes(architecture, config).items()
@@ -63,15 +63,15 @@ def write_gguf(
     """Write a model of `model_tensors`.
 
     Args:
-        path: Where to.
+        path: The file to write.
         architecture: llama, qwen2, qwen3 or qwen3moe.
-        config: Its sizes, by Hugging Face's names.
-        kind: How matrices are stored; all else is float32.
-        pre_tokenizer: What the file calls it.
-        more: Further metadata, under the architecture's name, and tensors, by GGUF's names.
+        config: The model's sizes, under Hugging Face's names.
+        kind: The type of matrices; all other tensors are float32.
+        pre_tokenizer: The pre-tokenizer's name in the file.
+        more: Further metadata (prefixed with the architecture) and tensors, under GGUF names.
 
     Returns:
-        The values that the file has, by Hugging Face's names.
+        The values stored in the file, under Hugging Face's names.
     """
     writer = gguf.GGUFWriter(path, architecture)
     _add_sizes(writer, architecture, config)
@@ -135,7 +135,9 @@ def _gguf_name(name: str) -> str:
 
 
 def _gguf_rows(architecture: str, name: str, tensor: Tensor, config: Mapping[str, Any]) -> Tensor:
-    """A llama's rotated pairs stand side by side in GGUF, where Hugging Face has them half a head apart."""
+    """Reorder rows for GGUF: a llama's rotated pairs are adjacent there, but half a head apart in Hugging Face's
+    layout.
+    """
     if architecture != "llama" or not name.endswith(("q_proj.weight", "k_proj.weight")):
         return tensor
     heads = tensor.view(-1, 2, config["head_dim"] // 2, tensor.shape[1])
@@ -143,7 +145,7 @@ def _gguf_rows(architecture: str, name: str, tensor: Tensor, config: Mapping[str
 
 
 def _store(tensor: Tensor, kind: gguf.GGMLQuantizationType) -> tuple[np.ndarray[Any, Any], Tensor]:
-    """What is stored, and the values that it has."""
+    """The stored array, and the values that it encodes."""
     if tensor.dim() < 2 or kind == gguf.GGMLQuantizationType.F32:
         return tensor.contiguous().numpy(), tensor
     stored = gguf.quants.quantize(tensor.contiguous().numpy(), kind)

@@ -91,9 +91,7 @@ class PagedModel:
         return self._step([sequence], [len(sequence.token_ids)], is_prefill=True, all_logits=True)
 
     def decode_runs(self, sequences: Sequence[PagedSequence], query_lens: Sequence[int]) -> Tensor:
-        """Compute the last `query_lens[i]` tokens of each sequence as decodes with drafts; returns the logits of all of
-        them.
-        """
+        """Compute the last `query_lens[i]` tokens of each sequence as decodes with drafts; returns the logits of all."""
         for sequence in sequences:
             self._fill_table(sequence)
         return self._step(sequences, list(query_lens), is_prefill=False, all_logits=True)

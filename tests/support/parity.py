@@ -1,4 +1,4 @@
-"""Our models beside transformers': when two results are the same."""
+"""Comparison of our models with transformers': when two results count as the same."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.support.small_models import build_small_model, write_small_model
 
 # Relative to the largest logit. Measured: float32 differs from float64 by 6e-6 at most, 5e-7 mostly.
 LOGIT_TOLERANCE = 1e-4
-# Relative likewise: two logits that are closer may change places from one float32 computation to another.
+# Relative likewise: closer logits may swap order between two float32 computations.
 TIE = 1e-5
-# A weight changed by as much is the same one in float32, give or take its last bit.
+# A relative change of a weight that affects about the last bit in float32.
 NUDGE = 1e-7
 NUM_NUDGES = 3
 MAX_NUM_TOKENS = 2048
@@ -35,23 +35,23 @@ def make_prompts(lengths: Sequence[int], *, seed: int = 3) -> list[list[int]]:
 
 
 class TransformersModel:
-    """transformers' model: in float32, and where that cannot decide, in computations which are as good.
+    """transformers' model in float32, with alternative computations that are equally valid.
 
-    A router that picks experts, an indexer that picks tokens and a greedy choice decide between scores. Where two
-    are as near as float32 can tell, either choice is right, and all that follows differs. So a result counts when
-    it is that of float32, or that of float64, or one of float32 with every weight off by its last bit.
+    An expert router, a token indexer and greedy sampling choose between scores. If two scores are equal within float32
+    precision, either choice is right, and everything after it differs. A result is therefore accepted if it matches
+    float32, float64, or float32 with every weight changed in its last bit.
     """
 
     def __init__(self, model: Any) -> None:
-        """Take a float32 model; it is not changed."""
+        """Wrap a float32 model, which is not modified."""
         self._models = [model]
-        # Of the latest tokens: the logits of each computation so far.
+        # The latest token ids, and their logits in each computation so far.
         self._latest: tuple[list[int], list[Tensor]] = ([], [])
 
     def all_logits(self, token_ids: Sequence[int]) -> Iterator[Tensor]:
-        """The logits of every token, [num_tokens, vocabulary] in float64, in every computation, float32's first.
+        """Yield the logits of every token, [num_tokens, vocabulary] as float64, in every computation, float32 first.
 
-        The others are computed when they are asked for.
+        Each computation runs only when its result is requested.
         """
         if self._latest[0] != token_ids:
             self._latest = (list(token_ids), [])
@@ -75,25 +75,25 @@ class TransformersModel:
 
 @dataclass(frozen=True)
 class SmallModel:
-    """A small model as transformers has it, and its checkpoint."""
+    """A small transformers model and its checkpoint."""
 
     theirs: TransformersModel
     directory: Path
 
     def load(self, backend: str, *, block_size: int = 16) -> PagedModel:
-        """Ours, from the checkpoint."""
+        """Load our model from the checkpoint."""
         return load_paged(self.directory, backend, block_size=block_size)
 
 
 @dataclass
 class SmallModels:
-    """Makes each small model once."""
+    """Builds and caches small models."""
 
     directory: Path
     _models: dict[tuple[str, str], SmallModel] = field(default_factory=dict)
 
     def get(self, architecture: str, variant: str) -> SmallModel:
-        """A model of `SMALL_CONFIGS`."""
+        """The model of an entry of `SMALL_CONFIGS`."""
         key = (architecture, variant)
         if key not in self._models:
             model = build_small_model(architecture, variant)
@@ -103,20 +103,20 @@ class SmallModels:
 
 
 def load_paged(model_dir: Path, backend: str, *, block_size: int = 16) -> PagedModel:
-    """Our model of a checkpoint, in float32."""
+    """Load our model of a checkpoint in float32."""
     ops = load_ops(backend)
     loaded = load_model(model_dir, ops, torch.float32, lambda _: None)
     return PagedModel(loaded.model, ops, num_blocks=MAX_NUM_TOKENS // block_size + 64, block_size=block_size)
 
 
 def wrong_rows(ours: Tensor, theirs: TransformersModel, token_ids: Sequence[int], *, first: int = 0) -> list[int]:
-    """The places in `token_ids` whose logits are none that transformers gives.
+    """The indexes in `token_ids` whose logits match none of transformers' computations.
 
     Args:
-        ours: [n, vocabulary]: the logits behind the tokens from `first` on.
-        theirs: The model.
+        ours: [n, vocabulary]; the logits after the tokens from index `first` on.
+        theirs: The model to compare with.
         token_ids: All tokens.
-        first: Where `ours` begins.
+        first: The index of the first row of `ours`.
     """
     wrong = torch.ones(len(ours), dtype=torch.bool)
     for logits in theirs.all_logits(token_ids):
@@ -129,7 +129,7 @@ def wrong_rows(ours: Tensor, theirs: TransformersModel, token_ids: Sequence[int]
 
 
 def wrong_tokens(theirs: TransformersModel, prompt: Sequence[int], completion: Sequence[int]) -> list[int]:
-    """The places in `completion` whose token is no greedy choice: neither the best one nor one that ties with it."""
+    """The indexes in `completion` whose token is not a greedy choice: neither the best one nor tied with it."""
     token_ids = [*prompt, *completion]
     chosen = torch.tensor(completion)[:, None]
     wrong = torch.ones(len(completion), dtype=torch.bool)

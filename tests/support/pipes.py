@@ -1,4 +1,4 @@
-"""Pipes that nobody reads."""
+"""Pipes whose reader does not read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def full_pipe() -> Iterator[tuple[int, int]]:
-    """A pipe that takes not a byte more: its reading end and its writing end, which blocks whoever writes."""
+    """A full pipe: its read end, and its write end, on which every write blocks."""
     reader, writer = os.pipe()
     try:
         fill(writer)
@@ -22,7 +22,7 @@ def full_pipe() -> Iterator[tuple[int, int]]:
 
 
 def fill(writer: int) -> None:
-    """Write to a pipe until it takes no more."""
+    """Fill a pipe."""
     os.set_blocking(writer, False)
     with contextlib.suppress(BlockingIOError):
         while True:
@@ -34,6 +34,6 @@ def fill(writer: int) -> None:
 
 
 def read_lines(reader: int) -> list[str]:
-    """The lines of a pipe until its writers have closed it, without the empty ones."""
+    """Read the non-empty lines of a pipe until all writers have closed it."""
     with open(reader, encoding="utf-8", closefd=False) as file:
         return [line.rstrip("\n") for line in file if line.strip()]

@@ -10,31 +10,31 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
-# Below those that the kernel gives to connections, and to whoever listens and names none.
+# Below the kernel's ephemeral port range.
 _FIRST, _END = 20_000, 32_000
-# At least as many as there are test processes side by side.
+# At least the number of parallel test processes.
 _STRIDE = 16
 
 _number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 _ports = itertools.cycle(range(_FIRST + _number % _STRIDE, _END, _STRIDE))
-# A lock for each port that this process was given, held until it ends.
+# A lock for each port allocated by this process, held until it ends.
 _port_to_lock: dict[int, IO[bytes]] = {}
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on.
+    """A free port of 127.0.0.1.
 
-    A service takes seconds to start: until then nobody else is given it, here or in another test run. Of two cells
-    that were to listen on one port, the later one would take the other's tokenizer for its own.
+    The port stays reserved for this process, here and in other test runs, since a service takes seconds to start
+    listening. If two cells were to use one port, the second would take the other's tokenizer for its own.
     """
     return next(port for port in _ports if _try_lock(port) and _is_free(port))
 
 
 def _try_lock(port: int) -> bool:
-    """Whether no other process has been given the port; this one keeps it for itself."""
+    """Reserve the port for this process; returns False if another process holds it."""
     if port in _port_to_lock:
         return True
-    # One file for each user: another one's could not be opened.
+    # One file per user, since a file of another user could not be opened.
     lock = (Path(tempfile.gettempdir()) / f"lockstep-test-port-{os.getuid()}-{port}").open("ab")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Processes of this checkout's modules: the environment that they get, and those that answer line by line."""
+"""Processes that run modules of this checkout: their environment, and ones that answer line by line."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-# What a process runs first; it is told when its terminal goes, even if the test run is not, as under `nohup`. Not a
-# `preexec_fn`: with gRPC's handlers of forks some children die before they begin.
+# The first code of a process. It restores SIGHUP, which the test run may ignore, for example under `nohup`. It is not a
+# `preexec_fn`, because with gRPC's fork handlers some children die before they start.
 _BEGIN = """
 import os, signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -25,24 +25,24 @@ os.execv(sys.executable, [sys.executable, *sys.argv[3:]])
 
 
 def python_command(*args: str) -> list[str]:
-    """The command that runs Python as a process that ends with this one, however that ends."""
+    """The command that runs Python as a process that ends when this one ends, in whatever way."""
     return [sys.executable, "-I", "-S", "-c", _BEGIN, str(ROOT), str(os.getpid()), *args]
 
 
 def module_command(module: str, *args: str) -> list[str]:
-    """The command that runs a module of this checkout, as a process that ends with this one, however that ends."""
+    """The command that runs a module of this checkout as a process that ends when this one ends."""
     return python_command("-m", module, *args)
 
 
 def module_environment() -> dict[str, str]:
-    """What a module of this checkout needs, without the settings of whoever runs the tests: they are not for it."""
+    """The environment for a module of this checkout, without the developer's own LOCKSTEP_ settings."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
     return environment | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "protos")])}
 
 
 @contextmanager
 def start_service(role: str, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A service that no launcher knows of, which will serve after a while; it is killed at the end, also if stopped."""
+    """Start a service without a launcher and without waiting for it; it is killed at the end, even if stopped."""
     with subprocess.Popen(module_command(f"services.{role}", *flags), cwd=ROOT, env=module_environment()) as process:
         try:
             yield process
@@ -51,19 +51,19 @@ def start_service(role: str, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 class LineProcesses:
-    """Processes that read a line and answer one, kept from one line to the next: starting one costs seconds."""
+    """Processes that answer each line with a line, kept alive between lines because starting one takes seconds."""
 
     def __init__(self, module: str, environment: Mapping[str, str] | None = None) -> None:
-        """Take the module that they run, with its number as its argument; they are started when first asked."""
+        """Prepare processes of a module, each with its number as its argument; they start when first needed."""
         self._module = module
         self._environment = {**module_environment(), **(environment or {})}
         self._processes: list[subprocess.Popen[str]] = []
 
     def ask(self, lines: Sequence[str]) -> list[str]:
-        """Give each line to a process of its own; returns their answers.
+        """Send each line to a different process, and return their answers.
 
         Raises:
-            RuntimeError: one of them ended instead. All are ended then: the others may wait for it.
+            RuntimeError: One of them ended instead. All are then killed, since the others may be waiting for it.
         """
         while len(self._processes) < len(lines):
             self._start()
@@ -87,7 +87,7 @@ class LineProcesses:
         return [answers[number] for number in range(len(lines))]
 
     def close(self) -> None:
-        """End them."""
+        """Kill the processes."""
         for process in self._processes:
             process.kill()
         for process in self._processes:

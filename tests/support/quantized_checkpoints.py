@@ -1,7 +1,7 @@
-"""Checkpoints in the formats that people publish, made from plain ones: the stored tensors, and what they stand for.
+"""Checkpoints in published quantisation formats, made from plain ones: the stored tensors and the values they encode.
 
-Values are quantised in the simplest way that fits the format, and dequantised value by value or block by block, so
-that what is expected of the loader does not share its tricks.
+Values are quantised in the simplest way that fits the format, and dequantised value by value or block by block, so that
+the expected values do not share the loader's optimisations.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 WEIGHTS = "model.safetensors"
-# How names of linear layers, and of stacks of them, end.
+# Suffixes of the names of linear layers and of stacks of them.
 _LINEAR = ("_proj", "_proj_with_mqa", ".w1", ".w2", ".w3", "lm_head")
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
@@ -29,7 +29,7 @@ _TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", 
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """One layer: what is stored, by suffix behind its name, and the matrix that it means, float32."""
+    """One layer: its stored tensors by name suffix, and the float32 matrix that they encode."""
 
     tensors: Mapping[str, Tensor]
     values: Tensor
@@ -37,21 +37,21 @@ class Quantized:
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How a checkpoint is quantised."""
+    """The quantisation scheme of a checkpoint."""
 
     # config.json's `quantization_config`.
     config: Mapping[str, Any]
     quantize: Callable[[Tensor], Quantized]
-    # Layers that stay as they are, by the end of their names.
+    # Layers that are not quantised, by name suffix.
     plain: tuple[str, ...] = ()
-    # Of the others, those that another scheme of the same configuration has, by the end of their names.
+    # Layers with a different quantisation in the same configuration, by name suffix.
     others: Mapping[str, Callable[[Tensor], Quantized]] = field(default_factory=dict)
 
 
 def fp8_blocks(
     weight: Tensor, block: tuple[int, int], *, suffix: str = ".weight_scale_inv", dtype: torch.dtype | None = None
 ) -> Quantized:
-    """e4m3fn in blocks; those at the edges are smaller."""
+    """Quantise to e4m3fn with a scale per block; blocks at the edges are smaller."""
     stored = torch.empty(weight.shape, dtype=dtype or torch.float8_e4m3fn)
     num_blocks = [-(-size // block_size) for size, block_size in zip(weight.shape, block, strict=True)]
     scales, values = torch.empty(num_blocks), torch.empty(weight.shape)
@@ -65,7 +65,7 @@ def fp8_blocks(
 
 
 def fp8_tensor(weight: Tensor) -> Quantized:
-    """One scale, without dimensions, as vLLM's quantiser wrote it, and one for activations."""
+    """Quantise to e4m3fn with one scalar scale, and one for activations, as vLLM's quantiser wrote it."""
     scale = weight.abs().max() / 448
     stored = (weight / scale).to(torch.float8_e4m3fn)
     tensors = {".weight": stored, ".weight_scale": scale, ".input_scale": torch.tensor(0.5)}
@@ -73,21 +73,21 @@ def fp8_tensor(weight: Tensor) -> Quantized:
 
 
 def fp8_channels(weight: Tensor) -> Quantized:
-    """A scale per output channel."""
+    """Quantise to e4m3fn with a scale per output channel."""
     scales = weight.abs().amax(dim=1, keepdim=True) / 448
     stored = (weight / scales).to(torch.float8_e4m3fn)
     return Quantized({".weight": stored, ".weight_scale": scales}, stored.float() * scales)
 
 
 def int8_channels(weight: Tensor) -> Quantized:
-    """A scale per output channel; W8A8 keeps the weights so."""
+    """Quantise to int8 with a scale per output channel, as W8A8 stores weights."""
     scales = weight.abs().amax(dim=1, keepdim=True) / 127
     stored = (weight / scales).round().to(torch.int8)
     return Quantized({".weight": stored, ".weight_scale": scales}, stored.float() * scales)
 
 
 def int8_channels_asymmetric(weight: Tensor) -> Quantized:
-    """Likewise with zero points."""
+    """Quantise to int8 with a scale and a zero point per output channel."""
     low, high = weight.amin(dim=1, keepdim=True), weight.amax(dim=1, keepdim=True)
     scales = (high - low) / 255
     zero_points = (-128 - low / scales).round()
@@ -99,14 +99,14 @@ def int8_channels_asymmetric(weight: Tensor) -> Quantized:
 def packed(
     weight: Tensor, *, num_bits: int, group_size: int | None, is_symmetric: bool = True, is_shuffled: bool = False
 ) -> Quantized:
-    """Integers packed into int32, a scale (and a zero point) per row and group of columns.
+    """Quantise to integers packed into int32, with a scale (and a zero point) per row and group of columns.
 
     Args:
         weight: The matrix.
         num_bits: 4 or 8.
-        group_size: Columns that share a scale; None: all.
-        is_symmetric: Without zero points.
-        is_shuffled: Which column belongs to which group is stored, and no run of columns.
+        group_size: Columns that share a scale; None means all.
+        is_symmetric: Whether to omit zero points.
+        is_shuffled: Whether groups are arbitrary sets of columns, stored as an index, instead of consecutive columns.
     """
     num_rows, num_columns = weight.shape
     size = group_size or num_columns
@@ -140,7 +140,7 @@ def packed(
 
 
 def pack_rows(values: Tensor, num_bits: int) -> Tensor:
-    """Signed numbers [n, m] as words [n, m * num_bits / 32] int32, lowest bits first, the last one filled with 0."""
+    """Pack signed numbers [n, m] into int32 words [n, m * num_bits / 32], lowest bits first; the last is padded with 0."""
     offset, per_word = 1 << (num_bits - 1), 32 // num_bits
     rows = []
     for row in values.tolist():
@@ -150,7 +150,7 @@ def pack_rows(values: Tensor, num_bits: int) -> Tensor:
 
 
 def mxfp4_stack(weight: Tensor) -> Quantized:
-    """Experts [E, in, out] as gpt-oss stores them; `values` has the same shape. `in` is a multiple of 32."""
+    """Quantise experts [E, in, out] to MXFP4 as gpt-oss stores them; `values` has the same shape. `in` % 32 must be 0."""
     num_experts, in_features, out_features = weight.shape
     groups = weight.transpose(1, 2).reshape(num_experts, out_features, in_features // 32, 32)
     exponents = torch.floor(torch.log2(groups.abs().amax(dim=-1).clamp(min=2.0**-100))) - 2
@@ -189,7 +189,7 @@ _MIXED["config_groups"]["group_1"] = {
 
 SCHEMES: dict[str, Scheme] = {
     "fp8, blocks": Scheme(
-        # As DeepSeek publishes it: nothing says that the head is left out.
+        # As DeepSeek publishes it: the configuration does not list the head as unquantised.
         {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [24, 40]},
         lambda weight: fp8_blocks(weight, (24, 40)),
         plain=("lm_head", "layers.1.mlp.down_proj"),
@@ -256,7 +256,7 @@ SCHEMES: dict[str, Scheme] = {
     ),
 }
 
-# gpt-oss's experts; all its other layers stay as they are.
+# gpt-oss's experts; none of its other layers is quantised.
 MXFP4 = Scheme(
     {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]},
     mxfp4_stack,
@@ -265,7 +265,7 @@ MXFP4 = Scheme(
 
 
 def write_quantized(model_dir: Path, out_dir: Path, scheme: Scheme) -> tuple[Path, Path]:
-    """Write a plain checkpoint quantised by `scheme`, and a plain one of the values that it then has.
+    """Write a plain checkpoint quantised by `scheme`, and a plain one with the dequantised values.
 
     Returns:
         Their directories, `out_dir / "quantized"` and `out_dir / "values"`.
@@ -288,7 +288,7 @@ def write_quantized(model_dir: Path, out_dir: Path, scheme: Scheme) -> tuple[Pat
 
 
 def write_checkpoint(model_dir: Path, out_dir: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
-    """`model_dir` with another configuration and other tensors."""
+    """Write a copy of `model_dir` with a different configuration and different tensors."""
     shutil.copytree(model_dir, out_dir, ignore=shutil.ignore_patterns("*.safetensors"))
     (out_dir / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save_file(tensors, out_dir / WEIGHTS, metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""Processes that are the ranks of small models, kept from one model to the next."""
+"""Rank processes for small models, kept from one model to the next."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from tests.support.rank_process import RankJob, result_file
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank computed, prompt by prompt."""
+    """What one rank computed, per prompt."""
 
-    # Each [num_tokens].
     tokens: list[list[int]]
-    # Each [num_tokens, vocabulary].
+    """[num_tokens] each."""
     logits: list[Tensor]
-    # Of the prompts, MTP layer by MTP layer.
+    """[num_tokens, vocabulary] each."""
     mtp_logits: list[list[Tensor]]
+    """Logits of the MTP layers on each prompt, one tensor per layer."""
     weights_digest: str
     cache_bytes_per_token: int
 
 
 class RankPool:
-    """Ranks that load any model and complete prompts with it."""
+    """Ranks that load any model and complete prompts."""
 
     def __init__(self) -> None:
         self._processes = LineProcesses("tests.support.rank_process")
-        # Where ranks met for jobs of a kind: they stay connected.
+        # Rendezvous address and start id by kind of job; ranks stay connected.
         self._meetings: dict[tuple[Any, ...], tuple[str, str]] = {}
 
     def generate(
@@ -49,16 +49,16 @@ class RankPool:
         batches: Sequence[Sequence[int]] | None = None,
         **more: Any,
     ) -> list[RankResult]:
-        """Greedy completions by `tp_size` ranks.
+        """Generate greedy completions on `tp_size` ranks.
 
         Args:
             model_dir: The model.
             prompts: At least one token each.
-            num_tokens: Of each completion.
-            tp_size: How many ranks.
-            backend: That all ranks run.
-            batches: The numbers of the prompts that are computed together; None: all are.
-            more: See `RankJob`.
+            num_tokens: Tokens per completion.
+            tp_size: The number of ranks.
+            backend: The ops backend.
+            batches: Indexes of the prompts computed together; None means all in one batch.
+            more: Further fields of `RankJob`.
         """
         meeting = self._meeting(tp_size, backend, more.get("has_expert_parallel"))
         with tempfile.TemporaryDirectory() as out_dir:
@@ -77,12 +77,12 @@ class RankPool:
             return [_read(result_file(out_dir, rank), len(prompts)) for rank in range(tp_size)]
 
     def close(self) -> None:
-        """End the processes."""
+        """Kill the processes."""
         self._processes.close()
         self._meetings.clear()
 
     def _meeting(self, *kind: Any) -> tuple[str, str]:
-        """Address and start id for jobs of a kind."""
+        """Rendezvous address and start id for a kind of job."""
         if kind not in self._meetings:
             self._meetings[kind] = f"127.0.0.1:{free_port()}", "-".join(map(str, kind))
         return self._meetings[kind]

@@ -1,7 +1,7 @@
-"""One rank of some models: `python -m tests.support.rank_process RANK` computes what its standard input asks for.
+"""One rank of a model: `python -m tests.support.rank_process RANK` runs the jobs on its standard input.
 
-Each line is a `RankJob`. The answer is a line of its own: "done" when the job's results are written. Whatever goes
-wrong ends the process, so that its partners notice.
+Each line is a `RankJob`, answered with the line "done" once its results are written. Any error ends the process, so
+that its peers notice.
 """
 
 from __future__ import annotations
@@ -30,53 +30,53 @@ from tests.support.paged_model import PagedModel
 from tests.support.patience import PATIENCE_S
 
 _NUM_BLOCKS = 2048
-# Longer than any step of a small model takes where all cores are busy.
+# Longer than any step of a small model takes on a busy machine.
 _TIMEOUT = timedelta(seconds=PATIENCE_S)
 
 
 @dataclass(frozen=True)
 class RankJob:
-    """Greedy completions that some ranks compute together, each way from a new cache."""
+    """Greedy completions computed by several ranks together, each batch with a new cache."""
 
-    # Where the ranks meet; equal for jobs that use the same connections.
     rendezvous: str
+    """Where the ranks connect; with `start_id` equal for jobs that share connections."""
     start_id: str
     tp_size: int
     model_dir: str
     backend: str
     prompts: Sequence[Sequence[int]]
     num_tokens: int
-    # The batches of each way: the numbers of their prompts.
     batches: Sequence[Sequence[int]]
-    # Where each rank writes its results, under its own number.
+    """Indexes of the prompts in each batch."""
     out_dir: str
+    """Where each rank writes its results; see `result_file`."""
     has_expert_parallel: bool = False
-    # Also what layers for multi-token prediction make of the prompts.
     has_mtp: bool = False
+    """Whether to compute the logits of the MTP layers on the prompts too."""
     way: Way = field(default_factory=Way)
 
     def to_line(self) -> str:
-        """As it is sent."""
+        """Encode as one line."""
         return json.dumps(asdict(self), default=list) + "\n"
 
     @classmethod
     def from_line(cls, line: str) -> RankJob:
-        """As it was sent."""
+        """Decode from one line."""
         values = json.loads(line)
         return cls(**{**values, "way": Way(**values["way"])})
 
 
 def result_file(out_dir: Path | str, rank: int) -> Path:
-    """Where a rank's results are: of prompt n "tokens.n" [num_tokens] and "logits.n" [num_tokens, vocabulary].
+    """The path of a rank's results.
 
-    And of MTP layer k "mtp.k.n". The metadata are the digest of the weights, and the bytes that a token keeps in the
-    cache.
+    Tensors for prompt n: "tokens.n" [num_tokens], "logits.n" [num_tokens, vocabulary], and "mtp.k.n" for MTP layer k.
+    Metadata: the digest of the weights, and the cache bytes per token.
     """
     return Path(out_dir) / f"{rank}.safetensors"
 
 
 def main(rank: int) -> None:
-    """Do all jobs."""
+    """Run all jobs."""
     # The ranks share the cores.
     torch.set_num_threads(1)
     for line in sys.stdin:
@@ -112,5 +112,5 @@ def _connect(layout: RankLayout, rendezvous: str, start_id: str, *, is_exact: bo
 
 if __name__ == "__main__":
     main(int(sys.argv[1]))
-    # As workers leave: connections end with the process.
+    # Exit as workers do: connections end with the process.
     os._exit(0)

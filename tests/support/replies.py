@@ -1,4 +1,4 @@
-"""Feeds replies to their parsers, cut in every way, and joins what comes out."""
+"""Feeds replies to their parsers in pieces, cut in every way, and joins the parsed parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEXT, NUMBER = {"type": "string"}, {"type": "number"}
 
 
 def tool(name: str, **properties: Any) -> Tool:
-    """A tool with arguments of these schemas."""
+    """A tool with arguments of the given schemas."""
     return Tool(name, "", {"type": "object", "properties": properties})
 
 
@@ -23,22 +23,22 @@ TOOLS = (WEATHER, tool("search", query=TEXT, limit=NUMBER), tool("get_time"))
 
 
 def said(text: str) -> TextPart:
-    """Text of an answer."""
+    """An expected text part."""
     return TextPart(text)
 
 
 def thought(text: str) -> ReasoningPart:
-    """Reasoning."""
+    """An expected reasoning part."""
     return ReasoningPart(text)
 
 
 def called(name: str, arguments: str, index: int = 0) -> ToolCallPart:
-    """A whole tool call, its id left out."""
+    """An expected whole tool call, without its id."""
     return ToolCallPart(index, "", name, arguments)
 
 
 def joined(parts: Iterable[ReplyPart]) -> list[ReplyPart]:
-    """Parts that belong together as one, ids checked and left out."""
+    """Merge consecutive parts that belong together; call ids are checked and removed."""
     whole: list[ReplyPart] = []
     ids: set[str] = set()
     for part in parts:
@@ -67,14 +67,14 @@ def parse(
     prompt_text: str = "",
     special_tokens: frozenset[str] = frozenset(),
 ) -> list[ReplyPart]:
-    """The parts of a reply that comes in these pieces."""
+    """Parse a reply that arrives in these pieces."""
     parser = make_reply_parser(name, tools=tools, prompt_text=prompt_text, special_tokens=special_tokens)
     parts = [part for piece in pieces for part in parser.feed(piece)]
     return joined([*parts, *parser.finish()])
 
 
 def parse_every_way(name: str, text: str, **setting: Any) -> list[ReplyPart]:
-    """The parts of a reply, which must not depend on where it is cut."""
+    """Parse a reply, and check that the parts do not depend on where it is cut."""
     whole = parse(name, [text], **setting)
     assert parse(name, list(text), **setting) == whole
     for position in range(1, len(text)):

@@ -1,4 +1,4 @@
-"""Rows to sample, and a model small enough to sample from it 20,000 times: the next token hangs on the last one."""
+"""Rows to sample, and a bigram model small enough to sample from 20,000 times."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from services.worker.step import Int32Column
 from shared.limits import NO_OPTIONS, SamplingOptions
 from tests.support.worker_steps import column
 
-# Called with a sequence's number and its tokens; returns its drafts.
+# Called with a sequence's index and its tokens; returns its drafts.
 Propose = Callable[[int, list[int]], Sequence[int]]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one sequence is sampled."""
+    """The sampling parameters of one sequence."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -35,7 +35,7 @@ class Recipe:
     make_matcher: Callable[[], GrammarMatcher] | None = None
 
     def make_state(self, prompt: Sequence[int], logits_width: int) -> SamplingState | None:
-        """The state behind the prompt; None for a recipe without options."""
+        """The sampling state after the prompt; None for a recipe without options."""
         if self.options is None:
             return None
         state = SamplingState(
@@ -50,7 +50,7 @@ class Recipe:
 
 
 class AlternatingMatcher:
-    """A grammar of even and odd tokens in turn, even ones first; tokens that do not fit end it with token 0."""
+    """A grammar of alternating even and odd tokens, even first; after a wrong token it allows only token 0."""
 
     has_failed = False
 
@@ -82,7 +82,7 @@ def make_state(
     logits_width: int = 40,
     matcher: GrammarMatcher | None = None,
 ) -> SamplingState:
-    """A state that knows these tokens."""
+    """A sampling state that contains these tokens."""
     state = SamplingState(
         options,
         stop_token_ids=column(stop_token_ids),
@@ -116,7 +116,7 @@ def make_rows(
 
 
 def sample(logits: Tensor, rows: SamplingRows) -> SampledTokens:
-    """What a sampler draws."""
+    """Sample on the CPU backend."""
     return Sampler(load_ops("cpu")).sample(logits, rows)
 
 
@@ -129,16 +129,16 @@ def tokens_of_rows(sampled: SampledTokens, num_rows: int) -> list[list[int]]:
 def walk(
     table: Tensor, recipes: Sequence[Recipe], num_tokens: int, *, propose: Propose | None = None
 ) -> tuple[list[list[int]], int]:
-    """Sample sequences in batches from a model whose logits behind token t are `table[t]`.
+    """Sample sequences in batches from a bigram model whose logits after token t are `table[t]`.
 
     Args:
         table: [vocabulary, vocabulary], float32.
-        recipes: The sequences. The prompt of each is token 0, three times.
+        recipes: The sequences; each prompt is token 0, three times.
         num_tokens: Completion tokens of each.
-        propose: Where drafts come from; None: there are none.
+        propose: Returns the drafts; None means no drafts.
 
     Returns:
-        The completions, and the steps it took.
+        The completions, and the number of steps.
     """
     prompt = [0, 0, 0]
     known = [list(prompt) for _ in recipes]
@@ -161,7 +161,7 @@ def walk(
 
 
 def chi_squared(seen: npt.NDArray[np.integer], shares: npt.NDArray[np.float64]) -> float:
-    """Pearson's statistic of counts under expected shares; where nothing is expected, nothing may be seen."""
+    """Pearson's statistic of counts under expected shares; inf if anything with share 0 was seen."""
     expected = shares * seen.sum()
     possible = expected > 0
     if seen[~possible].any():
@@ -170,7 +170,7 @@ def chi_squared(seen: npt.NDArray[np.integer], shares: npt.NDArray[np.float64]) 
 
 
 def chi_squared_limit(shares: npt.NDArray[np.float64]) -> float:
-    """What the statistic exceeds once in 1000 times, if these shares are the true ones.
+    """The value that the statistic exceeds with probability 1/1000 if these shares are the true ones.
 
     Source: Wilson and Hilferty, "The distribution of chi-square", PNAS 17 (1931).
     """

@@ -1,4 +1,4 @@
-"""A scheduler in this process, served over real gRPC, with a worker peer at its other side."""
+"""A scheduler in this process, served over real gRPC, with worker peers."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tests.support.worker_peer import WorkerPeer
 
 
 class ReplicaStream:
-    """A replica's stream without its signs of life: none is sent, and those that come are only counted."""
+    """A replica's stream without heartbeats: it sends none, and only counts those it receives."""
 
     def __init__(self, call: grpc.aio.StreamStreamCall) -> None:
         self._call = call
         self.num_heartbeats = 0
 
     async def read(self) -> exchange_pb2.ExchangeResponse:
-        """The next response that is no heartbeat; raises what the call ends with."""
+        """The next response that is not a heartbeat; raises the error with which the call ends."""
         while (response := await self._call.read()) is not grpc.aio.EOF:
             if not response.HasField("heartbeat"):
                 break
@@ -73,7 +73,7 @@ class Cell:
         return scheduler_pb2_grpc.SchedulerAdminServiceStub(self.cell_channel)
 
     def exchange(self) -> ReplicaStream:
-        """A new stream, as a replica opens it."""
+        """Open a new stream, as a replica does."""
         return ReplicaStream(exchange_pb2_grpc.ExchangeServiceStub(self.cell_channel).Exchange())
 
     async def state(self) -> scheduler_pb2.GetStateResponse:
@@ -82,7 +82,7 @@ class Cell:
         return state
 
     async def wait_until(self, condition: Callable[[scheduler_pb2.GetStateResponse], object]) -> None:
-        """Wait until the cell's state is as wanted; fails after five minutes."""
+        """Wait until the cell's state meets a condition; fails after five minutes."""
         async with asyncio.timeout(PATIENCE_S):
             while not condition(await self.state()):
                 pass
@@ -92,13 +92,13 @@ class Cell:
         await self.wait_until(lambda state: state.ready)
 
     async def wait_until_free(self) -> None:
-        """Wait until no request waits and no block is used; fails after five minutes."""
+        """Wait until no request is waiting and no block is in use; fails after five minutes."""
         await self.wait_until(lambda state: not (state.num_used_blocks or state.num_waiting))
 
 
 @asynccontextmanager
 async def running_cell(tmp_path: Path, *workers: WorkerPeer, **settings: Any) -> AsyncIterator[Cell]:
-    """A scheduler whose workers are `workers`, or a new one; its sockets are in `tmp_path`, `settings` are its own."""
+    """Run a scheduler with these settings and workers (one new `WorkerPeer` by default), on sockets in `tmp_path`."""
     workers = workers or (WorkerPeer(),)
     is_coupled = settings.get("coupled", False)
     addresses = [f"unix:{tmp_path}/worker-{rank}" for rank in range(len(workers))]

@@ -1,7 +1,7 @@
-"""Small configurations of every architecture: what varies among the checkpoints of each, and what could go wrong.
+"""Small configurations of every architecture, with the variations of published checkpoints and error-prone cases.
 
-`SMALL_CONFIGS` goes by architecture, then by what is particular to the configuration; the first one of each is its
-most ordinary. Values are those of transformers' configuration classes.
+`SMALL_CONFIGS` is keyed by architecture, then by variant; the first variant of each is the most common. Values are
+those of transformers' configuration classes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _YARN_ROPE: Config = {
     "factor": 8.0,
     "original_max_position_embeddings": 64,
 }
-# DeepSeek's: the factors of the tables and of the softmax's scale differ.
+# As in DeepSeek: the factor of the rotary tables differs from that of the softmax scale.
 _MSCALE_ROPE: Config = {**_YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 4.0, "beta_slow": 0.25}
 _LATENT_YARN_ROPE: Config = {"rope_parameters": _MSCALE_ROPE, "qk_rope_head_dim": 16}
 _GPT_OSS_ROPE: Config = {**_YARN_ROPE, "rope_theta": 150000.0, "truncate": False}
@@ -51,7 +51,7 @@ _COMMON: Config = {
     "bos_token_id": IM_START_ID,
     "eos_token_id": IM_END_ID,
 }
-# So large that a norm which takes another epsilon, or adds it elsewhere, is seen.
+# So large that a norm with a different epsilon, or one that adds it elsewhere, is detected.
 _LARGE_EPS: Config = {"rms_norm_eps": 0.05}
 
 _LLAMA: dict[str, Config] = {
@@ -222,7 +222,7 @@ _LATENT: Config = {
     "routed_scaling_factor": 1.5,
 }
 _GROUPS: Config = {"q_lora_rank": 24, "n_group": 4, "topk_group": 2}
-# Many heads: where all of them score a token 0, it ties with other such tokens, and topk's order is anyone's.
+# Many heads: tokens that all heads score 0 tie, and topk's order among ties is undefined.
 _INDEXER: Config = {"index_topk": 24, "index_n_heads": 16, "index_head_dim": 16}
 
 _BASES: dict[str, Config] = {

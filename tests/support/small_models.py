@@ -1,4 +1,4 @@
-"""Small random models of every architecture, made by transformers and written as checkpoints are."""
+"""Small random models of every architecture, made with transformers and written as checkpoints."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ LOGIT_SCALE = 3.0
 
 
 def build_small_model(architecture: str, variant: str) -> Any:
-    """The model of a configuration of `SMALL_CONFIGS`; see `build_model`."""
+    """Build a model of `SMALL_CONFIGS`; see `build_model`."""
     return build_model(architecture, SMALL_CONFIGS[architecture][variant])
 
 
 def build_model(architecture: str, values: Mapping[str, Any], *, seed: int = 1) -> Any:
-    """transformers' model in float32 with weights that all matter.
+    """Build transformers' model in float32 with weights that all affect the logits.
 
     Args:
         architecture: The name of its class.
-        values: Of its configuration.
-        seed: Of the weights; equal seeds give equal weights.
+        values: The values of its configuration.
+        seed: Determines the weights.
     """
     model_class = getattr(transformers, architecture)
     model = model_class._from_config(model_class.config_class(**values))
     if model_class._can_set_experts_implementation():
-        # One expert after the other, as papers have it; the grouped products know no float64.
+        # One expert after the other: the grouped matrix products do not support float64.
         model.set_experts_implementation("eager")
     randomise(model, seed, is_tied=model.config.tie_word_embeddings)
     return model.eval()
 
 
 def write_small_model(model: Any, directory: Path) -> Path:
-    """Write a checkpoint with a tokenizer that services start on; returns `directory`."""
+    """Write a checkpoint with a tokenizer, on which services can start; returns `directory`."""
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(directory)
     write_tiny_tokenizer(directory)
@@ -49,9 +49,10 @@ def write_small_model(model: Any, directory: Path) -> Path:
 
 @torch.no_grad()
 def randomise(model: nn.Module, seed: int, *, is_tied: bool) -> None:
-    """Draw every weight: transformers leaves norms at one, biases and sinks at zero, where none would be missed.
+    """Draw every weight, in place.
 
-    Scaled so that activations keep their size from layer to layer, and logits differ by whole units.
+    transformers initializes norms to one and biases and sinks to zero, so that omitting them would not be noticed.
+    Weights are scaled so that activations keep their size from layer to layer, and logits differ by whole units.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in sorted(model.state_dict().items()):
@@ -73,5 +74,5 @@ def _scaled(name: str, values: Tensor, *, is_tied: bool) -> Tensor:
     is_head = name.endswith(("embed_tokens.weight", "lm_head.weight"))
     is_decisive = name.endswith(("q_proj.weight", "k_proj.weight", "q_b_proj.weight", "gate.weight", "router.weight"))
     gain = LOGIT_SCALE if is_head else 2.0 if is_decisive else 1.0
-    # Linear layers keep [out, in]; gpt-oss's stacked experts [expert, in, out], nearly square here.
+    # Linear layers are [out, in]; gpt-oss's stacked experts are [expert, in, out], nearly square here.
     return values * (gain / math.sqrt(values.shape[-1]))

@@ -1,4 +1,4 @@
-"""Small models whose checkpoints bring layers for multi-token prediction, in the layout that is published."""
+"""Small models with multi-token prediction (MTP) layers, in the published checkpoint layout."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.support.small_models import build_model, randomise, write_small_model
 
 WEIGHTS = "model.safetensors"
 MTP_ARCHITECTURES = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")
-# What a layer adds to its input, where drafts shall often be right: so little that mostly the last token decides on
-# the next, and a layer that passes the embedding on knows it.
+# The scale of what a layer adds to its input when drafts should often be right: so small that the next token depends
+# mostly on the last one, which a layer that passes the embedding through can predict.
 _GAIN_OF_SURE_DRAFTS = 0.15
 
 
 @dataclass(frozen=True)
 class SmallMtpModel:
-    """A model as transformers has it, its layers for multi-token prediction, and the checkpoint of both."""
+    """A transformers model, its MTP layers, and the checkpoint of both."""
 
     model: Any
     layers: list[MtpLayer]
@@ -37,14 +37,14 @@ class SmallMtpModel:
 def make_small_mtp_model(
     architecture: str, variant: str, directory: Path, *, num_mtp_layers: int = 1, has_sure_drafts: bool = False
 ) -> SmallMtpModel:
-    """Build a model with more layers than its configuration says, of which the last become those that draft.
+    """Build a model with more layers than its configuration has, and turn the last ones into MTP layers.
 
     Args:
         architecture: A key of `SMALL_CONFIGS`.
-        variant: A key of that.
-        directory: Where the checkpoint goes.
+        variant: A key of `SMALL_CONFIGS[architecture]`.
+        directory: Where to write the checkpoint.
         num_mtp_layers: At least 1.
-        has_sure_drafts: Whether most of what is drafted shall be what the model says; else hardly anything is.
+        has_sure_drafts: Whether most drafts should be right; otherwise hardly any is.
     """
     values = SMALL_CONFIGS[architecture][variant]
     num_layers = values["num_hidden_layers"]
@@ -61,7 +61,7 @@ def make_small_mtp_model(
 
 
 def _make_layer(whole: Any, number: int) -> MtpLayer:
-    """A layer around decoder layer `number`."""
+    """Make an MTP layer around decoder layer `number`."""
     block = whole.model.layers[number]
     layer = MtpLayer(whole.config, type(block), type(whole.model.norm), number)
     randomise(layer, number, is_tied=False)
@@ -91,7 +91,7 @@ def _add_to_checkpoint(whole: Any, mtp_layers: list[MtpLayer], directory: Path) 
         tensors[f"{prefix}.shared_head.head.weight"] = whole.lm_head.weight.detach().clone()
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
     config = json.loads((directory / CONFIG).read_text())
-    # transformers writes the kinds of all layers; publishers only those of the model's own.
+    # transformers writes the types of all layers; published checkpoints only those of the main model.
     config |= {name: value[:num_layers] for name, value in config.items() if name.endswith("layer_types")}
     config |= {"num_hidden_layers": num_layers, "num_nextn_predict_layers": len(mtp_layers)}
     (directory / CONFIG).write_text(json.dumps(config, indent=2))

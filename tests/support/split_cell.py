@@ -1,4 +1,4 @@
-"""A cell whose services are the test's own processes, so that each can be killed and started again."""
+"""A cell whose services are started by the test, so that each can be killed and restarted."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _POLL_S = 0.02
 
 
 class SplitCell:
-    """The processes of one cell, by role; `run_split_cell` makes one and ends it. They log on the stderr of the test.
+    """The processes of one cell, by role; created by `run_split_cell`. They log to the stderr of the test.
 
     Attributes:
-        address: Where its tokenizer service answers.
-        scheduler_address: Where its scheduler service answers.
+        address: The address of its tokenizer service.
+        scheduler_address: The address of its scheduler service.
     """
 
     def __init__(self, commands: Sequence[ServiceCommand]) -> None:
@@ -40,10 +40,10 @@ class SplitCell:
         self._processes[role] = subprocess.Popen(command, cwd=ROOT, env=environment)
 
     async def wait_until_serving(self, role: str) -> None:
-        """Wait until a service says that it serves; fails after five minutes.
+        """Wait until a service reports SERVING; fails after five minutes.
 
         Raises:
-            RuntimeError: its process has ended.
+            RuntimeError: Its process has ended.
         """
         process = self._processes[role]
         async with asyncio.timeout(PATIENCE_S), make_channel(self._commands[role].address, internal=True) as channel:
@@ -58,20 +58,20 @@ class SplitCell:
                 serving.cancel()
 
     def kill(self, role: str) -> None:
-        """End a service as `kill -9` does."""
+        """Kill a service with SIGKILL."""
         process = self._processes.pop(role)
         process.kill()
         process.wait()
 
     def kill_all(self) -> None:
-        """End what runs."""
+        """Kill all running services."""
         for role in list(self._processes):
             self.kill(role)
 
 
 @contextmanager
 def run_split_cell(model_dir: Path, *flags: str) -> Iterator[SplitCell]:
-    """Start a cell, which will serve after a while; `flags` are those of `lockstep serve` for its services."""
+    """Start a cell without waiting until it serves; `flags` are `lockstep serve` flags for its services."""
     with tempfile.TemporaryDirectory(prefix="lockstep-test-") as temp_dir:
         settings = ServeSettings(model_dir=model_dir, listen=f"unix:{temp_dir}/tokenizer.sock")
         _, service_flags = split_service_flags(flags)

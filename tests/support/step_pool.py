@@ -1,4 +1,4 @@
-"""Processes that run the steps of a cell's ranks, kept from one model to the next."""
+"""Rank processes that run given steps, kept from one model to the next."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.worker_steps import to_request
 
 
 class StepPool:
-    """Ranks that load any model and run any steps."""
+    """Ranks that load any model and run given steps."""
 
     def __init__(self) -> None:
         self._processes = LineProcesses("tests.support.step_process")
@@ -24,13 +24,13 @@ class StepPool:
     def run(
         self, model_dir: Path, layouts: Sequence[RankLayout], steps: Sequence[Sequence[Step]], *, backend: str
     ) -> list[StepAnswer]:
-        """What the ranks of one failure domain answer.
+        """Run steps on the ranks of one failure domain, and return their answers.
 
         Args:
-            model_dir: The model that they load.
-            layouts: The ranks' places.
-            steps: Of each DP rank, in order; all ranks of its group run them.
-            backend: Of the ops.
+            model_dir: The model to load.
+            layouts: The layout of each rank.
+            steps: The steps of each DP rank, in order; all ranks of its TP group run them.
+            backend: The ops backend.
         """
         common = {
             "model_dir": str(model_dir),
@@ -49,7 +49,7 @@ class StepPool:
                     "tp_rank": layout.tp_rank,
                     "tp_size": layout.tp_size,
                     "ep": layout.has_expert_parallel,
-                    # Nobody asks it: there are no RPCs here.
+                    # Never called: there are no RPCs here.
                     "leader": "127.0.0.1:1" if layout.follows else None,
                 },
                 [to_request(step).SerializeToString().hex() for step in steps[layout.dp_rank]],
@@ -59,5 +59,5 @@ class StepPool:
         return [StepAnswer.from_line(line) for line in self._processes.ask([job.to_line() for job in jobs])]
 
     def close(self) -> None:
-        """End the processes."""
+        """Kill the processes."""
         self._processes.close()

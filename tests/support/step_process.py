@@ -1,7 +1,7 @@
 """One rank that runs steps without a scheduler: `python -m tests.support.step_process`.
 
-Each line of its standard input is a `StepJob`, each line of its output the `StepAnswer`. Whatever goes wrong ends the
-process, so that its partners notice.
+Each line of its standard input is a `StepJob`, each line of its output the `StepAnswer`. Any error ends the process, so
+that its peers notice.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from services.worker.step_codec import parse_step, to_result
 
 @dataclass(frozen=True)
 class StepJob:
-    """A model to load, and the steps of one epoch."""
+    """A model to load, and the steps of one epoch to run."""
 
-    # Of `WorkerSettings`.
     settings: dict[str, Any]
-    # Serialized `StepRequest`s, in hex.
+    """Arguments of `WorkerSettings`."""
     steps: list[str]
+    """Serialized `StepRequest`s, in hex."""
 
     def to_line(self) -> str:
-        """As it is sent."""
+        """Encode as one line."""
         return json.dumps(asdict(self)) + "\n"
 
 
 @dataclass(frozen=True)
 class StepAnswer:
-    """What the steps gave."""
+    """The results of a job."""
 
-    # Serialized `StepResult`s without their times, in hex.
     results: list[str]
+    """Serialized `StepResult`s without their times, in hex."""
     fingerprint: str
     progress: int
 
     @classmethod
     def from_line(cls, line: str) -> StepAnswer:
-        """As it was sent."""
+        """Decode from one line."""
         return cls(**json.loads(line))
 
 
 def run_job(job: StepJob) -> StepAnswer:
-    """Load the model, and run the steps."""
+    """Load the model and run the steps."""
     runner = build_model_runner(WorkerSettings(**job.settings), lambda _: None)
     runner.attach(block_size=16, max_num_seqs=8, max_num_batched_tokens=1024)
     results = [_run_step(runner, bytes.fromhex(step)).hex() for step in job.steps]
@@ -62,12 +62,12 @@ def _run_step(runner: Any, request: bytes) -> bytes:
 
 
 def main() -> None:
-    """Do all jobs."""
+    """Run all jobs."""
     for line in sys.stdin:
         print(json.dumps(asdict(run_job(StepJob(**json.loads(line))))), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":
     main()
-    # As workers leave: connections end with the process.
+    # Exit as workers do: connections end with the process.
     os._exit(0)

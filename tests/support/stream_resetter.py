@@ -1,9 +1,10 @@
-"""A client that opens streams only to reset them: bursts on several channels, as a process of its own.
+"""A client process that opens streams only to reset them, in bursts on several channels.
 
     python -m tests.support.stream_resetter ADDRESS tokenizer|scheduler NUM_STREAMS
 
-It writes a line after each burst, and exits with 0 when all streams have been opened and reset. Of every other burst it
-waits for the answer to the last stream, so that the server has met the others on that channel before they are reset.
+It writes a line after each burst, and exits with 0 when all streams have been opened and reset. In every other burst it
+waits for the answer to the last stream, so that the server has received the others on that channel before they are
+reset.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from tests.support.flood import open_channels, start_generate
 from tests.support.patience import PATIENCE_S
 
 _BURST = 250
-# So long that no stream ends before it is reset.
+# So many that no stream ends before it is reset.
 _MAX_TOKENS = 400
 
 
 def main() -> None:
-    """Open and reset so many streams."""
+    """Open and reset NUM_STREAMS streams."""
     address, role, num_streams = sys.argv[1:]
     asyncio.run(_reset_streams(address, int(num_streams), is_scheduler=role == "scheduler"))
 
@@ -43,7 +44,7 @@ async def _reset_bursts(channel: grpc.aio.Channel, sizes: list[int], is_schedule
         await channel.channel_ready()
     for number, size in enumerate(sizes):
         calls = [start_generate(channel, is_scheduler=is_scheduler, max_tokens=_MAX_TOKENS) for _ in range(size)]
-        # They leave.
+        # Let the requests be sent.
         await asyncio.sleep(0)
         if number % 2:
             await _wait_for_answer(calls[-1])
@@ -54,10 +55,10 @@ async def _reset_bursts(channel: grpc.aio.Channel, sizes: list[int], is_schedule
 
 
 async def _wait_for_answer(call: Any) -> None:
-    """Return once the server has accepted a call, or said that its queue is full.
+    """Wait until the server has accepted a call or refused it with QUEUE_FULL.
 
     Raises:
-        grpc.aio.AioRpcError: it said something else.
+        grpc.aio.AioRpcError: The call failed with a different error.
     """
     try:
         await call.read()

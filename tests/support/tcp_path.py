@@ -1,4 +1,4 @@
-"""A TCP path that can be cut: in one direction or both nothing arrives any more, and neither end is told."""
+"""A TCP path that can be cut in one or both directions without either end noticing."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from types import TracebackType
 
 
 class TcpPath:
-    """Forwards connections to a server of this machine until it is cut.
+    """Forwards connections to a server on this machine until it is cut.
 
-    As when a network drops all packets: what is sent into a cut stays with the sender's kernel, nobody gets an error,
-    and it arrives when the path is whole again, as retransmission would have it. A connection that is opened meanwhile
-    is accepted and gets no answer; one end's close reaches the other when the path is whole.
+    A cut behaves like a network that drops all packets: data sent meanwhile stays in the sender's kernel without an
+    error, and arrives when the path is healed, as if retransmitted. A connection opened meanwhile is accepted and gets
+    no answer; a close by one end reaches the other when the path is healed.
 
     Attributes:
-        num_connections: How many have been opened.
+        num_connections: Connections opened so far.
     """
 
     def __init__(self, target_port: int) -> None:
-        """Prepare a path to 127.0.0.1:`target_port`; entering it opens its own port."""
+        """Prepare a path to 127.0.0.1:`target_port`; entering the context opens its own port."""
         self.num_connections = 0
         self._target_port = target_port
         self._connected = asyncio.Condition()
@@ -44,30 +44,30 @@ class TcpPath:
 
     @property
     def port(self) -> int:
-        """Where clients connect instead of the server's own port."""
+        """The port to which clients connect instead of the server's own."""
         assert self._server is not None
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
     def cut(self, *, to_server: bool = True, to_client: bool = True) -> None:
-        """Let nothing pass in these directions."""
+        """Block these directions."""
         if to_server:
             self._to_server.clear()
         if to_client:
             self._to_client.clear()
 
     def heal(self) -> None:
-        """Let everything pass again, first of all what was sent meanwhile."""
+        """Unblock both directions; data sent meanwhile is delivered first."""
         self._to_server.set()
         self._to_client.set()
 
     async def wait_for_connections(self, count: int) -> None:
-        """Wait until so many have been opened."""
+        """Wait until `count` connections have been opened."""
         async with self._connected:
             await self._connected.wait_for(lambda: self.num_connections >= count)
 
     def lose(self) -> None:
-        """Let what was sent into the cut be lost for ever, and all connections with it, as when their sender died."""
+        """Drop all connections and the data sent into the cut, as if the sender had died."""
         for pump in self._pumps:
             pump.cancel()
 
@@ -97,7 +97,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_w
             await writer.drain()
         await is_whole.wait()
     except ConnectionError:
-        # The other end is gone: so is this one.
+        # The other end has closed, so close this one too.
         await is_whole.wait()
     finally:
         writer.close()

@@ -1,4 +1,4 @@
-"""Ranks of one model as threads of this process: for tests of what runs outside of a forward pass of its own."""
+"""Ranks of one model as threads of this process, for tests of code that does not run a whole forward pass."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tests.support.patience import PATIENCE_S
 from tests.support.ports import free_port
 
 Result = TypeVar("Result")
-# Longer than anything here takes: a rank whose partners failed ends there.
+# Longer than anything here takes; a rank whose peers have failed ends after this.
 _TIMEOUT = timedelta(seconds=PATIENCE_S)
 
 
 def run_ranks(
     layouts: list[RankLayout], function: Callable[[Parallel], Result], *, is_exact: bool = True
 ) -> list[Result]:
-    """What `function` returns on each rank of one failure domain; they meet and connect as processes do."""
+    """Run `function` on each rank of one failure domain; the ranks connect to each other as processes do."""
     rendezvous = Rendezvous(f"127.0.0.1:{free_port()}", "threads", timeout=_TIMEOUT)
-    # Who has met the others may be done before they have met it, and takes its connections away.
+    # A rank that has connected may finish, and close its connections, before the others have connected.
     have_met = threading.Barrier(len(layouts), timeout=_TIMEOUT.total_seconds())
 
     def run(layout: RankLayout) -> Result:

@@ -1,6 +1,6 @@
-"""A small random Llama on disk, in Hugging Face's layout, with a tokenizer: a model that services start on in tests.
+"""A small random Llama on disk in Hugging Face's layout, with a tokenizer, on which services start in tests.
 
-Written without transformers, whose import costs seconds; the parity tests load it there.
+Written without transformers, whose import takes seconds; the parity tests load it there.
 """
 
 from __future__ import annotations
@@ -41,15 +41,12 @@ TINY_CONFIG: dict[str, Any] = {
 
 
 def write_tiny_llama(directory: Path, *, changes: Mapping[str, Any] | None = None, seed: int = 1) -> Path:
-    """Write the model.
+    """Write the model; returns `directory`.
 
     Args:
-        directory: Where to; made if it is missing.
-        changes: What differs from `TINY_CONFIG`.
-        seed: Of the weights; equal seeds give equal weights.
-
-    Returns:
-        `directory`.
+        directory: Created if missing.
+        changes: Overrides of `TINY_CONFIG`.
+        seed: Determines the weights.
     """
     directory.mkdir(parents=True, exist_ok=True)
     config = {**TINY_CONFIG, **(changes or {})}
@@ -62,15 +59,12 @@ def write_tiny_llama(directory: Path, *, changes: Mapping[str, Any] | None = Non
 
 
 def write_noisy_copy(model_dir: Path, directory: Path, *, noise: float = 0.003) -> Path:
-    """Write the same model with noise on its matrices: it mostly says what the other one says.
+    """Write a copy of a model with noise on its matrices, which mostly generates the same tokens; returns `directory`.
 
     Args:
-        model_dir: What `write_tiny_llama` wrote.
-        directory: Where to; made if it is missing.
-        noise: Standard deviation of what is added; that of the matrices is 0.2.
-
-    Returns:
-        `directory`.
+        model_dir: A model written by `write_tiny_llama`.
+        directory: Created if missing.
+        noise: The standard deviation of the noise; that of the matrices is 0.2.
     """
     shutil.copytree(model_dir, directory, dirs_exist_ok=True)
     generator = torch.Generator().manual_seed(2)
@@ -84,7 +78,7 @@ def write_noisy_copy(model_dir: Path, directory: Path, *, noise: float = 0.003) 
 
 
 def tiny_weights(config: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
-    """Random weights of the shapes that `config` asks for, large enough that logits differ by whole units."""
+    """Random weights of the shapes in `config`, large enough that logits differ by whole units."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in tensor_shapes(config).items():

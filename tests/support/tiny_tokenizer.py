@@ -1,4 +1,4 @@
-"""A small but real tokenizer on disk: byte-level BPE of the kind SmolLM2 has, with a ChatML template."""
+"""A small but real tokenizer on disk: byte-level BPE as in SmolLM2, with a ChatML template."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ You are helpful<|im_end|>
 '}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant
 ' }}{% endif %}"""
 
-# Merges of every kind: words, spaces, and parts of characters of two, three and four bytes.
+# Yields merges of every kind: words, spaces, and parts of characters of two, three and four bytes.
 _TRAINING_TEXT = [
     "The quick brown fox jumps over the lazy dog. The dog sleeps; the fox does not.",
     "def main() -> None:\n    return print('hello, world')\n",
@@ -33,10 +33,10 @@ _TRAINING_TEXT = [
 
 
 def write_tiny_tokenizer(directory: Path, *, chat_template: str | None = CHATML) -> None:
-    """Write what a tokenizer service reads of a model directory.
+    """Write the files of a model directory that a tokenizer service reads.
 
     Args:
-        directory: Exists; a configuration that is there already is left alone.
+        directory: Must exist; an existing configuration is not changed.
         chat_template: The template's source; None writes none.
     """
     tiny_tokenizer().save(str(directory / TOKENIZER))
@@ -60,7 +60,7 @@ def write_tiny_tokenizer(directory: Path, *, chat_template: str | None = CHATML)
 
 
 def tiny_tokenizer() -> Tokenizer:
-    """Train the tokenizer; it is the same every time."""
+    """Train the tokenizer, deterministically."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

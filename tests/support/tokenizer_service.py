@@ -1,4 +1,4 @@
-"""The tokenizer service of the tiny model, linked to a played scheduler over real gRPC."""
+"""The tokenizer service of the tiny model, linked to fake schedulers over real gRPC."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Service:
     """A running tokenizer service.
 
     Attributes:
-        stub: A client of it.
-        channel: The client's channel.
-        peers: The schedulers that it may link to, in its order.
-        peer_servers: Their servers; stopped, one is dead.
-        stop: Set, it stops the service.
-        task: Ends with the service's exit code.
+        stub: A stub of the service.
+        channel: The stub's channel.
+        peers: The fake schedulers it may link to, in its configured order.
+        peer_servers: Their servers; stop one to kill its scheduler.
+        stop: Set to stop the service.
+        task: Returns the service's exit code.
     """
 
     stub: Any
@@ -52,7 +52,7 @@ class Service:
         return self.peers[0]
 
     async def until_health_is(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
-        """Return once the service's health is `status`."""
+        """Wait until the service's health is `status`."""
         request = health_pb2.HealthCheckRequest(service=TOKENIZER_SERVICE)
         call = health_pb2_grpc.HealthStub(self.channel).Watch(request, wait_for_ready=True)
         async for response in call:
@@ -61,12 +61,12 @@ class Service:
         call.cancel()
 
     async def link(self, number: int = 0) -> None:
-        """Have a peer tell its cell, and wait until the service serves."""
+        """Let a peer send its cell info, and wait until the service is serving."""
         self.peers[number].attach()
         await self.until_health_is(health_pb2.HealthCheckResponse.SERVING)
 
     async def begin(self, request: tokenizer_pb2.GenerateRequest) -> tuple[Any, exchange_pb2.Submit]:
-        """Start a request: the call, its accepted response read, and what the first peer got."""
+        """Start a request; returns the call, after its accepted response, and the submit that the first peer received."""
         call = self.stub.Generate(request)
         accepted = await call.read()
         assert accepted.HasField("accepted")
@@ -83,15 +83,15 @@ async def run_tokenizer_service(
     num_schedulers: int = 1,
     **settings: Any,
 ) -> AsyncIterator[Service]:
-    """Run the service and its peers, which have not told their cell yet; at the end the service must stop cleanly.
+    """Run the service and its peers, which have not sent their cell info yet; the service must stop cleanly.
 
     Args:
         model_dir: The model.
-        socket_dir: For the sockets.
-        model_digest_of_cell: What the peers' cell serves; None for the same model.
-        exact_fingerprint: That of the cell.
-        num_schedulers: Peers, each of which is an instance of its own.
-        settings: More of the service's settings.
+        socket_dir: Where to put the sockets.
+        model_digest_of_cell: The model digest of the peers' cell; None means the same model.
+        exact_fingerprint: The exact fingerprint of the peers' cell.
+        num_schedulers: The number of peers, each a separate scheduler instance.
+        settings: Further settings of the service.
     """
     cell_info = exchange_pb2.CellInfo(
         model_digest=model_digest_of_cell or model_digest(model_dir),
@@ -126,10 +126,10 @@ async def run_tokenizer_service(
 
 
 async def read_rest(call: Any) -> tuple[str, list[int], tokenizer_pb2.Finish]:
-    """Read what is left of a stream of one choice: the joined text, the tokens, and the finish."""
+    """Read the rest of a stream of one choice; returns the joined text, the tokens and the finish."""
     text, token_ids, finish = "", [], None
     while (response := await call.read()) is not grpc.aio.EOF:
-        assert finish is None, "a response behind the last one"
+        assert finish is None, "a response after the last one"
         text += response.text
         token_ids += response.token_ids
         finish = response.finish if response.HasField("finish") else None

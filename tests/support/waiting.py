@@ -1,4 +1,4 @@
-"""Waiting queues and sequences that wait in them."""
+"""Waiting queues, and sequences to put in them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make_queue(policy: QueuePolicy = QueuePolicy.FCFS, *, max_requests: int = 10
 def make_seq(
     arrive_time: float = 0.0, *, priority: Priority = Priority.NORMAL, num_prompt_tokens: int = 1, attempt: int = 1
 ) -> Sequence:
-    """A sequence that was never admitted here."""
+    """A sequence that was never admitted."""
     return Sequence(
         id="",
         client=1,
@@ -35,24 +35,24 @@ def make_seq(
 
 
 def add_all(queue: WaitingQueue, *seqs: Sequence) -> None:
-    """Add each of them when it arrives."""
+    """Add each sequence at its arrival time."""
     for seq in seqs:
         queue.add(seq, seq.arrive_time)
 
 
 def nothing_cached(_: Sequence) -> int:
-    """A prefix cache with nothing in it."""
+    """An empty prefix cache."""
     return 0
 
 
 class AskedFor:
-    """A prefix cache with nothing in it that notes for which sequences it was asked."""
+    """An empty prefix cache that records the sequences for which it was queried."""
 
     def __init__(self) -> None:
         self.seqs: list[Sequence] = []
 
     def __call__(self, seq: Sequence) -> int:
-        """No token of it is cached."""
+        """Record the query; no token is cached."""
         self.seqs.append(seq)
         return 0
 
@@ -60,7 +60,7 @@ class AskedFor:
 def take_next(
     queue: WaitingQueue, now: float, num_cached_tokens: Callable[[Sequence], int] = nothing_cached
 ) -> Sequence:
-    """Admit the next one."""
+    """Admit the next sequence."""
     seq = queue.next(now, num_cached_tokens)
     queue.take(seq, now)
     seq.num_first_cached_tokens = 0
@@ -71,5 +71,5 @@ def take_next(
 def drain(
     queue: WaitingQueue, now: float, num_cached_tokens: Callable[[Sequence], int] = nothing_cached
 ) -> list[Sequence]:
-    """Admit all that wait, at once."""
+    """Admit all waiting sequences at once."""
     return [take_next(queue, now, num_cached_tokens) for _ in range(len(queue))]

@@ -1,6 +1,6 @@
-"""Drives a model runner as a scheduler would: prompts come in chunks, rows sit out, results are read a step late.
+"""Drives a model runner as a scheduler would: chunked prompts, skipped rows, results read one step late.
 
-What is in a step is drawn from a seed; what is generated must not depend on it.
+The contents of steps are drawn from a seed; the generated tokens must not depend on it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from services.worker.step import EnteringSequence, Logprobs, PrefillChunk, Step,
 from shared.limits import SamplingOptions
 from tests.support.worker_steps import EPOCH, column, make_chunk
 
-# By position: the token's rank, and the entries' tokens and values.
+# By position: the token's rank, and the tokens and values of its entries.
 Scores = dict[int, tuple[int, list[int], list[float]]]
 
 
 @dataclass(frozen=True)
 class Request:
-    """A sequence to generate. Some tokens of its completion may be known from an earlier try."""
+    """A sequence to generate. Some tokens of its completion may be known from an earlier attempt."""
 
     prompt: list[int]
     max_tokens: int
@@ -37,13 +37,13 @@ class Request:
 
     @property
     def tokens(self) -> list[int]:
-        """What is there before the first token is drawn."""
+        """The tokens present before the first one is sampled."""
         return [*self.prompt, *self.known]
 
 
 @dataclass
 class Answer:
-    """A completion; log-probabilities go by the index of the token, or by the position in the prompt."""
+    """A completion; log-probabilities are keyed by token index, or by position in the prompt."""
 
     tokens: list[int]
     logprobs: Scores = field(default_factory=dict)
@@ -74,14 +74,14 @@ class _Sequence:
 
 @dataclass(frozen=True)
 class _Planned:
-    """A step, and the sequences of its rows."""
+    """A planned step and the sequences of its rows."""
 
     step: Step
     rows: list[_Sequence]
 
 
 class WorkerDriver:
-    """Runs requests to their end, on a runner that it attaches."""
+    """Attaches a runner and runs requests to their end."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class WorkerDriver:
         max_num_batched_tokens: int = 1024,
         max_chunk: int = 32,
     ) -> None:
-        """Begin an epoch whose steps depend on `seed`; chunks of prompts have 1 to `max_chunk` tokens."""
+        """Begin an epoch whose steps are drawn from `seed`; prompt chunks have 1 to `max_chunk` tokens."""
         runner.attach(block_size=block_size, max_num_seqs=16, max_num_batched_tokens=max_num_batched_tokens)
         self.outputs: list[StepOutput] = []
         self._runner = runner
@@ -114,7 +114,7 @@ class WorkerDriver:
             num_entering = self._rng.randint(0, min(len(waiting), len(self._free_slots)))
             entering = [self._admit(*pair) for pair in waiting[:num_entering]]
             waiting = waiting[num_entering:]
-            # A step is planned before the one ahead of it has run.
+            # Plan each step before the previous one has run.
             planned = self._plan(entering)
             if ahead is not None:
                 self._run(ahead)
@@ -129,7 +129,7 @@ class WorkerDriver:
         return _Sequence(request, answer, self._free_slots.pop(0), blocks)
 
     def _plan(self, entering: list[_Sequence]) -> _Planned | None:
-        """The next step; None when nothing is to be computed."""
+        """Plan the next step; None if there is nothing to compute."""
         decodes = [seq for seq in self._sequences if self._may_decode(seq) and self._rng.random() < 0.9]
         begun = [seq for seq in self._sequences if not seq.is_complete and self._rng.random() < 0.7]
         if not (decodes or begun or entering):
@@ -147,7 +147,7 @@ class WorkerDriver:
             decode_slots=column([seq.slot for seq in decodes]) if decodes else None,
             chunks=tuple(self._chunk(seq) for seq in begun),
         )
-        # From the next step on these are anyone's.
+        # These slots may be reused from the next step on.
         self._free_slots += [seq.slot for seq in leaving]
         self._free_blocks += [block_id for seq in leaving for block_id in seq.block_ids]
         self._sequences += entering
@@ -157,11 +157,11 @@ class WorkerDriver:
         return _Planned(step, rows)
 
     def _may_decode(self, seq: _Sequence) -> bool:
-        # Each step in flight brings at least one token; that it brought more is only known once it was read.
+        # Each step in flight returns at least one token; whether it returns more is known only after reading it.
         return seq.is_complete and seq.num_known + seq.num_in_flight < seq.max_num_tokens
 
     def _new_blocks(self, seq: _Sequence) -> list[int]:
-        """Blocks for all tokens that the steps in flight and the next one may bring."""
+        """Allocate blocks for all tokens that the steps in flight and the next one may return."""
         most = seq.num_known + (seq.num_in_flight + 1) * (1 + self._runner.num_draft_tokens)
         num_blocks = -(-min(most, seq.max_num_tokens) // self._block_size)
         new = [self._free_blocks.pop() for _ in range(num_blocks - len(seq.block_ids))]
@@ -211,7 +211,7 @@ class WorkerDriver:
                 answer.tokens.append(int(output.token_ids[place]))
             start += count
             seq.num_in_flight -= 1
-            assert seq.num_known <= seq.max_num_tokens, "more tokens than were asked for"
+            assert seq.num_known <= seq.max_num_tokens, "more tokens than requested"
             if seq.num_known == seq.max_num_tokens and seq in self._sequences:
                 self._sequences.remove(seq)
                 self._ended.append(seq)
@@ -219,7 +219,7 @@ class WorkerDriver:
 
 
 def scores_of(logprobs: Logprobs) -> Scores:
-    """Log-probabilities by position."""
+    """Index log-probabilities by position."""
     ends = np.cumsum(logprobs.counts)
     starts = ends - logprobs.counts
     return {

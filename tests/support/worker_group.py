@@ -1,4 +1,4 @@
-"""Worker processes of one failure domain, started as a launcher would, without a scheduler."""
+"""Worker processes of one failure domain, started as by a launcher, without a scheduler."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class WorkerProcess:
         return self.process.wait(PATIENCE_S)
 
     def log(self) -> str:
-        """What it wrote to stderr so far."""
+        """What it has written to stderr so far."""
         return self.log_path.read_text(encoding="utf-8")
 
     def wait_until_serving(self) -> None:
-        """Return when it says that it can be used.
+        """Wait until it reports SERVING.
 
         Raises:
-            RuntimeError: it ended, or did not say so in time; the message has its log.
+            RuntimeError: It ended or did not become ready in time; the message includes its log.
         """
         request = health_pb2.HealthCheckRequest()
         try:
@@ -51,13 +51,13 @@ class WorkerProcess:
 
 @contextlib.contextmanager
 def start_group(model_dir: Path, directory: Path, tp_size: int, *flags: str) -> Iterator[list[WorkerProcess]]:
-    """Start a TP group on the exact backend, wait until it can be used, and kill what is left of it at the end.
+    """Start a TP group on the exact backend, wait until it is serving, and kill what is left of it at the end.
 
     Args:
         model_dir: The model.
         directory: For sockets and logs.
-        tp_size: How many processes; the leader is the first.
-        flags: More of the worker's, for all of them.
+        tp_size: The number of processes; the first is the leader.
+        flags: Further worker flags, for all processes.
     """
     addresses = [f"unix:{directory / f'{rank}.sock'}" for rank in range(tp_size)]
     domain = [f"--tp-size={tp_size}", f"--rendezvous=127.0.0.1:{free_port()}", f"--domain-start-id={uuid.uuid4().hex}"]
@@ -83,6 +83,6 @@ def _start(model_dir: Path, address: str, directory: Path, *flags: str) -> Itera
     try:
         yield WorkerProcess(process, address, log_path)
     finally:
-        # Also what is stopped.
+        # Works on a stopped process too.
         process.kill()
         process.wait()

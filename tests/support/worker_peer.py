@@ -1,4 +1,4 @@
-"""A WorkerService over real gRPC whose device is the worker model: for tests of the scheduler's shell."""
+"""A WorkerService over real gRPC whose device is the worker model, for tests of the scheduler service."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _BEAT_S = 0.5
 
 
 def column(data: bytes) -> list[int]:
-    """The numbers of a column."""
+    """Decode a column."""
     values: list[int] = np.frombuffer(data, TOKEN_DTYPE).tolist()
     return values
 
 
 class WorkerPeer(worker_pb2_grpc.WorkerServiceServicer):
-    """Answers steps, but loses the link with its `lose_link_at`th one; keeps every request that is no heartbeat.
+    """Answers steps, but breaks the link at step `lose_link_at`; keeps every request that is not a heartbeat.
 
-    Who may do what the real claim ledger says.
+    Claims are checked by the real claim ledger.
 
     Attributes:
-        response: What it answers an offer with, but for its blocks and its last step.
-        attaches: The claims that it accepted.
-        num_refused: Those that it did not.
-        restarts: The restarts that it was asked for, and allowed; it goes on nevertheless.
-        is_silent: Whether it gives no signs of life.
-        num_heard: Signs of life that came.
+        response: Its answer to an offer, without its blocks and its last step.
+        attaches: The claims it accepted.
+        num_refused: The number of claims it refused.
+        restarts: The restart requests it allowed; it keeps running nevertheless.
+        is_silent: Set to True to stop sending heartbeats.
+        num_heard: Heartbeats received.
     """
 
     def __init__(self, *, num_blocks: int = 64, context_length: int = 512) -> None:
@@ -64,11 +64,11 @@ class WorkerPeer(worker_pb2_grpc.WorkerServiceServicer):
 
     @property
     def default_sampling(self) -> common_pb2.SamplingParams:
-        """What requests leave to the model."""
+        """The model's default sampling parameters."""
         return self.response.default_sampling
 
     def place(self, rank: int, dp_size: int, *, is_coupled: bool) -> None:
-        """Say where it stands in its cell."""
+        """Set its place in the cell."""
         self.response.layout.CopyFrom(
             worker_pb2.RankLayout(dp_rank=rank, dp_size=dp_size, tp_size=1, has_expert_parallel=is_coupled)
         )
@@ -114,7 +114,7 @@ class WorkerPeer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> None:
         self._num_streams += 1
         number = self._num_streams
-        # As a worker does, and for its reason.
+        # As a real worker does, for the same reason.
         await context.send_initial_metadata(())
         beats = asyncio.create_task(self._beat(context))
         try:
@@ -133,7 +133,7 @@ class WorkerPeer(worker_pb2_grpc.WorkerServiceServicer):
             self.ledger.end_stream(number)
 
     async def answer(self, request: worker_pb2.StepRequest) -> worker_pb2.StepResult:
-        """A step's result."""
+        """Compute a step's result."""
         assert self._model is not None
         return self._model.answer(request)
 

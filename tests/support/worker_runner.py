@@ -1,4 +1,4 @@
-"""A model runner on a small model, and what it must compute."""
+"""A model runner on a small model, and its expected output."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ GIB = 1024**3
 
 
 def load_exact(model_dir: Path) -> LoadedModel:
-    """The model on the reference backend."""
+    """Load the model on the reference backend."""
     return load_model(model_dir, load_ops("reference"), torch.float32, lambda _: None)
 
 
 def make_runner(loaded: LoadedModel, *, num_blocks: int | None = 64, drafting: Drafting | None = None) -> ModelRunner:
-    """A runner of an exact model whose pool has `num_blocks`, or what 1 GiB holds."""
+    """A runner of an exact model with `num_blocks` KV blocks; None means as many as fit in 1 GiB."""
     return ModelRunner(loaded, load_ops("reference"), KvCacheSize(GIB, num_blocks), drafting=drafting)
 
 
 def generate_alone(loaded: LoadedModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """The greedy completion of `prompt`: every token from a prefill of all before it, nothing kept between them."""
+    """The greedy completion of `prompt`, with a full prefill for every token and no cache in between."""
     token_ids = list(prompt)
     for _ in range(num_tokens):
         token_ids.append(_next_token(loaded, token_ids))
@@ -39,7 +39,7 @@ def generate_alone(loaded: LoadedModel, prompt: Sequence[int], num_tokens: int) 
 
 
 class WrappedModel:
-    """A model that computes what another one does; subclasses change a part of it."""
+    """Delegates to another model; subclasses override a part of it."""
 
     def __init__(self, model: CausalLM) -> None:
         self.dtype = model.dtype

@@ -1,4 +1,4 @@
-"""A worker's service in the test's own process, and a scheduler's end of the links to it."""
+"""A worker's service in the test process, and the scheduler's end of the links to it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BLOCK_SIZE = 4
 
 @dataclass
 class Worker:
-    """A served worker, and the scheduler's end of the links to it; it notes how its process would have ended."""
+    """A running worker service and the scheduler's end of its links; records how the process would have exited."""
 
     device: DeviceLoop
     channel: grpc.aio.Channel
@@ -46,7 +46,7 @@ class Worker:
         self.servicer = WorkerServicer(layout, group, self.end, stuck_s=self.stuck_s)
 
     def open(self, runner: ModelRunner) -> None:
-        """Let it be claimed."""
+        """Open the worker for claims."""
         self.servicer.open(DeviceSteps(self.device, runner, self.end, is_alone=True))
 
     async def attach(self, epoch: int, scheduler: str = "one", **sizes: int) -> worker_pb2.AttachResponse:
@@ -55,7 +55,7 @@ class Worker:
         return response
 
     async def execute(self, epoch: int = 1, scheduler: str = "one") -> Any:
-        """Open a stream and say whose it is."""
+        """Open a stream and identify its scheduler."""
         call = self.stub.Execute()
         await call.write(heartbeat_request(epoch, scheduler))
         return call
@@ -70,18 +70,18 @@ class Worker:
 
 
 def attach_request(epoch: int, scheduler: str = "one", **sizes: int) -> worker_pb2.AttachRequest:
-    """A claim of a worker, with sizes that fit."""
+    """A claim of a worker, with valid sizes."""
     defaults = {"block_size": BLOCK_SIZE, "max_num_seqs": 8, "max_num_batched_tokens": 256}
     return worker_pb2.AttachRequest(epoch=epoch, scheduler_instance_id=scheduler, **(defaults | sizes))
 
 
 def request(step: Step, epoch: int = 1) -> worker_pb2.StepRequest:
-    """The message of a step."""
+    """Encode a step."""
     return to_request(replace(step, epoch=epoch))
 
 
 async def read(call: Any) -> worker_pb2.StepResult:
-    """The next result."""
+    """Read the next result."""
     while (result := await call.read()).HasField("heartbeat"):
         pass
     assert isinstance(result, worker_pb2.StepResult)
@@ -89,7 +89,7 @@ async def read(call: Any) -> worker_pb2.StepResult:
 
 
 async def rest_of(call: Any) -> list[worker_pb2.StepResult]:
-    """The results until the stream ends."""
+    """Read the results until the stream ends."""
     results = []
     while (result := await call.read()) is not grpc.aio.EOF:
         if not result.HasField("heartbeat"):
@@ -98,12 +98,12 @@ async def rest_of(call: Any) -> list[worker_pb2.StepResult]:
 
 
 def blocks_of(row: int) -> list[int]:
-    """Blocks for 24 tokens, different ones for each row."""
+    """The blocks of a row, for 24 tokens; different for each row."""
     return list(range(6 * row, 6 * row + 6))
 
 
 def prefill_of(prompts: Sequence[Sequence[int]] = PROMPTS, *, step_id: int = 1) -> Step:
-    """All of these prompts at once."""
+    """A step that prefills all of these prompts."""
     return prefill_step(
         *(make_enter(row, prompt, blocks_of(row)) for row, prompt in enumerate(prompts)), step_id=step_id
     )

@@ -1,4 +1,4 @@
-"""Steps for a worker, in its own form and on the wire."""
+"""Steps for a worker, in its internal form and on the wire."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def column(values: Sequence[int] = ()) -> Int32Column:
 
 
 def pack(values: Sequence[int] | Int32Column) -> bytes:
-    """A column on the wire."""
+    """Encode a column."""
     return np.array(values, dtype=WIRE_DTYPE).tobytes()
 
 
 def unpack(data: bytes) -> list[int]:
-    """The values of a column on the wire."""
+    """Decode a column."""
     values: list[int] = np.frombuffer(data, dtype=WIRE_DTYPE).tolist()
     return values
 
@@ -44,7 +44,7 @@ def make_enter(
     options: SamplingOptions | None = None,
     cached_token_ids: Sequence[int] = (),
 ) -> EnteringSequence:
-    """A sequence that enters; its uncached tokens are all prompt."""
+    """An entering sequence; its uncached tokens are all prompt."""
     return EnteringSequence(
         chunk=make_chunk(slot, token_ids, num_later_tokens),
         num_cached_tokens=num_cached_tokens,
@@ -72,7 +72,7 @@ def prefill_step(
     append: Sequence[tuple[int, int]] = (),
     step_id: int = 1,
 ) -> Step:
-    """A step that computes chunks and the sequences that enter; `append` holds (slot, block id) pairs."""
+    """A step that computes chunks and entering sequences; `append` holds (slot, block id) pairs."""
     return _make_step(StepKind.PREFILL, enters, tuple(chunks), leave, append, step_id, None)
 
 
@@ -82,7 +82,7 @@ def mixed_step(
     rows: Sequence[int] | None = None,
     step_id: int = 1,
 ) -> Step:
-    """A step that decodes, and computes chunks and the sequences that enter."""
+    """A step that decodes, and computes chunks and entering sequences."""
     return _make_step(StepKind.MIXED, enters, tuple(chunks), (), (), step_id, rows)
 
 
@@ -98,7 +98,7 @@ def decode_step(
 
 
 def to_request(step: Step) -> worker_pb2.StepRequest:
-    """The message that carries `step`."""
+    """Encode `step`."""
     return worker_pb2.StepRequest(
         epoch=step.epoch,
         step_id=step.step_id,
@@ -133,7 +133,7 @@ def to_request(step: Step) -> worker_pb2.StepRequest:
 
 
 def heartbeat_request(epoch: int = EPOCH, scheduler: str = "test") -> worker_pb2.StepRequest:
-    """A scheduler's sign of life: a stream's first message."""
+    """A scheduler's heartbeat, the first message of a stream."""
     return worker_pb2.StepRequest(epoch=epoch, scheduler_instance_id=scheduler, heartbeat=worker_pb2.Heartbeat())
 
 
