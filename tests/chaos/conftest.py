@@ -1,4 +1,4 @@
-"""What the chaos tests share: how much of it there is, what is served, and what they tell at the end."""
+"""Shared by the chaos tests: the number of kills, the models, and the summary at the end."""
 
 from __future__ import annotations
 
@@ -18,46 +18,46 @@ _REPORTS = pytest.StashKey[list[str]]()
 
 @pytest.fixture(scope="session")
 def num_kills(request: pytest.FixtureRequest) -> int:
-    """How often a test kills: `--chaos-kills`."""
+    """Kills per test: `--chaos-kills`."""
     count: int = request.config.getoption("--chaos-kills")
     return count
 
 
 @pytest.fixture(scope="session")
 def num_pairs(request: pytest.FixtureRequest) -> int:
-    """How often services die together: `--chaos-pairs`."""
+    """Joint kills of services per test: `--chaos-pairs`."""
     count: int = request.config.getoption("--chaos-pairs")
     return count
 
 
 @pytest.fixture(scope="session")
 def num_requests(num_kills: int) -> int:
-    """How many are in flight; fewer where there are few kills: after many of them all are computed anew."""
+    """Requests in flight; fewer for short runs, since after many kills all of them are recomputed."""
     return 200 if num_kills > 5 else 100
 
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random model of two layers: what is tested happens between the steps."""
+    """A small random model of two layers, since the tests exercise what happens between steps."""
     return write_tiny_llama(tmp_path_factory.mktemp("chaos"), changes={"num_hidden_layers": 2})
 
 
 @pytest.fixture(scope="session")
 def moe_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random model whose experts two ranks share."""
+    """A small random model with experts, for expert parallelism over two ranks."""
     values = next(iter(SMALL_CONFIGS[MOE_ARCHITECTURE].values()))
     return write_small_model(build_model(MOE_ARCHITECTURE, values), tmp_path_factory.mktemp("moe"))
 
 
 @pytest.fixture(scope="session")
 def peace(model_dir: Path, num_requests: int) -> Peace:
-    """Requests of every kind, and what they get when nothing dies."""
+    """Requests of every kind, with their answers in an undisturbed run."""
     return asyncio.run(learn(model_dir, mixed_requests(num_requests)))
 
 
 @pytest.fixture
 def tell_of(request: pytest.FixtureRequest) -> TellOf:
-    """Has what became of a load, and how many deaths it lived through, told behind the results."""
+    """Returns a function that adds the result of a load to the terminal summary."""
     reports = request.config.stash.setdefault(_REPORTS, [])
 
     def tell(load: Load, num_deaths: int, state: State) -> None:
@@ -68,6 +68,6 @@ def tell_of(request: pytest.FixtureRequest) -> TellOf:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Tell what became of each load."""
+    """Print the result of each load."""
     for line in config.stash.get(_REPORTS, []):
         terminalreporter.write_line(line)

@@ -1,4 +1,4 @@
-"""A scheduler that dies when a step of coupled groups has reached one of them: it must not hang the other."""
+"""A scheduler that dies after sending a step to only one of two coupled groups must not hang that group."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tests.support.tcp_path import TcpPath
 
 pytestmark = pytest.mark.slow
 
-# For the other group to begin the step that the cut one does not get.
+# Time for the other group to begin the step that the cut-off group never receives.
 STEP_S = 0.5
-# Of the test's kills: those that are found out by waiting for seconds and starting the domain again take long.
+# The share of `--chaos-kills` made here: each takes seconds to detect, and a restart of the domain.
 FACTOR = 0.4
 
 
 @pytest.fixture(scope="module")
 def moe_peace(moe_dir: Path) -> Peace:
-    """What one rank by itself answers."""
+    """The answers of a single rank."""
     return asyncio.run(learn(moe_dir, mixed_requests(48)))
 
 
@@ -55,5 +55,5 @@ async def test_a_scheduler_dies_between_the_groups_of_a_step(
     assert load.damage == Damage()
     assert load.num_resumes > 0
     assert state.num_used_blocks == 0
-    # One group waits for ever in a step that the other never began: only new processes help.
+    # One group waits forever in a step that the other never began, which only a restart of the domain resolves.
     assert workers.num_starts > 1 or not is_lost

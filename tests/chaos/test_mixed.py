@@ -1,4 +1,4 @@
-"""Workers and schedulers that die and hang in turns."""
+"""Workers and schedulers that are killed and stopped in rotation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A scheduler that dies together with workers, as with the loss of a node: the next one takes what is left."""
+"""A scheduler that dies together with workers, as when a node is lost: its successor takes the remaining workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HITS = {
 
 @pytest.fixture(scope="module")
 def stateful_peace(moe_dir: Path) -> Peace:
-    """What one rank by itself answers."""
+    """The answers of a single rank."""
     return asyncio.run(learn(moe_dir, stateful_requests(NUM_REQUESTS)))
 
 

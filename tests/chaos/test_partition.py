@@ -1,4 +1,4 @@
-"""A network that drops everything between scheduler and workers for a while, in one direction or in both."""
+"""A network that drops all packets between scheduler and workers for a while, in one or both directions."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.support.tcp_path import TcpPath
 pytestmark = pytest.mark.slow
 
 NUM_RANKS = 2
-# Shorter than the silence that is borne.
+# Shorter than the silence timeouts.
 SHORT_CUTS_S = (1, 3)
 
 
-# The last cut is noticed, and lasts until the scheduler has called again: where the worker hears an offer but cannot
-# answer it, until that one was given up and another one made.
+# The last cut is detected and lasts until the scheduler has reconnected. Where the worker receives an offer but cannot
+# answer it, it lasts until that offer has timed out and another one was made.
 @pytest.mark.parametrize(
     ("direction", "num_offers"),
     [({"to_client": False}, 1), ({"to_server": False}, 2), ({}, 1)],

@@ -1,5 +1,7 @@
-"""A request that kills whoever computes it ends alone. That what is killed from outside is nobody's fault, the kills of
-the other tests show."""
+"""A poison request, which kills every process that computes it, fails without affecting other requests.
+
+The other chaos tests show that no request is blamed for kills from outside.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 def poison() -> tokenizer_pb2.GenerateRequest:
-    """A request that meets the failpoint of whoever computes or plans it."""
+    """A request that triggers the failpoint of the process that computes or plans it."""
     return token_request([5, MAGIC_TOKEN, 7], max_tokens=40, ignore_eos=True)
 
 
@@ -30,7 +32,7 @@ def num_deaths(cell: Cell, role: str) -> int:
 
 
 async def swallow(client: Client) -> str | None:
-    """Send the poison; returns the reason that it ends with."""
+    """Send the poison request; returns the reason with which it fails."""
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await client.generate(poison())
     return reason_of(status_from_rpc_error(error.value))

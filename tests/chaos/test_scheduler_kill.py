@@ -1,4 +1,4 @@
-"""A scheduler that is killed under load: the tokenizer tells its successor what was running."""
+"""A scheduler that is killed under load: the tokenizer resubmits the running requests to its successor."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ async def test_requests_outlive_schedulers_that_are_killed(
     assert load.num_answers >= len(peace.requests)
     assert load.num_resumes > 0
     assert state.num_used_blocks == 0
-    # Their weights stayed where they were.
+    # The workers kept running, so they did not reload their weights.
     assert {name: after[name].pid for name in workers} == workers

@@ -1,4 +1,4 @@
-"""A scheduler that hangs until another one has its workers: when it wakes it harms nobody, and exits."""
+"""A scheduler that hangs until another one has taken its workers does no harm when it wakes, and exits."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ NUM_RANKS = 2
 
 @dataclass
 class Addresses:
-    """Where a cell answers."""
+    """The addresses of a cell."""
 
     address: str
     scheduler_address: str
 
 
 class PairedCell:
-    """Two workers, a scheduler that has them, one on another address that waits for them, and a tokenizer."""
+    """Two workers, an active scheduler, a standby scheduler on another address, and a tokenizer."""
 
     def __init__(self, model_dir: Path, stack: ExitStack) -> None:
         self._model_dir = model_dir
@@ -49,11 +49,11 @@ class PairedCell:
         self._start("tokenizer", f"--listen={self._tokenizer}", schedulers, *TOKENIZER_FLAGS)
 
     def start_second(self) -> None:
-        """Start the scheduler that waits."""
+        """Start the standby scheduler."""
         self._start_scheduler(1)
 
     async def wait_until_tokenizer_serves(self) -> None:
-        """Wait until requests find somebody: the tokenizer starts beside the others, and may be the last."""
+        """Wait until the tokenizer is serving; it starts in parallel with the others, and may be the last."""
         async with make_channel(self._tokenizer) as channel:
             await wait_until_serving(channel)
 
@@ -65,7 +65,7 @@ class PairedCell:
 
     @asynccontextmanager
     async def connect(self, scheduler: int) -> AsyncIterator[Client]:
-        """A client that asks one of the two schedulers for its state."""
+        """Connect a client that uses one of the two schedulers for its state."""
         async with connect(Addresses(self._tokenizer, self._schedulers[scheduler])) as client:
             yield client
 
@@ -100,7 +100,7 @@ async def test_a_scheduler_that_wakes_when_another_one_serves_exits(
                 taken_over = Load(successor, peace)
                 await taken_over.wait_until_busy(0)
                 if replaces_a_worker:
-                    # Domains are taken over one by one: what is not yet held cannot be lost.
+                    # Domains are taken over one by one, and only a domain already held can be lost.
                     await taken_over.wait_until_busy(1)
                     cell.replace_worker(1)
                     await taken_over.wait_for_state(lambda state: state.num_lost_epochs)
@@ -114,5 +114,5 @@ async def test_a_scheduler_that_wakes_when_another_one_serves_exits(
     assert exit_code == 1
     assert load.damage == Damage()
     assert load.num_resumes > 0
-    # It lost nobody to the one that woke.
+    # It lost no worker to the scheduler that woke up.
     assert state.num_lost_epochs == int(replaces_a_worker)

@@ -1,4 +1,4 @@
-"""Workers that are killed under load: nobody notices but by waiting."""
+"""Workers that are killed under load: clients notice only a delay."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from tests.support.chaos import Damage, Killer, Load, Peace, State, TellOf, chao
 
 pytestmark = pytest.mark.slow
 
-# What a process of the real model costs in time, those of the small one do five times.
+# The share of `--chaos-kills` for the real model, whose processes take five times as long to restart.
 REAL_FACTOR = 0.2
-# Where tokens may differ, what is judged is little.
+# The share of `--chaos-kills` where tokens may differ, since little is checked then.
 INEXACT_FACTOR = 0.4
-# Kills that do not wait until all ranks are at work again.
+# The factor for kills that do not wait until all ranks are attached again.
 HASTY_FACTOR = 1.5
 
 
 async def kill_workers(
     model_dir: Path, peace: Peace, num_kills: int, *, num_hasty: int = 0, backend: str = "reference"
 ) -> tuple[Load, State]:
-    """Kill workers of two ranks, each when the last one is at work again, and so many more without waiting for it.
+    """Kill workers of two ranks, each after recovery from the last kill, and `num_hasty` more without waiting for it.
 
     Returns:
-        What became of the requests.
+        The load and the scheduler's last state.
     """
     async with chaos_cell(model_dir, "--dp=2", backend=backend) as (cell, client):
         load = Load(client, peace)
@@ -55,7 +55,7 @@ async def test_requests_to_the_real_model_outlive_workers_that_are_killed(
     real_model: Path, num_kills: int, tell_of: TellOf
 ) -> None:
     requests = mixed_requests(24)
-    # Each row reads all weights, a prompt's rows too.
+    # On this backend every row reads all weights, including each row of a prompt.
     for request in requests:
         del request.tokens.token_ids[8:]
         request.sampling.max_tokens //= 4
@@ -72,5 +72,5 @@ async def test_without_exact_arithmetic_tokens_may_differ_and_nothing_is_lost(
     peace = await learn(model_dir, requests, backend="cpu")
     load, state = await kill_workers(model_dir, peace, max(1, round(INEXACT_FACTOR * num_kills)), backend="cpu")
     tell_of(load, state.num_lost_epochs, state)
-    # What differs is told, not judged: sums go by the batch that a row is in.
+    # Differences are reported but allowed: on this backend sums depend on the batch.
     assert load.damage.lost == []

@@ -1,4 +1,4 @@
-"""Workers that hang: stopped by SIGSTOP, they are given up, killed and started again, or come back too late."""
+"""Workers stopped by SIGSTOP: they are dropped, then killed and restarted, or resume too late."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.chaos import HEALTH_KILL_S, Damage, Killer, Load, Peace, Tell
 
 pytestmark = pytest.mark.slow
 
-# Of the test's kills: a third of those in `test_mixed.py` are stops, too.
+# The share of `--chaos-kills` made here; a third of those in `test_mixed.py` are stops too.
 FACTOR = 0.6
 
 
@@ -44,7 +44,7 @@ async def test_a_worker_that_hangs_is_noticed_and_comes_back_to_no_harm(
             await load.wait_for_state(lambda state: state.rank_steps[1].num_running >= 10)
             pid = cell.send_signal("worker 1.0", signal.SIGSTOP)
             await load.wait_for_state(lambda state: not state.rank_steps[1].is_attached)
-            # The other rank has taken over what it had.
+            # The other rank has taken over its sequences.
             await load.wait_for_progress()
             cell.send_signal("worker 1.0", signal.SIGCONT)
             await load.wait_for_state(lambda state: state.rank_steps[1].is_attached and state.rank_steps[1].num_running)
@@ -53,5 +53,5 @@ async def test_a_worker_that_hangs_is_noticed_and_comes_back_to_no_harm(
 
     tell_of(load, 1, state)
     assert load.damage == Damage()
-    # It needed no new process, and so no new weights.
+    # The same process is used again, so no weights were reloaded.
     assert after["worker 1.0"].pid == pid

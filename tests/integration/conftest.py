@@ -1,4 +1,4 @@
-"""Cells that several integration tests share: one start each for the whole session."""
+"""Cells shared by several integration tests, started once per session."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from tests.support.tiny_llama import write_tiny_llama
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a small random model of two layers: what is tested happens around its steps."""
+    """The directory of a small random model of two layers, since the tests exercise what happens around its steps."""
     return write_tiny_llama(tmp_path_factory.mktemp("tiny-llama"), changes={"num_hidden_layers": 2})
 
 
 @pytest.fixture(scope="session")
 def real_cell(real_model: Path) -> Iterator[Cell]:
-    """A cell that serves the real model with the defaults. Tests leave it as they found it."""
+    """A cell that serves the real model with default settings. Tests must leave it as they found it."""
     with start_cell(real_model) as cell:
         yield cell
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _take_interrupts() -> Iterator[None]:
-    """Let Ctrl-C reach what tests start: a run in the background of a shell ignores it, and children inherit that."""
+    """Restore SIGINT for the processes that tests start: background jobs of a shell ignore it, also in children."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

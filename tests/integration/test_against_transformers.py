@@ -1,4 +1,4 @@
-"""Greedy tokens through three processes against `transformers`' `generate`, on the real model."""
+"""Greedy tokens through all three services against `transformers`' `generate`, on the real model."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ CHATS = [
 
 
 class Reference:
-    """The real model in `transformers`, fp32."""
+    """The real model in `transformers`, float32."""
 
     def __init__(self, model_dir: Path) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(model_dir)
         self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
 
     def generate(self, prompt: list[int]) -> list[int]:
-        """Greedy completion, an end-of-sequence token included."""
+        """The greedy completion, including the end-of-sequence token."""
         ids = torch.tensor([prompt])
         with torch.inference_mode():
             output = self._model.generate(
@@ -89,7 +89,7 @@ class Reference:
         return output[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
 
     def is_greedy(self, prompt: list[int], completion: list[int]) -> bool:
-        """Whether it is what `generate` gives: the likeliest token each time, in one pass over all of them."""
+        """Whether `generate` would return this completion, checked in one forward pass."""
         with torch.inference_mode():
             logits = self._model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
         is_whole = len(completion) == NUM_TOKENS or completion[-1] == self.tokenizer.eos_token_id
@@ -97,7 +97,7 @@ class Reference:
         return is_whole and best == completion
 
     def best_two(self, prefix: list[int]) -> tuple[list[int], float]:
-        """The two likeliest next tokens, and by how much their logits differ."""
+        """The two likeliest next tokens and the gap between their logits."""
         with torch.inference_mode():
             logits = self._model(torch.tensor([prefix])).logits[0, -1]
         best = logits.topk(2)
@@ -107,14 +107,14 @@ class Reference:
 @pytest.fixture(scope="module")
 def reference(real_model: Path) -> Iterator[Reference]:
     num_threads = torch.get_num_threads()
-    # Threads that wait for each other by spinning take the cores from the tests beside these.
+    # Threads that spin while waiting for each other take cores from parallel tests.
     torch.set_num_threads(1)
     yield Reference(real_model)
     torch.set_num_threads(num_threads)
 
 
 async def count_differences(client: Client, reference: Reference, prompt: list[int], ours: list[int]) -> int:
-    """Compare with the reference, going on from its prefix behind each tie; a difference that is no tie fails."""
+    """Count differences to the reference, continuing from its tokens after each tie; any other difference fails."""
     expected = reference.generate(prompt)
     done, num_differences = 0, 0
     while ours != expected[done:]:
@@ -133,7 +133,7 @@ async def count_differences(client: Client, reference: Reference, prompt: list[i
     return num_differences
 
 
-# `generate` takes seconds for each: it says every tenth. Of all of them one pass tells whether it would say the same.
+# `generate` takes seconds per prompt, so it runs for every tenth; for all others one pass checks the result.
 @pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.slow)])
 async def test_greedy_tokens_equal_those_of_generate(real_cell: Cell, reference: Reference, every: int) -> None:
     async with connect(real_cell) as client:

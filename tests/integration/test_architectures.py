@@ -1,4 +1,4 @@
-"""Every architecture through all three services: greedy tokens are transformers', with and without drafts."""
+"""Every architecture through all three services: greedy tokens equal transformers', with and without drafts."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from tests.support.small_configs import ARCHITECTURES, SMALL_CONFIGS
 from tests.support.small_mtp import MTP_ARCHITECTURES, make_small_mtp_model
 from tests.support.tiny_llama import write_tiny_llama
 
-# Together they have every kind of layer.
+# Together these have every kind of layer.
 SERVED_FAST = ("DeepseekV32ForCausalLM", "GptOssForCausalLM", "Glm4MoeForCausalLM")
 PROMPTS = make_prompts((1, 70, 16, 40, 5, 33, 100, 40), seed=9)
 NUM_TOKENS = 32
-# Prompts in chunks, beside decodes.
+# Chunked prompts in the same steps as decodes.
 CHUNKS = ("--scheduler.max-num-seqs=8", "--scheduler.max-num-batched-tokens=32", "--scheduler.enable-mixed-steps=true")
 
 
 def serve_cases() -> list[Any]:
-    """Each architecture on one of the backends in turn: `tests/parity` has each on both. `make test` has a few."""
+    """Each architecture on one backend, alternating, since `tests/parity` covers both; `make test` runs a few."""
     return [
         pytest.param(
             architecture,
@@ -42,7 +42,7 @@ def serve_cases() -> list[Any]:
 async def ask(
     model_dir: Path, backend: str, *flags: str, num_rounds: int = 1
 ) -> tuple[list[list[int]], scheduler_pb2.GetStateResponse]:
-    """The completions of `PROMPTS`, all at once and that `num_rounds` times; equal each time."""
+    """The completions of `PROMPTS`, all sent at once, `num_rounds` times; they must be equal each time."""
     with start_cell(model_dir, f"--worker.ops-backend={backend}", "--worker.num-threads=1", *flags) as cell:
         async with connect(cell) as client:
             rounds = [await asyncio.gather(*map(client.generate, requests())) for _ in range(num_rounds)]
@@ -58,7 +58,7 @@ def requests() -> list[tokenizer_pb2.GenerateRequest]:
 
 
 def exact_tokens(model_dir: Path) -> list[list[int]]:
-    """What the model gives outside of any service, on `reference`."""
+    """The completions of the bare model on `reference`, without any service."""
     completions = generate(load_paged(model_dir, "reference"), PROMPTS, NUM_TOKENS, Way())
     return [each.completion for each in completions]
 
@@ -95,12 +95,12 @@ async def test_drafts_by_multi_token_prediction_change_no_token(
     completions, state = await ask(small.directory, "reference", *CHUNKS, *flags, num_rounds=2)
     assert completions[: len(PROMPTS)] == exact_tokens(small.directory)
     assert_greedy(TransformersModel(small.model), completions)
-    # Some drafts are right and some are wrong, or the test would show nothing.
+    # The test is meaningful only if some drafts are accepted and some rejected.
     assert 0 < state.num_accepted_draft_tokens < state.num_draft_tokens
 
 
 def test_an_unknown_architecture_is_refused_with_the_list_of_known_ones(tmp_path: Path) -> None:
-    """`test_broken_models.py` has how a cell ends that is to serve what cannot be loaded."""
+    """How a whole cell ends when its model cannot be loaded is tested in `test_broken_models.py`."""
     model_dir = write_tiny_llama(tmp_path / "model", changes={"architectures": ["BloomForCausalLM"]})
     with pytest.raises(ModelDirectoryError, match="BloomForCausalLM") as error:
         load_paged(model_dir, "reference")

@@ -1,6 +1,6 @@
-"""Bad input gets its status and reason, and a neighbour's stream goes on unharmed.
+"""Bad input gets its status and reason, and another request's stream continues unharmed.
 
-The cases are those of RELIABILITY's list that this release's fields can express (a uint32 cannot be negative).
+Values that the protocol cannot express, such as a negative uint32, have no case.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ CASES = [
 
 
 async def refusal(client: Client, request: tokenizer_pb2.GenerateRequest, deadline_s: float | None = None) -> Any:
-    """The error of a request that must fail, whether or not it was accepted first."""
+    """Send a request that must fail, before or after being accepted; returns its error."""
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await client.generate(request, deadline_s=deadline_s)
     return error.value
@@ -159,7 +159,7 @@ async def test_every_bad_request_is_refused_while_a_neighbour_streams(real_cell:
         assert (await neighbour).token_ids == alone.token_ids
         after = await client.wait_until_idle()
     assert after.num_free_blocks == after.num_blocks
-    # None of them got as far as the scheduler.
+    # None of them reached the scheduler.
     assert after.num_finished == before.num_finished + 1
     assert {role: process.pid for role, process in real_cell.role_to_process.items()} == pids
     assert all(process.is_running() for process in real_cell.role_to_process.values())
@@ -223,7 +223,7 @@ async def test_bad_ids_and_texts_are_refused_by_the_other_methods_too(real_cell:
 
 @pytest.fixture(scope="module")
 def small_cell(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
-    """A pool of 384 tokens, less than the context of 512, one request at once, and a template that refuses some."""
+    """A cell with a pool of 384 tokens (less than the context of 512), one slot, and a template that can fail."""
     model_dir = Path(shutil.copytree(tiny_model, tmp_path_factory.mktemp("strict") / "model"))
     template = model_dir / CHAT_TEMPLATE
     guard = "{% if 'forbidden' in messages[-1]['content'] %}{{ raise_exception('not this') }}{% endif %}"
@@ -240,7 +240,7 @@ async def test_a_prompt_that_the_pool_can_never_hold_is_refused(small_cell: Cell
         assert reason_of(status_from_rpc_error(error)) == "KV_CAPACITY_EXCEEDED"
         completion = await client.generate(token_request([5] * 356, max_tokens=28, ignore_eos=True))
         assert len(completion.token_ids) == 28
-        # Without a limit of its own, a request gets the room that is left.
+        # Without `max_tokens`, a request may use the remaining space of the pool.
         unlimited = await client.generate(token_request([5] * 356, ignore_eos=True))
         assert unlimited.accepted.max_tokens == 28
 

@@ -1,4 +1,4 @@
-"""A broken model directory: the launcher ends by itself, with an exit code and one line that says what is wrong."""
+"""With a broken model directory the launcher exits with an error code and one line that says what is wrong."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WEIGHTS = "model.safetensors"
 
 
 def test_a_broken_model_is_told_and_ends_everything(tiny_model: Path, tmp_path: Path) -> None:
-    """However it is broken: `test_loader.py` has what is told of each damage."""
+    """The message for each kind of damage is tested in `test_loader.py`."""
     model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
     weights = model / WEIGHTS
     weights.write_bytes(weights.read_bytes()[:-10])

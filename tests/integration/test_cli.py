@@ -20,7 +20,7 @@ from tests.support.processes import module_command, module_environment
 GREEDY = "--temperature=0"
 LONG = "--max-tokens=2000"
 
-# What the editor of lines tells the terminal when it begins to read, and when it has read.
+# The bracketed-paste sequences that the line editor sends when it starts and stops reading.
 READS, READS_NO_MORE = "\x1b[?2004h", "\x1b[?2004l"
 
 
@@ -37,7 +37,7 @@ def expected_text(cell: Cell, request: tokenizer_pb2.GenerateRequest) -> str:
 
 @contextmanager
 def terminal() -> Iterator[tuple[int, int]]:
-    """A terminal's two ends: the person's, and the program's."""
+    """A pseudo-terminal's two ends: the user's and the program's."""
     person, program = pty.openpty()
     try:
         yield person, program
@@ -127,7 +127,7 @@ async def test_ctrl_c_cancels_the_call(real_cell: Cell) -> None:
 def test_ctrl_c_in_a_conversation_ends_the_answer_and_twice_it_leaves(
     real_cell: Cell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # This terminal does not say where its cursor is.
+    # This terminal does not answer cursor position requests.
     monkeypatch.setenv("PROMPT_TOOLKIT_NO_CPR", "1")
     monkeypatch.setenv("TERM", "xterm")
     command = ("chat", f"--target={real_cell.address}", "--system=You tell stories.", LONG)
@@ -139,7 +139,7 @@ def test_ctrl_c_in_a_conversation_ends_the_answer_and_twice_it_leaves(
         assert f"smollm2-135m-instruct on {real_cell.address}. /help lists the commands" in greeting
         os.write(person, b"/system\r")
         assert "You tell stories." in read_until(person, READS)
-        # Two lines: Alt-Enter is the escape key and then Enter.
+        # Alt-Enter, which sends Escape and Enter, inserts a line break.
         os.write(person, b"Tell me a\x1b\rvery long story.\r")
         read_until(person, READS_NO_MORE)
         os.read(person, 1)
@@ -168,7 +168,7 @@ def test_ctrl_c_in_a_conversation_ends_the_answer_and_twice_it_leaves(
     ],
 )
 def test_what_is_no_text_is_refused_in_one_line(args: list[str], stdin: bytes, encoding: str) -> None:
-    # Nobody listens there: it is refused before anybody is asked.
+    # Nothing listens there: the input is refused before any connection is made.
     command = module_command("shared.cli", *args, f"--target=127.0.0.1:{free_port()}")
     environment = module_environment() | {"PYTHONIOENCODING": encoding}
     result = subprocess.run(command, input=stdin, env=environment, capture_output=True, check=False)

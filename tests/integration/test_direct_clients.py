@@ -1,4 +1,4 @@
-"""Token ids in and out, on the real model: what a client that tokenizes itself sees."""
+"""Token ids in and out, on the real model, as seen by a client that tokenizes itself."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def encode(client: Client, text: str) -> list[int]:
 def assert_same(
     positions: Sequence[common_pb2.PositionLogprobs], others: Sequence[common_pb2.PositionLogprobs]
 ) -> None:
-    """The last figures of a value depend on the batch."""
+    """Compare log-probabilities approximately: their last digits depend on the batch."""
     entries, other_entries = (
         [entry for position in side for entry in (position.token, *position.top)] for side in (positions, others)
     )
@@ -96,7 +96,7 @@ def assert_same(
 
 
 async def refusal(client: Client, request: Request, deadline_s: float | None = None) -> tuple[grpc.StatusCode, Any]:
-    """The status and the reason of a request that must fail."""
+    """Send a request that must fail; returns its status and reason."""
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await generate_tokens(client.scheduler, request, deadline_s=deadline_s)
     return error.value.code(), reason_of(status_from_rpc_error(error.value))
@@ -184,7 +184,7 @@ async def test_every_bad_request_is_refused_while_a_neighbour_streams(real_cell:
         assert (await neighbour).token_ids == alone.token_ids
         after = await client.wait_until_idle()
     assert after.num_free_blocks == after.num_blocks
-    # None of them got as far as the engine.
+    # None of them reached the engine.
     assert after.num_finished == before.num_finished + 1
 
 
@@ -231,7 +231,7 @@ async def test_abort_ends_a_stream_of_either_door(real_cell: Cell, door: str) ->
         assert error.value.code() is grpc.StatusCode.CANCELLED
         assert reason_of(status_from_rpc_error(error.value)) == "ABORTED_BY_CALL"
         await client.wait_until_idle()
-        # Its id is free again, and aborting it once more is fine.
+        # Its id is free again, and aborting it once more is not an error.
         await client.scheduler.Abort(scheduler_pb2.AbortRequest(request_id="to-abort"))
         again = prompt_request([10, 20, 30], request_id="to-abort", max_tokens=2)
         assert len((await generate_tokens(client.scheduler, again)).token_ids) == 2

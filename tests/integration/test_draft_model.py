@@ -1,4 +1,4 @@
-"""A second model drafts, through all three services: answers stay as they are, and come in fewer steps."""
+"""Drafts by a second model, through all three services: the same answers in fewer steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.ports import free_port
 from tests.support.tiny_llama import write_noisy_copy, write_tiny_llama
 
 NUM_TOKENS = 41
-# Prompts in chunks beside decodes, and a pool that two of them fill.
+# Chunked prompts in the same steps as decodes, and a pool that two prompts fill.
 FLAGS = (
     "--worker.ops-backend=reference",
     "--worker.num-threads=1",
@@ -27,20 +27,20 @@ FLAGS = (
 
 
 def make_prompts() -> list[list[int]]:
-    """Some of any length, and some that begin like others, so that blocks are shared."""
+    """Prompts of various lengths, some with a common prefix so that blocks are shared."""
     rng = random.Random(1)
     prompts = [[rng.randrange(3, 512) for _ in range(length)] for length in (1, 16, 33, 70)]
     return [*prompts, [*prompts[2], 9, 8, 7], [*prompts[3][:48], 5]]
 
 
 def plain_tokens(model_dir: Path) -> list[list[int]]:
-    """The greedy completions that the model gives outside of any service, without drafts, and the same again."""
+    """The greedy completions of the bare model without drafts, listed twice."""
     completions = generate(load_paged(model_dir, "reference"), make_prompts(), NUM_TOKENS, Way())
     return 2 * [each.completion for each in completions]
 
 
 async def ask(model_dir: Path, *flags: str) -> tuple[list[list[int]], scheduler_pb2.GetStateResponse]:
-    """The greedy completions of all prompts at once, and the same again; and how it went."""
+    """Send all prompts at once, twice; returns the greedy completions and the scheduler's state."""
     requests = [token_request(prompt, max_tokens=NUM_TOKENS, ignore_eos=True) for prompt in make_prompts()]
     with start_cell(model_dir, *FLAGS, *flags) as cell:
         async with connect(cell) as client:
@@ -57,7 +57,7 @@ async def test_answers_do_not_depend_on_the_draft_model(tiny_model: Path, tmp_pa
     assert state.num_preemptions > 0
     assert state.num_prefix_hit_tokens > 0
     assert 0 < state.num_accepted_draft_tokens < state.num_draft_tokens
-    # The model itself is right about all that nothing cuts off: 40 tokens in 8 steps of 5 and some shorter ones.
+    # Drafts by the same model are always right unless cut off: 40 tokens take 8 steps of 5, and some shorter ones.
     answers, state = await ask(tiny_model, f"--draft-model={tiny_model}", "--draft-proposer=model")
     assert answers == plain
     assert state.num_preemptions > 0
@@ -66,7 +66,7 @@ async def test_answers_do_not_depend_on_the_draft_model(tiny_model: Path, tmp_pa
 
 
 def test_who_cannot_draft_is_refused_at_start(tiny_model: Path, tmp_path: Path) -> None:
-    """Whatever it lacks: `test_drafting.py` has what is told of each."""
+    """The message for each reason is tested in `test_drafting.py`."""
     other = write_tiny_llama(tmp_path / "other", changes={"vocab_size": 300})
     served = run_serve(str(tiny_model), f"--listen=127.0.0.1:{free_port()}", f"--draft-model={other}")
     assert served.returncode == 1

@@ -1,4 +1,4 @@
-"""One chat, end to end, on the real model: what a client sees."""
+"""Chats end to end on the real model, as seen by a client."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_a_seed_repeats_and_an_absent_one_is_drawn_and_echoed(real_cell: C
 async def test_a_stop_string_split_over_tokens_cuts_the_text(real_cell: Cell) -> None:
     async with connect(real_cell) as client:
         whole = await client.generate(chat_request(QUESTION, max_tokens=24))
-        # From the middle of one word to the middle of the next.
+        # It spans from the middle of one word to the middle of the next.
         stop = whole.text[10:16]
         request = chat_request(QUESTION, max_tokens=24)
         request.stop.append(stop)
@@ -98,7 +98,7 @@ async def test_many_requests_run_together(real_cell: Cell) -> None:
         )
         after = await client.wait_until_idle()
     assert all(len(completion.token_ids) == 16 for completion in completions)
-    # 32 requests of 16 tokens alone would be 480 decode steps.
+    # One after the other, 32 requests of 16 tokens would take 480 decode steps.
     assert after.num_decode_steps - before.num_decode_steps < 60
     assert after.num_free_blocks == after.num_blocks
 

@@ -1,4 +1,4 @@
-"""Outputs do not depend on neighbours, caching, block size, preemption or cancels: byte for byte, on `reference`."""
+"""On `reference` outputs are byte-identical whatever the batch, caching, block size, preemption or cancellations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REFERENCE = "--worker.ops-backend=reference"
 def make_requests(
     logits_width: int, *, count: int = NUM_REQUESTS, max_prompt: int = 100
 ) -> list[tokenizer_pb2.GenerateRequest]:
-    """Greedy and sampled requests of many lengths; half of them begin alike, so that prefixes are shared."""
+    """Greedy and sampled requests of many lengths; half of them have a common prefix."""
     rng = random.Random(11)
     common = [rng.randrange(3, logits_width) for _ in range(max_prompt)]
     requests = []
@@ -107,7 +107,7 @@ async def test_block_sizes_overlap_and_chunks_with_a_prefix_cache(
     with start_cell(tiny_model, REFERENCE, *flags) as cell:
         async with connect(cell) as client:
             assert outputs(await client.generate_all(requests)) == alone
-            # Again, now from the cache.
+            # Again, now with prefix cache hits.
             assert outputs(await client.generate_all(requests)) == alone
             state = await client.wait_until_idle()
     assert state.num_prefix_hit_tokens > 0
@@ -143,11 +143,11 @@ async def test_cancelled_neighbours_give_their_blocks_back_and_disturb_nobody(
         await asyncio.gather(*(cancel_after(request, number % 4) for number, request in enumerate(neighbours)))
         assert outputs(await kept) == alone
         state = await client.wait_until_idle()
-    # They would have needed 400 tokens each: they stopped, and their blocks are free.
+    # They were asked for 400 tokens each; they have stopped and their blocks are free.
     assert state.num_free_blocks == state.num_blocks
 
 
-# Each row reads all weights: a minute and more.
+# On this backend each row reads all weights, so this takes over a minute.
 @pytest.mark.slow
 async def test_the_real_model_alone_together_and_preempted(real_model: Path) -> None:
     requests = make_requests(49_152, count=6, max_prompt=32)

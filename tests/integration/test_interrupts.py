@@ -1,4 +1,4 @@
-"""A launcher, or a test run, that is interrupted leaves no process, however it is interrupted."""
+"""A launcher or test run leaves no process behind, however it is interrupted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.processes import ROOT, module_command, module_environment
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL]
 
-# What a test run starts: a service, and a launcher that starts more.
+# The code of a test run that starts a service, and a launcher that starts more.
 TEST_RUN = """
 import sys
 from tests.support.cell import popen_lockstep
@@ -90,7 +90,7 @@ def test_when_its_terminal_goes(tiny_model: Path, tmp_path: Path) -> None:
         os.close(program)
         with os.fdopen(person, errors="replace") as terminal:
             wait_until_started(terminal)
-        # What it writes from now on fails; the kernel sends the signal to the terminal's own processes.
+        # Its writes fail from now on; the kernel sends SIGHUP to the terminal's processes.
         services = descendants(launcher.pid)
         launcher.send_signal(signal.SIGHUP)
         assert launcher.wait(PATIENCE_S) == 0
@@ -105,7 +105,7 @@ def test_while_it_serves_and_a_service_has_children(tiny_model: Path) -> None:
             request = tokenizer_pb2.GenerateRequest(text="Hello", structured_output=form, sampling=sampling)
             assert list(stub.Generate(request))
         processes = descendants(cell.launcher.pid)
-        # One tries grammars.
+        # One of them has a child process that compiles grammars.
         assert len(processes) == len(cell.role_to_process) + 1
         cell.launcher.kill()
         assert cell.launcher.wait(PATIENCE_S) == -signal.SIGKILL
@@ -127,7 +127,7 @@ def test_a_test_run_that_is_killed(tiny_model: Path, tmp_path: Path) -> None:
 
 def test_a_process_whose_starter_is_gone_never_begins(tmp_path: Path) -> None:
     command = module_command("http.server", "--help")
-    # As if the starter had ended, and another process had adopted it.
+    # As if the starter had ended and the process had been reparented.
     command[command.index(str(os.getpid()))] = str(os.getppid())
 
     assert subprocess.run(command, stdout=subprocess.PIPE, check=False).stdout == b""

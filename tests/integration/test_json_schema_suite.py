@@ -1,5 +1,4 @@
-"""Grammars of the JSON Schema Test Suite: no text that ends misses its schema, and no value that does not fit is let
-through."""
+"""Grammars of the JSON Schema Test Suite: every complete text is valid, and no invalid value is allowed."""
 
 from __future__ import annotations
 
@@ -15,20 +14,20 @@ from tests.support.grammar_texts import TextWriter
 from tests.support.json_schema_suite import SuiteSchema, read_suite
 from tests.support.tiny_llama import TINY_CONFIG
 
-# Of 1365. The others have keywords that say something of the whole value, such as `not` or `uniqueItems`.
+# Out of 1365. The others use keywords about the whole value, such as `not` or `uniqueItems`.
 MIN_SUPPORTED = 750
 NUM_TEXTS = 3
 
 
 @pytest.fixture(scope="module")
 def writer(tiny_model: Path) -> TextWriter:
-    """Writes with the tiny model's tokenizer."""
+    """A text writer with the tiny model's tokenizer."""
     return TextWriter(tiny_model, TINY_CONFIG["vocab_size"])
 
 
 @pytest.fixture(scope="module")
 def supported(tiny_model: Path) -> list[tuple[SuiteSchema, str]]:
-    """The schemas of the suite that are supported, each with its grammar."""
+    """The supported schemas of the suite, each with its grammar."""
     trial = GrammarTrial(GrammarLibrary(tiny_model, eos_token_ids(tiny_model)))
     schemas = []
     for schema in read_suite():
@@ -66,5 +65,5 @@ def test_values_that_fit_are_allowed(writer: TextWriter, supported: list[tuple[S
         (grammar, json.dumps(value, ensure_ascii=False)) for schema, grammar in supported for value in schema.good
     ]
     num_allowed = sum(writer.fits(grammar, text) for grammar, text in values)
-    # The others have their properties in another order than the schema.
+    # The others have their properties in a different order than the schema.
     assert num_allowed >= 0.95 * len(values)

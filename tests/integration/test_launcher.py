@@ -1,4 +1,4 @@
-"""`lockstep serve` as a person or a script meets it: how it starts, stops, and tells what went wrong."""
+"""`lockstep serve` as a user or a script sees it: start, stop and error messages."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def test_what_answers_on_a_port_that_was_taken_meanwhile_is_not_taken_for_
         tokenizer.suspend()
         stranger = make_server(address, [health])
         await stranger.start()
-        # Now only the tokenizer's own answer is missing.
+        # Now only the tokenizer itself is not ready.
         while "ready role=scheduler" not in (line := await asyncio.to_thread(launcher.stderr.readline)):
             assert line, "the launcher ended before the scheduler was ready"
         tokenizer.resume()
@@ -111,7 +111,7 @@ def test_a_cell_stops_cleanly_while_a_service_waits_for_its_next_start(tiny_mode
 
 
 def refused(*args: str) -> str:
-    """Run `lockstep serve` with arguments that it refuses before it starts anything; returns its last line."""
+    """Run `lockstep serve` with arguments that it must refuse before starting anything; returns its last line."""
     result = run_serve(*args)
     assert result.returncode == 2
     assert "started" not in result.stderr
@@ -140,7 +140,7 @@ async def test_a_cell_whose_output_nobody_reads_serves_and_stops(tiny_model: Pat
         launcher.stdout.close()
         async with make_channel(address) as channel:
             await wait_until_serving(channel)
-            # Until now its log was not read; from now on it cannot be.
+            # Until now its log was not read; from now on writing it fails.
             os.close(reader)
             stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
             assert [response async for response in stub.Generate(text_request("Hello", max_tokens=3))]
@@ -226,5 +226,5 @@ def test_an_idle_cell_uses_little_of_a_core(real_cell: Cell) -> None:
         real_cell.launcher.wait(IDLE_S)
     used_s = sum(sum(process.cpu_times()[:2]) for process in processes) - before
 
-    # Signs of life go both ways twice a second, over two links.
+    # Heartbeats go both ways on two links, about twice a second.
     assert used_s < 0.03 * IDLE_S

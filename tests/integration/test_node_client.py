@@ -1,4 +1,4 @@
-"""A client in another language, made from the public protos alone."""
+"""A client in another language (Node.js), generated from the public protos alone."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Every option beside every other: an answer is the same alone, in a crowd, at any depth, drafted, and preempted.
+"""Every pair of options: the answer is the same alone, in a crowd, at any depth, drafted, and preempted.
 
-On the `reference` backend, through all three services, byte for byte.
+Compared byte for byte on the `reference` backend, through all three services.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BATCH = 16
 MAX_TOKENS = 24
 VOCABULARY = 512
 
-# What each option is set to; None leaves it out.
+# The values of each option; None omits it.
 SAMPLING: dict[str, tuple[Any, ...]] = {
     "temperature": (0.0, 1.0, 1.7),
     "top_k": (None, 30),
@@ -33,7 +33,7 @@ SAMPLING: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (None, 1.3),
     "presence_penalty": (None, 0.6),
     "frequency_penalty": (None, -0.4),
-    # The last one makes text that repeats, so that drafts are right.
+    # The last value makes repetitive text, so that drafts are accepted.
     "logit_bias": (None, {5: 4.0, 260: -100.0, 300: 2.5}, {300: 30.0}),
     "bad_words": (None, [[270], [17, 33], [40, 41, 42]]),
     "min_tokens": (None, 12),
@@ -56,7 +56,7 @@ REQUEST: dict[str, tuple[Any, ...]] = {
 
 
 def make_requests() -> list[tokenizer_pb2.GenerateRequest]:
-    """Requests in which every two values of two options meet, as far as a request may have both, and random ones."""
+    """Requests that cover all pairs of option values that one request may have, and random ones."""
     rng = random.Random(3)
     common = [rng.randrange(3, VOCABULARY) for _ in range(60)]
     factors = {**SAMPLING, **REQUEST}
@@ -67,10 +67,10 @@ def make_requests() -> list[tokenizer_pb2.GenerateRequest]:
 
 def _request(row: dict[str, Any], number: int, common: list[int], rng: random.Random) -> tokenizer_pb2.GenerateRequest:
     prompt = [*common[: row["prompt_length"] // 2]]
-    # Something to draft from: the prompt's end repeats its beginning.
+    # The prompt's end repeats its beginning, so that there is something to draft from.
     prompt += [rng.randrange(3, VOCABULARY) for _ in range(row["prompt_length"] - len(prompt))]
     if row["regex"] is not None:
-        # A grammar ends with the end of the text.
+        # A grammar ends the text with EOS, which must not be ignored.
         row = {**row, "ignore_eos": None}
     sampling = common_pb2.SamplingParams(max_tokens=MAX_TOKENS, seed=number)
     for name in SAMPLING:
@@ -103,7 +103,7 @@ def _set(sampling: common_pb2.SamplingParams, name: str, value: Any) -> None:
 
 
 def comparable(answer: Answer) -> list[tuple[Any, ...]]:
-    """What must be equal of an answer: all but times, and what was found in the cache."""
+    """The parts of an answer that must be equal: all but times and cached tokens."""
     return [
         (
             place,
@@ -120,7 +120,7 @@ def comparable(answer: Answer) -> list[tuple[Any, ...]]:
 
 
 async def in_batches(client: Client, requests: list[tokenizer_pb2.GenerateRequest]) -> list[list[tuple[Any, ...]]]:
-    """Send them sixteen at a time."""
+    """Send the requests sixteen at a time."""
     answers: list[Answer] = []
     for start in range(0, len(requests), BATCH):
         batch = requests[start : start + BATCH]
@@ -135,7 +135,7 @@ def requests() -> list[tokenizer_pb2.GenerateRequest]:
 
 @pytest.fixture(scope="module")
 def draft_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `tiny_model` is with noise on its weights: often, but not always, right about it."""
+    """`tiny_model` with noise on its weights: its drafts are often, but not always, right."""
     return write_noisy_copy(tiny_model, tmp_path_factory.mktemp("draft-model"))
 
 
@@ -179,7 +179,7 @@ async def test_in_a_crowd(
 
 FEW_BLOCKS = "--worker.kv-cache-num-blocks=16"
 DRAFTS = "--worker.draft-proposer=ngram"
-# The directory is a fixture's.
+# The fixture's directory is appended.
 DRAFT_MODEL = "--draft-model="
 CHUNKS = ("--scheduler.max-num-seqs=16", "--scheduler.max-num-batched-tokens=32")
 
@@ -209,5 +209,5 @@ async def test_in_a_crowd_on_another_cell(
         async with connect(cell) as client:
             assert await in_batches(client, requests) == alone
             state = await client.wait_until_idle()
-    # What the cell is there for did happen.
+    # The feature under test was actually used.
     assert counter is None or getattr(state, counter) > 0

@@ -1,6 +1,6 @@
-"""Floods of calls, watches and resets against a real cell's services: only OK and QUEUE_FULL, neighbours unharmed.
+"""Floods of calls, watches and resets against a real cell: only OK and QUEUE_FULL, other calls unharmed.
 
-The same with more of them: `python -m tests.bench.overload`.
+`python -m tests.bench.overload` does the same with more calls.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from tests.support.flood import flood_with_calls, flood_with_resets, flood_with_
 
 pytestmark = pytest.mark.slow
 
-# Above gRPC's own bound, at which it draws by lot.
+# Above gRPC's soft limit, from which on it rejects at random.
 NUM_CALLS = 1500
 NUM_RESETS = 4000
-# Above its hard limit.
+# Above gRPC's hard limit.
 NUM_WATCHES = 3500
 
 

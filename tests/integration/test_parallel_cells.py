@@ -1,7 +1,7 @@
-"""Cells of many ranks: tokens are those of one worker, whatever ranks share the work.
+"""Cells of many ranks generate the same tokens as one worker, in every layout of ranks.
 
-On `reference`. TP changes the order of sums, so two sizes of it may differ where two logits are all but equal; at one
-size nothing else changes a byte.
+On `reference`. TP changes the order of sums, so two TP sizes may differ where two logits are almost equal; at a given
+TP size nothing else changes a byte.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_PROCESSES = 8
 NUM_TOKENS = 24
 PROMPTS = make_prompts((1, 40, 16, 70, 5, 33, 40, 9), seed=4)
 
-# A dense family, and each that has experts. Heads that 2 and 3 ranks can share, and shared ones that they cannot.
+# A dense family, and every family with experts. Heads that 2 and 3 ranks can split, and shared ones that they cannot.
 _HEADS = {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8}
 _LATENT_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -37,18 +37,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 DENSE_FAMILIES = ("LlamaForCausalLM",)
 
-# The real model has 9 heads over 3 of keys and values.
+# The real model has 9 query heads and 3 key/value heads.
 REAL_TP = 3
 NUM_REAL_REQUESTS = 8
 NUM_REAL_TOKENS = 12
-# Two tokens whose logits are closer may change places where sums go in another order.
+# Tokens with closer logits may swap order when sums are reordered.
 MIN_MARGIN = 1e-3
 
 Tokens = list[list[int]]
 
 
 def cases() -> Iterator[Any]:
-    """Family, tp, dp and ep, each two of them in each combination that there can be; `make test` has one."""
+    """Pairwise combinations of family, tp, dp and ep; `make test` runs one."""
     factors: dict[str, list[Any]] = {"family": list(FAMILIES), "tp": [1, 2, 3], "dp": [1, 2, 4], "ep": [False, True]}
     fast = {("Qwen3MoeForCausalLM", 2, 2, True)}
     rows = {(row["family"], row["tp"], row["dp"], row["ep"]) for row in pairwise_rows(factors, seed=1)}
@@ -60,7 +60,7 @@ def cases() -> Iterator[Any]:
 
 
 class Models:
-    """Small models of the families, each made once, with what cells of them say."""
+    """Small models of the families, each built once, with cached answers of their cells."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -68,7 +68,7 @@ class Models:
         self._said: dict[tuple[str, int, int, bool], Tokens] = {}
 
     def directory_of(self, family: str) -> Path:
-        """Where the model is."""
+        """The directory of a family's model."""
         model_dir = self._directory / family
         if family not in self._theirs:
             config = next(iter(SMALL_CONFIGS[family].values()))
@@ -83,7 +83,7 @@ class Models:
         return self._theirs[family]
 
     async def ask(self, family: str, tp: int, *, dp: int = 1, ep: bool = False) -> Tokens:
-        """What a cell says; each is asked once."""
+        """The answers of a cell; each cell runs only once."""
         layout = (family, tp, dp, ep)
         if layout not in self._said:
             self._said[layout] = await ask(self.directory_of(family), tp=tp, dp=dp, ep=ep)
@@ -96,7 +96,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def requests() -> list[tokenizer_pb2.GenerateRequest]:
-    """Each prompt greedy, and sampled."""
+    """Each prompt, greedy and sampled."""
     greedy = [token_request(prompt, max_tokens=NUM_TOKENS, ignore_eos=True) for prompt in PROMPTS]
     sampled = [
         token_request(prompt, max_tokens=NUM_TOKENS, ignore_eos=True, temperature=1.0, top_p=0.95, seed=number)
@@ -106,17 +106,17 @@ def requests() -> list[tokenizer_pb2.GenerateRequest]:
 
 
 async def ask(model_dir: Path, *, tp: int = 1, dp: int = 1, ep: bool = False) -> Tokens:
-    """What a cell says to all requests at once, in prefills of a few prompts."""
+    """The answers of a cell to all requests at once, in prefills of a few prompts."""
     layout = [f"--tp={tp}", f"--dp={dp}", *(["--ep"] if ep else [])]
     limits = ["--scheduler.max-num-seqs=16", "--scheduler.max-num-batched-tokens=64"]
     with start_cell(model_dir, "--worker.ops-backend=reference", *layout, *limits) as cell:
         async with connect(cell) as client:
-            # The cell serves from the first rank on.
+            # The cell is serving as soon as the first rank is attached.
             await client.wait_until(lambda state: all(rank.is_attached for rank in state.rank_steps))
             completions = await client.generate_all(requests())
             state = await client.wait_until_idle()
     assert len(state.rank_steps) == dp
-    # Every rank had its share.
+    # Every rank got some of the requests.
     assert all(rank.num_prefill_steps for rank in state.rank_steps)
     return [completion.token_ids for completion in completions]
 
@@ -128,7 +128,7 @@ async def test_tokens_do_not_depend_on_the_ranks(models: Models, family: str, tp
     for prompt, completion in zip(PROMPTS, tokens, strict=False):
         assert len(completion) == NUM_TOKENS
         assert wrong_tokens(theirs, prompt, completion) == []
-    # Nor does it matter how many such groups there are.
+    # The number of groups does not matter either.
     assert tokens == await models.ask(family, tp)
 
 
@@ -146,7 +146,7 @@ async def test_a_rank_that_is_idle_for_long_keeps_in_step(models: Models) -> Non
             state = await client.wait_until_idle()
     num_steps = sum(len(completion.token_ids) for completion in alone)
     assert num_steps > 1_000
-    # One rank computed while the other one had nothing: in each step it took part with a token of nobody's.
+    # One rank computed while the other was idle and ran a dummy in each step.
     assert sum(rank.num_dummy_steps for rank in idle.rank_steps) == num_steps
     assert [completion.token_ids for completion in alone] == [completion.token_ids for completion in together]
     assert state.num_free_blocks == state.num_blocks
@@ -169,5 +169,5 @@ async def test_the_real_models_heads_are_shared_by_three(real_model: Path) -> No
             if token != other:
                 best, second = (top.logprob for top in position.top)
                 assert best - second < MIN_MARGIN
-                # What follows is another text.
+                # After a differing token the rest of the text differs too.
                 break

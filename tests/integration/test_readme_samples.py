@@ -1,4 +1,4 @@
-"""The documents' sample clients, run as they are printed; only the address is the test's."""
+"""The documents' sample clients, run as printed there except for the address."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAMPLE = re.compile(r"^```(python|js)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def samples() -> dict[str, str]:
-    """The documents' samples, by their language."""
+    """The documents' samples, by language."""
     found = [sample for document in DOCUMENTS for sample in SAMPLE.findall(document.read_text(encoding="utf-8"))]
     assert sorted(language for language, _ in found) == ["js", "python"]
     return dict(found)
@@ -41,7 +41,7 @@ def start_sample(language: str, source: str, address: str, directory: Path) -> s
 
 
 def end_of(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """The exit code of a sample that ends, and what it wrote on stdout and stderr."""
+    """Wait for a sample to end; returns its exit code, stdout and stderr."""
     stdout, stderr = process.communicate()
     return process.returncode, stdout, stderr
 

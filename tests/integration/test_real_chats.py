@@ -21,7 +21,7 @@ SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<repo_name>", "<file_
 
 
 class Real:
-    """The real model's encoder and template, and what `transformers` makes of the same directory."""
+    """The real model's encoder and template, and `transformers`' tokenizer of the same directory."""
 
     def __init__(self, directory: Path) -> None:
         template = load_chat_template(directory, timeout_s=60.0)

@@ -1,4 +1,4 @@
-"""A worker or a scheduler that dies is a pause: every stream goes on with the tokens that it would have had."""
+"""The death of a worker or a scheduler is only a pause: every stream continues with the tokens it would have had."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from tests.support.client import Client, Completion, connect, token_request
 from tests.support.split_cell import SplitCell, run_split_cell
 from tests.support.token_client import Request, generate_tokens, prompt_request, read_to_end
 
-# Each row computed alone: what a request gets depends on nothing but itself.
+# Each row is computed alone, so an answer depends only on its request.
 REFERENCE = "--worker.ops-backend=reference"
 
 
 @pytest.fixture(scope="module")
 def cell(tiny_model: Path) -> Iterator[SplitCell]:
-    """A cell whose scheduler tests kill. They leave it with another one."""
+    """A cell whose scheduler the tests kill and replace."""
     with run_split_cell(tiny_model, REFERENCE) as cell:
         yield cell
 
 
 @asynccontextmanager
 async def connect_to(cell: SplitCell) -> AsyncIterator[Client]:
-    """A client of a cell that serves."""
+    """Wait until a cell is serving, and connect to it."""
     await cell.wait_until_serving("tokenizer")
     async with connect(cell) as client:
         yield client
 
 
 async def replace_scheduler(cell: SplitCell) -> None:
-    """Kill the scheduler, and start another one in its place; return when it serves."""
+    """Kill the scheduler, start another one in its place, and wait until it is serving."""
     cell.kill("scheduler")
     cell.start("scheduler")
     await cell.wait_until_serving("scheduler")
 
 
 def make_requests(count: int) -> list[tokenizer_pb2.GenerateRequest]:
-    """Requests long enough to be in the middle of their answer when the test wants it."""
+    """Requests long enough to be in the middle of their answer when the test interferes."""
     return [
         token_request(
             [3 + number, 9, 40 + number],
@@ -57,13 +57,13 @@ def make_requests(count: int) -> list[tokenizer_pb2.GenerateRequest]:
 
 
 async def begin(client: Client, request: tokenizer_pb2.GenerateRequest) -> Any:
-    """A call whose answer has begun: its first two responses have been read, and are returned with it."""
+    """Start a call and read its first two responses; returns both."""
     call = client.tokenizer.Generate(request)
     return call, [await call.read(), await call.read()]
 
 
 async def read_on(call: Any, responses: list[tokenizer_pb2.GenerateResponse]) -> Completion:
-    """The whole answer of a call, of which these responses have been read."""
+    """Read the rest of a call; returns its whole answer, including the responses already read."""
     while (response := await call.read()) is not grpc.aio.EOF:
         responses.append(response)
     completion = Completion(responses[0].accepted)
@@ -99,7 +99,7 @@ async def test_streams_go_on_when_the_scheduler_is_killed_and_started_again(cell
         assert completion.reason == expected.reason == "MAX_TOKENS"
         assert completion.finish is not None
         assert completion.finish.usage.num_completion_tokens == len(completion.token_ids)
-    # The last scheduler knew only what it was told again.
+    # The last scheduler only knows the resubmitted requests.
     assert after.num_finished == len(requests)
 
 
@@ -114,7 +114,7 @@ async def test_streams_go_on_when_the_worker_is_killed_and_started_again(tiny_mo
             for _ in range(2):
                 cell.kill("worker")
                 await client.wait_until(lambda state: not state.ready)
-                # Nobody is refused meanwhile.
+                # New requests are not refused meanwhile.
                 begun.append((client.tokenizer.Generate(requests[len(begun)]), []))
                 cell.start("worker")
                 await client.wait_until(lambda state: state.num_running)

@@ -1,4 +1,4 @@
-"""How long a request may take, how slowly its client may read, and what it shares: on a running cell, at both doors."""
+"""Deadlines, slow readers, priorities and cache salts on a running cell, through both services (`door`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DOORS = pytest.mark.parametrize("door", ["text", "tokens"])
 
 @pytest.fixture(scope="module")
 def cell(tiny_model: Path) -> Iterator[Cell]:
-    """A cell that runs two requests at once, and waits but shortly for clients that do not read."""
+    """A cell that runs two requests at once, and soon drops clients that do not read."""
     flags = (
         "--worker.ops-backend=reference",
         "--scheduler.max-num-seqs=2",
@@ -36,17 +36,17 @@ def cell(tiny_model: Path) -> Iterator[Cell]:
 
 
 def request_at(door: str, prompt: list[int], **sampling: Any) -> Any:
-    """The same request as each door takes it."""
+    """The same request in the form of the tokenizer or the scheduler service."""
     return token_request(prompt, **sampling) if door == "text" else prompt_request(prompt, **sampling)
 
 
 def generate_at(client: Client, door: str) -> Any:
-    """The method of a door."""
+    """The `Generate` method of a service."""
     return client.tokenizer.Generate if door == "text" else client.scheduler.Generate
 
 
 async def error_of(call: Any) -> tuple[grpc.StatusCode, str | None]:
-    """The status and the reason that a call must end with."""
+    """The status and reason with which a call must fail."""
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await read_to_end(call, [])
     return error.value.code(), reason_of(status_from_rpc_error(error.value))
@@ -54,7 +54,7 @@ async def error_of(call: Any) -> tuple[grpc.StatusCode, str | None]:
 
 @asynccontextmanager
 async def busy(client: Client, num_requests: int) -> AsyncIterator[None]:
-    """So many long requests are in the cell, and more than can run if there are more than two."""
+    """Keep this many long requests in the cell; only two of them run at once."""
     hog = prompt_request([3], max_tokens=500, ignore_eos=True)
     calls = [client.scheduler.Generate(hog) for _ in range(num_requests)]
     for call in calls:
@@ -75,7 +75,7 @@ async def test_a_deadline_that_passes_in_the_queue_ends_a_request_that_nothing_w
             code, _ = await error_of(call)
         after = await client.wait_until_idle()
     assert code is grpc.StatusCode.DEADLINE_EXCEEDED
-    # Only the long ones' prompts of one token each were asked for.
+    # Only the one-token prompts of the long requests were looked up.
     assert after.num_prefix_queried_tokens - before.num_prefix_queried_tokens < len(PROMPT)
     assert after.num_free_blocks == after.num_blocks
 
@@ -119,7 +119,7 @@ async def test_a_priority_is_taken_and_one_that_does_not_exist_is_refused(cell: 
 async def num_cached_tokens(
     client: Client, door: str, salt: str = "", metadata: tuple[tuple[str, str], ...] = ()
 ) -> int:
-    """How much of the prompt is found in the cache."""
+    """The number of prompt tokens found in the cache."""
     request = request_at(door, PROMPT, max_tokens=2)
     request.cache_salt = salt
     responses: list[tokenizer_pb2.GenerateResponse] = []
@@ -128,7 +128,7 @@ async def num_cached_tokens(
 
 
 async def flush_prefix_cache(cell: Cell) -> int:
-    """Forget every cached prefix; returns the number of blocks that had one."""
+    """Flush the prefix cache; returns the number of cached blocks dropped."""
     async with make_channel(cell.cell_address, internal=True) as channel:
         admin = scheduler_pb2_grpc.SchedulerAdminServiceStub(channel)
         num_blocks: int = (await admin.FlushPrefixCache(scheduler_pb2.FlushPrefixCacheRequest())).num_blocks

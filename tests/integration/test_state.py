@@ -1,4 +1,4 @@
-"""What people and programs see of a running cell: `lockstep top`, and the metrics page."""
+"""The state of a running cell as seen by users and programs: `lockstep top` and the metrics page."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ PROMPT = list(range(1, 40))
 
 @dataclass
 class Watched:
-    """A cell whose scheduler and metrics have addresses of their own."""
+    """A cell with separate addresses for its scheduler and its metrics."""
 
     cell: Cell
     scheduler_address: str
     metrics_url: str
 
     async def serve_some(self) -> scheduler_pb2.GetStateResponse:
-        """Answer a prompt twice, the second time from the prefix cache; returns the state when all is done."""
+        """Serve a prompt twice, the second time from the prefix cache; returns the state afterwards."""
         async with connect(self.cell) as client:
             for _ in range(2):
                 await client.generate(token_request(PROMPT, max_tokens=4))
             return await client.wait_until_idle()
 
     def scrape(self) -> dict[str, float]:
-        """The cell's samples by name, with its label's value behind it."""
+        """The cell's metric samples, by name with the label's value appended."""
         with urllib.request.urlopen(self.metrics_url) as response:
             families = list(text_string_to_metric_families(response.read().decode()))
         samples = [sample for family in families for sample in family.samples]
@@ -49,7 +49,7 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def watched(tiny_model: Path) -> Iterator[Watched]:
-    """A cell of the tiny model with a small pool: its integrity is checked after a second of idleness."""
+    """A cell of the tiny model with a small pool, which checks its integrity after a second of idleness."""
     scheduler, metrics = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
     flags = (
         f"--scheduler-listen={scheduler}",

@@ -1,4 +1,4 @@
-"""Structured output through a whole cell: what ends fits its schema, and hostile grammars cost only themselves."""
+"""Structured output through a whole cell: complete texts are valid, and hostile grammars affect only themselves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUM_SCHEMAS = 500
 MIN_ENDED = 400
 NUM_HOSTILE = 200
 NUM_AT_ONCE = 64
-# Enough for the model to find an end now and then, and far from enough to make it dull.
+# Strong enough for the model to end a text now and then, and weak enough for varied texts.
 CLOSER_BIAS = 4.0
 
 Form = tokenizer_pb2.StructuredOutput
@@ -34,13 +34,13 @@ Form = tokenizer_pb2.StructuredOutput
 
 @pytest.fixture(scope="module")
 def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
-    """A cell of a small random model whose texts come to an end often enough."""
+    """A cell of a small random model that ends its texts often enough."""
     with start_cell(write_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))) as cell:
         yield cell
 
 
 def request_for(form: Form, seed: int) -> tokenizer_pb2.GenerateRequest:
-    """A request at the highest temperature."""
+    """A request with a grammar at the highest temperature."""
     tokenizer = tiny_tokenizer()
     ids = (tokenizer.token_to_id(text.replace(" ", "Ġ")) for text in CLOSERS)
     bias = {token_id: CLOSER_BIAS for token_id in ids if token_id is not None}
@@ -49,7 +49,7 @@ def request_for(form: Form, seed: int) -> tokenizer_pb2.GenerateRequest:
 
 
 def violation_reasons(error: grpc.aio.AioRpcError) -> list[str]:
-    """The reasons of the request's bad fields."""
+    """The reasons of the field violations."""
     status = rpc_status.from_call(error)
     assert status is not None
     reasons = []
@@ -61,7 +61,7 @@ def violation_reasons(error: grpc.aio.AioRpcError) -> list[str]:
 
 
 async def generate(client: Client, form: Form, seed: int) -> Completion | list[str]:
-    """The answer, or why the form is refused."""
+    """The answer, or the reasons for which the form is refused."""
     try:
         return await client.generate(request_for(form, seed))
     except grpc.aio.AioRpcError as error:
@@ -73,7 +73,7 @@ async def generate(client: Client, form: Form, seed: int) -> Completion | list[s
 async def first_supported(
     client: Client, schemas: list[SuiteSchema], count: int
 ) -> list[tuple[SuiteSchema, Completion]]:
-    """The answers to the first schemas that are not refused."""
+    """The answers for the first `count` schemas that are not refused."""
     answers: list[tuple[SuiteSchema, Completion]] = []
     remaining = iter(enumerate(schemas))
 
@@ -119,7 +119,7 @@ async def test_a_text_that_costs_too_much_to_follow_ends_with_an_error_and_not_a
 
 
 def hostile_form(number: int) -> Form:
-    """One of a dozen kinds of grammar that are meant to hurt, each different from the others of its kind."""
+    """One of a dozen kinds of hostile grammar; `number` also makes it unique within its kind."""
     kinds = [
         Form(regex=f"(a|a)*{{1000}}b{number}"),
         Form(regex=f"((((a{{99}}){{99}}){{99}}){{99}}){number}"),
@@ -152,7 +152,7 @@ async def test_200_hostile_grammars_at_once_disturb_no_ordinary_request(cell: Ce
         after = await client.generate(request_for(Form(regex="yes|no"), 1))
     assert [answer.reason for answer in beside] == [answer.reason for answer in alone]
     assert [len(answer.token_ids) for answer in beside] == [len(answer.token_ids) for answer in alone]
-    # Some are harmless in the end. What is let in is computed, the others are refused.
+    # Some are harmless after all: accepted grammars are computed, the others are refused.
     refused = [outcome for outcome in outcomes if not isinstance(outcome, Completion)]
     assert len(refused) >= NUM_HOSTILE / 2
     assert all(reasons in (["GRAMMAR_INVALID"], ["GRAMMAR_TOO_COMPLEX"]) for reasons in refused)

@@ -1,4 +1,4 @@
-"""A cell whose processes die goes on: they are started again, and clients see a pause at most."""
+"""A cell whose processes die recovers: they are restarted, and clients see at most a pause."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lockstep.v1 import tokenizer_pb2
 from tests.support.cell import Cell, start_cell
 from tests.support.client import Client, Completion, connect, token_request
 
-# Each row computed alone: what a request gets depends on nothing but itself.
+# Each row is computed alone, so an answer depends only on its request.
 REFERENCE = "--worker.ops-backend=reference"
 
 
 @pytest.fixture(scope="module")
 def cell(tiny_model: Path) -> Iterator[Cell]:
-    """A cell whose services tests kill. They leave it serving."""
+    """A cell whose services the tests kill; they leave it serving."""
     with start_cell(tiny_model, REFERENCE) as cell:
         yield cell
 
@@ -48,7 +48,7 @@ async def wait_until_running(client: Client, count: int) -> None:
 
 
 def assert_same(completions: Sequence[Completion], expected: Sequence[Completion]) -> None:
-    """The same tokens, text and end, whatever happened meanwhile."""
+    """Check that tokens, text and finish are the same."""
     for completion, other in zip(completions, expected, strict=True):
         assert (completion.token_ids, completion.text) == (other.token_ids, other.text)
         assert completion.reason == other.reason

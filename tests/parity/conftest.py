@@ -1,4 +1,4 @@
-"""What the comparisons share: each small model is made once."""
+"""Shared by the comparisons: each small model is built once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every architecture against transformers in float32: logits, and greedy tokens however they are computed."""
+"""Every architecture against transformers in float32: logits, and greedy tokens in every way of computing them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.support.parity import SmallModels, make_prompts, wrong_rows, wrong_to
 from tests.support.small_configs import ARCHITECTURES, SMALL_CONFIGS
 
 NUM_TOKENS = 64
-# Short, long, shorter than a block, at a block's edge, more than a context's windows and selections.
+# Short, long, shorter than a block, at a block boundary, longer than sliding windows and token selections.
 PROMPT_LENGTHS = (1, 70, 16, 5, 33, 100)
-# Of each architecture's rows, so many are part of `make test`.
+# The number of rows per architecture in `make test`.
 NUM_FAST_ROWS = 3
 
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -45,7 +45,7 @@ def test_logits_are_those_of_transformers(
 
 
 def greedy_cases() -> list[Any]:
-    """Rows in which each two values of two factors meet, the configuration being one of them."""
+    """Pairwise combinations of the factors, one of which is the configuration."""
     cases = []
     for architecture in ARCHITECTURES:
         rows = pairwise_rows({"variant": tuple(SMALL_CONFIGS[architecture]), **FACTORS}, seed=1)

@@ -1,4 +1,4 @@
-"""The `reference` backend gives a token the same bits however it is computed, for every architecture."""
+"""The `reference` backend computes bitwise the same logits for a token in every batch, for every architecture."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tests.support.paged_model import PagedModel, PagedSequence
 from tests.support.parity import SmallModel, SmallModels, make_prompts
 from tests.support.small_configs import ARCHITECTURES, SMALL_CONFIGS, VOCABULARY_SIZE
 
-# Shorter than a block, at a block's edge, longer than the small models' windows and selections.
+# Shorter than a block, at a block boundary, longer than the small models' windows and selections.
 PROMPT_LENGTHS = (1, 70, 16, 5, 33)
-# Where several threads share a product, a sum, or a search; idle cores make them quick, busy ones slow.
+# Architectures in which threads share a matrix product, a sum or a search. Fast on idle cores, slow on busy ones.
 THREADED = [
     "LlamaForCausalLM",
     *(pytest.param(f"{name}ForCausalLM", marks=pytest.mark.slow) for name in ("DeepseekV32", "GptOss")),
@@ -22,7 +22,7 @@ THREADED = [
 
 
 def all_variants() -> list[object]:
-    """Every configuration; the first of each architecture is part of `make test`."""
+    """Every configuration; only the first of each architecture is part of `make test`."""
     return [
         pytest.param(architecture, variant, marks=() if number == 0 else (pytest.mark.slow,))
         for architecture in ARCHITECTURES
@@ -31,7 +31,7 @@ def all_variants() -> list[object]:
 
 
 def exact_logits(small: SmallModel, prompts: list[list[int]]) -> list[Tensor]:
-    """What every other way must give: each prompt whole and alone, in blocks of 16; the logits of every token."""
+    """The expected logits of every token: each prompt computed whole and alone, in blocks of 16."""
     logits = []
     for prompt in prompts:
         paged = small.load("reference")
@@ -49,13 +49,13 @@ def test_a_row_has_the_same_bits_however_it_is_computed(
 
 @pytest.mark.parametrize("architecture", THREADED)
 def test_threads_that_share_the_work_change_no_bits(small_models: SmallModels, architecture: str) -> None:
-    # The fixture that set one thread sets back what was before.
+    # The single-thread fixture restores the earlier number.
     torch.set_num_threads(2)
     check_exactness(small_models.get(architecture, next(iter(SMALL_CONFIGS[architecture]))), 16)
 
 
 def check_exactness(small: SmallModel, block_size: int) -> None:
-    """Compute prompts together, behind cached prefixes and in runs of all lengths, in blocks of this size."""
+    """Compute prompts together, after cached prefixes and in chunks of all lengths, with this block size."""
     prompts = make_prompts(PROMPT_LENGTHS)
     expected = exact_logits(small, prompts)
     last = torch.stack([logits[-1] for logits in expected])
@@ -70,7 +70,7 @@ def check_exactness(small: SmallModel, block_size: int) -> None:
 
 
 def check_runs(paged: PagedModel, prompts: list[list[int]], expected: list[Tensor]) -> None:
-    """Compute in chunks of a few tokens, as decodes and with wrong drafts behind them, some sequences at a time."""
+    """Compute some sequences at a time in chunks of a few tokens, as decodes followed by wrong drafts."""
     draw = Random(5)
     sequences = [PagedSequence([]) for _ in prompts]
     num_right = [0] * len(prompts)
@@ -80,7 +80,7 @@ def check_runs(paged: PagedModel, prompts: list[list[int]], expected: list[Tenso
         for index in rows:
             first = num_right[index]
             right = prompts[index][first : first + draw.choice((1, 1, 3, 8))]
-            # They leave their keys and values in the cache.
+            # Wrong drafts leave their keys and values in the cache.
             wrong = [draw.randrange(VOCABULARY_SIZE) for _ in range(draw.choice((0, 2)))]
             sequences[index].token_ids[first:] = [*right, *wrong]
             query_lens.append(len(right) + len(wrong))

@@ -1,8 +1,8 @@
-"""Experts spread over the ranks of a cell, each a process: on the reference no byte of any result tells.
+"""Experts spread over the ranks of a cell, each a process: on `reference` this changes no byte of any result.
 
-TP groups of one size give the same bytes however else the cell looks. Every rank runs fixed steps twice: coupled with
-the others, its experts among them, and in a group that has all experts to itself. Where only the others have something
-to do, a coupled rank runs a dummy.
+TP groups of one size give the same bytes in every layout of the cell. Every rank runs fixed steps twice: coupled, with
+the experts spread over all ranks, and in a group that has all experts. While only other ranks have work, a coupled rank
+runs a dummy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FAMILIES = (
     "DeepseekV32ForCausalLM",
 )
 PROMPTS = make_prompts((23, 5, 40, 33), seed=8)
-# Its values are most of a row's logits, bit by bit.
+# The log-probabilities cover most of a row's logits, so they show differences in single bits.
 SCORED = SamplingOptions(num_logprobs=20)
 
 
@@ -46,17 +46,17 @@ def pool() -> Iterator[StepPool]:
 
 
 def enter(slot: int, prompt: list[int], *, num_later_tokens: int = 0) -> EnteringSequence:
-    """A sequence whose log-probabilities are asked for; its blocks are its slot's."""
+    """A sequence with requested log-probabilities; its blocks follow from its slot."""
     blocks = range(10 * slot, 10 * slot + 10)
     return make_enter(slot, prompt, blocks, num_later_tokens=num_later_tokens, options=SCORED)
 
 
 def script() -> list[list[Step | None]]:
-    """The steps of two ranks, which never wait for what a step gives; None: the rank has nothing to compute."""
+    """The steps of two ranks, independent of results; None means that the rank has nothing to compute."""
     first, second, third, fourth = PROMPTS
     drawn = replace(enter(1, second), temperature=0.9, seed=5)
     both: Step | None = decode_step()
-    # A sequence that comes back with a completion of three tokens, whatever they are.
+    # A resumed sequence with three arbitrary completion tokens.
     back = replace(enter(3, fourth), num_prompt_tokens=len(fourth) - 3)
     return [
         [prefill_step(enter(0, first), drawn), None],
@@ -72,7 +72,7 @@ def script() -> list[list[Step | None]]:
 
 
 def num_tokens_of(rank_steps: list[Step | None]) -> list[int]:
-    """The tokens that a rank computes in each of its steps, a dummy's one token included."""
+    """The number of tokens that a rank computes in each step, counting 1 for a dummy."""
     counts, complete = [], set[int]()
     for step in rank_steps:
         if step is None:
@@ -87,7 +87,7 @@ def num_tokens_of(rank_steps: list[Step | None]) -> list[int]:
 
 
 def coupled(steps: list[list[Step | None]]) -> list[list[Step]]:
-    """What each rank is sent: with the tokens of all ranks, and a dummy where it has nothing to compute."""
+    """The steps as sent to coupled ranks: with the token counts of all ranks, and dummies for idle ones."""
     by_rank = [list(rank_steps) for rank_steps in zip(*steps, strict=True)]
     across = list(zip(*map(num_tokens_of, by_rank), strict=True))
     are_eager = [any(step is not None and step.kind is not StepKind.DECODE for step in row) for row in steps]
@@ -128,13 +128,13 @@ def check_ep_changes_no_byte(pool: StepPool, model_dir: Path, dp_size: int, tp_s
             assert all(not result.token_ids for result in idle)
             computed = [result for result, dummy in zip(answer.results, is_dummy, strict=True) if not dummy]
             assert computed == alone[0].results
-            # Every layer of every step, dummies too, and each step.
+            # Progress counts every layer of every step, dummies included, and each step.
             assert answer.progress >= 3 * len(steps)
     assert any(result.num_replayed_tokens for result in results_of(spread[0]))
 
 
 def cases() -> list[Any]:
-    """`make test` has each family once, and each shape of a cell."""
+    """All cases; `make test` runs each family once and each cell layout once."""
     shapes = [(2, 1), (1, 2), (2, 2)]
     return [
         pytest.param(

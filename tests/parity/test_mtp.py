@@ -1,4 +1,4 @@
-"""Layers for multi-token prediction against transformers', and their exactness on `reference`, bit for bit."""
+"""Multi-token prediction (MTP) layers against transformers', and their bitwise exactness on `reference`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def load_paged(model_dir: Path, backend: str) -> PagedModel:
 
 def make(architecture: str, variant: str, directory: Path, *, num_mtp_layers: int) -> SmallMtpModel:
     small = make_small_mtp_model(architecture, variant, directory, num_mtp_layers=num_mtp_layers)
-    # transformers writes the kinds of all layers, those for prediction included.
+    # transformers writes the types of all layers, MTP layers included.
     kinds = {name: value for name, value in read_config(directory).items() if name.endswith("layer_types")}
     num_layers = small.model.config.num_hidden_layers
     change_config(directory, **{name: value[:num_layers] for name, value in kinds.items()})
@@ -74,7 +74,7 @@ def remove_tensors(directory: Path, part: str) -> None:
 
 @torch.no_grad()
 def their_mtp_logits(small: SmallMtpModel, token_ids: Sequence[int]) -> list[Tensor]:
-    """Per layer k the logits [num_tokens - 1 - k, vocabulary] behind each token, of the one k + 2 places on.
+    """Per layer k the logits [num_tokens - 1 - k, vocabulary] after each token, for the token k + 2 positions later.
 
     Source: arXiv:2412.19437, equations 21 to 23, and transformers' `MtpLayer`.
     """

@@ -1,4 +1,4 @@
-"""The comparison with transformers sees every tensor and every scale: change one of a checkpoint, and it fails."""
+"""The comparison with transformers detects a change in any tensor or setting of a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from shared.model_dir import CONFIG
 from tests.support.parity import SmallModel, SmallModels, load_paged, make_prompts, wrong_rows
 from tests.support.small_configs import ARCHITECTURES, SMALL_CONFIGS
 
-# Long enough that every expert is chosen, and more than the small indexers select.
+# Long enough that every expert is chosen, and longer than what the small indexers select.
 NUM_PROMPT_TOKENS = 150
 WEIGHTS = "model.safetensors"
-# Each so manieth kind of tensor is tried in `make test`.
+# `make test` tries every `FAST_STRIDE`th kind of tensor.
 FAST_STRIDE = 5
 
-# Values that no model can do without, and others in their place.
+# Settings that every model depends on, with functions that change them.
 SETTINGS: dict[str, Callable[[Any], Any]] = {
     "rms_norm_eps": lambda _: 0.02,
     "sliding_window": lambda size: size + 1,
@@ -53,15 +53,14 @@ ROPE_SETTINGS: dict[str, Callable[[Any], Any]] = {
 
 
 def kind_of(name: str) -> str:
-    """The tensor's name without the numbers of its layer and its expert."""
+    """The tensor's name without layer and expert numbers."""
     return re.sub(r"\.\d+(?=\.)", ".*", name)
 
 
 def mutations(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """For each kind of tensor a change that a wrong loader could make: what takes the place of which.
+    """For each kind of tensor, the replacements that a wrong loader could make.
 
-    Norms, biases, sinks and the like are dropped; of matrices two of a kind change places, as do two rows where
-    there are no two.
+    Norms become ones, other vectors zeros; two matrices of a kind are swapped, or the rows of a single one reversed.
     """
     kinds: dict[str, list[str]] = {}
     for name in sorted(tensors):
@@ -81,7 +80,7 @@ def mutations(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def changed_settings(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """For each setting of config.json that decides on what is computed, the configuration with another value."""
+    """For each setting of config.json that affects the computation, the configuration with a different value."""
     rope = config["rope_parameters"]
     changes = {
         name: {**config, name: change(config[name])}
@@ -103,7 +102,7 @@ def is_seen(
     tensors: dict[str, Tensor] | None = None,
     config: dict[str, Any] | None = None,
 ) -> bool:
-    """Whether a checkpoint with other `tensors` or another `config` differs from transformers' model as it was."""
+    """Whether a checkpoint with different `tensors` or `config` differs from the original transformers model."""
     shutil.copytree(small.directory, directory)
     if tensors is not None:
         changed = {**load_file(directory / WEIGHTS), **tensors}
@@ -116,7 +115,7 @@ def is_seen(
 
 
 def unseen(small_models: SmallModels, architecture: str, tmp_path: Path, *, stride: int = 1) -> list[str]:
-    """Kinds of tensors of all the configurations that can be changed without failing the comparison."""
+    """The kinds of tensors, over all configurations, that can be changed without failing the comparison."""
     tried: set[str] = set()
     unseen_kinds = []
     for variant in SMALL_CONFIGS[architecture]:

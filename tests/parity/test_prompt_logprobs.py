@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts beside transformers' in float32."""
+"""Prompt log-probabilities against transformers in float32."""
 
 from __future__ import annotations
 

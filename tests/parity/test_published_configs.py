@@ -1,4 +1,4 @@
-"""A configuration as checkpoints were published says the same as one that today's transformers writes."""
+"""Configurations in published (older) spellings are equivalent to those that current transformers writes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.model_dir import CONFIG
 from tests.support.parity import SmallModels, load_paged, make_prompts
 from tests.support.small_configs import ARCHITECTURES, SMALL_CONFIGS
 
-# What transformers derives and writes, and publishers do not.
+# Fields that transformers derives and writes, and published checkpoints lack.
 _DERIVED = ("qk_head_dim", "layer_types", "mlp_layer_types", "transformers_version", "use_cache")
 _ROUTING: dict[str, dict[str, str]] = {
     "DeepseekV2ForCausalLM": {"scoring_func": "softmax"},
@@ -24,12 +24,12 @@ _ROUTING: dict[str, dict[str, str]] = {
 
 
 def as_published(config: dict[str, Any], architecture: str, chosen: dict[str, Any]) -> dict[str, Any]:
-    """The same configuration with the names of older releases, and without what follows from the rest.
+    """The same configuration with the names of older releases and without derived fields.
 
     Args:
         config: As written by transformers.
-        architecture: Its own.
-        chosen: What the configuration was made of: not left out.
+        architecture: The name of its class.
+        chosen: The values from which the configuration was made, which are kept.
     """
     rope = dict(config["rope_parameters"])
     published = {name: value for name, value in config.items() if name not in _DERIVED or name in chosen}
@@ -38,7 +38,7 @@ def as_published(config: dict[str, Any], architecture: str, chosen: dict[str, An
     published["rope_theta"] = rope.pop("rope_theta")
     if "partial_rotary_factor" in rope:
         published["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
-    # DeepSeek's name of the type is the older one.
+    # DeepSeek uses the older name for the rope type.
     kind = rope.pop("rope_type")
     if kind != "default":
         published["rope_scaling"] = {"type" if "deepseek" in config["model_type"] else "rope_type": kind, **rope}
@@ -47,7 +47,7 @@ def as_published(config: dict[str, Any], architecture: str, chosen: dict[str, An
         published["num_experts"] = published.pop("num_local_experts")
     if architecture in _ROUTING:
         published = {**_ROUTING[architecture], **published}
-        # transformers means the rotated part.
+        # In transformers it is the dimension of the rotated part.
         del published["head_dim"]
     return published
 

@@ -1,4 +1,4 @@
-"""Quantised checkpoints of families with experts: our output against transformers' on the values they stand for."""
+"""Quantised checkpoints of families with experts: our output against transformers' on the dequantised values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.small_configs import SMALL_CONFIGS
 from tests.support.small_models import build_model, write_small_model
 
 PROMPT = [5, 9, 100, 4, 77, 31, 31, 8]
-# Groups of 32 input features; no power of two elsewhere.
+# The format has groups of 32 input features; the other sizes are not powers of two.
 GPT_OSS_SIZES = {"hidden_size": 96, "intermediate_size": 64}
 
 CASES: dict[str, tuple[str, dict[str, Any], Scheme]] = {
@@ -53,7 +53,7 @@ def test_quantized_experts_compute_what_their_values_do(tmp_path: Path, case: st
     expected = their_logits(values)
     scale = expected.abs().max()
     torch.testing.assert_close(our_logits(quantized, backend), expected, rtol=0, atol=1e-4 * float(scale))
-    # And it is another model than the one it was made from.
+    # Quantisation did change the model.
     assert (their_logits(plain) - expected).abs().max() > 1e-2 * scale
 
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts in the formats in which they are published, beside plain ones of the same values."""
+"""Mixtures of experts in published quantisation formats, against plain checkpoints with the same values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.small_configs import SMALL_CONFIGS
 from tests.support.small_models import build_model, write_small_model
 
 _INT4 = SCHEMES["compressed int4, groups"]
-# As llm-compressor leaves routers out.
+# llm-compressor excludes routers like this.
 INT4 = replace(_INT4, config={**_INT4.config, "ignore": ["lm_head", "re:.*mlp.gate$"]})
 # As gpt-oss is published.
 MXFP4 = {
@@ -41,7 +41,7 @@ MXFP4 = {
 
 
 def logits_of(directory: Path, backend: str) -> Tensor:
-    """The logits of one prompt, of every token."""
+    """The logits of every token of one prompt."""
     paged = load_paged(directory, backend)
     return paged.prefill_all(paged.add(make_prompts((40,))[0]))
 

@@ -1,4 +1,4 @@
-"""Our rotations against transformers' rotary modules and functions, every kind of scaling."""
+"""Our rotary embeddings against transformers' modules and functions, for every kind of scaling."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def heads(num_tokens: int, seed: int = 0) -> Tensor:
 
 
 def our_turn(ops: Ops, config: PreTrainedConfig, *, is_interleaved: bool = False) -> Tensor:
-    """Heads at all positions, turned by what the configuration that transformers saves says."""
+    """Heads at all positions, rotated according to the configuration that transformers saves."""
     rope = RopeConfig.from_json(config.to_dict())
     rotary = Rotary(ops, rope, rope.rotary_dim(HEAD_DIM), MAX_POSITIONS, is_interleaved=is_interleaved)
     turned = heads(MAX_POSITIONS)
@@ -66,7 +66,7 @@ def their_cos_sin(module: torch.nn.Module) -> tuple[Tensor, Tensor]:
 
 
 def their_heads() -> Tensor:
-    """As transformers has them: [1, heads, tokens, columns]."""
+    """In transformers' layout: [1, heads, tokens, columns]."""
     return heads(MAX_POSITIONS).transpose(0, 1)[None]
 
 
@@ -109,7 +109,7 @@ def test_deepseeks_pairs_are_neighbours_as_in_transformers(ops: Ops) -> None:
     theirs, _ = apply_rotary_pos_emb_interleave(
         their_heads(), their_heads(), *their_cos_sin(DeepseekV3RotaryEmbedding(config))
     )
-    # transformers sorts the columns as it turns them: all firsts of pairs, then all seconds.
+    # transformers reorders the columns while rotating: first elements of all pairs, then second elements.
     ours = our_turn(ops, config, is_interleaved=True)
     ours = torch.cat((ours[..., 0::2], ours[..., 1::2]), dim=-1)
     assert_turned_alike(ours, theirs)
@@ -126,5 +126,5 @@ def test_dynamic_ntk_turns_a_growing_sequence_as_in_transformers(ops: Ops) -> No
     steps = [module(heads(1), torch.tensor([[place]])) for place in range(original, MAX_POSITIONS)]
     cos, sin = (torch.cat(parts, dim=1) for parts in zip(prompt, *steps, strict=True))
     theirs, _ = apply_rotary_pos_emb(their_heads(), their_heads(), cos, sin)
-    # Powers of the base have another last bit in a vector than alone, and an angle of 256 multiplies it.
+    # Vectorized and scalar powers of the base differ in the last bit, which an angle of 256 multiplies.
     assert_turned_alike(our_turn(ops, config), theirs, tolerance=1e-4)

@@ -1,4 +1,4 @@
-"""Routers beside transformers' where scores tie: the same experts, or others whose scores are as good."""
+"""Routers against transformers' where scores tie: the same experts, or others with equal scores."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.support.small_configs import SMALL_CONFIGS
 from tests.support.small_models import build_small_model, write_small_model
 
 NUM_TOKENS = 2000
-# Scores that are closer are equally good.
+# Scores closer than this count as equal.
 TIE = 1e-6
-# The first configuration of each architecture is part of `make test`.
+# Only the first configuration of each architecture is part of `make test`.
 CASES = [
     pytest.param(architecture, variant, marks=() if number == 0 else (pytest.mark.slow,))
     for architecture, variants in SMALL_CONFIGS.items()
@@ -29,7 +29,7 @@ CASES = [
 
 
 class RuleReader:
-    """A backend that remembers by which rule each layer of a model routes."""
+    """A backend that records the routing rule of each layer."""
 
     def __init__(self, ops: Ops) -> None:
         self.rules: list[RoutingRule] = []
@@ -45,7 +45,7 @@ class RuleReader:
 
 
 def read_rule(model_dir: Path, backend: str) -> RoutingRule:
-    """How the model of a checkpoint routes in its last layer."""
+    """The routing rule of a checkpoint's last layer."""
     reader = RuleReader(load_ops(backend))
     model = load_model(model_dir, cast(Ops, reader), torch.float32, lambda _: None).model
     paged = PagedModel(model, load_ops(backend))
@@ -54,7 +54,9 @@ def read_rule(model_dir: Path, backend: str) -> RoutingRule:
 
 
 def logits_with_ties(num_experts: int) -> Tensor:
-    """Logits of few values, some of them apart by less than float32 tells scores apart, and some that never tie."""
+    """Logits with few distinct values, some differing by less than float32 precision of the scores, and some without
+    ties.
+    """
     generator = torch.Generator().manual_seed(num_experts)
     few = torch.randint(-2, 3, (NUM_TOKENS, num_experts), generator=generator).float()
     noise = torch.randn(NUM_TOKENS, num_experts, generator=generator)
@@ -63,19 +65,19 @@ def logits_with_ties(num_experts: int) -> Tensor:
 
 
 def their_router(model: Any) -> Any:
-    """The router of the last layer that has one, changed to take logits for hidden states."""
+    """The last layer's router, changed to take logits instead of hidden states."""
     router = [module for module in model.modules() if type(module).__name__.lower().endswith("router")][-1]
     router.weight.copy_(torch.eye(*router.weight.shape))
     if hasattr(router, "bias"):
         router.bias.zero_()
     if hasattr(router, "e_score_correction_bias"):
-        # As few values as the logits have.
+        # Reduce it to few distinct values, like the logits.
         router.e_score_correction_bias.copy_((8 * router.e_score_correction_bias).round() / 8)
     return router
 
 
 def preferences(logits: Tensor, rule: RoutingRule) -> Tensor:
-    """What experts are chosen by, before groups, in float64."""
+    """The scores by which experts are chosen, before grouping, in float64."""
     wide = logits.double()
     scores = {RouterScore.SOFTMAX: wide.softmax(-1), RouterScore.SIGMOID: wide.sigmoid(), RouterScore.LOGIT: wide}
     chosen_by = scores[rule.score]
@@ -83,7 +85,7 @@ def preferences(logits: Tensor, rule: RoutingRule) -> Tensor:
 
 
 def is_as_good(scores: Tensor, ours: set[int], theirs: set[int], rule: RoutingRule) -> bool:
-    """Whether one token's choices differ in nothing but ties; `scores` [E] are what experts are chosen by."""
+    """Whether one token's choices differ only in ties; `scores` [E] are those by which experts are chosen."""
     if rule.groups is not None:
         grouped = scores.view(rule.groups.num_groups, -1)
         merits = grouped.topk(rule.groups.num_judging).values.sum(-1)

@@ -1,7 +1,7 @@
-"""Models split over ranks, each a process: what they say is what one worker says, and the same on every rank.
+"""Models split over ranks, each a process: all ranks agree, and generate the same tokens as a single worker.
 
-A split changes the order of sums, so a token may be another one where the two best logits are all but equal; at one
-size of a group no bit depends on anything else.
+A split changes the order of sums, so a token may differ where the two best logits are almost equal; for a given group
+size no bit depends on anything else.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tests.support.small_mtp import make_small_mtp_model
 
 NUM_TOKENS = 12
 PROMPTS = make_prompts((1, 40, 16, 5, 33), seed=6)
-# Of the two best logits: closer ones may change places.
+# The two best logits may swap order if closer than this.
 TIE = 1e-3
-# Relative to the largest logit, where no token has changed yet. Measured: 6e-6 at most.
+# Relative to the largest logit, up to the first differing token. Measured: 6e-6 at most.
 LOGIT_TOLERANCE = 1e-4
 
 LATENT = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM")
-# Heads that three ranks can split; and for the attentions with fewer key/value heads, one that all three share.
+# Key/value heads that three ranks can split; or a single one that all three share; or latent attention.
 THREE_SPLIT: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16, "hidden_size": 96}
 THREE_SHARED: dict[str, Any] = {**THREE_SPLIT, "num_key_value_heads": 1}
 THREE_LATENT: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 96}
@@ -49,7 +49,7 @@ def ranks() -> Iterator[RankPool]:
 def check_like_one_worker(
     results: list[RankResult], model_dir: Path, backend: str, prompts: Sequence[list[int]] = PROMPTS
 ) -> None:
-    """Every rank says the same, bit for bit, and what one worker says."""
+    """Check that all ranks agree bitwise, and generate the tokens of a single worker."""
     expected = generate(load_paged(model_dir, backend), prompts, NUM_TOKENS, Way())
     for result in results:
         assert result.tokens == results[0].tokens
@@ -62,7 +62,7 @@ def check_like_one_worker(
 
 
 def num_comparable(tokens: list[int], alone: Generated) -> int:
-    """How many tokens come from the same ones: all of them, or up to the first where a tie went the other way."""
+    """The number of comparable tokens: all, or those up to the first where a tie was broken differently."""
     for place, (token, other) in enumerate(zip(tokens, alone.completion, strict=True)):
         if token != other:
             best, second = alone.logits[place].topk(2).values.tolist()
@@ -72,17 +72,17 @@ def num_comparable(tokens: list[int], alone: Generated) -> int:
 
 
 def write_changed(directory: Path, architecture: str, variant: str, changes: dict[str, Any]) -> Path:
-    """A small model with other sizes."""
+    """Write a small model with different sizes."""
     return write_small_model(build_model(architecture, {**SMALL_CONFIGS[architecture][variant], **changes}), directory)
 
 
 def ordinary(architecture: str) -> str:
-    """The most ordinary of its variants."""
+    """The most common variant of an architecture."""
     return next(iter(SMALL_CONFIGS[architecture]))
 
 
 def every_variant() -> Iterator[Any]:
-    """All small models; `make test` has one of each architecture."""
+    """All small models; `make test` runs one per architecture."""
     for architecture in ARCHITECTURES:
         for number, variant in enumerate(SMALL_CONFIGS[architecture]):
             yield pytest.param(architecture, variant, marks=(pytest.mark.slow,) if number else ())
@@ -120,12 +120,12 @@ def test_four_ranks_share_the_key_value_heads_of_two(
     results = ranks.generate(model_dir, PROMPTS, NUM_TOKENS, tp_size=4)
     check_like_one_worker(results, model_dir, "reference")
     whole = load_paged(model_dir, "reference").model.kv_cache_spec.bytes_per_token
-    # Latents are for all heads.
+    # Latents are shared by all heads, so they are not split.
     assert results[0].cache_bytes_per_token == (whole if architecture in LATENT else whole // 2)
 
 
 def three_ranks() -> Iterator[Any]:
-    """Sizes that three ranks split unevenly where that is possible: the vocabulary of 512 always."""
+    """Sizes that three ranks split unevenly where possible; the vocabulary of 512 always is."""
     for architecture in ARCHITECTURES:
         variants = list(SMALL_CONFIGS[architecture])
         if architecture in LATENT:
@@ -185,7 +185,7 @@ QUANTIZED: dict[str, tuple[str, dict[str, Any], Scheme]] = {
 
 @pytest.mark.parametrize("case", QUANTIZED)
 def test_a_rank_reads_its_part_of_what_is_quantised(ranks: RankPool, tmp_path: Path, case: str) -> None:
-    """No part falls on the blocks and groups of the format, and it is the same part of the values."""
+    """The boundaries of the parts do not match the format's blocks and groups, and each rank reads the right values."""
     architecture, changes, scheme = QUANTIZED[case]
     heads = THREE_LATENT if architecture in LATENT else THREE_SPLIT
     plain = write_changed(tmp_path / "plain", architecture, "plain", {**changes, **heads})
