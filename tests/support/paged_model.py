@@ -81,7 +81,7 @@ class PagedModel:
         return count
 
     def prefill(self, sequences: Sequence[PagedSequence], num_cached: Sequence[int] | None = None) -> Tensor:
-        """Compute all tokens after the cached ones; returns the last logits of each sequence, [num_seqs, vocabulary]."""
+        """Compute all tokens after the cached ones; returns each sequence's last logits, [num_seqs, vocabulary]."""
         cached = num_cached or [0] * len(sequences)
         query_lens = [len(seq.token_ids) - count for seq, count in zip(sequences, cached, strict=True)]
         return self._step(sequences, query_lens, is_prefill=True)
@@ -91,13 +91,13 @@ class PagedModel:
         return self._step([sequence], [len(sequence.token_ids)], is_prefill=True, all_logits=True)
 
     def decode_runs(self, sequences: Sequence[PagedSequence], query_lens: Sequence[int]) -> Tensor:
-        """Compute the last `query_lens[i]` tokens of each sequence as decodes with drafts; returns the logits of all."""
+        """Compute the last `query_lens[i]` tokens of each sequence, as decodes with drafts; returns their logits."""
         for sequence in sequences:
             self._fill_table(sequence)
         return self._step(sequences, list(query_lens), is_prefill=False, all_logits=True)
 
     def extend(self, sequences: Sequence[PagedSequence], query_lens: Sequence[int], *, is_prefill: bool) -> Tensor:
-        """Compute the last `query_lens[i]` tokens of each sequence; returns its last logits, [num_seqs, vocabulary].
+        """Compute the last `query_lens[i]` tokens of each sequence; returns the last logits, [num_seqs, vocabulary].
 
         Args:
             sequences: All tokens before the computed ones must be in the cache.

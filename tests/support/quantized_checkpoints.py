@@ -39,13 +39,13 @@ class Quantized:
 class Scheme:
     """The quantisation scheme of a checkpoint."""
 
-    # config.json's `quantization_config`.
     config: Mapping[str, Any]
+    """The `quantization_config` of config.json."""
     quantize: Callable[[Tensor], Quantized]
-    # Layers that are not quantised, by name suffix.
     plain: tuple[str, ...] = ()
-    # Layers with a different quantisation in the same configuration, by name suffix.
+    """Name suffixes of layers that are not quantised."""
     others: Mapping[str, Callable[[Tensor], Quantized]] = field(default_factory=dict)
+    """The quantisation of layers that differ from `quantize`, by name suffix."""
 
 
 def fp8_blocks(
@@ -140,7 +140,7 @@ def packed(
 
 
 def pack_rows(values: Tensor, num_bits: int) -> Tensor:
-    """Pack signed numbers [n, m] into int32 words [n, m * num_bits / 32], lowest bits first; the last is padded with 0."""
+    """Pack signed numbers [n, m] into int32 words [n, m * num_bits / 32], lowest bits first, padded with 0."""
     offset, per_word = 1 << (num_bits - 1), 32 // num_bits
     rows = []
     for row in values.tolist():
@@ -150,7 +150,7 @@ def pack_rows(values: Tensor, num_bits: int) -> Tensor:
 
 
 def mxfp4_stack(weight: Tensor) -> Quantized:
-    """Quantise experts [E, in, out] to MXFP4 as gpt-oss stores them; `values` has the same shape. `in` % 32 must be 0."""
+    """Quantise experts [E, in, out] to MXFP4 as gpt-oss stores them; `in` must be a multiple of 32."""
     num_experts, in_features, out_features = weight.shape
     groups = weight.transpose(1, 2).reshape(num_experts, out_features, in_features // 32, 32)
     exponents = torch.floor(torch.log2(groups.abs().amax(dim=-1).clamp(min=2.0**-100))) - 2

@@ -66,7 +66,7 @@ class Service:
         await self.until_health_is(health_pb2.HealthCheckResponse.SERVING)
 
     async def begin(self, request: tokenizer_pb2.GenerateRequest) -> tuple[Any, exchange_pb2.Submit]:
-        """Start a request; returns the call, after its accepted response, and the submit that the first peer received."""
+        """Start a request; returns the call, after its accepted response, and the submit received by the first peer."""
         call = self.stub.Generate(request)
         accepted = await call.read()
         assert accepted.HasField("accepted")

@@ -56,8 +56,10 @@ class _Sequence:
     answer: Answer
     slot: int
     block_ids: list[int]
-    num_sent: int = 0  # of the tokens that are there at first
-    num_in_flight: int = 0  # steps that bring it tokens
+    num_sent: int = 0
+    """How many of the request's initial tokens were sent."""
+    num_in_flight: int = 0
+    """Steps in flight that return tokens of it."""
 
     @property
     def is_complete(self) -> bool:
