@@ -32,7 +32,7 @@ from services.scheduler.core.batch.sequence import Finish, FinishReason
 from services.scheduler.core.batch.step import Outputs, StepResult
 from services.scheduler.server.direct_clients import DIRECT_CLIENT
 from shared.limits import TOKEN_DTYPE
-from tests.simulation.epoch_watch import Entry, EpochWatch, Key, Number
+from tests.simulation.epoch_watch import Entry, EpochWatch, Key, Number, SentStep
 from tests.simulation.lockstep_watch import check_lockstep
 from tests.simulation.said import Said
 from tests.simulation.step_stream import Answer
@@ -296,9 +296,8 @@ class EngineWatch:
         epoch.signs.heard_at = epoch.signs.got_on_at = now
         not_finite_rows, failed_grammar_rows = result.not_finite_rows.tolist(), result.failed_grammar_rows.tolist()
         step = epoch.take_answer(answer, not_finite_rows)
-        if step.is_decode:
-            for entered in step.rows:
-                self.suspects.clear(entered.entry.plan.request_id)
+        if step.is_decode and self.suspects:
+            self._clear_suspects(step)
         for entered, end in step.chunks:
             if entered.is_scored and entered.entry.is_live:
                 self._take_prompt(entered.entry, end, must)
@@ -312,6 +311,13 @@ class EngineWatch:
                 self._take_failed(entered.entry, count, must)
             else:
                 self._take_tokens(entered.entry, count, must)
+
+    def _clear_suspects(self, step: SentStep) -> None:
+        """Clear the requests of a decode step. A superseded attempt's row clears nothing: the present one is tried."""
+        present = {entry.request_key for entry in self._live.values()}
+        for entered in step.rows:
+            if entered.entry.request_key in present:
+                self.suspects.clear(entered.entry.plan.request_id)
 
     def _take_prompt(self, entry: Entry, end: int, must: Said) -> None:
         """A chunk returns log-probabilities of the next prompt positions; those already sent are not sent again."""
