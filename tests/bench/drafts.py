@@ -1,12 +1,12 @@
-"""What n-gram drafts change: steps per token and tokens per second with and without them, on two kinds of text.
+"""The effect of n-gram drafts: tokens per step and tokens per second with and without them, on two kinds of text.
 
     python -m tests.bench.drafts models/smollm2-135m-instruct --json drafts.json
 
-The worker's model runner alone, in this process, on all cores. Text that repeats: code from this repository to be
-edited and paragraphs of its README to be summarised, greedy. Text that does not: open questions, at temperature 1. A
-repeat generates the same tokens twice, without drafts and with them, which of them first by turns; figures are of
-decode steps alone, and medians over the repeats. Sequences enter together and leave when they have their tokens, so
-that with drafts the last ones run in smaller batches.
+It runs the worker's model runner alone, in this process, on all cores. Repetitive text: code from this repository to be
+edited and paragraphs of its README to be summarised, greedy. Other text: open questions, at temperature 1. A repeat
+generates the same tokens without and with drafts, in alternating order; figures cover decode steps only, and are
+medians over the repeats. Sequences enter together and leave when they are complete, so that with drafts the last ones
+run in smaller batches.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from tests.bench.report import Row, compare, print_table, write_json
 from tests.support.processes import ROOT
 from tests.support.worker_steps import decode_step, make_enter, prefill_step
 
-# How many times as many tokens a step must bring, and how many times as many a second, on text that repeats.
+# The least gain in tokens per step, and in tokens per second, on repetitive text.
 STEPS_TARGET = 1.5
 REPEATING_RATE_TARGET = 1.0
-# And on text that does not.
+# The least ratio of tokens per second on other text.
 OTHER_RATE_TARGET = 0.95
 
 BLOCK_SIZE = 16
@@ -67,7 +67,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What it took to generate some tokens: in how many steps their sequences had a row, drafted tokens, time."""
+    """The cost of generating `num_tokens`: the rows of their sequences over all steps, drafted tokens, and time."""
 
     num_tokens: int
     num_rows: int
@@ -112,12 +112,14 @@ def main() -> None:
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir", type=Path, help="the model")
-    parser.add_argument("--num-seqs", type=int, nargs="+", default=[1, 8], metavar="N", help="sequences at once")
-    parser.add_argument("--num-prompts", type=int, metavar="N", help="so many of each kind; by default all")
+    parser.add_argument("--num-seqs", type=int, nargs="+", default=[1, 8], metavar="N", help="concurrent sequences")
+    parser.add_argument("--num-prompts", type=int, metavar="N", help="prompts of each kind (default: all)")
     parser.add_argument("--num-tokens", type=int, default=128, metavar="N", help="tokens of each answer")
-    parser.add_argument("--num-draft-tokens", type=int, default=4, metavar="N", help="the worker's setting")
+    parser.add_argument(
+        "--num-draft-tokens", type=int, default=4, metavar="N", help="the worker's setting of this name"
+    )
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="pairs of runs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file")
     return parser.parse_args()
 
 
@@ -144,13 +146,13 @@ def _kinds(model_dir: Path, num_prompts: int | None) -> list[Kind]:
 def _measure(
     plain: ModelRunner, drafting: ModelRunner, kind: Kind, num_seqs: int, arguments: argparse.Namespace
 ) -> Iterator[Row]:
-    """Run pairs; yields the kind's figures with drafts beside those without."""
+    """Run pairs; yields the kind's figures with drafts against those without."""
     pairs = []
     for repeat in range(arguments.repeats + 1):
         runs = {}
         for runner in (plain, drafting)[:: 1 if repeat % 2 else -1]:
             runs[runner] = _generate_all(runner, kind, num_seqs, arguments.num_tokens)
-        # The first pair warms up: kernels are made for each new number of tokens.
+        # The first pair is a warm-up: kernels are compiled for each new number of tokens.
         if repeat:
             pairs.append((runs[plain], runs[drafting]))
     name = f"{kind.name}, {num_seqs} at once"
@@ -176,7 +178,7 @@ def _measure(
 
 
 def _generate_all(runner: ModelRunner, kind: Kind, num_seqs: int, num_tokens: int) -> Run:
-    """All prompts of a kind, `num_seqs` at a time; a prompt comes more than once where there are fewer."""
+    """Generate for all prompts of a kind, `num_seqs` at a time; prompts are repeated if there are fewer."""
     prompts = kind.prompts * -(-num_seqs // len(kind.prompts))
     total = Run(0, 0, 0, 0.0)
     for first in range(0, len(prompts), num_seqs):
@@ -185,7 +187,7 @@ def _generate_all(runner: ModelRunner, kind: Kind, num_seqs: int, num_tokens: in
 
 
 def _generate(runner: ModelRunner, prompts: Sequence[list[int]], temperature: float, num_tokens: int) -> Run:
-    """Generate `num_tokens` behind each prompt; what is counted begins with the second one."""
+    """Generate `num_tokens` after each prompt; counting begins with the second token."""
     runner.attach(block_size=BLOCK_SIZE, max_num_seqs=len(prompts), max_num_batched_tokens=16384)
     runner.run_step(prefill_step(*_enters(prompts, temperature, num_tokens)))
     num_left = np.full(len(prompts), num_tokens - 1)
@@ -201,7 +203,7 @@ def _generate(runner: ModelRunner, prompts: Sequence[list[int]], temperature: fl
 
 
 def _enters(prompts: Sequence[list[int]], temperature: float, num_tokens: int) -> Iterator[EnteringSequence]:
-    """All prompts, each with the blocks that it will ever need."""
+    """Yield all prompts as entering sequences, each with all the blocks it will need."""
     first_block = 0
     for slot, prompt in enumerate(prompts):
         num_blocks = -(-(len(prompt) + num_tokens) // BLOCK_SIZE)

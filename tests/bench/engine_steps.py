@@ -1,4 +1,4 @@
-"""What one decode step of coupled ranks costs the scheduler's processor: the engine and its messages, no sockets."""
+"""The scheduler's processor time for one decode step of coupled ranks: the engine and its messages, no sockets."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NUM_WARM_UP_STEPS = 20
 
 
 class CoupledEngine:
-    """An engine whose coupled ranks all decode `num_rows` sequences each. Its virtual time stands still."""
+    """An engine whose coupled ranks decode `num_rows` sequences each. Its virtual time does not advance."""
 
     def __init__(self, dp_size: int, num_rows: int) -> None:
         self._dp_size = dp_size
@@ -51,7 +51,7 @@ class CoupledEngine:
             self._answer_all()
 
     def measure_step_s(self, num_steps: int) -> float:
-        """Processor time of one step of all ranks: results parsed, steps planned and built, outputs built."""
+        """Processor time of one step of all ranks: parse results, plan and build steps, build outputs."""
         gc.collect()
         gc.disable()
         spent_s = 0.0
@@ -65,7 +65,7 @@ class CoupledEngine:
         return spent_s / num_steps
 
     def _enter(self) -> None:
-        """Submit as many requests as all ranks hold, and run their prompts."""
+        """Submit requests that fill all ranks, and run their prompts."""
         num_blocks = self._num_rows * -(-_CONTEXT_LENGTH // CacheSettings().block_size)
         facts = WorkerFacts(1, "digest", _CONTEXT_LENGTH, _VOCABULARY, (), num_blocks)
         self._perform(self._engine.on_event(DomainAttached(0, (facts,) * self._dp_size), 0.0))

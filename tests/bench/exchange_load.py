@@ -1,4 +1,4 @@
-"""A tokenizer replica's stand-in: submits batches of requests over one Exchange stream and checks every token."""
+"""A stand-in for a tokenizer replica: submits batches of requests over one Exchange stream and checks every token."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _HANDLE_DTYPE = np.dtype("<u4")
 
 
 class Replica:
-    """One stream, with one batch of requests on it at a time; their prompts share no prefix.
+    """One stream, with one batch of requests at a time; their prompts share no prefix.
 
-    Each request's seed is its handle, which names it to the stand-in worker. Whatever differs from what the worker
-    owes the request, in value, order or number, raises RuntimeError.
+    Each request's seed is its handle, which identifies it to the stand-in worker. Any token of the wrong value, order
+    or number raises RuntimeError.
     """
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
@@ -35,14 +35,14 @@ class Replica:
         self._first_handle = 1
         self._max_tokens = 0
         self._num_running = 0
-        # The number of tokens that each request of the batch has.
+        # Tokens received so far, by request of the batch.
         self._num_tokens: IntArray = np.empty(0, np.int64)
 
     async def connect(self) -> None:
         """Wait until the scheduler has a worker.
 
         Raises:
-            TimeoutError: it got none in 30 s.
+            TimeoutError: It got none within 30 s.
         """
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             response = await self._call.read()
@@ -52,7 +52,7 @@ class Replica:
             raise RuntimeError(f"not the first message of an Exchange: {response}")
 
     async def submit(self, prompt_lengths: IntArray, *, max_tokens: int) -> None:
-        """Submit a request for each prompt length, to generate exactly `max_tokens`; the last batch has ended."""
+        """Submit one request per prompt length, for exactly `max_tokens` each; the previous batch must have ended."""
         self._first_handle += len(self._num_tokens)
         self._max_tokens = max_tokens
         self._num_running = len(prompt_lengths)
@@ -73,7 +73,7 @@ class Replica:
         await self._write(exchange_pb2.ExchangeRequest(submits=submits))
 
     async def read_until(self, num_tokens: int) -> float:
-        """Read until each request has so many tokens; returns when that was, in seconds of `time.monotonic`."""
+        """Read until each request has `num_tokens` tokens; returns when that was, in seconds of `time.monotonic`."""
         while self._num_tokens.min() < num_tokens:
             await self._read()
         return time.monotonic()
@@ -93,7 +93,7 @@ class Replica:
             await self._call.write(message)
 
     async def _beat(self) -> None:
-        """Give signs of life."""
+        """Send heartbeats."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             await self._write(exchange_pb2.ExchangeRequest(is_heartbeat=True))
@@ -113,13 +113,13 @@ class Replica:
         counts = np.frombuffer(outputs.counts, TOKEN_DTYPE)
         first_indexes = np.frombuffer(outputs.first_indexes, TOKEN_DTYPE)
         if not np.array_equal(first_indexes, self._num_tokens[requests]):
-            raise RuntimeError("a token is missing, or came twice")
-        # Rows may bring several tokens; most bring one.
+            raise RuntimeError("a token is missing or repeated")
+        # Rows may have several tokens; most have one.
         offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         seeds = np.repeat(requests, counts) + self._first_handle
         expected = expected_tokens(seeds, np.repeat(first_indexes, counts) + offsets)
         if not np.array_equal(np.frombuffer(outputs.token_ids, TOKEN_DTYPE), expected):
-            raise RuntimeError("a token is not the one that the worker drew")
+            raise RuntimeError("a token is not the one that the worker sampled")
         self._num_tokens[requests] += counts
 
     def _take_end(self, end: exchange_pb2.RequestEnd) -> None:

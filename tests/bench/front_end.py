@@ -1,12 +1,12 @@
-"""What a token costs our tokenizer service beside vLLM V1's front end: detokenised and handed to its request.
+"""The cost per token of our tokenizer service against vLLM V1's front end: detokenise it and pass it to its request.
 
     python -m tests.bench.front_end models/smollm2-135m-instruct --json front_end.json
 
-Both take the message of one step of 512 requests, a token each, from its bytes to a text for each request; writing
-to clients is left out. Ours parses `Exchange` outputs and goes through the ledger of live requests; vLLM's decodes
-msgpack and runs `OutputProcessor`. Each runs in a process of its own, vLLM's in a virtual environment that the first
-run makes (minutes, 2 GB under .cache/). The processes take turns, and figures are calibrated as in
-`tests.bench.scheduler`. The tokens are those of running text, and every text is checked.
+Both turn the bytes of one step's message, with one token for each of 512 requests, into a text per request; writing to
+clients is not included. Ours parses `Exchange` outputs and updates the ledger of live requests; vLLM's decodes msgpack
+and runs `OutputProcessor`. Each runs in its own process, vLLM's in a virtual environment that the first run creates
+(minutes, 2 GB under .cache/). The processes take turns, and figures are calibrated as in `tests.bench.scheduler`. The
+tokens are those of running text, and every text is checked.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir", type=Path, help="a model directory with a tokenizer")
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
-    parser.add_argument("--without-peers", action="store_true", help="ours alone; nothing is installed")
+    parser.add_argument("--without-peers", action="store_true", help="measure only ours; nothing is installed")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     return parser.parse_args()
 

@@ -1,8 +1,8 @@
-"""One rank of a process group that agrees on every step by an all-reduce, as ATOM's DP ranks do.
+"""One rank of a process group that synchronizes every step with an all-reduce, as ATOM's DP ranks do.
 
     python -m tests.bench.gloo_rank --rank 0 --size 2 --store /tmp/store --num-steps 2000
 
-Writes the seconds that its all-reduces took, as a list in JSON, to stdout.
+Writes the durations of its all-reduces in seconds to stdout, as a JSON list.
 
 Source: `DPEngineCoreProc._sync_dp_state` (atom/model_engine/engine_core.py): five int64, MAX, on Gloo.
 """
@@ -22,11 +22,11 @@ _STATE = (0, 64, 64, 1, 0)
 
 
 def main() -> None:
-    """Take part in so many all-reduces."""
+    """Take part in `--num-steps` all-reduces."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--size", type=int, required=True)
-    parser.add_argument("--store", required=True, help="a file that all ranks share, and that does not exist yet")
+    parser.add_argument("--store", required=True, help="a new file that all ranks share")
     parser.add_argument("--num-steps", type=int, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -38,7 +38,7 @@ def main() -> None:
 
 def _agree() -> float:
     began_at = time.perf_counter()
-    # Made anew for every step, as there.
+    # Allocated anew for every step, as ATOM does.
     state = torch.tensor(_STATE, dtype=torch.int64)
     dist.all_reduce(state, op=dist.ReduceOp.MAX)
     state.tolist()

@@ -1,11 +1,12 @@
-"""What a grammar library lets through, and what it costs: llguidance as we use it, beside xgrammar.
+"""The correctness and cost of grammar libraries: llguidance as we use it, against xgrammar.
 
     python -m tests.bench.grammar models/smollm2-135m-instruct --json grammar.json
 
-Both get every schema of the JSON Schema Test Suite. What they take is held against the suite's own values, and three
-texts are written at random to each grammar; those that end have to fit their schema. Each library runs in a process of
-its own, xgrammar's in a virtual environment that the first run makes (minutes, a gigabyte under .cache/). The processes
-take turns, and figures are calibrated as in `tests.bench.scheduler`. A mask is computed into bits, a bit a token.
+Both compile every schema of the JSON Schema Test Suite. The grammars are checked against the suite's own values, and
+three random texts are written for each grammar; complete ones must be valid under their schema. Each library runs in
+its own process, xgrammar's in a virtual environment that the first run creates (minutes, 1 GB under .cache/). The
+processes take turns, and figures are calibrated as in `tests.bench.scheduler`. A mask is a bitmap with one bit per
+token.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def _rows(own: Mapping[str, float], its: Mapping[str, float] | None = None) -> I
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir", type=Path, help="a model directory with a byte-level tokenizer")
-    parser.add_argument("--quick", action="store_true", help="one repeat")
-    parser.add_argument("--without-peers", action="store_true", help="ours alone; nothing is installed")
+    parser.add_argument("--quick", action="store_true", help="only one repeat")
+    parser.add_argument("--without-peers", action="store_true", help="measure only ours; nothing is installed")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     return parser.parse_args()
 

@@ -1,16 +1,16 @@
-"""What long prompts do to answers that stream, and what that costs the prompts, on a CPU.
+"""How long prompts delay streaming answers, and what the remedy costs the prompts, on a CPU.
 
     python -m tests.bench.interference models/smollm2-135m-instruct --json interference.json
     python -m tests.bench.interference models/smollm2-135m-instruct --num-prompts 4 --num-prompt-tokens 2048
 
-Answers stream; then prompts are submitted all at once, and each ends with its first token. While prompts are computed,
-the gaps between what a client gets of an answer are its inter-token latencies (ITL). They are held against what a lone
-chunk takes: the mean over the chunks of a prompt of the same length on the idle cell. Beside it is a prompt of one
-chunk, which attends to nothing before it.
+While answers stream, prompts are submitted all at once, each with one output token. The gaps between a client's
+responses while prompts are computed are the inter-token latencies (ITL). They are compared with the time of a lone
+chunk: the mean over the chunks of a prompt of the same length on the idle cell. The time of a single-chunk prompt,
+which attends to nothing before it, is also reported.
 
-The same is measured with the settings of a GPU, 16384 tokens a step and prefill first: so much faster could prompts be.
-Where an hour is too long that cell may be given fewer prompts (`--num-reference-prompts`): its rate settles soon.
-Both cells run at the same time, and take turns, round by round; figures are medians over the rounds. No two prompts
+The same is measured with the settings of a GPU, 16384 tokens per step and prefill first, as the bound for prompt
+throughput. To shorten the run that cell may get fewer prompts (`--num-reference-prompts`), since its rate settles soon.
+Both cells run at the same time and take turns, round by round; figures are medians over the rounds. No two prompts
 share a prefix.
 """
 
@@ -38,7 +38,7 @@ from tests.support.cell import start_cell
 
 CHUNK_TOKENS = 512
 PREFILL_FIRST = ("--scheduler.max-num-batched-tokens=16384", "--scheduler.enable-mixed-steps=false")
-# An inter-token latency by a lone chunk's time, and prompt tokens per second by those of prefill first.
+# Bounds on ITL / lone chunk time, and on prompt tokens per second relative to prefill first.
 ITL_TARGET = 3.0
 THROUGHPUT_TARGET = 0.9
 NUM_STREAM_PROMPT_TOKENS = 16
@@ -47,19 +47,16 @@ NUM_LONE_CHUNKS = 3
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round on one cell, in seconds.
-
-    Attributes:
-        one_chunk_s: What a prompt of one chunk takes alone.
-        lone_chunk_s: What a chunk takes on average of a long prompt that is alone.
-        gaps_s: Between what clients got of their answers while prompts were computed.
-        tokens_per_s: Of the prompts.
-    """
+    """One round on one cell."""
 
     one_chunk_s: float
+    """The time of a single-chunk prompt on the idle cell."""
     lone_chunk_s: float
+    """The mean time per chunk of a long prompt on the idle cell."""
     gaps_s: list[float]
+    """Gaps between responses of streaming answers while prompts were computed."""
     tokens_per_s: float
+    """Prompt tokens per second."""
 
 
 def main() -> None:
@@ -80,10 +77,10 @@ def main() -> None:
 
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model_dir", type=Path, help="the model that is served")
-    parser.add_argument("--num-streams", type=int, default=8, help="answers that stream")
+    parser.add_argument("model_dir", type=Path, help="the model to serve")
+    parser.add_argument("--num-streams", type=int, default=8, help="streaming answers")
     parser.add_argument("--num-prompts", type=int, default=64)
-    parser.add_argument("--num-reference-prompts", type=int, help="prompts for the cell of prefill first, if other")
+    parser.add_argument("--num-reference-prompts", type=int, help="prompts for the prefill-first cell, if different")
     parser.add_argument("--num-prompt-tokens", type=int, default=8000)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--serve-flag", action="append", default=[], help="a flag for both cells")
@@ -94,7 +91,7 @@ def _parse_args() -> argparse.Namespace:
 
 
 async def _run(args: argparse.Namespace, addresses: Sequence[str]) -> list[list[Round]]:
-    """The rounds of each cell."""
+    """Run the rounds; returns those of each cell."""
     rounds: list[list[Round]] = [[] for _ in addresses]
     async with contextlib.AsyncExitStack() as stack:
         channels = [await stack.enter_async_context(make_channel(address)) for address in addresses]
@@ -110,7 +107,7 @@ async def _run(args: argparse.Namespace, addresses: Sequence[str]) -> list[list[
 
 
 class Load:
-    """What one cell is asked for."""
+    """The load on one cell."""
 
     def __init__(
         self, stub: tokenizer_pb2_grpc.TokenizerServiceStub, num_prompts: int, args: argparse.Namespace
@@ -124,8 +121,8 @@ class Load:
         self._stream_prompts = PromptSource(NUM_STREAM_PROMPT_TOKENS, seed=3)
 
     async def run(self) -> Round:
-        """One round."""
-        # The first ones warm up.
+        """Run one round."""
+        # The first one is a warm-up.
         lone_s = [await self._compute(prompt) for prompt in self._chunks.take(1 + NUM_LONE_CHUNKS)][1:]
         [long_prompt] = self._prompts.take(1)
         num_chunks = self._num_prompt_tokens / CHUNK_TOKENS
@@ -140,7 +137,7 @@ class Load:
         return Round(statistics.median(lone_s), lone_chunk_s, gaps_s, tokens_per_s)
 
     async def _compute(self, prompt: Sequence[int]) -> float:
-        """Seconds until the first token behind a prompt, which is all that is asked for."""
+        """Seconds until the only token requested after a prompt."""
         started_at = time.perf_counter()
         async for response in self._generate(prompt, 1):
             usage = response.finish.usage
@@ -150,7 +147,7 @@ class Load:
 
     @contextlib.asynccontextmanager
     async def _streaming(self, arrivals: Sequence[list[float]]) -> AsyncIterator[None]:
-        """Answers stream, all of which have begun; notes when something of each came."""
+        """Keep answers streaming, all of them already begun; records the arrival times of their responses."""
         begun = [asyncio.Event() for _ in arrivals]
         prompts = self._stream_prompts.take(len(arrivals))
         tasks = [asyncio.create_task(self._stream(*each)) for each in zip(prompts, arrivals, begun, strict=True)]
@@ -166,7 +163,7 @@ class Load:
             raise RuntimeError("an answer ended before the prompts did")
 
     async def _stream(self, prompt: Sequence[int], arrivals: list[float], begun: asyncio.Event) -> None:
-        # As long as the context allows.
+        # Almost as long as the context allows.
         async for response in self._generate(prompt, 8000):
             if response.token_ids:
                 arrivals.append(time.perf_counter())
@@ -181,7 +178,7 @@ class Load:
 
 
 def _gaps(times: Sequence[float], started_at: float, ended_at: float) -> Iterator[float]:
-    """The gaps that lie in a stretch of time, at least in part; the last may be open."""
+    """Yield the gaps that overlap a time span; the last one may be open."""
     for earlier, later in zip(times, [*times[1:], ended_at], strict=True):
         if later > started_at and earlier < ended_at:
             yield later - earlier

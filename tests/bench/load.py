@@ -1,4 +1,4 @@
-"""A closed-loop load on a running cell, measured as its client sees it."""
+"""A closed-loop load on a running cell, measured by its client."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from lockstep.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 
-# Ordinary tokens of every vocabulary that is served here: the first ones may be special.
+# From here on all tokens are ordinary in every vocabulary used here; the first ones may be special.
 _FIRST_TOKEN_ID = 1000
 _LAST_TOKEN_ID = 40_000
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One request: arrival to first token, and the mean time of each token after it."""
+    """One request: time to first token, and mean time per output token after it."""
 
     ttft_s: float
     tpot_s: float
@@ -25,21 +25,21 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One run of a load: output tokens per second of its whole duration, prefill included, and each request."""
+    """One run of a load: output tokens per second over its whole duration, including prefill, and every request."""
 
     tokens_per_s: float
     timings: tuple[Timing, ...]
 
 
 class PromptSource:
-    """Prompts that share no prefix, so that the prefix cache cannot help: random token ids, never used twice."""
+    """Random prompts, never reused and without common prefixes, so that the prefix cache has no effect."""
 
     def __init__(self, num_tokens: int, *, seed: int = 1) -> None:
         self._num_tokens = num_tokens
         self._random = random.Random(seed)
 
     def take(self, count: int) -> list[list[int]]:
-        """The next prompts."""
+        """Draw the next prompts."""
         return [
             [self._random.randrange(_FIRST_TOKEN_ID, _LAST_TOKEN_ID) for _ in range(self._num_tokens)]
             for _ in range(count)
@@ -53,7 +53,7 @@ async def measure(
     concurrency: int,
     sampling: common_pb2.SamplingParams,
 ) -> Measurement:
-    """Send every prompt, `concurrency` at a time, each as soon as one before it has ended."""
+    """Send every prompt with `concurrency` in flight, each as soon as an earlier one has ended."""
     waiting = iter(prompts)
     timings: list[Timing] = []
     start = time.perf_counter()

@@ -1,20 +1,20 @@
-"""What it costs that coupled ranks step together: one scheduler's plan beside an all-reduce before every step.
+"""The cost of running coupled ranks in lockstep: one scheduler's plan against an all-reduce before every step.
 
     python -m tests.bench.lockstep --quick
     python -m tests.bench.lockstep --json lockstep.json
 
-    wall    what a step waits for, on the clock, with 1, 2 and 4 ranks, each a process: the scheduler service as it is,
-            stand-in workers and one tokenizer replica, which is this process. With workers that answer at once it is a
-            whole turn: plan, wire and wait. With steps of --step-ms it is how long a device is idle before a step when
-            the scheduler sends one ahead. Beside both stands what ranks that agree by themselves wait for: an
-            all-reduce on Gloo over as many processes
+    wall    the wall-clock overhead of a step with 1, 2 and 4 ranks, each a process: the real scheduler service,
+            stand-in workers, and one tokenizer replica, which is this process. With workers that answer at once it is
+            the whole round trip: plan, transfer and wait. With steps of --step-ms it is the idle time of a device
+            before a step when the scheduler sends one ahead. Both are compared with the all-reduce on Gloo, over the
+            same number of processes, that ranks without a common scheduler wait for
     cpu     processor time of the scheduler per step of all ranks, by ranks and rows: the engine and its messages.
-            Tensor parallelism adds no stream and no plan: 8 ranks stand for 8 x 8
-    dummies the share of ranks' steps that compute nothing for anybody, and throughput, simulated, beside ATOM's rules
-            on the same arrivals
+            Tensor parallelism adds no stream and no plan, so 8 ranks represent 8 x 8
+    dummies the share of ranks' steps that are dummies, and throughput, simulated, against ATOM's rules on the same
+            arrivals
 
-The processes of a cell and those of the all-reduce share the machine's cores, and take turns, repeat by repeat; other
-work on the machine makes every figure larger, so figures on the clock are of the best repeat.
+The processes of a cell and those of the all-reduce share the machine's cores and take turns, repeat by repeat. Other
+work on the machine increases every figure, so wall-clock figures are those of the best repeat.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ NUM_RANKS = (1, 2, 4)
 NUM_WARM_UP_STEPS = 50
 ROWS_PER_RANK = 8
 NUM_PROMPT_TOKENS = 64
-# An exposed gap is held against what an all-reduce exposes.
+# The most idle time, relative to an all-reduce.
 GAP_TARGET = 1.0
 
 CPU_DP_SIZES = (1, 2, 4, 8)
 CPU_ROWS = (64, 512)
-# A rank must not cost more for being one of many, but that caches hold less of each.
+# The most growth of the cost per rank; not 1, because caches hold less of each of many ranks.
 CPU_TARGET = 1.15
 
 DUMMY_DP_SIZE = 4
@@ -69,7 +69,7 @@ _GLOO_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long a run is."""
+    """The length of a run."""
 
     num_repeats: int
     num_steps: int
@@ -83,7 +83,7 @@ QUICK = Effort(num_repeats=2, num_steps=300, num_cpu_turns=8, num_cpu_steps=25)
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One batch of requests: seconds on the clock, idle seconds of a device and the scheduler's CPU seconds, a step."""
+    """One batch of requests, in seconds per step: wall time, idle time of a device, and the scheduler's CPU time."""
 
     step_s: float
     idle_s: float
@@ -92,15 +92,18 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The repeats with so many ranks: turns with null workers, turns with a step sent ahead, seconds of all-reduces."""
+    """The repeats with one number of ranks."""
 
     null: list[Turn] = field(default_factory=list)
+    """With workers that answer at once."""
     ahead: list[Turn] = field(default_factory=list)
+    """With a step sent ahead."""
     agreements: list[list[float]] = field(default_factory=list)
+    """Seconds of each all-reduce."""
 
 
 def main() -> None:
-    """Run the sections asked for, print the table, write the JSON."""
+    """Run the selected sections, print the table, write the JSON."""
     args = _parse_args()
     rows = run_sections(SECTIONS, args.only, args)
     print(f"{len(os.sched_getaffinity(0))} cores, {args.effort.num_repeats} repeats")
@@ -110,8 +113,10 @@ def main() -> None:
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few short repeats")
-    parser.add_argument("--step-ms", type=float, default=5.0, help="what a step takes where one is sent ahead")
-    parser.add_argument("--num-ranks", type=int, nargs="+", default=list(NUM_RANKS), metavar="N", help="of wall")
+    parser.add_argument("--step-ms", type=float, default=5.0, help="duration of a step when one is sent ahead")
+    parser.add_argument(
+        "--num-ranks", type=int, nargs="+", default=list(NUM_RANKS), metavar="N", help="ranks of the wall section"
+    )
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="the sections to run")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     args = parser.parse_args()
@@ -119,7 +124,7 @@ def _parse_args() -> argparse.Namespace:
     return args
 
 
-# On the clock.
+# Wall clock.
 
 
 def _wall(args: argparse.Namespace) -> Iterator[Row]:
@@ -141,7 +146,7 @@ def _wall_rows(num_ranks: int, measured: Measured, step_ms: float) -> Iterator[R
     turn_us = min(turn.step_s for turn in measured.null) * 1e6
     yield compare(f"{name}: plan + wire + wait", turn_us, "us", reference=agreement_us)
     idle_us = min(turn.idle_s for turn in measured.ahead) * 1e6
-    # One rank agrees with nobody.
+    # A single rank needs no agreement.
     at_most = GAP_TARGET if num_ranks > 1 else None
     metric = f"{name}: device idle, {step_ms:g} ms steps, one ahead"
     yield compare(metric, idle_us, "us", reference=agreement_us, at_most=at_most)
@@ -153,7 +158,7 @@ def _p99(durations: Sequence[float]) -> float:
 
 
 async def _measure_cell(num_ranks: int, step_us: float, *, depth: int, num_steps: int) -> Turn:
-    """Let all ranks decode in lockstep for so many steps."""
+    """Let all ranks decode in lockstep for `num_steps` steps."""
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as directory:
         workers = [_start_worker(directory, rank, num_ranks, step_us) for rank in range(num_ranks)]
         listen = f"unix:{directory}/cell"
@@ -172,7 +177,7 @@ async def _measure_cell(num_ranks: int, step_us: float, *, depth: int, num_steps
 async def _run_batch(
     replica: Replica, scheduler_pid: int, num_ranks: int, num_steps: int
 ) -> tuple[float, float, float]:
-    """Serve as many requests as all ranks hold; returns when the measured steps began and ended, and their CPU time."""
+    """Serve requests that fill all ranks; returns the start and end of the measured steps, and their CPU time."""
     prompts = np.full(num_ranks * ROWS_PER_RANK, NUM_PROMPT_TOKENS)
     await replica.submit(prompts, max_tokens=2 * NUM_WARM_UP_STEPS + num_steps)
     began_at = await replica.read_until(NUM_WARM_UP_STEPS)
@@ -205,7 +210,7 @@ def _start_worker(directory: str, rank: int, num_ranks: int, step_us: float) -> 
 
 
 def _idle_s(worker: subprocess.Popen[str], began_at: float, ended_at: float) -> float:
-    """End a worker; returns how long its device was idle before each of the decode steps of a time, on average."""
+    """End a worker; returns the mean idle time of its device before the decode steps in a time span."""
     output, _ = worker.communicate(timeout=PATIENCE_S)
     steps = [DeviceStep(*fields) for fields in json.loads(output)]
     idle_s = [
@@ -217,7 +222,7 @@ def _idle_s(worker: subprocess.Popen[str], began_at: float, ended_at: float) -> 
 
 
 def _measure_gloo(num_ranks: int, num_steps: int) -> list[float]:
-    """Seconds of each all-reduce, of rank 0."""
+    """Seconds of each all-reduce on rank 0."""
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as directory:
         flags = [f"--size={num_ranks}", f"--store={directory}/store", f"--num-steps={num_steps}"]
         ranks = [_start(["tests.bench.gloo_rank", f"--rank={rank}", *flags]) for rank in range(num_ranks)]
@@ -251,7 +256,7 @@ def _cpu(args: argparse.Namespace) -> Iterator[Row]:
     for num_rows in CPU_ROWS:
         engines = {dp_size: CoupledEngine(dp_size, num_rows) for dp_size in CPU_DP_SIZES}
         step_us = dict.fromkeys(engines, math.inf)
-        # In short turns, since the machine is faster at some times than at others.
+        # In short turns, since the machine's speed varies over time.
         for _ in range(args.effort.num_cpu_turns):
             for dp_size, engine in engines.items():
                 step_us[dp_size] = min(step_us[dp_size], engine.measure_step_s(args.effort.num_cpu_steps) * 1e6)
@@ -268,7 +273,7 @@ def _cpu(args: argparse.Namespace) -> Iterator[Row]:
 def _dummies(_: argparse.Namespace) -> Iterator[Row]:
     for load in LOADS:
         ours, atom = _serve(load, run_ours), _serve(load, run_atom)
-        # Nothing can be better than turns where requests come in multiples of the ranks.
+        # When requests arrive in multiples of the ranks, round robin is already optimal.
         has_target = load.burst == 1
         yield compare(
             f"{load.name}, {DUMMY_DP_SIZE} ranks: dummies, beside ATOM's rules",
@@ -287,7 +292,7 @@ def _dummies(_: argparse.Namespace) -> Iterator[Row]:
 
 
 def _serve(load: Load, run: Callable[..., Outcome]) -> Outcome:
-    """A load under all seeds, one after the other."""
+    """Serve a load under all seeds, one after the other."""
     outcomes = [run(load.draw(seed), DUMMY_DP_SIZE, DUMMY_POLICY) for seed in DUMMY_SEEDS]
     return Outcome(
         sum(one.num_rank_steps for one in outcomes),

@@ -1,4 +1,4 @@
-"""Who used the machine's cores: what a benchmark asks before it trusts its own figures."""
+"""The CPU use of other processes, which a benchmark checks before it trusts its own figures."""
 
 from __future__ import annotations
 
@@ -16,28 +16,24 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True, slots=True)
 class CpuTimes:
-    """CPU time since the machine's start, in seconds; what counts are differences.
-
-    Attributes:
-        wall_s: A clock.
-        watched_s: Used by the process that is watched.
-        foreign_s: Used by every process but that one and this, children that ended included, and by whatever else
-            runs on the host (steal). Some 10 ms more or less.
-    """
+    """CPU time since the machine's start, in seconds; only differences are meaningful."""
 
     wall_s: float
+    """Wall-clock time."""
     watched_s: float
+    """Used by the watched process."""
     foreign_s: float
+    """Used by all other processes except this one, including ended children, and by the host (steal); within 10 ms."""
 
     @classmethod
     def now(cls, watched_pid: int) -> CpuTimes:
-        """The times now; takes milliseconds."""
+        """Read the current times; takes milliseconds."""
         times = psutil.Process(watched_pid).cpu_times()
         foreign_ticks = _steal_ticks() + _ticks_of_others(frozenset((watched_pid, os.getpid())))
         return cls(time.monotonic(), times.user + times.system, foreign_ticks / _TICKS_PER_S)
 
     def __sub__(self, earlier: CpuTimes) -> CpuTimes:
-        # A process that ended, and that nobody waited for, takes its time with it.
+        # The time of a process that ended without being waited for disappears.
         foreign_s = max(0.0, self.foreign_s - earlier.foreign_s)
         return CpuTimes(self.wall_s - earlier.wall_s, self.watched_s - earlier.watched_s, foreign_s)
 
@@ -47,7 +43,7 @@ def _steal_ticks() -> int:
 
 
 def _ticks_of_others(own_pids: frozenset[int]) -> int:
-    """User and system time, and that of children waited for; see proc_pid_stat(5), fields 14 to 17."""
+    """User and system time, with that of waited-for children; see proc_pid_stat(5), fields 14 to 17."""
     ticks = 0
     for path in _PROC.glob("[0-9]*/stat"):
         if int(path.parent.name) in own_pids:

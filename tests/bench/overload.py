@@ -1,9 +1,9 @@
-"""What floods of calls, of health watches, and of streams that are opened and reset end with: only OK and QUEUE_FULL.
+"""The outcomes of floods of calls, health watches and reset streams: only OK and QUEUE_FULL are allowed.
 
     python -m tests.bench.overload models/smollm2-135m-instruct --json overload.json
 
-It starts a cell, and floods its tokenizer and its scheduler in turn. Streams are reset by another process, beside calls
-of this one. No watch may be refused.
+It starts a cell, and floods its tokenizer and its scheduler in turn. Streams are reset by another process while this
+one makes calls. No watch may be refused.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def _describe(name: str, outcomes: Outcomes) -> list[Row]:
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir", type=Path, help="a model directory")
-    parser.add_argument("--calls", type=int, default=2000, help="calls at once (default: %(default)s)")
+    parser.add_argument("--calls", type=int, default=2000, help="concurrent calls (default: %(default)s)")
     parser.add_argument("--resets", type=int, default=20_000, help="streams to reset (default: %(default)s)")
-    parser.add_argument("--watches", type=int, default=3000, help="watches at once (default: %(default)s)")
+    parser.add_argument("--watches", type=int, default=3000, help="concurrent watches (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     return parser.parse_args()
 

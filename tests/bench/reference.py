@@ -1,6 +1,6 @@
-"""transformers' `generate` at batch 1, in a process of its own that loads the model once.
+"""transformers' `generate` at batch 1, in a separate process that loads the model once.
 
-It reads one request a line, `{"prompt": [ids], "num_output_tokens": n}`, and answers each with `{"seconds": s}`.
+It reads one request per line, `{"prompt": [ids], "num_output_tokens": n}`, and answers each with `{"seconds": s}`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tests.support.processes import ROOT, module_command
 
 
 class Reference:
-    """The running process; `start_reference` makes one and ends it."""
+    """The running process; created by `start_reference`."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
     def tokens_per_s(self, prompts: Sequence[Sequence[int]], num_output_tokens: int) -> float:
-        """Generate for each prompt, one after the other; output tokens per second, prefill included."""
+        """Generate for each prompt, one after the other; returns output tokens per second, including prefill."""
         seconds = sum(self._generate(prompt, num_output_tokens) for prompt in prompts)
         return len(prompts) * num_output_tokens / seconds
 
@@ -40,7 +40,7 @@ class Reference:
 
 @contextlib.contextmanager
 def start_reference(model_dir: Path) -> Iterator[Reference]:
-    """Start the process; it has loaded the model when its first answer comes, and waits without computing."""
+    """Start the process; it loads the model before its first answer, and uses no CPU while waiting."""
     command = module_command("tests.bench.reference", str(model_dir))
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -50,7 +50,7 @@ def start_reference(model_dir: Path) -> Iterator[Reference]:
 
 
 def _serve(model_dir: str) -> None:
-    # Only this process needs them.
+    # Only the reference process needs them.
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging

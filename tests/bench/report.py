@@ -1,4 +1,4 @@
-"""What every benchmark prints and writes: a table for people, rows of JSON for comparisons."""
+"""The output of every benchmark: a table to read, and JSON rows for comparisons."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ ArgumentT = TypeVar("ArgumentT")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measured figure, and what it is held against.
-
-    `ratio` is value / reference. `target` bounds the ratio where there is a reference, else the value; `met` says
-    whether it holds. All three are None where there is nothing to compare with.
-    """
+    """One measured figure, with its reference and target if it has any."""
 
     metric: str
     value: float
     unit: str
     reference: float | None = None
     ratio: float | None = None
+    """value / reference."""
     target: float | None = None
+    """A bound on `ratio` if there is a reference, else on `value`."""
     met: bool | None = None
+    """Whether `target` is met; None without a target."""
 
 
 def compare(
@@ -38,7 +37,7 @@ def compare(
     at_least: float | None = None,
     at_most: float | None = None,
 ) -> Row:
-    """A figure beside its reference; with `at_least` or `at_most` the ratio has a target."""
+    """A figure with its reference; `at_least` or `at_most` sets a target for the ratio."""
     ratio = value / reference
     if at_most is not None:
         return Row(metric, value, unit, reference, ratio, at_most, ratio <= at_most)
@@ -46,14 +45,14 @@ def compare(
 
 
 def limit(metric: str, value: float, unit: str, *, at_most: float) -> Row:
-    """A figure that stands alone and has a bound."""
+    """A figure with a bound but no reference."""
     return Row(metric, value, unit, target=at_most, met=value <= at_most)
 
 
 def run_sections(
     sections: Mapping[str, Callable[[ArgumentT], Iterable[Row]]], names: Iterable[str], argument: ArgumentT
 ) -> list[Row]:
-    """Run sections of a benchmark, each announced on stderr; returns their rows."""
+    """Run sections of a benchmark, announcing each on stderr; returns their rows."""
     rows: list[Row] = []
     for name in names:
         print(f"{name} …", file=sys.stderr)
@@ -62,14 +61,14 @@ def run_sections(
 
 
 def report(rows: Sequence[Row], json_path: Path | None) -> None:
-    """Print the rows, and write them to a file where one is named."""
+    """Print the rows, and write them to `json_path` if given."""
     print_table(rows)
     if json_path is not None:
         write_json(rows, json_path)
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    """Write the rows to stdout, one a line."""
+    """Write the rows to stdout, one per line."""
     width = max(len(row.metric) for row in rows)
     print(f"{'metric':<{width}} {'value':>10} {'unit':<10} {'reference':>10} {'ratio':>7} {'target':>7}  met")
     for row in rows:
@@ -81,7 +80,7 @@ def print_table(rows: Sequence[Row]) -> None:
 
 
 def write_json(rows: Sequence[Row], path: Path) -> None:
-    """Write the rows as a list of objects."""
+    """Write the rows as a JSON list of objects."""
     path.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n", encoding="utf-8")
 
 

@@ -1,11 +1,11 @@
-"""What a decode step of plain sequences costs at two revisions of this project, side by side.
+"""The cost of a decode step of plain sequences at two revisions of this project.
 
     python -m tests.bench.revisions 5454b94 HEAD
     python -m tests.bench.revisions main HEAD --pairs 21 --json revisions.json
 
-Both run our engine as `tests.bench.scheduler` does, in processes that take turns: pairs of repeats, each scaled by how
-fast the machine was just then. The ratio is the median over the pairs. A revision is checked out under .cache/ with
-stubs of its own, and runs with what is installed here. Revisions before 5454b94 lack the benchmark that is run.
+Both run our engine as `tests.bench.scheduler` does, in processes that take turns: pairs of repeats, each scaled by the
+machine's speed at that moment. The ratio is the median over the pairs. A revision is checked out under .cache/ with its
+own stubs, and runs with the packages installed here. Revisions before 5454b94 lack the benchmark.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.bench.report import Row, limit, report
 
 NUM_SEQS = 512
 NUM_STEPS = 256
-# A later revision may cost so much more.
+# The most that a step may cost at the later revision, relative to the earlier one.
 TARGET = 1.05
 _NUM_PROMPT_TOKENS = 1024
 
@@ -33,10 +33,10 @@ _NUM_PROMPT_TOKENS = 1024
 def main() -> None:
     """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("before", help="a revision, as git knows it")
-    parser.add_argument("after", help="another one")
-    parser.add_argument("--pairs", type=int, default=11, help="of repeats")
-    parser.add_argument("--json", type=Path, help="file for the rows")
+    parser.add_argument("before", help="a git revision")
+    parser.add_argument("after", help="a later git revision")
+    parser.add_argument("--pairs", type=int, default=11, help="pairs of repeats")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
     args = parser.parse_args()
     pairs = _measure([_checkout(args.before), _checkout(args.after)], args.pairs)
     rows = [
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _checkout(revision: str) -> Path:
-    """A directory with the files of a revision and its stubs."""
+    """Check out a revision with its stubs; returns the directory."""
     commit = _git("rev-parse", "--verify", f"{revision}^{{commit}}").decode().strip()
     directory = ROOT / ".cache" / "revisions" / commit
     if not directory.exists():
@@ -68,7 +68,7 @@ def _checkout(revision: str) -> Path:
 
 
 def _measure(directories: list[Path], num_pairs: int) -> list[tuple[float, float]]:
-    """Processor time of a step at the two revisions, scaled to the same speed of the machine, pair by pair."""
+    """Processor time of a step at the two revisions, scaled to the same machine speed, one tuple per pair."""
     with ExitStack() as stack:
         before, after = [
             stack.enter_context(start_process(path.name, sys.executable, "tests.bench.peers.lockstep", root=path))
@@ -84,7 +84,7 @@ def _measure(directories: list[Path], num_pairs: int) -> list[tuple[float, float
                 num_repeats=num_pairs + 1,
             )
             process.run()
-        # Who goes first changes from pair to pair.
+        # The order alternates from pair to pair.
         orders = [(before, after), (after, before)]
         measured = [{process: process.run() for process in orders[pair % 2]} for pair in range(num_pairs)]
     best_us = min(calibration_us for pair in measured for _, calibration_us in pair.values())

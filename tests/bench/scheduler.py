@@ -1,22 +1,22 @@
-"""What our scheduler costs beside vLLM V1's and nano-vLLM's: processor time, memory, and how it grows.
+"""The cost of our scheduler against vLLM V1's and nano-vLLM's: processor time, memory, and how they grow.
 
     python -m tests.bench.scheduler --quick
     python -m tests.bench.scheduler --json scheduler.json
     python -m tests.bench.scheduler --only decode admission
 
-Each scheduler runs in a process of its own, vLLM's in a virtual environment that the first run makes (minutes, 2 GB
-under .cache/). The processes take turns, repeat by repeat, and no two of them ever compute at once. A figure is the
-median over the repeats of processor time; each repeat is scaled by how fast the same piece of Python and numpy ran
-just before and after it in the same process, so that it says what the machine would need when it is quiet.
+Each scheduler runs in its own process, vLLM's in a virtual environment that the first run creates (minutes, 2 GB under
+.cache/). The processes take turns, repeat by repeat, and never compute at the same time. A figure is the median of
+processor time over the repeats; each repeat is scaled by how fast a fixed piece of Python and numpy ran just before and
+after it in the same process, which gives the time on a quiet machine.
 
-Ours is the whole path: results parsed from bytes, `Engine.on_event` at its default depth of two steps, steps and the
-outputs for one tokenizer replica built and serialised. The peers exchange no message at all. Every token that anybody
-is told is checked, outside of what is measured. Prefix caching is on everywhere; blocks have 16 tokens.
+Ours is the whole path: parse results from bytes, `Engine.on_event` at its default depth of two steps, build and
+serialise the steps and the outputs for one tokenizer replica. The peers exchange no messages at all. Every delivered
+token is checked, outside of the measured time. Prefix caching is on everywhere; blocks have 16 tokens.
 
-    decode     a step of 512 and of 2048 sequences, 1k prompts; with churn; with blocks of one token; bytes a step
-    admission  one prompt from its submission to its first token, never seen before (cold) and again (cached)
-    memory     what a sequence with an 8k prompt holds; full garbage collections inside of a step
-    curves     our own cost by sequences, cached blocks and waiting requests; last and first for each item
+    decode     a step of 512 and of 2048 sequences, 1k prompts; with churn; with blocks of one token; bytes per step
+    admission  one prompt from submission to first token, when new (cold) and when repeated (cached)
+    memory     memory per sequence with an 8k prompt; full garbage collections during a step
+    curves     our own cost by sequences, cached blocks and waiting requests; the largest against the smallest
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from tests.bench.report import Row, compare, limit, report, run_sections
 BLOCK_SIZE = 16
 DECODE_PROMPT_TOKENS = 1024
 MEAN_OUTPUT_TOKENS = 200
-# How many times cheaper a decode step must be, by sequences.
+# The least speedup of a decode step, by number of sequences.
 DECODE_TARGETS = {512: {"vllm": 60.0, "nano": 4.0}, 2048: {"vllm": 80.0, "nano": 7.0}}
-# With requests that come and go: 13.5 and 2.2 when they became the targets, less what a noisy run may take.
+# The same with churn. Measured 13.5 and 2.2 when the targets were set, less a margin for noise.
 CHURN_TARGETS = {"vllm": 12.0, "nano": 2.0}
 BLOCK_SIZE_1_STEP_TARGET = 2.0
 BLOCK_SIZE_1_ADMISSION_TARGET = 2.0
 STEP_BYTES_TARGET = 1024
 RESULT_BYTES_TARGET = 2560
-# How many times cheaper an admission must be, by prompt tokens, and how many prompts make up a repeat.
+# The least speedup of an admission, by prompt tokens; and the number of prompts in a repeat.
 ADMISSION_TARGETS = {8192: 5.0, 131_072: 6.0}
 NUM_PROMPTS = {8192: 4, 131_072: 1}
 HIT_TARGET = 1.2
 MEMORY_TARGET = 0.4
 MEMORY_PROMPT_TOKENS = 8192
-# The service's default bound.
+# The service's default limit.
 DEFAULT_WAITING = 1024
 
 MODULES = {"ours": "lockstep", "nano": "nano_vllm", "vllm": "vllm_scheduler"}
@@ -58,7 +58,7 @@ NAMES = {"nano": "nano-vLLM", "vllm": "vLLM V1"}
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long a run is."""
+    """The length of a run."""
 
     num_repeats: int
     num_decode_steps: int
@@ -74,7 +74,7 @@ QUICK = Effort(3, 32, 64, 500, 1024, 32_768, 1_000)
 
 
 class Bench(Turns):
-    """A run of a certain length."""
+    """A run of a given length."""
 
     def __init__(self, effort: Effort) -> None:
         super().__init__(MODULES, effort.num_repeats)
@@ -82,7 +82,7 @@ class Bench(Turns):
 
 
 def main() -> None:
-    """Run the sections asked for, print the table, write the JSON."""
+    """Run the selected sections, print the table, write the JSON."""
     args = _parse_args()
     bench = Bench(QUICK if args.quick else FULL)
     rows = run_sections(SECTIONS, args.only, bench)
@@ -115,7 +115,7 @@ def _decode(bench: Bench) -> Iterator[Row]:
 
 
 def _async_rows(bench: Bench, ours: Process, vllm: Process) -> Iterator[Row]:
-    """vLLM's default scheduler, which plans a step ahead as ours does."""
+    """vLLM's default, async scheduler, which plans a step ahead as ours does."""
     ours.start("decode", **_decode_arguments(bench, 512))
     vllm.start("decode_async", **_decode_arguments(bench, 512))
     own, its = bench.measure(ours, vllm)
@@ -123,9 +123,9 @@ def _async_rows(bench: Bench, ours: Process, vllm: Process) -> Iterator[Row]:
 
 
 def _churn_rows(bench: Bench, ours: Process, peers: Sequence[Process]) -> Iterator[Row]:
-    """Requests that come and go, beside our own plain steps and beside the peers, in turns.
+    """Steps with churn against our own plain steps and against the peers, in turns.
 
-    The peers are compared by tokens: of steps with a prefill some bring many tokens and some hardly any.
+    The peers are compared per token, since a step with a prefill may return many tokens or hardly any.
     """
     with bench.start("ours") as (churn,):
         ours.start("decode", **_decode_arguments(bench, 512))
@@ -148,7 +148,7 @@ def _churn_rows(bench: Bench, ours: Process, peers: Sequence[Process]) -> Iterat
 
 
 def _single_token_block_rows(bench: Bench, ours: Process) -> Iterator[Row]:
-    """Blocks of one token, beside our own plain steps, in turns."""
+    """Blocks of one token against our own plain steps, in turns."""
     with bench.start("ours") as (single,):
         ours.start("decode", **_decode_arguments(bench, 512))
         single.start("decode", **_decode_arguments(bench, 512, block_size=1))
@@ -166,7 +166,7 @@ def _message_rows(ours: Process) -> Iterator[Row]:
 
 def _admission(bench: Bench) -> Iterator[Row]:
     for num_tokens, target in ADMISSION_TARGETS.items():
-        # nano-vLLM takes cached blocks out of its free list in O(pool): minutes at 128k.
+        # nano-vLLM removes cached blocks from its free list in O(pool), which takes minutes at 128k.
         names = ("ours", "vllm", "nano") if num_tokens == min(ADMISSION_TARGETS) else ("ours", "vllm")
         with bench.start(*names) as processes:
             for process in processes:
@@ -187,7 +187,7 @@ def _admission(bench: Bench) -> Iterator[Row]:
 
 
 def _single_admission_rows(bench: Bench) -> Iterator[Row]:
-    """128k with blocks of one token, beside vLLM with blocks of 16."""
+    """128k prompts with blocks of one token, against vLLM with blocks of 16."""
     num_tokens = max(ADMISSION_TARGETS)
     with bench.start("ours", "vllm") as (ours, vllm):
         ours.start("admission", **_admission_arguments(bench, num_tokens, block_size=1))
@@ -266,7 +266,7 @@ def _sequence_figures(bench: Bench, ours: Process, num_seqs: int) -> dict[str, f
 
 
 def _curve(metric: str, count_to_figures: Mapping[int, Mapping[str, float]], name: str) -> Iterator[Row]:
-    """A row for each count; the last one is held beside the first."""
+    """Yield a row per count; the last one is compared with the first."""
     first, *others, last = [(metric.format(count), figures[name]) for count, figures in count_to_figures.items()]
     for label, value in (first, *others):
         yield Row(label, value, "us")

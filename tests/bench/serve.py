@@ -1,11 +1,11 @@
-"""Throughput and latency of one cell at several concurrencies, and the CPU that it uses when idle.
+"""Throughput and latency of one cell at several concurrencies, and its CPU use when idle.
 
     python -m tests.bench.serve models/smollm2-135m-instruct --reference --temperature 1 --idle
 
-Prompts are token ids drawn at random, so that no two share a prefix and none is used twice; each answer has exactly
-`--num-output-tokens` tokens (`ignore_eos`). With --reference every round also times transformers' `generate` at
-batch 1, fp32, greedy, on all cores, on prompts of the same kind, while the cell is idle, which costs a hundredth of a
-core; it waits for its next prompt while the cell runs. Figures are medians over the rounds.
+Prompts are random token ids, never reused and without common prefixes; each answer has exactly `--num-output-tokens`
+tokens (`ignore_eos`). With --reference every round also times transformers' `generate` at batch 1, fp32, greedy, on all
+cores, on prompts of the same kind. It runs while the cell is idle, which uses 1 % of a core, and waits while the cell
+is measured. Figures are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from tests.bench.reference import Reference, start_reference
 from tests.bench.report import Row, compare, limit, report
 from tests.support.cell import find_cell_processes, start_cell
 
-# How many times the reference's throughput a cell must reach, by concurrency, and sampling the greedy figure.
+# The least throughput relative to the reference, by concurrency, and of sampling relative to greedy.
 TARGETS = {1: 1.5, 32: 8.0}
 SAMPLED_TARGET = 0.7
 IDLE_TARGET_PERCENT = 1.0
 IDLE_S = 60.0
-# A concurrency of 1 needs more than one request for a figure.
+# At concurrency 1 a single request is not enough for a figure.
 MIN_REQUESTS = 2
 NUM_REFERENCE_REQUESTS = 2
 NUM_WARM_UP_TOKENS = 8
@@ -44,20 +44,20 @@ NUM_WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of load: how many requests at once, and at which temperature."""
+    """One kind of load."""
 
     concurrency: int
     temperature: float
 
     @property
     def name(self) -> str:
-        """How the tables call it."""
+        """Its name in the tables."""
         sampling = f"temperature {self.temperature:g}" if self.temperature else "greedy"
         return f"{sampling}, concurrency {self.concurrency}"
 
 
 def main() -> None:
-    """Run what the flags ask for, print the table, write the JSON."""
+    """Run the selected measurements, print the table, write the JSON."""
     args = _parse_args()
     with contextlib.ExitStack() as stack:
         address = args.target
@@ -74,11 +74,11 @@ def main() -> None:
 
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model_dir", type=Path, help="the model that is served, or that a cell is started with")
-    parser.add_argument("--target", help="the address of a cell that runs; by default one is started")
-    parser.add_argument("--serve-flag", action="append", default=[], help="a flag for the cell that is started")
-    parser.add_argument("--concurrency", type=int, nargs="*", default=[1, 8, 32], help="requests at once")
-    parser.add_argument("--temperature", type=float, help="also measure sampled at this temperature")
+    parser.add_argument("model_dir", type=Path, help="the model of the cell")
+    parser.add_argument("--target", help="the address of a running cell; by default one is started")
+    parser.add_argument("--serve-flag", action="append", default=[], help="a flag for the started cell")
+    parser.add_argument("--concurrency", type=int, nargs="*", default=[1, 8, 32], help="concurrent requests")
+    parser.add_argument("--temperature", type=float, help="also measure sampling at this temperature")
     parser.add_argument("--reference", action="store_true", help="alternate with transformers' generate")
     parser.add_argument(
         "--idle", type=float, nargs="?", const=IDLE_S, metavar="S", help=f"also measure the idle services: {IDLE_S:g} s"
@@ -166,7 +166,7 @@ def _measure_idle(processes: Sequence[psutil.Process], duration_s: float) -> Ite
 
 
 def _module(process: psutil.Process) -> str:
-    """What a process runs."""
+    """The module that a process runs."""
     command: list[str] = process.cmdline()
     return command[command.index("-m") + 1]
 

@@ -2,12 +2,12 @@
 
     python -m tests.bench.stand_in_worker --address unix:/tmp/worker --dp-rank 0 --dp-size 2 --step-us 5000
 
-It is one DP rank. By itself it serves until its input ends, and then writes the steps that it has run to stdout, as a
-list of `DeviceStep` fields in JSON.
+It is one DP rank. As a program it serves until its input ends, and then writes the steps it has run to stdout, as a
+JSON list of `DeviceStep` fields.
 
-A step starts on the device when it has arrived and the step before it has ended, and ends a fixed time later; its
-result leaves when it is due, so what runs ahead of the device waits as it would for a real one. The batch is kept
-only so far that each row gets the token its sequence is owed.
+A step starts on the device when it has arrived and the previous step has ended, and ends a fixed time later. Its result
+is sent at that time, so that steps sent ahead wait as they would for a real device. Only as much of the batch is kept
+as is needed to return the right token for each row.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shared.rpc import make_server
 from tests.bench.tokens import VOCABULARY, IntArray, expected_tokens
 
 CONTEXT_LENGTH = 131_072
-# How late a timer may wake an idle virtual core; the rest of a wait is spent busily.
+# The most lateness of a timer on an idle virtual core; the rest of a wait is a busy loop.
 TIMER_SLACK_S = 300e-6
 
 SlotColumn = npt.NDArray[np.int32]
@@ -42,28 +42,28 @@ SlotColumn = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """One step as the device saw it; seconds of `time.monotonic`.
-
-    `idle_s` is how long the device waited for it, `late_s` how long after its end the result left.
-    """
+    """One step as seen by the device; times in seconds of `time.monotonic`."""
 
     kind: int
     num_rows: int
     arrived_at: float
     started_at: float
     idle_s: float
+    """How long the device waited for the step."""
     late_s: float
+    """How long after the step's end its result was sent."""
 
 
 class StandInWorker(worker_pb2_grpc.WorkerServiceServicer):
-    """Takes any claim and any steps. Serves one scheduler, on the main thread's loop: its timer is the process's.
+    """Accepts any claim and any steps. Serves one scheduler, on the main thread's loop, since it uses the process
+    timer.
 
     Attributes:
-        steps: The steps whose results have left, in order.
+        steps: The steps whose results were sent, in order.
     """
 
     def __init__(self, step_s: float, num_blocks: int, *, dp_rank: int = 0, dp_size: int = 1) -> None:
-        """Be a DP rank, coupled with the others where there are any."""
+        """Make a DP rank, coupled with the others if `dp_size` is above 1."""
         self.steps: list[DeviceStep] = []
         self._layout = worker_pb2.RankLayout(
             dp_rank=dp_rank, dp_size=dp_size, tp_size=1, has_expert_parallel=dp_size > 1
@@ -119,7 +119,7 @@ class StandInWorker(worker_pb2_grpc.WorkerServiceServicer):
             timer.close()
 
     async def _beat(self, context: grpc.aio.ServicerContext, turn: asyncio.Lock) -> None:
-        """Give signs of life beside the results; the first one tells the scheduler that the stream stands."""
+        """Send heartbeats between the results; the first one tells the scheduler that the stream is open."""
         while True:
             heartbeat = worker_pb2.Heartbeat(progress=len(self.steps))
             async with turn:
@@ -136,7 +136,7 @@ class StandInWorker(worker_pb2_grpc.WorkerServiceServicer):
 
 
 class StandInBatch:
-    """What is left of a worker's batch: who is in it, and the next token of each.
+    """The minimum of a worker's batch: the sequence in each slot, and its next token.
 
     Columns are indexed by slot.
     """
@@ -148,7 +148,7 @@ class StandInBatch:
         self._position = np.zeros(num_slots, np.int64)
 
     def run(self, request: worker_pb2.StepRequest) -> IntArray:
-        """Apply a step in the protocol's order; returns the tokens of its rows."""
+        """Apply a step's changes in protocol order; returns the tokens of its rows."""
         leaving = _column(request.leave_slots)
         if leaving.size:
             self._order = self._order[~np.isin(self._order, leaving)]
@@ -180,9 +180,9 @@ class StandInBatch:
 
 
 class _Timer:
-    """Wakes one waiter to within microseconds; a loop's own timers count milliseconds.
+    """Wakes one waiter with microsecond precision; the timers of an event loop have milliseconds.
 
-    It is the process's interval timer and its signal, SIGALRM, until closed.
+    Uses the process's interval timer and SIGALRM until closed.
     """
 
     def __init__(self) -> None:
@@ -191,7 +191,7 @@ class _Timer:
         self._loop.add_signal_handler(signal.SIGALRM, self._is_due.set)
 
     async def wait_until(self, when: float) -> None:
-        """Return at `when`, in seconds of `time.monotonic`; at once when it has passed."""
+        """Return at `when`, in seconds of `time.monotonic`; at once if that has passed."""
         wait_s = when - TIMER_SLACK_S - time.monotonic()
         if wait_s > 0:
             self._is_due.clear()
@@ -201,7 +201,7 @@ class _Timer:
             pass
 
     def close(self) -> None:
-        """Give the timer back."""
+        """Release the timer."""
         signal.setitimer(signal.ITIMER_REAL, 0)
         self._loop.remove_signal_handler(signal.SIGALRM)
 
@@ -210,7 +210,7 @@ async def _read(
     requests: AsyncIterator[worker_pb2.StepRequest],
     arrivals: asyncio.Queue[tuple[float, worker_pb2.StepRequest] | None],
 ) -> None:
-    """Note when each step arrives; None behind the last."""
+    """Queue each step with its arrival time, and None after the last."""
     async for request in requests:
         if request.step_id:
             arrivals.put_nowait((time.monotonic(), request))
@@ -236,7 +236,7 @@ def main() -> None:
     parser.add_argument("--address", required=True)
     parser.add_argument("--dp-rank", type=int, default=0)
     parser.add_argument("--dp-size", type=int, default=1)
-    parser.add_argument("--step-us", type=float, default=0.0, help="what a step takes")
+    parser.add_argument("--step-us", type=float, default=0.0, help="duration of a step")
     parser.add_argument("--num-blocks", type=int, default=16384)
     uvloop.run(_serve(parser.parse_args()))
 

@@ -1,23 +1,23 @@
-"""How little the device waits for the scheduler: step rate and gaps beside a stand-in worker, through real RPC.
+"""How long the device waits for the scheduler: step rate and gaps with a stand-in worker, over real RPC.
 
     python -m tests.bench.step_rate --quick
     python -m tests.bench.step_rate --json step_rate.json
 
-Two processes on a core each, linked by unix sockets:
+Two processes on a core each, connected by unix sockets:
 
-* the scheduler service as it is, with its default settings;
-* this one, which plays both of its neighbours: a worker with a virtual device whose every step takes --step-ms, and
-  the one tokenizer replica, which submits --num-seqs requests at a time and checks every token it is given. They
-  share an event loop, since a third process would only compete for the same core and wake it once more a step.
+* the real scheduler service with its default settings;
+* this one, which plays both of its peers: a worker with a virtual device whose steps take --step-ms each, and the only
+  tokenizer replica, which submits --num-seqs requests at a time and checks every token it receives. They share an
+  event loop, since a third process would compete for the same core and add a wake-up per step.
 
-A repeat is one batch of requests; what is measured are --num-steps decode steps in which all of them have a row, on
-the device's own timeline: the step rate beside the ideal one, and the gap, which is the time that the device is idle
-before a step. Beside it stands the scheduler in lockstep (--max-steps-in-flight 1): each gap is then a round trip.
-There a part of the gap is the stand-in's: while it reads outputs, a step that arrives waits for it.
+A repeat is one batch of requests. Measured are --num-steps decode steps in which all requests have a row, on the
+device's own timeline: the step rate relative to the ideal one, and the gap, which is the idle time of the device before
+a step. For comparison the scheduler also runs in lockstep (--max-steps-in-flight 1), where each gap is a round trip.
+Part of that gap is caused by the stand-in: while it reads outputs, an arriving step has to wait.
 
-A repeat is discarded when the machine disturbed it: other processes and the hypervisor used more than 5 % of a core,
-or the stand-in itself was often late. Figures are of the best repeat that is left, or of the best one where none is:
-a disturbance makes no figure better.
+A repeat is discarded if it was disturbed: other processes and the hypervisor used more than 5 % of a core, or the
+stand-in itself was often late. Figures are those of the best remaining repeat, or of the best one if none remains,
+since a disturbance never improves a figure.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ from tests.support.processes import ROOT, module_command, module_environment
 
 STEP_RATE_TARGET = 0.99
 GAP_TARGET_PERCENT = 3.0
-# Steps of 2 ms are reported only.
+# Shorter steps are only reported.
 MIN_TARGET_STEP_MS = 5.0
 
 DEFAULT_DEPTH = 2
 NUM_WARM_UP_STEPS = 50
-# The machine is looked at outside of what is measured: that takes milliseconds.
+# CPU times are read outside of the measured steps, because that takes milliseconds.
 NUM_SETTLE_STEPS = 20
-# With mixed steps the requests of a batch begin, and end, in as many different steps as their prompts take.
+# With mixed steps the requests of a batch begin, and end, spread over as many steps as their prompts take.
 NUM_COOL_DOWN_STEPS = 60
-# How many times the repeats asked for are made in order to get that many that nothing disturbed.
+# The most tries, as a multiple of the requested number of undisturbed repeats.
 MAX_TRIES = 3
 
 MAX_FOREIGN_CPU_SHARE = 0.05
@@ -67,7 +67,7 @@ LATE_S = 1e-3
 MAX_LATE_SHARE = 0.01
 
 BLOCK_SIZE = 16
-# So many different prompt lengths, one a token longer than the other.
+# The number of different prompt lengths, which are consecutive.
 PROMPT_SPREAD = 128
 
 QUICK_NUM_STEPS = 300
@@ -78,55 +78,51 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a cell is put under: batches of requests, of which so many steps are measured.
-
-    Rows open their blocks in different steps, as those of ordinary requests do; `in_phase`, all in the same.
-    """
+    """The load on a cell: batches of requests."""
 
     num_seqs: int
     num_prompt_tokens: int
     num_steps: int
+    """Measured steps per batch."""
     in_phase: bool
+    """Whether all rows open blocks in the same steps, instead of spread out as in ordinary loads."""
 
     @property
     def max_tokens(self) -> int:
-        """What each request generates."""
+        """The tokens that each request generates."""
         return NUM_WARM_UP_STEPS + self.num_steps + NUM_COOL_DOWN_STEPS
 
     @property
     def num_blocks(self) -> int:
-        """Blocks for two batches: the second takes blank ones, later ones evict what the prefix cache holds."""
+        """Blocks for two batches: the second one gets unused blocks, later ones evict from the prefix cache."""
         return 2 * self.num_seqs * -(-(self.num_prompt_tokens + PROMPT_SPREAD + self.max_tokens) // BLOCK_SIZE)
 
     def prompt_lengths(self) -> IntArray:
-        """The prompts of one batch."""
+        """The prompt lengths of one batch."""
         lengths = np.full(self.num_seqs, self.num_prompt_tokens)
         return lengths if self.in_phase else lengths + np.arange(self.num_seqs) % PROMPT_SPREAD
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """One batch of requests, measured.
-
-    Attributes:
-        efficiency: The ideal duration of the steps over that on the device's timeline.
-        delivered: The same over the time in which the client got their tokens.
-        gaps: How long the device was idle before each step, in steps.
-        scheduler_cpu_s: CPU time of the scheduler's process per step.
-        foreign_cpu_share: CPU time of others, in cores.
-        late_share: Of results, those that the stand-in sent late.
-    """
+    """The measurements of one batch of requests."""
 
     efficiency: float
+    """Ideal duration of the steps / duration on the device's timeline."""
     delivered: float
+    """Ideal duration of the steps / time in which the client received their tokens."""
     gaps: FloatArray
+    """Idle time of the device before each step, as a fraction of a step."""
     scheduler_cpu_s: float
+    """CPU time of the scheduler's process per step."""
     foreign_cpu_share: float
+    """CPU use of other processes, in cores."""
     late_share: float
+    """The share of results that the stand-in sent late."""
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether what was measured was not only the scheduler."""
+        """Whether something besides the scheduler affected the figures."""
         return self.foreign_cpu_share > MAX_FOREIGN_CPU_SHARE or self.late_share > MAX_LATE_SHARE
 
     def gap_percent(self, percentile: int) -> float:
@@ -152,7 +148,7 @@ class Cell:
         self._scheduler_pid = scheduler_pid
 
     async def measure(self) -> Repeat:
-        """Run one batch of requests."""
+        """Run and measure one batch of requests."""
         gc.collect()
         num_steps = self._load.num_steps
         num_steps_before = len(self._worker.steps)
@@ -175,10 +171,10 @@ class Cell:
         )
 
     def _steady_steps(self, steps: Sequence[DeviceStep]) -> Sequence[DeviceStep]:
-        """The steps to measure, of those of a batch.
+        """Select the steps of a batch that are measured.
 
         Raises:
-            RuntimeError: every request had a row in too few of them.
+            RuntimeError: Too few steps had a row of every request.
         """
         full = [
             step for step in steps if step.kind == worker_pb2.STEP_KIND_DECODE and step.num_rows == self._load.num_seqs
@@ -189,12 +185,12 @@ class Cell:
 
 
 def main() -> None:
-    """Run what the flags ask for, print the table, write the JSON."""
+    """Run the selected measurements, print the table, write the JSON."""
     args = _parse_args()
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) == 1:
         raise SystemExit("the scheduler needs a core of its own: there is only one")
-    # Before the library starts its threads.
+    # Before gRPC starts its threads.
     os.sched_setaffinity(0, cores[1:])
     gc.freeze()
     gc.disable()
@@ -204,16 +200,16 @@ def main() -> None:
 
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--step-ms", type=float, nargs="+", default=[5.0, 10.0, 2.0], help="what a step takes")
-    parser.add_argument("--num-seqs", type=int, default=512, help="requests in a batch")
+    parser.add_argument("--step-ms", type=float, nargs="+", default=[5.0, 10.0, 2.0], help="durations of a step")
+    parser.add_argument("--num-seqs", type=int, default=512, help="requests per batch")
     parser.add_argument("--num-prompt-tokens", type=int, default=1024)
-    parser.add_argument("--num-steps", type=int, default=1000, help="steps measured in a repeat")
-    parser.add_argument("--repeats", type=int, default=5, help="repeats that nothing disturbed")
-    parser.add_argument("--in-phase", action="store_true", help="prompts of one length: all open blocks in one step")
-    parser.add_argument("--scheduler-flag", action="append", default=[], help="a flag for the scheduler service")
+    parser.add_argument("--num-steps", type=int, default=1000, help="measured steps per repeat")
+    parser.add_argument("--repeats", type=int, default=5, help="undisturbed repeats")
     parser.add_argument(
-        "--quick", action="store_true", help="few short repeats, whatever disturbs them: under a minute"
+        "--in-phase", action="store_true", help="prompts of equal length, so that all open blocks in the same step"
     )
+    parser.add_argument("--scheduler-flag", action="append", default=[], help="a flag for the scheduler service")
+    parser.add_argument("--quick", action="store_true", help="few short repeats, even if disturbed: under a minute")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     args = parser.parse_args()
     if args.quick:
@@ -237,7 +233,7 @@ async def _run(args: argparse.Namespace, scheduler_core: int) -> list[Row]:
 
 
 async def _measure(cell: Cell, name: str, *, num_repeats: int, max_tries: int) -> list[Repeat]:
-    """Measure until so many repeats were not disturbed, or the tries are used up; tells of each on stderr."""
+    """Measure until `num_repeats` were undisturbed or the tries are used up; reports each on stderr."""
     repeats: list[Repeat] = []
     while len(repeats) < max_tries and sum(not repeat.is_disturbed for repeat in repeats) < num_repeats:
         repeats.append(await cell.measure())
@@ -265,7 +261,7 @@ async def _start_cell(load: Load, step_s: float, flags: Sequence[str], scheduler
 
 @contextlib.contextmanager
 def _start_scheduler(flags: Sequence[str], core: int) -> Iterator[int]:
-    """The service's process, alone on its core; yields its id."""
+    """Run the service's process alone on its core; yields the process id."""
     command = module_command("services.scheduler", "--log-level=warning", *flags)
     process = subprocess.Popen(command, cwd=ROOT, env=module_environment())
     try:

@@ -1,4 +1,4 @@
-"""Every script here runs: in its shortest form, and without peers that live in environments of their own."""
+"""Every benchmark runs, in its shortest form and without peers that need a separate environment."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SCRIPT_TO_FLAGS = {
     "front_end": [MODEL, "--quick", "--without-peers"],
     "grammar": [MODEL, "--quick", "--without-peers"],
     "interference": [MODEL, "--num-streams=2", "--num-prompts=1", "--num-prompt-tokens=600"],
-    # What the simulation compares has tests of its own.
+    # Without the simulated comparison, which has its own tests.
     "lockstep": ["--quick", "--num-ranks=2", "--only", "wall", "cpu"],
     "overload": [MODEL, "--calls=50", "--resets=200", "--watches=50"],
     "revisions": ["HEAD", "HEAD", "--pairs=1"],
-    # The other sections have peers.
+    # The other sections need peers.
     "scheduler": ["--quick", "--only=curves"],
     "serve": [
         MODEL,
@@ -32,7 +32,7 @@ SCRIPT_TO_FLAGS = {
     ],
     "step_rate": ["--quick", "--step-ms=2", "--num-seqs=16"],
 }
-# What scripts are made of: these measure nothing by themselves.
+# Modules used by the benchmarks, which are not benchmarks themselves.
 PARTS = {
     "engine_steps",
     "exchange_load",

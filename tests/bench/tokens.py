@@ -1,6 +1,6 @@
-"""The token that each sequence of a benchmark is owed, so that one of another sequence or position is noticed.
+"""The expected token of each sequence of a benchmark at each position, so that mix-ups are detected.
 
-Needs nothing but numpy: drivers of peers import it in environments of their own.
+Needs only numpy, since drivers of peers import it in separate environments.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-# A prime, so that sequences whose seeds differ by less, and positions that do, never share a token.
+# A prime, so that seeds, or positions, that differ by less than it never give the same token.
 VOCABULARY = 32_003
 
 IntArray = npt.NDArray[np.int64]

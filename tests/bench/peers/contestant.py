@@ -1,6 +1,6 @@
-"""What every scheduler that is measured can do, and how its processor time is taken.
+"""The interface of every measured scheduler, and the measurement of its processor time.
 
-The peers' drivers run in virtual environments of their own, so this needs nothing but numpy.
+Needs only numpy, since the peers' drivers run in separate virtual environments.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NUM_CALIBRATION_ROUNDS = 300
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a scheduler is built for. Blocks are of `block_size` tokens."""
+    """The sizes for which a scheduler is built."""
 
     max_num_seqs: int
     block_size: int
@@ -33,7 +33,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt, and how many tokens are generated for it whatever they are; `key` counts requests from 0."""
+    """A prompt with a fixed number of tokens to generate; `key` numbers requests from 0."""
 
     key: int
     prompt: npt.NDArray[np.int32]
@@ -42,7 +42,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """What one step told its clients: a token each of `keys`, and which requests ended with it."""
+    """The output of one step: one token for each of `keys`, and the requests that ended."""
 
     keys: IntArray
     tokens: IntArray
@@ -50,7 +50,7 @@ class StepTokens:
 
 
 class Stopwatch:
-    """Adds up the processor time of what runs under it, on this thread."""
+    """Adds up the processor time of this thread while it is running."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -58,7 +58,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Count what is done meanwhile."""
+        """Measure the body of the `with` statement."""
         self.is_running = True
         start = time.thread_time()
         try:
@@ -69,25 +69,25 @@ class Stopwatch:
 
 
 class Contestant(Protocol):
-    """A scheduler beside a device that computes nothing.
+    """A scheduler with a device that computes nothing.
 
-    What is measured runs under `stopwatch`; what a benchmark needs around it does not.
+    Only the measured work runs under `stopwatch`.
     """
 
     stopwatch: Stopwatch
 
     def settle(self) -> None:
-        """What it tells the garbage collector once it has started, before there are requests."""
+        """Configure the garbage collector as the real process does after its start, before any request."""
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Hand over new requests, from their prompts to the waiting queue."""
+        """Add new requests to the waiting queue, starting from their prompts."""
 
     def step(self) -> StepTokens:
-        """Return the oldest step's tokens, plan what follows; each row gets what `expected_tokens` says."""
+        """Return the oldest step's tokens, as given by `expected_tokens`, and plan the next step."""
 
 
 def calibrate_us() -> float:
-    """Processor time of a fixed piece of Python and numpy: how fast this machine runs such code just now."""
+    """Processor time of a fixed piece of Python and numpy, as a measure of the machine's current speed."""
     columns = np.arange(512)
     table: dict[int, list[int]] = {}
     start = time.thread_time()

@@ -1,6 +1,6 @@
-"""What a front end is put through: the tokens of many requests a step, each text checked.
+"""The load on a front end: one token for each of many requests per step, with every text checked.
 
-Needs numpy and `tokenizers` only, since a peer's driver runs in an environment of its own.
+Needs only numpy and `tokenizers`, since a peer's driver runs in a separate environment.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from tests.bench.peers.protocol import ROOT
 
 NUM_PROMPT_TOKENS = 128
 MAX_HELD_BACK = 4
-# Running text of this repository, and what is not in it.
+# Running text from this repository, and pieces that it lacks.
 TEXT_FILE = ROOT / "README.md"
 OTHER_TEXT = "Grüße aus Köln. Ça va très bien ! Привет, мир. 你好世界。今日は良い天気です。 🙂👩‍🚀 ± 5 µs ≤ ½\n" * 8
 
 
 class FrontEnd(Protocol):
-    """Turns a step's message into text for each request; what is measured runs under `stopwatch`."""
+    """Turns a step's message into text for each request; only the measured work runs under `stopwatch`."""
 
     stopwatch: Stopwatch
 
     def settle(self) -> None:
-        """What it tells the garbage collector once it has started, before there are requests."""
+        """Configure the garbage collector as the real process does after its start, before any request."""
 
     def begin(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-        """Take in requests."""
+        """Add requests."""
 
     def hand_over(self, token_ids: Sequence[int]) -> list[str]:
-        """One step: a token each of the requests, in their order; returns the text that each has for its client."""
+        """Process one step with one token per request, in order; returns the new text of each request."""
 
 
 class Detokenize:
-    """`num_seqs` requests that get a token in every step, from a different place of one text each."""
+    """`num_seqs` requests that get one token per step, each from a different place of one text."""
 
     def __init__(self, make: Callable[[Path], FrontEnd], *, model_dir: str, num_seqs: int, num_steps: int,
                  num_repeats: int) -> None:  # fmt: skip
@@ -55,7 +55,7 @@ class Detokenize:
         self.run()
 
     def run(self) -> dict[str, float]:
-        """One repeat: the mean of its tokens."""
+        """Run one repeat; returns the mean per token."""
         before = self._front_end.stopwatch.seconds
         for _ in range(self._num_steps):
             self._step()
@@ -72,12 +72,12 @@ class Detokenize:
     def _check_texts(self) -> None:
         for place, text in zip(self._places, self._texts, strict=True):
             expected = self._tokenizer.decode(self._tokens(place, self._num_told))
-            # The last token is held back while it ends within a character.
-            assert expected.startswith(text), "a text that its tokens do not have"
-            assert len(expected) - len(text) <= MAX_HELD_BACK, "a text that is held back"
+            # Text is held back while the last token ends inside a character.
+            assert expected.startswith(text), "a text that does not match its tokens"
+            assert len(expected) - len(text) <= MAX_HELD_BACK, "too much text is held back"
 
     def _place_of(self, number: int, num_seqs: int) -> int:
-        """Where a request's tokens begin: with a whole character."""
+        """Where a request's tokens begin: at a character boundary."""
         place = number * len(self._corpus) // num_seqs
         while "\ufffd" in self._tokenizer.decode(self._tokens(place, 1)):
             place += 1

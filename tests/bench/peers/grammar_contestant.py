@@ -1,6 +1,6 @@
-"""What every grammar library that is measured can do, and what it is put through.
+"""The interface of every measured grammar library, and the load on it.
 
-The peers' drivers run in virtual environments of their own: this needs numpy, tokenizers and jsonschema.
+Needs only numpy, tokenizers and jsonschema, since the peers' drivers run in separate virtual environments.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from tests.support.json_schema_suite import SuiteSchema, read_suite
 
-# What gets a text out of strings, lists and objects.
+# Tokens that close strings, lists and objects.
 _CLOSERS = ('"', "}", "]", '"}', ",", '":', "1", "0", "Ġ")
 _NUM_TEXTS = 3
 _MAX_TOKENS = 120
@@ -29,10 +29,10 @@ class Matcher(Protocol):
     """Follows one text."""
 
     def mask(self) -> npt.NDArray[np.uint32]:
-        """Which tokens may come next, a bit each."""
+        """The allowed next tokens, one bit each."""
 
     def advance(self, token_id: int) -> None:
-        """Take in a token that may come next."""
+        """Advance by an allowed token."""
 
 
 class Grammars(Protocol):
@@ -42,23 +42,23 @@ class Grammars(Protocol):
         """Compile a JSON schema.
 
         Raises:
-            Exception: the library refuses it.
+            Exception: The library refuses it.
         """
 
     def matcher(self, compiled: object) -> Matcher:
-        """A matcher at the beginning of a text."""
+        """A matcher at the start of a text."""
 
 
 @dataclass
 class Tally:
-    """What came of the suite so far; times in µs."""
+    """The results of the suite so far; times in µs."""
 
     counts: Counter[str] = field(default_factory=Counter)
     compile_us: list[float] = field(default_factory=list)
     mask_us: list[float] = field(default_factory=list)
 
     def share(self, name: str, other: str) -> float:
-        """What part `name` is of both, in percent."""
+        """The share of `name` in the sum of both counts, in percent."""
         return 100 * self.counts[name] / (self.counts[name] + self.counts[other])
 
     def figures(self) -> dict[str, float]:
@@ -77,7 +77,9 @@ class Tally:
 
 
 class Suite:
-    """Every schema of the JSON Schema Test Suite: compiled, held against the suite's values, and written to."""
+    """Every schema of the JSON Schema Test Suite: compiled, checked against the suite's values, and used to write
+    texts.
+    """
 
     def __init__(self, grammars: Grammars, model_dir: str, eos_token_id: int) -> None:
         self._grammars = grammars
@@ -88,7 +90,7 @@ class Suite:
         self._schemas = read_suite()
 
     def run(self) -> dict[str, float]:
-        """Go through the suite once."""
+        """Run the whole suite once."""
         tally = Tally()
         random = np.random.default_rng(1)
         for schema in self._schemas:
@@ -117,7 +119,7 @@ class Suite:
         return bool(self._allowed(matcher, tally)[self._eos_token_id])
 
     def _write(self, compiled: object, schema: SuiteSchema, random: np.random.Generator, tally: Tally) -> None:
-        """Write one text at random; if it ends, it is held against the schema."""
+        """Write one random text; if it is complete, check it against the schema."""
         matcher = self._grammars.matcher(compiled)
         token_ids: list[int] = []
         while len(token_ids) < _MAX_TOKENS:
@@ -146,7 +148,7 @@ def _judge(schema: SuiteSchema, text: str) -> str:
     try:
         return "fit" if schema.is_fit(text) else "misfit"
     except Unresolvable:
-        # The schema refers to another document. Nobody can tell.
+        # The schema refers to another document, so this is undecidable.
         return "unknown"
     except ValueError:
         return "misfit"

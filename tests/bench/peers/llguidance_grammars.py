@@ -1,4 +1,4 @@
-"""Our way to grammars, as a contestant: llguidance with our limits and what we refuse beside it."""
+"""Our grammars as a contestant: llguidance with our limits and our additional refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our engine's process: the scenarios that its peers are put through too, and those of its own."""
+"""Our engine's process: the scenarios shared with its peers, and its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK_SIZE = 16
 
 
 class Messages:
-    """How many bytes the messages of a decode step have."""
+    """The sizes of the messages of a decode step, in bytes."""
 
     def __init__(self, *, num_seqs: int, num_prompt_tokens: int) -> None:
         self._scheduler = LockstepScheduler(
@@ -27,7 +27,7 @@ class Messages:
         fill(self._load, num_seqs, num_prompt_tokens, max_tokens=5 * BLOCK_SIZE)
 
     def run(self) -> Figures:
-        """The largest of each over as many steps as a block has tokens."""
+        """The largest of each message over as many steps as a block has tokens."""
         down: list[int] = []
         up: list[int] = []
         for _ in range(BLOCK_SIZE):
@@ -38,7 +38,7 @@ class Messages:
 
 
 class Collections:
-    """What the garbage collector does while a long queue builds up, and requests come and go."""
+    """Garbage collections while a long queue builds up and requests come and go."""
 
     def __init__(self, *, num_seqs: int, num_waiting: int, num_prompt_tokens: int, num_steps: int) -> None:
         self._scheduler: LockstepScheduler | None = None
@@ -55,7 +55,7 @@ class Collections:
         )
 
     def run(self) -> Figures:
-        """Full collections that began inside of what is measured as a step or a submission, from the start on."""
+        """Count the full collections, since the start, that began inside a measured step or submission."""
         self._churn.run()
         gc.callbacks.remove(self._on_collection)
         return {"num_full_in_steps": self._num_full_in_steps}
@@ -71,7 +71,7 @@ class Collections:
 
 
 class CachedPool:
-    """Admission of 1k prompts into a pool whose blocks all hold a prefix: each new block evicts one."""
+    """Admission of 1k prompts into a pool full of cached blocks, so that each new block evicts one."""
 
     num_prompts = 8
     num_prompt_tokens = 1024
@@ -84,7 +84,7 @@ class CachedPool:
             self._admit(self._load.random_prompt(self.num_filling_tokens))
 
     def run(self) -> Figures:
-        """Processor time of one prompt, the mean of several."""
+        """Mean processor time per prompt."""
         figures = {"cold_us": 0.0, "cached_us": 0.0}
         for _ in range(self.num_prompts):
             prompt = self._load.random_prompt(self.num_prompt_tokens)
@@ -99,7 +99,7 @@ class CachedPool:
 
 
 class Waiting:
-    """What a queue of `num_waiting` requests costs, beside 16 sequences that decode and hold every slot."""
+    """The cost of a queue of `num_waiting` requests while 16 decoding sequences hold every slot."""
 
     num_running = 16
     num_waiting_tokens = 16
@@ -117,9 +117,9 @@ class Waiting:
             self._submit(min(self.num_actions, num_waiting - len(self._waiting)))
 
     def run(self) -> Figures:
-        """Processor time of a step, of an abort in the queue's middle, of a submission, and of a turn.
+        """Processor time of a step, of an abort in the middle of the queue, of a submission, and of a turn.
 
-        In a turn a running request is aborted, and its slot is free and taken by one that waits a few steps later.
+        In a turn a running request is aborted, and a few steps later a waiting one takes its slot.
         """
         measure = self._load.measure_us
         figures = {

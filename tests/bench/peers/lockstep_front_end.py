@@ -1,4 +1,4 @@
-"""Our tokenizer service as a contestant: from the bytes of a step's outputs to each request's text."""
+"""Our tokenizer service as a contestant: from the bytes of a step's outputs to the text of each request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOST_AFTER_S = 3600.0
 
 
 class LockstepFrontEnd:
-    """A replica's requests on one stream, each with the generation that its client would read."""
+    """A replica's requests on one stream, each with the generation object that its client would read."""
 
     def __init__(self, model_dir: Path) -> None:
         self.stopwatch = Stopwatch()
@@ -35,7 +35,7 @@ class LockstepFrontEnd:
         self._completions: list[Completion] = []
         self._handles = np.empty(0, np.uint32)
         self._num_told = 0
-        # It lives as long as the requests, which hold on to it; nothing of what is measured waits on it.
+        # Must outlive the requests, which refer to it; nothing measured waits on it.
         self._loop = asyncio.Runner()
 
     def settle(self) -> None:
@@ -62,7 +62,7 @@ class LockstepFrontEnd:
         return [completion.take()[0] for completion in self._completions]
 
     async def _submit(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> CellRequests:
-        """Send the requests up a stream, as far as its messages."""
+        """Submit the requests on a stream, up to building its messages."""
         requests = CellRequests(LOST_AFTER_S)
         link = requests.make_link()
         requests.open_stream(link, exchange_pb2.CellInfo())

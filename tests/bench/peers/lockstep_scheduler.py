@@ -1,4 +1,4 @@
-"""Our engine as a contestant: the real path from the worker's bytes to the bytes for one tokenizer replica."""
+"""Our engine as a contestant: the real path from a worker's bytes to the bytes for one tokenizer replica."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_WAITING = 1_000_000
 
 
 class LockstepScheduler:
-    """One engine with one worker and one replica; what they send and get are bytes."""
+    """One engine with one worker and one replica; all messages are bytes."""
 
     def __init__(self, sizes: Sizes, *, queue_policy: QueuePolicy = QueuePolicy.FCFS) -> None:
         self.stopwatch = Stopwatch()
@@ -61,7 +61,7 @@ class LockstepScheduler:
         self._send(message)
 
     def abort(self, keys: Sequence[int]) -> None:
-        """Forget requests."""
+        """Abort requests."""
         self._send(exchange_pb2.ExchangeRequest(abort_handles=np.array(keys, "<u4").tobytes()))
 
     def step(self) -> StepTokens:
@@ -81,7 +81,7 @@ class LockstepScheduler:
         self._handle(lambda: decode_request(CLIENT, exchange_pb2.ExchangeRequest.FromString(data)))
 
     def _handle(self, parse: Callable[[], Event]) -> None:
-        """What the service's shell does with a message, up to the bytes that it sends on."""
+        """Handle a message as the service does, up to the bytes that it would send."""
         with self.stopwatch.running():
             for action in self._engine.on_event(parse(), self._now):
                 self._perform(action)
@@ -100,7 +100,7 @@ class LockstepScheduler:
                 raise AssertionError(f"unexpected: {action}")
 
     def _take_delivered(self) -> StepTokens:
-        """What the replica reads; nobody fails here."""
+        """Parse what the replica received; no request may fail."""
         messages = [exchange_pb2.ExchangeResponse.FromString(data).outputs for data in self._delivered]
         self._delivered.clear()
         ends = [end for message in messages for end in message.ends]
@@ -120,7 +120,7 @@ def _submit_of(request: Request) -> exchange_pb2.Submit:
         max_tokens=request.max_tokens,
         temperature=1.0,
         top_p=1.0,
-        # The stand-in worker knows a request by it.
+        # The stand-in worker identifies requests by seed.
         seed=request.key,
         ignore_eos=True,
         attempt=1,

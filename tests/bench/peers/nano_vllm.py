@@ -1,10 +1,10 @@
-"""nano-vLLM's scheduler as a contestant, reproduced by its published algorithm.
+"""nano-vLLM's scheduler as a contestant, reproduced from its published algorithm.
 
-Written anew after GeeeekExplorer/nano-vllm, commit bb823b3e06983d71485a8e1f23715ebd87d98ef8, files
-`nanovllm/engine/{scheduler,block_manager,sequence}.py`: prefill first, else one token of every running sequence;
-tokens in Python lists; a hash a full block, taken when the step that filled it has returned; a deque of free blocks,
-out of whose middle a cached block is taken in O(pool). What it costs is meant to be what theirs costs: each of their
-loops, list copies, attribute look-ups through properties, and hashes is here. Beside it stands no message at all.
+Rewritten after GeeeekExplorer/nano-vllm, commit bb823b3e06983d71485a8e1f23715ebd87d98ef8, files
+`nanovllm/engine/{scheduler,block_manager,sequence}.py`: prefill first, else one token for every running sequence;
+tokens in Python lists; one hash per full block, computed when the step that filled it has returned; a deque of free
+blocks, from whose middle a cached block is removed in O(pool). The cost is meant to match theirs, so each of their
+loops, list copies, property look-ups and hashes is here. No messages are included.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NO_HASH = -1
 
 
 class Status(enum.Enum):
-    """Where a sequence is in its life."""
+    """The state of a sequence."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -36,7 +36,7 @@ class Status(enum.Enum):
 
 
 class Sequence:
-    """A prompt with what was generated for it, all of it one list."""
+    """A prompt with its completion, in one list."""
 
     def __init__(self, key: int, prompt: list[int], max_tokens: int, block_size: int) -> None:
         self.key = key
@@ -72,14 +72,14 @@ class Sequence:
         return self.token_ids[index * self.block_size : (index + 1) * self.block_size]
 
     def append_token(self, token_id: int) -> None:
-        """Take in the next token."""
+        """Append the next token."""
         self.token_ids.append(token_id)
         self.last_token = token_id
         self.num_tokens += 1
 
 
 class Block:
-    """One KV block: who holds it, and what it is found by."""
+    """One KV block: its reference count, and its content for prefix lookup."""
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
@@ -88,19 +88,19 @@ class Block:
         self.token_ids: list[int] = []
 
     def fill(self, block_hash: int, token_ids: list[int]) -> None:
-        """Give it a content."""
+        """Set its content."""
         self.hash = block_hash
         self.token_ids = token_ids
 
     def take_blank(self) -> None:
-        """Give it its first holder, and no content."""
+        """Allocate it with one reference and no content."""
         self.ref_count = 1
         self.hash = _NO_HASH
         self.token_ids = []
 
 
 class BlockManager:
-    """Hands out blocks, and finds those of equal prefixes."""
+    """Allocates blocks, and finds cached blocks of equal prefixes."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
@@ -110,7 +110,7 @@ class BlockManager:
         self.used_block_ids: set[int] = set()
 
     def count_cached_blocks(self, seq: Sequence) -> int | None:
-        """Leading blocks that are cached; None when the rest does not fit."""
+        """The number of leading cached blocks; None if the rest does not fit."""
         block_hash, num_cached, num_new = _NO_HASH, 0, seq.num_blocks
         for index in range(seq.num_blocks - 1):
             token_ids = seq.block(index)
@@ -123,7 +123,7 @@ class BlockManager:
         return num_cached if len(self.free_block_ids) >= num_new else None
 
     def allocate(self, seq: Sequence, num_cached: int) -> None:
-        """Give a sequence its blocks; the cached ones are hashed once more."""
+        """Allocate a sequence's blocks; the cached ones are hashed again."""
         block_hash = _NO_HASH
         for index in range(num_cached):
             block_hash = _hash(seq.block(index), block_hash)
@@ -141,7 +141,7 @@ class BlockManager:
         seq.num_cached_tokens = num_cached * self.block_size
 
     def free(self, seq: Sequence) -> None:
-        """Take a sequence's blocks back."""
+        """Free a sequence's blocks."""
         for block_id in reversed(seq.block_table):
             block = self.blocks[block_id]
             block.ref_count -= 1
@@ -152,16 +152,16 @@ class BlockManager:
         seq.block_table.clear()
 
     def can_append(self, seq: Sequence) -> bool:
-        """Whether there is a block for its newest token."""
+        """Whether a block is available for its newest token."""
         return len(self.free_block_ids) >= (len(seq) % self.block_size == 1)
 
     def append(self, seq: Sequence) -> None:
-        """Open a block when its newest token is the first of one."""
+        """Allocate a block if its newest token is the first of one."""
         if len(seq) % self.block_size == 1:
             seq.block_table.append(self._take())
 
     def hash_blocks(self, seq: Sequence) -> None:
-        """Let others find the blocks that the last step filled."""
+        """Register the blocks that the last step filled for prefix lookup."""
         start = seq.num_cached_tokens // self.block_size
         end = (seq.num_cached_tokens + seq.num_scheduled_tokens) // self.block_size
         if start == end:
@@ -221,7 +221,7 @@ class Scheduler:
         return scheduled, False
 
     def postprocess(self, seqs: list[Sequence], token_ids: list[int], *, is_prefill: bool) -> None:
-        """Take in a step's tokens."""
+        """Process a step's tokens."""
         for seq, token_id in zip(seqs, token_ids, strict=True):
             self.blocks.hash_blocks(seq)
             seq.num_cached_tokens += seq.num_scheduled_tokens
@@ -263,7 +263,7 @@ class Scheduler:
 
 
 class NanoVllm:
-    """The scheduler beside a device that computes nothing."""
+    """The scheduler with a device that computes nothing."""
 
     def __init__(self, sizes: Sizes) -> None:
         self.stopwatch = Stopwatch()
@@ -271,7 +271,7 @@ class NanoVllm:
         self._scheduler = Scheduler(sizes)
 
     def settle(self) -> None:
-        """See `Contestant`; theirs lets the collector be, which would cost it more."""
+        """See `Contestant`. The original does not tune the collector, which would cost it more."""
         gc.collect()
         gc.freeze()
 

@@ -1,6 +1,6 @@
-"""How a benchmark talks to a contestant in a process of its own: a line of JSON each way.
+"""The protocol between a benchmark and a contestant's process: one line of JSON each way.
 
-Processes take turns, so that whatever else the machine does meets all of them alike.
+Processes take turns, so that other work on the machine affects all of them alike.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Scenario(Protocol):
-    """A load that has been built up, and of which any number of repeats can be measured."""
+    """A prepared load, of which any number of repeats can be measured."""
 
     def run(self) -> dict[str, float]:
         """Measure one repeat."""
@@ -30,17 +30,17 @@ class Scenario(Protocol):
 def serve(scenarios: Mapping[str, Callable[..., Scenario]]) -> None:
     """Answer requests on stdin until it is closed.
 
-    `{"start": name, "arguments": {…}}` builds a scenario in place of the one before; `{"run": true}` measures a
-    repeat of it, and the machine's speed before and after.
+    `{"start": name, "arguments": {…}}` builds a scenario, replacing the previous one; `{"run": true}` measures a repeat
+    of it, and the machine's speed before and after.
     """
-    # What libraries print must not stand among the answers.
+    # Output of libraries must not mix with the answers.
     answers, sys.stdout = sys.stdout, sys.stderr
     scenario: Scenario | None = None
     for line in sys.stdin:
         request = json.loads(line)
         answer: dict[str, Any] = {}
         if "start" in request:
-            # The old one is gone before the new one is built: both would not fit.
+            # Free the old one before building the new one: both would not fit in memory.
             scenario = None
             scenario = scenarios[request["start"]](**request["arguments"])
         else:
@@ -52,7 +52,7 @@ def serve(scenarios: Mapping[str, Callable[..., Scenario]]) -> None:
 
 
 class Process:
-    """A contestant's process; `start_process` makes one and ends it."""
+    """A contestant's process; created by `start_process`."""
 
     def __init__(self, name: str, process: subprocess.Popen[str], log: IO[str]) -> None:
         self.name = name
@@ -60,11 +60,11 @@ class Process:
         self._log = log
 
     def start(self, scenario: str, **arguments: object) -> None:
-        """Build a scenario up."""
+        """Build a scenario."""
         self._ask({"start": scenario, "arguments": arguments})
 
     def run(self) -> tuple[dict[str, float], float]:
-        """Measure one repeat; returns its figures and the machine's speed meanwhile, in µs of the calibration."""
+        """Measure one repeat; returns its figures and the calibration time in µs."""
         answer = self._ask({"run": True})
         return answer["figures"], answer["calibration_us"]
 
@@ -88,7 +88,7 @@ def start_process(name: str, python: str, module: str, *, root: Path = ROOT) -> 
     command = [python, "-m", module]
     pipe = subprocess.PIPE
     with (
-        # What libraries say on the way is told only when the process fails.
+        # The output of libraries is shown only if the process fails.
         tempfile.TemporaryFile("w+", encoding="utf-8") as log,
         subprocess.Popen(command, cwd=root, env=env, stdin=pipe, stdout=pipe, stderr=log, text=True) as process,
     ):

@@ -1,4 +1,4 @@
-"""What a scheduler is put through: the same loads for ours and for its peers, every token checked."""
+"""The loads on a scheduler, the same for ours and its peers, with every token checked."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ Figures = dict[str, float]
 Prompt = npt.NDArray[np.int32]
 
 NUM_WARM_UP_STEPS = 32
-# Prompts of one load differ in length by up to a block, so that blocks fill up and open in every step alike.
+# Prompts of one load differ in length by up to a block, so that blocks fill up evenly over the steps.
 SPREAD = 16
 PAGE_BYTES = 4096
 
 
 class Load:
-    """A contestant with the requests it was given, and what each was told so far."""
+    """A contestant with its requests, and the tokens that each has received."""
 
     def __init__(self, contestant: Contestant) -> None:
         self.contestant = contestant
         self.random = np.random.default_rng(0)
         self._num_requests = 0
         self._num_running = 0
-        # The tokens that each request was told, by its key; longer than there are requests.
+        # The number of tokens that each request has received, by key; longer than needed.
         self._num_told = np.zeros(1024, np.int64)
 
     def make_request(self, prompt: Prompt, max_tokens: int) -> Request:
-        """The next request."""
+        """Make the next request."""
         request = Request(self._num_requests, prompt, max_tokens)
         self._num_requests += 1
         if self._num_requests == len(self._num_told):
@@ -43,43 +43,43 @@ class Load:
         return request
 
     def random_prompt(self, num_tokens: int) -> Prompt:
-        """A prompt that shares no prefix with any other."""
+        """Draw a prompt that shares no prefix with any other."""
         return self.random.integers(3, VOCABULARY, num_tokens, np.int32)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Hand over requests that `make_request` made."""
+        """Submit requests made by `make_request`."""
         self._num_running += len(requests)
         self.contestant.submit(requests)
 
     def step(self) -> StepTokens:
-        """One step; every token is the one that its request is owed."""
+        """Run one step, and check every token."""
         told = self.contestant.step()
         assert len(np.unique(told.keys)) == len(told.keys), "a request got two tokens"
         wrong = told.tokens != expected_tokens(told.keys, self._num_told[told.keys])
-        assert not wrong.any(), f"request {told.keys[wrong][0]} got a token it is not owed"
+        assert not wrong.any(), f"request {told.keys[wrong][0]} got a wrong token"
         self._num_told[told.keys] += 1
         self._num_running -= len(told.ended)
         return told
 
     def run_until_started(self, keys: Sequence[int]) -> None:
-        """Step until each of these requests has a token."""
+        """Run steps until each of these requests has a token."""
         while not self._num_told[np.array(keys)].all():
             self.step()
 
     def run_until_empty(self) -> None:
-        """Step until nobody is left."""
+        """Run steps until no request is left."""
         while self._num_running:
             self.step()
 
     def measure_us(self, action: Callable[[], object]) -> float:
-        """Processor time that the contestant uses for `action`, in microseconds."""
+        """The contestant's processor time for `action`, in µs."""
         before = self.contestant.stopwatch.seconds
         action()
         return (self.contestant.stopwatch.seconds - before) * 1e6
 
 
 def fill(load: Load, num_seqs: int, num_prompt_tokens: int, *, max_tokens: int) -> None:
-    """Submit requests and step until all of them decode, past their first block."""
+    """Submit requests and run steps until all of them decode, past their first block."""
     requests = [
         load.make_request(load.random_prompt(num_prompt_tokens + number % SPREAD), max_tokens)
         for number in range(num_seqs)
@@ -91,7 +91,7 @@ def fill(load: Load, num_seqs: int, num_prompt_tokens: int, *, max_tokens: int) 
 
 
 class Decode:
-    """`num_seqs` requests that decode; nobody comes or goes."""
+    """`num_seqs` decoding requests, without arrivals or ends."""
 
     def __init__(self, make: MakeContestant, *, num_seqs: int, block_size: int, num_prompt_tokens: int,
                  num_steps: int, num_repeats: int) -> None:  # fmt: skip
@@ -104,16 +104,16 @@ class Decode:
         self._num_seqs = num_seqs
 
     def run(self) -> Figures:
-        """One repeat: the mean of its steps."""
+        """Run one repeat; returns the mean per step."""
         return {"step_us": self._load.measure_us(self._run_steps) / self._num_steps}
 
     def _run_steps(self) -> None:
         for _ in range(self._num_steps):
-            assert len(self._load.step().keys) == self._num_seqs, "not a step of all requests"
+            assert len(self._load.step().keys) == self._num_seqs, "a step without a token for every request"
 
 
 class Churn:
-    """`num_seqs` requests decode and `num_waiting` wait, of any length; for each that ends, another one comes."""
+    """`num_seqs` decoding and `num_waiting` waiting requests of random lengths; each that ends is replaced."""
 
     def __init__(self, make: MakeContestant, *, num_seqs: int, block_size: int, num_prompt_tokens: int,
                  mean_output_tokens: int, num_steps: int, num_waiting: int = 0) -> None:  # fmt: skip
@@ -128,12 +128,12 @@ class Churn:
         self._load.submit(first)
         self._load.submit([self._new_request() for _ in range(num_waiting)])
         self._load.run_until_started([request.key for request in first])
-        # By then every request that began with the others has ended, and the cache is full.
+        # After this the initial requests have ended and the cache is full.
         for _ in range(2 * mean_output_tokens):
             self._step()
 
     def run(self) -> Figures:
-        """One repeat: the mean of its steps of any kind, and what 512 tokens cost."""
+        """Run one repeat; returns the mean over steps of any kind, and the cost of 512 tokens."""
         self._num_tokens = 0
         us = self._load.measure_us(self._run_steps)
         return {"step_us": us / self._num_steps, "tokens_512_us": us * 512 / self._num_tokens}
@@ -155,22 +155,22 @@ class Churn:
 
 
 class Admission:
-    """One prompt at a time, from its submission to its first token: never seen before, and then again."""
+    """One prompt at a time, from submission to first token: when new, and when repeated."""
 
     def __init__(self, make: MakeContestant, *, num_prompt_tokens: int, block_size: int, num_prompts: int,
                  num_repeats: int) -> None:  # fmt: skip
         self._num_prompt_tokens = num_prompt_tokens
         self._num_prompts = num_prompts
-        # Nothing is evicted, and nothing of a prompt is lost before it comes again.
+        # Large enough that no cached block is evicted before its prompt is repeated.
         num_blocks = (num_repeats + 2) * (num_prompts + 1) * (num_prompt_tokens // block_size + 4)
         self._load = Load(make(Sizes(16, block_size, num_blocks)))
         self._load.contestant.settle()
         self.run()
 
     def run(self) -> Figures:
-        """One repeat: the mean of `num_prompts` prompts."""
+        """Run one repeat; returns the mean over `num_prompts` prompts."""
         prompts = [self._load.random_prompt(self._num_prompt_tokens) for _ in range(self._num_prompts)]
-        # Others have just had the processor: what it costs to fill its caches again is not the first prompts'.
+        # Warm up: other processes have just used the core and its caches.
         self._admit(self._load.random_prompt(self._num_prompt_tokens))
         cold_us = sum(map(self._admit, prompts)) / len(prompts)
         cached_us = sum(map(self._admit, prompts)) / len(prompts)
@@ -189,24 +189,24 @@ class Admission:
 
 
 class Memory:
-    """What `num_seqs` requests with long prompts hold once they decode."""
+    """The memory of `num_seqs` decoding requests with long prompts."""
 
     def __init__(self, make: MakeContestant, *, num_seqs: int, num_prompt_tokens: int, block_size: int,
                  trace: bool) -> None:  # fmt: skip
         self._num_seqs = num_seqs
         self._num_prompt_tokens = num_prompt_tokens
         self._trace = trace
-        # The first one decodes for as long as others come.
+        # The first one must still decode when the last one arrives.
         self._max_tokens = 4 * num_seqs
         num_blocks = num_seqs * ((num_prompt_tokens + self._max_tokens) // block_size + 2)
         self._load = Load(make(Sizes(num_seqs, block_size, num_blocks)))
-        # Whatever is made at the first request is not counted.
+        # Memory allocated once at the first request is not counted.
         self._admit(1)
         self._load.run_until_empty()
         self._load.contestant.settle()
 
     def run(self) -> Figures:
-        """Bytes for each request: of Python's allocations when traced, else resident ones."""
+        """Bytes per request: Python allocations if traced, else resident memory."""
         if self._trace:
             tracemalloc.start()
         before = self._used_bytes()
@@ -217,7 +217,7 @@ class Memory:
         return {"bytes_per_seq": used / self._num_seqs}
 
     def _admit(self, count: int) -> None:
-        # One after the other: what a message of them all takes for a moment would count as resident.
+        # One by one, since the temporary memory of one large message would count as resident.
         for _ in range(count):
             request = self._load.make_request(self._load.random_prompt(self._num_prompt_tokens), self._max_tokens)
             self._load.submit([request])

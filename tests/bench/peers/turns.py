@@ -1,4 +1,4 @@
-"""Contestants that take turns: each repeat of one is followed by one of the next, and none computes meanwhile."""
+"""Contestants that take turns: repeats alternate between them, and only one computes at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.bench.peers.xgrammar_environment import xgrammar_python
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One repeat: its figures, and the machine's speed meanwhile."""
+    """The figures of one repeat, and the calibration time during it."""
 
     figures: Mapping[str, float]
     calibration_us: float
@@ -24,24 +24,24 @@ class Sample:
 class Turns:
     """Measures scenarios in the contestants' processes.
 
-    Figures are medians over the repeats. Those in µs are scaled by what the calibration took just before and after,
-    to the fastest that it ever ran: they are what the machine needs when nothing else runs on it.
+    Figures are medians over the repeats. Those in µs are scaled by the calibration time just before and after, relative
+    to its fastest run, which gives the time on an otherwise idle machine.
     """
 
     def __init__(self, modules: Mapping[str, str], num_repeats: int) -> None:
-        """Prepare; `modules` names each contestant's module under `tests.bench.peers`."""
+        """Prepare; `modules` maps each contestant to its module under `tests.bench.peers`."""
         self._modules = modules
         self._num_repeats = num_repeats
         self._best_calibration_us = float("inf")
 
     @contextlib.contextmanager
     def start(self, *contestants: str) -> Iterator[list[Process]]:
-        """A fresh process each; vLLM's and xgrammar's run in environments of their own."""
+        """Start a fresh process for each; vLLM's and xgrammar's run in separate environments."""
         with contextlib.ExitStack() as stack:
             yield [stack.enter_context(self._start_one(name)) for name in contestants]
 
     def measure(self, *processes: Process) -> list[dict[str, float]]:
-        """The medians of each process's scenario, which it has built up."""
+        """Measure the scenario of each process, which must be built; returns the medians."""
         samples: list[list[Sample]] = [[] for _ in processes]
         for _ in range(self._num_repeats):
             for process, its_samples in zip(processes, samples, strict=True):
@@ -51,7 +51,7 @@ class Turns:
         return [self._medians(its_samples) for its_samples in samples]
 
     def measure_one(self, process: Process, scenario: str, **arguments: object) -> dict[str, float]:
-        """Build a scenario up in one process; its medians."""
+        """Build and measure a scenario in one process; returns the medians."""
         process.start(scenario, **arguments)
         return self.measure(process)[0]
 

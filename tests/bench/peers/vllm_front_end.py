@@ -1,7 +1,7 @@
-"""vLLM V1's front end as a contestant. Runs in the environment that `vllm_environment` makes, never in ours.
+"""vLLM V1's front end as a contestant. Runs in the environment of `vllm_environment`, never in ours.
 
-What is measured is what `AsyncLLM` does with a message of the engine core's: decode it, and process its outputs in
-the chunks it uses, up to each request's queue; with the statistics that it keeps by default, or without.
+Measured is how `AsyncLLM` handles a message of the engine core: decode it, and process its outputs in chunks, up to
+each request's queue; with its default statistics, or without.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.bench.peers.protocol import serve
 
 
 class VllmFrontEnd:
-    """An output processor with the model's tokenizer, and a queue each request."""
+    """An output processor with the model's tokenizer, and one queue per request."""
 
     def __init__(self, model_dir: Path, *, keep_statistics: bool = False) -> None:
         self.stopwatch = Stopwatch()

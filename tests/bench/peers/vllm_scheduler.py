@@ -1,8 +1,8 @@
-"""vLLM V1's scheduler as a contestant. Runs in the environment that `vllm_environment` makes, never in ours.
+"""vLLM V1's scheduler as a contestant. Runs in the environment of `vllm_environment`, never in ours.
 
-What is measured is what vLLM's engine core does between a request's arrival and its outputs, without any message:
-`Request.from_engine_core_request` and `add_request`, `schedule`, and `update_from_output`. With async scheduling,
-its default, a step is scheduled before the one before it has returned.
+Measured is the work of vLLM's engine core between a request's arrival and its outputs, without messages:
+`Request.from_engine_core_request` and `add_request`, `schedule`, and `update_from_output`. With async scheduling, its
+default, a step is scheduled before the previous one has returned.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MODEL_CONFIG = {
 
 
 class VllmScheduler:
-    """A scheduler with prefix caching and its default hash, SHA-256; the model exists only as a configuration."""
+    """A scheduler with prefix caching and the default hash, SHA-256; the model is only a configuration."""
 
     def __init__(self, sizes: Sizes, *, is_async: bool = False) -> None:
         self.stopwatch = Stopwatch()
@@ -67,7 +67,7 @@ class VllmScheduler:
         )
         self._depth = 2 if is_async else 1
         self._in_flight: deque[SchedulerOutput] = deque()
-        # Of each request, by its id: tokens whose KV is computed with a step, and tokens drawn.
+        # By request id: tokens whose KV is computed, and tokens sampled.
         self._num_computed: dict[str, int] = {}
         self._num_prompt_tokens: dict[str, int] = {}
 
@@ -98,7 +98,7 @@ class VllmScheduler:
         return _step_tokens(told.get(0))
 
     def _compute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """What a model runner answers: whose prompt is complete with the step gets a token."""
+        """Play the model runner: each request whose prompt is complete with this step gets a token."""
         for new in output.scheduled_new_reqs:
             self._num_computed[new.req_id] = new.num_computed_tokens
         for request_id, count in output.num_scheduled_tokens.items():
@@ -131,7 +131,7 @@ def _vllm_config(sizes: Sizes, *, is_async: bool) -> VllmConfig:
 
 
 def _message_of(request: Request) -> EngineCoreRequest:
-    # A list of ints of its own, which is what the message is decoded to.
+    # A separate list of ints, as decoded from a message.
     return EngineCoreRequest(
         request_id=str(request.key),
         prompt_token_ids=request.prompt.tolist(),

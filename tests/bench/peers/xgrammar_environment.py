@@ -1,4 +1,4 @@
-"""The virtual environment that xgrammar's driver runs in: made once, beside ours, never part of it."""
+"""The virtual environment of xgrammar's driver: created once, separate from ours."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _REQUIREMENTS = (
 
 
 def xgrammar_python() -> str:
-    """The environment's interpreter; on the first call it is made, which takes minutes and a gigabyte."""
+    """The environment's interpreter; the first call creates the environment, which takes minutes and 1 GB."""
     python, made = _DIRECTORY / "bin" / "python", _DIRECTORY / "made"
     if not made.exists():
         print("making an environment with xgrammar", file=sys.stderr)
         subprocess.run([sys.executable, "-m", "venv", "--clear", _DIRECTORY], check=True)
-        # torch by its exact version, so that no other requirement picks a build of it; xgrammar without what it
-        # requires, which is a gigabyte of triton that it does without on a processor.
+        # torch at an exact version, so that no other requirement picks a build of it; xgrammar without its
+        # dependencies, which are 1 GB of triton that it does not need on a CPU.
         for arguments in (("torch==2.13.0",), _REQUIREMENTS, ("--no-deps", f"xgrammar=={XGRAMMAR_VERSION}")):
             subprocess.run([python, "-m", "pip", "install", "-qq", *arguments], check=True)
         made.touch()

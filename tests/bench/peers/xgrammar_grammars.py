@@ -1,4 +1,4 @@
-"""xgrammar as a contestant, as vLLM uses it; runs in the environment of `xgrammar_environment`."""
+"""xgrammar as a contestant, used as in vLLM; runs in the environment of `xgrammar_environment`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class XgrammarMatcher:
 
 
 class XgrammarGrammars:
-    """See `Grammars`. Nothing is remembered between compilations; one thread compiles, as with the other library."""
+    """See `Grammars`. Compilations are not cached, and run on one thread, as with the other library."""
 
     def __init__(self, model_dir: str, eos_token_id: int) -> None:
         tokenizer = Tokenizer.from_file(str(Path(model_dir) / "tokenizer.json"))
@@ -43,7 +43,7 @@ class XgrammarGrammars:
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     def compile(self, schema: str) -> xgrammar.CompiledGrammar:
-        """See `Grammars`. Properties that a schema does not name are allowed, as the specification has it."""
+        """See `Grammars`. Properties that a schema does not name are allowed, as in the specification."""
         return self._compiler.compile_json_schema(schema, strict_mode=False)
 
     def matcher(self, compiled: object) -> XgrammarMatcher:
