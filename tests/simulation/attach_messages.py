@@ -61,13 +61,15 @@ Message = Request | Reply | Stream
 
 
 class State(NamedTuple):
-    """One state of the whole model; schedulers (by slot) and groups are given by their state numbers in `States`.
+    """One state of the whole model.
 
-    schedulers  (17, 4)           slot -> state number
-    lives       (1, 0)            slot -> processes before the current one
-    groups      (9, 12)           group -> state number
-    messages    {Request, Reply, Stream, ...} in transit
-    num_faults  1                 faults so far
+    Schedulers and groups are given by the numbers of their states in `States`:
+
+        schedulers  (17, 4)                  slot -> state number
+        lives       (1, 0)                   slot -> processes before the current one
+        groups      (9, 12)                  group -> state number
+        messages    {Request, Stream, ...}   in transit
+        num_faults  1                        so far
     """
 
     schedulers: tuple[int, ...]

@@ -61,7 +61,7 @@ class Collective:
 
     def begin(self, rank: int, part: Part) -> None:
         """Begin a leader's part of a step; a device runs one step at a time."""
-        assert rank not in self._waiting, "a device begins a step beside another"
+        assert rank not in self._waiting, "a device begins a step during another"
         self._waiting[rank] = part
         if len(self._ranks) > 1:
             self._check_agreement(rank, part)
@@ -69,7 +69,7 @@ class Collective:
 
     def begin_as_member(self, rank: int, tp_rank: int, part: MemberPart) -> None:
         """Begin a member's part of its rank's step."""
-        assert (rank, tp_rank) not in self._waiting_members, "a device begins a step beside another"
+        assert (rank, tp_rank) not in self._waiting_members, "a device begins a step during another"
         self._waiting_members[rank, tp_rank] = part
         self._run_if_complete()
 

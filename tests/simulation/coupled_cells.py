@@ -57,7 +57,7 @@ class Arrival:
 class Load:
     """How requests arrive: `burst` at a time, `per_s` a second on average, `num_requests` in all.
 
-    The lengths of prompts and completions are uniform up to the given maxima. Prompts share `num_prefixes` prefixes of
+    Prompts and completions have random lengths up to the given maxima. Prompts share `num_prefixes` prefixes of
     half the longest prompt; 0 means that they share none.
     """
 

@@ -283,7 +283,9 @@ class EpochWatch:
             self._num_later[chunk.slot] = chunk.num_later_tokens
             # Tokens after the prompt were computed before the sequence was preempted.
             taken.append((entered, len(entered.entry.plan.prompt) - chunk.num_later_tokens))
-        assert sum(num_later > 0 for num_later in self._num_later.values()) <= 1, "a prompt is begun beside another"
+        assert sum(num_later > 0 for num_later in self._num_later.values()) <= 1, (
+            "two prompts are partly computed at a time"
+        )
         return taken
 
     def _check_rows(self, rows: list[Entered]) -> None:
@@ -331,7 +333,7 @@ class EpochWatch:
             bound = max_steps_to_admission(
                 len(ahead), settings.max_request_tokens, settings.max_prompt_tokens(self.rank)
             )
-            # Coupled ranks wait for each other with their prompts.
+            # Coupled ranks delay their prompts for each other.
             bound *= 1 + policy.max_prefill_wait_steps
             assert self._num_steps_waited[entry] <= bound, "a request waits longer than it may"
 

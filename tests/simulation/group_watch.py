@@ -51,7 +51,7 @@ class GroupWatch:
     def fence(self, tp_rank: int, epoch: int) -> None:
         """Record that an epoch reaches a process."""
         rank = self._ranks[tp_rank]
-        self._check(epoch > rank.fence, "an epoch is told twice, or after a later one")
+        self._check(epoch > rank.fence, "an epoch is relayed twice, or after a later one")
         self._check(epoch <= self._ranks[0].fence or not tp_rank, "a member is ahead of its leader")
         rank.fence = epoch
 
@@ -68,7 +68,7 @@ class GroupWatch:
     def receive(self, tp_rank: int, payload: bytes) -> None:
         """Record that a member receives a step."""
         rank = self._ranks[tp_rank]
-        self._check(payload == self._payloads[rank.num_received], "a member gets another step than its leader")
+        self._check(payload == self._payloads[rank.num_received], "a member gets a different step than its leader")
         rank.num_received += 1
 
     def launch(self, tp_rank: int, step: StepKey) -> None:

@@ -239,7 +239,7 @@ class SchedulerProcess:
         self.cell.on_event(StepReturned(answer.rank, decode_result(worker_pb2.StepResult.FromString(answer.payload))))
 
     def abort_request(self, request_id: str) -> None:
-        """Handle an `AbortRequest` call."""
+        """Handle an `Abort` call."""
         self.when_running(lambda: self.cell.direct_clients.abort(scheduler_pb2.AbortRequest(request_id=request_id)))
 
     def flush_prefix_cache(self) -> None:

@@ -275,7 +275,7 @@ class Simulation:
             old.kill()
 
     def _stop_scheduler(self) -> None:
-        """Stop the scheduler for a while; its replicas may leave it, and it may be replaced meanwhile."""
+        """Stop the scheduler for a while; if long enough, its replicas leave it, and it may be replaced."""
         old = self._scheduler
         if old is None or old.is_stopped:
             return

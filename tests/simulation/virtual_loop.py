@@ -19,8 +19,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     """Runs callbacks and tasks at their times on a simulated clock; it never blocks and has no sockets.
 
     Callbacks of a stopped process run when it is continued, those of a dead one never. Timers are background events and
-    may be late; an event that runs in the process meanwhile runs them right after it. An unhandled exception ends the
-    simulation.
+    may be late; if something else runs in the process first, due timers run right after it. An unhandled exception ends
+    the simulation.
     """
 
     def __init__(

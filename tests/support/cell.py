@@ -110,7 +110,7 @@ class Cell:
         return self._log_path.read_text(encoding="utf-8")
 
     def wait_for_log(self, text: str) -> None:
-        """Wait until the launcher or a service has written a text to stderr; fails after five minutes."""
+        """Wait until `text` is in the log of the launcher and the services; fails after five minutes."""
         deadline = time.monotonic() + PATIENCE_S
         while text not in self.log():
             assert time.monotonic() < deadline, f"{text!r} was never logged"
@@ -153,9 +153,8 @@ def start_cell(model_dir: Path, *flags: str) -> Iterator[Cell]:
         flags: More of `lockstep serve`'s flags, such as `--worker.ops-backend=reference`.
 
     Raises:
-        RuntimeError: It did not become ready or did not stop cleanly; the message includes its log. Not raised if the
-        test
-                ended the cell itself.
+        RuntimeError: It did not become ready or did not stop cleanly; the message includes its log. It is not raised if
+            the test ended the cell.
     """
     address = f"127.0.0.1:{free_port()}"
     with tempfile.TemporaryDirectory(prefix="lockstep-test-") as temp_dir:

@@ -167,9 +167,7 @@ class Load:
         await self.wait_for_progress()
 
     async def wait_for_state(self, condition: Callable[[State], object]) -> State:
-        """Wait until the scheduler's state meets a condition; fails after five minutes. The scheduler may be down
-        meanwhile.
-        """
+        """Wait until the scheduler's state meets a condition; fails after five minutes. Retries while it is down."""
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 try:

@@ -133,7 +133,7 @@ class Client:
         """Send one request for one choice and collect its answer.
 
         Raises:
-            grpc.aio.AioRpcError: the request failed.
+            grpc.aio.AioRpcError: The request failed.
         """
         [completion] = (await self.generate_choices(request, deadline_s=deadline_s)).choices.values()
         return completion
@@ -144,7 +144,7 @@ class Client:
         """Send one request and collect all choices of all its prompts.
 
         Raises:
-            grpc.aio.AioRpcError: the request failed.
+            grpc.aio.AioRpcError: The request failed.
         """
         return await read_answer(self.tokenizer.Generate(request, timeout=deadline_s))
 

@@ -39,7 +39,7 @@ class RankJob:
     """Greedy completions computed by several ranks together, each batch with a new cache."""
 
     rendezvous: str
-    """Where the ranks connect; with `start_id` equal for jobs that share connections."""
+    """Where the ranks connect; equal, like `start_id`, for jobs that share connections."""
     start_id: str
     tp_size: int
     model_dir: str
