@@ -111,10 +111,10 @@ def main() -> None:
 
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model_dir", type=Path, help="the model")
+    parser.add_argument("model_dir", type=Path, help="the model directory")
     parser.add_argument("--num-seqs", type=int, nargs="+", default=[1, 8], metavar="N", help="concurrent sequences")
     parser.add_argument("--num-prompts", type=int, metavar="N", help="prompts of each kind (default: all)")
-    parser.add_argument("--num-tokens", type=int, default=128, metavar="N", help="tokens of each answer")
+    parser.add_argument("--num-tokens", type=int, default=128, metavar="N", help="tokens per answer")
     parser.add_argument(
         "--num-draft-tokens", type=int, default=4, metavar="N", help="the worker's setting of this name"
     )

@@ -49,7 +49,7 @@ class Replica:
             while response is not grpc.aio.EOF and response.HasField("heartbeat"):
                 response = await self._call.read()
         if response is grpc.aio.EOF or not response.HasField("cell_info"):
-            raise RuntimeError(f"not the first message of an Exchange: {response}")
+            raise RuntimeError(f"unexpected first message of an Exchange: {response}")
 
     async def submit(self, prompt_lengths: IntArray, *, max_tokens: int) -> None:
         """Submit one request per prompt length, for exactly `max_tokens` each; the previous batch must have ended."""
@@ -125,5 +125,5 @@ class Replica:
     def _take_end(self, end: exchange_pb2.RequestEnd) -> None:
         has_all = self._num_tokens[end.handle - self._first_handle] == end.num_completion_tokens == self._max_tokens
         if end.finish_reason != common_pb2.FINISH_REASON_MAX_TOKENS or not has_all:
-            raise RuntimeError(f"a request did not end by its length: {end}")
+            raise RuntimeError(f"a request did not end at max_tokens: {end}")
         self._num_running -= 1

@@ -142,7 +142,7 @@ class Load:
         async for response in self._generate(prompt, 1):
             usage = response.finish.usage
         if usage.num_completion_tokens != 1 or usage.num_cached_tokens:
-            raise RuntimeError(f"not the load that was asked for: {usage}")
+            raise RuntimeError(f"unexpected usage: {usage}")
         return time.perf_counter() - started_at
 
     @contextlib.asynccontextmanager

@@ -86,5 +86,5 @@ async def _time_request(
     end = time.perf_counter()
     num_tokens = request.sampling.max_tokens
     if first is None or usage.num_completion_tokens != num_tokens or usage.num_cached_tokens:
-        raise RuntimeError(f"not the load that was asked for: {usage}")
+        raise RuntimeError(f"unexpected usage: {usage}")
     return Timing(first - start, (end - first) / (num_tokens - 1))

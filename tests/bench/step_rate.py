@@ -189,7 +189,7 @@ def main() -> None:
     args = _parse_args()
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) == 1:
-        raise SystemExit("the scheduler needs a core of its own: there is only one")
+        raise SystemExit("at least two cores are needed: one is for the scheduler alone")
     # Before gRPC starts its threads.
     os.sched_setaffinity(0, cores[1:])
     gc.freeze()

@@ -17,9 +17,9 @@ _SEEDS_PER_LINE = 100
 def main() -> int:
     """Run seeds, print each failure with the command that reproduces it, and return the exit code."""
     parser = argparse.ArgumentParser(description="Simulate cells under random faults, one per seed.")
-    parser.add_argument("--seeds", type=int, default=_SEEDS_PER_LINE, help="how many")
+    parser.add_argument("--seeds", type=int, default=_SEEDS_PER_LINE, help="number of seeds to run")
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--faults", help="kinds with commas, or none; a random subset of all per seed when absent")
+    parser.add_argument("--faults", help="comma-separated kinds, or none; default: a random subset per seed")
     options = parser.parse_args()
     # The services would warn about every fault that was drawn.
     logging.disable()

@@ -135,7 +135,7 @@ class AttachSearch:
                 if move.is_fault:
                     continue
                 if is_served and not self._model.is_served(move.state):
-                    raise ProtocolError(f"{move.whom} {move.what}, and the cell is served no longer")
+                    raise ProtocolError(f"{move.whom} {move.what}, and the cell is no longer served")
                 self._froms.append(position)
                 self._tos.append(number)
         except ProtocolError as error:

@@ -119,14 +119,16 @@ class Collective:
     def _check_agreement(self, rank: int, part: Part) -> None:
         request = part.request
         carried = request.num_tokens_across_dp
-        assert len(carried) == len(self._ranks), "the plan does not have the tokens of every rank"
-        assert carried[rank - self._ranks.start] == part.num_tokens, "the plan has other tokens than the step"
+        assert len(carried) == len(self._ranks), "the plan lacks the token counts of some ranks"
+        assert carried[rank - self._ranks.start] == part.num_tokens, (
+            "the plan has a different number of tokens than the step"
+        )
         for other, waiting in self._waiting.items():
             theirs = waiting.request
             assert (theirs.epoch, theirs.step_id) == (request.epoch, request.step_id), (
                 f"deadlock: rank {rank} runs step {request.step_id}, rank {other} waits in step {theirs.step_id}"
             )
-            assert list(theirs.num_tokens_across_dp) == list(carried), "ranks have other plans of one step"
+            assert list(theirs.num_tokens_across_dp) == list(carried), "ranks have different plans of one step"
             assert theirs.graph_batch_size == request.graph_batch_size, "some ranks run a graph, others do not"
 
 

@@ -193,13 +193,13 @@ class EpochWatch:
         assert num_prompt_tokens <= max_prompt_tokens, "more prompt tokens than a step may have"
         assert num_tokens or settings.topology.is_coupled, "a step that computes nothing"
         is_mixed = len(batch.decode_slots) > 0 and len(chunks) > 0
-        assert settings.mixes(self.rank) or not is_mixed, "prompts and decodes in a step"
+        assert settings.mixes(self.rank) or not is_mixed, "prompts and decodes in one step although mixing is off"
         is_whole = all(not chunk.num_later_tokens for chunk in chunks)
-        assert policy.enable_chunked_prefill or is_whole, "a part of a prompt"
+        assert policy.enable_chunked_prefill or is_whole, "a chunk of a prompt although chunking is off"
         for slot in [*batch.decode_slots.tolist(), *(chunk.slot for chunk in chunks)]:
             entry = self._batch[slot].entry
-            assert entry.is_live, "a step computes for a request that is over"
-            assert entry.deadline is None or now < entry.deadline, "a step computes for a request that is late"
+            assert entry.is_live, "a step computes a request that has ended"
+            assert entry.deadline is None or now < entry.deadline, "a step computes a request after its deadline"
         for slot, block in zip(batch.append_slots, batch.append_block_ids, strict=True):
             self._block_to_salt[block] = self._batch[slot].entry.plan.cache_salt
         rows = [self._batch[slot] for slot in batch.row_slots.tolist()]
@@ -249,11 +249,11 @@ class EpochWatch:
                 entry.num_cached_tokens = enter.num_cached_tokens
             asks = enter.params.options is not None and enter.params.options.num_prompt_logprobs is not None
             is_scored = entry.plan.options.num_prompt_logprobs is not None and not (entry.choice or entry.num_tokens)
-            assert asks == is_scored, "the log-probabilities of a prompt are asked for twice, or never"
+            assert asks == is_scored, "a prompt's log-probabilities are requested twice, or never"
             num_shared = enter.num_cached_tokens // self._settings.cache.block_size
             salt = entry.plan.cache_salt
             is_own = all(self._block_to_salt.get(block) == salt for block in enter.block_ids[:num_shared])
-            assert is_own, "a prefix is shared that was not computed under this salt in this epoch"
+            assert is_own, "a shared prefix was not computed under this salt in this epoch"
             self._block_to_salt.update(dict.fromkeys(enter.block_ids, salt))
             after_step = self._num_steps - 1 - len(self.in_flight)
             self._batch[enter.chunk.slot] = Entered(entry, self._num_entered, after_step, is_scored)
@@ -271,7 +271,9 @@ class EpochWatch:
             computed.update(self._prompt_blocks[chunk.slot][start // block_size : -(-end // block_size)])
         for enter in batch.enters:
             shared = enter.block_ids[: enter.num_cached_tokens // block_size].tolist()
-            assert self._settings.cache.enable_prefix_caching or not shared, "a prefix is shared that must not be"
+            assert self._settings.cache.enable_prefix_caching or not shared, (
+                "a prefix is shared although caching is off"
+            )
             is_computed_before = self._settings.policy.share_in_step or computed.isdisjoint(shared)
             assert is_computed_before, "a prefix is shared in the step that computes it"
 

@@ -58,7 +58,7 @@ class GroupWatch:
     def attach(self, tp_rank: int, epoch: int) -> None:
         """Record that a process's device has attached an epoch, with an empty batch."""
         rank = self._ranks[tp_rank]
-        self._check(rank.num_begun == rank.num_ended, "a device begins an epoch inside a step")
+        self._check(rank.num_begun == rank.num_ended, "a device attaches an epoch during a step")
         rank.attached = epoch
 
     def send(self, payload: bytes) -> None:
@@ -73,7 +73,7 @@ class GroupWatch:
 
     def launch(self, tp_rank: int, step: StepKey) -> None:
         """Record that a process passes a step to its device."""
-        self._check(step[0] >= self._ranks[tp_rank].fence, "a process launches a step that is older than its fence")
+        self._check(step[0] >= self._ranks[tp_rank].fence, "a process launches a step older than its fence")
 
     def begin(self, tp_rank: int, step: StepKey) -> None:
         """Record that a process's device begins a step."""
@@ -82,7 +82,7 @@ class GroupWatch:
             self._step_to_number[step] = len(self._steps)
             self._steps.append(step)
         expected = self._steps[rank.num_begun]
-        self._check(step == expected, f"rank {tp_rank} of a group runs step {step}, another one runs {expected}")
+        self._check(step == expected, f"rank {tp_rank} of a group runs step {step}, another rank runs {expected}")
         rank.num_begun += 1
 
     def end(self, tp_rank: int) -> None:

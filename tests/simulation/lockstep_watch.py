@@ -17,7 +17,7 @@ def check_lockstep(ranks: list[EpochWatch], dp_size: int) -> None:
     assert len(newest) == dp_size, "a deadlock: a coupled rank has no step to run with the others"
     assert len({(step.epoch, step.step_id) for step in newest}) == 1, "a deadlock: coupled ranks run different steps"
     computed = tuple(max(1, num_tokens_of(step.batch)) for step in newest)
-    assert all(step.num_tokens_across_dp == computed for step in newest), "ranks do not know what the others compute"
+    assert all(step.num_tokens_across_dp == computed for step in newest), "ranks have wrong token counts of the others"
     _check_kinds(newest)
 
 

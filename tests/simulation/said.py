@@ -34,15 +34,15 @@ class Said:
     def take_in(self, client: int, outputs: Outputs) -> None:
         """Record one message to a client."""
         for handle, first_index, token_ids in rows_of(outputs):
-            assert (client, handle) not in self.tokens, "two runs of tokens at once"
+            assert (client, handle) not in self.tokens, "two runs of tokens in one event"
             self.tokens[client, handle] = (first_index, token_ids)
         for handle, scores in scores_by_row(outputs).items():
             self.scores[client, handle] = scores
         for handle, logprobs in outputs.prompt_logprobs:
-            assert (client, handle) not in self.prompt_scores, "two parts of a prompt"
+            assert (client, handle) not in self.prompt_scores, "two ranges of a prompt"
             self.prompt_scores[client, handle] = scores_of(logprobs)
         for start in outputs.starts:
-            assert (client, start.handle) not in self.starts, "two beginnings"
+            assert (client, start.handle) not in self.starts, "two starts"
             self.starts[client, start.handle] = start.num_cached_tokens
         for end in outputs.ends:
             assert (client, end.handle) not in self.ends, "two ends"

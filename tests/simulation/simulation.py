@@ -336,7 +336,7 @@ class Simulation:
         """Check a client's answer against the answer of an undisturbed run."""
         plan, expected = told.plan, told.plan.by_text[told.choice]
         assert told.over_at is not None, f"{plan.request_id} was never answered"
-        assert told.tokens == expected.tokens[: len(told.tokens)], f"{plan.request_id} got other tokens"
+        assert told.tokens == expected.tokens[: len(told.tokens)], f"{plan.request_id} got wrong tokens"
         # Several schedulers may be stopped one after the other, and a replica may not read.
         grace_s = _GRACE_S + _SCHEDULER_SILENCE_S * self._mix.counts[Fault.SCHEDULER_STOP]
         grace_s += (MAX_UNREAD_S + MAX_CLOSE_S) * self._mix.counts[Fault.REPLICA_STALL]
@@ -372,12 +372,12 @@ def _check_scores(told: Told) -> None:
     if num_top is not None:
         scores = expected_scores(told.tokens, num_top, start=len(prompt))
     # Their indexes count from the start of each message, so they are not compared.
-    assert [one[1:] for one in told.scores] == [one[1:] for one in scores], "log-probabilities of other tokens"
+    assert [one[1:] for one in told.scores] == [one[1:] for one in scores], "wrong log-probabilities of tokens"
     num_top, scores = options.num_prompt_logprobs, []
     if num_top is not None and not told.choice:
         scores = expected_scores(prompt[1:], num_top, start=1, offset=1)
     num_told = len(told.prompt_scores)
-    assert told.prompt_scores == scores[:num_told], "log-probabilities of another prompt"
+    assert told.prompt_scores == scores[:num_told], "wrong log-probabilities of the prompt"
     assert num_told == len(scores) or not told.tokens, (
         "a completion begins before all prompt log-probabilities were sent"
     )

@@ -97,11 +97,11 @@ class EngineWatch:
         for action in actions:
             if isinstance(action, DropDomain) and action.reason.startswith("rank "):
                 # The engine checks its ranks before it handles the event.
-                assert self._is_overdue(action.domain, now), "the engine drops a good rank"
+                assert self._is_overdue(action.domain, now), "the engine drops a healthy rank"
                 self._drop(action.domain, action.epoch, must)
         self._take_in(event, must, now)
         said = self._take_actions(actions, now)
-        assert said == must, f"the engine said {said}, it must say {must}"
+        assert said == must, f"the engine sent {said}, expected {must}"
         if self.suspects:
             self.suspects.keep({entry.plan.request_id for entry in self._live.values()})
         if any(isinstance(action, SendStep) for action in actions):
@@ -115,7 +115,9 @@ class EngineWatch:
         assert not self._live, f"never answered: {[entry.plan.request_id for entry in self._live.values()]}"
         engine.check_integrity()
         state = engine.state()
-        assert (state.num_running, state.num_waiting, state.num_used_blocks) == (0, 0, 0), "something is left over"
+        assert (state.num_running, state.num_waiting, state.num_used_blocks) == (0, 0, 0), (
+            "sequences or blocks are left over"
+        )
 
     def _take_actions(self, actions: list[Action], now: float) -> Said:
         """Check the steps that are sent; returns what clients receive and which domains are dropped."""
@@ -145,8 +147,10 @@ class EngineWatch:
         for end in outputs.ends:
             entry = self._ended.get((client, end.handle))
             if entry is not None:
-                assert entry.min_resumes <= end.num_resumes <= entry.max_resumes, "resumes are not counted right"
-                assert end.is_resume_exact or not self._settings.is_exact, "a resume shows where all ranks are exact"
+                assert entry.min_resumes <= end.num_resumes <= entry.max_resumes, "resumes are counted wrong"
+                assert end.is_resume_exact or not self._settings.is_exact, (
+                    "a resume is inexact although all ranks are exact"
+                )
 
     def _expire(self, must: Said, now: float) -> None:
         for entry in list(self._live.values()):
@@ -409,7 +413,7 @@ def _check_times(submission: Submission, plan: RequestPlan) -> None:
     if plan.patience_s is None:
         assert submission.time_left_s is None, "a deadline that the caller did not set"
         return
-    assert submission.time_left_s is not None, "a deadline is forgotten"
+    assert submission.time_left_s is not None, "a deadline is lost"
     time_left_s = max(0.0, plan.patience_s - submission.age_s)
     assert abs(submission.time_left_s - time_left_s) < 1e-3, "a deadline is moved"
 

@@ -191,7 +191,7 @@ def find_cell_processes(address: str) -> list[psutil.Process]:
             if "services.tokenizer" in command and f"--listen={address}" in command:
                 launcher = process.parent()
                 return [launcher, *launcher.children()]
-    raise LookupError(f"no cell of this machine listens on {address}")
+    raise LookupError(f"no cell on this machine listens on {address}")
 
 
 def popen_lockstep(

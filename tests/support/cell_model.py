@@ -419,7 +419,7 @@ class WorkerModel:
         num_known = length - len(new_tokens)
         if num_known <= self._poison.get(self._slot_to_seed[slot], -1) < length:
             raise PoisonedError
-        assert states[:num_known].all(), "a cell is read that was never written in this epoch"
+        assert states[:num_known].all(), "a step reads a cell that was never written in this epoch"
         state = int(states[num_known - 1]) if num_known else 0
         if self._may_spoil() or (num_known and int(states[:num_known].max()) >= _SPOILT):
             self._spoilt_numbers.add(number)

@@ -49,7 +49,7 @@ class Completion:
     def add(self, response: tokenizer_pb2.GenerateResponse) -> None:
         """Add the choice's next response."""
         assert self.finish is None, "a response after the last one"
-        assert len(response.logprobs) in (0, len(response.token_ids)), "log-probabilities that are not parallel"
+        assert len(response.logprobs) in (0, len(response.token_ids)), "log-probabilities do not match the tokens"
         assert not (response.prompt_logprobs and self.token_ids), "prompt log-probabilities after the first token"
         self.text += response.text
         self.token_ids += response.token_ids
@@ -88,7 +88,7 @@ class Answer:
         place = (response.prompt, response.choice)
         if place not in self.choices:
             first = self.choices.get((response.prompt, 0))
-            assert (first is None) == response.HasField("accepted"), "accepted comes first, once for each prompt"
+            assert (first is None) == response.HasField("accepted"), "accepted must come first, once per prompt"
             self.choices[place] = Completion(response.accepted if first is None else first.accepted)
         self.choices[place].add(response)
         if response.HasField("usage"):

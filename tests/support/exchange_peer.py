@@ -189,7 +189,7 @@ class ExchangePeer(exchange_pb2_grpc.ExchangeServiceServicer):
             while not isinstance(message := await self._outbox.get(), _StreamEnd):
                 yield message
             if message is _StreamEnd.EXPLAINED:
-                raise NotReadyError("the scheduler goes away")
+                raise NotReadyError("the scheduler is stopping")
             await context.abort(grpc.StatusCode.UNAVAILABLE, "connection reset")
         finally:
             for task in tasks:

@@ -117,7 +117,7 @@ async def flood_with_resets(
         finally:
             resets.cancel()
         await resets
-        assert not watch.done(), "a neighbour's watch has ended"
+        assert not watch.done(), "the health watch has ended"
         watch.cancel()
     return outcomes
 

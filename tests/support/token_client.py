@@ -36,7 +36,7 @@ class TokenCompletion:
     def add(self, response: Response) -> None:
         """Add the choice's next response."""
         assert self.finish is None, "a response after the last one"
-        assert len(response.logprobs) in (0, len(response.token_ids)), "log-probabilities that are not parallel"
+        assert len(response.logprobs) in (0, len(response.token_ids)), "log-probabilities do not match the tokens"
         assert not (response.prompt_logprobs and self.token_ids), "prompt log-probabilities after the first token"
         self.token_ids += response.token_ids
         self.logprobs += response.logprobs
@@ -68,7 +68,7 @@ async def generate_token_choices(
     usage = None
     async for response in scheduler.Generate(request, timeout=deadline_s):
         assert usage is None, "a response after the last one"
-        assert (accepted is None) == response.HasField("accepted"), "accepted comes first, and once"
+        assert (accepted is None) == response.HasField("accepted"), "accepted must come first, exactly once"
         if accepted is None:
             accepted = response.accepted
             assert response == Response(accepted=accepted), "a response with more than accepted"

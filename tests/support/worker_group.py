@@ -46,7 +46,7 @@ class WorkerProcess:
                 if any(response.status == health_pb2.HealthCheckResponse.SERVING for response in watch):
                     return
         except grpc.RpcError as error:
-            raise RuntimeError(f"the worker did not begin to serve:\n{self.log()}") from error
+            raise RuntimeError(f"the worker did not become ready:\n{self.log()}") from error
 
 
 @contextlib.contextmanager
