@@ -65,7 +65,6 @@ class CoupledEngine:
         return spent_s / num_steps
 
     def _enter(self) -> None:
-        """Submit requests that fill all ranks, and run their prompts."""
         num_blocks = self._num_rows * -(-_CONTEXT_LENGTH // CacheSettings().block_size)
         facts = WorkerFacts(1, "digest", _CONTEXT_LENGTH, _VOCABULARY, (), num_blocks)
         self._perform(self._engine.on_event(DomainAttached(0, (facts,) * self._dp_size), 0.0))

@@ -93,7 +93,6 @@ class Replica:
             await self._call.write(message)
 
     async def _beat(self) -> None:
-        """Send heartbeats."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             await self._write(exchange_pb2.ExchangeRequest(is_heartbeat=True))

@@ -91,7 +91,6 @@ def _parse_args() -> argparse.Namespace:
 
 
 async def _run(args: argparse.Namespace, addresses: Sequence[str]) -> list[list[Round]]:
-    """Run the rounds; returns those of each cell."""
     rounds: list[list[Round]] = [[] for _ in addresses]
     async with contextlib.AsyncExitStack() as stack:
         channels = [await stack.enter_async_context(make_channel(address)) for address in addresses]

@@ -158,7 +158,6 @@ def _p99(durations: Sequence[float]) -> float:
 
 
 async def _measure_cell(num_ranks: int, step_us: float, *, depth: int, num_steps: int) -> Turn:
-    """Let all ranks decode in lockstep for `num_steps` steps."""
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as directory:
         workers = [_start_worker(directory, rank, num_ranks, step_us) for rank in range(num_ranks)]
         listen = f"unix:{directory}/cell"
@@ -292,7 +291,6 @@ def _dummies(_: argparse.Namespace) -> Iterator[Row]:
 
 
 def _serve(load: Load, run: Callable[..., Outcome]) -> Outcome:
-    """Serve a load under all seeds, one after the other."""
     outcomes = [run(load.draw(seed), DUMMY_DP_SIZE, DUMMY_POLICY) for seed in DUMMY_SEEDS]
     return Outcome(
         sum(one.num_rank_steps for one in outcomes),

@@ -54,7 +54,6 @@ def main() -> None:
 
 
 def _checkout(revision: str) -> Path:
-    """Check out a revision with its stubs; returns the directory."""
     commit = _git("rev-parse", "--verify", f"{revision}^{{commit}}").decode().strip()
     directory = ROOT / ".cache" / "revisions" / commit
     if not directory.exists():

@@ -166,7 +166,6 @@ def _measure_idle(processes: Sequence[psutil.Process], duration_s: float) -> Ite
 
 
 def _module(process: psutil.Process) -> str:
-    """The module that a process runs."""
     command: list[str] = process.cmdline()
     return command[command.index("-m") + 1]
 

@@ -55,8 +55,7 @@ class DeviceStep:
 
 
 class StandInWorker(worker_pb2_grpc.WorkerServiceServicer):
-    """Accepts any claim and any steps. Serves one scheduler, on the main thread's loop, since it uses the process
-    timer.
+    """Accepts any claim and any steps of one scheduler. Needs the main thread's loop, since it uses the process timer.
 
     Attributes:
         steps: The steps whose results were sent, in order.

@@ -238,7 +238,6 @@ class GroupActor:
 
 
 def _held(error: ServiceError) -> tuple[int, str]:
-    """The epoch and the holder that a refusal names."""
     return int(error.values.get("epoch", "0")), error.values.get("holder", "")
 
 

@@ -228,7 +228,6 @@ class AttachModel:
         return _send(state, reply) if commands else state._replace(schedulers=_with(state.schedulers, slot, number))
 
     def _deliver_reply(self, state: State, reply: Reply) -> State:
-        """Deliver a reply to its scheduler, unless that has ended."""
         if not self._is_there(state, reply.slot, reply.instance_id):
             return state
         domain = self._topology.domain_of(reply.event.group)
@@ -260,7 +259,6 @@ class AttachModel:
     def _handle(
         self, state: State, slot: int, domain: int, event: AttachEvent, *, is_holder_alive: bool = False
     ) -> State:
-        """Pass an event to a scheduler and carry out its commands."""
         number, commands = self.schedulers.call(state.schedulers[slot], "handle", domain, event, is_holder_alive)
         state = state._replace(schedulers=_with(state.schedulers, slot, number))
         for command in commands:
@@ -361,7 +359,6 @@ class AttachModel:
         return self.groups[state.groups[group]].ledger
 
     def _may_be_answered(self, state: State, slot: int, group: int) -> bool:
-        """Whether an offer or its answer is in transit."""
         return any(
             message.slot == slot and (message.group if isinstance(message, Request) else message.event.group) == group
             for message in state.messages
@@ -369,7 +366,6 @@ class AttachModel:
         )
 
     def _is_there(self, state: State, slot: int, instance_id: str) -> bool:
-        """Whether the scheduler process with this id is alive in this slot."""
         scheduler = self.schedulers[state.schedulers[slot]]
         return scheduler.instance_id == instance_id and not scheduler.has_exited
 

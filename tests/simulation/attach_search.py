@@ -171,7 +171,6 @@ class AttachSearch:
         return zip(self._froms, self._tos, strict=True)
 
     def _way_to(self, number: int) -> str:
-        """The moves from the first state to this one, one per line."""
         lines: list[str] = []
         while number:
             origin = self._origins[number]

@@ -116,9 +116,7 @@ class Outcome:
 
 
 class _Core:
-    """An engine with its ranks attached, the steps it sent that have not run yet, and the number of tokens it
-    delivered.
-    """
+    """An engine with its ranks attached, its steps that have not run yet, and the number of tokens it delivered."""
 
     def __init__(self, policy: SchedulerPolicy, topology: CellTopology) -> None:
         self.engine = Engine(policy, CacheSettings(), topology)

@@ -299,7 +299,6 @@ class EpochWatch:
             assert num_tokens <= entry.plan.params.max_tokens, "a row after the last token"
 
     def _check_order(self, entry: Entry, held: set[Entry], now: float) -> None:
-        """Check that no waiting choice should have entered before `entry`."""
         policy = self._settings.policy
         # A choice whose last rows are in flight has already left the batch.
         busy = held.union(entered.entry for sent in self.in_flight for entered in sent.rows)
@@ -319,7 +318,6 @@ class EpochWatch:
                     pass
 
     def _check_waiting(self, now: float) -> None:
-        """Check the bound on the number of steps for which an aged request waits."""
         policy = self._settings.policy
         if policy.delay_factor:
             # The bound does not hold when admission is delayed.

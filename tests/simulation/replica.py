@@ -207,7 +207,6 @@ class Replica:
                 self._submit(handle)
 
     def _cancel(self, handle: int) -> None:
-        """Cancel a request whose client has disconnected."""
         choices = self._ledger.open_choices(handle) if self.is_alive else []
         if self._ledger.remove(handle):
             self._send(exchange_pb2.ExchangeRequest(abort_handles=encode_handles([handle])))
@@ -308,7 +307,6 @@ def _finish_of(end: exchange_pb2.RequestEnd | None) -> Finish | None:
 
 
 def _reason_of(end: exchange_pb2.RequestEnd) -> str:
-    """The error's reason code."""
     info = error_details_pb2.ErrorInfo()
     for detail in end.error.details:
         if detail.Unpack(info):
@@ -317,7 +315,6 @@ def _reason_of(end: exchange_pb2.RequestEnd) -> str:
 
 
 def _scores_of(logprobs: Logprobs) -> list[Scores]:
-    """Convert log-probabilities to one entry per position."""
     entries = list(zip(logprobs.token_ids.tolist(), logprobs.values.tolist(), strict=True))
     columns = zip(logprobs.indexes.tolist(), logprobs.ranks.tolist(), pairwise(logprobs.bounds.tolist()), strict=True)
     return [(index, rank, tuple(entries[start:end])) for index, rank, (start, end) in columns]

@@ -253,7 +253,6 @@ class SchedulerProcess:
         assert self._is_over or clients <= self.cell._clients.keys(), "a request outlives its stream"
 
     def _exit(self) -> None:
-        """End the process by its own decision."""
         if self.is_alive:
             self._end()
             self._on_exit(self)

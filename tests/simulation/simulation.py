@@ -294,7 +294,6 @@ class Simulation:
             self._replace_scheduler()
 
     def _on_exit(self, process: SchedulerProcess) -> None:
-        """Replace a scheduler that has ended by its own decision."""
         assert any(self._mix.counts[fault] for fault in _SCHEDULER_ENDS), (
             "a scheduler exits although it was not replaced"
         )
@@ -304,7 +303,6 @@ class Simulation:
         return Replica(self.clock, self._rng, connect=self._connect, on_over=self._on_over)
 
     def _connect(self, replica: Replica) -> ExchangeStream | None:
-        """Open a stream from a replica to the scheduler; None if there is no running scheduler."""
         scheduler = self._scheduler
         if scheduler is None or scheduler.is_stopped:
             return None

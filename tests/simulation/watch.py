@@ -349,9 +349,7 @@ class EngineWatch:
             self._end(entry, must, (expected.finish, entry.num_tokens))
 
     def _take_failed(self, entry: Entry, count: int, must: Said) -> None:
-        """The row's grammar has failed, so its last token is meaningless; a stop among the earlier tokens takes
-        precedence.
-        """
+        """The row's grammar has failed, so its last token is void; a stop among the earlier tokens takes precedence."""
         if count > 1:
             self._take_tokens(entry, count - 1, must)
         if entry.is_live:
@@ -360,13 +358,11 @@ class EngineWatch:
             self._end(entry, must, "INVALID_REQUEST")
 
     def _drop(self, domain: int, epoch: int, must: Said, *, accuses_rows: bool = True) -> None:
-        """Record that the engine must drop a domain."""
         assert self._epoch_of(domain) == epoch, "the engine drops an epoch that it does not have"
         must.dropped.add(domain)
         self._lose(domain, must, accuses_rows=accuses_rows)
 
     def _is_overdue(self, domain: int, now: float) -> bool:
-        """Whether a rank of a domain is silent or makes no progress."""
         epochs = [self._epochs[rank] for rank in self._settings.topology.ranks_of(domain) if rank in self._epochs]
         silence_s = self._settings.policy.worker_silence_s
         return any(epoch.is_overdue(now, silence_s=silence_s) for epoch in epochs)
@@ -419,7 +415,6 @@ def _check_times(submission: Submission, plan: RequestPlan) -> None:
 
 
 def _num_tokens_so_far(submission: Submission, choice: int) -> int:
-    """The number of completion tokens of a choice that its client already has."""
     if not submission.choices_so_far:
         return 0
     return len(submission.choices_so_far[choice].output) // TOKEN_DTYPE.itemsize

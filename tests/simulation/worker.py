@@ -308,7 +308,6 @@ class SimulatedWorker:
         return Holder(self._claim.epoch, self._claim.live_holder(self._clock.now))
 
     def _begin(self) -> None:
-        """Let the device begin the oldest launched step."""
         launch = self._launched[0]
         self.group.begin(launch.request)
         try:
@@ -372,7 +371,6 @@ class SimulatedWorker:
         self.when_running(lambda: self._return(launch))
 
     def _return(self, launch: _Launch) -> None:
-        """Return the result of the step that has run, unless the process died meanwhile."""
         if not self._is_running(launch):
             return
         assert launch.answer is not None
@@ -392,7 +390,6 @@ class SimulatedWorker:
 
 
 def _output_of(result: worker_pb2.StepResult) -> StepOutput:
-    """What a step sampled, in the form that the ranks of a group compare."""
     return StepOutput(
         result.epoch,
         result.step_id,
@@ -404,7 +401,6 @@ def _output_of(result: worker_pb2.StepResult) -> StepOutput:
 
 
 def _make_nonsense(result: worker_pb2.StepResult, rng: Random) -> None:
-    """Corrupt a result so that it is invalid."""
     tokens = np.frombuffer(result.token_ids, TOKEN_DTYPE).tolist()
     counts = np.frombuffer(result.counts, TOKEN_DTYPE).tolist() if result.HasField("counts") else [1] * len(tokens)
     match rng.randrange(4):

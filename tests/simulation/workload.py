@@ -240,7 +240,6 @@ class RequestPlan:
 
 
 def _draw_proposals(rng: Random, topology: CellTopology) -> tuple[Proposal, ...]:
-    """Draw the proposals, by rank."""
     by_domain = [Proposal(rng.choice([8, 16, 48, 600]), rng.random() < 0.5) for _ in range(topology.num_domains)]
     return tuple(by_domain[topology.domain_of(rank)] for rank in range(topology.dp_size))
 

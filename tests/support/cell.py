@@ -228,5 +228,4 @@ def _name_of(command: list[str]) -> str | None:
 
 
 def _flag(command: list[str], name: str) -> str:
-    """The value of a flag on a service's command line."""
     return next(flag.partition("=")[2] for flag in command if flag.startswith(f"--{name}="))

@@ -398,6 +398,5 @@ def _num_resumes(choice: Completion) -> int:
 
 
 def _is_part_of(part: Sequence[int], whole: Sequence[int]) -> bool:
-    """Whether `part` is a subsequence of `whole`."""
     rest = iter(whole)
     return all(item in rest for item in part)

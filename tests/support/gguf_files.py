@@ -135,9 +135,7 @@ def _gguf_name(name: str) -> str:
 
 
 def _gguf_rows(architecture: str, name: str, tensor: Tensor, config: Mapping[str, Any]) -> Tensor:
-    """Reorder rows for GGUF: a llama's rotated pairs are adjacent there, but half a head apart in Hugging Face's
-    layout.
-    """
+    """Reorder rows: a llama's rotated pairs are adjacent in GGUF, but half a head apart in Hugging Face's layout."""
     if architecture != "llama" or not name.endswith(("q_proj.weight", "k_proj.weight")):
         return tensor
     heads = tensor.view(-1, 2, config["head_dim"] // 2, tensor.shape[1])

@@ -82,7 +82,6 @@ class RankPool:
         self._meetings.clear()
 
     def _meeting(self, *kind: Any) -> tuple[str, str]:
-        """Rendezvous address and start id for a kind of job."""
         if kind not in self._meetings:
             self._meetings[kind] = f"127.0.0.1:{free_port()}", "-".join(map(str, kind))
         return self._meetings[kind]

@@ -61,7 +61,6 @@ def make_small_mtp_model(
 
 
 def _make_layer(whole: Any, number: int) -> MtpLayer:
-    """Make an MTP layer around decoder layer `number`."""
     block = whole.model.layers[number]
     layer = MtpLayer(whole.config, type(block), type(whole.model.norm), number)
     randomise(layer, number, is_tied=False)

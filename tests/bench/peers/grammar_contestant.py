@@ -77,9 +77,7 @@ class Tally:
 
 
 class Suite:
-    """Every schema of the JSON Schema Test Suite: compiled, checked against the suite's values, and used to write
-    texts.
-    """
+    """Every schema of the JSON Schema Test Suite: compiled, checked against values, and used to write texts."""
 
     def __init__(self, grammars: Grammars, model_dir: str, eos_token_id: int) -> None:
         self._grammars = grammars
