@@ -54,7 +54,7 @@ def read_rule(model_dir: Path, backend: str) -> RoutingRule:
 
 
 def logits_with_ties(num_experts: int) -> Tensor:
-    """Logits with few distinct values, some differing by less than the float32 precision of scores, some without ties."""
+    """Logits with few distinct values, some closer than the float32 precision of scores, and some without ties."""
     generator = torch.Generator().manual_seed(num_experts)
     few = torch.randint(-2, 3, (NUM_TOKENS, num_experts), generator=generator).float()
     noise = torch.randn(NUM_TOKENS, num_experts, generator=generator)
