@@ -28,7 +28,6 @@ def as_published(config: dict[str, Any], architecture: str, chosen: dict[str, An
 
     Args:
         config: As written by transformers.
-        architecture: The name of its class.
         chosen: The values from which the configuration was made, which are kept.
     """
     rope = dict(config["rope_parameters"])

@@ -32,7 +32,6 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """Make the loop of a process.
 
         Args:
-            clock: The simulated clock.
             when_running: Runs an action in the process, by `run_once` of this loop.
             wakes_at: Maps the time of a timer to when the process, if otherwise idle, runs it.
         """

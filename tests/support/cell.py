@@ -93,7 +93,6 @@ class Cell:
         """Wait until a service reports SERVING; fails after five minutes.
 
         Args:
-            name: The service's name.
             instead_of: Wait for a process with a different id than this.
         """
         async with asyncio.timeout(PATIENCE_S):
@@ -149,7 +148,6 @@ def start_cell(model_dir: Path, *flags: str) -> Iterator[Cell]:
     """Start a cell on a free port, wait until it is ready, and stop it at the end.
 
     Args:
-        model_dir: The model to serve.
         flags: More of `lockstep serve`'s flags, such as `--worker.ops-backend=reference`.
 
     Raises:

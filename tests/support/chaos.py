@@ -300,9 +300,6 @@ async def chaos_cell(
     """A cell with long silence timeouts and quick restarts.
 
     Args:
-        model_dir: The model to serve.
-        flags: More flags of `lockstep serve`.
-        backend: The ops backend of its workers.
         has_workers: Whether it starts its workers itself; if not, the test must start them with `WORKER_FLAGS`.
     """
     role_to_flags: dict[str, Sequence[str]] = {"scheduler": SCHEDULER_FLAGS, "tokenizer": TOKENIZER_FLAGS}

@@ -63,7 +63,6 @@ def write_gguf(
     """Write a model of `model_tensors`.
 
     Args:
-        path: The file to write.
         architecture: llama, qwen2, qwen3 or qwen3moe.
         config: The model's sizes, under Hugging Face's names.
         kind: The type of matrices; all other tensors are float32.

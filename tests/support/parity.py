@@ -114,8 +114,6 @@ def wrong_rows(ours: Tensor, theirs: TransformersModel, token_ids: Sequence[int]
 
     Args:
         ours: [n, vocabulary]; the logits after the tokens from index `first` on.
-        theirs: The model to compare with.
-        token_ids: All tokens.
         first: The index of the first row of `ours`.
     """
     wrong = torch.ones(len(ours), dtype=torch.bool)

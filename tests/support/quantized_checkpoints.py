@@ -102,7 +102,6 @@ def packed(
     """Quantise to integers packed into int32, with a scale (and a zero point) per row and group of columns.
 
     Args:
-        weight: The matrix.
         num_bits: 4 or 8.
         group_size: Columns that share a scale; None means all.
         is_symmetric: Whether to omit zero points.

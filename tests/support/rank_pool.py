@@ -52,11 +52,8 @@ class RankPool:
         """Generate greedy completions on `tp_size` ranks.
 
         Args:
-            model_dir: The model.
             prompts: At least one token each.
             num_tokens: Tokens per completion.
-            tp_size: The number of ranks.
-            backend: The ops backend.
             batches: Indexes of the prompts computed together; None means all in one batch.
             more: Further fields of `RankJob`.
         """

@@ -26,7 +26,6 @@ def build_model(architecture: str, values: Mapping[str, Any], *, seed: int = 1) 
     """Build transformers' model in float32 with weights that all affect the logits.
 
     Args:
-        architecture: The name of its class.
         values: The values of its configuration.
         seed: Determines the weights.
     """

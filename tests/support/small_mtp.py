@@ -42,7 +42,6 @@ def make_small_mtp_model(
     Args:
         architecture: A key of `SMALL_CONFIGS`.
         variant: A key of `SMALL_CONFIGS[architecture]`.
-        directory: Where to write the checkpoint.
         num_mtp_layers: At least 1.
         has_sure_drafts: Whether most drafts should be right; otherwise hardly any is.
     """

@@ -27,10 +27,7 @@ class StepPool:
         """Run steps on the ranks of one failure domain, and return their answers.
 
         Args:
-            model_dir: The model to load.
-            layouts: The layout of each rank.
             steps: The steps of each DP rank, in order; all ranks of its TP group run them.
-            backend: The ops backend.
         """
         common = {
             "model_dir": str(model_dir),

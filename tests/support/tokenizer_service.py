@@ -86,8 +86,6 @@ async def run_tokenizer_service(
     """Run the service and its peers, which have not sent their cell info yet; the service must stop cleanly.
 
     Args:
-        model_dir: The model.
-        socket_dir: Where to put the sockets.
         model_digest_of_cell: The model digest of the peers' cell; None means the same model.
         exact_fingerprint: The exact fingerprint of the peers' cell.
         num_schedulers: The number of peers, each a separate scheduler instance.

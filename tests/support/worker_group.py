@@ -54,7 +54,6 @@ def start_group(model_dir: Path, directory: Path, tp_size: int, *flags: str) -> 
     """Start a TP group on the exact backend, wait until it is serving, and kill what is left of it at the end.
 
     Args:
-        model_dir: The model.
         directory: For sockets and logs.
         tp_size: The number of processes; the first is the leader.
         flags: Further worker flags, for all processes.
