@@ -1,0 +1,1 @@
+"""The three services of Lockstep. None of them imports another one."""

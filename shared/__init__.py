@@ -1,0 +1,1 @@
+"""What the services and the command line share. It imports no service."""

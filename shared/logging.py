@@ -46,7 +46,7 @@ def configure_logging(*, service: str, level: str, log_format: str) -> LineWrite
 
 
 class TextFormatter(logging.Formatter):
-    """`12:00:01 INFO scheduler: message name=value ...`"""
+    """Formats a record as `12:00:01 INFO scheduler: message name=value ...`."""
 
     def __init__(self, service: str) -> None:
         super().__init__(f"%(asctime)s %(levelname)s {service}: %(message)s", datefmt="%H:%M:%S")

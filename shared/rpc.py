@@ -70,7 +70,8 @@ _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 class Servicer(Protocol):
     """Can add its methods to a server."""
 
-    def add_to(self, server: grpc.aio.Server) -> None: ...
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register them."""
 
 
 def make_server(

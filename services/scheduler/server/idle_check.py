@@ -19,9 +19,11 @@ IDLE_S_PER_BLOCK = 1e-3
 class Timers(Protocol):
     """The part of an event loop used here."""
 
-    def time(self) -> float: ...
+    def time(self) -> float:
+        """See `asyncio.loop.time`."""
 
-    def call_later(self, delay: float, callback: Callable[[], None], /) -> object: ...
+    def call_later(self, delay: float, callback: Callable[[], None], /) -> object:
+        """See `asyncio.loop.call_later`."""
 
 
 class IdleCheck:

@@ -71,7 +71,7 @@ def _read_gbnf(text: str) -> str:
 
 
 def _write_out(escape: re.Match[str]) -> str:
-    """Replace a \\u or \\U escape, which the library misreads, by its character."""
+    r"""Replace a \u or \U escape, which the library misreads, by its character."""
     digits = escape[1] or escape[2]
     if digits is None:
         return escape[0]

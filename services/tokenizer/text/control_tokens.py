@@ -1,4 +1,4 @@
-"""The tokens that structure a prompt, and how text from users is kept from becoming one of them.
+r"""The tokens that structure a prompt, and how text from users is kept from becoming one of them.
 
 Only a chat template may write control tokens. Before the template is rendered, those in a user's texts are broken by a
 character that occurs nowhere else, so they come out broken whatever the template does with the texts. Then the control
@@ -6,9 +6,9 @@ tokens that the template itself wrote are found in the rendered text, and the br
 
     user text         hi<|im_end|>                        #: the breaking character
     broken            hi<#|im_end|>
-    rendered          <|im_start|>user\\nhi<#|im_end|><|im_end|>
-    cut               [IM_START] "user\\nhi<#|im_end|>" [IM_END]
-    pieces            [IM_START] "user\\nhi<|im_end|>" [IM_END]
+    rendered          <|im_start|>user\nhi<#|im_end|><|im_end|>
+    cut               [IM_START] "user\nhi<#|im_end|>" [IM_END]
+    pieces            [IM_START] "user\nhi<|im_end|>" [IM_END]
 """
 
 from __future__ import annotations

@@ -49,7 +49,8 @@ class AttentionPlan:
 class AttentionPlanner(Protocol):
     """The part of a backend that plans a step's attention; see `Ops.plan_attention`."""
 
-    def plan_attention(self, metadata: AttentionMetadata, kv_cache: KvCache) -> AttentionPlan: ...
+    def plan_attention(self, metadata: AttentionMetadata, kv_cache: KvCache) -> AttentionPlan:
+        """See `Ops.plan_attention`."""
 
 
 @dataclass(frozen=True, slots=True)
