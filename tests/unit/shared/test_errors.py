@@ -1,4 +1,4 @@
-"""The table of LAYOUT: which situation has which code and reason."""
+"""The table of errors: which situation has which code and reason."""
 
 from __future__ import annotations
 
