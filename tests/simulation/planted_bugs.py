@@ -330,7 +330,7 @@ def _preempted_sequences_go_to_the_back(patch: Patch) -> None:
     preempt = Preemption.preempt
 
     def preempt_late(self: Preemption, seq: Sequence, now: float) -> None:
-        seq.arrive_time = now
+        seq.arrived_at = now
         preempt(self, seq, now)
 
     patch.setattr(Preemption, "preempt", preempt_late)

@@ -115,7 +115,7 @@ def _sequences_of_a_lost_rank_go_to_the_back(patch: Patch) -> None:
     def requeue(self: Scheduler, now: float) -> RecoveredSequences:
         recovered = end_epoch(self, now)
         for seq in recovered.sequences:
-            seq.arrive_time = now
+            seq.arrived_at = now
         return recovered
 
     patch.setattr(Scheduler, "end_epoch", requeue)

@@ -124,9 +124,9 @@ class Replica:
             plan.n,
             is_exact=plan.is_exact,
         )
-        deadline_s = None if plan.patience_s is None else self._clock.now + plan.patience_s
-        handle = self._ledger.add(request, arrived_s=self._clock.now, deadline_s=deadline_s)
-        choices = [Told(plan, choice, handle, deadline=deadline_s) for choice in range(plan.n)]
+        deadline_at = None if plan.patience_s is None else self._clock.now + plan.patience_s
+        handle = self._ledger.add(request, arrived_at=self._clock.now, deadline_at=deadline_at)
+        choices = [Told(plan, choice, handle, deadline=deadline_at) for choice in range(plan.n)]
         self._told.update(enumerate(choices, handle))
         if self._knows_cell:
             self._submit(handle)

@@ -84,21 +84,21 @@ class Requests(CellRequests):
         self.open_stream(self.link, info)
         return self.link
 
-    async def begin_request(self, sink: Sink, request_id: str = "r", deadline_s: float | None = None) -> int:
+    async def begin_request(self, sink: Sink, request_id: str = "r", deadline_at: float | None = None) -> int:
         """Add a request and consume its submit; returns its handle."""
-        handle = self.add(sink, request_id, deadline_s)
+        handle = self.add(sink, request_id, deadline_at)
         assert [submit.handle for submit in (await self.next_message()).submits] == [handle]
         return handle
 
-    def add(self, sink: Sink, request_id: str = "r", deadline_s: float | None = None) -> int:
+    def add(self, sink: Sink, request_id: str = "r", deadline_at: float | None = None) -> int:
         """Add a request without consuming its submit; returns its handle."""
         request = ResolvedRequest(request_id, column([1, 2, 3]), SamplingParams(max_tokens=4))
-        return self.submit(request, [sink], arrived_s=time.monotonic(), deadline_s=deadline_s)
+        return self.submit(request, [sink], arrived_at=time.monotonic(), deadline_at=deadline_at)
 
     async def begin_choices(self, *sinks: Sink) -> int:
         """Add a request with a choice per sink, and consume its submit; returns its handle."""
         request = ResolvedRequest("r", column([1, 2, 3]), SamplingParams(max_tokens=4), n=len(sinks))
-        handle = self.submit(request, sinks, arrived_s=time.monotonic(), deadline_s=None)
+        handle = self.submit(request, sinks, arrived_at=time.monotonic(), deadline_at=None)
         assert (await self.next_submit()).n == len(sinks)
         return handle
 

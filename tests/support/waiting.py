@@ -18,7 +18,7 @@ def make_queue(policy: QueuePolicy = QueuePolicy.FCFS, *, max_requests: int = 10
 
 
 def make_seq(
-    arrive_time: float = 0.0, *, priority: Priority = Priority.NORMAL, num_prompt_tokens: int = 1, attempt: int = 1
+    arrived_at: float = 0.0, *, priority: Priority = Priority.NORMAL, num_prompt_tokens: int = 1, attempt: int = 1
 ) -> Sequence:
     """A sequence that was never admitted."""
     return Sequence(
@@ -28,7 +28,7 @@ def make_seq(
         params=SamplingParams(max_tokens=1),
         token_bytes=bytearray(token_bytes([1] * num_prompt_tokens)),
         num_prompt_tokens=num_prompt_tokens,
-        arrive_time=arrive_time,
+        arrived_at=arrived_at,
         priority=priority,
         attempt=attempt,
     )
@@ -37,7 +37,7 @@ def make_seq(
 def add_all(queue: WaitingQueue, *seqs: Sequence) -> None:
     """Add each sequence at its arrival time."""
     for seq in seqs:
-        queue.add(seq, seq.arrive_time)
+        queue.add(seq, seq.arrived_at)
 
 
 def nothing_cached(_: Sequence) -> int:

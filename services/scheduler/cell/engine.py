@@ -184,12 +184,12 @@ class Engine:
         self._facts.update(self._cell.domains)
         resumes = OutputsByClient()
         for seq in sequences:
-            if seq.num_resumes and seq.leave_time is None:
+            if seq.num_resumes and seq.left_at is None:
                 resumes.add_resume(seq)
         actions = deliver(resumes)
         if poison is not None:
             actions += self._desk.end_poison(poison, now)
-        exact = [seq for seq in sequences if seq.exact_fingerprint is not None and seq.leave_time is None]
+        exact = [seq for seq in sequences if seq.is_exact and seq.left_at is None]
         return actions + self._desk.end_unservable(exact, now)
 
     def _drop(self, domain: Domain, reason: str, now: float, *, accuses_rows: bool) -> list[Action]:

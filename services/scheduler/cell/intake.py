@@ -19,7 +19,7 @@ def make_request(client: int, submission: Submission, now: float) -> Request:
     """A request with a sequence for each choice that has not ended."""
     so_far = submission.choices_so_far or (_NOTHING_SO_FAR,) * submission.n
     choices = [
-        _make_sequence(client, submission, choice, output=so_far[choice].output, arrive_time=now - submission.age_s)
+        _make_sequence(client, submission, choice, output=so_far[choice].output, arrived_at=now - submission.age_s)
         for choice in submission.open_choices
     ]
     return Request(
@@ -52,7 +52,7 @@ def check_sequence(seq: Sequence, limits: ModelLimits) -> None:
         raise InvalidRequestError.from_violations([violation])
 
 
-def _make_sequence(client: int, submission: Submission, choice: int, *, output: bytes, arrive_time: float) -> Sequence:
+def _make_sequence(client: int, submission: Submission, choice: int, *, output: bytes, arrived_at: float) -> Sequence:
     tokens = bytearray(submission.prompt)
     tokens += output
     return Sequence(
@@ -62,12 +62,12 @@ def _make_sequence(client: int, submission: Submission, choice: int, *, output: 
         submission.params,
         tokens,
         len(submission.prompt) // TOKEN_DTYPE.itemsize,
-        arrive_time,
+        arrived_at,
         priority=submission.priority,
         cache_salt=submission.cache_salt,
         attempt=submission.attempt,
         choice=choice,
-        exact_fingerprint="" if submission.is_exact else None,
+        is_exact=submission.is_exact,
         num_resumes=submission.num_earlier_resumes,
     )
 

@@ -168,7 +168,7 @@ class RequestDesk:
         if model is None or limits is None:
             return None
         check_sequence(seq, limits)
-        if seq.exact_fingerprint is not None:
+        if seq.is_exact:
             self._promise_exactness(seq)
         if seq.num_stored_tokens == seq.num_prompt_tokens:
             return None
@@ -181,7 +181,7 @@ class RequestDesk:
             ExactUnavailableError: it is not available.
         """
         fingerprint = self._facts.exact_fingerprint
-        if not fingerprint or seq.exact_fingerprint not in ("", fingerprint):
+        if not fingerprint or seq.exact_fingerprint not in (None, fingerprint):
             raise ExactUnavailableError("the workers cannot guarantee exact results")
         seq.exact_fingerprint = fingerprint
 

@@ -88,7 +88,7 @@ class Endings:
     def _leave(self, seq: Sequence, now: float, status: SequenceStatus) -> None:
         """Take out a sequence in any state; its tokens must be stored."""
         self._counters.num_finished += 1
-        seq.leave_time = now
+        seq.left_at = now
         if seq.slot is None:
             self._waiting.remove(seq, now)
         elif seq.status is SequenceStatus.WAITING:

@@ -121,7 +121,7 @@ class Postprocessor:
     def _start(self, slots: Slots, outputs: OutputsByClient, now: float) -> None:
         for slot in slots.tolist():
             seq = self._slots.sequence_at(slot)
-            seq.first_token_time = now
+            seq.first_token_at = now
             assert seq.num_first_cached_tokens is not None
             outputs.add_start(seq.client, RequestStart(seq.handle, seq.num_first_cached_tokens))
 

@@ -139,7 +139,7 @@ class RunningBatch:
     def in_flight_ids(self) -> list[str]:
         """Ids of the unfinished requests in steps in flight, each once, in row order."""
         sequences = [seq for record in self.in_flight for seq in self.sequences_in(record)]
-        return list(dict.fromkeys(seq.id for seq in sequences if seq.leave_time is None))
+        return list(dict.fromkeys(seq.id for seq in sequences if seq.left_at is None))
 
     def void(self) -> list[Sequence]:
         """Take back the unfinished sequences, with the tokens they have; the steps in flight are lost.

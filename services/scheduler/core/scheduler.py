@@ -286,7 +286,7 @@ class Scheduler:
     def unfinished(self) -> list[Sequence]:
         """The sequences that have not ended: waiting, running or retiring."""
         held = [*self._running.sequences(), *self._running.retiring()]
-        return [*self._waiting, *(seq for seq in held if seq.leave_time is None)]
+        return [*self._waiting, *(seq for seq in held if seq.left_at is None)]
 
     def check_integrity(self) -> None:
         """Assert that slots, blocks and queues are consistent."""
@@ -315,7 +315,7 @@ class Scheduler:
         """With a delay factor, a prefill waits a while so that more prompts can share it."""
         if not self._policy.delay_factor or not self.num_running or not self._waiting:
             return True
-        waited = now - self._waiting.oldest_arrive_time()
+        waited = now - self._waiting.oldest_arrived_at()
         return waited > self._policy.delay_factor * self._postprocessor.last_prefill_latency
 
     def _take_waiting(self, now: float) -> list[Sequence]:

@@ -89,7 +89,7 @@ class DirectClients:
         Raises:
             ServiceError: the request is refused, or its answer ended with an error.
         """
-        arrived_s = self._loop.time()
+        arrived_at = self._loop.time()
         if self._end is not None:
             raise self._end
         limits = self._model_limits()
@@ -112,7 +112,7 @@ class DirectClients:
             raise
         finally:
             self._forget(submission)
-            self._log_end(submission.request_id, stream, outcome, arrived_s)
+            self._log_end(submission.request_id, stream, outcome, arrived_at)
 
     def abort(self, request: scheduler_pb2.AbortRequest) -> None:
         """End a request of any client; an unknown id is ignored.
@@ -193,7 +193,7 @@ class DirectClients:
         if self._to_wake:
             self._loop.call_soon(self._wake_some)
 
-    def _log_end(self, request_id: str, stream: TokenStream, outcome: str, arrived_s: float) -> None:
+    def _log_end(self, request_id: str, stream: TokenStream, outcome: str, arrived_at: float) -> None:
         usage = stream.usage
         facts = {
             "request_id": request_id,
@@ -201,7 +201,7 @@ class DirectClients:
             "num_cached_tokens": usage.num_cached_tokens,
             "num_completion_tokens": usage.num_completion_tokens,
             "outcome": outcome,
-            "total_ms": round(1e3 * (self._loop.time() - arrived_s), 3),
+            "total_ms": round(1e3 * (self._loop.time() - arrived_at), 3),
         }
         logger.info("request ended", extra=facts)
 

@@ -88,7 +88,7 @@ class CellRequests:
         self._scheduler_instance_id = ""
         self._exact_fingerprint = ""
         # When the last stream's scheduler was last heard from, if it may have died.
-        self._died_s: float | None = None
+        self._died_at: float | None = None
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -97,15 +97,15 @@ class CellRequests:
         request: ResolvedRequest,
         receivers: Sequence[Receiver],
         *,
-        arrived_s: float,
-        deadline_s: float | None,
+        arrived_at: float,
+        deadline_at: float | None,
     ) -> int:
         """Submit a request to the cell.
 
         Args:
             receivers: One for each choice.
-            arrived_s: When it arrived, in seconds of `time.monotonic`.
-            deadline_s: The caller's deadline on the same clock; None means there is none.
+            arrived_at: When it arrived, in seconds of `time.monotonic`.
+            deadline_at: The caller's deadline on the same clock; None means there is none.
 
         Returns:
             The handle to pass to `abort`, which is that of its first choice.
@@ -117,7 +117,7 @@ class CellRequests:
         if self._link is None:
             raise NotReadyError("the service is not connected to a scheduler")
         check_exactness(self._exact_fingerprint, is_exact=request.is_exact)
-        handle = self._ledger.add(request, arrived_s=arrived_s, deadline_s=deadline_s)
+        handle = self._ledger.add(request, arrived_at=arrived_at, deadline_at=deadline_at)
         self._receivers.update(enumerate(receivers, handle))
         if self._ledger.must_wait(handle):
             self._arm_timer()
@@ -156,17 +156,17 @@ class CellRequests:
             self._loop.call_later(delay, link.submit, handle)
         return len(handles)
 
-    def lose_stream(self, link: ExchangeLink, *, died_s: float | None = None) -> None:
+    def lose_stream(self, link: ExchangeLink, *, died_at: float | None = None) -> None:
         """A stream has ended; if it is the current one, its requests wait for the next.
 
         Args:
-            died_s: When the scheduler was last heard from, if the stream ended without a reason. It then counts as dead
-                unless the next stream is from the same scheduler instance.
+            died_at: When the scheduler was last heard from, if the stream ended without a reason. It then counts as
+                dead unless the next stream is from the same scheduler instance.
         """
         link.close()
         if link is self._link:
             self.counters.num_lost_links += 1
-            self._link, self._died_s = None, died_s
+            self._link, self._died_at = None, died_at
             self._ledger.lose_stream(self._stream, time.monotonic())
             self._expire()
 
@@ -216,11 +216,11 @@ class CellRequests:
 
     def _meet_scheduler(self, instance_id: str) -> None:
         """Note which scheduler serves; if it replaces one that may have died, a request may be to blame."""
-        if self._died_s is not None and instance_id != self._scheduler_instance_id:
-            ends = self._ledger.on_scheduler_death(self._died_s)
+        if self._died_at is not None and instance_id != self._scheduler_instance_id:
+            ends = self._ledger.on_scheduler_death(self._died_at)
             self.counters.num_poison_requests += bool(ends)
             self._fail_each(ends)
-        self._died_s, self._scheduler_instance_id = None, instance_id
+        self._died_at, self._scheduler_instance_id = None, instance_id
 
     def _fail_each(self, ends: Iterable[tuple[int, ServiceError]]) -> None:
         for handle, error in ends:

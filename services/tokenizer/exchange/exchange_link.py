@@ -23,7 +23,7 @@ class ExchangeLink:
         It is called just before the message is sent, so that ages and outputs are current.
         """
         # When the scheduler was last heard from, in seconds of `time.monotonic`; initially when the link was made.
-        self.heard_s = time.monotonic()
+        self.heard_at = time.monotonic()
         self._make_submit = make_submit
         self._is_closed = False
         self._submits: deque[int] = deque()

@@ -31,8 +31,8 @@ class ExchangeError(Exception):
 class _LiveRequest:
     request: ResolvedRequest
     handle: int
-    arrived_s: float
-    deadline_s: float | None
+    arrived_at: float
+    deadline_at: float | None
     choices: list[_LiveChoice] = field(default_factory=list)
     num_attempts: int = 0
     stream: int | None = None
@@ -56,7 +56,7 @@ class _LiveRequest:
     @property
     def resubmission_order(self) -> tuple[bool, float, int]:
         """The sort key for submitting on a new stream: requests with output first, then by age."""
-        return not self._has_news, self.arrived_s, self.handle
+        return not self._has_news, self.arrived_at, self.handle
 
     def begin_attempt(self, stream: int) -> None:
         """It is submitted on a stream; every attempt but the first resumes its unfinished choices."""
@@ -105,7 +105,7 @@ class RequestLedger:
         self._lost_after_s = lost_after_s
         self._has_stream = False
         # The last sign of life of a scheduler; only used while there is no stream.
-        self._lived_s = now
+        self._alive_at = now
         self._exact_fingerprint = ""
         self._suspects = SubmitSuspects()
         self._stream = 0
@@ -117,11 +117,11 @@ class RequestLedger:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def add(self, request: ResolvedRequest, *, arrived_s: float, deadline_s: float | None) -> int:
+    def add(self, request: ResolvedRequest, *, arrived_at: float, deadline_at: float | None) -> int:
         """Add a request and return the handle of its first choice; `next_attempt` submits it."""
         handle = self._next_handle
         self._next_handle += request.n
-        live = _LiveRequest(request, handle, arrived_s, deadline_s)
+        live = _LiveRequest(request, handle, arrived_at, deadline_at)
         live.choices = [_LiveChoice(live) for _ in range(request.n)]
         self._requests[handle] = self._unsent[handle] = live
         self._choices.update(enumerate(live.choices, handle))
@@ -149,13 +149,13 @@ class RequestLedger:
         ]
         return [end for handle in inexact for end in self._fail(handle, error)]
 
-    def on_scheduler_death(self, died_s: float) -> list[tuple[int, ServiceError]]:
-        """The scheduler of the lost stream has died, at `died_s` or soon after.
+    def on_scheduler_death(self, died_at: float) -> list[tuple[int, ServiceError]]:
+        """The scheduler of the lost stream has died, at `died_at` or soon after.
 
         Returns:
             The choices of the request that is found guilty, which end with an error; none while it is not known.
         """
-        guilty = self._suspects.accuse(died_s)
+        guilty = self._suspects.accuse(died_at)
         if guilty is None:
             return []
         return self._fail(guilty, PoisonRequestError("the scheduler died each time it received the request"))
@@ -190,11 +190,11 @@ class RequestLedger:
         """A stream has ended: its requests wait for the next one. Does nothing unless it is the current one."""
         if stream == self._stream and self._has_stream:
             self._detach()
-            self._has_stream, self._lived_s = False, now
+            self._has_stream, self._alive_at = False, now
 
     def hear_scheduler(self, now: float) -> None:
         """A scheduler is up but not serving yet: it is waiting for its workers."""
-        self._lived_s = now
+        self._alive_at = now
 
     def next_attempt(self, handle: int, now: float) -> Attempt | None:
         """Submit a request on the current stream, at most once per stream.
@@ -217,8 +217,8 @@ class RequestLedger:
             live.request,
             live.num_attempts,
             live.choices_so_far,
-            now - live.arrived_s,
-            None if live.deadline_s is None else live.deadline_s - now,
+            now - live.arrived_at,
+            None if live.deadline_at is None else live.deadline_at - now,
             bool(live.exact_fingerprint),
             # The minimum: a choice's count may be too low, but never too high.
             min(choice.num_resumes for choice in live.choices if not choice.has_ended),
@@ -334,12 +334,12 @@ class RequestLedger:
         Returns:
             The choices that end, each with its error.
         """
-        if not self._has_stream and now - self._lived_s >= self._lost_after_s:
+        if not self._has_stream and now - self._alive_at >= self._lost_after_s:
             return [(handle, SchedulerLostError("the cell's scheduler was lost")) for handle in self.remove_all()]
         if self._has_stream:
             self._suspects.close_old(now)
         late = [
-            handle for handle, live in self._unsent.items() if live.deadline_s is not None and live.deadline_s <= now
+            handle for handle, live in self._unsent.items() if live.deadline_at is not None and live.deadline_at <= now
         ]
         error = DeadlinePassedError("the deadline passed before the request ended")
         return [end for handle in late for end in self._fail(handle, error)]
@@ -348,9 +348,9 @@ class RequestLedger:
         """The earliest time at which `expire` has something to do, if any."""
         if not self._unsent:
             return None
-        times = [live.deadline_s for live in self._unsent.values() if live.deadline_s is not None]
+        times = [live.deadline_at for live in self._unsent.values() if live.deadline_at is not None]
         if not self._has_stream:
-            times.append(self._lived_s + self._lost_after_s)
+            times.append(self._alive_at + self._lost_after_s)
         elif (closing := self._suspects.next_closing()) is not None:
             times.append(closing)
         return min(times, default=None)

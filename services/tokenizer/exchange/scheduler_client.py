@@ -131,11 +131,11 @@ class SchedulerClient:
         silence = Silence(self._silence_s)
         while not silence.beat():
             link.beat()
-            heard_s, now = link.heard_s, time.monotonic()
+            heard_at, now = link.heard_at, time.monotonic()
             await asyncio.wait([reader], timeout=next_beat_at(now) - now)
             if reader.done():
                 return reader.result()
-            if link.heard_s != heard_s:
+            if link.heard_at != heard_at:
                 silence.hear()
         return _LinkEnd("the scheduler is not serving, or is silent", is_unexplained=True)
 
@@ -160,7 +160,7 @@ class SchedulerClient:
         kind = response.WhichOneof("message")
         # If there are other schedulers, the heartbeats of one that is not serving do not count: try the next one.
         if self._cell is not None or kind != "heartbeat" or len(self._addresses) == 1:
-            link.heard_s = time.monotonic()
+            link.heard_at = time.monotonic()
         if self._cell is not None and kind == "outputs":
             self.requests.on_outputs(response.outputs)
         elif self._cell is None and kind == "cell_info":
@@ -192,6 +192,6 @@ class SchedulerClient:
     async def _unlink(self, link: ExchangeLink, end: _LinkEnd) -> None:
         was_linked = self._cell is not None
         self._cell = None
-        self.requests.lose_stream(link, died_s=link.heard_s if end.is_unexplained else None)
+        self.requests.lose_stream(link, died_at=link.heard_at if end.is_unexplained else None)
         if was_linked:
             await self._on_change(False)

@@ -89,13 +89,13 @@ class SubmitSuspects:
         """The stream is a new one: forget the open submits, without judging their requests."""
         self._handle_to_submitted_s.clear()
 
-    def accuse(self, died_s: float) -> int | None:
-        """The scheduler has died, at `died_s` or soon after: accuse the requests with open submits.
+    def accuse(self, died_at: float) -> int | None:
+        """The scheduler has died, at `died_at` or soon after: accuse the requests with open submits.
 
         Returns:
             The guilty request, which the caller must end; None while it is not known.
         """
-        self.close_old(died_s)
+        self.close_old(died_at)
         accused = list(self._handle_to_submitted_s)
         self.void()
         for handle in accused:

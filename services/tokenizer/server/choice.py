@@ -33,7 +33,7 @@ class Call(Protocol):
     """The call that a choice belongs to."""
 
     @property
-    def arrived_s(self) -> float:
+    def arrived_at(self) -> float:
         """When the call arrived, in seconds of `time.monotonic`."""
 
     def on_news(self, choice: Choice) -> None:
@@ -170,7 +170,7 @@ class Choice:
                 prompt_logprobs=queue.take(queue.max_positions), prompt=self._prompt, choice=self._number
             )
 
-    def take(self, now_s: float) -> tokenizer_pb2.GenerateResponse | None:
+    def take(self, now: float) -> tokenizer_pb2.GenerateResponse | None:
         """Take what has accumulated, as a response; None if there is nothing. `has_news` then says if more is left."""
         self.has_news = False
         text, token_ids = self._completion.take()
@@ -180,9 +180,9 @@ class Choice:
         if self._adds_extras:
             self._add_extras(response, token_ids)
         if token_ids and self.ttft_s is None:
-            self.ttft_s = now_s - self._call.arrived_s
+            self.ttft_s = now - self._call.arrived_at
         if self._finish is not None and not self.has_news:
-            self._set_timings(self._finish, now_s - self._call.arrived_s)
+            self._set_timings(self._finish, now - self._call.arrived_at)
             response.finish.CopyFrom(self._finish)
             return response
         has_something = token_ids or response.text or response.reasoning or response.tool_calls

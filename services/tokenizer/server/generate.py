@@ -54,8 +54,8 @@ class GenerateCall:
         self._preparer = RequestPreparer(model, lambda: scheduler.cell().limits)
         self._live = live
         self._writer = writer
-        self._arrived_s = time.monotonic()
-        self._deadline_s = None if time_left_s is None else self._arrived_s + time_left_s
+        self._arrived_at = time.monotonic()
+        self._deadline_at = None if time_left_s is None else self._arrived_at + time_left_s
         # The fields of the log line: ids, counts and durations, never text.
         self._facts: dict[str, str | int | float] = {}
 
@@ -95,11 +95,11 @@ class GenerateCall:
             return await self._stream(request, prompts)
 
     def _check_deadline(self) -> None:
-        if self._deadline_s is not None and time.monotonic() >= self._deadline_s:
+        if self._deadline_at is not None and time.monotonic() >= self._deadline_at:
             raise DeadlinePassedError("the deadline passed before the request was submitted")
 
     async def _stream(self, request: CheckedRequest, prompts: Sequence[PreparedPrompt]) -> str:
-        generation = Generation(arrived_s=self._arrived_s)
+        generation = Generation(arrived_at=self._arrived_at)
         self._live.begin(request.request_id, generation)
         handles: list[int] = []
         try:
@@ -121,7 +121,7 @@ class GenerateCall:
         choices = [self._make_choice(request, prompt, generation, (index, number)) for number in range(request.n)]
         generation.choices += choices
         return self._scheduler.requests.submit(
-            prompt.request, choices, arrived_s=self._arrived_s, deadline_s=self._deadline_s
+            prompt.request, choices, arrived_at=self._arrived_at, deadline_at=self._deadline_at
         )
 
     def _make_choice(
@@ -178,7 +178,7 @@ class GenerateCall:
             self._facts["ttft_ms"] = round(1e3 * generation.ttft_s, 3)
 
     def _elapsed_ms(self) -> float:
-        return round(1e3 * (time.monotonic() - self._arrived_s), 3)
+        return round(1e3 * (time.monotonic() - self._arrived_at), 3)
 
 
 def echo_pieces(text: str) -> Iterator[str]:

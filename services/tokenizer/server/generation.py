@@ -23,9 +23,9 @@ class Generation:
     Invariant: `_fresh` are the choices that have news and have not had their turn, in the order in which the news came.
     """
 
-    def __init__(self, *, arrived_s: float) -> None:
-        """The `choices` are added later; the call arrived at `arrived_s` of `time.monotonic`."""
-        self.arrived_s = arrived_s
+    def __init__(self, *, arrived_at: float) -> None:
+        """The `choices` are added later; the call arrived at `arrived_at` of `time.monotonic`."""
+        self.arrived_at = arrived_at
         self.choices: list[Choice] = []
         self._fresh: list[Choice] = []
         self._error: ServiceError | None = None

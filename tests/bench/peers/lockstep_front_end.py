@@ -72,9 +72,9 @@ class LockstepFrontEnd:
                 f"{number:032x}", np.array(prompt, TOKEN_DTYPE).tobytes(), SamplingParams(max_tokens)
             )
             self._completions.append(Completion(self._texts.detokenizer(), ()))
-            generation = Generation(arrived_s=0.0)
+            generation = Generation(arrived_at=0.0)
             generation.choices.append(Choice(generation, self._completions[-1], num_prompt_tokens=len(prompt)))
-            handles.append(requests.submit(request, generation.choices, arrived_s=0.0, deadline_s=None))
+            handles.append(requests.submit(request, generation.choices, arrived_at=0.0, deadline_at=None))
         self._handles = np.array(handles, np.uint32)
         num_sent = 0
         messages = link.messages()

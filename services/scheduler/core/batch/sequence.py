@@ -95,7 +95,7 @@ class Sequence:
     params: SamplingParams
     token_bytes: bytearray
     num_prompt_tokens: int
-    arrive_time: float
+    arrived_at: float
     priority: Priority = Priority.NORMAL
     cache_salt: bytes = b""
     attempt: int = 1
@@ -122,13 +122,15 @@ class Sequence:
     num_first_cached_tokens: int | None = None
     last_prompt_logprob: int = 0
     """The last prompt position whose log-probabilities its client has; 0 for none, since position 0 has none."""
-    first_token_time: float | None = None
-    leave_time: float | None = None
+    first_token_at: float | None = None
+    left_at: float | None = None
     finish: Finish | None = None
     rank: int | None = None
     """The DP rank it is placed on; None while it is unplaced."""
+    is_exact: bool = False
+    """Whether its request asks that the tokens depend only on the model, the prompt and the parameters."""
     exact_fingerprint: str | None = None
-    """The exact numerics promised for its tokens, empty until a rank is known; None if nothing was promised."""
+    """If it is exact: the numerics promised for its tokens; None until a model is known."""
     num_resumes: int = 0
     """How often it was resumed after what computed it was lost, including earlier attempts."""
     numerics: Numerics | None = None

@@ -71,7 +71,7 @@ class WaitingQueue:
     A sequence has aged once it has waited for more than `max_age_s` in total, not counting time spent running. Aged
     sequences go first, by arrival, under any policy, so none starves (see `max_steps_to_admission`).
 
-    Arrival is by `arrive_time`; ties go to those admitted before, then to the first added. So a preempted or
+    Arrival is by `arrived_at`; ties go to those admitted before, then to the first added. So a preempted or
     resubmitted sequence keeps its place. The limits apply to newcomers only. Each choice of a request counts as one
     waiting sequence; their shared prompt counts once.
 
@@ -103,7 +103,7 @@ class WaitingQueue:
         """Iterate in the order in which the sequences were added."""
         return iter(self._arrivals)
 
-    def oldest_arrive_time(self) -> float:
+    def oldest_arrived_at(self) -> float:
         """The earliest arrive time of all waiting sequences; the queue must not be empty."""
         return min(place[0][0] for place in self._fronts())
 
@@ -140,7 +140,7 @@ class WaitingQueue:
         seq.queued_at = now
         self._num_added += 1
         is_new = not seq.was_admitted
-        arrival = (seq.arrive_time, is_new, self._num_added)
+        arrival = (seq.arrived_at, is_new, self._num_added)
         self._arrivals[seq] = arrival
         self._order.push(arrival, seq)
         self._ages.push((self._ages_at(seq), self._num_added), seq)
@@ -186,7 +186,7 @@ class WaitingQueue:
         assert len(self._order) == len(self._ages) == len(self) - len(self._aged), "the waiting queue's places"
         assert all((seq in self._aged) != (seq in self._ages) for seq in self), "the waiting queue's places"
         if self:
-            assert self.oldest_arrive_time() == min(seq.arrive_time for seq in self), "the oldest that waits"
+            assert self.oldest_arrived_at() == min(seq.arrived_at for seq in self), "the oldest that waits"
 
     def _first_aged(self, now: float) -> Sequence:
         """The first of the aged sequences, at least one of which is still in the policy's order."""

@@ -17,7 +17,7 @@ def finish_after(completion: list[int], **params: object) -> Finish | None:
     """Why a sequence with this completion stops, if it does."""
     sampling = SamplingParams(**{"max_tokens": 8, **params})  # type: ignore[arg-type]
     tokens = bytearray(np.array(PROMPT + completion, TOKEN_DTYPE).tobytes())
-    return find_finish(Sequence("r", 1, 1, sampling, tokens, len(PROMPT), arrive_time=0.0), EOS)
+    return find_finish(Sequence("r", 1, 1, sampling, tokens, len(PROMPT), arrived_at=0.0), EOS)
 
 
 def reason_after(completion: list[int], **params: object) -> FinishReason | None:

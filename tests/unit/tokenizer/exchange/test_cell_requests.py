@@ -47,8 +47,8 @@ async def test_a_submit_carries_everything_about_its_request() -> None:
         stop_token_sequences=((1, 2), (3,)),
     )
     request = ResolvedRequest("id", column([9, 8]), sampling, common_pb2.PRIORITY_HIGH, b"salt")
-    arrived_s = time.monotonic() - 5.0
-    handle = requests.submit(request, [Sink()], arrived_s=arrived_s, deadline_s=arrived_s + 25.0)
+    arrived_at = time.monotonic() - 5.0
+    handle = requests.submit(request, [Sink()], arrived_at=arrived_at, deadline_at=arrived_at + 25.0)
     submit = await requests.next_submit()
     age_s, time_left_s = submit.age.ToNanoseconds() / 1e9, submit.time_left.ToNanoseconds() / 1e9
     assert age_s >= 5.0
@@ -219,7 +219,7 @@ async def test_with_no_time_to_wait_requests_end_with_their_stream() -> None:
 async def test_a_deadline_ends_a_request_that_waits_for_a_scheduler() -> None:
     requests = Requests()
     sink = Sink()
-    await requests.begin_request(sink, deadline_s=time.monotonic() + 0.05)
+    await requests.begin_request(sink, deadline_at=time.monotonic() + 0.05)
     requests.lose_stream(requests.link)
     await sink.failed.wait()
     assert isinstance(sink.error, DeadlinePassedError)
@@ -254,7 +254,7 @@ async def test_every_option_travels() -> None:
         grammar="root",
     )
     request = ResolvedRequest("id", column([9]), SamplingParams(7, options=options))
-    requests.submit(request, [Sink()], arrived_s=0.0, deadline_s=None)
+    requests.submit(request, [Sink()], arrived_at=0.0, deadline_at=None)
     submit = await requests.next_submit()
     assert decode_options(submit.options) == options
     requests.add(Sink())
@@ -453,10 +453,10 @@ async def test_an_exact_request_needs_an_exact_cell() -> None:
     request = ResolvedRequest("r", column([1]), SamplingParams(max_tokens=4), is_exact=True)
     requests, sink = Requests(), Sink()
     with pytest.raises(ExactUnavailableError):
-        requests.submit(request, [sink], arrived_s=0.0, deadline_s=None)
+        requests.submit(request, [sink], arrived_at=0.0, deadline_at=None)
     requests.lose_stream(requests.link)
     requests.open_link(exact_fingerprint="a")
-    requests.submit(request, [sink], arrived_s=0.0, deadline_s=None)
+    requests.submit(request, [sink], arrived_at=0.0, deadline_at=None)
     assert (await requests.next_submit()).determinism == common_pb2.DETERMINISM_EXACT
     requests.lose_stream(requests.link)
     requests.open_link(exact_fingerprint="b")

@@ -26,10 +26,10 @@ class Ledger(RequestLedger):
         super().__init__(lost_after_s, 0.0)
         self.stream = self.open_stream()[0] if has_stream else 0
 
-    def begin_request(self, *tokens: int, arrived_s: float = 0.0, deadline_s: float | None = None) -> int:
+    def begin_request(self, *tokens: int, arrived_at: float = 0.0, deadline_at: float | None = None) -> int:
         """A request that was submitted and has got tokens."""
-        handle = self.add(make_request(), arrived_s=arrived_s, deadline_s=deadline_s)
-        assert self.next_attempt(handle, arrived_s) is not None
+        handle = self.add(make_request(), arrived_at=arrived_at, deadline_at=deadline_at)
+        assert self.next_attempt(handle, arrived_at) is not None
         if tokens:
             self.begin(self.stream, handle)
         assert self.receive(self.stream, handle, 0, list(tokens)) == list(tokens)
@@ -37,7 +37,7 @@ class Ledger(RequestLedger):
 
     def begin_choices(self, *outputs: Sequence[int]) -> list[int]:
         """The handles of a request's choices, which was submitted; each has got its tokens."""
-        handle = self.add(make_request(n=len(outputs)), arrived_s=0.0, deadline_s=None)
+        handle = self.add(make_request(n=len(outputs)), arrived_at=0.0, deadline_at=None)
         assert self.next_attempt(handle, 0.0) is not None
         for number, tokens in enumerate(outputs):
             assert self.receive(self.stream, handle + number, 0, list(tokens)) == list(tokens)
@@ -75,7 +75,7 @@ class Ledger(RequestLedger):
 
 def test_a_first_attempt_carries_the_request_and_its_times() -> None:
     ledger = Ledger()
-    handle = ledger.add(make_request(), arrived_s=10.0, deadline_s=25.0)
+    handle = ledger.add(make_request(), arrived_at=10.0, deadline_at=25.0)
     assert ledger.next_attempt(handle, 12.0) == Attempt(handle, make_request(), 1, (), age_s=2.0, time_left_s=13.0)
 
 
@@ -89,13 +89,13 @@ def test_without_a_stream_nothing_is_submitted() -> None:
     ledger = Ledger()
     handle = ledger.begin_request(5)
     ledger.lose_stream(ledger.stream, 1.0)
-    other = ledger.add(make_request(), arrived_s=1.0, deadline_s=None)
+    other = ledger.add(make_request(), arrived_at=1.0, deadline_at=None)
     assert ledger.next_attempt(handle, 2.0) is ledger.next_attempt(other, 2.0) is None
 
 
 def test_a_fresh_stream_is_told_the_output_so_far_and_that_it_is_another_attempt() -> None:
     ledger = Ledger()
-    handle = ledger.begin_request(5, 6, arrived_s=1.0, deadline_s=31.0)
+    handle = ledger.begin_request(5, 6, arrived_at=1.0, deadline_at=31.0)
     assert ledger.restart(now=10.0) == [handle]
     attempt = ledger.next_attempt(handle, 11.0)
     so_far = (ChoiceSoFar(column([5, 6])),)
@@ -109,10 +109,10 @@ def test_a_fresh_stream_is_told_the_output_so_far_and_that_it_is_another_attempt
 
 def test_who_has_tokens_goes_first_and_then_the_oldest() -> None:
     ledger = Ledger()
-    young_waiting = ledger.begin_request(arrived_s=4.0)
-    young_running = ledger.begin_request(5, arrived_s=3.0)
-    old_waiting = ledger.begin_request(arrived_s=1.0)
-    old_running = ledger.begin_request(5, arrived_s=2.0)
+    young_waiting = ledger.begin_request(arrived_at=4.0)
+    young_running = ledger.begin_request(5, arrived_at=3.0)
+    old_waiting = ledger.begin_request(arrived_at=1.0)
+    old_running = ledger.begin_request(5, arrived_at=2.0)
     assert ledger.restart(now=5.0) == [old_running, young_running, old_waiting, young_waiting]
 
 
@@ -199,7 +199,7 @@ def test_a_request_ends_once() -> None:
 def test_the_scheduler_is_told_only_of_requests_that_it_has() -> None:
     ledger = Ledger()
     sent, resubmitted, waiting = ledger.begin_request(5), ledger.begin_request(5), ledger.begin_request()
-    unsent = ledger.add(make_request(), arrived_s=0.0, deadline_s=None)
+    unsent = ledger.add(make_request(), arrived_at=0.0, deadline_at=None)
     assert ledger.remove(sent)
     assert not ledger.remove(unsent)
     ledger.restart(now=1.0)
@@ -252,7 +252,7 @@ def test_with_no_time_to_wait_requests_end_with_their_stream() -> None:
 
 def test_a_request_that_never_had_a_stream_waits_no_longer_either() -> None:
     ledger = Ledger(has_stream=False)
-    handle = ledger.add(make_request(), arrived_s=1.0, deadline_s=None)
+    handle = ledger.add(make_request(), arrived_at=1.0, deadline_at=None)
     assert ledger.next_wakeup() == LOST_AFTER_S
     [(ended, error)] = ledger.expire(LOST_AFTER_S)
     assert ended == handle
@@ -261,8 +261,8 @@ def test_a_request_that_never_had_a_stream_waits_no_longer_either() -> None:
 
 def test_a_deadline_that_passes_before_the_submit_ends_the_request() -> None:
     ledger = Ledger()
-    late = ledger.add(make_request(), arrived_s=0.0, deadline_s=2.0)
-    patient = ledger.add(make_request(), arrived_s=0.0, deadline_s=3.0)
+    late = ledger.add(make_request(), arrived_at=0.0, deadline_at=2.0)
+    patient = ledger.add(make_request(), arrived_at=0.0, deadline_at=3.0)
     assert ledger.next_wakeup() == 2.0
     [(ended, error)] = ledger.expire(2.0)
     assert ended == late
@@ -274,7 +274,7 @@ def test_a_deadline_that_passes_before_the_submit_ends_the_request() -> None:
 
 def test_deadlines_pass_while_requests_wait_for_a_stream() -> None:
     ledger = Ledger()
-    handle = ledger.begin_request(5, deadline_s=20.0)
+    handle = ledger.begin_request(5, deadline_at=20.0)
     # The scheduler keeps the deadline while it has the request.
     assert ledger.expire(20.0) == []
     ledger.lose_stream(ledger.stream, 10.0)
@@ -288,7 +288,7 @@ def test_what_two_schedulers_died_of_is_tried_by_halves_and_the_others_wait() ->
     ledger = Ledger()
     harmless = ledger.begin_request(5)
     suspects = ledger.accused(4)
-    fresh = ledger.add(make_request(), arrived_s=1.0, deadline_s=None)
+    fresh = ledger.add(make_request(), arrived_at=1.0, deadline_at=None)
     everybody = [harmless, *suspects, fresh]
     assert [handle for handle in everybody if not ledger.must_wait(handle)] == suspects[:2]
     assert ledger.submit_all(everybody, 1.0) == suspects[:2]
@@ -356,7 +356,7 @@ def test_while_there_is_no_stream_a_trial_stands_still() -> None:
 def test_a_deadline_passes_while_a_request_waits_for_a_trial() -> None:
     ledger = Ledger()
     ledger.accused(2)
-    late = ledger.add(make_request(), arrived_s=0.0, deadline_s=5.0)
+    late = ledger.add(make_request(), arrived_at=0.0, deadline_at=5.0)
     assert ledger.next_wakeup() == 5.0
     [(ended, error)] = ledger.expire(5.0)
     assert ended == late
@@ -378,7 +378,7 @@ def test_resumes_are_exact_while_every_cell_has_one_fingerprint(
     fingerprints: Sequence[str], resumes_exactly: list[bool]
 ) -> None:
     ledger = Ledger(has_stream=False)
-    handle = ledger.add(make_request(), arrived_s=0.0, deadline_s=None)
+    handle = ledger.add(make_request(), arrived_at=0.0, deadline_at=None)
     attempts = []
     for fingerprint in fingerprints:
         assert ledger.meet_cell(fingerprint) == []
@@ -414,7 +414,7 @@ def test_an_exact_request_ends_where_its_bytes_would_be_others(fingerprint: str)
     ledger = Ledger(has_stream=False)
     ledger.meet_cell("a")
     ledger.stream, _ = ledger.open_stream()
-    exact = ledger.add(make_request(n=2, is_exact=True), arrived_s=0.0, deadline_s=None)
+    exact = ledger.add(make_request(n=2, is_exact=True), arrived_at=0.0, deadline_at=None)
     ordinary = ledger.begin_request(5)
     ledger.next_attempt(exact, 0.0)
     ledger.lose_stream(ledger.stream, 1.0)
@@ -427,15 +427,15 @@ def test_an_exact_request_ends_where_its_bytes_would_be_others(fingerprint: str)
 
 def test_an_exact_request_that_no_cell_has_had_takes_any_exact_one() -> None:
     ledger = Ledger(has_stream=False)
-    handle = ledger.add(make_request(is_exact=True), arrived_s=0.0, deadline_s=None)
+    handle = ledger.add(make_request(is_exact=True), arrived_at=0.0, deadline_at=None)
     assert ledger.meet_cell("a") == ledger.meet_cell("b") == []
     assert [ended for ended, _ in ledger.meet_cell("")] == [handle]
 
 
 def test_a_request_has_a_handle_for_each_choice() -> None:
     ledger = Ledger()
-    first = ledger.add(make_request(n=3), arrived_s=0.0, deadline_s=None)
-    second = ledger.add(make_request(), arrived_s=0.0, deadline_s=None)
+    first = ledger.add(make_request(n=3), arrived_at=0.0, deadline_at=None)
+    second = ledger.add(make_request(), arrived_at=0.0, deadline_at=None)
     assert (first, second) == (1, 4)
     assert (ledger.open_choices(1), ledger.open_choices(4), ledger.open_choices(2)) == ([1, 2, 3], [4], [])
     assert len(ledger) == 2
@@ -503,7 +503,7 @@ def test_what_expires_is_told_choice_by_choice() -> None:
     ledger.end(ledger.stream, second)
     ledger.lose_stream(ledger.stream, 1.0)
     assert [handle for handle, _ in ledger.expire(1.0 + LOST_AFTER_S)] == [first, third]
-    late = ledger.add(make_request(n=2), arrived_s=0.0, deadline_s=5.0)
+    late = ledger.add(make_request(n=2), arrived_at=0.0, deadline_at=5.0)
     ledger.open_stream()
     assert [handle for handle, _ in ledger.expire(5.0)] == [late, late + 1]
     assert len(ledger) == 0

@@ -32,8 +32,8 @@ class Deaths:
     async def die(self, *, is_explained: bool = False, is_same: bool = False) -> None:
         """Lose the stream, and get the next one."""
         self.num_deaths += 1
-        died_s = None if is_explained else time.monotonic()
-        self._requests.lose_stream(self._requests.link, died_s=died_s)
+        died_at = None if is_explained else time.monotonic()
+        self._requests.lose_stream(self._requests.link, died_at=died_at)
         self._requests.open_link("same" if is_same else f"instance {self.num_deaths}")
         # What goes up at once is there.
         await asyncio.sleep(0)
@@ -92,7 +92,7 @@ async def test_what_comes_during_a_trial_joins_behind_it() -> None:
     await deaths.die()
     sink, late = Sink(), Sink()
     fresh = requests.add(sink)
-    requests.add(late, deadline_s=time.monotonic() + 0.05)
+    requests.add(late, deadline_at=time.monotonic() + 0.05)
     assert (await requests.next_submit()).handle == suspect
     await late.failed.wait()
     assert isinstance(late.error, DeadlinePassedError)

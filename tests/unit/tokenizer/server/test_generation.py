@@ -39,12 +39,12 @@ Response = tokenizer_pb2.GenerateResponse
 
 def make_generation(
     *stop_strings: str,
-    arrived_s: float | None = None,
+    arrived_at: float | None = None,
     places: Sequence[tuple[int, int]] = ((0, 0),),
     first_extras: Extras = PLAIN,
 ) -> Generation:
     """An answer with a choice at each place, the first of which has extras."""
-    generation = Generation(arrived_s=time.monotonic() if arrived_s is None else arrived_s)
+    generation = Generation(arrived_at=time.monotonic() if arrived_at is None else arrived_at)
     for place in places:
         extras = PLAIN if generation.choices else first_extras
         completion = Completion(
@@ -89,14 +89,14 @@ async def test_each_response_leaves_as_soon_as_there_is_something() -> None:
 
 
 async def test_the_finish_has_usage_and_times() -> None:
-    generation = make_generation(arrived_s=time.monotonic() - 10)
+    generation = make_generation(arrived_at=time.monotonic() - 10)
     [choice] = generation.choices
     responses = generation.responses()
     choice.begin(num_cached_tokens=4)
     choice.receive(ids("a"), None)
     await anext(responses)
     assert choice.ttft_s is not None
-    generation.arrived_s -= 5
+    generation.arrived_at -= 5
     choice.receive(ids("bc"), make_end(1, MAX_TOKENS, 3))
     response = await anext(responses)
     usage = common_pb2.Usage(num_prompt_tokens=5, num_completion_tokens=3, num_cached_tokens=4)

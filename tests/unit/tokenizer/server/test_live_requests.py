@@ -49,7 +49,7 @@ async def test_draining_waits_for_the_last_request() -> None:
 
 async def test_what_is_left_after_the_grace_is_told_so() -> None:
     live = LiveRequests()
-    generation = Generation(arrived_s=0)
+    generation = Generation(arrived_at=0)
     generation.choices.append(Choice(generation, Completion(ByteLevelDetokenizer({}, {}), ()), num_prompt_tokens=1))
     with live.admit(["encoding"]), live.admit(["streaming"]):
         live.begin("streaming", generation)

@@ -17,7 +17,7 @@ MAX_TOKENS = 10_000
 def take(table: SlotTable, prompt: list[int], *, watched: list[int] | None = None, max_tokens: int = MAX_TOKENS) -> int:
     """Put a sequence with this prompt into a slot."""
     tokens = bytearray(np.array(prompt, TOKEN_DTYPE).tobytes())
-    seq = Sequence("r", 1, 1, SamplingParams(max_tokens), tokens, len(prompt), arrive_time=0.0)
+    seq = Sequence("r", 1, 1, SamplingParams(max_tokens), tokens, len(prompt), arrived_at=0.0)
     return table.take(seq, watched or [])
 
 

@@ -34,7 +34,7 @@ class NaiveQueue:
     def add(self, seq: Sequence) -> None:
         self.num_added += 1
         self.waiting.append(seq)
-        self.arrivals[seq] = (seq.arrive_time, not seq.was_admitted, self.num_added)
+        self.arrivals[seq] = (seq.arrived_at, not seq.was_admitted, self.num_added)
 
     def next(self, now: float, num_cached_tokens: Callable[[Sequence], int]) -> Sequence:
         by_arrival = sorted(self.waiting, key=self.arrivals.__getitem__)
@@ -272,7 +272,7 @@ def test_all_aged_at_once_cost_no_step_much(policy: QueuePolicy) -> None:
     for number in range(10_000):
         queue.add(make_seq(CountedTime(number / 10_000)), CountedTime(number / 10_000))
     CountedTime.num_comparisons = 0
-    assert queue.next(CountedTime(20.0), nothing_cached).arrive_time == 0.0
+    assert queue.next(CountedTime(20.0), nothing_cached).arrived_at == 0.0
     assert CountedTime.num_comparisons < 100
 
 

@@ -52,7 +52,7 @@ def test_the_most_urgent_class_comes_first_and_each_by_arrival() -> None:
     )
     queue = make_queue(QueuePolicy.PRIORITY)
     add_all(queue, low, late_normal, normal, high)
-    assert queue.oldest_arrive_time() == 1.0
+    assert queue.oldest_arrived_at() == 1.0
     assert drain(queue, 4.0) == [high, normal, late_normal, low]
 
 
@@ -138,7 +138,7 @@ def test_one_that_ran_does_not_hide_the_aged_that_arrived_after_it() -> None:
     queue.add(ran, 11.0)
     assert queue.next(11.0, nothing_cached) is ran
     assert take_next(queue, 12.5) is others[0]
-    assert queue.oldest_arrive_time() == 0.0
+    assert queue.oldest_arrived_at() == 0.0
     # The third has not aged yet, so it comes after the one that arrived before it.
     assert drain(queue, 12.5) == [others[1], ran, others[2]]
 
@@ -152,7 +152,7 @@ def test_the_aged_keep_their_order_when_the_one_before_them_is_gone() -> None:
     queue.add(ran, 11.0)
     assert queue.next(12.5, nothing_cached) is others[0]
     queue.remove(ran, 13.0)
-    assert queue.oldest_arrive_time() == 1.0
+    assert queue.oldest_arrived_at() == 1.0
     assert drain(queue, 18.5) == others
 
 
