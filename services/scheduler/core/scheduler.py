@@ -84,6 +84,86 @@ class Scheduler:
         self._new_token_ratio = NewTokenRatio()
         self.begin_epoch(_NO_WORKER)
 
+    def add(self, seq: Sequence, now: float) -> None:
+        """Put a sequence in the waiting queue."""
+        self._waiting.add(seq, now)
+
+    def schedule(self, now: float) -> tuple[int, ScheduledBatch] | None:
+        """Plan and commit the next step.
+
+        Returns:
+            The step's id and its plan. None when there is nothing to do, or the maximum number of steps is in flight.
+        """
+        batch = self.plan(now) if self.has_room else None
+        return None if batch is None else (self.commit(batch, now), batch)
+
+    def plan(self, now: float, *, may_prefill: bool = True) -> ScheduledBatch | None:
+        """Plan the next step: a prefill when the gate is open and one fits, else a decode of all running sequences.
+
+        With mixed steps, a prefill gets what the decodes leave of the budget (see `StepBudget`). The plan must be
+        committed before anything else happens.
+
+        Args:
+            may_prefill: Whether waiting sequences may enter. Prompts that have begun continue in any case.
+
+        Returns:
+            None when there is nothing to do; nothing but preemptions has happened then.
+        """
+        if may_prefill:
+            self._make_way(now)
+        if self._budget.mixes:
+            decodes = self._decode.plan(now)
+            prefill = self._plan_prefill(self._budget.left_by(len(decodes.rows)), may_prefill, now)
+        else:
+            prefill = self._plan_prefill(self._budget.max_prompt_tokens, may_prefill, now)
+            decodes = self._decode.plan(now) if prefill.is_empty else Decodes()
+        if not decodes.rows.size and prefill.is_empty:
+            return None
+        return assemble(self._running.take_leave_slots(), decodes, prefill)
+
+    def commit(self, batch: ScheduledBatch, now: float, pace: StepPace | None = None) -> int:
+        """Note that a step is in flight; returns its id.
+
+        `batch` is what `plan` just returned. `pace` is that of the slowest coupled rank; None means that of `batch`.
+        """
+        self.num_steps.add(batch)
+        if batch.kind is not StepKind.PREFILL:
+            self._new_token_ratio.on_decode_step()
+        return self._running.commit(batch, now, pace)
+
+    def commit_dummy(self, now: float, pace: StepPace) -> tuple[int, ScheduledBatch]:
+        """Commit a step without sequences: other ranks' collectives need this rank."""
+        batch = dummy_batch(pace.kind, self._running.take_leave_slots())
+        self.num_steps.add(batch)
+        return self._running.commit(batch, now, pace), batch
+
+    def validate_result(self, result: StepResult, logits_width: int) -> str | None:
+        """Say why a result cannot be the answer to the oldest step in flight; None when it can."""
+        record = self.oldest_in_flight
+        if record is None or result.step_id != record.step_id:
+            return f"result of step {result.step_id}, which is not the next one expected"
+        return validate_result(result, record, self._running.slots, logits_width)
+
+    def postprocess(self, result: StepResult, now: float) -> OutputsByClient:
+        """Take in a valid result of the oldest step in flight; see `Postprocessor.postprocess`."""
+        return self._postprocessor.postprocess(result, now)
+
+    def abort(self, seq: Sequence, now: float) -> None:
+        """Discard a sequence; its blocks are freed once its steps in flight have returned."""
+        self._endings.abort(seq, now)
+
+    def finish(self, seq: Sequence, finish: Finish, now: float) -> RequestEnd:
+        """End a sequence, keeping all its completion tokens; all its tokens must be stored."""
+        return self._endings.finish(seq, finish, now)
+
+    def stop_at(self, seq: Sequence, num_completion_tokens: int, now: float) -> RequestEnd:
+        """End a sequence at a stop string found in its text; later tokens are discarded."""
+        return self._endings.stop_at(seq, num_completion_tokens, now)
+
+    def withdraw(self, seq: Sequence, now: float) -> None:
+        """Take a sequence out of the waiting queue, to wait elsewhere."""
+        self._waiting.remove(seq, now)
+
     def begin_epoch(self, facts: WorkerFacts) -> None:
         """Start over with a worker's empty block pool; nothing is sent or running."""
         self._budget = StepBudget.of(self._policy, facts)
@@ -194,86 +274,6 @@ class Scheduler:
     def num_cached_tokens(self, seq: Sequence) -> int:
         """How many tokens of a waiting sequence this rank does not have to compute."""
         return 0 if seq.wants_prompt_logprobs else self._blocks.num_cached_tokens(seq)
-
-    def add(self, seq: Sequence, now: float) -> None:
-        """Put a sequence in the waiting queue."""
-        self._waiting.add(seq, now)
-
-    def withdraw(self, seq: Sequence, now: float) -> None:
-        """Take a sequence out of the waiting queue, to wait elsewhere."""
-        self._waiting.remove(seq, now)
-
-    def schedule(self, now: float) -> tuple[int, ScheduledBatch] | None:
-        """Plan and commit the next step.
-
-        Returns:
-            The step's id and its plan. None when there is nothing to do, or the maximum number of steps is in flight.
-        """
-        batch = self.plan(now) if self.has_room else None
-        return None if batch is None else (self.commit(batch, now), batch)
-
-    def plan(self, now: float, *, may_prefill: bool = True) -> ScheduledBatch | None:
-        """Plan the next step: a prefill when the gate is open and one fits, else a decode of all running sequences.
-
-        With mixed steps, a prefill gets what the decodes leave of the budget (see `StepBudget`). The plan must be
-        committed before anything else happens.
-
-        Args:
-            may_prefill: Whether waiting sequences may enter. Prompts that have begun continue in any case.
-
-        Returns:
-            None when there is nothing to do; nothing but preemptions has happened then.
-        """
-        if may_prefill:
-            self._make_way(now)
-        if self._budget.mixes:
-            decodes = self._decode.plan(now)
-            prefill = self._plan_prefill(self._budget.left_by(len(decodes.rows)), may_prefill, now)
-        else:
-            prefill = self._plan_prefill(self._budget.max_prompt_tokens, may_prefill, now)
-            decodes = self._decode.plan(now) if prefill.is_empty else Decodes()
-        if not decodes.rows.size and prefill.is_empty:
-            return None
-        return assemble(self._running.take_leave_slots(), decodes, prefill)
-
-    def commit(self, batch: ScheduledBatch, now: float, pace: StepPace | None = None) -> int:
-        """Note that a step is in flight; returns its id.
-
-        `batch` is what `plan` just returned. `pace` is that of the slowest coupled rank; None means that of `batch`.
-        """
-        self.num_steps.add(batch)
-        if batch.kind is not StepKind.PREFILL:
-            self._new_token_ratio.on_decode_step()
-        return self._running.commit(batch, now, pace)
-
-    def commit_dummy(self, now: float, pace: StepPace) -> tuple[int, ScheduledBatch]:
-        """Commit a step without sequences: other ranks' collectives need this rank."""
-        batch = dummy_batch(pace.kind, self._running.take_leave_slots())
-        self.num_steps.add(batch)
-        return self._running.commit(batch, now, pace), batch
-
-    def validate_result(self, result: StepResult, logits_width: int) -> str | None:
-        """Say why a result cannot be the answer to the oldest step in flight; None when it can."""
-        record = self.oldest_in_flight
-        if record is None or result.step_id != record.step_id:
-            return f"result of step {result.step_id}, which is not the next one expected"
-        return validate_result(result, record, self._running.slots, logits_width)
-
-    def postprocess(self, result: StepResult, now: float) -> OutputsByClient:
-        """Take in a valid result of the oldest step in flight; see `Postprocessor.postprocess`."""
-        return self._postprocessor.postprocess(result, now)
-
-    def abort(self, seq: Sequence, now: float) -> None:
-        """Discard a sequence; its blocks are freed once its steps in flight have returned."""
-        self._endings.abort(seq, now)
-
-    def finish(self, seq: Sequence, finish: Finish, now: float) -> RequestEnd:
-        """End a sequence, keeping all its completion tokens; all its tokens must be stored."""
-        return self._endings.finish(seq, finish, now)
-
-    def stop_at(self, seq: Sequence, num_completion_tokens: int, now: float) -> RequestEnd:
-        """End a sequence at a stop string found in its text; later tokens are discarded."""
-        return self._endings.stop_at(seq, num_completion_tokens, now)
 
     def flush_prefix_cache(self) -> int:
         """Clear the prefix cache; returns the number of blocks that held a cached prefix."""

@@ -1,1 +1,0 @@
-"""A breadth-first search through all states of a model."""
