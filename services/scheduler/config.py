@@ -16,6 +16,10 @@ from shared.config import Address, Addresses, LocalAddress, ServiceSettings, loa
 # Take what the workers propose.
 Auto = Literal["auto"]
 
+# A setting of the policy has the policy's default.
+_POLICY = SchedulerPolicy()
+_CACHE = CacheSettings()
+
 # ATOM's default. Without chunks a prompt has to fit a step, and a worker may propose less than that.
 _TOKENS_WITHOUT_CHUNKS = 16384
 
@@ -48,7 +52,7 @@ class SchedulerSettings(ServiceSettings):
         "one failure domain.",
     )
     worker_silence_s: float = Field(
-        default=3.0,
+        default=_POLICY.worker_silence_s,
         ge=1.0,
         allow_inf_nan=False,
         description="A worker or tokenizer service that sends no heartbeat for this many seconds counts as lost.",
@@ -56,27 +60,37 @@ class SchedulerSettings(ServiceSettings):
     metrics_listen: LocalAddress | None = Field(
         default=None, description="Address for Prometheus metrics, served as GET /metrics over HTTP."
     )
-    max_num_seqs: int = Field(default=512, ge=1, le=65536, description="Maximum number of running sequences.")
+    max_num_seqs: int = Field(
+        default=_POLICY.max_num_seqs, ge=1, le=65536, description="Maximum number of running sequences."
+    )
     max_num_batched_tokens: Annotated[int, Field(ge=1)] | Auto = Field(
         default="auto",
         description="Token budget: the most tokens computed in one step. With auto, only prompt tokens are counted, "
         "and the worker proposes the limit: 512 on a CPU, 16384 on a GPU; 16384 without --enable-chunked-prefill.",
     )
-    kv_cache_block_size: int = Field(default=16, description="Tokens per KV block: 1, or a multiple of 16.")
-    enable_prefix_caching: bool = Field(default=True, description="Share the KV blocks of equal prefixes.")
+    kv_cache_block_size: int = Field(
+        default=_CACHE.block_size, description="Tokens per KV block: 1, or a multiple of 16."
+    )
+    enable_prefix_caching: bool = Field(
+        default=_CACHE.enable_prefix_caching, description="Share the KV blocks of equal prefixes."
+    )
     scheduler_delay_factor: float = Field(
-        default=0.0,
+        default=_POLICY.delay_factor,
         ge=0.0,
         allow_inf_nan=False,
         description="A prefill waits until the oldest request has waited this many times the last prefill's latency.",
     )
 
     max_steps_in_flight: int = Field(
-        default=2, ge=1, le=8, description="Maximum number of steps sent but not returned; 1 means no overlap."
+        default=_POLICY.max_steps_in_flight,
+        ge=1,
+        le=8,
+        description="Maximum number of steps sent but not returned; 1 means no overlap.",
     )
 
     enable_chunked_prefill: bool = Field(
-        default=True, description="Compute a prompt that does not fit a step's token budget over several steps."
+        default=_POLICY.enable_chunked_prefill,
+        description="Compute a prompt that does not fit a step's token budget over several steps.",
     )
     enable_mixed_steps: bool | Auto = Field(
         default="auto",
@@ -90,7 +104,7 @@ class SchedulerSettings(ServiceSettings):
         "the most cached tokens.",
     )
     max_queue_age_s: float = Field(
-        default=10.0,
+        default=_POLICY.max_age_s,
         ge=0.0,
         allow_inf_nan=False,
         description="Requests that have waited longer than this, in seconds, go first under any policy, by arrival.",
@@ -104,33 +118,33 @@ class SchedulerSettings(ServiceSettings):
         default="last_in", description="Which request is preempted when blocks run out."
     )
     enable_sharing_in_step: bool = Field(
-        default=True,
+        default=_POLICY.share_in_step,
         description="Let a prompt share blocks computed by the same step; otherwise it waits for the next step.",
     )
     placement_tokens_per_seq: int = Field(
-        default=256,
+        default=_POLICY.placement_tokens_per_seq,
         ge=0,
         description="A request goes to the DP rank with most of its prompt cached, unless that rank is busier: this "
         "many cached tokens outweigh one more request.",
     )
     max_prefill_wait_steps: int = Field(
-        default=0,
+        default=_POLICY.max_prefill_wait_steps,
         ge=0,
         description="With --coupled: the most decode steps that a prompt waits until other ranks have one too, so that "
         "fewer ranks idle.",
     )
     max_waiting_requests: int = Field(
-        default=1024,
+        default=_POLICY.max_waiting_requests,
         ge=1,
         description="Most requests waiting for their first step, counting each choice; more are refused at once.",
     )
     max_waiting_tokens: int = Field(
-        default=2_000_000,
+        default=_POLICY.max_waiting_tokens,
         ge=1,
         description="Most prompt tokens waiting for their first step; more are refused at once.",
     )
     max_prompt_logprob_bytes: int = Field(
-        default=256 * 1024 * 1024,
+        default=_POLICY.max_prompt_logprob_bytes,
         ge=1,
         description="Most bytes of prompt log-probabilities over all requests in flight; requests beyond that are "
         "refused at once.",

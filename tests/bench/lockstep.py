@@ -60,7 +60,9 @@ CPU_TARGET = 1.15
 
 DUMMY_DP_SIZE = 4
 DUMMY_SEEDS = (1, 2, 3)
-DUMMY_POLICY = SchedulerPolicy(max_num_seqs=64, max_num_batched_tokens=4096, enable_mixed_steps=False)
+DUMMY_POLICY = SchedulerPolicy(
+    max_num_seqs=64, max_num_batched_tokens=4096, enable_mixed_steps=False, max_prefill_wait_steps=2
+)
 DUMMY_TARGET = 1.0
 THROUGHPUT_TARGET = 0.995
 

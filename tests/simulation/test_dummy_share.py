@@ -7,7 +7,9 @@ import pytest
 from services.scheduler.core.policy import SchedulerPolicy
 from tests.simulation.coupled_cells import LOADS, Arrival, Load, run_atom, run_ours
 
-POLICY = SchedulerPolicy(max_num_seqs=64, max_num_batched_tokens=4096, enable_mixed_steps=False)
+POLICY = SchedulerPolicy(
+    max_num_seqs=64, max_num_batched_tokens=4096, enable_mixed_steps=False, max_prefill_wait_steps=2
+)
 SEEDS = (1, 2, 3)
 # Bursts of twice as many requests as ranks are spread evenly by round robin already, so there is nothing to gain.
 COMPARED_LOADS = [load for load in LOADS if not load.name.startswith("bursts")]

@@ -157,6 +157,7 @@ class CellSettings:
             admission_policy=rng.choice(list(AdmissionPolicy)),
             retraction_policy=rng.choice(list(RetractionPolicy)),
             share_in_step=rng.random() < 0.5,
+            max_prefill_wait_steps=2 * (max_num_seqs % 2),
         )
         # The smallest pool holds just the longest request.
         num_pool_tokens = rng.choice([160, 160, 256, 800])

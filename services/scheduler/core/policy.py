@@ -34,7 +34,7 @@ class SchedulerPolicy:
     share_in_step: bool = True
     placement_tokens_per_seq: int = 256
     """Between DP ranks: the number of cached tokens that outweighs one more sequence on a rank. See `placement`."""
-    max_prefill_wait_steps: int = 2
+    max_prefill_wait_steps: int = 0
     """Coupled ranks: the most decode steps that a prefill waits for other ranks to have one too. See `lockstep`."""
     worker_silence_s: float = 3.0
     """A DP rank that is silent for longer than this counts as lost."""

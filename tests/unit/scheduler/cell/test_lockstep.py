@@ -21,7 +21,7 @@ def coupled(dp_size: int = 3, depth: int = 1, **policy: object) -> EngineDriver:
     return EngineDriver(
         topology=CellTopology(dp_size=dp_size, is_coupled=True),
         depth=depth,
-        policy=SchedulerPolicy(**policy),  # type: ignore[arg-type]
+        policy=SchedulerPolicy(**{"max_prefill_wait_steps": 2, **policy}),  # type: ignore[arg-type]
     )
 
 
