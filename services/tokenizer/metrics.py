@@ -30,7 +30,7 @@ class ReplicaCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics, as `prometheus_client`'s `Collector` does."""
-        counters = self._scheduler.requests.counters
+        counters = self._scheduler.counters
         yield GaugeMetricFamily(
             "lockstep_scheduler_linked", "1 if linked to a serving scheduler, otherwise 0.", self._scheduler.is_linked
         )

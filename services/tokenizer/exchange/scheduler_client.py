@@ -14,9 +14,10 @@ import grpc
 
 from lockstep.internal.v1 import exchange_pb2, exchange_pb2_grpc
 from lockstep.v1 import common_pb2
-from services.tokenizer.exchange.cell_requests import CellRequests
+from services.tokenizer.exchange.cell_requests import CellRequests, Counters, Receiver
 from services.tokenizer.exchange.exchange_link import ExchangeLink
 from services.tokenizer.exchange.request_ledger import ExchangeError
+from services.tokenizer.request.resolved_request import ResolvedRequest
 from shared.errors import NotReadyError, SchedulerLostError
 from shared.heartbeat import Silence, next_beat_at
 from shared.limits import ModelLimits
@@ -50,7 +51,7 @@ class _LinkEnd:
 
 
 class SchedulerClient:
-    """Keeps the service linked to its cell; `requests` wait while there is no link.
+    """Submits requests to the cell, and keeps the service linked to it; requests wait while there is no link.
 
     Invariant: the service is linked exactly while it has a stream on which the scheduler has sent its `CellInfo`, and
     the cell serves our model.
@@ -73,7 +74,7 @@ class SchedulerClient:
             on_change: Called with whether there is a link, each time that changes.
             silence_s: Seconds of silence after which the link to a scheduler is given up.
         """
-        self.requests = requests
+        self._requests = requests
         self._addresses = tuple(addresses)
         self._model_digest = model_digest
         self._on_change = on_change
@@ -98,6 +99,26 @@ class SchedulerClient:
             raise NotReadyError("the service is not connected to a scheduler")
         return self._cell
 
+    @property
+    def counters(self) -> Counters:
+        """What has happened to requests and links since the process started."""
+        return self._requests.counters
+
+    def submit(
+        self,
+        request: ResolvedRequest,
+        receivers: Sequence[Receiver],
+        *,
+        arrived_at: float,
+        deadline_at: float | None,
+    ) -> int:
+        """See `CellRequests.submit`."""
+        return self._requests.submit(request, receivers, arrived_at=arrived_at, deadline_at=deadline_at)
+
+    def abort(self, handle: int) -> None:
+        """See `CellRequests.abort`."""
+        self._requests.abort(handle)
+
     async def run(self) -> None:
         """Link to the schedulers in turn until cancelled."""
         logger.info("linking to the scheduler", extra={"addresses": self._addresses})
@@ -112,7 +133,7 @@ class SchedulerClient:
 
     async def _run_link(self, address: str) -> _LinkEnd:
         """Open a stream and serve it until it ends."""
-        link = self.requests.make_link()
+        link = self._requests.make_link()
         # A channel per link, so that no state of a lost link affects the next one.
         async with make_channel(address, internal=True) as channel:
             call = exchange_pb2_grpc.ExchangeServiceStub(channel).Exchange(link.messages())
@@ -162,17 +183,17 @@ class SchedulerClient:
         if self._cell is not None or kind != "heartbeat" or len(self._addresses) == 1:
             link.heard_at = time.monotonic()
         if self._cell is not None and kind == "outputs":
-            self.requests.on_outputs(response.outputs)
+            self._requests.on_outputs(response.outputs)
         elif self._cell is None and kind == "cell_info":
             await self._accept_cell(link, response.cell_info)
         elif kind == "heartbeat":
-            self.requests.hear_scheduler()
+            self._requests.hear_scheduler()
         else:
             raise ExchangeError("cell_info must come first, and only once")
 
     async def _accept_cell(self, link: ExchangeLink, info: exchange_pb2.CellInfo) -> None:
         if info.model_digest != self._model_digest:
-            self.requests.fail_all(SchedulerLostError("the cell now serves another model"))
+            self._requests.fail_all(SchedulerLostError("the cell now serves another model"))
             raise ExchangeError(
                 f"the cell serves another model: its digest is {info.model_digest}, ours is {self._model_digest}"
             )
@@ -183,7 +204,7 @@ class SchedulerClient:
             info.default_sampling,
             info.exact_fingerprint,
         )
-        num_requests = self.requests.open_stream(link, info)
+        num_requests = self._requests.open_stream(link, info)
         self._num_tries, self._retry_s = 0, FIRST_RETRY_S
         facts = {"instance_id": info.scheduler_instance_id, "num_resubmitted": num_requests}
         logger.info("linked to the scheduler", extra=facts)
@@ -192,6 +213,6 @@ class SchedulerClient:
     async def _unlink(self, link: ExchangeLink, end: _LinkEnd) -> None:
         was_linked = self._cell is not None
         self._cell = None
-        self.requests.lose_stream(link, died_at=link.heard_at if end.is_unexplained else None)
+        self._requests.lose_stream(link, died_at=link.heard_at if end.is_unexplained else None)
         if was_linked:
             await self._on_change(False)

@@ -111,7 +111,7 @@ class GenerateCall:
                 await self._writer.write(response)
         finally:
             for handle in handles:
-                self._scheduler.requests.abort(handle)
+                self._scheduler.abort(handle)
             self._note(generation)
         reasons = sorted({common_pb2.FinishReason.Name(reason) for reason in generation.finish_reasons})
         return ",".join(reason.removeprefix("FINISH_REASON_") for reason in reasons)
@@ -120,7 +120,7 @@ class GenerateCall:
         """Submit a prompt; returns the handle to abort it by."""
         choices = [self._make_choice(request, prompt, generation, (index, number)) for number in range(request.n)]
         generation.choices += choices
-        return self._scheduler.requests.submit(
+        return self._scheduler.submit(
             prompt.request, choices, arrived_at=self._arrived_at, deadline_at=self._deadline_at
         )
 
@@ -173,7 +173,7 @@ class GenerateCall:
         if generation.num_resumes:
             self._facts["num_resumes"] = generation.num_resumes
         for choice in generation.choices:
-            self._scheduler.requests.counters.add_resumes(choice.num_resumes, is_exact=choice.resumes_exactly)
+            self._scheduler.counters.add_resumes(choice.num_resumes, is_exact=choice.resumes_exactly)
         if generation.ttft_s is not None:
             self._facts["ttft_ms"] = round(1e3 * generation.ttft_s, 3)
 
