@@ -25,6 +25,7 @@ from services.scheduler.core.stops import find_finish
 from services.scheduler.server.cell_server import ClientLink
 from services.scheduler.server.direct_clients import DirectClients
 from services.tokenizer.exchange.request_ledger import RequestLedger
+from services.tokenizer.request.request import Request as SubmittedRequest
 from shared.errors import ServiceError
 from tests.simulation.faults import Fault
 from tests.simulation.planting import Patch, PlantedBug, planter
@@ -298,13 +299,12 @@ def _max_tokens_count_from_the_resubmission(patch: Patch) -> None:
 @_planted(Fault.STREAM_BREAK, Fault.DEADLINE)
 def _resubmission_extends_the_deadline(patch: Patch) -> None:
     """A resumed request loses its deadline."""
-    next_attempt = RequestLedger.next_attempt
+    time_left_s = SubmittedRequest.time_left_s
 
-    def forget(self: RequestLedger, *args: Any) -> Any:
-        attempt = next_attempt(self, *args)
-        return attempt if attempt is None or attempt.number == 1 else replace(attempt, time_left_s=None)
+    def forget(self: SubmittedRequest, now: float) -> float | None:
+        return time_left_s(self, now) if self.num_attempts == 1 else None
 
-    patch.setattr(RequestLedger, "next_attempt", forget)
+    patch.setattr(SubmittedRequest, "time_left_s", forget)
 
 
 @_planted(Fault.MESSAGE_REPEATED, Fault.MESSAGE_REORDERED, Fault.MESSAGE_LOST)

@@ -16,7 +16,7 @@ from services.scheduler.server.exchange_codec import FINISH_REASONS
 from services.tokenizer.exchange.exchange_codec import encode_handles, encode_submit, read_rows
 from services.tokenizer.exchange.logprobs import Logprobs, read_prompt_logprobs, read_row_logprobs
 from services.tokenizer.exchange.request_ledger import ExchangeError, RequestLedger
-from services.tokenizer.request.resolved_request import ResolvedRequest
+from services.tokenizer.request.request import Request
 from shared.errors import ServiceError
 from tests.simulation.clock import Clock
 from tests.simulation.exchange import ExchangeStream
@@ -115,7 +115,7 @@ class Replica:
 
     def serve(self, plan: RequestPlan) -> list[Told]:
         """Accept a client's request; returns the records of its choices, which fill up as answers arrive."""
-        request = ResolvedRequest(
+        request = Request(
             plan.request_id,
             token_bytes(plan.prompt),
             plan.params,
@@ -193,10 +193,10 @@ class Replica:
 
     def _submit(self, handle: int) -> None:
         """Submit a request, unless it has ended or was already submitted on this stream."""
-        attempt = self._ledger.next_attempt(handle, self._clock.now)
-        if attempt is not None and self._stream is not None:
+        request = self._ledger.begin_attempt(handle, self._clock.now)
+        if request is not None and self._stream is not None:
             self._was_submitted.add(handle)
-            self._stream.send_request(exchange_pb2.ExchangeRequest(submits=[encode_submit(attempt)]))
+            self._stream.send_request(exchange_pb2.ExchangeRequest(submits=[encode_submit(request, self._clock.now)]))
             # A request under trial has a time limit.
             self._arm_timer()
 

@@ -10,7 +10,7 @@ from lockstep.internal.v1 import exchange_pb2
 from services.tokenizer.exchange.cell_requests import CellRequests
 from services.tokenizer.exchange.exchange_link import ExchangeLink
 from services.tokenizer.exchange.logprobs import Logprobs
-from services.tokenizer.request.resolved_request import ResolvedRequest
+from services.tokenizer.request.request import Request
 from shared.errors import ServiceError
 from shared.limits import SamplingParams
 from tests.support.exchange_peer import column
@@ -92,12 +92,12 @@ class Requests(CellRequests):
 
     def add(self, sink: Sink, request_id: str = "r", deadline_at: float | None = None) -> int:
         """Add a request without consuming its submit; returns its handle."""
-        request = ResolvedRequest(request_id, column([1, 2, 3]), SamplingParams(max_tokens=4))
+        request = Request(request_id, column([1, 2, 3]), SamplingParams(max_tokens=4))
         return self.submit(request, [sink], arrived_at=time.monotonic(), deadline_at=deadline_at)
 
     async def begin_choices(self, *sinks: Sink) -> int:
         """Add a request with a choice per sink, and consume its submit; returns its handle."""
-        request = ResolvedRequest("r", column([1, 2, 3]), SamplingParams(max_tokens=4), n=len(sinks))
+        request = Request("r", column([1, 2, 3]), SamplingParams(max_tokens=4), n=len(sinks))
         handle = self.submit(request, sinks, arrived_at=time.monotonic(), deadline_at=None)
         assert (await self.next_submit()).n == len(sinks)
         return handle

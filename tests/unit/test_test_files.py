@@ -54,7 +54,7 @@ TESTED_BY = {
     ),
     "unit/tokenizer/chat/test_template_trial.py": ("services/tokenizer/trial_limits.py",),
     "unit/tokenizer/exchange/test_cell_requests.py": ("services/tokenizer/exchange/exchange_codec.py",),
-    "unit/tokenizer/exchange/test_request_ledger.py": ("services/tokenizer/request/resolved_request.py",),
+    "unit/tokenizer/exchange/test_request_ledger.py": ("services/tokenizer/request/request.py",),
     "unit/tokenizer/grammar/test_structured_output.py": ("services/tokenizer/grammar/grammar_child.py",),
     "unit/tokenizer/replies/test_call_grammar.py": ("services/tokenizer/replies/lark.py",),
     "unit/tokenizer/replies/test_json_reading.py": ("services/tokenizer/replies/reader.py",),
@@ -67,7 +67,7 @@ TESTED_BY = {
         "services/tokenizer/request/prepare.py",
         "services/tokenizer/text/text_lanes.py",
     ),
-    "unit/tokenizer/request/test_request.py": ("services/tokenizer/text_size.py",),
+    "unit/tokenizer/request/test_checks.py": ("services/tokenizer/text_size.py",),
     "unit/tokenizer/server/test_complete.py": ("services/tokenizer/server/whole_answer.py",),
     "unit/tokenizer/server/test_generation.py": (
         "services/tokenizer/exchange/logprobs.py",

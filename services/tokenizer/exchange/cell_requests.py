@@ -14,7 +14,7 @@ from services.tokenizer.exchange.exchange_codec import encode_submit, read_rows
 from services.tokenizer.exchange.exchange_link import ExchangeLink
 from services.tokenizer.exchange.logprobs import Logprobs, read_prompt_logprobs, read_row_logprobs
 from services.tokenizer.exchange.request_ledger import RequestLedger
-from services.tokenizer.request.resolved_request import ResolvedRequest
+from services.tokenizer.request.request import Request
 from shared.errors import NotReadyError, ServiceError
 from shared.request_fields import check_exactness
 
@@ -94,7 +94,7 @@ class CellRequests:
 
     def submit(
         self,
-        request: ResolvedRequest,
+        request: Request,
         receivers: Sequence[Receiver],
         *,
         arrived_at: float,
@@ -251,15 +251,16 @@ class CellRequests:
         self._link.stop_at(handle, stop_at)
 
     def _make_submit(self, handle: int) -> exchange_pb2.Submit | None:
-        attempt = self._ledger.next_attempt(handle, time.monotonic())
-        if attempt is None:
+        now = time.monotonic()
+        request = self._ledger.begin_attempt(handle, now)
+        if request is None:
             return None
-        self.counters.num_resubmissions += attempt.number > 1
+        self.counters.num_resubmissions += request.num_attempts > 1
         for choice in self._ledger.open_choices(handle):
-            self._receivers[choice].submitted(self._ledger.num_resumes(choice), is_exact=attempt.resumes_exactly)
+            self._receivers[choice].submitted(self._ledger.num_resumes(choice), is_exact=request.resumes_exactly)
         if self._ledger.is_trying:
             self._arm_timer()
-        return encode_submit(attempt)
+        return encode_submit(request, now)
 
     def _expire(self) -> None:
         self._fail_each(self._ledger.expire(time.monotonic()))

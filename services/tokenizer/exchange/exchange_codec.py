@@ -11,19 +11,18 @@ import numpy as np
 from lockstep.internal.v1 import exchange_pb2
 from lockstep.v1 import common_pb2
 from services.tokenizer.exchange.request_ledger import ExchangeError
-from services.tokenizer.request.resolved_request import Attempt
+from services.tokenizer.request.request import Request
 from shared.limits import TOKEN_DTYPE
 from shared.sampling_codec import encode_options
 
 _HANDLE_DTYPE = np.dtype("<u4")
 
 
-def encode_submit(attempt: Attempt) -> exchange_pb2.Submit:
-    """Encode one attempt at a request."""
-    request = attempt.request
-    sampling = request.sampling
+def encode_submit(request: Request, now: float) -> exchange_pb2.Submit:
+    """Encode the attempt at a request that has just begun."""
+    sampling, time_left_s = request.sampling, request.time_left_s(now)
     return exchange_pb2.Submit(
-        handle=attempt.handle,
+        handle=request.handle,
         request_id=request.request_id,
         prompt_token_ids=request.prompt,
         max_tokens=sampling.max_tokens,
@@ -36,17 +35,14 @@ def encode_submit(attempt: Attempt) -> exchange_pb2.Submit:
         stop_token_sequences=[_column(sequence) for sequence in sampling.stop_token_sequences],
         priority=cast(common_pb2.Priority, request.priority),
         cache_salt=request.cache_salt,
-        attempt=attempt.number,
-        choices_so_far=[
-            exchange_pb2.ChoiceSoFar(token_ids=choice.output, has_ended=choice.has_ended)
-            for choice in attempt.choices_so_far
-        ],
-        age=timedelta(seconds=attempt.age_s),
-        time_left=None if attempt.time_left_s is None else timedelta(seconds=max(0.0, attempt.time_left_s)),
+        attempt=request.num_attempts,
+        choices_so_far=_choices_so_far(request),
+        age=timedelta(seconds=now - request.arrived_at),
+        time_left=None if time_left_s is None else timedelta(seconds=max(0.0, time_left_s)),
         n=request.n,
         options=None if sampling.options is None else encode_options(sampling.options),
         determinism=common_pb2.DETERMINISM_EXACT if request.is_exact else common_pb2.DETERMINISM_ORDINARY,
-        num_earlier_resumes=attempt.num_resumes,
+        num_earlier_resumes=request.num_resumes,
     )
 
 
@@ -80,6 +76,16 @@ def read_rows(outputs: exchange_pb2.Outputs) -> list[tuple[int, int, list[int]]]
     return [
         (handle, first_index, token_ids[start:end])
         for handle, first_index, start, end in zip(handles, first_indexes, starts, ends.tolist(), strict=True)
+    ]
+
+
+def _choices_so_far(request: Request) -> list[exchange_pb2.ChoiceSoFar]:
+    """What is known of each choice; nothing when nothing is known of any."""
+    if not request.has_output:
+        return []
+    return [
+        exchange_pb2.ChoiceSoFar(token_ids=_column(choice.output), has_ended=choice.has_ended)
+        for choice in request.choices
     ]
 
 

@@ -6,13 +6,8 @@ monotonic clock.
 
 from __future__ import annotations
 
-from array import array
-from dataclasses import dataclass, field
-
-import numpy as np
-
 from services.tokenizer.exchange.submit_suspects import SubmitSuspects
-from services.tokenizer.request.resolved_request import Attempt, ChoiceSoFar, ResolvedRequest
+from services.tokenizer.request.request import Request, RequestChoice
 from shared.errors import (
     DeadlinePassedError,
     ExactUnavailableError,
@@ -20,65 +15,10 @@ from shared.errors import (
     SchedulerLostError,
     ServiceError,
 )
-from shared.limits import TOKEN_DTYPE
 
 
 class ExchangeError(Exception):
     """The scheduler violated the protocol."""
-
-
-@dataclass(slots=True)
-class _LiveRequest:
-    request: ResolvedRequest
-    handle: int
-    arrived_at: float
-    deadline_at: float | None
-    choices: list[_LiveChoice] = field(default_factory=list)
-    num_attempts: int = 0
-    stream: int | None = None
-    """The current stream if it was submitted there, else None."""
-    awaits_token: bool = False
-    """Whether no token has arrived since it was last submitted."""
-    exact_fingerprint: str | None = None
-    """The common fingerprint of all cells it was submitted to; empty if they have none, None before the first."""
-    num_prompt_positions: int = 1
-    """Prompt positions whose log-probabilities have arrived. The first has none and counts as known."""
-
-    @property
-    def choices_so_far(self) -> tuple[ChoiceSoFar, ...]:
-        """As in `Attempt`."""
-        if not self._has_news:
-            return ()
-        return tuple(
-            ChoiceSoFar(np.array(choice.output, TOKEN_DTYPE).tobytes(), choice.has_ended) for choice in self.choices
-        )
-
-    @property
-    def resubmission_order(self) -> tuple[bool, float, int]:
-        """The sort key for submitting on a new stream: requests with output first, then by age."""
-        return not self._has_news, self.arrived_at, self.handle
-
-    def begin_attempt(self, stream: int) -> None:
-        """It is submitted on a stream; every attempt but the first resumes its unfinished choices."""
-        for choice in self.choices:
-            choice.num_resumes += self.num_attempts > 0
-        self.stream = stream
-        self.num_attempts += 1
-        self.awaits_token = True
-
-    @property
-    def _has_news(self) -> bool:
-        return any(choice.output or choice.has_ended for choice in self.choices)
-
-
-@dataclass(slots=True)
-class _LiveChoice:
-    request: _LiveRequest
-    has_begun: bool = False
-    has_ended: bool = False
-    output: array[int] = field(default_factory=lambda: array("i"))
-    num_resumes: int = 0
-    """How often it has been resumed after a loss, according to what is known here."""
 
 
 class RequestLedger:
@@ -110,29 +50,29 @@ class RequestLedger:
         self._suspects = SubmitSuspects()
         self._stream = 0
         self._next_handle = 1
-        self._choices: dict[int, _LiveChoice] = {}
-        self._requests: dict[int, _LiveRequest] = {}
-        self._unsent: dict[int, _LiveRequest] = {}
+        self._choices: dict[int, RequestChoice] = {}
+        self._requests: dict[int, Request] = {}
+        self._unsent: dict[int, Request] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def add(self, request: ResolvedRequest, *, arrived_at: float, deadline_at: float | None) -> int:
-        """Add a request and return the handle of its first choice; `next_attempt` submits it."""
-        handle = self._next_handle
+    def add(self, request: Request, *, arrived_at: float, deadline_at: float | None) -> int:
+        """Add a request and return the handle of its first choice; `begin_attempt` submits it."""
+        handle = request.handle = self._next_handle
         self._next_handle += request.n
-        live = _LiveRequest(request, handle, arrived_at, deadline_at)
-        live.choices = [_LiveChoice(live) for _ in range(request.n)]
-        self._requests[handle] = self._unsent[handle] = live
-        self._choices.update(enumerate(live.choices, handle))
+        request.arrived_at, request.deadline_at = arrived_at, deadline_at
+        request.choices = [RequestChoice(request) for _ in range(request.n)]
+        self._requests[handle] = self._unsent[handle] = request
+        self._choices.update(enumerate(request.choices, handle))
         return handle
 
     def open_choices(self, handle: int) -> list[int]:
         """The handles of a request's unfinished choices; none if the request has ended."""
-        live = self._requests.get(handle)
-        if live is None:
+        request = self._requests.get(handle)
+        if request is None:
             return []
-        return [number for number, choice in enumerate(live.choices, handle) if not choice.has_ended]
+        return [number for number, choice in enumerate(request.choices, handle) if not choice.has_ended]
 
     def meet_cell(self, exact_fingerprint: str) -> list[tuple[int, ServiceError]]:
         """The next streams belong to a cell with this fingerprint; empty if it is not exact.
@@ -143,9 +83,7 @@ class RequestLedger:
         self._exact_fingerprint = exact_fingerprint
         error = ExactUnavailableError("the request would be resumed in a cell whose answers differ in their bytes")
         inexact = [
-            handle
-            for handle, live in self._requests.items()
-            if live.request.is_exact and not (exact_fingerprint and live.exact_fingerprint in (None, exact_fingerprint))
+            handle for handle, request in self._requests.items() if not request.may_resume_with(exact_fingerprint)
         ]
         return [end for handle in inexact for end in self._fail(handle, error)]
 
@@ -196,33 +134,19 @@ class RequestLedger:
         """A scheduler is up but not serving yet: it is waiting for its workers."""
         self._alive_at = now
 
-    def next_attempt(self, handle: int, now: float) -> Attempt | None:
+    def begin_attempt(self, handle: int, now: float) -> Request | None:
         """Submit a request on the current stream, at most once per stream.
 
         Returns:
-            The attempt to send. None if there is no stream, or the request has ended, must wait, or was already
+            The request to send. None if there is no stream, or the request has ended, must wait, or was already
             submitted on this stream.
         """
         if not self._has_stream or handle not in self._unsent or self.must_wait(handle):
             return None
-        live = self._unsent.pop(handle)
-        live.begin_attempt(self._stream)
+        request = self._unsent.pop(handle)
+        request.begin_attempt(self._stream, self._exact_fingerprint)
         self._suspects.open(handle, now)
-        if live.exact_fingerprint is None:
-            live.exact_fingerprint = self._exact_fingerprint
-        elif live.exact_fingerprint != self._exact_fingerprint:
-            live.exact_fingerprint = ""
-        return Attempt(
-            handle,
-            live.request,
-            live.num_attempts,
-            live.choices_so_far,
-            now - live.arrived_at,
-            None if live.deadline_at is None else live.deadline_at - now,
-            bool(live.exact_fingerprint),
-            # The minimum: a choice's count may be too low, but never too high.
-            min(choice.num_resumes for choice in live.choices if not choice.has_ended),
-        )
+        return request
 
     def num_resumes(self, handle: int) -> int:
         """How often an unfinished choice has been resumed, including by its request's last attempt."""
@@ -280,11 +204,11 @@ class RequestLedger:
         choice = self._choices.get(handle)
         if choice is None or choice.request.stream != stream:
             return 0
-        live = choice.request
-        if first_position > live.num_prompt_positions:
+        request = choice.request
+        if first_position > request.num_prompt_positions:
             raise ExchangeError("positions of the prompt are missing")
-        num_new = max(0, first_position + num_positions - live.num_prompt_positions)
-        live.num_prompt_positions += num_new
+        num_new = max(0, first_position + num_positions - request.num_prompt_positions)
+        request.num_prompt_positions += num_new
         return num_new
 
     def end(self, stream: int, handle: int) -> bool:
@@ -311,10 +235,10 @@ class RequestLedger:
         Returns:
             Whether it was submitted on the current stream, so that the scheduler must be notified.
         """
-        live = self._requests.get(handle)
+        request = self._requests.get(handle)
         for number in self.open_choices(handle):
             self._end(number)
-        return live is not None and live.stream is not None
+        return request is not None and request.stream is not None
 
     def remove_all(self) -> list[int]:
         """End all requests from this side; returns the handles of their unfinished choices."""
@@ -339,7 +263,9 @@ class RequestLedger:
         if self._has_stream:
             self._suspects.close_old(now)
         late = [
-            handle for handle, live in self._unsent.items() if live.deadline_at is not None and live.deadline_at <= now
+            handle
+            for handle, request in self._unsent.items()
+            if request.deadline_at is not None and request.deadline_at <= now
         ]
         error = DeadlinePassedError("the deadline passed before the request ended")
         return [end for handle in late for end in self._fail(handle, error)]
@@ -348,7 +274,7 @@ class RequestLedger:
         """The earliest time at which `expire` has something to do, if any."""
         if not self._unsent:
             return None
-        times = [live.deadline_at for live in self._unsent.values() if live.deadline_at is not None]
+        times = [request.deadline_at for request in self._unsent.values() if request.deadline_at is not None]
         if not self._has_stream:
             times.append(self._alive_at + self._lost_after_s)
         elif (closing := self._suspects.next_closing()) is not None:
@@ -367,20 +293,20 @@ class RequestLedger:
             self._end(choice)
         return [(choice, error) for choice in choices]
 
-    def _end(self, handle: int) -> _LiveRequest:
+    def _end(self, handle: int) -> Request:
         """End a choice, and with the last one its request; returns the request."""
         choice = self._choices.pop(handle)
         choice.has_ended = True
-        live = choice.request
-        if all(other.has_ended for other in live.choices):
-            del self._requests[live.handle]
-            self._unsent.pop(live.handle, None)
-            self._suspects.close(live.handle)
+        request = choice.request
+        if all(other.has_ended for other in request.choices):
+            del self._requests[request.handle]
+            self._unsent.pop(request.handle, None)
+            self._suspects.close(request.handle)
             # Breaks the reference cycle, so that they are freed without the garbage collector.
-            live.choices = []
-        return live
+            request.choices = []
+        return request
 
     def _detach(self) -> None:
-        for live in self._requests.values():
-            live.stream = None
+        for request in self._requests.values():
+            request.stream = None
         self._unsent = dict(self._requests)

@@ -17,7 +17,7 @@ from lockstep.v1 import common_pb2
 from services.tokenizer.exchange.cell_requests import CellRequests, Counters, Receiver
 from services.tokenizer.exchange.exchange_link import ExchangeLink
 from services.tokenizer.exchange.request_ledger import ExchangeError
-from services.tokenizer.request.resolved_request import ResolvedRequest
+from services.tokenizer.request.request import Request
 from shared.errors import NotReadyError, SchedulerLostError
 from shared.heartbeat import Silence, next_beat_at
 from shared.limits import ModelLimits
@@ -106,7 +106,7 @@ class SchedulerClient:
 
     def submit(
         self,
-        request: ResolvedRequest,
+        request: Request,
         receivers: Sequence[Receiver],
         *,
         arrived_at: float,

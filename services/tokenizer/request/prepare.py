@@ -12,9 +12,9 @@ from services.tokenizer.chat.conversation import Conversation, Tool
 from services.tokenizer.grammar.shortest_text import shortest_json, too_long
 from services.tokenizer.replies import ReplyParser
 from services.tokenizer.request.bad_words import add_bad_words, spellings
+from services.tokenizer.request.checks import CheckedRequest, Prompt, TokenIds, resolve_request
 from services.tokenizer.request.model import ServedModel
-from services.tokenizer.request.request import CheckedRequest, Prompt, TokenIds, resolve_request
-from services.tokenizer.request.resolved_request import ResolvedRequest
+from services.tokenizer.request.request import Request
 from shared.errors import Violation
 from shared.limits import NO_OPTIONS, ModelLimits, SamplingParams
 from shared.request_fields import raise_violations
@@ -24,7 +24,7 @@ from shared.request_fields import raise_violations
 class PreparedPrompt:
     """One prompt of a request, ready to be submitted."""
 
-    request: ResolvedRequest
+    request: Request
     echo: str
     """The text that each choice begins with; empty unless echo was requested."""
     make_parser: Callable[[], ReplyParser | None]

@@ -9,7 +9,7 @@ import numpy as np
 from services.tokenizer.chat.chat_encoding import RenderedChat, render_chat
 from services.tokenizer.chat.chat_template import ChatTemplate
 from services.tokenizer.chat.conversation import Conversation
-from services.tokenizer.request.request import Prompt, TokenIds
+from services.tokenizer.request.checks import Prompt, TokenIds
 from services.tokenizer.text.control_tokens import texts_in
 from services.tokenizer.text.encoder import Encoder
 from services.tokenizer.text.text_lanes import Lane, TextLanes

@@ -1,271 +1,100 @@
-"""Turns public messages into checked requests, and these into resolved ones.
-
-Cheap checks come first and their violations are reported together. The length of a list is checked before its items.
-"""
+"""A request as the cell takes it, and what is known of its answer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from array import array
+from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
-from lockstep.v1 import common_pb2, tokenizer_pb2
-from services.tokenizer.chat.chat_request import chat_text_bytes, read_chat
-from services.tokenizer.chat.conversation import Conversation
-from services.tokenizer.request.resolved_request import ResolvedRequest
-from services.tokenizer.text_size import check_text_bytes
-from shared.errors import InvalidRequestError, ModelNotFoundError, Violation
-from shared.limits import TOKEN_DTYPE, ModelLimits, SamplingParams, check_prompt
-from shared.request_fields import (
-    raise_violations,
-    read_cache_salt,
-    read_determinism,
-    read_num_choices,
-    read_priority,
-    read_prompt_token_ids,
-    read_request_id,
-    read_sampling,
-    resolve_max_tokens,
-)
-
-MAX_STOP_STRINGS = 8
-MAX_STOP_STRING_BYTES = 256
-MAX_ALL_STOP_STRINGS_BYTES = 1024
-MAX_BAD_STRINGS = 32
-MAX_BAD_STRING_BYTES = 256
-MAX_PROMPTS = 64
-# Leaves room for the suffix "-63": a prompt's id is the request's id plus its index, within the limit of 64 characters.
-MAX_LIST_REQUEST_ID = 61
-
-TokenIds = npt.NDArray[np.integer]
-# Text to encode, a conversation to render, or token ids.
-Prompt = str | Conversation | TokenIds
+from shared.limits import TOKEN_DTYPE, SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerForm:
-    """How the answer's text is to be presented, and what ends it."""
+@dataclass(slots=True, eq=False)
+class RequestChoice:
+    """One choice of a request, up to its end."""
 
-    stop_strings: tuple[str, ...] = ()
-    includes_stop: bool = False
-    echoes: bool = False
-    skips_special_tokens: bool = True
-    is_raw: bool = False
-    """Whether the reply to a conversation is returned as plain text, without parsing reasoning and tool calls."""
+    request: Request
+    has_begun: bool = False
+    has_ended: bool = False
+    output: array[int] = field(default_factory=lambda: array("i"))
+    """Its completion tokens so far."""
+    num_resumes: int = 0
+    """How often it was resumed after a loss, as far as is known."""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedRequest:
-    """A request whose fields are all acceptable; its prompts may still have to be encoded."""
+@dataclass(slots=True, eq=False)
+class Request:
+    """A prompt with every parameter resolved, including the seed, and the state of its submissions.
+
+    What the client asked for never changes. The rest belongs to `RequestLedger`, which submits the request as often as
+    needed: each submission is an attempt, on whatever stream.
+    """
 
     request_id: str
-    prompts: tuple[Prompt, ...]
+    prompt: bytes
+    """Little-endian int32."""
     sampling: SamplingParams
-    """Without the tokens of `bad_words` and the grammar of `structured_output`, which are added later. `max_tokens` is
-    only an upper bound unless `has_max_tokens`."""
-    has_max_tokens: bool
-    n: int
-    form: AnswerForm
-    bad_words: tuple[str, ...]
-    structured_output: tokenizer_pb2.StructuredOutput | None
-    priority: common_pb2.Priority
-    cache_salt: bytes
-    is_exact: bool
+    priority: int = 0
+    """A `lockstep.v1.Priority`."""
+    cache_salt: bytes = b""
+    n: int = 1
+    """The number of choices."""
+    is_exact: bool = False
+    """Whether its bytes must depend only on the model, the prompt and the parameters."""
+
+    arrived_at: float = 0.0
+    deadline_at: float | None = None
+    """When its caller stops waiting; None means never."""
+    handle: int = 0
+    """That of its first choice; choice i has handle + i."""
+    choices: list[RequestChoice] = field(default_factory=list)
+    num_attempts: int = 0
+    stream: int | None = None
+    """The current stream, if it was submitted there."""
+    awaits_token: bool = False
+    """Whether no token has arrived since it was submitted."""
+    fingerprints: set[str] = field(default_factory=set)
+    """The exact fingerprints of the cells it was submitted to; empty for a cell that is not exact."""
+    num_prompt_positions: int = 1
+    """Positions of the prompt whose log-probabilities are known. The first has none."""
 
     @property
-    def all_ids(self) -> list[str]:
-        """The request's id and those of its prompts, without duplicates."""
-        return list(dict.fromkeys([self.request_id, *self.prompt_ids]))
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt) // TOKEN_DTYPE.itemsize
 
     @property
-    def prompt_ids(self) -> list[str]:
-        """The request id of each prompt in the cell."""
-        if len(self.prompts) == 1:
-            return [self.request_id]
-        return [f"{self.request_id}-{index}" for index in range(len(self.prompts))]
+    def has_output(self) -> bool:
+        """Whether anything is known of its answer."""
+        return any(choice.output or choice.has_ended for choice in self.choices)
 
-    def field_prefix(self, index: int) -> str:
-        """The prefix of a prompt's fields in violations."""
-        return "" if len(self.prompts) == 1 else f"prompts.prompts[{index}]."
+    @property
+    def resumes_exactly(self) -> bool:
+        """Whether no byte can reveal that it was resumed: all its cells were exact, with one fingerprint."""
+        return len(self.fingerprints) == 1 and "" not in self.fingerprints
 
+    @property
+    def num_resumes(self) -> int:
+        """How often each open choice was resumed at least: a count may be too low, never too high."""
+        return min(choice.num_resumes for choice in self.choices if not choice.has_ended)
 
-def check_request(
-    request: tokenizer_pb2.GenerateRequest,
-    *,
-    model_name: str,
-    limits: ModelLimits,
-    defaults: common_pb2.SamplingParams | None = None,
-) -> CheckedRequest:
-    """Check everything that can be checked before the prompts are encoded, and draw the id and seed if not given.
+    @property
+    def resubmission_order(self) -> tuple[bool, float, int]:
+        """The sort key for resubmission: requests with output first, then by age."""
+        return not self.has_output, self.arrived_at, self.handle
 
-    `defaults` are the model's default sampling parameters.
+    def time_left_s(self, now: float) -> float | None:
+        """How long its caller still waits; None means forever."""
+        return None if self.deadline_at is None else self.deadline_at - now
 
-    Raises:
-        ModelNotFoundError: it names another model.
-        RequestTooLargeError: its texts exceed the limit.
-        PromptTooLongError: its token ids leave no room for one more.
-        InvalidRequestError: fields are bad; it names the first ones.
-    """
-    if request.HasField("model") and request.model != model_name:
-        raise ModelNotFoundError("the requested model is not served here", served_model=model_name)
-    violations: list[Violation] = []
-    request_id = read_request_id(request.request_id if request.HasField("request_id") else None, violations)
-    prompts = _check_prompts(request, limits, violations)
-    if len(prompts) > 1 and len(request_id) > MAX_LIST_REQUEST_ID:
-        description = f"must have at most {MAX_LIST_REQUEST_ID} characters in a request with several prompts"
-        violations.append(Violation("request_id", "OUT_OF_RANGE", description))
-    checked = CheckedRequest(
-        request_id,
-        prompts,
-        read_sampling(request.sampling, limits, violations, defaults=defaults),
-        request.sampling.HasField("max_tokens"),
-        read_num_choices(request.sampling, violations),
-        _check_form(request, violations),
-        _check_bad_words(request.bad_words, violations),
-        request.structured_output if request.HasField("structured_output") else None,
-        read_priority(request.priority, violations),
-        read_cache_salt(request.cache_salt, violations),
-        read_determinism(request.determinism, violations),
-    )
-    _check_constraints(checked, violations)
-    raise_violations(violations)
-    return checked
+    def may_resume_with(self, fingerprint: str) -> bool:
+        """Whether a cell with this exact fingerprint, or an empty one, can continue it without changing its bytes."""
+        return not self.is_exact or (bool(fingerprint) and self.fingerprints <= {fingerprint})
 
-
-def resolve_request(
-    request: CheckedRequest, index: int, prompt_token_ids: TokenIds, sampling: SamplingParams, limits: ModelLimits
-) -> ResolvedRequest:
-    """Resolve one prompt of a request, including what depends on the prompt's length.
-
-    Args:
-        index: The prompt's index in the request.
-        prompt_token_ids: [num_prompt_tokens], any integer dtype.
-        sampling: The request's parameters with the tokens of its bad words and the prompt's grammar added.
-
-    Raises:
-        InvalidRequestError: the prompt is empty, or has a token that the model does not know.
-        PromptTooLongError, ContextExceededError, KvCapacityExceededError: it does not fit.
-    """
-    field = f"{request.field_prefix(index)}prompt"
-    if isinstance(request.prompts[index], str | Conversation):
-        _check_known(prompt_token_ids, limits.logits_width, field)
-    check_prompt(prompt_token_ids, limits, field=field)
-    sampling = resolve_max_tokens(sampling, prompt_token_ids.size, limits, has_max_tokens=request.has_max_tokens)
-    prompt = prompt_token_ids.astype(TOKEN_DTYPE).tobytes()
-    return ResolvedRequest(
-        request.prompt_ids[index],
-        prompt,
-        sampling,
-        request.priority,
-        request.cache_salt,
-        request.n,
-        is_exact=request.is_exact,
-    )
-
-
-def _check_known(token_ids: TokenIds, logits_width: int, field: str) -> None:
-    """Refuse a text that contains a token of the tokenizer that the model does not know.
-
-    Raises:
-        InvalidRequestError: it contains one.
-    """
-    if token_ids.size and (token_id := int(token_ids.max())) >= logits_width:
-        description = f"it contains the tokenizer's token {token_id}, but the model only knows ids below {logits_width}"
-        raise InvalidRequestError.from_violations([Violation(field, "TOKEN_ID_OUT_OF_RANGE", description)])
-
-
-def _check_prompts(
-    request: tokenizer_pb2.GenerateRequest, limits: ModelLimits, violations: list[Violation]
-) -> tuple[Prompt, ...]:
-    check_text_bytes(_text_bytes(request))
-    if request.WhichOneof("prompt") != "prompts":
-        return (_check_prompt(request, "", limits, violations),)
-    prompts = request.prompts.prompts
-    if not 1 <= len(prompts) <= MAX_PROMPTS:
-        violations.append(Violation("prompts.prompts", "OUT_OF_RANGE", f"must have 1 to {MAX_PROMPTS} prompts"))
-        return ()
-    return tuple(
-        _check_prompt(prompt, f"prompts.prompts[{index}].", limits, violations) for index, prompt in enumerate(prompts)
-    )
-
-
-def _text_bytes(message: tokenizer_pb2.GenerateRequest | tokenizer_pb2.Prompt) -> int:
-    """The size of the texts in a message's prompts, in bytes of UTF-8."""
-    kind = message.WhichOneof("prompt")
-    if kind == "text":
-        return len(message.text.encode())
-    if kind == "chat":
-        return chat_text_bytes(message.chat)
-    if isinstance(message, tokenizer_pb2.GenerateRequest) and kind == "prompts":
-        return sum(map(_text_bytes, message.prompts.prompts))
-    return 0
-
-
-def _check_prompt(
-    message: tokenizer_pb2.GenerateRequest | tokenizer_pb2.Prompt,
-    prefix: str,
-    limits: ModelLimits,
-    violations: list[Violation],
-) -> Prompt:
-    """Read a message's prompt; violations are appended, with `prefix` before each field."""
-    kind = message.WhichOneof("prompt")
-    if kind == "chat":
-        return read_chat(message.chat, violations, field=f"{prefix}chat")
-    if kind == "tokens":
-        field = f"{prefix}tokens.token_ids"
-        return read_prompt_token_ids(message.tokens.token_ids, limits, violations, field=field)
-    if kind is None:
-        violations.append(Violation(f"{prefix}prompt", "PROMPT_EMPTY", "one of text, chat and tokens must be set"))
-    elif not message.text:
-        violations.append(Violation(f"{prefix}text", "PROMPT_EMPTY", "must not be empty"))
-    return message.text
-
-
-def _check_form(request: tokenizer_pb2.GenerateRequest, violations: list[Violation]) -> AnswerForm:
-    return AnswerForm(
-        _check_stop_strings(request.stop, violations),
-        includes_stop=request.include_stop,
-        echoes=request.echo,
-        skips_special_tokens=request.skip_special_tokens or not request.HasField("skip_special_tokens"),
-        is_raw=request.raw_text,
-    )
-
-
-def _check_stop_strings(stops: Sequence[str], violations: list[Violation]) -> tuple[str, ...]:
-    if len(stops) > MAX_STOP_STRINGS:
-        violations.append(Violation("stop", "OUT_OF_RANGE", f"must have at most {MAX_STOP_STRINGS} strings"))
-        return ()
-    sizes = [len(stop.encode()) for stop in stops]
-    for index, size in enumerate(sizes):
-        if not 1 <= size <= MAX_STOP_STRING_BYTES:
-            description = f"must have 1 to {MAX_STOP_STRING_BYTES} bytes"
-            violations.append(Violation(f"stop[{index}]", "OUT_OF_RANGE", description))
-    if sum(sizes) > MAX_ALL_STOP_STRINGS_BYTES:
-        violations.append(
-            Violation("stop", "OUT_OF_RANGE", f"must have at most {MAX_ALL_STOP_STRINGS_BYTES} bytes in total")
-        )
-    return tuple(stops)
-
-
-def _check_bad_words(words: Sequence[str], violations: list[Violation]) -> tuple[str, ...]:
-    if len(words) > MAX_BAD_STRINGS:
-        violations.append(Violation("bad_words", "OUT_OF_RANGE", f"must have at most {MAX_BAD_STRINGS} strings"))
-        return ()
-    for index, word in enumerate(words):
-        # A leading space is added, or removed, when the word is spelled.
-        if not word.strip() or len(word.encode()) > MAX_BAD_STRING_BYTES:
-            description = f"must have 1 to {MAX_BAD_STRING_BYTES} bytes, and not only whitespace"
-            violations.append(Violation(f"bad_words[{index}]", "OUT_OF_RANGE", description))
-    return tuple(words)
-
-
-def _check_constraints(request: CheckedRequest, violations: list[Violation]) -> None:
-    """Refuse options that contradict structured output or required tool calls."""
-    has_calls = any(isinstance(prompt, Conversation) and prompt.callable_tools for prompt in request.prompts)
-    if request.structured_output is not None and has_calls:
-        violations.append(Violation("structured_output", "OUT_OF_RANGE", "cannot be combined with required tool calls"))
-    if request.sampling.ignore_eos and (request.structured_output is not None or has_calls):
-        description = "cannot be combined with structured_output or required tool calls, which end the text"
-        violations.append(Violation("sampling.ignore_eos", "OUT_OF_RANGE", description))
+    def begin_attempt(self, stream: int, fingerprint: str) -> None:
+        """Note a submission on `stream`, to a cell with this exact fingerprint; any but the first resumes it."""
+        for choice in self.choices:
+            choice.num_resumes += self.num_attempts > 0
+        self.stream = stream
+        self.num_attempts += 1
+        self.awaits_token = True
+        self.fingerprints.add(fingerprint)

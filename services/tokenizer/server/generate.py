@@ -11,9 +11,9 @@ from typing import Protocol
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.exchange.logprobs import LogprobQueue
 from services.tokenizer.exchange.scheduler_client import SchedulerClient
+from services.tokenizer.request.checks import CheckedRequest, check_request
 from services.tokenizer.request.model import ServedModel
 from services.tokenizer.request.prepare import PreparedPrompt, RequestPreparer
-from services.tokenizer.request.request import CheckedRequest, check_request
 from services.tokenizer.server.choice import Choice, Extras
 from services.tokenizer.server.completion import Completion
 from services.tokenizer.server.generation import Generation

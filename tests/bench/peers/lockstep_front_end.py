@@ -11,7 +11,7 @@ import numpy as np
 
 from lockstep.internal.v1 import exchange_pb2
 from services.tokenizer.exchange.cell_requests import CellRequests
-from services.tokenizer.request.resolved_request import ResolvedRequest
+from services.tokenizer.request.request import Request
 from services.tokenizer.server.choice import Choice
 from services.tokenizer.server.completion import Completion
 from services.tokenizer.server.generation import Generation
@@ -68,9 +68,7 @@ class LockstepFrontEnd:
         requests.open_stream(link, exchange_pb2.CellInfo())
         handles = []
         for number, prompt in enumerate(prompts):
-            request = ResolvedRequest(
-                f"{number:032x}", np.array(prompt, TOKEN_DTYPE).tobytes(), SamplingParams(max_tokens)
-            )
+            request = Request(f"{number:032x}", np.array(prompt, TOKEN_DTYPE).tobytes(), SamplingParams(max_tokens))
             self._completions.append(Completion(self._texts.detokenizer(), ()))
             generation = Generation(arrived_at=0.0)
             generation.choices.append(Choice(generation, self._completions[-1], num_prompt_tokens=len(prompt)))

@@ -10,7 +10,7 @@ import pytest
 from lockstep.internal.v1 import exchange_pb2, sampling_pb2
 from lockstep.v1 import common_pb2
 from services.tokenizer.exchange.request_ledger import ExchangeError
-from services.tokenizer.request.resolved_request import ResolvedRequest
+from services.tokenizer.request.request import Request
 from shared.errors import (
     DeadlinePassedError,
     ExactUnavailableError,
@@ -46,7 +46,7 @@ async def test_a_submit_carries_everything_about_its_request() -> None:
         stop_token_ids=(4, 5),
         stop_token_sequences=((1, 2), (3,)),
     )
-    request = ResolvedRequest("id", column([9, 8]), sampling, common_pb2.PRIORITY_HIGH, b"salt")
+    request = Request("id", column([9, 8]), sampling, common_pb2.PRIORITY_HIGH, b"salt")
     arrived_at = time.monotonic() - 5.0
     handle = requests.submit(request, [Sink()], arrived_at=arrived_at, deadline_at=arrived_at + 25.0)
     submit = await requests.next_submit()
@@ -253,7 +253,7 @@ async def test_every_option_travels() -> None:
         num_prompt_logprobs=5,
         grammar="root",
     )
-    request = ResolvedRequest("id", column([9]), SamplingParams(7, options=options))
+    request = Request("id", column([9]), SamplingParams(7, options=options))
     requests.submit(request, [Sink()], arrived_at=0.0, deadline_at=None)
     submit = await requests.next_submit()
     assert decode_options(submit.options) == options
@@ -450,7 +450,7 @@ async def test_receivers_are_told_how_often_their_request_went_on() -> None:
 
 
 async def test_an_exact_request_needs_an_exact_cell() -> None:
-    request = ResolvedRequest("r", column([1]), SamplingParams(max_tokens=4), is_exact=True)
+    request = Request("r", column([1]), SamplingParams(max_tokens=4), is_exact=True)
     requests, sink = Requests(), Sink()
     with pytest.raises(ExactUnavailableError):
         requests.submit(request, [sink], arrived_at=0.0, deadline_at=None)

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from services.tokenizer.exchange.exchange_codec import encode_submit
 from services.tokenizer.exchange.request_ledger import ExchangeError, RequestLedger
 from services.tokenizer.exchange.submit_suspects import SUSPICION_S
-from services.tokenizer.request.resolved_request import Attempt, ChoiceSoFar, ResolvedRequest
+from services.tokenizer.request.request import Request
 from shared.errors import DeadlinePassedError, ExactUnavailableError, PoisonRequestError, SchedulerLostError
 from shared.limits import SamplingParams
 from tests.support.exchange_peer import column
@@ -14,9 +15,22 @@ from tests.support.exchange_peer import column
 LOST_AFTER_S = 60.0
 
 
-def make_request(name: str = "r", n: int = 1, *, is_exact: bool = False) -> ResolvedRequest:
+def make_request(name: str = "r", n: int = 1, *, is_exact: bool = False) -> Request:
     sampling = SamplingParams(max_tokens=9, seed=7)
-    return ResolvedRequest(name, column([1, 2, 3]), sampling, priority=1, cache_salt=b"s", n=n, is_exact=is_exact)
+    return Request(name, column([1, 2, 3]), sampling, priority=1, cache_salt=b"s", n=n, is_exact=is_exact)
+
+
+def sent(request: Request, now: float) -> tuple[int, int, list[tuple[bytes, bool]], float, float | None, int]:
+    """What a scheduler receives of an attempt: handle, attempt, choices, age, time left, and earlier resumes."""
+    submit = encode_submit(request, now)
+    return (
+        submit.handle,
+        submit.attempt,
+        [(choice.token_ids, choice.has_ended) for choice in submit.choices_so_far],
+        submit.age.ToTimedelta().total_seconds(),
+        submit.time_left.ToTimedelta().total_seconds() if submit.HasField("time_left") else None,
+        submit.num_earlier_resumes,
+    )
 
 
 class Ledger(RequestLedger):
@@ -29,7 +43,7 @@ class Ledger(RequestLedger):
     def begin_request(self, *tokens: int, arrived_at: float = 0.0, deadline_at: float | None = None) -> int:
         """A request that was submitted and has got tokens."""
         handle = self.add(make_request(), arrived_at=arrived_at, deadline_at=deadline_at)
-        assert self.next_attempt(handle, arrived_at) is not None
+        assert self.begin_attempt(handle, arrived_at) is not None
         if tokens:
             self.begin(self.stream, handle)
         assert self.receive(self.stream, handle, 0, list(tokens)) == list(tokens)
@@ -38,7 +52,7 @@ class Ledger(RequestLedger):
     def begin_choices(self, *outputs: Sequence[int]) -> list[int]:
         """The handles of a request's choices, which was submitted; each has got its tokens."""
         handle = self.add(make_request(n=len(outputs)), arrived_at=0.0, deadline_at=None)
-        assert self.next_attempt(handle, 0.0) is not None
+        assert self.begin_attempt(handle, 0.0) is not None
         for number, tokens in enumerate(outputs):
             assert self.receive(self.stream, handle + number, 0, list(tokens)) == list(tokens)
         return list(range(handle, handle + len(outputs)))
@@ -63,7 +77,7 @@ class Ledger(RequestLedger):
 
     def submit_all(self, handles: Sequence[int], now: float) -> list[int]:
         """Submit those that can be; returns them."""
-        return [handle for handle in handles if self.next_attempt(handle, now) is not None]
+        return [handle for handle in handles if self.begin_attempt(handle, now) is not None]
 
     def accused(self, num_requests: int) -> list[int]:
         """Requests of which two schedulers have died by now."""
@@ -75,14 +89,16 @@ class Ledger(RequestLedger):
 
 def test_a_first_attempt_carries_the_request_and_its_times() -> None:
     ledger = Ledger()
-    handle = ledger.add(make_request(), arrived_at=10.0, deadline_at=25.0)
-    assert ledger.next_attempt(handle, 12.0) == Attempt(handle, make_request(), 1, (), age_s=2.0, time_left_s=13.0)
+    request = make_request()
+    handle = ledger.add(request, arrived_at=10.0, deadline_at=25.0)
+    assert ledger.begin_attempt(handle, 12.0) is request
+    assert sent(request, 12.0) == (handle, 1, [], 2.0, 13.0, 0)
 
 
 def test_a_request_is_submitted_once_on_a_stream() -> None:
     ledger = Ledger()
     handle = ledger.begin_request()
-    assert ledger.next_attempt(handle, 1.0) is None
+    assert ledger.begin_attempt(handle, 1.0) is None
 
 
 def test_without_a_stream_nothing_is_submitted() -> None:
@@ -90,21 +106,21 @@ def test_without_a_stream_nothing_is_submitted() -> None:
     handle = ledger.begin_request(5)
     ledger.lose_stream(ledger.stream, 1.0)
     other = ledger.add(make_request(), arrived_at=1.0, deadline_at=None)
-    assert ledger.next_attempt(handle, 2.0) is ledger.next_attempt(other, 2.0) is None
+    assert ledger.begin_attempt(handle, 2.0) is ledger.begin_attempt(other, 2.0) is None
 
 
 def test_a_fresh_stream_is_told_the_output_so_far_and_that_it_is_another_attempt() -> None:
     ledger = Ledger()
     handle = ledger.begin_request(5, 6, arrived_at=1.0, deadline_at=31.0)
     assert ledger.restart(now=10.0) == [handle]
-    attempt = ledger.next_attempt(handle, 11.0)
-    so_far = (ChoiceSoFar(column([5, 6])),)
-    assert attempt == Attempt(handle, make_request(), 2, so_far, age_s=10.0, time_left_s=20.0, num_resumes=1)
+    second = ledger.begin_attempt(handle, 11.0)
+    assert second is not None
+    assert sent(second, 11.0) == (handle, 2, [(column([5, 6]), False)], 10.0, 20.0, 1)
     assert ledger.receive(ledger.stream, handle, 2, [7]) == [7]
     ledger.restart(now=12.0)
-    third = ledger.next_attempt(handle, 12.0)
+    third = ledger.begin_attempt(handle, 12.0)
     assert third is not None
-    assert (third.number, third.choices_so_far) == (3, (ChoiceSoFar(column([5, 6, 7])),))
+    assert sent(third, 12.0)[1:3] == (3, [(column([5, 6, 7]), False)])
 
 
 def test_who_has_tokens_goes_first_and_then_the_oldest() -> None:
@@ -122,7 +138,7 @@ def test_a_request_that_ended_is_not_submitted_again() -> None:
     assert ledger.end(ledger.stream, ended)
     assert ledger.remove(removed)
     assert ledger.restart(now=1.0) == []
-    assert ledger.next_attempt(ended, 1.0) is ledger.next_attempt(removed, 1.0) is None
+    assert ledger.begin_attempt(ended, 1.0) is ledger.begin_attempt(removed, 1.0) is None
 
 
 def test_repeated_tokens_are_dropped() -> None:
@@ -151,7 +167,7 @@ def test_what_comes_on_an_older_stream_is_dropped() -> None:
         assert not ledger.begin(old, unbegun)
         assert not ledger.end(old, handle)
         ledger.open_stream()
-        ledger.next_attempt(handle, 2.0)
+        ledger.begin_attempt(handle, 2.0)
     assert ledger.receive(old + 1, handle, 1, [8]) == []
     assert ledger.receive(old + 2, handle, 1, [8]) == [8]
 
@@ -169,7 +185,7 @@ def test_the_loss_of_an_older_stream_changes_nothing() -> None:
     handle = ledger.begin_request(5)
     old = ledger.stream
     ledger.restart(now=1.0)
-    assert ledger.next_attempt(handle, 1.0) is not None
+    assert ledger.begin_attempt(handle, 1.0) is not None
     ledger.lose_stream(old, 2.0)
     assert ledger.receive(ledger.stream, handle, 1, [6]) == [6]
     assert ledger.expire(1e9) == []
@@ -179,7 +195,7 @@ def test_only_the_first_beginning_counts() -> None:
     ledger = Ledger()
     handle = ledger.begin_request()
     ledger.restart(now=1.0)
-    ledger.next_attempt(handle, 1.0)
+    ledger.begin_attempt(handle, 1.0)
     assert ledger.begin(ledger.stream, handle)
     assert not ledger.begin(ledger.stream, handle)
 
@@ -203,7 +219,7 @@ def test_the_scheduler_is_told_only_of_requests_that_it_has() -> None:
     assert ledger.remove(sent)
     assert not ledger.remove(unsent)
     ledger.restart(now=1.0)
-    ledger.next_attempt(resubmitted, 1.0)
+    ledger.begin_attempt(resubmitted, 1.0)
     assert ledger.remove(resubmitted)
     assert not ledger.remove(waiting)
 
@@ -226,7 +242,7 @@ def test_a_stream_in_time_starts_the_wait_anew() -> None:
     handle = ledger.begin_request(5)
     ledger.restart(now=50.0)
     assert ledger.expire(1e9) == []
-    assert ledger.next_attempt(handle, 55.0) is not None
+    assert ledger.begin_attempt(handle, 55.0) is not None
     ledger.lose_stream(ledger.stream, 60.0)
     assert ledger.next_wakeup() == 60.0 + LOST_AFTER_S
 
@@ -267,8 +283,8 @@ def test_a_deadline_that_passes_before_the_submit_ends_the_request() -> None:
     [(ended, error)] = ledger.expire(2.0)
     assert ended == late
     assert isinstance(error, DeadlinePassedError)
-    assert ledger.next_attempt(late, 2.0) is None
-    assert ledger.next_attempt(patient, 2.0) is not None
+    assert ledger.begin_attempt(late, 2.0) is None
+    assert ledger.begin_attempt(patient, 2.0) is not None
     assert ledger.next_wakeup() is None
 
 
@@ -299,7 +315,7 @@ def test_what_two_schedulers_died_of_is_tried_by_halves_and_the_others_wait() ->
     assert ledger.take_released() == suspects[2:3]
     assert ledger.submit_all(everybody, 2.0) == suspects[2:3]
     for suspect in suspects[2:]:
-        ledger.next_attempt(suspect, 2.0)
+        ledger.begin_attempt(suspect, 2.0)
         ledger.receive(ledger.stream, suspect, 0, [7])
         released = ledger.take_released()
     # Who has tokens goes first, then by age.
@@ -326,7 +342,7 @@ def test_a_token_since_the_submit_clears_a_request() -> None:
     handle = ledger.begin_request()
     for index in range(5):
         assert ledger.outlive(0.0) == ([handle], [])
-        assert ledger.next_attempt(handle, 0.0) is not None
+        assert ledger.begin_attempt(handle, 0.0) is not None
         # A repeated one is none.
         assert ledger.receive(ledger.stream, handle, 0, [7] * index) == []
         assert ledger.receive(ledger.stream, handle, index, [7]) == [7]
@@ -336,7 +352,7 @@ def test_a_trial_moves_on_when_its_time_is_up() -> None:
     ledger = Ledger()
     tried, other = ledger.accused(2)
     assert ledger.next_wakeup() is None
-    assert ledger.next_attempt(tried, 3.0) is not None
+    assert ledger.begin_attempt(tried, 3.0) is not None
     assert ledger.next_wakeup() == 3.0 + SUSPICION_S
     assert ledger.expire(3.0 + SUSPICION_S) == []
     assert ledger.take_released() == [other]
@@ -345,7 +361,7 @@ def test_a_trial_moves_on_when_its_time_is_up() -> None:
 def test_while_there_is_no_stream_a_trial_stands_still() -> None:
     ledger = Ledger()
     tried, other = ledger.accused(2)
-    ledger.next_attempt(tried, 3.0)
+    ledger.begin_attempt(tried, 3.0)
     ledger.lose_stream(ledger.stream, 4.0)
     assert ledger.next_wakeup() == 4.0 + LOST_AFTER_S
     assert ledger.expire(3.0 + SUSPICION_S) == []
@@ -379,12 +395,13 @@ def test_resumes_are_exact_while_every_cell_has_one_fingerprint(
 ) -> None:
     ledger = Ledger(has_stream=False)
     handle = ledger.add(make_request(), arrived_at=0.0, deadline_at=None)
-    attempts = []
+    told = []
     for fingerprint in fingerprints:
         assert ledger.meet_cell(fingerprint) == []
         ledger.restart(0.0)
-        attempts.append(ledger.next_attempt(handle, 0.0))
-    told = [(attempt.num_resumes, attempt.resumes_exactly) for attempt in attempts if attempt is not None]
+        request = ledger.begin_attempt(handle, 0.0)
+        assert request is not None
+        told.append((request.num_resumes, request.resumes_exactly))
     assert told == list(enumerate(resumes_exactly))
 
 
@@ -394,7 +411,7 @@ def test_losses_that_a_scheduler_told_are_known_after_its_death() -> None:
     assert ledger.resume(ledger.stream, first, 2)
     old_stream = ledger.stream
     ledger.restart(1.0)
-    attempt = ledger.next_attempt(first, 1.0)
+    attempt = ledger.begin_attempt(first, 1.0)
     assert attempt is not None
     assert (attempt.num_resumes, ledger.num_resumes(first), ledger.num_resumes(second)) == (1, 3, 1)
     # The scheduler counts on from the least of them.
@@ -404,7 +421,7 @@ def test_losses_that_a_scheduler_told_are_known_after_its_death() -> None:
     assert (ledger.num_resumes(first), ledger.num_resumes(second)) == (3, 2)
     ledger.end(ledger.stream, second)
     ledger.restart(2.0)
-    attempt = ledger.next_attempt(first, 2.0)
+    attempt = ledger.begin_attempt(first, 2.0)
     assert attempt is not None
     assert attempt.num_resumes == 4
 
@@ -416,7 +433,7 @@ def test_an_exact_request_ends_where_its_bytes_would_be_others(fingerprint: str)
     ledger.stream, _ = ledger.open_stream()
     exact = ledger.add(make_request(n=2, is_exact=True), arrived_at=0.0, deadline_at=None)
     ordinary = ledger.begin_request(5)
-    ledger.next_attempt(exact, 0.0)
+    ledger.begin_attempt(exact, 0.0)
     ledger.lose_stream(ledger.stream, 1.0)
     assert ledger.meet_cell("a") == []
     ends = ledger.meet_cell(fingerprint)
@@ -470,13 +487,9 @@ def test_a_fresh_stream_is_told_which_choices_have_ended() -> None:
     first, second, _ = ledger.begin_choices([5, 6], [7], [])
     ledger.stop(first)
     assert ledger.restart(now=1.0) == [first]
-    attempt = ledger.next_attempt(first, 1.0)
+    attempt = ledger.begin_attempt(first, 1.0)
     assert attempt is not None
-    assert attempt.choices_so_far == (
-        ChoiceSoFar(column([5, 6]), has_ended=True),
-        ChoiceSoFar(column([7])),
-        ChoiceSoFar(b""),
-    )
+    assert sent(attempt, 1.0)[2] == [(column([5, 6]), True), (column([7]), False), (b"", False)]
     assert ledger.receive(ledger.stream, second, 1, [8]) == [8]
 
 
@@ -484,9 +497,9 @@ def test_choices_of_which_nothing_is_known_are_not_told() -> None:
     ledger = Ledger()
     first, _ = ledger.begin_choices([], [])
     ledger.restart(now=1.0)
-    attempt = ledger.next_attempt(first, 1.0)
+    attempt = ledger.begin_attempt(first, 1.0)
     assert attempt is not None
-    assert (attempt.number, attempt.choices_so_far) == (2, ())
+    assert sent(attempt, 1.0)[1:3] == (2, [])
 
 
 def test_removing_a_request_ends_all_its_choices() -> None:
@@ -520,6 +533,6 @@ def test_positions_of_the_prompt_that_are_known_are_not_new() -> None:
     # Whichever choice leads, it is the same prompt.
     ledger.restart(now=1.0)
     assert ledger.receive_prompt(ledger.stream, first, 1, 9) == 0
-    ledger.next_attempt(first, 1.0)
+    ledger.begin_attempt(first, 1.0)
     assert ledger.receive_prompt(ledger.stream, second, 1, 7) == 1
     assert ledger.receive_prompt(ledger.stream - 1, first, 8, 1) == 0

@@ -12,9 +12,9 @@ import pytest
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.chat.chat_template import ChatTemplate
 from services.tokenizer.chat.conversation import Conversation, Message
+from services.tokenizer.request.checks import check_request
 from services.tokenizer.request.prepare import RequestPreparer
 from services.tokenizer.request.prompts import PromptEncoder
-from services.tokenizer.request.request import check_request
 from services.tokenizer.text.encoder import Encoder
 from services.tokenizer.text.text_lanes import MAX_WAITING_BYTES, Lane
 from services.tokenizer.text_size import MAX_TEXT_BYTES

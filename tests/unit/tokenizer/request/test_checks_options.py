@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from services.tokenizer.request.request import AnswerForm, CheckedRequest, check_request, resolve_request
+from services.tokenizer.request.checks import AnswerForm, CheckedRequest, check_request, resolve_request
 from shared.errors import ContextExceededError, InvalidRequestError, RequestTooLargeError
 from shared.limits import ModelLimits, SamplingOptions
 

@@ -8,7 +8,7 @@ import pytest
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.chat.chat_request import check_chat
 from services.tokenizer.chat.conversation import Conversation, Message
-from services.tokenizer.request.request import (
+from services.tokenizer.request.checks import (
     AnswerForm,
     CheckedRequest,
     check_request,
@@ -256,7 +256,7 @@ def test_what_cannot_fit_is_refused(
         resolve(num_prompt_tokens, max_tokens, limits)
 
 
-def test_a_resolved_request_has_its_prompt_as_int32() -> None:
+def test_a_request_has_its_prompt_as_int32() -> None:
     request = make_request(
         request_id="r",
         priority=common_pb2.PRIORITY_LOW,
