@@ -12,7 +12,7 @@ import pytest
 from services.scheduler.cell import intake
 from services.scheduler.cell.engine import Engine
 from services.scheduler.cell.events import Action, ClientGone, ClientMessage, Event, Submission, TimePassed
-from services.scheduler.cell.request_desk import RequestDesk
+from services.scheduler.cell.request_manager import RequestManager
 from services.scheduler.cell.requests import Request, RequestTable
 from services.scheduler.core.batch.logprobs import Logprobs
 from services.scheduler.core.batch.sequence import Finish, Numerics, Sequence
@@ -65,9 +65,9 @@ def _requests_go_with_their_first_choice(patch: Patch) -> None:
 @_planted(Fault.TEXT_STOP)
 def _a_stop_in_the_text_ends_the_request(patch: Patch) -> None:
     """A stop string in one choice ends the others too."""
-    on_message = RequestDesk.on_message
+    on_message = RequestManager.on_message
 
-    def stop_all(self: RequestDesk, message: ClientMessage, now: float) -> list[Action]:
+    def stop_all(self: RequestManager, message: ClientMessage, now: float) -> list[Action]:
         requests = [self._requests.by_handle(message.client, handle) for handle, _ in message.stop_ats]
         actions = on_message(self, message, now)
         for request in requests:
@@ -75,7 +75,7 @@ def _a_stop_in_the_text_ends_the_request(patch: Patch) -> None:
                 self._abort(request, now)
         return actions
 
-    patch.setattr(RequestDesk, "on_message", stop_all)
+    patch.setattr(RequestManager, "on_message", stop_all)
 
 
 @_planted(Fault.STREAM_BREAK)
@@ -93,7 +93,7 @@ def _choices_go_on_behind_the_first_ones_output(patch: Patch) -> None:
         alike = tuple(replace(one, output=submission.choices_so_far[0].output) for one in submission.choices_so_far)
         return make(client, replace(submission, choices_so_far=alike), now)
 
-    patch.setattr("services.scheduler.cell.request_desk.make_request", make_alike)
+    patch.setattr("services.scheduler.cell.request_manager.make_request", make_alike)
 
 
 @_planted(Fault.QUEUE_FULL)
@@ -179,7 +179,7 @@ def _tokens_behind_a_grammars_end_are_told(patch: Patch) -> None:
 @_planted(Fault.EXACT)
 def _exactness_is_promised_by_all(patch: Patch) -> None:
     """A request for exact output is accepted although the ranks are not exact."""
-    patch.setattr(RequestDesk, "_promise_exactness", lambda *_: None)
+    patch.setattr(RequestManager, "_promise_exactness", lambda *_: None)
 
 
 @_planted(Fault.EXACT, Fault.LINK_BREAK)
@@ -234,7 +234,7 @@ def _find_finish_without_options(seq: Sequence, eos_token_ids: frozenset[int]) -
 @_planted(Fault.DEADLINE)
 def _deadlines_are_ignored(patch: Patch) -> None:
     """A request is still computed after its deadline."""
-    patch.setattr(RequestDesk, "expire", lambda *_: [])
+    patch.setattr(RequestManager, "expire", lambda *_: [])
 
 
 @_planted(Fault.REPLICA_GONE)
@@ -251,9 +251,9 @@ def _requests_outlive_their_replica(patch: Patch) -> None:
 @_planted(Fault.STREAM_BREAK)
 def _later_attempts_are_duplicates(patch: Patch) -> None:
     """A resubmitted request is refused as a duplicate of its own earlier attempt."""
-    submit = RequestDesk._submit
+    submit = RequestManager._submit
     patch.setattr(
-        RequestDesk,
+        RequestManager,
         "_submit",
         lambda self, client, submission, *rest: submit(self, client, replace(submission, attempt=1), *rest),
     )
@@ -262,38 +262,38 @@ def _later_attempts_are_duplicates(patch: Patch) -> None:
 @_planted(Fault.STREAM_BREAK)
 def _earlier_attempts_run_on(patch: Patch) -> None:
     """Both attempts of a resubmitted request run."""
-    submit = RequestDesk._submit
+    submit = RequestManager._submit
 
-    def submit_beside(self: RequestDesk, *args: Any) -> Any:
+    def submit_beside(self: RequestManager, *args: Any) -> Any:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(RequestTable, "by_id", lambda *_: None)
             return submit(self, *args)
 
-    patch.setattr(RequestDesk, "_submit", submit_beside)
+    patch.setattr(RequestManager, "_submit", submit_beside)
 
 
 @_planted(Fault.SAME_ID, Fault.STREAM_BREAK)
 def _a_superseded_client_is_told_nothing(patch: Patch) -> None:
     """A client whose request was superseded by another client never gets an answer."""
 
-    def supersede(self: RequestDesk, earlier: Request, _client: int, _outputs: OutputsByClient, now: float) -> None:
+    def supersede(self: RequestManager, earlier: Request, _client: int, _outputs: OutputsByClient, now: float) -> None:
         self._abort(earlier, now)
 
-    patch.setattr(RequestDesk, "_supersede", supersede)
+    patch.setattr(RequestManager, "_supersede", supersede)
 
 
 @_planted(Fault.STREAM_BREAK, Fault.SCHEDULER_RESTART)
 def _max_tokens_count_from_the_resubmission(patch: Patch) -> None:
     """The output so far counts as prompt, so a resumed request gets `max_tokens` more."""
-    submit = RequestDesk._submit
+    submit = RequestManager._submit
 
-    def submit_as_prompt(self: RequestDesk, client: int, submission: Submission, *rest: Any) -> Any:
+    def submit_as_prompt(self: RequestManager, client: int, submission: Submission, *rest: Any) -> Any:
         if submission.n > 1 or not submission.choices_so_far:
             return submit(self, client, submission, *rest)
         prompt = submission.prompt + submission.choices_so_far[0].output
         return submit(self, client, replace(submission, prompt=prompt, choices_so_far=()), *rest)
 
-    patch.setattr(RequestDesk, "_submit", submit_as_prompt)
+    patch.setattr(RequestManager, "_submit", submit_as_prompt)
 
 
 @_planted(Fault.STREAM_BREAK, Fault.DEADLINE)

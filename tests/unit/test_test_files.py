@@ -15,7 +15,7 @@ TESTED_BY = {
         "services/scheduler/cell/cell_facts.py",
         "services/scheduler/cell/events.py",
         "services/scheduler/cell/intake.py",
-        "services/scheduler/cell/request_desk.py",
+        "services/scheduler/cell/request_manager.py",
         "services/scheduler/cell/requests.py",
         "services/scheduler/cell/state.py",
         "services/scheduler/core/assemble.py",

@@ -25,7 +25,7 @@ from services.scheduler.cell.events import (
     WorkerHeard,
 )
 from services.scheduler.cell.heartbeat import Heartbeat
-from services.scheduler.cell.request_desk import RequestDesk, deliver
+from services.scheduler.cell.request_manager import RequestManager, deliver
 from services.scheduler.cell.requests import RequestTable
 from services.scheduler.cell.state import CellState
 from services.scheduler.core.batch.step import OutputsByClient, StepResult
@@ -62,7 +62,7 @@ class Engine:
             is_alive=lambda request_id: self._requests.by_id(request_id) is not None,
         )
         self._facts = CellFacts(cache.block_size)
-        self._desk = RequestDesk(policy, self._requests, self._cell, self._facts)
+        self._request_manager = RequestManager(policy, self._requests, self._cell, self._facts)
         self._heartbeat = Heartbeat()
         self._exit: Exit | None = None
 
@@ -96,7 +96,7 @@ class Engine:
         actions = self._beat(now) if now >= self._heartbeat.next_at else []
         if self._exit is not None:
             return [self._exit]
-        actions += self._desk.expire(now)
+        actions += self._request_manager.expire(now)
         match event:
             case StepReturned(rank, result):
                 actions += self._on_step_returned(rank, result, now)
@@ -104,11 +104,11 @@ class Engine:
             case WorkerHeard(rank, epoch, progress):
                 self._on_worker_heard(rank, epoch, progress, now)
             case ClientMessage():
-                actions += self._desk.on_message(event, now)
+                actions += self._request_manager.on_message(event, now)
             case ClientGone(client):
-                self._desk.on_client_gone(client, now)
+                self._request_manager.on_client_gone(client, now)
             case AbortRequest(request_id):
-                actions += self._desk.on_abort_call(request_id, now)
+                actions += self._request_manager.on_abort_call(request_id, now)
             case DomainAttached(domain, facts):
                 actions += self._on_domain_attached(self._cell.domains[domain], facts, now)
             case DomainLost(domain, epoch):
@@ -140,7 +140,7 @@ class Engine:
             return []
         pause_s = self._heartbeat.beat(now)
         # First of all, so that nothing is computed for a request whose deadline has passed.
-        actions: list[Action] = [Beat(self._cell.num_steps), *self._desk.expire(now)]
+        actions: list[Action] = [Beat(self._cell.num_steps), *self._request_manager.expire(now)]
         faults: list[tuple[Domain, str]] = []
         for domain in self._cell.domains:
             if pause_s:
@@ -167,7 +167,7 @@ class Engine:
             return [*actions, DropDomain(domain.number, facts[0].epoch, fault)]
         self._cell.attach(domain, facts, now)
         self._facts.update(self._cell.domains)
-        return actions + self._desk.end_unservable(self._cell.waiting(), now)
+        return actions + self._request_manager.end_unservable(self._cell.waiting(), now)
 
     def _on_worker_heard(self, rank_number: int, epoch: int, progress: int, now: float) -> None:
         rank = self._cell.ranks[rank_number]
@@ -188,9 +188,9 @@ class Engine:
                 resumes.add_resume(seq)
         actions = deliver(resumes)
         if poison is not None:
-            actions += self._desk.end_poison(poison, now)
+            actions += self._request_manager.end_poison(poison, now)
         exact = [seq for seq in sequences if seq.is_exact and seq.left_at is None]
-        return actions + self._desk.end_unservable(exact, now)
+        return actions + self._request_manager.end_unservable(exact, now)
 
     def _drop(self, domain: Domain, reason: str, now: float, *, accuses_rows: bool) -> list[Action]:
         """End a domain's epoch because of a fault of its own."""
@@ -210,7 +210,7 @@ class Engine:
             return self._drop(domain, problem, now, accuses_rows=False) + self._go_on(now)
         rank.heard_at = now
         outputs = self._cell.postprocess(rank, result, now)
-        self._desk.take_ends(outputs)
+        self._request_manager.take_ends(outputs)
         actions = deliver(outputs)
         actions += self._cell.go_on_after(rank, now)
         return actions

@@ -35,7 +35,7 @@ class SubmitSuspects:
     """
 
     def __init__(self) -> None:
-        self._handle_to_submitted_s: dict[int, float] = {}
+        self._handle_to_submitted_at: dict[int, float] = {}
         self._handle_to_num_accusations: dict[int, int] = {}
         self._suspects: list[int] = []
         self._trial: set[int] = set()
@@ -59,11 +59,11 @@ class SubmitSuspects:
 
     def open(self, handle: int, now: float) -> None:
         """A request is submitted."""
-        self._handle_to_submitted_s[handle] = now
+        self._handle_to_submitted_at[handle] = now
 
     def close(self, handle: int) -> None:
         """A request has received a token since its submit, or has ended: it is cleared."""
-        self._handle_to_submitted_s.pop(handle, None)
+        self._handle_to_submitted_at.pop(handle, None)
         self._handle_to_num_accusations.pop(handle, None)
         if handle in self._suspects:
             self._suspects.remove(handle)
@@ -74,7 +74,7 @@ class SubmitSuspects:
 
     def close_old(self, now: float) -> None:
         """Close submits after `SUSPICION_S`."""
-        old = [handle for handle, since in self._handle_to_submitted_s.items() if now >= since + SUSPICION_S]
+        old = [handle for handle, since in self._handle_to_submitted_at.items() if now >= since + SUSPICION_S]
         for handle in old:
             self.close(handle)
 
@@ -82,12 +82,12 @@ class SubmitSuspects:
         """The earliest time at which `close_old` advances the trial; None if it will not."""
         if not self._trial:
             return None
-        times = [since for handle, since in self._handle_to_submitted_s.items() if handle in self._trial]
+        times = [since for handle, since in self._handle_to_submitted_at.items() if handle in self._trial]
         return min(times) + SUSPICION_S if times else None
 
     def void(self) -> None:
         """The stream is a new one: forget the open submits, without judging their requests."""
-        self._handle_to_submitted_s.clear()
+        self._handle_to_submitted_at.clear()
 
     def accuse(self, died_at: float) -> int | None:
         """The scheduler has died, at `died_at` or soon after: accuse the requests with open submits.
@@ -96,7 +96,7 @@ class SubmitSuspects:
             The guilty request, which the caller must end; None while it is not known.
         """
         self.close_old(died_at)
-        accused = list(self._handle_to_submitted_s)
+        accused = list(self._handle_to_submitted_at)
         self.void()
         for handle in accused:
             self._handle_to_num_accusations[handle] = self._handle_to_num_accusations.get(handle, 0) + 1

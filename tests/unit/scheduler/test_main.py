@@ -73,12 +73,12 @@ sys.exit(__main__.main())
 WITH_BUG = """
 import sys
 from services.scheduler import __main__
-from services.scheduler.cell import request_desk
+from services.scheduler.cell import request_manager
 
 def fail(*_):
     raise ValueError("planted")
 
-request_desk.RequestDesk.on_message = fail
+request_manager.RequestManager.on_message = fail
 sys.exit(__main__.main())
 """
 

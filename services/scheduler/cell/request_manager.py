@@ -27,7 +27,7 @@ from shared.errors import (
 )
 
 
-class RequestDesk:
+class RequestManager:
     """Accepts requests, queues their choices, and ends them.
 
     Each choice of a request is a sequence that ends on its own; ending the request ends all of them. Queue limits apply
