@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 from lockstep.internal.v1 import worker_pb2
-from services.scheduler.cell.attach import ClaimStanding, DomainAttach
+from services.scheduler.cell.attach import DomainAttach, SchedulerClaim
 from services.scheduler.cell.engine import Engine
 from services.scheduler.cell.events import Event, Exit
 from services.scheduler.config import SchedulerSettings
@@ -19,7 +19,7 @@ from shared.health import Health
 def make_cell(settings: SchedulerSettings, instance_id: str, health: Health) -> CellServer:
     """Make the cell that the settings describe, in the running event loop; no worker is attached yet."""
     topology = settings.topology
-    standing = ClaimStanding(instance_id, topology.dp_size, random.SystemRandom().random)
+    claim = SchedulerClaim(instance_id, topology.dp_size, random.SystemRandom().random)
     attach_request = worker_pb2.AttachRequest(
         scheduler_instance_id=instance_id,
         block_size=settings.kv_cache_block_size,
@@ -29,7 +29,7 @@ def make_cell(settings: SchedulerSettings, instance_id: str, health: Health) -> 
 
     def link_domain(domain: int, on_event: Callable[[Event], None], on_exit: Callable[[Exit], None]) -> DomainClient:
         return DomainClient(
-            DomainAttach(domain, topology, standing),
+            DomainAttach(domain, topology, claim),
             {rank: settings.workers[rank] for rank in topology.ranks_of(domain)},
             attach_request,
             on_event=on_event,

@@ -15,13 +15,13 @@ from typing import Any, Generic, TypeVar
 from services.scheduler.cell.attach import (
     Accepted,
     AttachEvent,
-    ClaimStanding,
     Command,
     DomainAttach,
     GroupPlace,
     Offer,
     Refused,
     RetryAt,
+    SchedulerClaim,
     StreamBroken,
     StreamOpened,
 )
@@ -83,8 +83,8 @@ class SchedulerActor:
 
     def __init__(self, instance_id: str, topology: CellTopology) -> None:
         self.instance_id = instance_id
-        self._standing = ClaimStanding(instance_id, topology.dp_size, _draw_nothing)
-        self._attaches = [DomainAttach(domain, topology, self._standing) for domain in range(topology.num_domains)]
+        self._claim = SchedulerClaim(instance_id, topology.dp_size, _draw_nothing)
+        self._attaches = [DomainAttach(domain, topology, self._claim) for domain in range(topology.num_domains)]
         # By domain: the attached epoch, and the number of steps sent in it.
         self.attached: dict[int, int] = {}
         self.num_sent: dict[int, int] = {}
@@ -124,9 +124,9 @@ class SchedulerActor:
         """
         if not self.has_attached:
             return
-        for group, rival in self._standing.group_to_rival.items():
+        for group, rival in self._claim.group_to_rival.items():
             if rival is not None:
-                self._standing.group_to_rival[group] = replace(rival, since=_LONG_AGO)
+                self._claim.group_to_rival[group] = replace(rival, since=_LONG_AGO)
 
     def send_step(self, domain: int) -> int:
         """Send a step of the attached epoch; returns its number."""

@@ -11,7 +11,6 @@ from typing import Protocol
 from services.scheduler.cell.attach import (
     Accepted,
     AttachEvent,
-    ClaimStanding,
     CloseStreams,
     Command,
     DomainAttach,
@@ -22,6 +21,7 @@ from services.scheduler.cell.attach import (
     Restart,
     RetryAt,
     RetryDue,
+    SchedulerClaim,
     StreamBroken,
     StreamOpened,
 )
@@ -62,7 +62,7 @@ class DomainLink:
         self,
         domain: int,
         process: Process,
-        standing: ClaimStanding,
+        claim: SchedulerClaim,
         settings: CellSettings,
         clock: Clock,
         rng: Random,
@@ -79,7 +79,7 @@ class DomainLink:
         self._workers = workers.workers
         self._tell_engine = on_event
         self._on_exit = on_exit
-        self._attach = DomainAttach(domain, settings.topology, standing)
+        self._attach = DomainAttach(domain, settings.topology, claim)
         self._streams: dict[int, StepStream] = {}
         self._is_closed = False
         # By rank and step id: answers that may be delivered again after their epoch has ended.

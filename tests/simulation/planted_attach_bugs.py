@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from services.scheduler.cell import attach
-from services.scheduler.cell.attach import Accepted, AttachEvent, ClaimStanding, Command, DomainAttach, Refused
+from services.scheduler.cell.attach import Accepted, AttachEvent, Command, DomainAttach, Refused, SchedulerClaim
 from services.worker.server.claim import ClaimLedger, LaunchedStep
 from shared.errors import StaleEpochError
 from tests.simulation.attach_search import FAULTS, ONE_GROUP, SPLIT, SUCCESSION, TAKEN_GROUP, Search
@@ -104,7 +104,7 @@ def _refusals_teach_nothing(patch: Patch) -> None:
 @planted(SPLIT)
 def _nobody_goes(patch: Patch) -> None:
     """Two schedulers that each hold a part of a cell keep it forever."""
-    patch.setattr(ClaimStanding, "is_below", lambda *_: False)
+    patch.setattr(SchedulerClaim, "is_below", lambda *_: False)
 
 
 @planted(SUCCESSION)
@@ -140,8 +140,8 @@ def _the_first_refusal_ends_a_scheduler(patch: Patch) -> None:
     """A scheduler exits in favour of a rival that has died, so none is left."""
 
     def is_last(self: DomainAttach, refusal: Refused) -> bool:
-        is_named = refusal.holder not in ("", self._standing.instance_id)
-        return is_named and self._standing.is_below(refusal.held_epoch or 0, refusal.holder)
+        is_named = refusal.holder not in ("", self._claim.instance_id)
+        return is_named and self._claim.is_below(refusal.held_epoch or 0, refusal.holder)
 
     patch.setattr(DomainAttach, "_is_last_refusal", is_last)
 

@@ -127,7 +127,7 @@ def _log_probabilities_of_wasted_tokens_are_told(patch: Patch) -> None:
 @_planted(Fault.LINK_BREAK)
 def _prompts_are_told_again(patch: Patch) -> None:
     """When a prompt is recomputed, its log-probabilities are sent again from the start."""
-    patch.setattr(Logprobs, "behind", lambda self, _: self)
+    patch.setattr(Logprobs, "after", lambda self, _: self)
 
 
 @_planted()

@@ -10,7 +10,7 @@ import grpc
 
 from lockstep.internal.v1 import worker_pb2
 from lockstep.v1 import scheduler_pb2
-from services.scheduler.cell.attach import ClaimStanding
+from services.scheduler.cell.attach import SchedulerClaim
 from services.scheduler.cell.engine import Engine
 from services.scheduler.cell.events import Action, Beat, Event, Exit, StepReturned, TimePassed
 from services.scheduler.server.cell_server import CellServer
@@ -99,13 +99,13 @@ class SchedulerProcess:
         self._is_ending = False
         self._health = Health(())
         self._links: list[DomainLink] = []
-        standing = ClaimStanding(self.instance_id, settings.topology.dp_size, rng.random)
+        claim = SchedulerClaim(self.instance_id, settings.topology.dp_size, rng.random)
 
         def link_domain(domain: int, on_event: Callable[[Event], None], on_exit: Callable[[Exit], None]) -> DomainLink:
             link = DomainLink(
                 domain,
                 self,
-                standing,
+                claim,
                 settings,
                 clock,
                 rng,

@@ -32,7 +32,7 @@ class Rival:
 
 
 @dataclass(slots=True)
-class ClaimStanding:
+class SchedulerClaim:
     """A scheduler's claim to its workers, in competition with other schedulers; shared by the domains of a cell.
 
     A scheduler that has never held a domain takes nothing while another one holds any group that answers. One that has
@@ -219,10 +219,10 @@ class DomainAttach:
     ignored.
     """
 
-    def __init__(self, domain: int, topology: CellTopology, standing: ClaimStanding) -> None:
+    def __init__(self, domain: int, topology: CellTopology, claim: SchedulerClaim) -> None:
         self._domain = domain
         self._topology = topology
-        self._standing = standing
+        self._claim = claim
         self._groups = topology.ranks_of(domain)
         self._phase = _Phase.WAITING
         # The epoch of the current round, or of the last one.
@@ -238,7 +238,7 @@ class DomainAttach:
         """Handle an event at `now` (seconds of a monotonic clock); returns the commands to carry out, in order."""
         match event:
             case RetryDue() if self._phase is _Phase.WAITING:
-                return self._offer(now) if self._standing.has_held else self._ask(now)
+                return self._offer(now) if self._claim.has_held else self._ask(now)
             case Accepted() | Refused() if self._is_asked and event.epoch == self._epoch:
                 return self._on_answer(event, now)
             case StreamOpened() if self._phase is _Phase.OPENING and event.epoch == self._epoch:
@@ -267,7 +267,7 @@ class DomainAttach:
         self._phase, self._epoch = phase, epoch
         self._answers.clear()
         self._opened.clear()
-        self._lasting_rivals = self._standing.find_lasting_rivals(self._groups, now)
+        self._lasting_rivals = self._claim.find_lasting_rivals(self._groups, now)
         return [Offer(group, epoch) for group in self._groups]
 
     def _on_answer(self, answer: Accepted | Refused, now: float) -> list[Command]:
@@ -283,7 +283,7 @@ class DomainAttach:
     def _note_holder(self, group: int, epoch: int | None, holder: str, now: float) -> None:
         """Record the epoch and the holder of a group; `epoch` is None when it did not answer."""
         self._highest_epoch = max(self._highest_epoch, self._epoch if epoch is None else epoch)
-        self._standing.note_holder(group, holder, now)
+        self._claim.note_holder(group, holder, now)
 
     def _is_last_refusal(self, refusal: Refused) -> bool:
         """Whether two refusals, more than the lease apart, named a live rival that this scheduler must yield to.
@@ -292,11 +292,11 @@ class DomainAttach:
         """
         if refusal.held_epoch is None or refusal.holder != self._lasting_rivals.get(refusal.group):
             return False
-        return self._standing.is_below(refusal.held_epoch, refusal.holder)
+        return self._claim.is_below(refusal.held_epoch, refusal.holder)
 
     def _conclude(self, now: float) -> list[Command]:
         if self._phase is _Phase.ASKING:
-            obstacle = self._standing.find_obstacle()
+            obstacle = self._claim.find_obstacle()
             return self._offer(now) if obstacle is None else [self._retry(now, obstacle)]
         answers = [self._answers[group] for group in self._groups]
         accepted = [answer for answer in answers if isinstance(answer, Accepted)]
@@ -308,7 +308,7 @@ class DomainAttach:
         if reason is not None:
             return [self._retry(now, reason)]
         self._phase = _Phase.OPENING
-        self._standing.domain_to_epoch[self._domain] = self._epoch
+        self._claim.domain_to_epoch[self._domain] = self._epoch
         return [OpenStreams(self._epoch)]
 
     def _find_disagreement(self, accepted: list[Accepted]) -> str | None:
@@ -329,7 +329,7 @@ class DomainAttach:
         if len(self._opened) < len(self._groups):
             return []
         self._phase = _Phase.ATTACHED
-        self._standing.has_held = True
+        self._claim.has_held = True
         answers = (self._answers[group] for group in self._groups)
         return [DomainAttached(self._domain, tuple(answer.facts for answer in answers if isinstance(answer, Accepted)))]
 
@@ -343,9 +343,9 @@ class DomainAttach:
 
     def _retry(self, now: float, reason: str) -> RetryAt:
         self._phase = _Phase.WAITING
-        self._standing.domain_to_epoch.pop(self._domain, None)
+        self._claim.domain_to_epoch.pop(self._domain, None)
         # Randomised, so that two schedulers do not keep taking the groups from each other.
-        return RetryAt(now + RETRY_DELAY_S * (0.5 + self._standing.draw()), reason)
+        return RetryAt(now + RETRY_DELAY_S * (0.5 + self._claim.draw()), reason)
 
     def _exit(self, holder: str) -> Exit:
         self._phase = _Phase.GONE

@@ -143,7 +143,7 @@ class Postprocessor:
         """Deliver prompt log-probabilities that the client does not have yet."""
         for slot, logprobs in result.prompt_logprobs:
             seq = self._slots.sequence_at(slot)
-            news = logprobs.behind(seq.last_prompt_logprob)
+            news = logprobs.after(seq.last_prompt_logprob)
             if news is not None and self._slots.live[slot]:
                 seq.last_prompt_logprob = int(news.indexes[-1])
                 outputs.add_prompt_logprobs(seq.client, seq.handle, news)

@@ -43,7 +43,7 @@ class Logprobs:
         new_indexes = np.cumsum(is_kept, dtype=np.int32) - 1
         return self._pick(is_kept[self.indexes], new_indexes[self.indexes])
 
-    def behind(self, index: int) -> Logprobs | None:
+    def after(self, index: int) -> Logprobs | None:
         """The positions above `index`, numbered as before; None when there are none."""
         return self._pick(self.indexes > index, self.indexes)
 

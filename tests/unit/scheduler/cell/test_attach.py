@@ -11,7 +11,6 @@ from services.scheduler.cell.attach import (
     QUESTION,
     RETRY_DELAY_S,
     Accepted,
-    ClaimStanding,
     CloseStreams,
     Command,
     DomainAttach,
@@ -23,6 +22,7 @@ from services.scheduler.cell.attach import (
     Restart,
     RetryAt,
     RetryDue,
+    SchedulerClaim,
     StreamBroken,
     StreamOpened,
 )
@@ -38,16 +38,16 @@ def accepted(group: int, epoch: int = 1, *, place: GroupPlace | None = None, **f
     return Accepted(group, epoch, worker_facts(epoch=epoch), place or GroupPlace(group, 2, 1, True), **fields)
 
 
-def newcomer(instance_id: str = "me", *, num_groups: int = 2) -> ClaimStanding:
+def newcomer(instance_id: str = "me", *, num_groups: int = 2) -> SchedulerClaim:
     """A scheduler that never held a domain, and draws the middle of what it might."""
-    return ClaimStanding(instance_id, num_groups, lambda: 0.5)
+    return SchedulerClaim(instance_id, num_groups, lambda: 0.5)
 
 
-def former_holder() -> ClaimStanding:
+def former_holder() -> SchedulerClaim:
     """One that did, and holds none now."""
-    standing = newcomer()
-    standing.has_held = True
-    return standing
+    claim = newcomer()
+    claim.has_held = True
+    return claim
 
 
 def refused(group: int, epoch: int, held_epoch: int, holder: str = "") -> Refused:
@@ -59,9 +59,9 @@ def free(group: int) -> Refused:
     return refused(group, QUESTION, 0)
 
 
-def offered(standing: ClaimStanding | None = None) -> DomainAttach:
+def offered(claim: SchedulerClaim | None = None) -> DomainAttach:
     """Two coupled groups that have been offered epoch 1, after the question."""
-    attach = DomainAttach(0, COUPLED, standing or newcomer())
+    attach = DomainAttach(0, COUPLED, claim or newcomer())
     assert attach.on_event(RetryDue(), 0.0) == [Offer(0, QUESTION), Offer(1, QUESTION)]
     assert attach.on_event(free(1), 0.0) == []
     assert attach.on_event(free(0), 0.0) == [Offer(0, 1), Offer(1, 1)]
@@ -213,7 +213,7 @@ def test_groups_may_differ_in_their_pools_and_their_numerics() -> None:
 
 @pytest.mark.parametrize(("drawn", "delay_s"), [(0.0, 0.5 * RETRY_DELAY_S), (1.0, 1.5 * RETRY_DELAY_S)])
 def test_rounds_begin_at_moments_that_are_drawn(drawn: float, delay_s: float) -> None:
-    attach = DomainAttach(0, COUPLED, ClaimStanding("me", 2, lambda: drawn))
+    attach = DomainAttach(0, COUPLED, SchedulerClaim("me", 2, lambda: drawn))
     attach.on_event(RetryDue(), 0.0)
     attach.on_event(refused(0, QUESTION, 3, "other"), 5.0)
     [retry] = attach.on_event(free(1), 5.0)
@@ -233,8 +233,8 @@ def test_a_newcomer_asks_until_no_group_names_a_live_holder_and_then_offers_the_
 
 
 def test_a_newcomer_asks_all_groups_of_the_cell_before_it_offers_one_of_them() -> None:
-    standing = newcomer()
-    first, second = (DomainAttach(domain, CellTopology(2), standing) for domain in range(2))
+    claim = newcomer()
+    first, second = (DomainAttach(domain, CellTopology(2), claim) for domain in range(2))
     first.on_event(RetryDue(), 5.0)
     assert retry_of(first.on_event(free(0), 5.0)).reason == "not every group has been asked"
     second.on_event(RetryDue(), 5.0)
@@ -244,8 +244,8 @@ def test_a_newcomer_asks_all_groups_of_the_cell_before_it_offers_one_of_them() -
 
 
 def test_one_that_held_a_domain_offers_the_others_at_once() -> None:
-    standing = newcomer()
-    first, second = (DomainAttach(domain, CellTopology(2), standing) for domain in range(2))
+    claim = newcomer()
+    first, second = (DomainAttach(domain, CellTopology(2), claim) for domain in range(2))
     for domain in (first, second):
         domain.on_event(RetryDue(), 5.0)
     first.on_event(free(0), 5.0)
@@ -307,9 +307,9 @@ def test_an_answer_that_was_under_way_for_long_is_no_refusal_after_the_lease() -
 
 def test_of_two_that_hold_parts_of_a_cell_exactly_one_ends() -> None:
     mine, other = newcomer("a"), newcomer("b")
-    for standing in (mine, other):
-        standing.has_held = True
-        standing.domain_to_epoch = {3: 5}
+    for claim in (mine, other):
+        claim.has_held = True
+        claim.domain_to_epoch = {3: 5}
     assert [mine.is_below(5, "b"), other.is_below(5, "a")] == [True, False]
     mine.domain_to_epoch[4] = 6
     assert [mine.is_below(5, "b"), other.is_below(6, "a")] == [False, True]

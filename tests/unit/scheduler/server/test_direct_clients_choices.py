@@ -157,7 +157,7 @@ async def test_log_probabilities_that_pile_up_leave_in_pieces_of_half_a_millisec
     numbers = np.arange(1, 101, dtype=np.int32)
     entries = np.arange(2100, dtype=np.int32)
     logprobs = Logprobs(numbers, numbers, np.full(100, 21, np.int32), entries, entries.astype(np.float32))
-    first, second = logprobs.select(np.arange(101) < 31), logprobs.behind(80)
+    first, second = logprobs.select(np.arange(101) < 31), logprobs.after(80)
     assert first is not None
     assert second is not None
     stream.prompt_logprobs = [first, second]
