@@ -1,4 +1,4 @@
-"""Heartbeats on a connection: how often they are sent, and when a silent peer is considered lost."""
+"""Heartbeats on a connection: how often they are sent, and when a silent peer is lost or this process was paused."""
 
 from __future__ import annotations
 
@@ -47,3 +47,22 @@ class Silence:
         is_over = self._num_beats >= self._max_beats
         self._num_beats += 1
         return is_over
+
+
+class OwnPause:
+    """Notices that this process did not run for a while: it was stopped, or starved of processor time.
+
+    It received nothing in the meantime, which must not count as its peers' silence.
+    """
+
+    def __init__(self, period_s: float, limit_s: float) -> None:
+        """Expect `note` every `period_s` seconds; being late by more than `limit_s` is a pause."""
+        self.last_at: float | None = None
+        self._period_s = period_s
+        self._limit_s = limit_s
+
+    def note(self, now: float) -> float:
+        """Note that the process runs; returns for how many seconds it was paused before, 0 if it was not."""
+        pause_s = 0.0 if self.last_at is None else now - self.last_at - self._period_s
+        self.last_at = now
+        return pause_s if pause_s > self._limit_s else 0.0

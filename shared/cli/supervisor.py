@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from shared.heartbeat import OwnPause
+
 MIN_DELAY_S = 0.5
 
 # The other processes of a domain notice the exit and end, unless they are stuck in a collective or stopped.
@@ -127,7 +129,7 @@ class Supervisor:
         self._policy = policy
         self._domains = {name: _Domain(processes, start_at=0.0) for name, processes in domain_to_processes.items()}
         self._process_to_domain = {process: domain for domain in self._domains.values() for process in domain.names}
-        self._last_time: float | None = None
+        self._own_pause = OwnPause(0.0, _ABSENCE_S)
 
     @property
     def has_served(self) -> bool:
@@ -164,7 +166,7 @@ class Supervisor:
 
     def on_time(self, now: float) -> list[Action]:
         """The actions that are due."""
-        self._forgive_own_absence(now)
+        self._extend_deadlines(self._own_pause.note(now), now)
         actions: list[Action] = []
         for name, domain in self._domains.items():
             if domain.start_at is not None and now >= domain.start_at:
@@ -186,14 +188,12 @@ class Supervisor:
                     times.append(domain.kill_rest_at)
         return max(now, min(times))
 
-    def _forgive_own_absence(self, now: float) -> None:
-        absence_s = 0.0 if self._last_time is None else now - self._last_time
-        self._last_time = now
-        if absence_s < _ABSENCE_S:
-            return
-        for domain in self._domains.values():
-            for process in domain.processes.values():
-                process.heard_at = min(now, process.heard_at + absence_s)
+    def _extend_deadlines(self, pause_s: float, now: float) -> None:
+        """Leave out of account the last `pause_s` seconds, in which this process did not run."""
+        if pause_s:
+            for domain in self._domains.values():
+                for process in domain.processes.values():
+                    process.heard_at = min(now, process.heard_at + pause_s)
 
     def _kills(self, domain: _Domain, now: float) -> list[Action]:
         is_breaking_up = domain.kill_rest_at is not None and now >= domain.kill_rest_at

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.heartbeat import HEARTBEAT_S, Silence, next_beat_at
+from shared.heartbeat import HEARTBEAT_S, OwnPause, Silence, next_beat_at
 
 
 def num_beats_until_over(silence: Silence) -> int:
@@ -38,3 +38,8 @@ def test_beats_are_at_the_same_moments_for_all_and_never_close_together(now: flo
     assert at % HEARTBEAT_S == 0
     assert 0.25 * HEARTBEAT_S <= at - now <= 1.25 * HEARTBEAT_S
     assert next_beat_at(at) == at + HEARTBEAT_S
+
+
+def test_only_a_process_that_is_much_too_late_was_paused() -> None:
+    pause = OwnPause(period_s=0.75, limit_s=1.0)
+    assert [pause.note(now) for now in (5.0, 5.75, 7.25, 10.0, 10.75)] == [0.0, 0.0, 0.0, 2.0, 0.0]
