@@ -22,7 +22,7 @@ def test_seeds_end_well(first: int) -> None:
 
 # For any number of seeds: `make simulate`.
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(200, 500, 50))
+@pytest.mark.parametrize("first", range(200, 350, 50))
 def test_more_seeds_end_well(first: int) -> None:
     for seed in range(first, first + 50):
         simulate(seed)
