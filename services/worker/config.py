@@ -136,7 +136,7 @@ class WorkerSettings(ServiceSettings):
     @model_validator(mode="after")
     def _check_draft_model(self) -> WorkerSettings:
         if (self.draft_proposer == "model") is not (self.draft_model is not None):
-            raise ValueError("--draft-proposer model and --draft-model go together")
+            raise ValueError("--draft-proposer model and --draft-model must be used together")
         return self
 
 
