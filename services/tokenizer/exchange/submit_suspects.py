@@ -1,9 +1,11 @@
-"""Finds the request that kills schedulers, by bisecting those that were submitted just before a death.
+"""Finds the request that kills schedulers, among those that were submitted just before a death.
 
 Pure: no I/O, and no clock; times are passed in, in seconds of one monotonic clock. Requests are identified by handle.
 """
 
 from __future__ import annotations
+
+from shared.bisection import Bisection
 
 # A request that the scheduler has had for longer than this is not the cause of its death.
 SUSPICION_S = 10.0
@@ -15,38 +17,33 @@ class SubmitSuspects:
     """Holds requests responsible for the deaths of schedulers that they had just been submitted to.
 
     A submit is open until its request gets a token or ends, for at most `SUSPICION_S`. A death accuses the requests
-    whose submits were open. Requests that two deaths in a row accuse are suspects and go on trial: half of them is
-    submitted, and all other requests of this replica wait. If their submits close, they are innocent, and half of the
-    remaining suspects is tried. If the scheduler dies first, they are the new suspects. A request that two deaths in a
-    row leave as the only suspect is guilty, after at most 3 + log2(suspects) deaths in total.
+    whose submits were open. Requests that two deaths in a row accuse are suspects. They are tried in halves (see
+    `Bisection`): one group is submitted, and all other requests of this replica wait. If their submits close, they are
+    innocent, and the next group is tried. The guilty request is found after at most 3 + ⌈log2(suspects)⌉ deaths.
 
                   open at the death    accused twice    on trial next
         death 1       A B C D          -                -
         death 2       A B C D          A B C D          A B
         death 3       A B              A B              A
         death 4       A                A                A
-        death 5       A                A: guilty
+        death 5       A                A: guilty        B, then C D
 
     Deaths with other causes only cost time, as long as a token arrives between one death and the next.
 
-    Invariant: `_trial` is a subset of `_suspects`, and empty exactly when `_suspects` is.
-
-    Source: query-of-death accounting; halving is delta debugging, Zeller and Hildebrandt, TSE 28(2), 2002.
+    Invariant: suspects are waiting to be tried only while others are on trial.
     """
 
     def __init__(self) -> None:
         self._handle_to_submitted_at: dict[int, float] = {}
         self._handle_to_num_accusations: dict[int, int] = {}
-        self._suspects: list[int] = []
+        self._waiting: Bisection[int] = Bisection()
         self._trial: set[int] = set()
-        # Deaths in a row that left a single suspect.
-        self._num_deaths_alone = 0
         self._has_changed = False
 
     @property
     def num_suspects(self) -> int:
-        """The number of suspects; one of them is guilty, if a request of this replica caused the deaths."""
-        return len(self._suspects)
+        """The number of suspects: on trial, or waiting for their trial."""
+        return len(self._trial) + sum(len(group.suspects) for group in self._waiting)
 
     @property
     def is_trying(self) -> bool:
@@ -65,12 +62,11 @@ class SubmitSuspects:
         """A request has received a token since its submit, or has ended: it is cleared."""
         self._handle_to_submitted_at.pop(handle, None)
         self._handle_to_num_accusations.pop(handle, None)
-        if handle in self._suspects:
-            self._suspects.remove(handle)
-            self._trial.discard(handle)
+        self._waiting.clear({handle})
+        if handle in self._trial:
+            self._trial.remove(handle)
             if not self._trial:
-                self._num_deaths_alone = 0
-                self._try_half()
+                self._try_next()
 
     def close_old(self, now: float) -> None:
         """Close submits after `SUSPICION_S`."""
@@ -103,19 +99,17 @@ class SubmitSuspects:
         suspects = [handle for handle in accused if self._handle_to_num_accusations[handle] >= _MIN_ACCUSATIONS]
         if not suspects:
             return None
-        self._num_deaths_alone = self._num_deaths_alone + 1 if len(suspects) == 1 else 0
-        if self._num_deaths_alone == _MIN_ACCUSATIONS:
-            return suspects[0]
-        self._suspects = suspects
-        self._try_half()
-        return None
+        self._waiting.put_back([handle for handle in self._trial if handle not in suspects], died_at)
+        guilty = self._waiting.crash(suspects, died_at)
+        self._try_next()
+        return guilty
 
     def take_change(self) -> bool:
         """Whether the set of requests that may be submitted has changed since the last call."""
         has_changed, self._has_changed = self._has_changed, False
         return has_changed
 
-    def _try_half(self) -> None:
-        """Put half of the suspects on trial, and at least one if there are any."""
-        self._trial = set(self._suspects[: max(1, len(self._suspects) // 2)])
+    def _try_next(self) -> None:
+        """Put the next group of suspects on trial; if there is none, all requests may be submitted."""
+        self._trial = set(self._waiting.take().suspects) if self._waiting.next_group else set()
         self._has_changed = True

@@ -300,29 +300,28 @@ def test_deadlines_pass_while_requests_wait_for_a_stream() -> None:
     assert isinstance(error, DeadlinePassedError)
 
 
-def test_what_two_schedulers_died_of_is_tried_by_halves_and_the_others_wait() -> None:
+def test_suspects_of_two_deaths_are_tried_in_halves_and_the_others_wait() -> None:
     ledger = Ledger()
     harmless = ledger.begin_request(5)
     suspects = ledger.accused(4)
     fresh = ledger.add(make_request(), arrived_at=1.0, deadline_at=None)
-    everybody = [harmless, *suspects, fresh]
-    assert [handle for handle in everybody if not ledger.must_wait(handle)] == suspects[:2]
-    assert ledger.submit_all(everybody, 1.0) == suspects[:2]
+    all_handles = [harmless, *suspects, fresh]
+    assert [handle for handle in all_handles if not ledger.must_wait(handle)] == suspects[:2]
+    assert ledger.submit_all(all_handles, 1.0) == suspects[:2]
     assert ledger.take_released() == []
     ledger.receive(ledger.stream, suspects[1], 0, [7])
     assert ledger.take_released() == []
     ledger.end(ledger.stream, suspects[0])
-    assert ledger.take_released() == suspects[2:3]
-    assert ledger.submit_all(everybody, 2.0) == suspects[2:3]
+    assert ledger.take_released() == suspects[2:]
+    assert ledger.submit_all(all_handles, 2.0) == suspects[2:]
     for suspect in suspects[2:]:
-        ledger.begin_attempt(suspect, 2.0)
         ledger.receive(ledger.stream, suspect, 0, [7])
         released = ledger.take_released()
-    # Who has tokens goes first, then by age.
+    # Requests with tokens first, then by age.
     assert (released, ledger.is_trying) == ([harmless, fresh], False)
 
 
-def test_the_request_that_schedulers_die_of_ends_with_all_its_choices() -> None:
+def test_the_request_that_kills_schedulers_ends_with_all_its_choices() -> None:
     ledger = Ledger()
     neighbour = ledger.begin_request(5)
     first, second = ledger.begin_choices([], [])
@@ -358,7 +357,7 @@ def test_a_trial_moves_on_when_its_time_is_up() -> None:
     assert ledger.take_released() == [other]
 
 
-def test_while_there_is_no_stream_a_trial_stands_still() -> None:
+def test_while_there_is_no_stream_a_trial_makes_no_progress() -> None:
     ledger = Ledger()
     tried, other = ledger.accused(2)
     ledger.begin_attempt(tried, 3.0)

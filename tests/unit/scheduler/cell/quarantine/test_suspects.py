@@ -1,4 +1,4 @@
-"""Who is suspected of killing a worker, and how few deaths it takes to know."""
+"""Which requests are suspected of killing a worker, and how few deaths it takes to know."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def names(count: int) -> list[str]:
 
 
 def num_deaths_of(poison: str, request_ids: list[str], *, num_per_step: int) -> int:
-    """Run trials until the poison is found; a trial runs its requests in steps of so many at most."""
+    """Run trials until the poison is found; a trial runs its requests in steps of at most `num_per_step`."""
     suspects = Suspects()
     found = suspects.accuse(0, request_ids, 0.0)
     num_deaths = 1
@@ -36,7 +36,7 @@ def num_deaths_of(poison: str, request_ids: list[str], *, num_per_step: int) -> 
 
 @given(st.integers(1, 300), st.data())
 @settings(max_examples=200)
-def test_a_poison_is_found_after_few_deaths_whoever_it_is(count: int, data: st.DataObject) -> None:
+def test_a_poison_is_found_after_few_deaths_wherever_it_is(count: int, data: st.DataObject) -> None:
     poison = data.draw(st.integers(0, count - 1))
     num_per_step = data.draw(st.integers(1, count))
     num_deaths = num_deaths_of(f"r{poison}", names(count), num_per_step=num_per_step)
@@ -45,7 +45,7 @@ def test_a_poison_is_found_after_few_deaths_whoever_it_is(count: int, data: st.D
 
 @given(st.lists(st.lists(st.integers(0, 19), unique=True, max_size=20), max_size=12), st.data())
 @settings(max_examples=200)
-def test_a_suspect_stands_in_one_group_whatever_happens(crashes: list[list[int]], data: st.DataObject) -> None:
+def test_a_suspect_is_in_one_group_whatever_happens(crashes: list[list[int]], data: st.DataObject) -> None:
     suspects = Suspects()
     for crash in crashes:
         domain = data.draw(st.integers(0, 2))
@@ -58,7 +58,7 @@ def test_a_suspect_stands_in_one_group_whatever_happens(crashes: list[list[int]]
         suspects.check_integrity()
 
 
-def test_halves_are_tried_one_after_the_other_and_who_decodes_is_cleared() -> None:
+def test_halves_are_tried_one_after_the_other_and_a_decode_step_clears() -> None:
     suspects = Suspects()
     assert suspects.accuse(0, names(5), 1.0) is None
     assert suspects.begin_trial(0) == ["r0", "r1", "r2"]
@@ -71,7 +71,7 @@ def test_halves_are_tried_one_after_the_other_and_who_decodes_is_cleared() -> No
     assert not suspects
 
 
-def test_a_crash_accuses_those_of_its_steps_and_the_rest_of_the_trial_waits_again() -> None:
+def test_a_crash_accuses_the_requests_of_its_steps_and_the_rest_of_the_trial_waits_again() -> None:
     suspects = Suspects()
     suspects.accuse(0, names(8), 0.0)
     assert suspects.begin_trial(0) == ["r0", "r1", "r2", "r3"]
@@ -83,7 +83,7 @@ def test_a_crash_accuses_those_of_its_steps_and_the_rest_of_the_trial_waits_agai
     assert groups == [["r2"], ["r3"], ["r0", "r1"], ["r4", "r5", "r6", "r7"]]
 
 
-def test_a_death_between_steps_accuses_nobody_and_the_trial_is_made_again() -> None:
+def test_a_death_between_steps_accuses_no_request_and_the_trial_is_made_again() -> None:
     suspects = Suspects()
     assert suspects.accuse(0, [], 0.0) is None
     assert not suspects
@@ -104,7 +104,7 @@ def test_two_crashes_alone_are_poison_unless_a_decode_step_returned_in_between(d
     assert ("a" in suspects) == decodes
 
 
-def test_domains_try_groups_of_their_own() -> None:
+def test_each_domain_tries_its_own_group() -> None:
     suspects = Suspects()
     suspects.accuse(0, names(4), 0.0)
     assert suspects.begin_trial(1) == ["r0", "r1"]
@@ -116,7 +116,7 @@ def test_domains_try_groups_of_their_own() -> None:
     assert suspects.ids() == {"r0", "r1"}
 
 
-def test_a_request_that_ended_is_no_suspect_any_more() -> None:
+def test_a_request_that_ended_is_no_longer_a_suspect() -> None:
     suspects = Suspects()
     suspects.accuse(0, names(3), 0.0)
     suspects.begin_trial(0)
