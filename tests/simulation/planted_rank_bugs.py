@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +14,10 @@ from services.scheduler.cell.engine import Engine
 from services.scheduler.cell.events import Action, SendStep
 from services.scheduler.cell.heartbeat import Heartbeat
 from services.scheduler.cell.quarantine.quarantine import Quarantine
-from services.scheduler.cell.quarantine.suspects import Group, Suspects
 from services.scheduler.core.batch.step import OutputsByClient, StepKind, StepPace
 from services.scheduler.core.scheduler import RecoveredSequences, Scheduler
 from services.worker.batch.step_input import StepInput
+from shared.bisection import Bisection
 from tests.simulation.faults import Fault
 from tests.simulation.planting import Patch, PlantedBug, planter
 
@@ -168,17 +169,15 @@ def _a_prefill_clears(patch: Patch) -> None:
 @_planted(Fault.WORKER_CRASH)
 def _suspects_are_not_halved(patch: Patch) -> None:
     """All suspects of a crash are tried together."""
-    accuse = Suspects.accuse
+    crash = Bisection[str].crash
 
-    def accuse_all(self: Suspects, domain: int, request_ids: list[str], now: float) -> str | None:
-        poison = accuse(self, domain, request_ids, now)
-        if len(request_ids) > 1:
-            for _ in range(2):
-                self._waiting.popleft()
-            self._waiting.appendleft(Group(request_ids, now))
-        return poison
+    def put_all_back(self: Bisection[str], suspects: Sequence[str], now: float) -> str | None:
+        if len(suspects) < 2:
+            return crash(self, suspects, now)
+        self.put_back(list(suspects), now)
+        return None
 
-    patch.setattr(Suspects, "accuse", accuse_all)
+    patch.setattr(Bisection, "crash", put_all_back)
 
 
 @_planted(Fault.WORKER_CRASH)
@@ -200,11 +199,10 @@ def _trials_are_sent_ahead(patch: Patch) -> None:
 @_planted(Fault.WORKER_CRASH, Fault.POISON)
 def _crashes_of_others_count(patch: Patch) -> None:
     """A request counts as poison after two crashed steps, even if it was not alone in them."""
-    accuse = Suspects.accuse
+    crash = Bisection[str].crash
 
-    def accuse_each(self: Suspects, domain: int, request_ids: list[str], now: float) -> str | None:
-        for request_id in request_ids[1:]:
-            self._num_crashes_alone[request_id] = self._num_crashes_alone.get(request_id, 0) + 1
-        return accuse(self, domain, request_ids, now)
+    def count_each(self: Bisection[str], suspects: Sequence[str], now: float) -> str | None:
+        self._num_crashes_alone.update(suspects[1:])
+        return crash(self, suspects, now)
 
-    patch.setattr(Suspects, "accuse", accuse_each)
+    patch.setattr(Bisection, "crash", count_each)
