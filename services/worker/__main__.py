@@ -9,6 +9,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from services.worker.config import WorkerSettings
+from services.worker.device import DeviceError
 from services.worker.group.member import Member
 from services.worker.process.device_loop import DeviceLoop
 from services.worker.process.exits import DomainEnd, ExitCode, end_process
@@ -72,7 +73,7 @@ def _serve(settings: WorkerSettings, device: DeviceLoop, rpc: RpcThread, is_load
         runner = _load(settings, device)
     except _LoadingStoppedError:
         return 0
-    except ModelDirectoryError as error:
+    except (DeviceError, ModelDirectoryError) as error:
         logger.error("cannot load the model", extra={"error": str(error)})
         return 1
     finally:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from services.worker.device import DeviceError, DeviceRequest, check_device
 from services.worker.layout import RankLayout
 from shared.config import Address, DraftProposerName, LocalAddress, ServiceSettings, load_settings
 from shared.limits import MAX_DRAFT_TOKENS
@@ -19,11 +21,23 @@ class WorkerSettings(ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="LOCKSTEP_WORKER_", cli_prog_name="python -m services.worker")
 
     model_dir: Path = Field(description="Model directory in Hugging Face's layout.")
-    ops_backend: Literal["cpu", "reference"] = Field(
-        default="cpu",
-        description="Kernels: cpu is fast; reference is exact (a row's bits do not depend on the rest of the batch).",
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto",
+        description="What to compute on: cuda is a GPU, NVIDIA's or AMD's; auto takes one if torch sees any.",
     )
-    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Type of weights and KV cache.")
+    device_index: int = Field(
+        default=0,
+        ge=0,
+        description="Which of the visible GPUs; CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES says which are visible.",
+    )
+    ops_backend: Literal["auto", "cpu", "reference", "triton"] = Field(
+        default="auto",
+        description="Kernels: cpu is fast on a CPU; triton runs on GPUs; reference is exact (a row's bits do not "
+        "depend on the rest of the batch); auto is cpu or triton, as the device needs.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="Type of weights and KV cache; auto is float32 on a CPU, bfloat16 on a GPU."
+    )
     load_format: Literal["auto", "dummy"] = Field(
         default="auto",
         description="Where weights come from: auto reads the model's files, each layer in its own format; dummy makes "
@@ -107,6 +121,11 @@ class WorkerSettings(ServiceSettings):
         return self.dummy_seed if self.load_format == "dummy" else None
 
     @property
+    def device_request(self) -> DeviceRequest:
+        """What these settings say about the device."""
+        return DeviceRequest(self.device, self.device_index, self.dtype, self.ops_backend)
+
+    @property
     def layout(self) -> RankLayout:
         """The process's place among the processes that serve the model."""
         return RankLayout(self.dp_rank, self.dp_size, self.tp_rank, self.tp_size, has_expert_parallel=self.ep)
@@ -142,4 +161,7 @@ class WorkerSettings(ServiceSettings):
 
 if __name__ == "__main__":
     # `lockstep serve` runs this module to check the flags before it starts anything.
-    load_settings(WorkerSettings)
+    try:
+        check_device(load_settings(WorkerSettings).device_request)
+    except DeviceError as error:
+        sys.exit(f"error: {error}")

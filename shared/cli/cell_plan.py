@@ -92,6 +92,7 @@ def _plan_workers(settings: ServeSettings, more_flags: Sequence[str], runtime_di
             address = _worker_address(runtime_dir, dp_rank, tp_rank)
             place = [f"--dp-rank={dp_rank}", f"--dp-size={settings.dp}"]
             place += [f"--tp-rank={tp_rank}", f"--tp-size={settings.tp}"]
+            place.append(f"--device-index={dp_rank * settings.tp + tp_rank}")
             # A member joins its group's leader; the leader of a coupled group joins the first group's leader.
             if tp_rank:
                 place.append(f"--leader={_worker_address(runtime_dir, dp_rank, 0)}")

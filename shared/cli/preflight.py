@@ -112,17 +112,17 @@ def _try_to_listen(address: str, listeners: ExitStack) -> None:
 
 
 async def _check_flags(commands: Sequence[ServiceCommand]) -> None:
-    """Let each service's own settings model parse its flags; only the first worker's, since the others' are alike."""
-    first_of_role = {command.role: command for command in reversed(commands)}
-    problems = await asyncio.gather(*(_find_problem(command, commands) for command in first_of_role.values()))
-    for role, problem in zip(first_of_role, problems, strict=True):
+    """Let each service check its own flags; of the workers only the last one, which has the highest device index."""
+    last_of_role = {command.role: command for command in commands}
+    problems = await asyncio.gather(*(_find_problem(command, commands) for command in last_of_role.values()))
+    for role, problem in zip(last_of_role, problems, strict=True):
         if problem is not None:
             raise RefusedError(f"the {role} rejects its settings: {problem}")
 
 
 async def _find_problem(command: ServiceCommand, commands: Sequence[ServiceCommand]) -> str | None:
     domain = [other for other in commands if other.domain == command.domain]
-    # Run as a program, the settings module parses the flags and exits; it imports nothing slow.
+    # Run as a program, the settings module checks the flags and exits. Only a worker on a GPU imports something slow.
     process = await start_child(f"services.{command.role}.config", [*command.flags, *make_start_flags(domain)])
     output, _ = await process.communicate()
     if process.returncode == 0:

@@ -19,7 +19,7 @@ _OWN_FLAGS = frozenset(
     (
         *("listen", "insecure-bind", "cell-listen", "insecure-cell-bind"),
         *("model-dir", "scheduler", "workers", "coupled", "ep", "no-ep"),
-        *("dp-rank", "dp-size", "tp-rank", "tp-size", "leader", "rendezvous", "domain-start-id"),
+        *("dp-rank", "dp-size", "tp-rank", "tp-size", "device-index", "leader", "rendezvous", "domain-start-id"),
     )
 )
 

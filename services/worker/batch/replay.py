@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
+from services.worker.forward.staging import to_device
 from services.worker.ops import Ops
 from services.worker.step import EnteringSequence, Int32Column, PrefillChunk
 
@@ -127,8 +127,8 @@ class ReplayScorer:
         likeliest = np.empty(len(rows), np.int64)
         for start in range(0, len(rows), _MAX_ROWS):
             part = slice(start, start + _MAX_ROWS)
-            logits = self._compute_logits(hidden[torch.from_numpy(rows[part])])
-            likeliest[part] = self._ops.greedy_sample(logits)[0].numpy()
+            logits = self._compute_logits(hidden[to_device(rows[part], hidden.device)])
+            likeliest[part] = self._ops.greedy_sample(logits)[0].cpu().numpy()
         return likeliest
 
 

@@ -68,24 +68,25 @@ class KvCache:
     `reshape_and_cache_flash`.
     """
 
-    def __init__(self, spec: KvCacheSpec, num_blocks: int, block_size: int, device: str = "cpu") -> None:
+    def __init__(self, spec: KvCacheSpec, num_blocks: int, block_size: int, device: torch.device | str = "cpu") -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a cache of {num_blocks} blocks of {block_size} tokens is empty")
         self.spec = spec
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.device = torch.device(device)
         self.layers: tuple[tuple[Tensor, ...], ...] = tuple(
-            tuple(_zeros((num_blocks, block_size, *tensor.shape), tensor.dtype, device) for tensor in layer)
+            tuple(_zeros((num_blocks, block_size, *tensor.shape), tensor.dtype, self.device) for tensor in layer)
             for layer in spec.layers
         )
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of zeros. On the CPU the kernel zeroes pages on first use, so a large cache takes no time at start.
 
     torch would write all of them, which takes a second per GiB, or several seconds if huge pages must be found.
     """
-    if device != "cpu":
+    if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(shape)

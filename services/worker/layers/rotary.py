@@ -87,7 +87,14 @@ class Rotary:
     """The rotation of query and key heads by position."""
 
     def __init__(
-        self, ops: Ops, config: RopeConfig, rotary_dim: int, max_positions: int, *, is_interleaved: bool = False
+        self,
+        ops: Ops,
+        config: RopeConfig,
+        rotary_dim: int,
+        max_positions: int,
+        *,
+        is_interleaved: bool = False,
+        device: torch.device | str = "cpu",
     ) -> None:
         """Compute the tables.
 
@@ -95,11 +102,13 @@ class Rotary:
             rotary_dim: Columns of a head that are rotated, even; the columns after them are unchanged.
             max_positions: Rows of the tables.
             is_interleaved: See `Ops.prepare_rope`.
+            device: Where heads are rotated. The tables are computed on the host, so they are the same everywhere.
         """
         angles = config.scaling.angles(config.theta, rotary_dim, torch.arange(max_positions, dtype=torch.float32))
         factor = config.scaling.attention_factor
+        cos, sin = ((values * factor).to(device) for values in (angles.cos(), angles.sin()))
         self._ops = ops
-        self._tables = ops.prepare_rope(angles.cos() * factor, angles.sin() * factor, is_interleaved=is_interleaved)
+        self._tables = ops.prepare_rope(cos, sin, is_interleaved=is_interleaved)
 
     def select(self, positions: Tensor) -> RopeRows:
         """The rotations of a step's `positions` [T] int64, for `Ops.rope` in every layer."""

@@ -53,7 +53,7 @@ def load_deepseek(
     layers = [load_layer(layer) for layer in range(config.num_layers)]
     blocks = [load_layer(layer) for layer in mtp_layers]
     kv_layers = [attention.layer_cache(shard.weights.dtype)] * (len(layers) + len(blocks))
-    rotary = load_latent_rotary(shard.ops, config, attention)
+    rotary = load_latent_rotary(shard, config, attention)
     model = DecoderModel(shard, config, layers=layers, rotary=rotary, kv_layers=kv_layers)
     model.mtp = load_mtp(shard, config, model, blocks=blocks)
     return model

@@ -37,7 +37,7 @@ def load_glm4_moe(config: Mapping[str, Any], shard: Shard, *, with_mtp: bool = F
 
     layers = [load_layer(layer) for layer in range(common.num_layers)]
     blocks = [load_layer(layer) for layer in mtp_numbers]
-    rotary, kv_layers = load_rotary(shard.ops, common, attention.heads), attention.kv_layers(shard)
+    rotary, kv_layers = load_rotary(shard, common, attention.heads), attention.kv_layers(shard)
     model = DecoderModel(shard, common, layers=layers, rotary=rotary, kv_layers=kv_layers)
     model.mtp = load_mtp(shard, common, model, blocks=blocks)
     return model

@@ -16,7 +16,6 @@ from services.worker.layers.rotary import Rotary
 from services.worker.layers.shard import Part, Shard
 from services.worker.models.config import ConfigValues
 from services.worker.models.decoder import DecoderConfig
-from services.worker.ops import Ops
 from services.worker.weights.model_weights import ModelWeights
 from shared.model_dir import ModelDirectoryError
 
@@ -97,10 +96,15 @@ def load_latent_attention(
     )
 
 
-def load_latent_rotary(ops: Ops, config: DecoderConfig, attention: LatentAttentionConfig) -> Rotary:
+def load_latent_rotary(shard: Shard, config: DecoderConfig, attention: LatentAttentionConfig) -> Rotary:
     """The rotation of the attention's heads and of the indexer's heads."""
     return Rotary(
-        ops, config.rope, attention.sizes.rope_dim, config.context_length, is_interleaved=attention.is_interleaved
+        shard.ops,
+        config.rope,
+        attention.sizes.rope_dim,
+        config.context_length,
+        is_interleaved=attention.is_interleaved,
+        device=shard.weights.device,
     )
 
 

@@ -29,6 +29,8 @@ from shared.model_dir import CONFIG, TOKENIZER, eos_token_ids, model_digest, rea
 # Tensors that checkpoints contain but no model reads: rotary frequencies in old ones, a copy of a tied head.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "lm_head.weight")
 
+_HOST = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -43,12 +45,14 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """What is loaded."""
+    """What is loaded, and where to."""
 
     with_mtp: bool = False
     """Whether to load layers for multi-token prediction too, if there are any."""
     dummy_seed: int | None = None
     """The seed of random weights; None means the directory's weights."""
+    device: torch.device = _HOST
+    """Where the model computes."""
 
 
 ORDINARY = LoadOptions()
@@ -63,6 +67,8 @@ class LoadedModel:
     weights_digest: str
     """`WeightFiles.digest` or `dummy_digest`, the same on all ranks."""
     model_dir: Path
+    device: torch.device
+    """Where its weights are, and the arguments and results of its functions."""
 
 
 def load_model(
@@ -93,19 +99,20 @@ def load_model(
         digest = model_digest(model_dir)
         quantization = QuantizationConfig.from_json(config)
         with WeightFiles(model_dir, on_progress) as files:
-            model = _build_complete(build, config, Shard(ops, CheckpointWeights(files, dtype, quantization), parallel))
+            checkpoint = CheckpointWeights(files, dtype, quantization, options.device)
+            model = _build_complete(build, config, Shard(ops, checkpoint, parallel))
             weights_digest = files.digest()
     else:
         weights_digest = dummy_digest((model_dir / CONFIG).read_bytes(), options.dummy_seed)
         # This digest is only compared where there is a tokenizer.
         digest = model_digest(model_dir) if (model_dir / TOKENIZER).exists() else weights_digest
-        weights = DummyWeights(options.dummy_seed, dtype, on_progress)
+        weights = DummyWeights(options.dummy_seed, dtype, on_progress, options.device)
         model = _build_complete(build, config, Shard(ops, weights, parallel))
     on_progress(1.0)
     limits = ModelLimits(model.context_length, model.logits_width, num_pool_tokens=model.context_length)
     defaults = sampling_defaults(model_dir, limits)
     facts = ModelFacts(model.context_length, model.logits_width, eos_ids, digest, defaults)
-    return LoadedModel(model, facts, weights_digest, model_dir)
+    return LoadedModel(model, facts, weights_digest, model_dir, options.device)
 
 
 def _build_complete(build: ModelLoader, config: Mapping[str, Any], shard: Shard) -> CausalLM:

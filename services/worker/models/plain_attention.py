@@ -18,7 +18,7 @@ from services.worker.layers.rotary import Rotary
 from services.worker.layers.shard import Part, Shard
 from services.worker.models.config import ConfigValues
 from services.worker.models.decoder import DecoderConfig, DecoderLayer, DecoderModel, FeedForward
-from services.worker.ops import AttentionParams, Ops
+from services.worker.ops import AttentionParams
 from shared.model_dir import ModelDirectoryError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -98,7 +98,7 @@ def load_plain_model(
         load_plain_layer(shard, config, layer, attention=attention, feed_forward=load_feed_forward(layer))
         for layer in range(config.num_layers)
     ]
-    rotary, kv_layers = load_rotary(shard.ops, config, attention.heads), attention.kv_layers(shard)
+    rotary, kv_layers = load_rotary(shard, config, attention.heads), attention.kv_layers(shard)
     return DecoderModel(shard, config, layers=layers, rotary=rotary, kv_layers=kv_layers)
 
 
@@ -115,13 +115,14 @@ def load_plain_layer(
     return DecoderLayer.load(shard, config, layer, attention=attends, mlp=feed_forward)
 
 
-def load_rotary(ops: Ops, config: DecoderConfig, heads: AttentionHeads) -> Rotary:
+def load_rotary(shard: Shard, config: DecoderConfig, heads: AttentionHeads) -> Rotary:
     """The rotation of the heads.
 
     Raises:
         ModelDirectoryError: see `RopeConfig.rotary_dim`.
     """
-    return Rotary(ops, config.rope, config.rope.rotary_dim(heads.head_dim), config.context_length)
+    rotary_dim = config.rope.rotary_dim(heads.head_dim)
+    return Rotary(shard.ops, config.rope, rotary_dim, config.context_length, device=shard.weights.device)
 
 
 def _load_attention(shard: Shard, config: DecoderConfig, layer: int, attention: AttentionConfig) -> Attention:

@@ -19,6 +19,7 @@ from services.worker.batch.enter_checks import BatchLimits, require
 from services.worker.batch.replay import ReplayScorer
 from services.worker.batch.step_input import StepInput
 from services.worker.config import WorkerSettings
+from services.worker.device import choose_device
 from services.worker.forward.forward_context import (
     AttentionMetadata,
     DpMetadata,
@@ -27,6 +28,7 @@ from services.worker.forward.forward_context import (
     forward_context,
 )
 from services.worker.forward.kv_cache import KvCache, KvCacheSpec, num_blocks_for
+from services.worker.forward.staging import to_device
 from services.worker.layout import RankLayout
 from services.worker.models.loader import LoadedModel, LoadOptions, ModelFacts, load_model
 from services.worker.ops import Ops, load_ops
@@ -42,7 +44,6 @@ from services.worker.step import Int32Column, PromptLogprobs, Step, StepOutput
 from shared.errors import StaleEpochError
 from shared.model_dir import ModelDirectoryError
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _GIB = 1024**3
 _NO_TOKENS = SampledTokens(np.empty(0, np.int32), np.empty(0, np.int32))
 _ALONE = RankLayout()
@@ -74,6 +75,7 @@ class ModelRunner:
     ) -> None:
         """`loaded` was loaded with `ops` and for `layout`; without `drafting` no tokens are drafted."""
         self._model = loaded.model
+        self._device = loaded.device
         self._ops = ops
         self._sampler = Sampler(ops)
         self._drafting = drafting
@@ -89,8 +91,7 @@ class ModelRunner:
         self.layout: RankLayout = layout
         self.ops_backend: str = ops.name
         self.is_exact: bool = ops.is_exact
-        # Models are created on torch's default device.
-        self.step_proposal = propose_steps(torch.get_default_device().type)
+        self.step_proposal = propose_steps(self._device.type)
         self.numerics_fingerprint: str = numerics_fingerprint(loaded, ops, layout)
 
     @property
@@ -125,7 +126,7 @@ class ModelRunner:
         if cache is None or (cache.num_blocks, cache.block_size) != (num_blocks, block_size):
             # Free the old cache first: there may be no memory for two.
             self._kv_cache = cache = None
-            self._kv_cache = cache = KvCache(self._model.kv_cache_spec, num_blocks, block_size)
+            self._kv_cache = cache = KvCache(self._model.kv_cache_spec, num_blocks, block_size, self._device)
         limits = BatchLimits(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -212,10 +213,10 @@ class ModelRunner:
         assert self._kv_cache is not None, "a step without a KV cache"
         attention = AttentionMetadata(
             is_prefill=step_input.is_prefill,
-            slot_mapping=torch.from_numpy(step_input.slot_mapping),
-            block_tables=torch.from_numpy(step_input.block_tables),
-            context_lens=torch.from_numpy(step_input.context_lens),
-            cu_seqlens_q=torch.from_numpy(step_input.cu_seqlens_q),
+            slot_mapping=to_device(step_input.slot_mapping, self._device),
+            block_tables=to_device(step_input.block_tables, self._device),
+            context_lens=to_device(step_input.context_lens, self._device),
+            cu_seqlens_q=to_device(step_input.cu_seqlens_q, self._device),
             query_lens=tuple(step_input.query_lens.tolist()),
             context_lens_host=tuple(step_input.context_lens.tolist()),
             max_query_len=int(step_input.query_lens.max()),
@@ -229,7 +230,9 @@ class ModelRunner:
             # Every sequence to decode already has all its tokens.
             return torch.empty(0)
         with forward_context(self._prepare_model(step_input, dp)):
-            return self._model.forward(torch.from_numpy(step_input.token_ids), torch.from_numpy(step_input.positions))
+            return self._model.forward(
+                to_device(step_input.token_ids, self._device), to_device(step_input.positions, self._device)
+            )
 
     def _score_prompts(self, step_input: StepInput, hidden: Tensor) -> PromptLogprobs:
         if not step_input.scored_chunks:
@@ -248,7 +251,7 @@ class ModelRunner:
             return _NO_TOKENS
         logit_tokens = step_input.logit_tokens()
         if logit_tokens is not None:
-            hidden = hidden[torch.from_numpy(logit_tokens)]
+            hidden = hidden[to_device(logit_tokens, self._device)]
         return self._sampler.sample(self._model.compute_logits(hidden), step_input.sampling)
 
 
@@ -260,15 +263,20 @@ def build_model_runner(settings: WorkerSettings, on_progress: Callable[[float], 
         on_progress: Called with the loaded part of the weights, 0 to 1; raising in it ends the loading.
 
     Raises:
+        DeviceError: there is no such device.
         ModelDirectoryError: this worker cannot run what the directory holds.
         RuntimeError: the rendezvous with the failure domain's other processes failed.
     """
     torch.set_num_threads(settings.num_threads or len(os.sched_getaffinity(0)))
-    ops, layout = load_ops(settings.ops_backend), settings.layout
-    parallel = make_parallel(layout, _rendezvous(settings), is_exact=ops.is_exact)
-    options = LoadOptions(with_mtp=settings.draft_proposer == "mtp", dummy_seed=settings.weights_seed)
-    dtype = _DTYPES[settings.dtype]
-    loaded = load_model(settings.model_dir, ops, dtype, on_progress, options=options, parallel=parallel)
+    choice, layout = choose_device(settings.device_request), settings.layout
+    device = choice.device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    ops = load_ops(choice.ops_backend)
+    parallel = make_parallel(layout, _rendezvous(settings), is_exact=ops.is_exact, device=device.type)
+    with_mtp = settings.draft_proposer == "mtp"
+    options = LoadOptions(with_mtp=with_mtp, dummy_seed=settings.weights_seed, device=device)
+    loaded = load_model(settings.model_dir, ops, choice.dtype, on_progress, options=options, parallel=parallel)
     if layout.has_expert_parallel and not loaded.model.has_experts:
         raise ModelDirectoryError(f"{settings.model_dir}: the model has no experts for --ep to split")
     drafting = make_drafting(settings, loaded, ops, lambda: on_progress(1.0))

@@ -24,7 +24,7 @@ def token_logprobs(logits: Tensor, token_ids: Int32Column, indexes: Int32Column,
         indexes: [n], the rows' `indexes` in the result.
         num_top: How many of the most likely tokens follow the row's own, at least 0; ties go to the lower id.
     """
-    rows: npt.NDArray[np.float32] = logits.numpy()
+    rows: npt.NDArray[np.float32] = logits.cpu().numpy()
     num_entries = 1 + min(num_top, rows.shape[1])
     entries = np.empty((len(rows), num_entries), np.int32)
     values = np.empty((len(rows), num_entries), np.float32)

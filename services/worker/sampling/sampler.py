@@ -66,12 +66,12 @@ class Sampler:
             rows: At least one.
         """
         greedy_ids, largest = self._ops.greedy_sample(logits)
-        token_ids = greedy_ids.numpy().astype(np.int32)
-        runs = _Runs.make(rows, is_finite=np.isfinite(largest.numpy()))
+        token_ids = greedy_ids.cpu().numpy().astype(np.int32)
+        runs = _Runs.make(rows, is_finite=np.isfinite(largest.cpu().numpy()))
         drawn = np.flatnonzero(_is_drawn(rows) & runs.is_good)
         failed: list[int] = []
         if len(drawn):
-            values = logits.numpy()
+            values = logits.cpu().numpy()
             failed = [row for row in drawn.tolist() if not _draw_run(values, rows, row, runs=runs, token_ids=token_ids)]
         not_finite_rows = np.flatnonzero(~runs.is_good).astype(np.int32)
         counts = None if rows.draft_counts is None else runs.counts(token_ids)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.forward.kv_cache import KvCache
+from services.worker.forward.staging import to_device
 from services.worker.models.registry import CausalLM
 from services.worker.ops import Ops
 from services.worker.spec_decode.drafts import NO_DRAFTS, ComputedStep, DraftProposer, DraftRows, Drafts
@@ -45,7 +46,7 @@ class DraftModelProposer(DraftProposer):
         if cache is None or (cache.num_blocks, cache.block_size) != sizes:
             # Free the old cache first: there may be no memory for two.
             self._kv_cache = cache = None
-            self._kv_cache = KvCache(self.kv_cache_spec, *sizes)
+            self._kv_cache = KvCache(self.kv_cache_spec, *sizes, kv_cache.device)
         self._num_computed = np.zeros(limits.max_num_seqs, np.int32)
         self._max_tokens_at_once = limits.max_num_batched_tokens
 
@@ -89,7 +90,7 @@ class DraftModelProposer(DraftProposer):
             return self._compute(TokenRuns(places, np.ones_like(places), tables[some]), token_ids)
 
         drafts = draft_greedily(
-            hidden[torch.from_numpy(runs.lasts)],
+            hidden[to_device(runs.lasts, hidden.device)],
             counts[behind],
             compute_logits=self._model.compute_logits,
             ops=self._ops,
@@ -105,4 +106,5 @@ class DraftModelProposer(DraftProposer):
 
     def _compute(self, runs: TokenRuns, token_ids: Tensor) -> Tensor:
         assert self._kv_cache is not None, "drafts before the first epoch"
+        token_ids = token_ids.to(self._kv_cache.device)
         return runs.compute(self._ops, self._kv_cache, lambda positions: self._model.forward(token_ids, positions))

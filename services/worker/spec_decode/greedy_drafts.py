@@ -7,9 +7,9 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
+from services.worker.forward.staging import to_device
 from services.worker.ops import Ops
 from services.worker.spec_decode.drafts import NO_DRAFTS, Drafts
 from services.worker.step import Int32Column
@@ -50,14 +50,14 @@ def draft_greedily(
     rows = np.flatnonzero(counts)
     if not len(rows):
         return Drafts(NO_DRAFTS, counts)
-    hidden = hidden[torch.from_numpy(rows)]
+    hidden = hidden[to_device(rows, hidden.device)]
     for place in range(drafted.shape[1]):
         token_ids, _ = ops.greedy_sample(compute_logits(hidden))
-        drafted[rows, place] = token_ids.numpy()
+        drafted[rows, place] = token_ids.cpu().numpy()
         goes_on = counts[rows] > place + 1
         if not goes_on.any():
             break
-        kept = torch.from_numpy(goes_on)
+        kept = to_device(goes_on, hidden.device)
         rows = rows[goes_on]
         hidden = advance(rows, token_ids[kept], hidden[kept], place + 1)
     return Drafts(drafted[np.arange(drafted.shape[1]) < counts[:, None]], counts)

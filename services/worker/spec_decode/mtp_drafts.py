@@ -12,6 +12,7 @@ from torch import Tensor
 
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.forward.kv_cache import KvCache
+from services.worker.forward.staging import to_device
 from services.worker.models.protocol import MtpLayers
 from services.worker.ops import Ops
 from services.worker.spec_decode.drafts import ComputedStep, DraftProposer, DraftRows, Drafts
@@ -59,24 +60,24 @@ class MtpProposer(DraftProposer):
     def forget(self, slots: Int32Column) -> None:
         """See `DraftProposer.forget`."""
         self._awaited[slots] = 0
-        self._last[:, torch.from_numpy(slots)] = 0
+        self._last[:, to_device(slots, self._last.device)] = 0
 
     def observe(self, step: ComputedStep) -> None:
         """See `DraftProposer.observe`."""
         self._make_room(step.hidden)
-        inputs = step.inputs
+        inputs, device = step.inputs, step.hidden.device
         first = inputs.positions[inputs.cu_seqlens_q[:-1]]
         is_awaited = (first > 0) & (first == self._awaited[inputs.slots])
         known = _KnownTokens.make(step, is_awaited)
         if len(known.sequences):
-            hidden = step.hidden[torch.from_numpy(known.places)]
-            hidden[torch.from_numpy(known.awaited)] = self._waiting[torch.from_numpy(inputs.slots[is_awaited])]
-            self._compute_known(known, hidden, torch.from_numpy(inputs.slots[known.sequences]))
+            hidden = step.hidden[to_device(known.places, device)]
+            hidden[to_device(known.awaited, device)] = self._waiting[to_device(inputs.slots[is_awaited], device)]
+            self._compute_known(known, hidden, to_device(inputs.slots[known.sequences], device))
         goes_on = np.ones(len(inputs.slots), np.bool_)
         goes_on[inputs.row_sequences()] = False
         self._awaited[inputs.slots] = np.where(goes_on, first + inputs.query_lens, 0)
         lasts = inputs.cu_seqlens_q[1:][goes_on] - 1
-        self._waiting[torch.from_numpy(inputs.slots[goes_on])] = step.hidden[torch.from_numpy(lasts)]
+        self._waiting[to_device(inputs.slots[goes_on], device)] = step.hidden[to_device(lasts, device)]
 
     def propose(self, rows: DraftRows) -> Drafts:
         """See `DraftProposer.propose`."""
@@ -92,7 +93,7 @@ class MtpProposer(DraftProposer):
             )
 
         return draft_greedily(
-            self._last[0][torch.from_numpy(rows.slots)],
+            self._last[0][to_device(rows.slots, self._last.device)],
             rows.counts_in_room(),
             compute_logits=self._layers.compute_logits,
             ops=self._ops,
@@ -107,8 +108,8 @@ class MtpProposer(DraftProposer):
 
     def _compute_known(self, known: _KnownTokens, hidden: Tensor, slots: Tensor) -> None:
         """Run all layers over `known`; `hidden` are the model's hidden states of these tokens."""
-        token_ids, starts = torch.from_numpy(known.token_ids), torch.from_numpy(known.runs.starts)
-        lasts = torch.from_numpy(known.runs.lasts)
+        token_ids, starts = to_device(known.token_ids, hidden.device), to_device(known.runs.starts, hidden.device)
+        lasts = to_device(known.runs.lasts, hidden.device)
 
         def forward(positions: Tensor) -> Tensor:
             states = hidden

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from services.worker.forward.forward_context import AttentionMetadata, ForwardContext, forward_context
 from services.worker.forward.kv_cache import KvCache
+from services.worker.forward.staging import to_device
 from services.worker.ops import Ops
 from services.worker.step import Int32Column
 from shared.limits import MAX_DRAFT_TOKENS
@@ -48,11 +48,12 @@ class TokenRuns:
     def compute(self, ops: Ops, kv_cache: KvCache, forward: Callable[[Tensor], Tensor]) -> Tensor:
         """Call `forward` with the positions of all tokens, [num_tokens] int64, inside their forward context."""
         positions = self.spread(self.first_positions)
-        attention = self._attention(positions, kv_cache.block_size)
+        attention = self._attention(positions, kv_cache)
         with forward_context(ForwardContext.for_step(ops, attention, kv_cache)):
-            return forward(torch.from_numpy(positions))
+            return forward(to_device(positions, kv_cache.device))
 
-    def _attention(self, positions: npt.NDArray[np.int64], block_size: int) -> AttentionMetadata:
+    def _attention(self, positions: npt.NDArray[np.int64], kv_cache: KvCache) -> AttentionMetadata:
+        block_size, device = kv_cache.block_size, kv_cache.device
         context_lens = (self.first_positions + self.lengths).astype(np.int32)
         cu_seqlens_q = np.zeros(len(self.lengths) + 1, np.int32)
         np.cumsum(self.lengths, out=cu_seqlens_q[1:])
@@ -62,10 +63,10 @@ class TokenRuns:
         return AttentionMetadata(
             # A decode has one token and its drafts; a backend treats longer runs as parts of prompts.
             is_prefill=max_query_len > 1 + MAX_DRAFT_TOKENS,
-            slot_mapping=torch.from_numpy(block_ids * block_size + positions % block_size),
-            block_tables=torch.from_numpy(self.block_tables),
-            context_lens=torch.from_numpy(context_lens),
-            cu_seqlens_q=torch.from_numpy(cu_seqlens_q),
+            slot_mapping=to_device(block_ids * block_size + positions % block_size, device),
+            block_tables=to_device(self.block_tables, device),
+            context_lens=to_device(context_lens, device),
+            cu_seqlens_q=to_device(cu_seqlens_q, device),
             query_lens=tuple(self.lengths.tolist()),
             context_lens_host=tuple(context_lens.tolist()),
             max_query_len=max_query_len,

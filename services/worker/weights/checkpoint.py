@@ -39,9 +39,16 @@ class CheckpointWeights:
     Invariant: after the first problem no tensor is read any more; only headers are checked.
     """
 
-    def __init__(self, files: WeightFiles, dtype: torch.dtype, config: QuantizationConfig | None = None) -> None:
+    def __init__(
+        self,
+        files: WeightFiles,
+        dtype: torch.dtype,
+        config: QuantizationConfig | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
         """Read from `files`, in the formats of `config`; None means that no layer is quantised."""
         self.dtype = dtype
+        self.device = torch.device(device)
         self._files = files
         self._config = config or QuantizationConfig()
         self._problems = WeightProblems()
@@ -58,14 +65,14 @@ class CheckpointWeights:
     def empty(self, shape: tuple[int, ...]) -> Tensor:
         """See `ModelWeights`."""
         self._refuse_beyond_limit(prod(shape) * self.dtype.itemsize)
-        return torch.empty(shape, dtype=self.dtype)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def read(self, name: str, shape: tuple[int, ...], *, rows: slice = ALL, dtype: torch.dtype | None = None) -> Tensor:
         """See `ModelWeights`."""
         selected = selected_run(rows, shape[0]) if shape else range(0)
         out_shape = (len(selected), *shape[1:]) if shape else ()
         self._find(name, (StoredTensor("weight", ("",), (shape,), FLOAT_DTYPES),), num_values=prod(out_shape))
-        out = torch.empty(out_shape, dtype=dtype or self.dtype)
+        out = torch.empty(out_shape, dtype=dtype or self.dtype, device=self.device)
         if self._problems:
             return out
         stored = self._files.read(name)
@@ -83,7 +90,7 @@ class CheckpointWeights:
         stored = self._find(name, layer_format.stored_tensors(shape), num_values=region.num_values)
         self._known.update(name + suffix for suffix in layer_format.unused)
         if out is None:
-            out = torch.empty((len(region.rows), len(region.columns)), dtype=self.dtype)
+            out = torch.empty((len(region.rows), len(region.columns)), dtype=self.dtype, device=self.device)
         self._read_layer(_Layer(name, layer_format, stored, shape), region, out)
         return out
 
@@ -101,10 +108,10 @@ class CheckpointWeights:
         region = Region(selected_run(experts, shape[0]), selected_run(rows, shape[1]), selected_run(columns, shape[2]))
         stored = self._find(name, layer_format.stored_tensors(shape), num_values=region.num_values)
         num_rows, num_columns = len(region.rows), len(region.columns)
+        stored_shape = (num_columns, num_rows) if layer_format.is_transposed else (num_rows, num_columns)
+        out = torch.empty((region.num_matrices, *stored_shape), dtype=self.dtype, device=self.device)
         if layer_format.is_transposed:
-            out = torch.empty((region.num_matrices, num_columns, num_rows), dtype=self.dtype).transpose(1, 2)
-        else:
-            out = torch.empty((region.num_matrices, num_rows, num_columns), dtype=self.dtype)
+            out = out.transpose(1, 2)
         self._read_layer(_Layer(name, layer_format, stored, shape), region, out)
         return out
 

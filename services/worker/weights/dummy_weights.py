@@ -29,28 +29,35 @@ class DummyWeights:
     layer to layer. The weights of norms are about 1.
     """
 
-    def __init__(self, seed: int, dtype: torch.dtype, on_progress: Callable[[float], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        dtype: torch.dtype,
+        on_progress: Callable[[float], None] = lambda _: None,
+        device: torch.device | str = "cpu",
+    ) -> None:
         """Draw from `seed`. `on_progress` is called with 0 at each tensor, as their number is unknown."""
         self.dtype = dtype
+        self.device = torch.device(device)
         self._seed = seed
         self._on_progress = on_progress
         generator = torch.Generator().manual_seed(seed)
         values = torch.randn(_PERIOD, generator=generator)
         # Repeated once, so that a window of one period is contiguous wherever it starts.
-        self._values = torch.cat((values, values))
+        self._values = torch.cat((values, values)).to(device)
 
     def __contains__(self, name: str) -> bool:
         return False
 
     def empty(self, shape: tuple[int, ...]) -> Tensor:
         """See `ModelWeights`."""
-        return torch.empty(shape, dtype=self.dtype)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def read(self, name: str, shape: tuple[int, ...], *, rows: slice = ALL, dtype: torch.dtype | None = None) -> Tensor:
         """See `ModelWeights`."""
         row_shape = shape[1:]
         selected = range(*rows.indices(shape[0])) if shape else range(1)
-        out = torch.empty((len(selected), *row_shape) if shape else (), dtype=dtype or self.dtype)
+        out = torch.empty((len(selected), *row_shape) if shape else (), dtype=dtype or self.dtype, device=self.device)
         spread = shape[-1] ** -0.5 if len(shape) > 1 else _BIAS_SPREAD
         is_norm = len(shape) == 1 and name.endswith(".weight")
         self._fill(out.view(-1), name, selected.start * prod(row_shape), _NORM_SPREAD if is_norm else spread)

@@ -27,6 +27,8 @@ class ModelWeights(Protocol):
     """
 
     dtype: torch.dtype
+    device: torch.device
+    """Where every tensor returned is."""
 
     def __contains__(self, name: str) -> bool:
         """Whether a tensor of this name is stored; dummy weights store none."""

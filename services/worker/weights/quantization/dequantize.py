@@ -63,8 +63,9 @@ def _dequantize_matrix(layer_format: LayerFormat, parts: Mapping[str, Tensor], r
         out, rows, columns = out.T, columns, rows
     num_rows = max(_CHUNK_VALUES // max(len(columns), 1), 1)
     for start in range(0, len(rows), num_rows):
-        target = out[start : start + num_rows]
-        target.copy_(layer_format.dequantize(parts, rows[start : start + num_rows], columns))
-        if not is_finite(target):
+        values = layer_format.dequantize(parts, rows[start : start + num_rows], columns).to(out.dtype)
+        # Checked on the host, while they are in the processor's caches: `out` may be on a device.
+        if not is_finite(values):
             return False
+        out[start : start + num_rows].copy_(values)
     return True

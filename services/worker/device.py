@@ -1,0 +1,79 @@
+"""Which device a worker computes on, and what follows from it: the dtype and the kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+class DeviceError(Exception):
+    """The worker cannot use the device that its settings name; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRequest:
+    """What the settings say about the device, `auto` included; see `WorkerSettings` for the values."""
+
+    device: str
+    index: int
+    dtype: str
+    ops_backend: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceChoice:
+    """A device, with the choices that `auto` leaves to it."""
+
+    device: torch.device
+    dtype: torch.dtype
+    ops_backend: str
+    """A name for `load_ops`."""
+
+
+def choose_device(request: DeviceRequest) -> DeviceChoice:
+    """Resolve every `auto`. Imports torch.
+
+    Raises:
+        DeviceError: there is no such device, or the CPU's kernels are asked for on a GPU.
+    """
+    import torch  # noqa: PLC0415 - the flags are checked without torch where there is no GPU
+
+    is_gpu = request.device == "cuda" or (request.device == "auto" and has_gpu_node() and torch.cuda.is_available())
+    if is_gpu:
+        _check_gpu(torch.cuda.device_count() if torch.cuda.is_available() else 0, request.index)
+    backend = request.ops_backend
+    if backend == "auto":
+        backend = "triton" if is_gpu else "cpu"
+    if is_gpu and backend == "cpu":
+        raise DeviceError("--ops-backend cpu does not run on a GPU")
+    dtype_name = request.dtype
+    if dtype_name == "auto":
+        dtype_name = "bfloat16" if is_gpu else "float32"
+    device = torch.device("cuda", request.index) if is_gpu else torch.device("cpu")
+    return DeviceChoice(device, getattr(torch, dtype_name), backend)
+
+
+def check_device(request: DeviceRequest) -> None:
+    """Check the device before anything is started; takes seconds only where there may be a GPU.
+
+    Raises:
+        DeviceError: as from `choose_device`.
+    """
+    if request.device == "cuda" or (request.device == "auto" and has_gpu_node()):
+        choose_device(request)
+
+
+def has_gpu_node() -> bool:
+    """Whether the system has a GPU's device file, NVIDIA's or AMD's: without one, torch need not be asked."""
+    return Path("/dev/kfd").exists() or any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _check_gpu(num_visible: int, index: int) -> None:
+    if not num_visible:
+        raise DeviceError("--device cuda: torch sees no GPU")
+    if index >= num_visible:
+        raise DeviceError(f"rank {index} on this machine has no GPU of its own: {num_visible} are visible")
