@@ -190,12 +190,12 @@ class SchedulerSettings(ServiceSettings):
 
     @property
     def cell_bind_address(self) -> str:
-        """The address to serve the cell on."""
+        """The cell's address."""
         return self.insecure_cell_bind or self.cell_listen
 
     @property
     def policy(self) -> SchedulerPolicy:
-        """The settings that the scheduler decides by."""
+        """What the scheduler decides by."""
         return SchedulerPolicy(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self._max_num_batched_tokens,
@@ -229,7 +229,7 @@ class SchedulerSettings(ServiceSettings):
 
     @property
     def cache(self) -> CacheSettings:
-        """The settings of the KV cache."""
+        """The KV cache's settings."""
         return CacheSettings(self.kv_cache_block_size, self.enable_prefix_caching)
 
 

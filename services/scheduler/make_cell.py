@@ -17,7 +17,7 @@ from shared.health import Health
 
 
 def make_cell(settings: SchedulerSettings, instance_id: str, health: Health) -> CellServer:
-    """Make the cell that the settings describe, in the running event loop; no worker is attached yet."""
+    """Make the cell in the running event loop; no worker is attached yet."""
     topology = settings.topology
     claim = SchedulerClaim(instance_id, topology.dp_size, random.SystemRandom().random)
     attach_request = worker_pb2.AttachRequest(

@@ -1,8 +1,8 @@
 """The attach protocol of a failure domain: one epoch for all its groups, offered anew until each runs under it.
 
 Sans-I/O: events and their times go in, commands come out. Epochs are the only fence between schedulers: a worker runs
-only steps of its current epoch, which never falls. So any message may be lost, late or repeated; that only costs
-another round.
+only steps of its current epoch, which never falls. So a message that is lost, late or repeated only costs another
+round.
 """
 
 from __future__ import annotations
@@ -33,26 +33,25 @@ class Rival:
 
 @dataclass(slots=True)
 class SchedulerClaim:
-    """A scheduler's claim to its workers, in competition with other schedulers; shared by the domains of a cell.
+    """A scheduler's claim to its workers, shared by the domains of a cell.
 
     A scheduler that has never held a domain takes nothing while another one holds any group that answers. One that has
-    exits when another scheduler has held one of its groups for longer than the lease, under a higher epoch than any it
-    holds itself (ties go by instance id). So of two schedulers that each hold part of a cell, exactly one exits.
+    exits when a rival has held one of its groups for longer than the lease, under a higher epoch than any it holds
+    itself (ties go by instance id). So of two schedulers that each hold part of a cell, exactly one exits.
     """
 
     instance_id: str
     num_groups: int
     draw: Callable[[], float]
-    """Draws a number from 0 to 1, uniformly."""
+    """Uniform from 0 to 1."""
     has_held: bool = False
-    """Whether it has ever held a domain."""
     domain_to_epoch: dict[int, int] = field(default_factory=dict)
-    """The epochs it holds now, including those whose streams are being opened."""
+    """Includes those whose streams are being opened."""
     group_to_rival: dict[int, Rival | None] = field(default_factory=dict)
-    """For each group that has been asked: the rival named in its last answer."""
+    """The rival named in the last answer of each group asked."""
 
     def note_holder(self, group: int, holder: str, now: float) -> None:
-        """Record a group's answer, or that it cannot be reached; `holder` is the live holder it named, or empty."""
+        """Record the live holder that a group named; empty for none, or if the group cannot be reached."""
         rival = self.group_to_rival.get(group)
         if holder in ("", self.instance_id):
             self.group_to_rival[group] = None
@@ -60,7 +59,7 @@ class SchedulerClaim:
             self.group_to_rival[group] = Rival(holder, now)
 
     def find_obstacle(self) -> str | None:
-        """Say why it has to wait before it makes an offer; None when it need not."""
+        """Say why it may not make an offer yet; None when it may."""
         if self.has_held:
             return None
         for group, rival in self.group_to_rival.items():
@@ -69,7 +68,7 @@ class SchedulerClaim:
         return "not every group has been asked" if len(self.group_to_rival) < self.num_groups else None
 
     def find_lasting_rivals(self, groups: Iterable[int], now: float) -> dict[int, str]:
-        """The rivals that these groups have named for longer than the lease, by group."""
+        """The rivals that these groups have named for longer than the lease."""
         rivals = ((group, self.group_to_rival.get(group)) for group in groups)
         return {
             group: rival.instance_id for group, rival in rivals if rival is not None and now - rival.since > LEASE_S
@@ -83,7 +82,7 @@ class SchedulerClaim:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlace:
-    """A group's place in its cell, as the group reports it."""
+    """A group's place in its cell, as it reports it."""
 
     dp_rank: int
     dp_size: int
@@ -93,28 +92,28 @@ class GroupPlace:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A group holds the epoch that it was offered, and has an empty batch."""
+    """A group holds the offered epoch, and has an empty batch."""
 
     group: int
     epoch: int
     facts: WorkerFacts
     place: GroupPlace
     last_step: tuple[int, int] = (0, 0)
-    """The epoch and id of the last step it launched before; (0, 0) if none since it started."""
+    """Epoch and id of the last step it launched before; (0, 0) if none since it started."""
     is_stuck: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A group did not take the epoch that it was offered, or did not answer."""
+    """A group did not take the offered epoch, or did not answer."""
 
     group: int
     epoch: int
     reason: str
     held_epoch: int | None = None
-    """The group's own epoch; None when it did not answer, in which case it may have taken the offered one."""
+    """None when it did not answer; it may then have taken the offered epoch."""
     holder: str = ""
-    """The scheduler that holds the group now; empty for none."""
+    """The scheduler that holds the group; empty for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +136,14 @@ class StreamBroken:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """The engine has given up an attached epoch."""
+    """The engine gave up an attached epoch."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class RetryDue:
-    """The time of the last `RetryAt` has come. Also the very first event."""
+    """The time of the last `RetryAt` has come. Also the first event."""
 
 
 AttachEvent = Accepted | Refused | StreamOpened | StreamBroken | Dropped | RetryDue
@@ -152,7 +151,7 @@ AttachEvent = Accepted | Refused | StreamOpened | StreamBroken | Dropped | Retry
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Offer a group an epoch, or query it with `QUESTION`; exactly one `Accepted` or `Refused` follows."""
+    """Offer a group an epoch, or query it with `QUESTION`; one `Accepted` or `Refused` follows."""
 
     group: int
     epoch: int
@@ -168,7 +167,7 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class OpenStreams:
-    """Open the step stream of each group of the domain."""
+    """Open each group's step stream."""
 
     epoch: int
 
@@ -203,8 +202,7 @@ class _Phase(enum.Enum):
 class DomainAttach:
     """The scheduler's side of attaching one domain; the worker's side is its claim.
 
-    A round offers one epoch to all groups and waits for all answers. It ends with streams to all groups, or with
-    another round later:
+    A round offers one epoch to all groups and waits for their answers; another one follows unless all accept:
 
         epoch      5                  6                                      7
         group 0    accepts            accepts  ═══ steps ═══════════╡        accepts  ═══ steps ═══
@@ -212,11 +210,10 @@ class DomainAttach:
                             0.5 s              │                   │ 0.5 s            │
                                                DomainAttached      DomainLost         DomainAttached
 
-    `DomainAttached` and `DomainLost` alternate, and between them every group holds the epoch. A scheduler that has
-    never held a domain begins each round by asking which scheduler holds the groups.
+    Between `DomainAttached` and `DomainLost` every group holds the epoch. A scheduler that has never held a domain
+    begins each round by asking which scheduler holds the groups.
 
-    Invariant: an epoch is offered again only if every group has refused it, and answers from earlier rounds are
-    ignored.
+    Invariant: an epoch is offered again only if every group refused it; answers from earlier rounds are ignored.
     """
 
     def __init__(self, domain: int, topology: CellTopology, claim: SchedulerClaim) -> None:
@@ -229,13 +226,13 @@ class DomainAttach:
         self._epoch = 0
         self._answers: dict[int, Accepted | Refused] = {}
         self._opened: set[int] = set()
-        # Rivals already named for longer than the lease when the round began: one more refusal naming them is the last.
+        # Rivals named for longer than the lease when the round began: the next refusal naming them is the last.
         self._lasting_rivals: dict[int, str] = {}
         # The highest epoch that any group may have.
         self._highest_epoch = 0
 
     def on_event(self, event: AttachEvent, now: float) -> list[Command]:
-        """Handle an event at `now` (seconds of a monotonic clock); returns the commands to carry out, in order."""
+        """Handle an event at `now` (monotonic seconds); returns the commands, in order."""
         match event:
             case RetryDue() if self._phase is _Phase.WAITING:
                 return self._offer(now) if self._claim.has_held else self._ask(now)
@@ -281,7 +278,7 @@ class DomainAttach:
         return self._conclude(now) if len(self._answers) == len(self._groups) else []
 
     def _note_holder(self, group: int, epoch: int | None, holder: str, now: float) -> None:
-        """Record the epoch and the holder of a group; `epoch` is None when it did not answer."""
+        """`epoch` is None when the group did not answer."""
         self._highest_epoch = max(self._highest_epoch, self._epoch if epoch is None else epoch)
         self._claim.note_holder(group, holder, now)
 
@@ -312,7 +309,6 @@ class DomainAttach:
         return [OpenStreams(self._epoch)]
 
     def _find_disagreement(self, accepted: list[Accepted]) -> str | None:
-        """Say why the groups cannot form this domain; None when they can."""
         for answer in accepted:
             expected = GroupPlace(
                 answer.group, self._topology.dp_size, accepted[0].place.tp_size, self._topology.is_coupled
@@ -353,11 +349,7 @@ class DomainAttach:
 
 
 def _find_reason_to_restart(accepted: list[Accepted]) -> str | None:
-    """Say why groups that hold the epoch must be restarted before they can run steps; None when they need not.
-
-    A stuck group waits in a collective for ever. If the last launched steps differ, the groups' collectives do not
-    match.
-    """
+    """A stuck group waits in a collective for ever; if the last steps differ, the groups' collectives do not match."""
     for answer in accepted:
         if answer.is_stuck:
             return f"group {answer.group} is stuck"
@@ -367,6 +359,6 @@ def _find_reason_to_restart(accepted: list[Accepted]) -> str | None:
 
 
 def _differing_facts(facts: WorkerFacts, others: WorkerFacts) -> Iterator[str]:
-    """The names of facts that ranks must share but do not; pool size and numerics may differ between ranks."""
+    """Pool size and numerics may differ between ranks."""
     comparable = replace(facts, num_blocks=others.num_blocks, numerics_fingerprint=others.numerics_fingerprint)
     return (name for name in WorkerFacts.__slots__ if getattr(comparable, name) != getattr(others, name))

@@ -21,9 +21,8 @@ from services.scheduler.core.worker_facts import WorkerFacts
 class Cell:
     """The DP ranks, each with its scheduler, and a queue of the sequences that no rank may take now.
 
-    A request is placed on a rank as soon as one may take it. When a domain is lost, its sequences go to the remaining
-    ranks, or to the unplaced queue; the same happens when a domain is emptied to try suspects. Suspects wait in the
-    unplaced queue until they are tried.
+    When a domain is lost, or emptied to try suspects, its sequences go to the remaining ranks or to the unplaced queue.
+    Suspects wait there until they are tried.
 
     Invariant: a sequence that has not ended is in the scheduler of its `rank`, or in the unplaced queue if it has none.
     A domain without an epoch holds no sequence.
@@ -56,7 +55,7 @@ class Cell:
 
     @property
     def num_steps(self) -> int:
-        """Steps sent so far, including dummies."""
+        """Steps sent, including dummies."""
         return sum(rank.scheduler.num_steps.total for rank in self.ranks)
 
     @property
@@ -65,25 +64,25 @@ class Cell:
         return any(domain.epoch is not None for domain in self.domains)
 
     def check_room(self, num_prompt_tokens: int, num_choices: int, now: float) -> None:
-        """See `WaitingQueue.check_room`; the limits apply to all queues of the cell together."""
+        """See `WaitingQueue.check_room`; the limits are for all queues together."""
         queue, *others = self._queues()
         queue.check_room(num_prompt_tokens, now, num_choices=num_choices, others=others)
 
     def retry_delay_s(self, now: float) -> float:
-        """See `WaitingQueue.retry_delay_s`: when there may be room for one more request."""
+        """See `WaitingQueue.retry_delay_s`, for one request."""
         queue, *others = self._queues()
         return queue.retry_delay_s(1, now, others)
 
     def unfinished(self) -> list[Sequence]:
-        """The sequences that have not ended, placed or not."""
+        """The sequences that have not ended."""
         return [seq for scheduler in self._schedulers() for seq in scheduler.unfinished()]
 
     def waiting(self) -> list[Sequence]:
-        """The sequences that are waiting, placed or not."""
+        """The waiting sequences, placed or not."""
         return [seq for scheduler in self._schedulers() for seq in scheduler.waiting_sequences()]
 
     def add(self, sequences: list[Sequence], now: float) -> None:
-        """Queue the choices of one request on a rank, or unplaced."""
+        """Queue the choices of one request."""
         ranks = self._quarantine.ranks_for(sequences[0].id)
         if ranks:
             self._placement.place(sequences, ranks, now)
@@ -105,12 +104,12 @@ class Cell:
         self._scheduler_of(seq, now).abort(seq, now)
 
     def attach(self, domain: Domain, facts: tuple[WorkerFacts, ...], now: float) -> None:
-        """Attach a domain that was not attached."""
+        """Attach an unattached domain."""
         domain.begin_epoch(facts, now)
         self._quarantine.on_attached(domain)
 
     def lose(self, domain: Domain, now: float, *, accuses_rows: bool) -> tuple[list[Sequence], str | None]:
-        """Handle the end of an attached domain's epoch: its sequences wait elsewhere, with the tokens they have.
+        """End an attached domain's epoch; its sequences wait elsewhere, with the tokens they have.
 
         Args:
             accuses_rows: Whether the requests in its steps in flight may have caused the loss.
@@ -130,7 +129,7 @@ class Cell:
         return sequences, poison
 
     def postprocess(self, rank: Rank, result: StepResult, now: float) -> OutputsByClient:
-        """See `Scheduler.postprocess`; it also clears suspects and ends recoveries."""
+        """See `Scheduler.postprocess`; also clears suspects and ends recoveries."""
         scheduler = rank.scheduler
         if not self._is_disturbed:
             return scheduler.postprocess(result, now)
@@ -145,7 +144,7 @@ class Cell:
         return outputs
 
     def settle(self, now: float) -> None:
-        """Advance trials, and place the unplaced sequences that may be placed; called after each event."""
+        """Advance trials, and place the unplaced sequences that may be placed."""
         if self._quarantine:
             for domain, request_ids in self._quarantine.advance(now):
                 self._empty(domain, now)
@@ -159,7 +158,7 @@ class Cell:
         return [action for domain in self.domains for action in domain.send_ahead(now)]
 
     def go_on_after(self, rank: Rank, now: float) -> list[Action]:
-        """Settle and send ahead, when all that happened is that a step of this rank returned."""
+        """Settle and send ahead after an event that only returned a step of this rank."""
         if self._is_disturbed:
             self.settle(now)
             return self.send_ahead(now)
@@ -168,7 +167,7 @@ class Cell:
         return self.domain_by_rank[rank.number].send_ahead(now)
 
     def state(self) -> CellState:
-        """A snapshot of the cell."""
+        """Take a snapshot."""
         ranks = tuple(self._rank_state(rank) for rank in self.ranks)
         return CellState(
             ready=self.is_attached,
@@ -221,13 +220,13 @@ class Cell:
         return self._unplaced if seq.rank is None else self.ranks[seq.rank].scheduler
 
     def _empty(self, domain: Domain, now: float) -> None:
-        """Move the sequences of a domain elsewhere; no step may be in flight."""
+        """No step may be in flight."""
         for rank in domain.ranks:
             for choices in by_request(rank.scheduler.take_all(now)):
                 self.add(choices, now)
 
     def _place_unplaced(self, request_ids: frozenset[str] | None, now: float) -> None:
-        """Place the unplaced sequences of these requests, or of all (None), where that is allowed."""
+        """None means all requests."""
         for choices in by_request(self._unplaced.waiting_sequences()):
             is_named = request_ids is None or choices[0].id in request_ids
             if is_named and self._quarantine.ranks_for(choices[0].id):

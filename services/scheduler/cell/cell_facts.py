@@ -1,4 +1,4 @@
-"""What a cell serves, from what its ranks reported when they were attached."""
+"""What a cell serves, as its ranks reported when attached."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class CellFacts:
 
     def __init__(self, block_size: int) -> None:
         self.model: WorkerFacts | None = None
-        """What the cell serves; None until a domain has been attached for the first time."""
+        """None until a domain has been attached for the first time."""
         self.limits: ModelLimits | None = None
-        """The limits for requests, including the smallest pool of any rank; None while `model` is."""
+        """Fits the smallest pool of any rank; None while `model` is."""
         self.exact_fingerprint = ""
         """The exact numerics of all attached ranks, or of the last ones; empty if exactness is unavailable."""
         self._block_size = block_size
 
     def find_fault(self, facts: Iterable[WorkerFacts]) -> str | None:
-        """Say why ranks cannot serve together with those attached before; None when they can."""
+        """Say why these ranks cannot serve together with earlier ones; None when they can."""
         for rank_facts in facts:
             if rank_facts.num_draft_tokens > MAX_DRAFT_TOKENS:
                 return f"it drafts more than {MAX_DRAFT_TOKENS} tokens"
@@ -36,7 +36,7 @@ class CellFacts:
         return None
 
     def update(self, domains: Sequence[Domain]) -> None:
-        """Recompute everything from the domains that are attached now and what their ranks reported."""
+        """Recompute everything after a domain was attached or lost."""
         known = [rank.facts for domain in domains for rank in domain.ranks if rank.facts is not None]
         attached = [
             rank.facts

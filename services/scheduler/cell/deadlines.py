@@ -10,8 +10,7 @@ Key = tuple[int, int]
 class Deadlines:
     """The deadlines of requests, by client and handle.
 
-    Invariant: `_deadlines` is authoritative. The heap has an entry for each of them, plus stale entries, at most about
-    as many.
+    Invariant: `_deadlines` is authoritative; the heap has an entry for each, and at most about as many stale ones.
     """
 
     def __init__(self) -> None:
@@ -34,13 +33,13 @@ class Deadlines:
         heapq.heappush(self._heap, (deadline, key))
 
     def discard(self, key: Key) -> None:
-        """Remove a request's deadline, if it has one."""
+        """Remove a request's deadline, if any."""
         if self._deadlines.pop(key, None) is not None and len(self._heap) > 2 * len(self._deadlines) + 64:
             self._heap = [(deadline, key) for key, deadline in self._deadlines.items()]
             heapq.heapify(self._heap)
 
     def pop_passed(self, now: float) -> list[Key]:
-        """Remove and return the requests whose deadline has passed, the earliest first."""
+        """Remove and return the requests past their deadlines, the earliest first."""
         passed = []
         while (first := self.first) is not None and first <= now:
             _, key = heapq.heappop(self._heap)

@@ -1,4 +1,4 @@
-"""The DP ranks of a cell, and the failure domains: ranks that fail together."""
+"""DP ranks and failure domains."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.scheduler.core.worker_facts import WorkerFacts
 
 @dataclass(slots=True, eq=False)
 class Rank:
-    """A DP rank: its scheduler, what it reported when last attached, and its last heartbeat."""
+    """A DP rank: its scheduler, and what it last reported."""
 
     number: int
     scheduler: Scheduler
@@ -49,7 +49,7 @@ class Domain:
         return all(scheduler.is_empty for scheduler in self._schedulers)
 
     def begin_epoch(self, facts: tuple[WorkerFacts, ...], now: float) -> None:
-        """All groups have been attached, under one epoch."""
+        """Start an epoch: all groups have been attached under it."""
         self.epoch = facts[0].epoch
         self.is_held = False
         for rank, rank_facts in zip(self.ranks, facts, strict=True):
@@ -57,7 +57,7 @@ class Domain:
             rank.scheduler.begin_epoch(rank_facts)
 
     def end_epoch(self, now: float) -> list[RecoveredSequences]:
-        """A group is lost, and with it the epoch of all ranks; returns the sequences they had."""
+        """End the epoch of all ranks; returns the sequences they had."""
         self.epoch = None
         self.is_held = False
         return [scheduler.end_epoch(now) for scheduler in self._schedulers]
@@ -96,7 +96,7 @@ class Domain:
         return None
 
     def extend_deadlines(self, pause_s: float, now: float) -> None:
-        """Ignore the last `pause_s` seconds, in which this process was not listening to the ranks."""
+        """Ignore the last `pause_s` seconds, in which this process was not listening."""
         for rank in self.ranks:
             rank.heard_at = min(now, rank.heard_at + pause_s)
             rank.scheduler.extend_deadlines(pause_s, now)

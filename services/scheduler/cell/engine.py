@@ -1,7 +1,6 @@
 """The cell's decision-maker: events in, actions out.
 
-Sans-I/O: no threads, no sockets, and no clock but the `now` passed in, so a whole cell can be simulated from one seed.
-`cell_server` wraps it and decides nothing.
+Sans-I/O: no threads, sockets or clock, so a whole cell can be simulated from one seed. `cell_server` wraps it.
 """
 
 from __future__ import annotations
@@ -40,17 +39,16 @@ _ONE_RANK = CellTopology()
 class Engine:
     """Connects clients, DP ranks and workers; owns the only mutable state of the cell.
 
-    A failure domain is held for an epoch, which ends when a link breaks, a result is invalid, or a rank is silent or
-    makes no progress. Its requests then wait, with the tokens they have, for the next rank. Their clients only learn
-    that the requests resume, unless a request turns out to crash its workers.
+    A domain's epoch ends when a link breaks, a result is invalid, or a rank is silent or makes no progress. Its
+    requests then wait, with the tokens they have, for the next rank. Their clients only learn that they resume, unless
+    a request turns out to crash its workers.
 
-    The engine sends heartbeats. If it was stopped for longer than its claim to the workers lasts, another scheduler may
-    have taken them, so it asks for its process to end, whatever events follow.
+    If the engine was stopped for longer than its claim to the workers lasts, another scheduler may have taken them, so
+    it asks for its process to end, whatever events follow.
     """
 
     def __init__(self, policy: SchedulerPolicy, cache: CacheSettings, topology: CellTopology = _ONE_RANK) -> None:
         self.topology = topology
-        """The cell's DP ranks, and which of them fail together."""
         self._policy = policy
         self._counters = SchedulerCounters()
         self._requests = RequestTable()
@@ -73,26 +71,26 @@ class Engine:
 
     @property
     def model(self) -> WorkerFacts | None:
-        """The model served, as a rank reported it; None until a domain has been attached for the first time."""
+        """The model served; None until a domain has been attached for the first time."""
         return self._facts.model
 
     @property
     def model_limits(self) -> ModelLimits | None:
-        """The limits for requests; None until a domain has been attached for the first time."""
+        """The limits for requests; None while `model` is."""
         return self._facts.limits
 
     @property
     def exact_fingerprint(self) -> str:
-        """The numerics for which exactness is promised, shared by all attached ranks; empty when it is not promised."""
+        """The numerics for which exactness is promised; empty when it is not promised."""
         return self._facts.exact_fingerprint
 
     def next_wakeup(self) -> float:
-        """When `TimePassed` is due unless another event comes first: a request's deadline or the next heartbeat."""
+        """When `TimePassed` is due: a request's deadline or the next heartbeat."""
         deadline, beat = self._requests.first_deadline, self._heartbeat.next_at
         return beat if deadline is None or beat < deadline else deadline
 
     def on_event(self, event: Event, now: float) -> list[Action]:
-        """Handle an event at `now` (seconds of a monotonic clock); returns the actions to carry out, in order."""
+        """Handle an event at `now` (monotonic seconds); returns the actions, in order."""
         actions = self._beat(now) if now >= self._heartbeat.next_at else []
         if self._exit is not None:
             return [self._exit]
@@ -123,7 +121,7 @@ class Engine:
         return sum(rank.scheduler.flush_prefix_cache() for rank in self._cell.ranks)
 
     def state(self) -> CellState:
-        """A snapshot of the cell."""
+        """Take a snapshot."""
         return self._cell.state()
 
     def check_integrity(self) -> None:
@@ -133,7 +131,7 @@ class Engine:
         self._cell.check_integrity()
 
     def _beat(self, now: float) -> list[Action]:
-        """Send a heartbeat, and give up the domains that are silent or make no progress."""
+        """Send a heartbeat, and give up the domains that are at fault."""
         if self._exit is None and self._cell.is_attached and self._heartbeat.is_lease_over(now):
             self._exit = Exit("this process was stopped for so long that another scheduler may have taken its workers")
         if self._exit is not None:
@@ -193,7 +191,6 @@ class Engine:
         return actions + self._request_manager.end_unservable(exact, now)
 
     def _drop(self, domain: Domain, reason: str, now: float, *, accuses_rows: bool) -> list[Action]:
-        """End a domain's epoch because of a fault of its own."""
         assert domain.epoch is not None
         drop = DropDomain(domain.number, domain.epoch, reason)
         return [drop, *self._lose(domain, now, accuses_rows=accuses_rows)]

@@ -1,7 +1,6 @@
 """The engine's input (events) and output (actions): data only.
 
-They are never changed once made. Those created for each step or request are not frozen, for the reason given in
-`services.scheduler.core.batch.step`.
+They are never changed once made; for why some are not frozen, see `services.scheduler.core.batch.step`.
 """
 
 from __future__ import annotations
@@ -37,22 +36,22 @@ class Submission:
     priority: Priority = Priority.NORMAL
     cache_salt: bytes = b""
     attempt: int = 1
-    """Counts the submissions of a request from 1, on any stream; a higher one supersedes a lower one in flight."""
+    """From 1, on any stream; a higher attempt supersedes a lower one in flight."""
     n: int = 1
     choices_so_far: tuple[ChoiceSoFar, ...] = ()
     """What the client has from earlier attempts: empty, or one entry per choice."""
     age_s: float = 0.0
-    """How long ago the request arrived."""
+    """Seconds since the request arrived."""
     time_left_s: float | None = None
     """How long its caller waits; None means for ever."""
     is_exact: bool = False
     """Whether the answer's bytes must depend only on model, prompt and parameters."""
     num_earlier_resumes: int = 0
-    """Number of resumes in earlier attempts."""
+    """In earlier attempts."""
 
     @property
     def open_choices(self) -> list[int]:
-        """The choices whose ends the client does not have yet."""
+        """The choices whose ends the client does not have."""
         if not self.choices_so_far:
             return list(range(self.n))
         return [choice for choice, so_far in enumerate(self.choices_so_far) if not so_far.has_ended]
@@ -60,16 +59,16 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class DomainAttached:
-    """Every group of a failure domain has an empty batch and waits for steps, all under one epoch."""
+    """All groups of a failure domain have empty batches and wait for steps, under one epoch."""
 
     domain: int
     facts: tuple[WorkerFacts, ...]
-    """Those of its DP ranks, in the order of `CellTopology.ranks_of(domain)`; all have the same epoch."""
+    """In the order of `CellTopology.ranks_of(domain)`."""
 
 
 @dataclass(frozen=True, slots=True)
 class DomainLost:
-    """The link to one of a domain's groups broke: the epoch has ended and its steps in flight are void."""
+    """A link to a domain broke: the epoch has ended and its steps in flight are void."""
 
     domain: int
     epoch: int
@@ -77,7 +76,7 @@ class DomainLost:
 
 @dataclass(slots=True)
 class StepReturned:
-    """A DP rank returned the result of a step."""
+    """A DP rank returned a step's result."""
 
     rank: int
     result: StepResult
@@ -94,14 +93,14 @@ class WorkerHeard:
 
 @dataclass(slots=True)
 class ClientMessage:
-    """A message from a tokenizer replica; handled in the order of the fields."""
+    """A message from a tokenizer replica, handled in the order of the fields."""
 
     client: int
     submissions: list[Submission] = field(default_factory=list)
     stop_ats: list[tuple[int, int]] = field(default_factory=list)
-    """A choice's handle, and its number of completion tokens up to the stop."""
+    """Handles of choices, with their numbers of completion tokens up to the stop."""
     aborts: list[int] = field(default_factory=list)
-    """Handles of requests; all their choices end."""
+    """Handles of requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +112,14 @@ class ClientGone:
 
 @dataclass(frozen=True, slots=True)
 class AbortRequest:
-    """Another call wants any client's request to end; ignored when the id is unknown."""
+    """Another call wants a request of any client to end; an unknown id is ignored."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """No event but time: the moment returned by `Engine.next_wakeup` has come."""
+    """The moment returned by `Engine.next_wakeup` has come."""
 
 
 Event = (
@@ -146,7 +145,7 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class CloseClient:
-    """End a client's stream with an error: it broke the protocol."""
+    """End a client's stream, because it broke the protocol."""
 
     client: int
     error: ServiceError
@@ -154,7 +153,7 @@ class CloseClient:
 
 @dataclass(frozen=True, slots=True)
 class DropDomain:
-    """Close the links to a domain that sent an invalid result, or none in time. The engine has ended its epoch."""
+    """Close the links to a domain whose epoch the engine has ended."""
 
     domain: int
     epoch: int
@@ -163,7 +162,7 @@ class DropDomain:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """End the process: this scheduler can never serve these workers, or another one has taken them."""
+    """End the process: it can never serve these workers, or another scheduler has taken them."""
 
     reason: str
 

@@ -1,4 +1,4 @@
-"""When the engine's heartbeats are due, and when its claim to the workers has expired."""
+"""When the engine's heartbeats are due, and whether its claim to the workers has expired."""
 
 from __future__ import annotations
 
@@ -9,21 +9,18 @@ _PAUSE_S = 1.0
 
 
 class Heartbeat:
-    """The engine's own heartbeat.
-
-    Invariant: `next_at` is when the next beat is due; the first one is due at once.
-    """
+    """The engine's own heartbeat; the first beat is due at once."""
 
     def __init__(self) -> None:
         self.next_at = float("-inf")
         self._own_pause = OwnPause(HEARTBEAT_S, _PAUSE_S)
 
     def is_lease_over(self, now: float) -> bool:
-        """Whether the last beat is so long ago that this engine's claim to its workers may have expired."""
+        """Whether the claim to the workers may have expired since the last beat."""
         last_at = self._own_pause.last_at
         return last_at is not None and now - last_at > LEASE_S
 
     def beat(self, now: float) -> float:
-        """Record a beat; returns for how many seconds the engine was stopped before it, 0 if it was not."""
+        """Record a beat; returns the seconds for which the engine was stopped before it."""
         self.next_at = next_beat_at(now)
         return self._own_pause.note(now)

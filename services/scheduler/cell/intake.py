@@ -16,7 +16,7 @@ _BYTES_PER_LOGPROB = 12
 
 
 def make_request(client: int, submission: Submission, now: float) -> Request:
-    """A request with a sequence for each choice that has not ended."""
+    """Make a sequence for each choice that has not ended."""
     so_far = submission.choices_so_far or (_NOTHING_SO_FAR,) * submission.n
     choices = [
         _make_sequence(client, submission, choice, output=so_far[choice].output, arrived_at=now - submission.age_s)
@@ -34,7 +34,7 @@ def make_request(client: int, submission: Submission, now: float) -> Request:
 
 
 def check_sequence(seq: Sequence, limits: ModelLimits) -> None:
-    """Check a waiting sequence against the model; each choice must fit on its own.
+    """Check a waiting sequence against the model.
 
     Raises:
         ServiceError: it cannot be served.

@@ -1,8 +1,8 @@
 """One step for all coupled ranks: what each of them runs, and what it must know about the others.
 
 Collectives span coupled ranks, so each runs a step whenever one does. The plan contains what ATOM's ranks find out by
-an all-reduce before each step: whether any rank prefills, how many tokens each rank computes, and the batch size to
-which all graphs are padded. Source: ATOM, `DPEngineCoreProc` (model_engine/engine_core.py).
+an all-reduce: whether any rank prefills, how many tokens each computes, and the batch size to which graphs are padded.
+Source: ATOM, `DPEngineCoreProc` (model_engine/engine_core.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GRAPH_BATCH_SIZES = (1, 2, 4, 8, *range(16, 513, 16))
 
 
 def graph_batch_size(num_rows: int) -> int:
-    """The smallest captured batch size that holds `num_rows` rows; `num_rows` itself if none does."""
+    """The smallest captured batch size that holds the rows; `num_rows` if none does."""
     index = bisect_left(GRAPH_BATCH_SIZES, num_rows)
     return GRAPH_BATCH_SIZES[index] if index < len(GRAPH_BATCH_SIZES) else num_rows
 
@@ -27,13 +27,12 @@ def graph_batch_size(num_rows: int) -> int:
 class LockstepPlanner:
     """Combines the batches of coupled ranks into steps that they run together.
 
-    If any rank has a prefill, the step is eager for all: other ranks run their decodes alongside, or a dummy prefill of
+    If any rank has a prefill, the step is eager for all: the others run their decodes alongside, or a dummy prefill of
     one token. Otherwise it is a decode at one padded size, and idle ranks run a dummy of it. A step is sent when some
     rank has work and every rank has room for one more in flight.
 
-    A prefill makes the step long for every rank, so prefills are aligned: waiting ones are held back for up to
-    `max_wait_steps` decode steps, until each rank has one. The prefill of a rank that would only run dummies in the
-    meantime is not held back, and those of the others join it.
+    A prefill makes the step long for every rank, so prefills are held back for up to `max_wait_steps` decode steps,
+    until each rank has one. All are released as soon as a rank would otherwise run only dummies.
 
     Invariant: all ranks have been sent the same steps of their epoch.
     """
@@ -44,7 +43,7 @@ class LockstepPlanner:
         self._num_waited_steps = 0
 
     def steps(self, epoch: int, now: float) -> Iterator[list[Step]]:
-        """Plan and send steps, each a list by rank, until no rank has work or some rank has no room."""
+        """Send steps, each a list by rank, until no rank has work or some rank has no room."""
         while all(scheduler.has_room for scheduler in self._schedulers):
             may_prefill = self._prefill_is_due()
             batches = [scheduler.plan(now, may_prefill=may_prefill) for scheduler in self._schedulers]

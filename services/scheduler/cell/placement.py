@@ -12,22 +12,21 @@ MAX_MOVES = 8
 
 
 class Placement:
-    """Places requests on ranks; all choices of a request go to the same rank, because they share its prompt.
+    """Places requests on ranks; choices of a request stay together, because they share its prompt.
 
     The cost of a rank, in tokens, combines what it computes before a newcomer's first token and what shares the steps:
 
         newcomers' prompt tokens in its queue + tokens_per_seq * its waiting and running sequences - cached tokens
 
-    The lowest cost wins; ties go to the least loaded rank (the cost without the cached tokens), then to the first. So
-    the longest cached prefix decides, unless its rank has so much more work than another that this outweighs the
-    saving. Source: the router of NVIDIA Dynamo weighs prefill blocks against active blocks in the same way.
+    The lowest cost wins; ties go to the lowest load (the cost without the cached tokens), then to the first. Source:
+    the router of NVIDIA Dynamo weighs prefill blocks against active blocks in the same way.
     """
 
     def __init__(self, tokens_per_seq: int) -> None:
         self._tokens_per_seq = tokens_per_seq
 
     def place(self, sequences: Sequence[TokenSequence], ranks: Sequence[Rank], now: float) -> None:
-        """Queue the choices of one request on one of the ranks; they must not be in a queue."""
+        """Queue the choices of one request; they must not be in a queue."""
         rank = ranks[0] if len(ranks) == 1 else self._pick(sequences[0], ranks)
         for seq in sequences:
             seq.rank = rank.number
@@ -64,7 +63,7 @@ class Placement:
 
 
 def by_request(sequences: Iterable[TokenSequence]) -> list[list[TokenSequence]]:
-    """Group the sequences by request, keeping the order of requests and of choices."""
+    """Group by request, keeping the order."""
     requests: dict[str, list[TokenSequence]] = {}
     for seq in sequences:
         requests.setdefault(seq.id, []).append(seq)
@@ -72,6 +71,6 @@ def by_request(sequences: Iterable[TokenSequence]) -> list[list[TokenSequence]]:
 
 
 def _newcomers(rank: Rank) -> list[list[TokenSequence]]:
-    """The requests in a rank's queue of which no choice was ever admitted."""
+    """Requests of which no choice was ever admitted."""
     begun = {seq.id for seq in rank.scheduler.unfinished() if seq.num_first_cached_tokens is not None}
     return [sequences for sequences in by_request(rank.scheduler.waiting_sequences()) if sequences[0].id not in begun]

@@ -19,7 +19,7 @@ class _Recovery:
 class Recoveries:
     """Measures the time from the loss of an epoch until each sequence it computed has another token or has ended.
 
-    A sequence that is lost again before that still counts for the first loss: its client has been waiting since then.
+    A sequence lost again before that counts only for the first loss, since which its client has been waiting.
     """
 
     def __init__(self, counters: SchedulerCounters) -> None:
@@ -35,7 +35,7 @@ class Recoveries:
         self._recoveries.update(dict.fromkeys(held_up, _Recovery(now, len(held_up))))
 
     def note(self, sequences: Iterable[Sequence], now: float) -> None:
-        """These sequences, affected or not, have got a token or have ended."""
+        """These sequences, affected or not, got a token or ended."""
         for seq in sequences:
             recovery = self._recoveries.pop(seq, None)
             if recovery is not None:

@@ -30,11 +30,10 @@ from shared.errors import (
 class RequestManager:
     """Accepts requests, queues their choices, and ends them.
 
-    Each choice of a request is a sequence that ends on its own; ending the request ends all of them. Queue limits apply
-    to the cell as a whole.
+    Each choice is a sequence that ends on its own; ending a request ends all of its choices.
 
-    Invariant: a choice is known here from its submission until its end has been delivered to its client, the client has
-    aborted its request, or a later attempt of the request has replaced it (its client is notified of that too).
+    Invariant: a choice is known here from its submission until its end has been delivered, its client has aborted the
+    request, or a later attempt has replaced it (its client is notified of that too).
     """
 
     def __init__(self, policy: SchedulerPolicy, requests: RequestTable, cell: Cell, facts: CellFacts) -> None:
@@ -71,14 +70,14 @@ class RequestManager:
             self._abort(request, now)
 
     def on_abort_call(self, request_id: str, now: float) -> list[Action]:
-        """End a request of any client because another call asked for it."""
+        """End a request of any client."""
         request = self._requests.by_id(request_id)
         if request is None:
             return []
         return self._fail([request], AbortedByCallError("another call aborted the request"), now)
 
     def expire(self, now: float) -> list[Action]:
-        """End the requests whose deadlines have passed."""
+        """End the requests past their deadlines."""
         first = self._requests.first_deadline
         if first is None or first > now:
             return []
@@ -91,7 +90,7 @@ class RequestManager:
         return self._fail([request], PoisonRequestError("a worker failed twice while running only this request"), now)
 
     def end_unservable(self, waiting: Iterable[Sequence], now: float) -> list[Action]:
-        """End the waiting sequences that can no longer be served, or turn out to have finished."""
+        """End the waiting sequences that can no longer be served or turn out to have finished."""
         outputs = OutputsByClient()
         for seq in waiting:
             try:
@@ -116,7 +115,7 @@ class RequestManager:
     def _submit(self, client: int, submission: Submission, outputs: OutputsByClient, now: float) -> None:
         """Check a request and queue its choices; a later attempt replaces an earlier one.
 
-        `outputs` receives the ends of an earlier attempt, and of choices that their output so far shows to be finished.
+        `outputs` receives the ends of an earlier attempt, and of choices whose output so far is finished.
 
         Raises:
             ServiceError: it cannot be served; nothing has changed.
@@ -142,7 +141,6 @@ class RequestManager:
                 outputs.add_end(client, RequestEnd(seq.handle, num_tokens, finish, num_resumes=seq.num_resumes))
 
     def _supersede(self, earlier: Request, client: int, outputs: OutputsByClient, now: float) -> None:
-        """End an earlier attempt that one of `client` replaces, and notify its client."""
         error: ServiceError = AbortedByCallError("a later call replaced this request")
         if earlier.client != client:
             error = DuplicateRequestError("another client has taken over this request id", request_id=earlier.id)
@@ -175,10 +173,10 @@ class RequestManager:
         return find_finish(seq, frozenset(model.eos_token_ids))
 
     def _promise_exactness(self, seq: Sequence) -> None:
-        """Promise exactness, under the same numerics as any earlier promise.
+        """Promise the same numerics as any earlier promise.
 
         Raises:
-            ExactUnavailableError: it is not available.
+            ExactUnavailableError: exactness is not available.
         """
         fingerprint = self._facts.exact_fingerprint
         if not fingerprint or seq.exact_fingerprint not in (None, fingerprint):
@@ -186,7 +184,7 @@ class RequestManager:
         seq.exact_fingerprint = fingerprint
 
     def _check_room(self, request: Request, now: float) -> None:
-        """Refuse a request for which there is no room; queue limits do not apply to one that was admitted before.
+        """Check for room; queue limits do not apply to a request that was admitted before.
 
         Raises:
             QueueFullError: there is no room now.
@@ -208,7 +206,7 @@ class RequestManager:
             )
 
     def _abort(self, request: Request, now: float) -> list[Sequence]:
-        """Remove a request and abort its choices; returns those that had not ended."""
+        """Returns the choices that had not ended."""
         choices = self._requests.remove(request)
         for seq in choices:
             self._cell.abort(seq, now)
@@ -223,10 +221,9 @@ class RequestManager:
 
 
 def _is_superseded(earlier: Request, client: int, attempt: int) -> bool:
-    """Whether an attempt of `client` replaces one in flight: a later attempt does.
+    """Whether an attempt replaces one in flight: any later one does, and from the same client any but the first.
 
-    So does any attempt but the first from the same client. All direct calls are one client, and their attempts are not
-    counted beyond the second.
+    Direct calls are one client, and their attempts are not counted beyond the second.
     """
     return attempt > earlier.attempt or (attempt > 1 and client == earlier.client)
 

@@ -8,7 +8,7 @@ from services.scheduler.cell.deadlines import Deadlines
 from services.scheduler.core.batch.sequence import Sequence
 
 Key = tuple[int, int]
-"""A client and one of its handles."""
+"""Client and handle."""
 
 
 @dataclass(slots=True, eq=False)
@@ -20,11 +20,11 @@ class Request:
     handle: int
     attempt: int
     choices: list[Sequence]
-    """The choices that have not ended."""
+    """Those that have not ended."""
     deadline: float | None = None
-    """When its caller gives up, on the engine's clock."""
+    """On the engine's clock."""
     num_prompt_logprob_bytes: int = 0
-    """The most bytes that its prompt log-probabilities can take."""
+    """An upper limit."""
 
 
 class RequestTable:
@@ -47,11 +47,11 @@ class RequestTable:
         return self._deadlines.first
 
     def by_id(self, request_id: str) -> Request | None:
-        """The request with an id, of any client; None if unknown."""
+        """The request of any client; None if unknown."""
         return self._id_to_request.get(request_id)
 
     def by_handle(self, client: int, handle: int) -> Request | None:
-        """The request with a handle, which is that of its choice 0; None if unknown."""
+        """The request with a handle (of its choice 0); None if unknown."""
         return self._requests.get((client, handle))
 
     def of_client(self, client: int) -> list[Request]:
@@ -63,13 +63,13 @@ class RequestTable:
         return {seq for _, seq in self._choices.values()}
 
     def is_taken(self, client: int, handle: int, n: int) -> bool:
-        """Whether any of the `n` handles from `handle` on is in use."""
+        """Whether any of `n` handles from `handle` on is in use."""
         if (client, handle) in self._requests:
             return True
         return any((client, choice) in self._choices for choice in range(handle, handle + n))
 
     def add(self, request: Request) -> None:
-        """Add a request with at least one choice; its id and handles must be unused."""
+        """Add a request with at least one choice, under an unused id and handles."""
         key = (request.client, request.handle)
         self._requests[key] = self._id_to_request[request.id] = request
         for seq in request.choices:
@@ -87,7 +87,7 @@ class RequestTable:
         return choices
 
     def remove_choice(self, client: int, handle: int) -> Sequence | None:
-        """Remove a choice, and with the last one its request; returns None if the handle is unknown."""
+        """Remove a choice, and its request with the last one; returns None if unknown."""
         entry = self._choices.pop((client, handle), None)
         if entry is None:
             return None

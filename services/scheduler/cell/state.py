@@ -10,7 +10,7 @@ from services.scheduler.core.policy import SchedulerCounters
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """One DP rank. Without a worker it has no blocks and no sequences; `num_steps` is cumulative."""
+    """One DP rank; without a worker it has no blocks and no sequences. `num_steps` is cumulative."""
 
     rank: int
     is_attached: bool
@@ -27,7 +27,7 @@ class RankState:
 class CellState:
     """The cell; `ready` when any rank is attached. Numbers are sums over the ranks.
 
-    `num_waiting` includes unplaced sequences. `counters` are cumulative.
+    `num_waiting` includes unplaced sequences; `counters` are cumulative.
     """
 
     ready: bool
