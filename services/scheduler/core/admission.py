@@ -24,38 +24,36 @@ class NewTokenRatio:
     """The fraction of max_tokens that sequences are expected to generate.
 
     It starts at 0.7 and falls by 0.001 with each decode step, down to 0.1. A retraction shows that it was too low, and
-    sets it from what the remaining running sequences have generated so far:
+    sets it from what the sequences still running have generated:
 
         min(1, (generated + 20 * running) / (sum of their max_tokens + 1)), and at least 0.1
 
     Source: SGLang, `NewTokenRatioTracker` (srt/managers) and `PrefillAdder` (srt/managers/schedule_policy.py). There
     the candidate counts with all of its max_tokens, and each sequence with at most 4096; here the ratio applies to the
     candidate too, and nothing is clipped.
-
-    Invariant: `value` is from 0.1 to 1.
     """
 
     def __init__(self) -> None:
         self.value = INITIAL_RATIO
 
     def on_decode_step(self) -> None:
-        """Lower the ratio a little: a decode step was sent without a retraction."""
+        """Lower the ratio by one decode step."""
         self.value = max(self.value - _DECAY, MIN_RATIO)
 
     def on_retraction(self, num_generated_tokens: int, num_max_tokens: int, num_running: int) -> None:
-        """Set the ratio from totals over the sequences that still run after the last victim of a step has left."""
+        """Set the ratio from totals over the sequences still running."""
         num_expected = num_generated_tokens + LOOK_AHEAD_STEPS * num_running
         self.value = min(max(num_expected / (num_max_tokens + 1), MIN_RATIO), 1.0)
 
     def fits(self, *, num_free_tokens: int, num_needed_tokens: int, num_remaining_tokens: int) -> bool:
         """Whether a candidate may enter: needed + value * remaining <= free.
 
-        Call it only while sequences are running. An idle rank must admit by the plain rule, or a candidate expected to
+        Call it only while sequences are running: an idle rank must admit by the plain rule, or a candidate expected to
         exceed the pool would wait for ever.
 
         Args:
             num_free_tokens: Capacity of the free blocks.
-            num_needed_tokens: The part of it that the candidate takes at once: new blocks, and cached ones it revives.
+            num_needed_tokens: What the candidate takes of it at once, including cached blocks it revives.
             num_remaining_tokens: max_tokens - generated, summed over the running sequences and the candidate.
         """
         return num_needed_tokens + self.value * num_remaining_tokens <= num_free_tokens

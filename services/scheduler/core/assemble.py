@@ -1,4 +1,4 @@
-"""Assembles a step from its decodes and prompt chunks."""
+"""Assembles a step's plan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.scheduler.core.prefill import Prefill
 
 
 def assemble(leave_slots: list[int], decodes: Decodes, prefill: Prefill) -> ScheduledBatch:
-    """A step's plan: its rows are the decodes, then the prompts that it completes."""
+    """The rows are the decodes, then the prompts that the step completes."""
     row_slots, kind, num_tokens = decodes.rows, StepKind.DECODE, len(decodes.rows)
     partial_slots: list[int] = []
     if not prefill.is_empty:

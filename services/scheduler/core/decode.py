@@ -1,4 +1,4 @@
-"""Decides which running sequences the next step decodes, and which blocks they need for it."""
+"""Decides which running sequences the next step decodes, and which blocks they need."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Decodes:
     """What a step decodes. `append_slots` and `append_block_ids` are parallel."""
 
     rows: Slots = field(default_factory=lambda: NO_SLOTS)
-    """The slots that compute their newest token, in batch order."""
+    """In batch order."""
     append_slots: Slots = field(default_factory=lambda: NO_SLOTS)
     append_block_ids: list[int] = field(default_factory=list)
     skips_rows: bool = False
@@ -30,11 +30,11 @@ class Decodes:
 
 
 class DecodePlanner:
-    """Gives each row blocks for the tokens it computes next; when none are free, a running sequence is preempted.
+    """Gives rows blocks for the tokens they compute next, preempting running sequences when none are free.
 
-    With drafts, the number of tokens of a row is unknown until its steps in flight have returned. A row takes part once
-    its blocks can hold the most tokens it may reach, which no step exceeds: the worker drafts only as far as the blocks
-    go. While blocks are free, a row also gets room for its next drafts, but no sequence is preempted for those.
+    With drafts, a row's length is unknown until its steps in flight have returned. It takes part once its blocks can
+    hold the most tokens it may reach; the worker drafts only as far as they go. While blocks are free, rows also get
+    room for their next drafts, but no sequence is preempted for those.
     """
 
     def __init__(self, running: RunningBatch, preemption: Preemption) -> None:
@@ -47,7 +47,7 @@ class DecodePlanner:
         self._opens_single_blocks = self._blocks_per_visit == 1 and not self._num_draft_tokens
 
     def plan(self, now: float) -> Decodes:
-        """Plan the running sequences whose prompts are computed; a row waiting for a block sits out."""
+        """Plan the rows whose prompts are computed; one waiting for a block sits out."""
         rows = self._running.decode_rows
         self._slots.flush_full_runs(rows)
         num_tokens = self._num_tokens_to_hold(rows) if self._num_draft_tokens else self._slots.num_planned[rows]
@@ -58,7 +58,7 @@ class DecodePlanner:
         return decodes or self._plan_short_of_blocks(now)
 
     def _num_tokens_to_hold(self, rows: Slots) -> IntColumn:
-        """How many tokens the blocks should hold: the most the rows may reach, plus the next drafts."""
+        """The most tokens the rows may reach, plus the next drafts."""
         with_drafts = self._slots.max_num_planned(rows) + self._num_draft_tokens
         num_tokens: IntColumn = np.minimum(with_drafts, self._slots.max_num_tokens[rows])
         return num_tokens
@@ -89,7 +89,7 @@ class DecodePlanner:
         return Decodes(rows, np.repeat(short, counts), blocks)
 
     def _num_blocks_in_run(self, short: Slots) -> IntColumn:
-        """At least what the row needs now, and no more than its last token needs."""
+        """At least what the row needs now, at most what its last token needs."""
         num_least = -(-self._num_tokens_to_hold(short) // self._blocks.block_size) - self._slots.num_blocks[short]
         num_last = -(-self._slots.max_num_tokens[short] // self._blocks.block_size) - self._slots.num_blocks[short]
         counts: IntColumn = np.maximum(num_least, np.minimum(num_last, self._blocks_per_visit))
@@ -98,8 +98,8 @@ class DecodePlanner:
     def _plan_short_of_blocks(self, now: float) -> Decodes:
         """Plan row by row while blocks are scarce: one block each, only for rows that cannot continue without one.
 
-        One block is enough whatever the steps in flight return: the last of them drafts only as far as the row's blocks
-        go, and samples one token after that.
+        One is enough whatever the steps in flight return: the last of them drafts only as far as the row's blocks go,
+        and samples one token after that.
         """
         rows = self._running.decode_rows
         room = self._slots.num_blocks[rows] * self._blocks.block_size
@@ -144,5 +144,5 @@ class DecodePlanner:
         return blocks[0]
 
     def _may_fit(self, seq: Sequence) -> bool:
-        """Whether no new block is needed if the steps in flight return as few tokens as possible."""
+        """Whether the row needs no block if its steps in flight return as few tokens as possible."""
         return bool(self._slots.num_planned[seq.slot] <= len(seq.block_table) * self._blocks.block_size)

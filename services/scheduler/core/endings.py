@@ -34,7 +34,7 @@ class Endings:
         self._counters = counters
 
     def stop_at(self, seq: Sequence, num_completion_tokens: int, now: float) -> RequestEnd:
-        """End a sequence at a stop string found in its text; later tokens are discarded."""
+        """End a sequence at a stop string; later tokens are discarded."""
         if seq.slot is not None:
             self._running.store(seq)
         num_known = seq.num_stored_tokens - seq.num_prompt_tokens
@@ -57,7 +57,7 @@ class Endings:
         )
 
     def abort(self, seq: Sequence, now: float) -> None:
-        """Discard a sequence; its blocks are freed once its steps in flight have returned."""
+        """Discard a sequence."""
         if seq.slot is not None:
             self._running.store(seq)
         self._leave(seq, now, SequenceStatus.EXIT_ENGINE)
@@ -80,13 +80,13 @@ class Endings:
         return seq.finish is not None
 
     def fail(self, seq: Sequence, error: ServiceError, outputs: OutputsByClient, now: float) -> None:
-        """End a sequence that has a slot with an error."""
+        """Fail a sequence that has a slot."""
         self._slots.flush(seq)
         self._leave(seq, now, SequenceStatus.EXIT_ENGINE)
         outputs.add_end(seq.client, RequestEnd.failure(seq, error))
 
     def _leave(self, seq: Sequence, now: float, status: SequenceStatus) -> None:
-        """Take out a sequence in any state; its tokens must be stored."""
+        """Its tokens must be stored."""
         self._counters.num_finished += 1
         seq.left_at = now
         if seq.slot is None:

@@ -15,7 +15,7 @@ RECOVERY_BUCKETS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 class SchedulerPolicy:
     """How the scheduler decides. Defaults are ATOM's, plus chunks for prompts that do not fit a step.
 
-    Fields that are None are decided by what each rank's workers propose; see `step_budget`.
+    None means what each rank's workers propose; see `step_budget`.
     """
 
     max_num_seqs: int = 512
@@ -33,11 +33,10 @@ class SchedulerPolicy:
     retraction_policy: RetractionPolicy = RetractionPolicy.LAST_IN
     share_in_step: bool = True
     placement_tokens_per_seq: int = 256
-    """Between DP ranks: the number of cached tokens that outweighs one more sequence on a rank. See `placement`."""
+    """How many cached tokens outweigh one more sequence on a rank; see `placement`."""
     max_prefill_wait_steps: int = 0
-    """Coupled ranks: the most decode steps that a prefill waits for other ranks to have one too. See `lockstep`."""
+    """Coupled ranks: the most decode steps that a prefill waits for other ranks to have one too; see `lockstep`."""
     worker_silence_s: float = 3.0
-    """A DP rank that is silent for longer than this counts as lost."""
     suspect_patience_s: float = 5.0
     """How long suspects wait for an idle failure domain before they take a busy one."""
 
@@ -47,7 +46,7 @@ class CellTopology:
     """The DP ranks of a cell, and which of them fail together.
 
     Coupled ranks share collectives: they form one failure domain with one epoch and run in lockstep. Otherwise each
-    rank is a domain of its own and steps independently.
+    rank is a domain of its own.
     """
 
     dp_size: int = 1
@@ -55,7 +54,7 @@ class CellTopology:
 
     @property
     def num_domains(self) -> int:
-        """Failure domains of the cell."""
+        """The number of failure domains."""
         return 1 if self.is_coupled else self.dp_size
 
     def domain_of(self, rank: int) -> int:
@@ -69,7 +68,7 @@ class CellTopology:
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
-    """Settings of the KV cache."""
+    """The KV cache's settings."""
 
     block_size: int = 16
     enable_prefix_caching: bool = True
@@ -77,7 +76,7 @@ class CacheSettings:
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """What has happened since the process started."""
+    """Totals since the process started."""
 
     num_preemptions: int = 0
     num_prefix_queried_tokens: int = 0
@@ -85,19 +84,19 @@ class SchedulerCounters:
     num_finished: int = 0
     num_lost_epochs: int = 0
     num_late_results: int = 0
-    """Results of ended epochs, and duplicates; they are ignored."""
+    """Results of ended epochs, and duplicates; ignored."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    """How many of `num_draft_tokens` were accepted, including those discarded after a stop."""
+    """Includes tokens discarded after a stop."""
     num_replayed_tokens: int = 0
-    """Greedy completion tokens that were recomputed for resumed sequences."""
+    """Greedy completion tokens recomputed for resumed sequences."""
     num_replay_mismatches: int = 0
-    """How many of `num_replayed_tokens` were not the likeliest token at their position this time."""
+    """Replayed tokens that were not the likeliest at their position this time."""
     num_suspect_trials: int = 0
     num_poison_requests: int = 0
     num_recoveries: int = 0
-    """Lost epochs whose sequences have all got another token since, or have ended."""
+    """Lost epochs whose sequences have all got another token or ended."""
     recovery_s: float = 0.0
-    """Total duration of these recoveries, each from the loss until the last of its sequences continued or ended."""
+    """Total time from each loss until the last of its sequences continued or ended."""
     recoveries_by_s: list[int] = field(default_factory=lambda: [0] * (len(RECOVERY_BUCKETS_S) + 1))
-    """Recoveries per bucket of `RECOVERY_BUCKETS_S`, the last one for longer ones; not cumulative."""
+    """By bucket of `RECOVERY_BUCKETS_S`, longer ones last; not cumulative."""

@@ -1,4 +1,4 @@
-"""Turns a step's result into outputs for clients: tokens, starts, ends and log-probabilities."""
+"""Turns a step's result into outputs for clients."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class Postprocessor:
         self._counters = counters
 
     def postprocess(self, result: StepResult, now: float) -> OutputsByClient:
-        """Take in the tokens of the oldest step in flight, and end the sequences that stop with them.
+        """Take in the oldest step in flight, and end the sequences that stop with it.
 
         `result` has one token per row of the step's record, or several when the worker drafts. Rows whose logits are
-        not finite fail with NumericError. Rows whose grammar failed fail with InvalidRequestError after the tokens
-        before the failure, unless those contain a stop.
+        not finite fail with NumericError; those whose grammar failed, with InvalidRequestError after the tokens before
+        the failure, unless these contain a stop.
         """
         self._step_deadline.on_result(now)
         record = self._running.pop_record()
@@ -93,13 +93,12 @@ class Postprocessor:
         return outputs
 
     def _take_tokens(self, rows: RowTokens, positions: IntColumn, outputs: OutputsByClient, now: float) -> None:
-        """Take in one token per row, and end the sequences that stop."""
         self._slots.append(rows.slots, positions, rows.token_ids)
         for row in self._slots.find_watched(rows.slots, rows.token_ids).tolist():
             self._endings.end_if_stopped(self._slots.sequence_at(int(rows.slots[row])), outputs, now)
 
     def _take_runs(self, rows: RowTokens, positions: IntColumn, outputs: OutputsByClient, now: float) -> RowTokens:
-        """Take in several tokens per row and end what stops; returns the rows without the tokens after a stop."""
+        """Returns the rows without the tokens after a stop."""
         slots, counts = rows.slots, rows.counts
         assert counts is not None
         row_numbers, token_positions = rows.places(positions)
@@ -131,7 +130,7 @@ class Postprocessor:
         """Drop the meaningless last token of rows whose grammar failed; a row without another becomes unusable.
 
         Returns:
-            The rows, and the sequences that fail after their remaining tokens unless those contain a stop.
+            The rows, and the sequences that fail unless their remaining tokens contain a stop.
         """
         failed = [self._slots.sequence_at(slot) for slot in rows.slots[failed_rows[is_usable[failed_rows]]].tolist()]
         rows = rows.without_last(failed_rows)
@@ -140,7 +139,7 @@ class Postprocessor:
         return rows, failed
 
     def _tell_prompt_logprobs(self, result: StepResult, outputs: OutputsByClient) -> None:
-        """Deliver prompt log-probabilities that the client does not have yet."""
+        """Deliver what the client does not have yet."""
         for slot, logprobs in result.prompt_logprobs:
             seq = self._slots.sequence_at(slot)
             news = logprobs.after(seq.last_prompt_logprob)
@@ -156,10 +155,7 @@ class Postprocessor:
         outputs: OutputsByClient,
         now: float,
     ) -> None:
-        """Fail the unfinished requests of these rows, discard their tokens and hide their KV from the prefix cache.
-
-        The KV of a request that has ended since is hidden too.
-        """
+        """Fail the unfinished requests of these rows, and hide the KV of all of them from the prefix cache."""
         for row in np.unique(rows).tolist():
             seq = self._slots.sequence_at(int(record.row_slots[row]))
             self._running.blocks.hide(seq)

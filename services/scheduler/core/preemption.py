@@ -1,4 +1,4 @@
-"""Preempts running sequences when blocks or slots run out, and queues them again."""
+"""Preempts running sequences when blocks or slots run out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from services.scheduler.core.running_batch import RunningBatch
 
 
 class Preemption:
-    """Takes the blocks of running sequences and returns the sequences to the waiting queue.
+    """Takes the blocks of running sequences and queues the sequences again.
 
     Invariant: `num_parked` counts the sequences that were preempted while a step in flight still names them. They are
     WAITING but in no queue until their last step has returned; its tokens still count.
@@ -39,10 +39,10 @@ class Preemption:
         self._counters = counters
 
     def retract(self, now: float) -> Sequence:
-        """Preempt the running sequence chosen by the retraction policy, because blocks ran out; returns it.
+        """Preempt the running sequence chosen by the retraction policy; returns it.
 
-        Under the priority policy, it chooses from the lowest class: a sequence that made way for a more urgent one must
-        not take its blocks back by growing.
+        Under the priority policy it is one of the lowest class: a sequence that made way for a more urgent one must not
+        take its blocks back by growing.
         """
         order = self._least_urgent(now)
         num_completion_tokens = self._slots.num_tokens - self._slots.num_prompt_tokens
@@ -55,8 +55,7 @@ class Preemption:
     def make_way(self, urgent: Sequence, num_blocks: int, now: float) -> None:
         """Preempt running sequences of lower classes, the lowest and latest first, until `urgent` may enter.
 
-        Preempts as few as needed, and none if even all of them would not suffice. A sequence that has aged was promoted
-        to the most urgent class and is left alone.
+        Preempts as few as needed, and none if all of them would not suffice. An aged sequence counts as most urgent.
 
         Args:
             urgent: The next waiting sequence, for which there is no slot or too few blocks.
@@ -76,7 +75,7 @@ class Preemption:
                 self.preempt(seq, now)
 
     def preempt(self, seq: Sequence, now: float) -> None:
-        """Take a sequence's blocks; later it computes again those of its tokens that are no longer cached.
+        """Take a sequence's blocks; it later recomputes the tokens that are no longer cached.
 
         With a step in flight it is parked: its blocks are freed and it is queued when the last such step returns.
         """
@@ -102,7 +101,7 @@ class Preemption:
             self._waiting.add(seq, now)
 
     def forget_parked(self, seq: Sequence) -> None:
-        """A parked sequence has ended: its last step frees what it holds, and it is not queued again."""
+        """Note that a parked sequence has ended; its last step frees what it holds."""
         assert seq.is_retiring
         self.num_parked -= 1
 
@@ -112,7 +111,7 @@ class Preemption:
         assert self.num_parked == len(parked), "parked"
 
     def _least_urgent(self, now: float) -> Slots:
-        """The slots the retraction policy chooses from, in order of entry; never empty."""
+        """The slots that the retraction policy chooses from, in order of entry; never empty."""
         order = self._running.order
         if self._policy.queue_policy is not QueuePolicy.PRIORITY:
             return order
@@ -123,7 +122,7 @@ class Preemption:
         return np.array(slots, order.dtype)
 
     def _lower_classes(self, priority: Priority, now: float) -> list[Sequence]:
-        """Running sequences of lower classes than `priority`, the first to be preempted first."""
+        """The first to be preempted comes first."""
         order = self._running.order[::-1]
         order = order[self._slots.priority[order] > priority]
         ranked = order[np.argsort(-self._slots.priority[order], kind="stable")]

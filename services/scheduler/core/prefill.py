@@ -26,11 +26,11 @@ class Prefill:
     chunks: list[PrefillChunk] = field(default_factory=list)
     enters: list[EnteringSequence] = field(default_factory=list)
     computed_blocks: set[int] = field(default_factory=set)
-    """Full blocks that the step computes; recorded only if later sequences must not share them within the step."""
+    """Full blocks that the step computes; recorded only without `share_in_step`."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether the step computes no prompt token."""
+        """Whether no prompt token is computed."""
         return not self.chunks and not self.enters
 
     def computes_any(self, blocks: BlockIds) -> bool:
@@ -45,9 +45,9 @@ class PrefillPlanner:
     keys and values before it attends. With `share_in_step` off, they wait for the next step. Either way, a common
     prefix is computed once.
 
-    No sequence is admitted while part of a prompt is still to be sent, since that takes the whole budget. So the
-    choices of a request, which arrive together, need no special order: the first to enter computes the prompt, and the
-    others find its full blocks, even if it is preempted, ends or fails.
+    No sequence is admitted while part of a prompt is still to be sent, since that takes the whole budget. So the first
+    choice of a request to enter computes the prompt, and the others find its full blocks, even if it is preempted, ends
+    or fails.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class PrefillPlanner:
         self._counters = counters
 
     def plan(self, budget: int, now: float, *, may_admit: bool) -> Prefill:
-        """Plan the next chunks, then admit waiting sequences, within `budget` tokens."""
+        """Plan chunks, then admit waiting sequences, within `budget` tokens."""
         prefill = Prefill(max(budget, 0))
         for seq in list(self._running.begun):
             if prefill.budget:
@@ -83,7 +83,7 @@ class PrefillPlanner:
         return prefill
 
     def next_waiting(self, now: float) -> tuple[Sequence, int]:
-        """The next waiting sequence and how many free blocks it needs; there must be one."""
+        """The next waiting sequence, which must exist, and how many free blocks it needs."""
         seq = self._waiting.next(now, self._blocks.num_cached_tokens)
         return seq, self._blocks.num_blocks_to_take(seq, self._find_prefix(seq))
 
@@ -96,7 +96,7 @@ class PrefillPlanner:
         prefill.chunks.append(PrefillChunk(seq.slot, token_bytes, seq.num_unsent_tokens))
 
     def _try_admit(self, prefill: Prefill, now: float) -> bool:
-        """Admit the next sequence with as many tokens as allowed; False if nothing has changed."""
+        """Returns False if nothing has changed."""
         seq = self._waiting.next(now, self._blocks.num_cached_tokens)
         prefix = self._find_prefix(seq)
         num_new_tokens = seq.num_stored_tokens - prefix.num_tokens
@@ -121,7 +121,7 @@ class PrefillPlanner:
         return True
 
     def _find_prefix(self, seq: Sequence) -> CachedPrefix:
-        """The cached prefix of a waiting sequence; empty if its prompt log-probabilities are needed."""
+        """Empty if the prompt log-probabilities are needed."""
         if seq.wants_prompt_logprobs:
             return self._blocks.no_prefix(seq)
         return self._blocks.find_prefix(seq)
@@ -146,7 +146,7 @@ class PrefillPlanner:
         return tuple(sorted(eos_token_ids.union(params.stop_token_ids)))
 
     def _growth_fits(self, seq: Sequence, prefix: CachedPrefix) -> bool:
-        """Whether the admission policy expects all running sequences and `seq` to continue without a retraction."""
+        """Whether the admission policy expects no retraction with `seq` running too."""
         if self._policy.admission_policy is AdmissionPolicy.PLAIN or not self._running.order.size:
             return True
         num_tokens, max_num_tokens = self._running.progress()
@@ -157,7 +157,7 @@ class PrefillPlanner:
         )
 
     def _num_tokens_to_send(self, num_new_tokens: int, budget: int) -> int:
-        """How many new tokens go into this step; 0 when the sequence waits for another one."""
+        """0 when the sequence waits for another step."""
         if num_new_tokens <= budget:
             return num_new_tokens
         fits_no_step = num_new_tokens > self._budget.max_prompt_tokens
@@ -165,7 +165,7 @@ class PrefillPlanner:
         return budget if may_chunk else 0
 
     def _take_tokens(self, seq: Sequence, num_tokens: int, prefill: Prefill) -> bytes:
-        """Take the next unsent tokens and count them as sent; publishes their full blocks."""
+        """Count the next unsent tokens as sent, and publish their full blocks."""
         start = seq.num_stored_tokens - seq.num_unsent_tokens
         end = start + num_tokens
         seq.num_unsent_tokens -= num_tokens

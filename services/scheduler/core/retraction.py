@@ -12,8 +12,8 @@ from services.scheduler.core.batch.slot_table import IntColumn, Slots
 class RetractionPolicy(enum.Enum):
     """Which sequence loses its work: the last to enter, as in ATOM, or the one that has generated least.
 
-    Source of the second: SGLang, `ScheduleBatch.retract_decode` (srt/managers/schedule_batch.py). Among equals it takes
-    the one with the longest prompt; here it is the last to enter.
+    Source of the second: SGLang, `ScheduleBatch.retract_decode` (srt/managers/schedule_batch.py). There ties go to the
+    longest prompt, here to the last to enter.
     """
 
     LAST_IN = "last_in"
@@ -21,14 +21,14 @@ class RetractionPolicy(enum.Enum):
 
 
 def pick_victim(policy: RetractionPolicy, order: Slots, num_completion_tokens: IntColumn) -> int:
-    """Choose the running sequence to preempt next; call again if its blocks are not enough.
+    """Choose the running sequence to preempt next.
 
     Args:
         order: [num_running], slots in order of entry; at least one.
         num_completion_tokens: [num_slots], by slot.
 
     Returns:
-        The victim's index in `order`; among equals, that of the last to enter.
+        The victim's index in `order`.
     """
     last = len(order) - 1
     if policy is RetractionPolicy.LAST_IN:

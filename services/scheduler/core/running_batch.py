@@ -1,4 +1,4 @@
-"""Which sequences hold slots and KV blocks, in the worker's batch order, and which steps in flight still name them."""
+"""Which sequences hold slots and KV blocks, and which steps in flight still name them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class RunningBatch:
     """The running sequences, and the retiring ones, which only wait for their last step in flight to return.
 
     Invariant: `order` lists the running sequences in order of entry, which is the worker's batch order; one that leaves
-    it leaves the worker with the next step. `begun` are those whose prompt is only partly sent. A sequence that has
-    left `order` is retiring: it keeps its slot and blocks until no step in flight names it.
+    it leaves the worker with the next step. `begun` are those whose prompt is only partly sent. A retiring sequence has
+    left `order`, and keeps its slot and blocks until no step in flight names it.
     """
 
     def __init__(self, num_slots: int, blocks: BlockManager, num_draft_tokens: int = 0) -> None:
@@ -57,7 +57,7 @@ class RunningBatch:
         return int(num_tokens.sum()), int(max_num_tokens.sum())
 
     def enter(self, seq: Sequence, watched_tokens: list[int]) -> int:
-        """Give an admitted sequence a slot, after all others; returns the slot."""
+        """Give an admitted sequence a slot, last in order; returns the slot."""
         if self._has_gaps:
             # The slot taken may be one that was just left, which must be out of the order first.
             self._settle_order()
@@ -69,7 +69,7 @@ class RunningBatch:
         return slot
 
     def drop(self, seq: Sequence) -> None:
-        """Take a sequence out; what it holds is freed now, or when its last step in flight returns."""
+        """Take a running sequence out; what it holds is freed once no step in flight names it."""
         assert seq.slot is not None
         self.slots.runs[seq.slot] = False
         self._has_gaps = True
@@ -84,7 +84,7 @@ class RunningBatch:
             record.retiring.append(seq)
 
     def give_back(self, sequences: list[Sequence]) -> None:
-        """Free the blocks and slots of sequences that no step in flight names."""
+        """Free what these sequences hold; no step in flight may name them."""
         self.blocks.free(sequences)
         for seq in sequences:
             seq.is_retiring = False
@@ -99,7 +99,7 @@ class RunningBatch:
         self.blocks.publish(seq, seq.num_stored_tokens - num_not_sent)
 
     def commit(self, batch: ScheduledBatch, now: float, pace: StepPace | None = None) -> int:
-        """Note that a step is in flight; returns its id. `pace` defaults to that of the batch."""
+        """Record a step in flight; returns its id. `pace` defaults to that of the batch."""
         self._last_step_id += 1
         kind, num_tokens = (batch.kind, batch.num_tokens) if pace is None else pace
         num_planned = self.slots.num_planned[batch.row_slots] + 1
@@ -111,7 +111,7 @@ class RunningBatch:
         return self._last_step_id
 
     def retire_complete(self, slots: Slots, num_planned: IntColumn) -> None:
-        """Take out the sequences that the steps in flight are certain to complete: they need no further row.
+        """Take out the sequences that the steps in flight are certain to complete.
 
         Args:
             slots: [num_rows], of sequences that are or were running.
@@ -128,7 +128,7 @@ class RunningBatch:
         return record
 
     def take_leave_slots(self) -> list[int]:
-        """The slots that leave the worker's batch with the next step."""
+        """The slots that leave the worker's batch with the next step; call it once per step."""
         leave_slots, self._leave_slots = self._leave_slots, []
         return leave_slots
 
@@ -137,7 +137,7 @@ class RunningBatch:
         return [self.slots.sequence_at(slot) for slot in (*record.row_slots.tolist(), *record.partial_slots)]
 
     def in_flight_ids(self) -> list[str]:
-        """Ids of the unfinished requests in steps in flight, each once, in row order."""
+        """Ids of unfinished requests in flight, each once, in row order."""
         sequences = [seq for record in self.in_flight for seq in self.sequences_in(record)]
         return list(dict.fromkeys(seq.id for seq in sequences if seq.left_at is None))
 
@@ -157,11 +157,11 @@ class RunningBatch:
         return unfinished
 
     def retiring(self) -> list[Sequence]:
-        """Sequences whose slots and blocks are freed when steps in flight return."""
+        """The retiring sequences."""
         return [seq for record in self.in_flight for seq in record.retiring]
 
     def num_coming_blocks(self) -> int:
-        """Blocks that will be free when the steps in flight have returned."""
+        """Blocks that the steps in flight will free."""
         return sum(self.blocks.num_exclusive_blocks(seq) for seq in self.retiring())
 
     def check_integrity(self) -> None:

@@ -1,7 +1,6 @@
 """Decides which sequences the next step computes: prefill first, on paged KV blocks, with preemption.
 
-Sans-I/O: the only clock is the `now` passed in. Names and the order of decisions follow ATOM's scheduler and
-nano-vLLM's.
+Sans-I/O, without a clock. Names and the order of decisions follow ATOM's scheduler and nano-vLLM's.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ _NO_WORKER = WorkerFacts(0, "", 0, 0, (), 0)
 
 @dataclass(frozen=True, slots=True)
 class RecoveredSequences:
-    """The sequences a rank held when its epoch ended; they are no longer on a rank or in a queue."""
+    """What a rank held when its epoch ended."""
 
     sequences: list[Sequence]
-    """All of them, in the order in which they should wait."""
+    """In the order in which they should wait."""
     computed: list[Sequence]
-    """The ones whose KV was lost."""
+    """Those whose KV was lost."""
     in_flight: list[str]
     """Ids of the requests in steps that had not returned, in row order."""
 
@@ -55,21 +54,20 @@ class RecoveredSequences:
 class Scheduler:
     """The waiting and running sequences of one DP rank.
 
-    A step goes through three stages: `schedule` plans and commits it, the worker computes it, and `postprocess` takes
-    in its result. (Coupled ranks call `plan` and `commit` separately, because the plans of all ranks are combined in
-    between.) `add` queues a sequence; `abort`, `finish` and `stop_at` end it, whatever state it is in.
+    `schedule` plans and commits a step, the worker computes it, and `postprocess` takes in its result. (For coupled
+    ranks, `plan` and `commit` are separate, because the plans of all ranks are combined in between.) `add` queues a
+    sequence; `abort`, `finish` and `stop_at` end it in any state.
 
-    A step is sent before its predecessor's result has arrived. A sequence then has a placeholder for each token still
-    in flight, and the worker feeds each step from the tokens it sampled itself.
+    A step is sent before its predecessor's result has arrived. A sequence then has a placeholder for each token in
+    flight, and the worker feeds each step from the tokens it sampled itself.
 
         step 7   scheduled ─── computed ─── postprocessed
         step 8          scheduled ───────── computed ─── postprocessed       two steps in flight
 
-    A rank's group is held for an epoch. When the epoch ends, only the sequences and their tokens survive.
+    When an epoch ends, only the sequences and their tokens survive.
 
     Invariant: a running sequence has a slot and the blocks of all tokens that are computed or in flight, and of its
-    whole prompt from its first chunk on. A waiting sequence has neither, unless it is parked: preempted while a step in
-    flight still names it.
+    whole prompt from its first chunk on. A waiting sequence has neither, unless it is parked (see `Preemption`).
     """
 
     def __init__(self, policy: SchedulerPolicy, cache: CacheSettings, counters: SchedulerCounters) -> None:
@@ -85,14 +83,14 @@ class Scheduler:
         self.begin_epoch(_NO_WORKER)
 
     def add(self, seq: Sequence, now: float) -> None:
-        """Put a sequence in the waiting queue."""
+        """Queue a sequence."""
         self._waiting.add(seq, now)
 
     def schedule(self, now: float) -> tuple[int, ScheduledBatch] | None:
         """Plan and commit the next step.
 
         Returns:
-            The step's id and its plan. None when there is nothing to do, or the maximum number of steps is in flight.
+            The step's id and its plan; None when there is nothing to do, or no room for another step in flight.
         """
         batch = self.plan(now) if self.has_room else None
         return None if batch is None else (self.commit(batch, now), batch)
@@ -107,7 +105,7 @@ class Scheduler:
             may_prefill: Whether waiting sequences may enter. Prompts that have begun continue in any case.
 
         Returns:
-            None when there is nothing to do; nothing but preemptions has happened then.
+            None when there is nothing to do; only preemptions may have happened then.
         """
         if may_prefill:
             self._make_way(now)
@@ -122,7 +120,7 @@ class Scheduler:
         return assemble(self._running.take_leave_slots(), decodes, prefill)
 
     def commit(self, batch: ScheduledBatch, now: float, pace: StepPace | None = None) -> int:
-        """Note that a step is in flight; returns its id.
+        """Record a step in flight; returns its id.
 
         `batch` is what `plan` just returned. `pace` is that of the slowest coupled rank; None means that of `batch`.
         """
@@ -138,26 +136,26 @@ class Scheduler:
         return self._running.commit(batch, now, pace), batch
 
     def validate_result(self, result: StepResult, logits_width: int) -> str | None:
-        """Say why a result cannot be the answer to the oldest step in flight; None when it can."""
+        """Say why a result cannot be that of the oldest step in flight; None when it can."""
         record = self.oldest_in_flight
         if record is None or result.step_id != record.step_id:
             return f"result of step {result.step_id}, which is not the next one expected"
         return validate_result(result, record, self._running.slots, logits_width)
 
     def postprocess(self, result: StepResult, now: float) -> OutputsByClient:
-        """Take in a valid result of the oldest step in flight; see `Postprocessor.postprocess`."""
+        """Take in a valid result; see `Postprocessor.postprocess`."""
         return self._postprocessor.postprocess(result, now)
 
     def abort(self, seq: Sequence, now: float) -> None:
-        """Discard a sequence; its blocks are freed once its steps in flight have returned."""
+        """See `Endings.abort`."""
         self._endings.abort(seq, now)
 
     def finish(self, seq: Sequence, finish: Finish, now: float) -> RequestEnd:
-        """End a sequence, keeping all its completion tokens; all its tokens must be stored."""
+        """End a sequence with all its completion tokens, which must be stored."""
         return self._endings.finish(seq, finish, now)
 
     def stop_at(self, seq: Sequence, num_completion_tokens: int, now: float) -> RequestEnd:
-        """End a sequence at a stop string found in its text; later tokens are discarded."""
+        """See `Endings.stop_at`."""
         return self._endings.stop_at(seq, num_completion_tokens, now)
 
     def withdraw(self, seq: Sequence, now: float) -> None:
@@ -165,7 +163,7 @@ class Scheduler:
         self._waiting.remove(seq, now)
 
     def begin_epoch(self, facts: WorkerFacts) -> None:
-        """Start over with a worker's empty block pool; nothing is sent or running."""
+        """Start over with a worker's empty block pool; nothing may be running."""
         self._budget = StepBudget.of(self._policy, facts)
         self._blocks = BlockManager(
             facts.num_blocks, self._cache.block_size, enable_prefix_caching=self._cache.enable_prefix_caching
@@ -195,7 +193,7 @@ class Scheduler:
         return RecoveredSequences([*computed, *waiting], computed, in_flight)
 
     def take_all(self, now: float) -> list[Sequence]:
-        """Return all sequences with the tokens they have. No step may be in flight.
+        """Return all sequences with the tokens they have; no step may be in flight.
 
         Their computed blocks stay in the prefix cache until they are reused.
         """
@@ -206,7 +204,7 @@ class Scheduler:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no sequence is running, waiting or in a step in flight."""
+        """Whether no sequence is running, waiting or in flight."""
         return not self.num_running and not self._waiting and not self._running.in_flight
 
     @property
@@ -221,27 +219,27 @@ class Scheduler:
 
     @property
     def queue(self) -> WaitingQueue:
-        """The waiting queue, for limits that apply to all queues of a cell together."""
+        """The waiting queue, for the limits of a whole cell."""
         return self._waiting
 
     @property
     def block_counts(self) -> BlockCounts:
-        """The number of KV blocks, by use."""
+        """KV blocks by use."""
         return self._blocks.counts
 
     @property
     def num_waiting(self) -> int:
-        """Sequences in the waiting queue."""
+        """Waiting sequences."""
         return len(self._waiting)
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Prompt tokens of the waiting sequences that have never been admitted."""
+        """Prompt tokens of waiting sequences that were never admitted."""
         return self._waiting.num_new_tokens
 
     @property
     def num_running(self) -> int:
-        """Sequences in the running batch."""
+        """Running sequences."""
         return len(self._running.order)
 
     @property
@@ -251,36 +249,36 @@ class Scheduler:
 
     @property
     def last_returned_step_id(self) -> int:
-        """The last step of the epoch that has returned; 0 when none has."""
+        """The last step that returned in this epoch; 0 for none."""
         return self._running.last_returned_step_id
 
     @property
     def step_deadline(self) -> float | None:
-        """When the rank counts as hung unless it makes progress; None when no step is in flight."""
+        """See `StepDeadline.time`."""
         return self._step_deadline.time
 
     def on_progress(self, now: float) -> None:
-        """Note that the rank's device is making progress."""
+        """See `StepDeadline.on_progress`."""
         self._step_deadline.on_progress(now)
 
     def extend_deadlines(self, pause_s: float, now: float) -> None:
-        """Ignore the last `pause_s` seconds, in which this process was not listening to the rank."""
+        """See `StepDeadline.extend`."""
         self._step_deadline.extend(pause_s, now)
 
     def sequences_in(self, record: StepRecord) -> list[Sequence]:
-        """The sequences in a step in flight, including those that have ended since."""
+        """See `RunningBatch.sequences_in`."""
         return self._running.sequences_in(record)
 
     def num_cached_tokens(self, seq: Sequence) -> int:
-        """How many tokens of a waiting sequence this rank does not have to compute."""
+        """Tokens of a waiting sequence that this rank need not compute."""
         return 0 if seq.wants_prompt_logprobs else self._blocks.num_cached_tokens(seq)
 
     def flush_prefix_cache(self) -> int:
-        """Clear the prefix cache; returns the number of blocks that held a cached prefix."""
+        """See `BlockManager.flush`."""
         return self._blocks.flush()
 
     def waiting_sequences(self) -> list[Sequence]:
-        """The waiting sequences, in the order in which they were added."""
+        """In the order in which they were added."""
         return list(self._waiting)
 
     def unfinished(self) -> list[Sequence]:
@@ -297,7 +295,6 @@ class Scheduler:
         self._running.check_integrity()
 
     def _make_way(self, now: float) -> None:
-        """Under the priority policy, preempt lower classes for the next waiting sequence."""
         if self._policy.queue_policy is QueuePolicy.PRIORITY and self._waiting and self._may_admit(now):
             seq, num_blocks = self._prefill.next_waiting(now)
             self._preemption.make_way(seq, num_blocks, now)
@@ -312,7 +309,7 @@ class Scheduler:
         return not self._preemption.num_parked and self._gate_is_open(now)
 
     def _gate_is_open(self, now: float) -> bool:
-        """With a delay factor, a prefill waits a while so that more prompts can share it."""
+        """A delayed prefill lets more prompts share it."""
         if not self._policy.delay_factor or not self.num_running or not self._waiting:
             return True
         waited = now - self._waiting.oldest_arrived_at()

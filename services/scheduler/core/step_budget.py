@@ -1,4 +1,4 @@
-"""How many tokens a step of a rank may compute: as configured, or else as the rank's workers propose."""
+"""How many tokens a step of a rank may compute."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from services.scheduler.core.worker_facts import WorkerFacts
 class StepBudget:
     """The token limits of a step, and whether prompts and decodes share steps.
 
-    A configured budget covers both: prompts get what decodes leave of it. A proposed budget is for prompts alone, on
-    top of one token per running sequence.
+    A configured budget covers both: prompts get what decodes leave of it. One proposed by the rank's workers is for
+    prompts alone, on top of one token per running sequence.
     """
 
     max_tokens: int
@@ -31,5 +31,5 @@ class StepBudget:
         return cls(facts.proposed_prompt_tokens + policy.max_num_seqs, facts.proposed_prompt_tokens, mixes)
 
     def left_by(self, num_decodes: int) -> int:
-        """The prompt tokens that fit beside `num_decodes` decodes."""
+        """The prompt tokens that fit beside the decodes."""
         return min(self.max_prompt_tokens, self.max_tokens - num_decodes)

@@ -1,4 +1,4 @@
-"""How long a worker may go without a result and without progress before it counts as hung."""
+"""How long a worker may go without a result or progress before it counts as hung."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ SLOWNESS_FACTOR = 10.0
 class StepDeadline:
     """Watches the oldest step in flight of one epoch.
 
-    The step may take `max(10 s, 10 * predicted)` from when it was sent, from the previous result, or from the worker's
-    last progress, whichever is latest. The prediction is its tokens times the slowest time per token seen for its kind
-    of step. The first step of each kind gets 600 s. So a long step is never taken for a hang.
+    The step may take `max(10 s, 10 * predicted)` since it was sent, the previous result, or the worker's last progress,
+    whichever is latest. The prediction is its tokens times the slowest time per token seen for its kind of step. The
+    first step of each kind gets 600 s.
     """
 
     def __init__(self, in_flight: deque[StepRecord]) -> None:
@@ -45,7 +45,7 @@ class StepDeadline:
             self._last_progress_at = min(now, since + pause_s)
 
     def on_result(self, now: float) -> None:
-        """Learn from the oldest step in flight, which has just returned but is still recorded as in flight."""
+        """Learn from the oldest step in flight, which just returned but must still be recorded."""
         record = self._in_flight[0]
         s_per_token = (now - self._began_at(record)) / record.num_tokens
         if s_per_token > self._slowest_s_per_token.get(record.kind, -1.0):

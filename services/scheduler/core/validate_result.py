@@ -1,4 +1,4 @@
-"""Checks that a worker's result can be the answer to its step: a worker's mistake must not reach any client."""
+"""Checks that a worker's result can be the answer to its step, so that its mistakes reach no client."""
 
 from __future__ import annotations
 

@@ -16,11 +16,11 @@ class WorkerFacts:
     eos_token_ids: tuple[int, ...]
     num_blocks: int
     num_draft_tokens: int = 0
-    """The most tokens it drafts for one sequence in a step."""
+    """For one sequence in a step, at most."""
     needs_all_tokens: bool = False
     """Whether sequences must enter with all their tokens, including cached ones."""
     default_sampling: bytes = b""
-    """Defaults for what requests leave open: a serialized `lockstep.v1.SamplingParams`, opaque to the engine."""
+    """A serialized `lockstep.v1.SamplingParams`, opaque to the engine."""
     numerics_fingerprint: str = ""
     """Equal for workers whose results are bitwise equal."""
     is_exact: bool = False
@@ -28,4 +28,4 @@ class WorkerFacts:
     proposed_prompt_tokens: int = 16384
     """The most prompt tokens of a step, used unless a budget is configured."""
     proposes_mixed_steps: bool = False
-    """Whether prompts and decodes share a step, used unless that is configured."""
+    """Used unless configured."""

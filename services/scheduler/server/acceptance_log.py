@@ -1,4 +1,4 @@
-"""Logs how many of the worker's drafts are accepted: a worker with poor drafts only costs time."""
+"""Logs how many of the worker's drafts are accepted: poor drafts only cost time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DRAFT_TOKENS_PER_LINE = 1000
 
 
 class AcceptanceLog:
-    """Writes a line per `DRAFT_TOKENS_PER_LINE` draft tokens."""
+    """Logs once per `DRAFT_TOKENS_PER_LINE` draft tokens."""
 
     def __init__(self, counters: SchedulerCounters) -> None:
         self._counters = counters
@@ -20,7 +20,7 @@ class AcceptanceLog:
         self._num_accepted = counters.num_accepted_tokens
 
     def on_event(self) -> None:
-        """Check the counters, which may have changed."""
+        """Check the counters."""
         counters = self._counters
         num_drafted = counters.num_draft_tokens - self._num_drafted
         if num_drafted < DRAFT_TOKENS_PER_LINE:

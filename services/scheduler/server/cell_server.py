@@ -1,7 +1,6 @@
 """The asyncio shell around the engine: turns messages into events and actions into messages.
 
-It decides nothing. Everything runs in one event loop without a second thread, since another busy Python thread would
-cost the step path milliseconds.
+Everything runs in one event loop, since another busy Python thread would cost the step path milliseconds.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class ClientLink:
         """
         self.number = number
         self.closed: asyncio.Future[ServiceError | None] = asyncio.get_running_loop().create_future()
-        """Once the link is closed, the error that the stream ends with, or None for OK."""
+        """Once closed, the error that the stream ends with, or None for OK."""
         self._on_close = on_close
         self._silence = Silence(silence_s)
         self._gives_signs = False
@@ -71,7 +70,7 @@ class ClientLink:
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing will be sent beyond what is queued."""
+        """Whether only queued messages will still be sent."""
         return self.closed.done()
 
     def send(self, message: Message, now: float) -> None:
@@ -100,7 +99,7 @@ class ClientLink:
             self.close(NotReadyError("the replica was silent"))
 
     def close(self, error: ServiceError | None) -> None:
-        """End the stream with an error, or with OK; what is queued is sent first if the replica reads it."""
+        """End the stream with an error, or with OK (None), after what is queued if the replica reads it."""
         if not self.is_closed:
             self.closed.set_result(error)
             self._outbox.put_nowait(None)
@@ -108,7 +107,7 @@ class ClientLink:
             self.closed.get_loop().call_soon(self._on_close)
 
     async def messages(self) -> AsyncIterator[Message]:
-        """The messages to send, in order, until the link is closed."""
+        """The messages to send, until the link is closed."""
         while (entry := await self._outbox.get()) is not None:
             self._oldest_unread_at, message = entry
             yield message
@@ -117,31 +116,29 @@ class ClientLink:
 
 
 class DomainLinks(Protocol):
-    """The part of `DomainClient` that is used here."""
+    """The part of `DomainClient` used here."""
 
     async def run(self) -> None:
-        """Keep the domain attached until cancelled."""
+        """See `DomainClient`."""
 
     def send(self, rank: int, step: Step) -> None:
-        """Send a step of the current epoch to one of the domain's ranks."""
+        """See `DomainClient`."""
 
     def beat(self, progress: int) -> None:
-        """Send every group a heartbeat."""
+        """See `DomainClient`."""
 
     def drop(self, epoch: int) -> None:
-        """Break the links of an epoch that the engine has given up."""
+        """See `DomainClient`."""
 
 
 LinkDomain = Callable[[int, Callable[[Event], None], Callable[[Exit], None]], DomainLinks]
-"""Prepares the links to a domain, given its number, a function that receives their events, and one that receives a
-request to exit."""
+"""Prepares a domain's links, given its number and functions that receive their events and a request to exit."""
 
 
 class CellServer:
     """Runs one engine with its links to replicas and workers, and its direct clients.
 
-    Once the engine or the attach protocol asks to exit, or after a bug (the engine's state may no longer match the
-    outside world), nothing is done any more and `failed` is set.
+    Once the engine or the attach protocol asks to exit, or after a bug, nothing is done any more and `failed` is set.
     """
 
     def __init__(
@@ -158,17 +155,16 @@ class CellServer:
 
         Args:
             engine: Receives events from this object only.
-            link_domain: Prepares the links to a failure domain.
             health: Set to serving while any workers are attached.
             replica_silence_s: See `ClientLink`.
-            failpoint: For recovery tests: sees every event first.
+            failpoint: Sees every event first.
         """
         self.instance_id = instance_id
         self.engine = engine
         self.direct_clients = DirectClients(lambda: self.engine.model_limits, self.on_event, self._default_sampling)
         self.failed = asyncio.Event()
         self.bug: Exception | None = None
-        """The exception that ended the cell, if it was a bug."""
+        """What ended the cell, if it was a bug."""
         self._replica_silence_s = replica_silence_s
         self._health = health
         self._clients: dict[int, ClientLink] = {}
@@ -186,11 +182,11 @@ class CellServer:
 
     @property
     def num_clients(self) -> int:
-        """Number of connected replicas."""
+        """Connected replicas."""
         return len(self._clients)
 
     async def run_worker_links(self) -> None:
-        """Keep the workers attached until cancelled, or until a bug ends the scheduler."""
+        """Keep the workers attached until cancelled, or until a bug."""
         # Triggers the first heartbeat, which schedules the next ones.
         self.on_event(TimePassed())
         try:
@@ -204,8 +200,8 @@ class CellServer:
     def close(self) -> None:
         """Tell all clients that this scheduler ends, so that they can take their requests to the next one.
 
-        After a bug, replicas get no message: one of their requests may have caused it, and they look for such a request
-        only when a scheduler dies without explanation.
+        After a bug, replicas get no message: a request may have caused it, and they look for one only when a scheduler
+        dies without explanation.
         """
         error = SchedulerLostError("the scheduler is shutting down; resend the request with its output so far")
         self.direct_clients.close(error)
@@ -227,7 +223,7 @@ class CellServer:
         return client
 
     def disconnect(self, client: ClientLink) -> None:
-        """Remove a replica whose stream ends, and abort its requests; a second call does nothing."""
+        """Remove a replica and abort its requests; a second call does nothing."""
         if self._clients.pop(client.number, None) is not None:
             self.on_event(ClientGone(client.number))
 
@@ -268,10 +264,7 @@ class CellServer:
                 self._send_cell_info(client)
 
     def _arm_timer(self) -> None:
-        """Make sure that the engine is woken at the time it waits for.
-
-        That time changes with every step, so a timer that is too early is left to fire and then set again.
-        """
+        """A timer that is too early is left to fire and then set again, because the time changes with every step."""
         wakeup = self.engine.next_wakeup()
         if self._timer is not None and self._timer_at <= wakeup:
             return
@@ -327,7 +320,6 @@ class CellServer:
         return common_pb2.SamplingParams.FromString(b"" if model is None else model.default_sampling)
 
     def _send_cell_info(self, client: ClientLink) -> None:
-        """Send a replica the cell's info, once a model is known."""
         model, limits = self.engine.model, self.engine.model_limits
         if model is None or limits is None:
             return

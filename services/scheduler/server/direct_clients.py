@@ -1,7 +1,7 @@
 """Serves clients that tokenize themselves: `SchedulerService.Generate` and `Abort`.
 
-To the engine, all direct calls together are a single client whose handles are the calls' choices, so each step has at
-most one more client to deliver to, however many calls there are.
+To the engine, all direct calls are a single client whose handles are the calls' choices, so a step delivers to at most
+one more client.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class DirectClients:
         """Serve one call; cancelling it aborts its request.
 
         Args:
-            time_left_s: How long the client waits; None means for ever.
+            time_left_s: None means for ever.
 
         Raises:
             ServiceError: the request is refused, or its answer ended with an error.
@@ -127,14 +127,14 @@ class DirectClients:
         self._on_event(AbortRequest(request_id))
 
     def close(self, error: ServiceError) -> None:
-        """End every call with an error, after the tokens before it; later calls get it at once."""
+        """End every call with an error, after its tokens; later calls get it at once."""
         self._end = error
         self.deliver(Outputs.only_ends([RequestEnd(handle, error=error) for handle in self._choices]))
 
     def deliver(self, outputs: Outputs) -> None:
-        """Distribute outputs of the engine to the calls, which send them in later turns of the event loop.
+        """Distribute outputs to the calls, which send them in later turns of the event loop.
 
-        Outputs for a call that has just ended are dropped: its abort is on its way to the engine.
+        Those for a call that has just ended are dropped: its abort is on its way to the engine.
         """
         is_turn_due = bool(self._to_wake)
         for start in outputs.starts:
@@ -178,7 +178,7 @@ class DirectClients:
             self._on_event(ClientMessage(DIRECT_CLIENT, aborts=[submission.handle]))
 
     def _with_news(self, choice: ChoiceStream) -> ChoiceStream:
-        """Return the choice, about to get news, and make sure that its call will be woken."""
+        """Make sure that the call will be woken."""
         if not choice.call.has_news:
             choice.call.has_news = True
             self._to_wake.append(choice.call)
@@ -216,8 +216,8 @@ def resolve_request(
 ) -> Submission:
     """Check every field, and resolve what the request leaves open.
 
-    A request with output from an earlier call is attempt 2, however many earlier calls there were: when it is accepted,
-    it replaces what is still in flight of them.
+    A request with output from earlier calls is attempt 2, however many there were: when it is accepted, it replaces
+    what is still in flight of them.
 
     Args:
         handle: That of its first choice.
@@ -259,7 +259,7 @@ def resolve_request(
 
 
 async def _answer(submission: Submission, stream: TokenStream, write: Callable[[Response], Awaitable[None]]) -> str:
-    """Write the whole answer; returns the names of the finish reasons."""
+    """Returns the names of the finish reasons."""
     if stream.refusal is not None:
         # It was never accepted.
         raise stream.refusal

@@ -1,4 +1,4 @@
-"""Converts between the messages of `Exchange` and the engine's types, including statuses."""
+"""Converts between the messages of `Exchange` and the engine's types."""
 
 from __future__ import annotations
 
@@ -130,10 +130,8 @@ def _token_ids(name: str, column: bytes) -> tuple[int, ...]:
 
 
 def _column(name: str, column: bytes) -> bytes:
-    """The column, checked to hold whole items of 4 bytes.
-
-    Raises:
-        ValueError: it does not.
+    """Raises:
+    ValueError: the column does not hold whole items of 4 bytes.
     """
     if len(column) % TOKEN_DTYPE.itemsize:
         raise ValueError(f"the length of {name} is not a multiple of 4 bytes")

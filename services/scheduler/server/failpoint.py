@@ -1,4 +1,4 @@
-"""For recovery tests: a request that kills the scheduler it is submitted to."""
+"""For recovery tests: a request that kills its scheduler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SubmitFailpoint:
         self._token_id = token_id
 
     def check(self, event: Event) -> None:
-        """Look for the token in submitted prompts; may not return."""
+        """Look for the token; may not return."""
         if not isinstance(event, ClientMessage):
             return
         for submission in event.submissions:

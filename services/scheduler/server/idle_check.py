@@ -30,10 +30,10 @@ class IdleCheck:
     """Checks the engine's integrity once per idle period, and logs when that fails.
 
     The cell is idle once nothing is running or waiting and no event has come for a second, or for a millisecond per
-    block if that is longer: the check blocks the event loop, and requests that arrive meanwhile have to wait. With all
-    blocks cached it took 0.8 ms for 1000 blocks, 90 ms for 100 000 and 1.1 s for a million.
+    block if that is longer, since the check blocks the event loop. With all blocks cached it took 0.8 ms for 1000
+    blocks, 90 ms for 100 000 and 1.1 s for a million.
 
-    Nothing polls: while events come, a timer runs at most once per such period, and none runs after the check.
+    While events come, a timer runs at most once per such period; none runs after the check.
     """
 
     def __init__(self, engine: Engine, timers: Timers) -> None:
@@ -46,7 +46,7 @@ class IdleCheck:
         self._last_problem: str | None = None
 
     def on_event(self, now: float) -> None:
-        """Note that the engine handled an event at `now`."""
+        """Note that the engine handled an event."""
         self._last_event_at = now
         if not self._is_armed:
             self._arm(self._idle_s())

@@ -22,12 +22,12 @@ CELL_SERVICES = (EXCHANGE_SERVICE, ADMIN_SERVICE)
 
 
 def make_servers(settings: SchedulerSettings, cell: CellServer, health: Health) -> tuple[grpc.aio.Server, ...]:
-    """Make both servers, not started yet; the public one comes first and has `health`.
+    """Make both servers, not started; the public one comes first and has `health`.
 
-    Direct clients cannot reach services meant for the cell's own processes and operators.
+    Direct clients cannot reach the services of the cell's own processes and operators.
 
     Raises:
-        RuntimeError: an address is taken or not usable.
+        RuntimeError: an address is not usable.
     """
     public = make_server(
         settings.bind_address,

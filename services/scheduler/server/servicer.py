@@ -90,10 +90,10 @@ def _closing(client: ClientLink) -> Iterator[None]:
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """Serves direct clients, and the cell's state; see scheduler.proto for the contracts."""
+    """Serves direct clients, and the cell's state; see scheduler.proto."""
 
     def __init__(self, cell: CellServer, max_unread_s: float) -> None:
-        """Serve `cell`; a client that reads nothing of its answer for `max_unread_s` loses it."""
+        """A client that reads nothing of its answer for `max_unread_s` loses it."""
         self._cell = cell
         self._max_unread_s = max_unread_s
 
@@ -104,7 +104,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def Generate(
         self, request: scheduler_pb2.SchedulerServiceGenerateRequest, context: grpc.aio.ServicerContext
     ) -> None:
-        """Continue a prompt of token ids; the responses are written to `context`."""
+        """See scheduler.proto."""
         writer = ResponseWriter(context, self._max_unread_s)
         time_left_s = read_time_left(context.time_remaining())
         await self._cell.direct_clients.generate(request, writer.write, time_left_s=time_left_s)
@@ -112,7 +112,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def Abort(
         self, request: scheduler_pb2.AbortRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.AbortResponse:
-        """End a request by its id."""
+        """See scheduler.proto."""
         self._cell.direct_clients.abort(request)
         return scheduler_pb2.AbortResponse()
 
@@ -168,7 +168,7 @@ def _describe_rank(rank: RankState) -> scheduler_pb2.RankSteps:
 
 
 class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServiceServicer):
-    """Serves operators; see scheduler.proto for the contract."""
+    """Serves operators; see scheduler.proto."""
 
     def __init__(self, cell: CellServer) -> None:
         self._cell = cell
@@ -180,7 +180,7 @@ class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServiceServicer):
     async def FlushPrefixCache(
         self, request: scheduler_pb2.FlushPrefixCacheRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.FlushPrefixCacheResponse:
-        """Clear the prefix cache."""
+        """See scheduler.proto."""
         num_blocks = self._cell.engine.flush_prefix_cache()
         logger.info("the prefix cache was flushed", extra={"num_blocks": num_blocks})
         return scheduler_pb2.FlushPrefixCacheResponse(num_blocks=num_blocks)

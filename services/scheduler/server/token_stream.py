@@ -19,7 +19,7 @@ MAX_ENTRIES = 512
 
 
 class ChoiceStream:
-    """The unsent output of one choice. It ends exactly once, with a finish or an error."""
+    """The unsent output of one choice; ends exactly once, with a finish or an error."""
 
     def __init__(self, call: TokenStream, choice: int, usage: common_pb2.Usage) -> None:
         """Begin a choice; `usage` starts with what earlier calls produced and is updated in place."""
@@ -34,7 +34,7 @@ class ChoiceStream:
         self.error: ServiceError | None = None
 
     def take(self) -> Iterator[Response]:
-        """Yield the output queued so far; the last response has `finish` set if the choice has finished."""
+        """Yield the queued output; the last response has `finish` set if the choice has finished."""
         token_ids, self.token_ids = self.token_ids, []
         logprobs, self.logprobs = self.logprobs, []
         self.usage.num_completion_tokens += len(token_ids)
@@ -67,11 +67,10 @@ class ChoiceStream:
 
 
 class TokenStream:
-    """Accepts tokens at any time and sends what has queued up as one response per choice, so steps never wait for a
-    reader.
+    """Queues tokens at any time and sends them as one response per choice, so steps never wait for a reader.
 
-    The queue holds at most what the cell produces while one write is blocked (up to `--max-unread-s`), and never more
-    than `max_tokens` tokens per choice. After adding output to a stream that had none, the caller wakes it later.
+    The queue holds at most what the cell produces while one write is blocked (up to `--max-unread-s`), and `max_tokens`
+    tokens per choice. After adding output to a stream that had none, the caller wakes it later.
     """
 
     def __init__(self, num_prompt_tokens: int, num_tokens: Sequence[int], open_choices: Sequence[int]) -> None:
@@ -110,10 +109,10 @@ class TokenStream:
         self._is_awake.set()
 
     async def responses(self) -> AsyncIterator[Response]:
-        """Yield queued output whenever the stream is woken; the last response of a choice has `finish` set.
+        """Yield queued output whenever woken; the last response of a choice has `finish` set.
 
         Raises:
-            ServiceError: a choice ended with this error, after the tokens before it.
+            ServiceError: a choice ended with this error, after its tokens.
         """
         num_open = len(self.choices)
         while num_open:
@@ -148,7 +147,7 @@ def _encode_prompt(logprobs: Logprobs) -> Iterator[Response]:
 
 
 def _num_positions(num_entries: int) -> int:
-    """How many positions go into a response; all positions of a request have equally many entries."""
+    """All positions of a request have equally many entries."""
     return max(1, MAX_ENTRIES // num_entries)
 
 

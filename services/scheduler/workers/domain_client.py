@@ -1,4 +1,4 @@
-"""Keeps one failure domain attached: carries out the attach protocol's commands over a link to each of its groups."""
+"""Keeps one failure domain attached: carries out the attach protocol's commands."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class DomainClient:
-    """The links to a domain's groups: events go to `on_event`, a request to exit to `on_exit`.
+    """The links to a domain's groups.
 
     All other events of an epoch come between its `DomainAttached` and its `DomainLost`.
     """
@@ -89,7 +89,7 @@ class DomainClient:
             link.beat(progress)
 
     def drop(self, epoch: int) -> None:
-        """Break the links of an epoch that the engine has given up."""
+        """Break the links of an epoch that the engine gave up."""
         self._on_attach_event(Dropped(epoch))
 
     def _on_attach_event(self, event: AttachEvent) -> None:

@@ -1,7 +1,6 @@
 """The link to one group of workers, through its leader: the only caller of WorkerService.
 
-It carries offers and answers, steps and results, and heartbeats in both directions. What is sent when is decided
-elsewhere: see `attach` and `domain_client`.
+When to send what is decided in `attach` and `domain_client`.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from shared.sampling_codec import decode_logprobs, encode_options
 
 logger = logging.getLogger(__name__)
 
-# A group may take 10 s to find out that it is stuck.
+# A group may take 10 s to notice that it is stuck.
 OFFER_TIMEOUT_S = 15.0
 # For calls that a group answers at once.
 ANSWER_TIMEOUT_S = 5.0
@@ -56,7 +55,7 @@ _Sent = worker_pb2.StepRequest | int
 class GroupLink:
     """One group's link: at most one stream, which sends steps in the order in which they were given.
 
-    Results of offers and the state of the stream go to `on_attach_event`, messages from the stream go to `on_event`.
+    Results of offers and the state of the stream go to `on_attach_event`, messages from the stream to `on_event`.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class GroupLink:
         on_attach_event: Callable[[AttachEvent], None],
         on_event: Callable[[Event], None],
     ) -> None:
-        """Prepare a link to the group of a DP rank; `attach_request` is what it is offered, without the epoch."""
+        """Prepare a link; `attach_request` is what the group is offered, without the epoch."""
         self._rank = rank
         self._address = address
         self._attach_request = attach_request
@@ -81,13 +80,13 @@ class GroupLink:
     def send(self, step: Step) -> None:
         """Send a step of the stream's epoch; discarded when the stream is gone.
 
-        It is encoded here rather than in the sending task, where an exception would go unnoticed.
+        It is encoded here, because in the sending task an exception would go unnoticed.
         """
         if self._outbox is not None:
             self._outbox.put_nowait(encode_step(step))
 
     def beat(self, progress: int) -> None:
-        """Send a heartbeat on the stream, if there is one."""
+        """Send a heartbeat on the stream, if any."""
         if self._outbox is not None:
             self._outbox.put_nowait(progress)
 
@@ -108,7 +107,7 @@ class GroupLink:
             self._on_attach_event(_read_acceptance(self._rank, epoch, response))
 
     async def restart(self, epoch: int) -> None:
-        """Ask the leader to end the group's processes; the next offer shows whether that worked."""
+        """Ask the leader to end the group's processes."""
         instance_id = self._attach_request.scheduler_instance_id
         request = worker_pb2.RestartRequest(epoch=epoch, scheduler_instance_id=instance_id)
         try:
@@ -118,7 +117,7 @@ class GroupLink:
             await self._leave_dead_connection(error)
 
     async def run_stream(self, epoch: int) -> None:
-        """Serve the epoch's stream until it breaks, or until the task is cancelled, which closes it."""
+        """Serve the epoch's stream until it breaks; cancelling closes it."""
         call = self._stub().Execute()
         outbox = self._outbox = asyncio.Queue()
         sender = asyncio.create_task(self._send(call, epoch, outbox))
@@ -188,7 +187,7 @@ class _ResultError(Exception):
 
 
 def encode_step(step: Step) -> worker_pb2.StepRequest:
-    """Encode a step: changes only, columns as little-endian int32."""
+    """Encode a step, with columns as little-endian int32."""
     batch = step.batch
     request = worker_pb2.StepRequest(epoch=step.epoch, step_id=step.step_id, kind=_STEP_KINDS[batch.kind])
     if batch.leave_slots:
@@ -210,7 +209,7 @@ def encode_step(step: Step) -> worker_pb2.StepRequest:
 
 
 def decode_result(message: worker_pb2.StepResult) -> StepResult:
-    """Parse a result's columns.
+    """Parse a result.
 
     Raises:
         ValueError: the length of a column is not a multiple of 4 bytes.
@@ -246,10 +245,8 @@ def decode_result(message: worker_pb2.StepResult) -> StepResult:
 
 
 def _read_result(message: worker_pb2.StepResult) -> StepResult:
-    """Parse a result received from a worker.
-
-    Raises:
-        _ResultError: it is malformed. Any other `ValueError` on the path is our bug.
+    """Raises:
+    _ResultError: the result is malformed. Any other `ValueError` on the path is our bug.
     """
     try:
         return decode_result(message)
@@ -320,7 +317,7 @@ def _read_acceptance(rank: int, epoch: int, response: worker_pb2.AttachResponse)
 
 
 def _read_holder(status: status_pb2.Status) -> tuple[int | None, str]:
-    """A group's own epoch and its live holder, from its refusal; the epoch is None when the group did not answer."""
+    """A group's own epoch and live holder, from its refusal; the epoch is None when it did not answer."""
     info = error_details_pb2.ErrorInfo()
     for detail in status.details:
         if detail.Unpack(info):

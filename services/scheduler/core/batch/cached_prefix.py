@@ -14,7 +14,7 @@ NO_BLOCKS: BlockIds = np.empty(0, np.int32)
 
 @dataclass(slots=True, eq=False)
 class PrefixNode:
-    """A run of contents. A content is the tokens of one block, following all those on the path to it.
+    """A run of contents: the tokens of one block each, following all those on the path to it.
 
     Invariant: `blocks[i]` is the block that holds content `start + i` of the path, or -1. The last one is present, or
     the node has children. Tokens and blocks beyond `num_blocks` are meaningless. The root of a salt holds no content.
@@ -29,10 +29,10 @@ class PrefixNode:
     blocks: BlockIds
     num_blocks: int
     num_present: int
-    """How many of `blocks` are present."""
+    """Number of `blocks` that are not -1."""
     children: dict[bytes, PrefixNode] = field(default_factory=dict)
     num_cuts: int = 0
-    """Incremented when the node is shortened, extended or removed, which makes cursors at its end void."""
+    """Incremented when the node is shortened, extended or removed, which voids cursors at its end."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class PrefixCursor:
 
 @dataclass(slots=True)
 class CachedPrefix:
-    """Blocks whose KV a sequence can share, in order, and the cursor after the last of them.
+    """Blocks whose KV a sequence can share, in order, and the cursor after them.
 
     Valid only while the cache's version equals `version`. Must not be modified.
     """

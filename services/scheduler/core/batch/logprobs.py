@@ -1,4 +1,4 @@
-"""Log-probabilities on their way from the worker to clients, as columns; visited only if a request asks for them."""
+"""Log-probabilities on their way from the worker to clients, as columns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PositionLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities at some positions, as columns; see `internal.v1.Logprobs`."""
+    """See `internal.v1.Logprobs`."""
 
     indexes: IntColumn  # [num_positions]
     ranks: IntColumn  # [num_positions]
@@ -44,11 +44,11 @@ class Logprobs:
         return self._pick(is_kept[self.indexes], new_indexes[self.indexes])
 
     def after(self, index: int) -> Logprobs | None:
-        """The positions above `index`, numbered as before; None when there are none."""
+        """The positions above `index`, not renumbered; None when there are none."""
         return self._pick(self.indexes > index, self.indexes)
 
     def find_fault(self, num_positions: int, logits_width: int) -> str | None:
-        """Say what is wrong with columns received over the wire; None when they are valid."""
+        """Say what is wrong with columns from the wire; None when they are valid."""
         if not self._fit_each_other():
             return "columns of log-probabilities do not match each other"
         if not len(self.indexes):
@@ -67,7 +67,7 @@ class Logprobs:
         return own
 
     def positions(self) -> Iterator[PositionLogprobs]:
-        """The positions, one at a time."""
+        """One position at a time."""
         ends = np.cumsum(self.counts)
         columns = zip(
             self.indexes.tolist(), self.ranks.tolist(), (ends - self.counts).tolist(), ends.tolist(), strict=True

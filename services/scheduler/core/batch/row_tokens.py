@@ -1,4 +1,4 @@
-"""The tokens that a step returned, row by row, without those that are discarded."""
+"""The tokens that a step returned and that are kept, row by row."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class RowTokens:
 
     slots: Slots  # [num_rows]
     token_ids: IntColumn  # [num_tokens]
-    """The rows' tokens, row after row."""
+    """Row after row."""
     counts: IntColumn | None = None  # [num_rows]
-    """How many of `token_ids` each row has; None means one each."""
+    """Tokens per row; None means one each."""
     logprobs: Logprobs | None = None
-    """Their positions are indexes into `token_ids`."""
+    """By index into `token_ids`."""
 
     def places(self, first_positions: IntColumn) -> tuple[_Places, _Places]:
         """The row number and the position of each token, both [num_tokens]. Needs `counts`.
 
-        `first_positions` [num_rows] are the positions of the rows' first tokens in their sequences.
+        `first_positions` [num_rows] are those of the rows' first tokens in their sequences.
         """
         assert self.counts is not None
         rows = np.repeat(np.arange(len(self.slots)), self.counts)
@@ -37,20 +37,20 @@ class RowTokens:
         return rows, np.arange(len(rows)) + (first_positions - first_indexes)[rows]
 
     def of_rows(self, is_kept: _Mask) -> RowTokens:
-        """The rows to keep: `is_kept` [num_rows]."""
+        """Keep some rows: `is_kept` [num_rows]."""
         if self.counts is None:
             return self._keep(self.slots[is_kept], None, is_kept)
         return self._keep(self.slots[is_kept], self.counts[is_kept], np.repeat(is_kept, self.counts))
 
     def without_last(self, row_numbers: IntColumn) -> RowTokens:
-        """All rows, with the last token removed from the given ones, each named once. Sets `counts`."""
+        """Remove the last token of these rows, each named once. Sets `counts`."""
         counts = np.ones(len(self.slots), np.int32) if self.counts is None else self.counts
         kept = counts.copy()
         kept[row_numbers] = np.maximum(kept[row_numbers] - 1, 0)
         return RowTokens(self.slots, self.token_ids, counts, self.logprobs).cut(kept)
 
     def cut(self, counts: IntColumn) -> RowTokens:
-        """The first tokens of each row: `counts` [num_rows], none above what the row has. Needs `counts`."""
+        """Keep the first `counts` [num_rows] tokens of each row, at most all. Needs `counts`."""
         assert self.counts is not None
         ends = np.cumsum(self.counts) - self.counts + counts
         return self._keep(self.slots, counts, np.arange(len(self.token_ids)) < np.repeat(ends, self.counts))

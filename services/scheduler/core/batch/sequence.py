@@ -1,7 +1,6 @@
 """One token stream generated for a request.
 
-It holds what is per-request and rarely touched. What every step touches is in the columns of `SlotTable`, at the
-sequence's slot, so that a step costs Python only for the rows where something happens.
+It holds what steps rarely touch; the rest is in the columns of `SlotTable`, at the sequence's slot.
 """
 
 from __future__ import annotations
@@ -100,25 +99,24 @@ class Sequence:
     cache_salt: bytes = b""
     attempt: int = 1
     choice: int = 0
-    """Its number among the choices of its request."""
     is_leader: bool = True
     """Whether the prompt counts towards the queue's token limit: true for one choice of each request."""
     queued_at: float = 0.0
     """When it last entered the waiting queue."""
     waited_s: float = 0.0
-    """How long it had been in the waiting queue before that."""
+    """Time in the waiting queue before `queued_at`."""
     status: SequenceStatus = SequenceStatus.WAITING
     type: SequenceType = SequenceType.PREFILL
     slot: int | None = None
     is_retiring: bool = False
-    """Whether it gets no further row and only holds its slot and blocks until its last step in flight returns."""
+    """Whether it gets no further row, and waits for its last step in flight to free its slot and blocks."""
     block_table: array[int] = field(default_factory=lambda: array("i"))
     """Block ids, as int32."""
     prefix_cursor: PrefixCursor = field(default_factory=PrefixCursor)
     cached_prefix: CachedPrefix | None = None
-    """While it waits: the result of the last prefix cache lookup."""
+    """The last prefix cache lookup while it waits."""
     num_unsent_tokens: int = 0
-    """While it is prefilled in chunks: the tokens that no step has computed or been sent."""
+    """While it is prefilled in chunks: tokens that are neither cached nor sent."""
     num_first_cached_tokens: int | None = None
     last_prompt_logprob: int = 0
     """The last prompt position whose log-probabilities its client has; 0 for none, since position 0 has none."""
@@ -128,16 +126,16 @@ class Sequence:
     rank: int | None = None
     """The DP rank it is placed on; None while it is unplaced."""
     is_exact: bool = False
-    """Whether its request asks that the tokens depend only on the model, the prompt and the parameters."""
+    """Whether its tokens must depend only on the model, the prompt and the parameters."""
     exact_fingerprint: str | None = None
-    """If it is exact: the numerics promised for its tokens; None until a model is known."""
+    """The numerics promised for its tokens; None until a model is known."""
     num_resumes: int = 0
-    """How often it was resumed after what computed it was lost, including earlier attempts."""
+    """Resumes after losses, including earlier attempts."""
     numerics: Numerics | None = None
     """The joint numerics of everything that computed it before its last loss."""
 
     def leave_worker(self) -> None:
-        """Become a waiting sequence without slot or blocks; all its tokens must be stored."""
+        """Become a waiting sequence without slot or blocks; all tokens must be stored."""
         self.status, self.type = SequenceStatus.WAITING, SequenceType.PREFILL
         self.slot = None
         self.is_retiring = False
@@ -146,7 +144,7 @@ class Sequence:
         self.num_unsent_tokens = 0
 
     def drop_prompt_logprobs(self) -> None:
-        """Stop asking for the log-probabilities of its prompt."""
+        """Stop asking for prompt log-probabilities."""
         assert self.params.options is not None
         options = replace(self.params.options, num_prompt_logprobs=None)
         self.params = replace(self.params, options=None if options == NO_OPTIONS else options)
@@ -158,12 +156,12 @@ class Sequence:
 
     @property
     def has_prompt_logprobs(self) -> bool:
-        """Whether its options ask for the log-probabilities of its prompt."""
+        """Whether its options ask for prompt log-probabilities."""
         return self.params.options is not None and self.params.options.num_prompt_logprobs is not None
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether its next prefill must return the log-probabilities of its prompt; all its tokens must be stored.
+        """Whether its next prefill must return prompt log-probabilities; all its tokens must be stored.
 
         Choice 0 gets them for the whole request, until it has a completion token.
         """

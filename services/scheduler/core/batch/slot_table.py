@@ -23,8 +23,8 @@ Slots = npt.NDArray[np.intp]
 RUN_TOKENS = 256
 
 # Full runs are looked for once per 4 decode steps, and at most about a quarter of the rows is stored each time, since
-# many fill up together. A row may therefore receive tokens of up to 16 more steps, and of 8 in flight, before its turn:
-# at 9 tokens each with drafts, these still fit in the second half of the ring.
+# many fill up together. A row may therefore receive tokens of 16 more steps, and of 8 in flight, before its turn: at 9
+# tokens each with drafts, these still fit in the second half of the ring.
 _STEPS_PER_FLUSH = 4
 _FLUSHED_PART = 4
 _RUN_COLUMNS = 2 * RUN_TOKENS
@@ -38,13 +38,13 @@ _NO_TOKEN = -1
 
 @dataclass(slots=True)
 class RowConstants:
-    """Values of some rows that do not change while a sequence holds its slot: [num_rows] each, read-only."""
+    """What does not change while a sequence holds its slot: [num_rows] each, read-only."""
 
     slots: Slots
     clients: IntColumn
     handles: np.ndarray[tuple[int], np.dtype[np.uint32]]
     only_client: int | None
-    """The client of all rows; None when there are several, or no rows."""
+    """None when the rows have several clients, or there are none."""
     num_prompt_tokens: IntColumn
     max_num_tokens: IntColumn
     watched: IntColumn
@@ -65,9 +65,9 @@ class SlotTable:
         slot 9                          100 ... 140                          100 tokens stored, 141 in all
 
     Invariant: a slot is free or belongs to one sequence; `live` is true while that sequence may get tokens. Its tokens
-    are the stored ones followed by those in the ring, `num_tokens` together. `num_planned` adds one placeholder for
-    each of its rows in steps in flight. With drafts a row may return up to `num_draft_tokens` more: `num_planned` is
-    the least number of tokens the sequence will have, `max_num_planned` the most.
+    are the stored ones followed by the ring's, `num_tokens` together. `num_planned` adds one placeholder for each of
+    its rows in flight. With drafts a row may return up to `num_draft_tokens` more: the sequence will have at least
+    `num_planned` tokens and at most `max_num_planned`.
     """
 
     def __init__(self, num_slots: int, num_draft_tokens: int = 0) -> None:
@@ -107,7 +107,7 @@ class SlotTable:
     def take(self, seq: Sequence, watched_tokens: list[int]) -> int:
         """Give a free slot to an admitted sequence that has its blocks and all tokens stored.
 
-        `watched_tokens` are those that `find_watched` must report.
+        `find_watched` will report `watched_tokens`.
         """
         slot = self._free.pop()
         self.sequences[slot] = seq
@@ -126,7 +126,7 @@ class SlotTable:
         return slot
 
     def end(self, slot: int) -> None:
-        """Mark a slot's sequence as ended: it gets no more tokens from steps in flight."""
+        """Give a slot's sequence no more tokens from steps in flight."""
         self.live[slot] = False
         self.num_ended += 1
 
@@ -141,7 +141,7 @@ class SlotTable:
         seq.slot = None
 
     def sequence_at(self, slot: int) -> Sequence:
-        """The sequence in a slot, which must be taken."""
+        """The sequence in a taken slot."""
         seq = self.sequences[slot]
         assert seq is not None
         return seq
@@ -154,7 +154,7 @@ class SlotTable:
         return most
 
     def append(self, slots: Slots, positions: IntColumn, token_ids: IntColumn) -> None:
-        """Give each row one more token at its position, which is its number of tokens."""
+        """Give each row one more token, at its position (its number of tokens)."""
         # One flat index costs half as much as two.
         self._run[self.constants(slots).runs + (positions & _COLUMN_MASK)] = token_ids
         self.num_tokens[slots] = positions + 1
@@ -162,7 +162,7 @@ class SlotTable:
     def append_runs(
         self, slots: Slots, counts: IntColumn, positions: npt.NDArray[np.integer], token_ids: IntColumn
     ) -> None:
-        """Give each row `counts` more tokens, and add those beyond its one placeholder to `num_planned`.
+        """Give each row `counts` more tokens; those beyond its placeholder are added to `num_planned`.
 
         Args:
             slots: [num_rows], each at most once.
@@ -185,7 +185,7 @@ class SlotTable:
             self.flush(self.sequence_at(slot))
 
     def flush(self, seq: Sequence) -> None:
-        """Append the ring's tokens to the sequence's stored ones."""
+        """Store the ring's tokens in the sequence."""
         slot = seq.slot
         assert slot is not None
         start, end = seq.num_stored_tokens, int(self.num_tokens[slot])
@@ -201,7 +201,7 @@ class SlotTable:
         self._run_end[slot] = (end // RUN_TOKENS + 1) * RUN_TOKENS
 
     def constants(self, slots: Slots) -> RowConstants:
-        """The values of these rows that do not change while steps name them.
+        """The constants of these rows.
 
         Cached by array identity, since the arrays of steps in flight are looked up repeatedly.
         """
@@ -215,7 +215,7 @@ class SlotTable:
     def find_watched(
         self, slots: Slots, token_ids: IntColumn, is_last: npt.NDArray[np.bool_] | None = None
     ) -> npt.NDArray[np.intp]:
-        """The indexes of the watched tokens among these: with them the sequence may stop.
+        """The indexes of the watched tokens, with which the sequence may stop.
 
         `slots` [num_tokens] has each token's slot; `is_last` [num_tokens] marks further tokens to report.
         """

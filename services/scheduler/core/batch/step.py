@@ -1,4 +1,4 @@
-"""What the scheduler plans for a worker, what the worker returns, and what clients receive: data only.
+"""What the scheduler plans, what the worker returns, and what clients receive: data only.
 
 Plans and results are never changed once made, yet they are not frozen: creating a frozen object takes three times as
 long, and every step creates several.
@@ -43,7 +43,7 @@ class PrefillChunk:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the step computes."""
+        """Tokens computed."""
         return len(self.token_bytes) // TOKEN_BYTES
 
 
@@ -66,19 +66,19 @@ class EnteringSequence:
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """One step's plan, as changes to the batch that the worker holds."""
+    """One step's plan, as changes to the worker's batch."""
 
     kind: StepKind
     num_tokens: int
     """Tokens computed; 0 for a dummy."""
     row_slots: Slots
-    """[num_rows], the rows that get a token, in result order: `decode_slots`, then the chunks and the entering
-    sequences whose prompt this step completes."""
+    """[num_rows], the rows that get a token, in result order: `decode_slots`, then the prompts that the step ends."""
     decode_slots: Slots
-    """The decodes, in batch order. The worker derives them (every sequence it holds whose prompt is complete), so they
-    are sent only when `skips_rows` is set."""
+    """In batch order. The worker derives them (every sequence whose prompt is complete), so they are sent only when
+    `skips_rows` is set.
+    """
     partial_slots: list[int]
-    """Chunks and entering sequences whose prompt this step does not complete."""
+    """Prompts that this step does not complete."""
     leave_slots: list[int]
     chunks: list[PrefillChunk]
     enters: list[EnteringSequence]
@@ -90,13 +90,13 @@ class ScheduledBatch:
 
     @property
     def is_dummy(self) -> bool:
-        """Whether nothing is computed: the step only serves the collectives of coupled ranks."""
+        """Whether the step only serves the collectives of coupled ranks."""
         return not self.num_tokens
 
 
 @dataclass(slots=True)
 class StepCounts:
-    """Number of steps by what they compute: prompts only, decodes only, both, or nothing."""
+    """Steps by what they compute: prompts only, decodes only, both, or nothing."""
 
     prefill: int = 0
     decode: int = 0
@@ -128,9 +128,9 @@ class Step:
     step_id: int
     batch: ScheduledBatch
     num_tokens_across_dp: tuple[int, ...] = ()
-    """Coupled ranks only: what each rank computes in this step, where a dummy counts as one token."""
+    """Coupled ranks only; a dummy counts as one token."""
     graph_batch_size: int = 0
-    """Coupled ranks only: the rows that a decode's captured graph must hold on each of them."""
+    """Coupled ranks only: the rows that a decode's captured graph must hold."""
 
 
 class StepPace(NamedTuple):
@@ -144,7 +144,7 @@ class StepPace(NamedTuple):
 class StepRecord:
     """A step in flight.
 
-    Sequences that get no row after it are in `retiring`: their slots and blocks are freed when it returns, so that no
+    Sequences that get no row after it are in `retiring`: it frees their slots and blocks when it returns, so that no
     step reuses them too early.
     """
 
@@ -167,29 +167,29 @@ class StepResult:
     step_id: int
     token_ids: IntColumn
     not_finite_rows: IntColumn
-    """Row numbers whose logits were not finite; their tokens are meaningless."""
+    """Rows whose logits were not finite; their tokens are meaningless."""
     counts: IntColumn | None = None
-    """How many of `token_ids` each row has; None means one each."""
+    """Tokens per row; None means one each."""
     num_draft_tokens: int = 0
     logprobs: Logprobs | None = None
-    """Their positions are indexes into `token_ids`."""
+    """By index into `token_ids`."""
     prompt_logprobs: tuple[tuple[int, Logprobs], ...] = ()
-    """By slot; their positions are those of the prompt."""
+    """By slot; positions are those of the prompt."""
     failed_grammar_rows: IntColumn = field(default_factory=lambda: _NO_ROWS)
-    """Row numbers whose grammar could not be followed any further. Only their last token is meaningless."""
+    """Rows whose grammar could not be followed any further; only their last token is meaningless."""
     num_replayed_tokens: int = 0
-    """Greedy completion tokens that were recomputed for resumed sequences."""
+    """Greedy completion tokens recomputed for resumed sequences."""
     num_replay_mismatches: int = 0
-    """How many of `num_replayed_tokens` were not the likeliest token at their position this time."""
+    """Replayed tokens that were not the likeliest at their position this time."""
 
     @property
     def num_accepted_tokens(self) -> int:
-        """How many of the tokens were drafted: all but the last of each row."""
+        """The drafted ones among the tokens: all but the last of each row."""
         num_rows = len(self.token_ids) if self.counts is None else int(np.count_nonzero(self.counts))
         return len(self.token_ids) - num_rows
 
     def rows(self, row_slots: Slots, num_draft_tokens: int) -> RowTokens:
-        """The tokens by the rows of the step. `counts` is set if the worker drafts."""
+        """Split the tokens by row. `counts` is set if the worker drafts."""
         counts = self.counts
         if counts is None and num_draft_tokens:
             counts = np.ones(len(row_slots), np.int32)
@@ -198,7 +198,7 @@ class StepResult:
 
 @dataclass(slots=True)
 class RequestStart:
-    """A choice got its first token; `num_cached_tokens` of its prompt came from the prefix cache."""
+    """A choice got its first token; `num_cached_tokens` of its prompt were cached."""
 
     handle: int
     num_cached_tokens: int
@@ -213,13 +213,13 @@ class RequestEnd:
     finish: Finish | None = None
     error: ServiceError | None = None
     num_resumes: int = 0
-    """How often it was resumed after what computed it was lost, including earlier attempts."""
+    """As in `Sequence`."""
     is_resume_exact: bool = True
     """Whether the tokens are the same as without a loss, as far as this scheduler knows."""
 
     @classmethod
     def failure(cls, seq: Sequence, error: ServiceError) -> RequestEnd:
-        """The end of a choice that failed."""
+        """The end of a failed choice."""
         return cls(seq.handle, error=error, num_resumes=seq.num_resumes)
 
 
@@ -235,13 +235,13 @@ class Outputs:
     starts: list[RequestStart] = field(default_factory=list)
     ends: list[RequestEnd] = field(default_factory=list)
     counts: IntColumn | None = None  # [num_rows]
-    """How many of `token_ids` each row has; None means one each."""
+    """Tokens per row; None means one each."""
     logprobs: Logprobs | None = None
-    """Their positions are indexes into `token_ids`."""
+    """By index into `token_ids`."""
     prompt_logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
     """By handle."""
     resumes: list[tuple[int, int]] = field(default_factory=list)
-    """Handles that resume after a loss, and how often they have been resumed by now."""
+    """Handles that resume after a loss, and how often they have resumed by now."""
 
     @classmethod
     def only_ends(cls, ends: list[RequestEnd]) -> Outputs:
@@ -264,7 +264,7 @@ class OutputsByClient:
         self.by_client: dict[int, Outputs] = {}
 
     def add_rows(self, constants: RowConstants, first_indexes: IntColumn, rows: RowTokens) -> None:
-        """Add the rows that got tokens, each at least one. Call it once."""
+        """Add the rows that got tokens. Call it once."""
         if constants.only_client is not None:
             self._of(constants.only_client).set_rows(constants.handles, first_indexes, rows)
             return
@@ -273,7 +273,7 @@ class OutputsByClient:
             self._of(int(client)).set_rows(constants.handles[is_own], first_indexes[is_own], rows.of_rows(is_own))
 
     def add_prompt_logprobs(self, client: int, handle: int, logprobs: Logprobs) -> None:
-        """Add log-probabilities of the next tokens of a request's prompt."""
+        """Add log-probabilities of the next tokens of a prompt."""
         self._of(client).prompt_logprobs.append((handle, logprobs))
 
     def add_start(self, client: int, start: RequestStart) -> None:
@@ -281,7 +281,7 @@ class OutputsByClient:
         self._of(client).starts.append(start)
 
     def add_resume(self, seq: Sequence) -> None:
-        """Add a choice that resumes after a loss."""
+        """Add a choice that resumes."""
         self._of(seq.client).resumes.append((seq.handle, seq.num_resumes))
 
     def add_end(self, client: int, end: RequestEnd) -> None:

@@ -1,7 +1,4 @@
-"""Paged KV-cache bookkeeping: which physical block holds which tokens.
-
-Plain Python. The scheduler image has no torch, and tests need no GPU.
-"""
+"""Paged KV-cache bookkeeping: which physical block holds which tokens."""
 
 from __future__ import annotations
 
@@ -32,8 +29,8 @@ class BlockCounts(NamedTuple):
 class BlockManager:
     """Hands out fixed-size KV blocks and shares full ones between equal prefixes.
 
-    A freed block keeps its content until it is reused. Blocks without content are reused first, then the least recently
-    freed one.
+    A freed block keeps its content until it is reused; blank blocks are reused first, then the least recently freed
+    one.
 
     Invariant: a block is free exactly when its reference count, the number of tables that hold it, is 0; a free block
     is cached exactly when it holds a content.
@@ -59,11 +56,11 @@ class BlockManager:
 
     @property
     def counts(self) -> BlockCounts:
-        """The number of blocks, by use."""
+        """Blocks by use."""
         return BlockCounts(self.num_blocks, self.num_free_blocks, self.num_cached_blocks)
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
+        """Blocks that `num_tokens` tokens need."""
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, seq: Sequence) -> CachedPrefix:
@@ -83,11 +80,11 @@ class BlockManager:
         return self._prefixes.find(seq.cache_salt, seq.token_bytes, max_blocks=0)
 
     def num_cached_tokens(self, seq: Sequence) -> int:
-        """How many tokens of a waiting sequence `find_prefix` finds."""
+        """Tokens that `find_prefix` finds."""
         return self.find_prefix(seq).num_tokens
 
     def num_blocks_to_take(self, seq: Sequence, prefix: CachedPrefix) -> int:
-        """How many of the free blocks `try_allocate` would take, including cached ones it revives."""
+        """Free blocks that `try_allocate` would take, including cached ones it revives."""
         num_blocks = self.num_blocks_for(seq.num_stored_tokens)
         if prefix.num_tokens:
             num_blocks -= int(np.count_nonzero(self._ref_counts[prefix.block_ids]))
@@ -118,11 +115,11 @@ class BlockManager:
         return self._take(num_blocks).tolist() if num_blocks <= self.num_free_blocks else None
 
     def num_exclusive_blocks(self, seq: Sequence) -> int:
-        """Blocks that would become free if `seq` were freed; O(its blocks)."""
+        """Blocks that freeing `seq` would make free; O(its blocks)."""
         return int(np.count_nonzero(self._ref_counts[_as_array(seq.block_table)] == 1))
 
     def publish(self, seq: Sequence, num_computed_tokens: int) -> None:
-        """Make the full blocks of the first `num_computed_tokens` tokens available to later sequences.
+        """Let later sequences find the full blocks of the first `num_computed_tokens` tokens.
 
         Call it once the step that computes them has been sent; the tokens must be stored in the sequence.
         """
@@ -157,10 +154,9 @@ class BlockManager:
             self._prefixes.forget(blocks)
 
     def flush(self) -> int:
-        """Forget all contents: nothing computed or begun so far can be found afterwards.
+        """Forget all contents; returns how many blocks lost one.
 
-        Blocks in use stay in use; their sequences publish nothing more until they are admitted again. Returns how many
-        blocks lost a content.
+        Blocks in use stay in use; their sequences publish nothing more until they are admitted again.
         """
         num_flushed = len(self._prefixes.flush())
         self._free.blank_all()
@@ -169,8 +165,7 @@ class BlockManager:
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Assert that counts, free blocks, prefix index and block tables are consistent.
 
-        Args:
-            sequences: All sequences that have blocks.
+        `sequences` are all that have blocks.
         """
         held = array("i")
         for seq in sequences:
@@ -183,7 +178,7 @@ class BlockManager:
         self._prefixes.check_integrity(cached, blank)
 
     def _release(self, seq: Sequence) -> BlockIds:
-        """Take a sequence's blocks; returns those in no other table, the least valuable one first."""
+        """Returns the blocks in no other table, the least valuable one first."""
         # Tail first: the head of a prompt is the part a later prompt may share.
         blocks = _as_array(seq.block_table)[::-1]
         counts = self._ref_counts[blocks] - 1
@@ -208,5 +203,5 @@ class BlockManager:
 
 
 def _as_array(block_table: array[int]) -> BlockIds:
-    """A view of the table's memory, valid until the table changes."""
+    """A view, valid until the table changes."""
     return np.frombuffer(block_table, np.int32)

@@ -1,4 +1,4 @@
-"""The free KV blocks, in the order in which they are reused."""
+"""The free KV blocks, in order of reuse."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _MIN_WINDOW = 64
 class FreeBlocks:
     """Blank blocks, and cached ones, of which the least recently freed is taken first.
 
-    Cached blocks are in a queue from which entries are removed only at the head. A revived block leaves its entry in
-    the queue; the entry is void because the block's recorded position no longer matches. Void entries are dropped when
-    the head reaches them, or when the queue reaches the end of its memory and is packed. So each freed block costs
-    O(1), and freeing or reviving many is one array operation.
+    Cached blocks are in a queue from which entries are removed only at the head. A revived block leaves a void entry,
+    which no longer matches the block's recorded position. Void entries are dropped when the head reaches them, or when
+    the queue reaches the end of its memory and is packed. So each freed block costs O(1), and freeing or reviving many
+    is one array operation.
 
     Invariant: the position of a free cached block is that of its newest entry, between head and tail; any other block
     has none. There are at most as many valid entries as blocks, and the queue has room for twice as many.
@@ -36,23 +36,23 @@ class FreeBlocks:
 
     @property
     def cached(self) -> BlockIds:
-        """The cached blocks, the next one to be taken first."""
+        """The cached blocks, the next to be taken first."""
         entries = self._queue[self._head : self._tail]
         cached: BlockIds = entries[self._position[entries] == np.arange(self._head, self._tail)]
         return cached
 
     @property
     def blank(self) -> BlockIds:
-        """The blank blocks, the next one to be taken last; must not be modified."""
+        """The blank blocks, the next to be taken last; must not be modified."""
         return self._blank[: self.num_blank]
 
     def add_blank(self, blocks: BlockIds) -> None:
-        """Add blocks without content, the next one to be taken last."""
+        """Add blank blocks, the next to be taken last."""
         self._blank[self.num_blank : self.num_blank + len(blocks)] = blocks
         self.num_blank += len(blocks)
 
     def add_cached(self, blocks: BlockIds) -> None:
-        """Add blocks with a content, the least valuable one first."""
+        """Add cached blocks, the least valuable first."""
         if self._tail + len(blocks) > len(self._queue):
             self._pack()
         end = self._tail + len(blocks)
@@ -62,7 +62,7 @@ class FreeBlocks:
         self.num_cached += len(blocks)
 
     def revive(self, blocks: BlockIds) -> None:
-        """Take out these cached blocks, to be used again with their contents."""
+        """Take out cached blocks, to be used again with their contents."""
         self._position[blocks] = _NOWHERE
         self.num_cached -= len(blocks)
 
@@ -77,8 +77,7 @@ class FreeBlocks:
         """Take the next cached blocks; there must be enough."""
         taken = []
         while num_blocks:
-            # Twice the number missing, so that void entries seldom cause another round and each is seen
-            # about once.
+            # Twice the number missing, so that void entries seldom cause another round.
             end = min(self._head + max(2 * num_blocks, _MIN_WINDOW), self._tail)
             entries = self._queue[self._head : end]
             valid = (self._position[entries] == np.arange(self._head, end)).nonzero()[0][:num_blocks]

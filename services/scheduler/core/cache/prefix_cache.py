@@ -1,16 +1,16 @@
 """Which KV block holds which prefix: a tree whose paths are the token sequences computed so far.
 
-It is a radix tree over whole blocks, as in SGLang's RadixAttention (Zheng et al., arXiv:2312.07104, section 3). A node
-is a run of blocks rather than one block, so the cost per prompt hardly depends on its length or on the block size. With
-a letter for the tokens of one block, the prompts ABCDE and ABCF give
+A radix tree over whole blocks, as in SGLang's RadixAttention (Zheng et al., arXiv:2312.07104, section 3). A node is a
+run of blocks, so the cost per prompt hardly depends on its length or on the block size. With a letter for the tokens of
+one block, the prompts ABCDE and ABCF give
 
     root of the salt
     └─ A B C      blocks 7 3 9
        ├─ D E     blocks - 5      D's block was reused; E is found again once D is recomputed
        └─ F       blocks 2
 
-Tokens are compared, never represented by a hash, so a collision cannot lead to a wrong block. Children are looked up
-in dicts whose hash is seeded per process, so crafted prompts cannot make lookups slow either.
+Tokens are compared, not hashes, so a collision cannot lead to a wrong block. Python seeds the hash of `bytes` per
+process, so crafted prompts cannot make lookups slow either.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ _LONGEST_EXTENDED = 1024
 class PrefixCache:
     """Finds blocks by the prefix they were computed under.
 
-    A content stays in the tree while a block holds it or a longer content stays: when a head whose block was reused is
-    recomputed, the tails that are still cached are reachable again. The newest block of a content is the one that holds
-    it; an older one then holds no content.
+    A content stays in the tree while a block holds it or a longer content stays: once a head whose block was reused is
+    recomputed, its cached tails are reachable again. Only the newest block of a content holds it.
 
     Invariant: for each block, `_node_ids` and `_depths` say which node has it and which content of the path it holds.
     """
@@ -47,7 +46,7 @@ class PrefixCache:
         self._clear()
 
     def find(self, salt: bytes, tokens: bytearray, *, max_blocks: int) -> CachedPrefix:
-        """Find the longest cached prefix of full blocks, at most `max_blocks`.
+        """Find the longest cached prefix, of at most `max_blocks` full blocks.
 
         `tokens` are little-endian int32, at least `max_blocks` blocks of them.
         """
@@ -75,7 +74,7 @@ class PrefixCache:
         return CachedPrefix(self.version, blocks, cursor, cursor.num_blocks * self._block_size)
 
     def publish(self, cursor: PrefixCursor, block_table: BlockIds, *, tokens: bytearray, num_blocks: int) -> BlockIds:
-        """Advance a cursor, in place, to `num_blocks` blocks, none of which holds a content yet; they can now be found.
+        """Advance a cursor, in place, to `num_blocks` blocks, which can now be found; none may hold a content yet.
 
         Does nothing for a cursor of a past era, because the blocks before it were flushed.
 
@@ -85,7 +84,7 @@ class PrefixCache:
             num_blocks: More than the cursor has.
 
         Returns:
-            Blocks whose contents are now held by newer blocks; they hold no content any more.
+            Blocks that lost their contents to newer blocks.
         """
         if cursor.era is not self._era:
             return NO_BLOCKS
@@ -118,7 +117,7 @@ class PrefixCache:
         return holds
 
     def forget(self, blocks: BlockIds) -> None:
-        """Remove the contents of blocks that are reused or whose KV cannot be trusted."""
+        """Remove the contents of blocks."""
         node_ids = self._node_ids[blocks]
         self._node_ids[blocks] = _NO_NODE
         self.version = object()
@@ -139,10 +138,7 @@ class PrefixCache:
         return blocks
 
     def check_integrity(self, cached: Iterable[int], blank: Iterable[int]) -> None:
-        """Assert the class's invariants, and that exactly the cached ones among the free blocks hold a content.
-
-        Takes O(blocks + nodes).
-        """
+        """Assert the invariants, and that exactly the cached free blocks hold a content; O(blocks + nodes)."""
         assert self.holds(np.fromiter(cached, np.int32)).all(), "a cached block without content"
         assert not self.holds(np.fromiter(blank, np.int32)).any(), "a blank block with content"
         nodes = list(self._roots.values())
@@ -155,7 +151,7 @@ class PrefixCache:
         assert sorted([*(node.id for node in nodes), *self._unused_ids]) == list(range(len(self._nodes))), "node ids"
 
     def _check_node(self, node: PrefixNode) -> int:
-        """Assert a node's invariant; returns how many blocks it has."""
+        """Returns how many blocks the node has."""
         blocks = node.blocks[: node.num_blocks]
         present = blocks[blocks != _NO_BLOCK]
         assert self._nodes[node.id] is node, "node ids"
@@ -205,7 +201,7 @@ class PrefixCache:
         return first // self._block_size if differs[first] else num_blocks
 
     def _hold(self, node: PrefixNode, first: int, blocks: BlockIds) -> list[BlockIds]:
-        """Put these blocks into a node from its content `first` on; returns the blocks they replace."""
+        """Put blocks into a node from its content `first` on; returns those they replace."""
         place = node.blocks[first : first + len(blocks)]
         before = place[place != _NO_BLOCK]
         self._node_ids[before] = _NO_NODE
@@ -219,7 +215,7 @@ class PrefixCache:
         self._depths[blocks] = np.arange(start, start + len(blocks), dtype=np.int32)
 
     def _split(self, node: PrefixNode, num_blocks: int) -> PrefixNode:
-        """Split off the first `num_blocks` contents of a node into a new parent; returns the new node.
+        """Split off the first `num_blocks` contents of a node into a new parent; returns the parent.
 
         The rest keeps its identity, so a cursor at the end of `node` stays valid.
         """
@@ -263,7 +259,7 @@ class PrefixCache:
         return node.children.get(bytes(tokens[start : start + self._block_bytes]))
 
     def _append(self, node: PrefixNode, tokens: bytearray, table: BlockIds, num_before: int) -> PrefixNode:
-        """Append a sequence's contents to a node: the node is extended if it is a short leaf, else it gets a child.
+        """Append a sequence's contents to a node: a short leaf is extended, else it gets a child.
 
         Returns:
             The node that now ends with these contents; it has the blocks after the first `num_before`.

@@ -13,8 +13,8 @@ MAX_DELAY_S = 60.0
 class DrainRate:
     """Requests that left the waiting queue per second, weighted towards recent ones.
 
-    The rate is the exponentially decaying number of departures, divided by the time constant, or by the time since the
-    first departure while that is shorter.
+    It is the exponentially decaying number of departures, divided by the time constant, or by the time since the first
+    departure while that is shorter.
     """
 
     def __init__(self) -> None:
@@ -23,14 +23,14 @@ class DrainRate:
         self._first_at: float | None = None
 
     def note(self, num_departures: int, now: float) -> None:
-        """Record that requests left the queue at `now`, in seconds of a monotonic clock."""
+        """Record departures at `now`, in monotonic seconds."""
         if self._first_at is None:
             self._first_at = now
         self._faded_departures = self._faded(now) + num_departures
         self._updated_at = now
 
     def delay_s(self, num_places: int, now: float) -> float:
-        """Seconds until `num_places` places will have become free; the maximum while no departure has been seen."""
+        """Seconds until `num_places` places become free; the maximum while no departure has been seen."""
         if self._first_at is None:
             return MAX_DELAY_S
         measured_s = min(WINDOW_S, max(now - self._first_at, MIN_DELAY_S))

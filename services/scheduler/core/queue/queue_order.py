@@ -21,10 +21,10 @@ WINDOW = 64
 _MIN_LEFT = 64
 
 Key = tuple[float, ...]
-"""Sort key of a queue, unique within it."""
+"""Sort key, unique within a queue."""
 
 NumCachedTokens = Callable[[Sequence], int]
-"""How many tokens of a waiting sequence the prefix cache holds."""
+"""Tokens of a waiting sequence that the prefix cache holds."""
 
 _by_key: Callable[[tuple[Key, Sequence]], Key] = itemgetter(0)
 
@@ -33,10 +33,9 @@ class SortedQueue:
     """Sequences sorted by a key, the smallest first; any of them can be removed.
 
     Most are pushed in key order and go to a run, at O(1) each; the others go to a heap. A removed sequence stays there
-    until it reaches the front, or until about half of all entries are removed ones.
+    until it reaches the front, or about half of all entries are removed ones.
 
-    Invariant: `_keys` holds the sequences in the queue; each is, with its key, in `_heap` or in `_run`, which is
-    sorted.
+    Invariant: `_keys` holds the sequences in the queue; each is, with its key, in `_heap` or in the sorted `_run`.
     """
 
     def __init__(self) -> None:
@@ -75,7 +74,7 @@ class SortedQueue:
         return key, seq
 
     def remove(self, seq: Sequence) -> None:
-        """Remove a sequence from any place in the queue."""
+        """Remove a sequence from any place."""
         del self._keys[seq]
         if len(self._run) + len(self._heap) > 2 * len(self._keys) + _MIN_LEFT:
             self._run = deque(filter(self._is_in, self._run))
@@ -88,19 +87,19 @@ class SortedQueue:
 
 
 class QueueOrder(Protocol):
-    """The order of a queue policy. Keys sort by arrival, the earliest first, and begin with the arrive time."""
+    """The order of a queue policy. Keys begin with the arrive time."""
 
     def __len__(self) -> int: ...
 
     @property
     def oldest(self) -> tuple[Key, Sequence]:
-        """The earliest arrival and its sequence; the queue must not be empty."""
+        """The earliest arrival; the queue must not be empty."""
 
     def push(self, key: Key, seq: Sequence) -> None:
         """Add a sequence."""
 
     def remove(self, seq: Sequence) -> None:
-        """Remove a sequence from any place in the queue."""
+        """Remove a sequence from any place."""
 
     def first(self, now: float, num_cached_tokens: NumCachedTokens) -> Sequence:
         """The next sequence; the queue must not be empty."""
@@ -150,8 +149,7 @@ class PrefixOrder:
     """The longest cached prefix first, among the earliest arrivals; ties go by arrival.
 
     The window is ranked at most once for each `now`, so all admissions of a step share a ranking, as in SGLang. The
-    choice stays until it leaves: if there is no room for it, a ranking that changes with every block must not postpone
-    it for ever in favour of newer sequences.
+    choice stays until it leaves, or a ranking that changes with every block could postpone it for ever.
 
     Invariant: `_window` is sorted, and all of it arrived before all of `_later`. `_ranking` holds waiting sequences
     other than the choice, the best one last.

@@ -1,4 +1,4 @@
-"""The waiting queue: which sequence is next, how many may wait, and when a refused client should retry."""
+"""Which sequence is next, how many may wait, and when a refused client should retry."""
 
 from __future__ import annotations
 
@@ -40,20 +40,19 @@ def max_steps_to_admission(num_ahead: int, context_length: int, token_budget: in
     Let A be the sequences ahead of it, L the context length, and c = ceil(L / B) the steps it takes to compute the
     longest prompt with the token budget B. The bound is |A| * L * (2c - 1):
 
-    - While an aged request waits, only aged ones that arrived before it are admitted; any other sequence that is
-      preempted is queued after it. So every step that is sent works for A only.
+    - While an aged request waits, only aged ones that arrived before it are admitted; others that are preempted are
+      queued after it. So every step works for A only.
     - A row is a token that is kept (or several, with drafts), or one wasted by overlap; both count against max_tokens.
-      So A gets fewer than |A| * L rows, and at most that many steps have a row.
-    - A step without a row gives its whole budget to the prompt that began first. That prompt takes at most c - 1 such
-      steps before its last chunk, which has a row. In mixed steps it may be ended early, but only by a decode that
-      needs its blocks. Then either that step has a row, or every decode is preempted or sits out, and a step with a row
-      comes before another prompt can be ended that way. Each step with a row thus accounts for at most two prompts that
-      had begun, that is for 2 * (c - 1) steps without a row.
-    - Once A is gone, all blocks and slots are free, and no sequence is ahead of the request.
+      So at most |A| * L steps have a row.
+    - A step without a row gives its whole budget to the prompt that began first, which takes at most c - 1 such steps
+      before its last chunk, which has a row. In mixed steps a decode that needs its blocks may end it early. Then
+      either that step has a row, or every decode is preempted or sits out, and a step with a row comes before another
+      prompt can be ended that way. So each step with a row accounts for at most two begun prompts: 2 * (c - 1) steps
+      without a row.
+    - Once A is gone, all blocks and slots are free, and the request is next.
 
-    It relies on a sequence that has aged never being preempted for a higher class (`WaitingQueue.is_aged`). When an
-    epoch ends, the count starts over, because what was in flight is taken back. It bounds steps, not time: the steps
-    must return, and the delay gate must be open.
+    It relies on an aged sequence never being preempted for a higher class (`WaitingQueue.is_aged`). When an epoch ends,
+    the count starts over. It bounds steps, not time: the steps must return, and the delay gate must be open.
 
     Args:
         num_ahead: Sequences that held a slot when the request turned aged, plus unfinished ones that arrived before it,
@@ -71,9 +70,9 @@ class WaitingQueue:
     A sequence has aged once it has waited for more than `max_age_s` in total, not counting time spent running. Aged
     sequences go first, by arrival, under any policy, so none starves (see `max_steps_to_admission`).
 
-    Arrival is by `arrived_at`; ties go to those admitted before, then to the first added. So a preempted or
-    resubmitted sequence keeps its place. The limits apply to newcomers only. Each choice of a request counts as one
-    waiting sequence; their shared prompt counts once.
+    Arrival is by `arrived_at`, so a preempted or resubmitted sequence keeps its place; ties go to those admitted
+    before, then to the first added. Limits apply to newcomers only. Each choice of a request counts as one waiting
+    sequence; their prompt counts once.
 
     The clock never goes back. While a sequence waits, its priority and its times do not change.
 
@@ -100,11 +99,11 @@ class WaitingQueue:
         return len(self._arrivals)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Iterate in the order in which the sequences were added."""
+        """In the order in which they were added."""
         return iter(self._arrivals)
 
     def oldest_arrived_at(self) -> float:
-        """The earliest arrive time of all waiting sequences; the queue must not be empty."""
+        """The earliest arrive time; the queue must not be empty."""
         return min(place[0][0] for place in self._fronts())
 
     def check_room(
@@ -115,7 +114,7 @@ class WaitingQueue:
         One above a limit by itself is accepted while no newcomer is waiting.
 
         Raises:
-            QueueFullError: with an estimate, from the drain rates, of when there will be room.
+            QueueFullError: with an estimate of when there will be room.
         """
         num_new = self.num_new + sum(queue.num_new for queue in others)
         num_new_tokens = self.num_new_tokens + sum(queue.num_new_tokens for queue in others)
@@ -130,13 +129,13 @@ class WaitingQueue:
             )
 
     def retry_delay_s(self, num_places: int, now: float, others: Collection[WaitingQueue] = ()) -> float:
-        """Seconds until `num_places` newcomers will have left this queue or `others`, which drain in parallel."""
+        """Seconds until `num_places` newcomers will have left the queues, which drain in parallel."""
         delays_s = [queue._drain_rate.delay_s(num_places, now) for queue in (self, *others)]
         rate = sum(1.0 / delay_s for delay_s in delays_s if delay_s < MAX_DELAY_S)
         return 1.0 / rate if rate else MAX_DELAY_S
 
     def add(self, seq: Sequence, now: float) -> None:
-        """Add a sequence at its place: a newcomer, or one that comes back."""
+        """Add a sequence at its place."""
         seq.queued_at = now
         self._num_added += 1
         is_new = not seq.was_admitted
@@ -189,7 +188,7 @@ class WaitingQueue:
             assert self.oldest_arrived_at() == min(seq.arrived_at for seq in self), "the oldest that waits"
 
     def _first_aged(self, now: float) -> Sequence:
-        """The first of the aged sequences, at least one of which is still in the policy's order."""
+        """At least one aged sequence must still be in the policy's order."""
         if not self.is_aged(self._order.oldest[1], now):
             # It arrived before the aged ones but ran in between; it must not hide them.
             while self._ages and self._ages.top[0][0] < now:
