@@ -1,1 +1,1 @@
-"""The scheduler service: it decides what every GPU computes next, and sends the results to the tokenizers."""
+"""The scheduler service: decides what every GPU computes next."""

@@ -25,7 +25,7 @@ _STOP_GRACE_S = 0.5
 
 
 async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> int:
-    """Serve until `stop` is set or the cell fails; returns the process's exit code."""
+    """Serve until `stop` is set or the cell fails; returns the exit code."""
     health = Health(PUBLIC_SERVICES)
     cell = make_cell(settings, uuid.uuid4().hex, health)
     try:
@@ -56,11 +56,6 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> int:
 
 
 async def _serve_metrics(settings: SchedulerSettings, cell: CellServer) -> asyncio.AbstractServer | None:
-    """Serve metrics if configured.
-
-    Raises:
-        RuntimeError: the address is not usable.
-    """
     if settings.metrics_listen is None:
         return None
     try:
@@ -70,7 +65,7 @@ async def _serve_metrics(settings: SchedulerSettings, cell: CellServer) -> async
 
 
 def main() -> int:
-    """Run the service's process; returns its exit code."""
+    """Run the service; returns the exit code."""
     settings = load_settings(SchedulerSettings)
     configure_logging(service="scheduler", level=settings.log_level, log_format=settings.log_format)
     log_settings(settings)

@@ -1,4 +1,4 @@
-"""Makes the cell of a scheduler process: its engine, and gRPC links to its workers."""
+"""Makes the cell of a scheduler process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler's metrics, named after vLLM's: read from the engine when scraped, never on the step path."""
+"""The scheduler's metrics, named after vLLM's: read when scraped, never on the step path."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from services.scheduler.server.idle_check import IdleCheck
 
 
 def make_registry(engine: Engine, idle_check: IdleCheck) -> CollectorRegistry:
-    """Make a registry with the metrics of a cell and of this process."""
+    """Make a registry for a cell and this process."""
     registry = CollectorRegistry()
     registry.register(CellCollector(engine, idle_check))
     ProcessCollector(registry=registry)
@@ -25,7 +25,7 @@ def make_registry(engine: Engine, idle_check: IdleCheck) -> CollectorRegistry:
 
 
 class CellCollector(Collector):
-    """All metrics of a cell, from one snapshot. Counters start at 0 with the process; no label comes from a client."""
+    """A cell's metrics, from one snapshot. Counters start at 0 with the process; no label comes from a client."""
 
     def __init__(self, engine: Engine, idle_check: IdleCheck) -> None:
         self._engine = engine

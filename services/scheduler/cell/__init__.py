@@ -1,1 +1,1 @@
-"""The engine of one cell, without I/O: its requests, its DP ranks, and the failure domains they form."""
+"""The engine of one cell, without I/O."""

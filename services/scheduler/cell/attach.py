@@ -1,8 +1,7 @@
 """The attach protocol of a failure domain: one epoch for all its groups, offered anew until each runs under it.
 
-Sans-I/O: events and their times go in, commands come out. Epochs are the only fence between schedulers: a worker runs
-only steps of its current epoch, which never falls. So a message that is lost, late or repeated only costs another
-round.
+Sans-I/O. Epochs are the only fence between schedulers: a worker runs only steps of its current epoch, which never
+falls. So a lost, late or repeated message only costs another round.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ QUESTION = 0
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """Another scheduler, named by a group as its live holder in every answer since `since`."""
+    """Another scheduler, named as live holder in every answer of a group since `since`."""
 
     instance_id: str
     since: float
@@ -36,8 +35,8 @@ class SchedulerClaim:
     """A scheduler's claim to its workers, shared by the domains of a cell.
 
     A scheduler that has never held a domain takes nothing while another one holds any group that answers. One that has
-    exits when a rival has held one of its groups for longer than the lease, under a higher epoch than any it holds
-    itself (ties go by instance id). So of two schedulers that each hold part of a cell, exactly one exits.
+    exits when a rival has held one of its groups for longer than the lease, under a higher epoch than any of its own
+    (ties go by instance id). So of two schedulers that each hold part of a cell, exactly one exits.
     """
 
     instance_id: str
@@ -51,7 +50,7 @@ class SchedulerClaim:
     """The rival named in the last answer of each group asked."""
 
     def note_holder(self, group: int, holder: str, now: float) -> None:
-        """Record the live holder that a group named; empty for none, or if the group cannot be reached."""
+        """Record the live holder that a group named; empty for none or no answer."""
         rival = self.group_to_rival.get(group)
         if holder in ("", self.instance_id):
             self.group_to_rival[group] = None
@@ -82,7 +81,7 @@ class SchedulerClaim:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlace:
-    """A group's place in its cell, as it reports it."""
+    """A group's place in its cell, as reported."""
 
     dp_rank: int
     dp_size: int
@@ -99,7 +98,7 @@ class Accepted:
     facts: WorkerFacts
     place: GroupPlace
     last_step: tuple[int, int] = (0, 0)
-    """Epoch and id of the last step it launched before; (0, 0) if none since it started."""
+    """Epoch and id of the last step launched before; (0, 0) if none since it started."""
     is_stuck: bool = False
 
 
@@ -126,7 +125,7 @@ class StreamOpened:
 
 @dataclass(frozen=True, slots=True)
 class StreamBroken:
-    """A group's stream of an epoch ended or was never opened; `held_epoch` and `holder` are as in `Refused`."""
+    """A group's stream ended or was never opened; `held_epoch` and `holder` are as in `Refused`."""
 
     group: int
     epoch: int
@@ -151,7 +150,7 @@ AttachEvent = Accepted | Refused | StreamOpened | StreamBroken | Dropped | Retry
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Offer a group an epoch, or query it with `QUESTION`; one `Accepted` or `Refused` follows."""
+    """Offer an epoch, or query the group with `QUESTION`; one `Accepted` or `Refused` follows."""
 
     group: int
     epoch: int
@@ -159,7 +158,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Ask a group's leader to end its processes; the next offer shows whether that worked."""
+    """Ask a group's leader to end its processes."""
 
     group: int
     epoch: int
@@ -174,7 +173,7 @@ class OpenStreams:
 
 @dataclass(frozen=True, slots=True)
 class CloseStreams:
-    """End the epoch's streams, including those still being opened."""
+    """End the epoch's streams, including those being opened."""
 
     epoch: int
 
@@ -200,7 +199,7 @@ class _Phase(enum.Enum):
 
 
 class DomainAttach:
-    """The scheduler's side of attaching one domain; the worker's side is its claim.
+    """The scheduler's side of attaching one domain.
 
     A round offers one epoch to all groups and waits for their answers; another one follows unless all accept:
 
@@ -283,7 +282,7 @@ class DomainAttach:
         self._claim.note_holder(group, holder, now)
 
     def _is_last_refusal(self, refusal: Refused) -> bool:
-        """Whether two refusals, more than the lease apart, named a live rival that this scheduler must yield to.
+        """Whether two refusals, more than the lease apart, named a live rival to yield to.
 
         The later one was requested after the lease had run out, so the rival was alive when the earlier one was given.
         """
@@ -359,6 +358,5 @@ def _find_reason_to_restart(accepted: list[Accepted]) -> str | None:
 
 
 def _differing_facts(facts: WorkerFacts, others: WorkerFacts) -> Iterator[str]:
-    """Pool size and numerics may differ between ranks."""
     comparable = replace(facts, num_blocks=others.num_blocks, numerics_fingerprint=others.numerics_fingerprint)
     return (name for name in WorkerFacts.__slots__ if getattr(comparable, name) != getattr(others, name))

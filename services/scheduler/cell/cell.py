@@ -1,4 +1,4 @@
-"""All sequences of a cell: on its DP ranks, or waiting to be placed on one."""
+"""All sequences of a cell, placed or not."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from services.scheduler.core.worker_facts import WorkerFacts
 
 
 class Cell:
-    """The DP ranks, each with its scheduler, and a queue of the sequences that no rank may take now.
+    """The DP ranks, and a queue of the sequences that no rank may take now.
 
-    When a domain is lost, or emptied to try suspects, its sequences go to the remaining ranks or to the unplaced queue.
+    When a domain is lost, or emptied to try suspects, its sequences go to other ranks or to the unplaced queue.
     Suspects wait there until they are tried.
 
     Invariant: a sequence that has not ended is in the scheduler of its `rank`, or in the unplaced queue if it has none.
@@ -109,13 +109,13 @@ class Cell:
         self._quarantine.on_attached(domain)
 
     def lose(self, domain: Domain, now: float, *, accuses_rows: bool) -> tuple[list[Sequence], str | None]:
-        """End an attached domain's epoch; its sequences wait elsewhere, with the tokens they have.
+        """End an attached domain's epoch; its sequences wait elsewhere, with their tokens.
 
         Args:
-            accuses_rows: Whether the requests in its steps in flight may have caused the loss.
+            accuses_rows: Whether requests in flight may have caused the loss.
 
         Returns:
-            The sequences, and the id of the request that turned out to be poison, if any.
+            The sequences, and the id of a request found to be poison.
         """
         self._counters.num_lost_epochs += 1
         self._is_disturbed = True
@@ -144,7 +144,7 @@ class Cell:
         return outputs
 
     def settle(self, now: float) -> None:
-        """Advance trials, and place the unplaced sequences that may be placed."""
+        """Advance trials, and place what may be placed."""
         if self._quarantine:
             for domain, request_ids in self._quarantine.advance(now):
                 self._empty(domain, now)
@@ -158,7 +158,7 @@ class Cell:
         return [action for domain in self.domains for action in domain.send_ahead(now)]
 
     def go_on_after(self, rank: Rank, now: float) -> list[Action]:
-        """Settle and send ahead after an event that only returned a step of this rank."""
+        """Settle and send ahead when only a step of this rank has returned."""
         if self._is_disturbed:
             self.settle(now)
             return self.send_ahead(now)
@@ -184,7 +184,7 @@ class Cell:
         )
 
     def check_integrity(self) -> None:
-        """Assert that the ranks and the unplaced queue are consistent."""
+        """Assert that ranks and unplaced queue are consistent."""
         for number, scheduler in enumerate(self._schedulers()):
             scheduler.check_integrity()
             rank = number if scheduler is not self._unplaced else None

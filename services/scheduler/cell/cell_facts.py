@@ -1,4 +1,4 @@
-"""What a cell serves, as its ranks reported when attached."""
+"""What a cell serves."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class CellFacts:
 
     def __init__(self, block_size: int) -> None:
         self.model: WorkerFacts | None = None
-        """None until a domain has been attached for the first time."""
+        """None until a domain has been attached."""
         self.limits: ModelLimits | None = None
-        """Fits the smallest pool of any rank; None while `model` is."""
+        """Include the smallest pool of any rank; None while `model` is."""
         self.exact_fingerprint = ""
-        """The exact numerics of all attached ranks, or of the last ones; empty if exactness is unavailable."""
+        """The numerics of all attached ranks, or of the last ones; empty if exactness is unavailable."""
         self._block_size = block_size
 
     def find_fault(self, facts: Iterable[WorkerFacts]) -> str | None:
-        """Say why these ranks cannot serve together with earlier ones; None when they can."""
+        """Say why these ranks cannot serve with earlier ones; None when they can."""
         for rank_facts in facts:
             if rank_facts.num_draft_tokens > MAX_DRAFT_TOKENS:
                 return f"it drafts more than {MAX_DRAFT_TOKENS} tokens"

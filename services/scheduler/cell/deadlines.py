@@ -1,4 +1,4 @@
-"""The deadlines of requests, earliest first."""
+"""The deadlines of requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Key = tuple[int, int]
 
 
 class Deadlines:
-    """The deadlines of requests, by client and handle.
+    """Deadlines by client and handle.
 
     Invariant: `_deadlines` is authoritative; the heap has an entry for each, and at most about as many stale ones.
     """
@@ -22,7 +22,7 @@ class Deadlines:
 
     @property
     def first(self) -> float | None:
-        """The earliest deadline; None when there is none."""
+        """The earliest deadline, if any."""
         while self._heap and self._is_stale(self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None

@@ -57,7 +57,7 @@ class Domain:
             rank.scheduler.begin_epoch(rank_facts)
 
     def end_epoch(self, now: float) -> list[RecoveredSequences]:
-        """End the epoch of all ranks; returns the sequences they had."""
+        """End the epoch; returns the sequences that the ranks had."""
         self.epoch = None
         self.is_held = False
         return [scheduler.end_epoch(now) for scheduler in self._schedulers]
@@ -84,7 +84,7 @@ class Domain:
         return actions
 
     def find_fault(self, now: float) -> str | None:
-        """Say why the domain must be given up (a rank is silent or makes no progress); None when all is well."""
+        """Say why the domain must be given up; None when all is well."""
         if self.epoch is None:
             return None
         for rank in self.ranks:
@@ -96,7 +96,7 @@ class Domain:
         return None
 
     def extend_deadlines(self, pause_s: float, now: float) -> None:
-        """Ignore the last `pause_s` seconds, in which this process was not listening."""
+        """Ignore the last `pause_s` seconds, when this process was not listening."""
         for rank in self.ranks:
             rank.heard_at = min(now, rank.heard_at + pause_s)
             rank.scheduler.extend_deadlines(pause_s, now)

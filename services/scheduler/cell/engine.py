@@ -1,6 +1,6 @@
 """The cell's decision-maker: events in, actions out.
 
-Sans-I/O: no threads, sockets or clock, so a whole cell can be simulated from one seed. `cell_server` wraps it.
+Sans-I/O, so a whole cell can be simulated from one seed. `cell_server` wraps it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Engine:
     """Connects clients, DP ranks and workers; owns the only mutable state of the cell.
 
     A domain's epoch ends when a link breaks, a result is invalid, or a rank is silent or makes no progress. Its
-    requests then wait, with the tokens they have, for the next rank. Their clients only learn that they resume, unless
-    a request turns out to crash its workers.
+    requests then wait, with their tokens, for the next rank. Their clients only learn that they resume, unless a
+    request turns out to crash its workers.
 
     If the engine was stopped for longer than its claim to the workers lasts, another scheduler may have taken them, so
     it asks for its process to end, whatever events follow.
@@ -71,7 +71,7 @@ class Engine:
 
     @property
     def model(self) -> WorkerFacts | None:
-        """The model served; None until a domain has been attached for the first time."""
+        """The model served; None until a domain has been attached."""
         return self._facts.model
 
     @property
@@ -81,11 +81,11 @@ class Engine:
 
     @property
     def exact_fingerprint(self) -> str:
-        """The numerics for which exactness is promised; empty when it is not promised."""
+        """The numerics promised for exact requests; empty when exactness is unavailable."""
         return self._facts.exact_fingerprint
 
     def next_wakeup(self) -> float:
-        """When `TimePassed` is due: a request's deadline or the next heartbeat."""
+        """When `TimePassed` is due."""
         deadline, beat = self._requests.first_deadline, self._heartbeat.next_at
         return beat if deadline is None or beat < deadline else deadline
 
@@ -125,13 +125,12 @@ class Engine:
         return self._cell.state()
 
     def check_integrity(self) -> None:
-        """Assert that all parts of the cell's state are consistent."""
+        """Assert that all state is consistent."""
         self._requests.check_integrity()
         assert self._requests.choices() == set(self._cell.unfinished()), "a choice was forgotten, or was not ended"
         self._cell.check_integrity()
 
     def _beat(self, now: float) -> list[Action]:
-        """Send a heartbeat, and give up the domains that are at fault."""
         if self._exit is None and self._cell.is_attached and self._heartbeat.is_lease_over(now):
             self._exit = Exit("this process was stopped for so long that another scheduler may have taken its workers")
         if self._exit is not None:

@@ -1,6 +1,6 @@
-"""The engine's input (events) and output (actions): data only.
+"""The engine's input (events) and output (actions).
 
-They are never changed once made; for why some are not frozen, see `services.scheduler.core.batch.step`.
+Never changed once made; for why some are not frozen, see `services.scheduler.core.batch.step`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shared.limits import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class ChoiceSoFar:
-    """What a client already has of one choice."""
+    """What a client has of one choice."""
 
     output: bytes = b""
     """Completion tokens, little-endian int32."""
@@ -39,19 +39,18 @@ class Submission:
     """From 1, on any stream; a higher attempt supersedes a lower one in flight."""
     n: int = 1
     choices_so_far: tuple[ChoiceSoFar, ...] = ()
-    """What the client has from earlier attempts: empty, or one entry per choice."""
+    """From earlier attempts: empty, or one entry per choice."""
     age_s: float = 0.0
     """Seconds since the request arrived."""
     time_left_s: float | None = None
-    """How long its caller waits; None means for ever."""
+    """None means for ever."""
     is_exact: bool = False
-    """Whether the answer's bytes must depend only on model, prompt and parameters."""
+    """Whether the answer must depend only on model, prompt and parameters."""
     num_earlier_resumes: int = 0
-    """In earlier attempts."""
 
     @property
     def open_choices(self) -> list[int]:
-        """The choices whose ends the client does not have."""
+        """Choices whose ends the client does not have."""
         if not self.choices_so_far:
             return list(range(self.n))
         return [choice for choice, so_far in enumerate(self.choices_so_far) if not so_far.has_ended]
@@ -59,7 +58,7 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class DomainAttached:
-    """All groups of a failure domain have empty batches and wait for steps, under one epoch."""
+    """All groups of a domain have empty batches and wait for steps of one epoch."""
 
     domain: int
     facts: tuple[WorkerFacts, ...]
@@ -68,7 +67,7 @@ class DomainAttached:
 
 @dataclass(frozen=True, slots=True)
 class DomainLost:
-    """A link to a domain broke: the epoch has ended and its steps in flight are void."""
+    """A link to a domain broke: its epoch has ended, its steps in flight are void."""
 
     domain: int
     epoch: int
@@ -93,7 +92,7 @@ class WorkerHeard:
 
 @dataclass(slots=True)
 class ClientMessage:
-    """A message from a tokenizer replica, handled in the order of the fields."""
+    """A message from a tokenizer replica; its fields are handled in order."""
 
     client: int
     submissions: list[Submission] = field(default_factory=list)
@@ -112,7 +111,7 @@ class ClientGone:
 
 @dataclass(frozen=True, slots=True)
 class AbortRequest:
-    """Another call wants a request of any client to end; an unknown id is ignored."""
+    """Another call ends a request of any client; an unknown id is ignored."""
 
     request_id: str
 
@@ -145,7 +144,7 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class CloseClient:
-    """End a client's stream, because it broke the protocol."""
+    """End a client's stream for breaking the protocol."""
 
     client: int
     error: ServiceError
@@ -162,14 +161,14 @@ class DropDomain:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """End the process: it can never serve these workers, or another scheduler has taken them."""
+    """End the process: it can never serve these workers, or another scheduler has them."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """Send a heartbeat to every worker and replica; `progress` increases with every step sent."""
+    """Send a heartbeat to all workers and replicas; `progress` increases with every step sent."""
 
     progress: int
 

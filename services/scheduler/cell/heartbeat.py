@@ -1,4 +1,4 @@
-"""When the engine's heartbeats are due, and whether its claim to the workers has expired."""
+"""The engine's own heartbeat."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _PAUSE_S = 1.0
 
 
 class Heartbeat:
-    """The engine's own heartbeat; the first beat is due at once."""
+    """When heartbeats are due (the first one at once), and whether the claim to the workers has expired."""
 
     def __init__(self) -> None:
         self.next_at = float("-inf")
@@ -21,6 +21,6 @@ class Heartbeat:
         return last_at is not None and now - last_at > LEASE_S
 
     def beat(self, now: float) -> float:
-        """Record a beat; returns the seconds for which the engine was stopped before it."""
+        """Record a beat; returns how many seconds the engine was stopped before it."""
         self.next_at = next_beat_at(now)
         return self._own_pause.note(now)

@@ -1,4 +1,4 @@
-"""Turns submissions into sequences, and checks these against the model."""
+"""Turns submissions into sequences, and checks them against the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One step for all coupled ranks: what each of them runs, and what it must know about the others.
+"""One step for all coupled ranks.
 
 Collectives span coupled ranks, so each runs a step whenever one does. The plan contains what ATOM's ranks find out by
 an all-reduce: whether any rank prefills, how many tokens each computes, and the batch size to which graphs are padded.
@@ -19,7 +19,7 @@ GRAPH_BATCH_SIZES = (1, 2, 4, 8, *range(16, 513, 16))
 
 
 def graph_batch_size(num_rows: int) -> int:
-    """The smallest captured batch size that holds the rows; `num_rows` if none does."""
+    """The smallest captured batch size that holds the rows, else `num_rows`."""
     index = bisect_left(GRAPH_BATCH_SIZES, num_rows)
     return GRAPH_BATCH_SIZES[index] if index < len(GRAPH_BATCH_SIZES) else num_rows
 
@@ -29,10 +29,10 @@ class LockstepPlanner:
 
     If any rank has a prefill, the step is eager for all: the others run their decodes alongside, or a dummy prefill of
     one token. Otherwise it is a decode at one padded size, and idle ranks run a dummy of it. A step is sent when some
-    rank has work and every rank has room for one more in flight.
+    rank has work and every rank has room in flight.
 
-    A prefill makes the step long for every rank, so prefills are held back for up to `max_wait_steps` decode steps,
-    until each rank has one. All are released as soon as a rank would otherwise run only dummies.
+    A prefill makes the step long for every rank, so prefills wait up to `max_wait_steps` decode steps until each rank
+    has one, unless a rank would run only dummies meanwhile.
 
     Invariant: all ranks have been sent the same steps of their epoch.
     """
@@ -43,7 +43,7 @@ class LockstepPlanner:
         self._num_waited_steps = 0
 
     def steps(self, epoch: int, now: float) -> Iterator[list[Step]]:
-        """Send steps, each a list by rank, until no rank has work or some rank has no room."""
+        """Send steps, each a list by rank, while some rank has work and all have room."""
         while all(scheduler.has_room for scheduler in self._schedulers):
             may_prefill = self._prefill_is_due()
             batches = [scheduler.plan(now, may_prefill=may_prefill) for scheduler in self._schedulers]

@@ -1,4 +1,4 @@
-"""Which DP rank takes a request: the one with most of its prompt cached, as long as the load stays balanced."""
+"""Which DP rank takes a request."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ MAX_MOVES = 8
 
 
 class Placement:
-    """Places requests on ranks; choices of a request stay together, because they share its prompt.
+    """Prefers the rank with most of the prompt cached, as long as the load stays balanced.
 
-    The cost of a rank, in tokens, combines what it computes before a newcomer's first token and what shares the steps:
+    The choices of a request stay together, because they share its prompt. The lowest cost, in tokens, wins:
 
         newcomers' prompt tokens in its queue + tokens_per_seq * its waiting and running sequences - cached tokens
 
-    The lowest cost wins; ties go to the lowest load (the cost without the cached tokens), then to the first. Source:
-    the router of NVIDIA Dynamo weighs prefill blocks against active blocks in the same way.
+    Ties go to the lowest load (the cost without the cached tokens), then to the first rank. Source: the router of
+    NVIDIA Dynamo weighs prefill blocks against active blocks in the same way.
     """
 
     def __init__(self, tokens_per_seq: int) -> None:
         self._tokens_per_seq = tokens_per_seq
 
     def place(self, sequences: Sequence[TokenSequence], ranks: Sequence[Rank], now: float) -> None:
-        """Queue the choices of one request; they must not be in a queue."""
+        """Queue the choices of one request, which must not be in a queue."""
         rank = ranks[0] if len(ranks) == 1 else self._pick(sequences[0], ranks)
         for seq in sequences:
             seq.rank = rank.number
             rank.scheduler.add(seq, now)
 
     def feed(self, idle: Rank, ranks: Sequence[Rank], now: float) -> None:
-        """Let an idle rank take requests that wait on the busiest one, if they would be placed there now.
+        """Move requests from the busiest rank to an idle one, if they would be placed there now.
 
         Takes only requests of which no choice has begun, the last in the queue first. Does nothing unless `idle` is in
         `ranks`.
@@ -71,6 +71,5 @@ def by_request(sequences: Iterable[TokenSequence]) -> list[list[TokenSequence]]:
 
 
 def _newcomers(rank: Rank) -> list[list[TokenSequence]]:
-    """Requests of which no choice was ever admitted."""
     begun = {seq.id for seq in rank.scheduler.unfinished() if seq.num_first_cached_tokens is not None}
     return [sequences for sequences in by_request(rank.scheduler.waiting_sequences()) if sequences[0].id not in begun]

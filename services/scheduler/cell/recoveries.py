@@ -1,4 +1,4 @@
-"""How long requests are delayed by the loss of an epoch."""
+"""How long the loss of an epoch delays requests."""
 
 from __future__ import annotations
 

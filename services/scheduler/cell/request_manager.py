@@ -1,4 +1,4 @@
-"""Accepts and ends requests: the engine's client-facing side."""
+"""The engine's client-facing side."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ from shared.errors import (
 
 class RequestManager:
     """Accepts requests, queues their choices, and ends them.
-
-    Each choice is a sequence that ends on its own; ending a request ends all of its choices.
 
     Invariant: a choice is known here from its submission until its end has been delivered, its client has aborted the
     request, or a later attempt has replaced it (its client is notified of that too).
@@ -90,7 +88,7 @@ class RequestManager:
         return self._fail([request], PoisonRequestError("a worker failed twice while running only this request"), now)
 
     def end_unservable(self, waiting: Iterable[Sequence], now: float) -> list[Action]:
-        """End the waiting sequences that can no longer be served or turn out to have finished."""
+        """End the waiting sequences that cannot be served any more or have finished."""
         outputs = OutputsByClient()
         for seq in waiting:
             try:
@@ -115,7 +113,7 @@ class RequestManager:
     def _submit(self, client: int, submission: Submission, outputs: OutputsByClient, now: float) -> None:
         """Check a request and queue its choices; a later attempt replaces an earlier one.
 
-        `outputs` receives the ends of an earlier attempt, and of choices whose output so far is finished.
+        `outputs` receives the ends of an earlier attempt, and of choices that have already finished.
 
         Raises:
             ServiceError: it cannot be served; nothing has changed.
@@ -154,10 +152,7 @@ class RequestManager:
         self._cell.add(request.choices, now)
 
     def _check_sequence(self, seq: Sequence) -> Finish | None:
-        """Check a waiting sequence; nothing is checked before a model is known.
-
-        Returns:
-            Why its output so far ends it; None when it continues.
+        """Check a waiting sequence, once a model is known; returns how it has finished, if it has.
 
         Raises:
             ServiceError: it cannot be served.
@@ -173,18 +168,14 @@ class RequestManager:
         return find_finish(seq, frozenset(model.eos_token_ids))
 
     def _promise_exactness(self, seq: Sequence) -> None:
-        """Promise the same numerics as any earlier promise.
-
-        Raises:
-            ExactUnavailableError: exactness is not available.
-        """
+        """Raises ExactUnavailableError; later promises are for the same numerics."""
         fingerprint = self._facts.exact_fingerprint
         if not fingerprint or seq.exact_fingerprint not in (None, fingerprint):
             raise ExactUnavailableError("the workers cannot guarantee exact results")
         seq.exact_fingerprint = fingerprint
 
     def _check_room(self, request: Request, now: float) -> None:
-        """Check for room; queue limits do not apply to a request that was admitted before.
+        """Queue limits do not apply to a request that was admitted before.
 
         Raises:
             QueueFullError: there is no room now.
@@ -221,7 +212,7 @@ class RequestManager:
 
 
 def _is_superseded(earlier: Request, client: int, attempt: int) -> bool:
-    """Whether an attempt replaces one in flight: any later one does, and from the same client any but the first.
+    """Any later attempt replaces one in flight; from the same client, any but the first.
 
     Direct calls are one client, and their attempts are not counted beyond the second.
     """

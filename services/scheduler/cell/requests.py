@@ -1,4 +1,4 @@
-"""The requests of a cell, by handle, id, client and deadline."""
+"""The requests of a cell."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Key = tuple[int, int]
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A client's request. Choice i answers under `handle` + i."""
+    """Choice i answers under `handle` + i."""
 
     id: str
     client: int
@@ -28,7 +28,7 @@ class Request:
 
 
 class RequestTable:
-    """Requests and their choices.
+    """Requests by handle, id, client and deadline.
 
     Invariant: a request is here while any of its choices is, under its own handle even when choice 0 has ended.
     `num_prompt_logprob_bytes` is the sum over all requests.
@@ -43,7 +43,7 @@ class RequestTable:
 
     @property
     def first_deadline(self) -> float | None:
-        """The earliest deadline; None when there is none."""
+        """The earliest deadline, if any."""
         return self._deadlines.first
 
     def by_id(self, request_id: str) -> Request | None:
@@ -69,7 +69,7 @@ class RequestTable:
         return any((client, choice) in self._choices for choice in range(handle, handle + n))
 
     def add(self, request: Request) -> None:
-        """Add a request with at least one choice, under an unused id and handles."""
+        """Add a request with at least one choice; its id and handles must be unused."""
         key = (request.client, request.handle)
         self._requests[key] = self._id_to_request[request.id] = request
         for seq in request.choices:
@@ -79,7 +79,7 @@ class RequestTable:
         self.num_prompt_logprob_bytes += request.num_prompt_logprob_bytes
 
     def remove(self, request: Request) -> list[Sequence]:
-        """Remove a request; returns its choices that have not ended."""
+        """Returns its choices that have not ended."""
         choices, request.choices = request.choices, []
         for seq in choices:
             del self._choices[request.client, seq.handle]
@@ -98,7 +98,7 @@ class RequestTable:
         return seq
 
     def passed(self, now: float) -> list[Request]:
-        """The requests whose deadlines have passed, the earliest first; each is returned only once."""
+        """The requests past their deadlines, the earliest first; each is returned only once."""
         return [self._requests[key] for key in self._deadlines.pop_passed(now)]
 
     def check_integrity(self) -> None:

@@ -10,7 +10,7 @@ from services.scheduler.core.policy import SchedulerCounters
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """One DP rank; without a worker it has no blocks and no sequences. `num_steps` is cumulative."""
+    """Without a worker a rank has no blocks and no sequences. `num_steps` is cumulative."""
 
     rank: int
     is_attached: bool
@@ -25,7 +25,7 @@ class RankState:
 
 @dataclass(frozen=True, slots=True)
 class CellState:
-    """The cell; `ready` when any rank is attached. Numbers are sums over the ranks.
+    """`ready` when any rank is attached. Numbers are sums over the ranks.
 
     `num_waiting` includes unplaced sequences; `counters` are cumulative.
     """
