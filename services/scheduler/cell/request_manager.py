@@ -168,7 +168,11 @@ class RequestManager:
         return find_finish(seq, frozenset(model.eos_token_ids))
 
     def _promise_exactness(self, seq: Sequence) -> None:
-        """Raises ExactUnavailableError; later promises are for the same numerics."""
+        """Promise exactness, under the same numerics as any earlier promise.
+
+        Raises:
+            ExactUnavailableError: it is not available.
+        """
         fingerprint = self._facts.exact_fingerprint
         if not fingerprint or seq.exact_fingerprint not in (None, fingerprint):
             raise ExactUnavailableError("the workers cannot guarantee exact results")

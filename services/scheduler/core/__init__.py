@@ -1,1 +1,1 @@
-"""One DP rank's scheduler, without I/O: what runs in the next step, and what happens to its tokens."""
+"""One DP rank's scheduler, without I/O."""

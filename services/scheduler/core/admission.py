@@ -28,9 +28,8 @@ class NewTokenRatio:
 
         min(1, (generated + 20 * running) / (sum of their max_tokens + 1)), and at least 0.1
 
-    Source: SGLang, `NewTokenRatioTracker` (srt/managers) and `PrefillAdder` (srt/managers/schedule_policy.py). There
-    the candidate counts with all of its max_tokens, and each sequence with at most 4096; here the ratio applies to the
-    candidate too, and nothing is clipped.
+    Source: SGLang, `NewTokenRatioTracker` (srt/managers) and `PrefillAdder` (srt/managers/schedule_policy.py), where
+    the candidate counts with all of its max_tokens, and each sequence with at most 4096.
     """
 
     def __init__(self) -> None:
@@ -41,7 +40,7 @@ class NewTokenRatio:
         self.value = max(self.value - _DECAY, MIN_RATIO)
 
     def on_retraction(self, num_generated_tokens: int, num_max_tokens: int, num_running: int) -> None:
-        """Set the ratio from totals over the sequences still running."""
+        """Totals are over the sequences still running."""
         num_expected = num_generated_tokens + LOOK_AHEAD_STEPS * num_running
         self.value = min(max(num_expected / (num_max_tokens + 1), MIN_RATIO), 1.0)
 
@@ -54,6 +53,6 @@ class NewTokenRatio:
         Args:
             num_free_tokens: Capacity of the free blocks.
             num_needed_tokens: What the candidate takes of it at once, including cached blocks it revives.
-            num_remaining_tokens: max_tokens - generated, summed over the running sequences and the candidate.
+            num_remaining_tokens: max_tokens - generated, over the running sequences and the candidate.
         """
         return num_needed_tokens + self.value * num_remaining_tokens <= num_free_tokens

@@ -37,7 +37,7 @@ def assemble(leave_slots: list[int], decodes: Decodes, prefill: Prefill) -> Sche
 
 
 def dummy_batch(kind: StepKind, leave_slots: list[int]) -> ScheduledBatch:
-    """A plan that computes nothing for any sequence."""
+    """Computes nothing for any sequence."""
     return ScheduledBatch(
         kind,
         num_tokens=0,

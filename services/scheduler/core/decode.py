@@ -1,4 +1,4 @@
-"""Decides which running sequences the next step decodes, and which blocks they need."""
+"""Decides which running sequences the next step decodes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class DecodePlanner:
 
     With drafts, a row's length is unknown until its steps in flight have returned. It takes part once its blocks can
     hold the most tokens it may reach; the worker drafts only as far as they go. While blocks are free, rows also get
-    room for their next drafts, but no sequence is preempted for those.
+    room for their next drafts.
     """
 
     def __init__(self, running: RunningBatch, preemption: Preemption) -> None:
@@ -47,7 +47,7 @@ class DecodePlanner:
         self._opens_single_blocks = self._blocks_per_visit == 1 and not self._num_draft_tokens
 
     def plan(self, now: float) -> Decodes:
-        """Plan the rows whose prompts are computed; one waiting for a block sits out."""
+        """Plan the rows whose prompts are computed."""
         rows = self._running.decode_rows
         self._slots.flush_full_runs(rows)
         num_tokens = self._num_tokens_to_hold(rows) if self._num_draft_tokens else self._slots.num_planned[rows]
@@ -58,13 +58,12 @@ class DecodePlanner:
         return decodes or self._plan_short_of_blocks(now)
 
     def _num_tokens_to_hold(self, rows: Slots) -> IntColumn:
-        """The most tokens the rows may reach, plus the next drafts."""
         with_drafts = self._slots.max_num_planned(rows) + self._num_draft_tokens
         num_tokens: IntColumn = np.minimum(with_drafts, self._slots.max_num_tokens[rows])
         return num_tokens
 
     def _open_blocks(self, rows: Slots, short: Slots) -> Decodes | None:
-        """Give each short row one block; None, with nothing changed, when too few are free."""
+        """None, with nothing changed, when too few blocks are free."""
         blocks = self._blocks.try_take(len(short))
         if blocks is None:
             return None
@@ -96,7 +95,7 @@ class DecodePlanner:
         return counts
 
     def _plan_short_of_blocks(self, now: float) -> Decodes:
-        """Plan row by row while blocks are scarce: one block each, only for rows that cannot continue without one.
+        """Plan row by row: one block each, only for rows that cannot continue without one.
 
         One is enough whatever the steps in flight return: the last of them drafts only as far as the row's blocks go,
         and samples one token after that.
@@ -144,5 +143,5 @@ class DecodePlanner:
         return blocks[0]
 
     def _may_fit(self, seq: Sequence) -> bool:
-        """Whether the row needs no block if its steps in flight return as few tokens as possible."""
+        """Whether the row needs no block if its steps in flight return few tokens."""
         return bool(self._slots.num_planned[seq.slot] <= len(seq.block_table) * self._blocks.block_size)

@@ -1,4 +1,4 @@
-"""How sequences end: by their tokens, by a stop string, by an error or by an abort."""
+"""How sequences end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Endings:
         )
 
     def finish(self, seq: Sequence, finish: Finish, now: float, num_completion_tokens: int | None = None) -> RequestEnd:
-        """End a sequence whose tokens are stored; by default with all its completion tokens."""
+        """End a sequence whose tokens are stored; by default with all of them."""
         if num_completion_tokens is None:
             num_completion_tokens = seq.num_stored_tokens - seq.num_prompt_tokens
         seq.finish = finish
@@ -70,7 +70,7 @@ class Endings:
             outputs.add_end(seq.client, self.finish(seq, finish, now))
 
     def ends_at(self, seq: Sequence, num_tokens: int, outputs: OutputsByClient, now: float) -> bool:
-        """End a sequence if it stops with its first `num_tokens` tokens, dropping later ones."""
+        """End a sequence if it stops with its first `num_tokens` tokens, dropping the rest."""
         assert seq.slot is not None
         slot, num_known = seq.slot, self._slots.num_tokens[seq.slot]
         self._slots.num_tokens[slot] = num_tokens
@@ -86,7 +86,7 @@ class Endings:
         outputs.add_end(seq.client, RequestEnd.failure(seq, error))
 
     def _leave(self, seq: Sequence, now: float, status: SequenceStatus) -> None:
-        """Its tokens must be stored."""
+        """Take out a sequence in any state; its tokens must be stored."""
         self._counters.num_finished += 1
         seq.left_at = now
         if seq.slot is None:

@@ -15,7 +15,7 @@ RECOVERY_BUCKETS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 class SchedulerPolicy:
     """How the scheduler decides. Defaults are ATOM's, plus chunks for prompts that do not fit a step.
 
-    None means what each rank's workers propose; see `step_budget`.
+    None means what a rank's workers propose; see `step_budget`.
     """
 
     max_num_seqs: int = 512
@@ -33,9 +33,9 @@ class SchedulerPolicy:
     retraction_policy: RetractionPolicy = RetractionPolicy.LAST_IN
     share_in_step: bool = True
     placement_tokens_per_seq: int = 256
-    """How many cached tokens outweigh one more sequence on a rank; see `placement`."""
+    """Cached tokens that outweigh one more sequence on a rank; see `placement`."""
     max_prefill_wait_steps: int = 0
-    """Coupled ranks: the most decode steps that a prefill waits for other ranks to have one too; see `lockstep`."""
+    """Coupled ranks: how long a prefill waits for other ranks to have one; see `lockstep`."""
     worker_silence_s: float = 3.0
     suspect_patience_s: float = 5.0
     """How long suspects wait for an idle failure domain before they take a busy one."""
@@ -97,6 +97,6 @@ class SchedulerCounters:
     num_recoveries: int = 0
     """Lost epochs whose sequences have all got another token or ended."""
     recovery_s: float = 0.0
-    """Total time from each loss until the last of its sequences continued or ended."""
+    """Total time of these recoveries."""
     recoveries_by_s: list[int] = field(default_factory=lambda: [0] * (len(RECOVERY_BUCKETS_S) + 1))
     """By bucket of `RECOVERY_BUCKETS_S`, longer ones last; not cumulative."""

@@ -46,9 +46,9 @@ class Postprocessor:
     def postprocess(self, result: StepResult, now: float) -> OutputsByClient:
         """Take in the oldest step in flight, and end the sequences that stop with it.
 
-        `result` has one token per row of the step's record, or several when the worker drafts. Rows whose logits are
-        not finite fail with NumericError; those whose grammar failed, with InvalidRequestError after the tokens before
-        the failure, unless these contain a stop.
+        `result` has one token per row of the record, or several when the worker drafts. Rows whose logits are not
+        finite fail with NumericError; those whose grammar failed, with InvalidRequestError after the tokens before the
+        failure, unless these contain a stop.
         """
         self._step_deadline.on_result(now)
         record = self._running.pop_record()
@@ -129,8 +129,7 @@ class Postprocessor:
     ) -> tuple[RowTokens, list[Sequence]]:
         """Drop the meaningless last token of rows whose grammar failed; a row without another becomes unusable.
 
-        Returns:
-            The rows, and the sequences that fail unless their remaining tokens contain a stop.
+        Returns also the sequences that fail unless their remaining tokens contain a stop.
         """
         failed = [self._slots.sequence_at(slot) for slot in rows.slots[failed_rows[is_usable[failed_rows]]].tolist()]
         rows = rows.without_last(failed_rows)

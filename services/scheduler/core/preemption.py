@@ -1,4 +1,4 @@
-"""Preempts running sequences when blocks or slots run out."""
+"""What happens when blocks or slots run out."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Preemption:
         self._counters = counters
 
     def retract(self, now: float) -> Sequence:
-        """Preempt the running sequence chosen by the retraction policy; returns it.
+        """Preempt the running sequence that the retraction policy chooses; returns it.
 
         Under the priority policy it is one of the lowest class: a sequence that made way for a more urgent one must not
         take its blocks back by growing.
@@ -58,7 +58,7 @@ class Preemption:
         Preempts as few as needed, and none if all of them would not suffice. An aged sequence counts as most urgent.
 
         Args:
-            urgent: The next waiting sequence, for which there is no slot or too few blocks.
+            urgent: The next waiting sequence, which lacks a slot or blocks.
             num_blocks: How many of the free blocks it needs.
         """
         num_missing_blocks = num_blocks - self._blocks.num_free_blocks - self._running.num_coming_blocks()
@@ -75,9 +75,9 @@ class Preemption:
                 self.preempt(seq, now)
 
     def preempt(self, seq: Sequence, now: float) -> None:
-        """Take a sequence's blocks; it later recomputes the tokens that are no longer cached.
+        """Take a sequence's blocks; it later recomputes what is no longer cached.
 
-        With a step in flight it is parked: its blocks are freed and it is queued when the last such step returns.
+        With a step in flight it is parked until the last such step returns.
         """
         self._running.store(seq)
         seq.status, seq.type = SequenceStatus.WAITING, SequenceType.PREFILL
@@ -111,7 +111,7 @@ class Preemption:
         assert self.num_parked == len(parked), "parked"
 
     def _least_urgent(self, now: float) -> Slots:
-        """The slots that the retraction policy chooses from, in order of entry; never empty."""
+        """What the retraction policy chooses from, in order of entry; never empty."""
         order = self._running.order
         if self._policy.queue_policy is not QueuePolicy.PRIORITY:
             return order

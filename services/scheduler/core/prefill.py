@@ -1,4 +1,4 @@
-"""Decides which prompts the next step computes: chunks of prompts that have begun, then waiting sequences."""
+"""Decides which prompts the next step computes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shared.limits import SamplingParams
 
 @dataclass(slots=True)
 class Prefill:
-    """What a step computes of prompts."""
+    """A step's prompts."""
 
     budget: int = 0
     """Tokens that the step can still take."""
@@ -39,15 +39,15 @@ class Prefill:
 
 
 class PrefillPlanner:
-    """Plans further chunks of prompts that have begun, and admits waiting sequences.
+    """Plans further chunks of prompts that have begun, then admits waiting sequences.
 
     A block that a step computes can be shared by sequences that enter with the same step, because a layer writes all
     keys and values before it attends. With `share_in_step` off, they wait for the next step. Either way, a common
     prefix is computed once.
 
     No sequence is admitted while part of a prompt is still to be sent, since that takes the whole budget. So the first
-    choice of a request to enter computes the prompt, and the others find its full blocks, even if it is preempted, ends
-    or fails.
+    choice of a request computes the prompt, and the others find its full blocks, even if it is preempted, ends or
+    fails.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class PrefillPlanner:
         self._counters = counters
 
     def plan(self, budget: int, now: float, *, may_admit: bool) -> Prefill:
-        """Plan chunks, then admit waiting sequences, within `budget` tokens."""
+        """Plan chunks, then admit, within `budget` tokens."""
         prefill = Prefill(max(budget, 0))
         for seq in list(self._running.begun):
             if prefill.budget:
@@ -83,7 +83,7 @@ class PrefillPlanner:
         return prefill
 
     def next_waiting(self, now: float) -> tuple[Sequence, int]:
-        """The next waiting sequence, which must exist, and how many free blocks it needs."""
+        """The next waiting sequence and how many free blocks it needs; there must be one."""
         seq = self._waiting.next(now, self._blocks.num_cached_tokens)
         return seq, self._blocks.num_blocks_to_take(seq, self._find_prefix(seq))
 

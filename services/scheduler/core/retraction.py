@@ -1,4 +1,4 @@
-"""Chooses which sequence gives back its blocks when a decode finds none free."""
+"""Which sequence gives its blocks back when none are free."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.scheduler.core.batch.slot_table import IntColumn, Slots
 
 
 class RetractionPolicy(enum.Enum):
-    """Which sequence loses its work: the last to enter, as in ATOM, or the one that has generated least.
+    """The last to enter, as in ATOM, or the one that has generated least.
 
     Source of the second: SGLang, `ScheduleBatch.retract_decode` (srt/managers/schedule_batch.py). There ties go to the
     longest prompt, here to the last to enter.
@@ -21,14 +21,11 @@ class RetractionPolicy(enum.Enum):
 
 
 def pick_victim(policy: RetractionPolicy, order: Slots, num_completion_tokens: IntColumn) -> int:
-    """Choose the running sequence to preempt next.
+    """Choose the running sequence to preempt next; returns its index in `order`.
 
     Args:
         order: [num_running], slots in order of entry; at least one.
         num_completion_tokens: [num_slots], by slot.
-
-    Returns:
-        The victim's index in `order`.
     """
     last = len(order) - 1
     if policy is RetractionPolicy.LAST_IN:

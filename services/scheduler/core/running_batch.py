@@ -1,4 +1,4 @@
-"""Which sequences hold slots and KV blocks, and which steps in flight still name them."""
+"""Which sequences hold slots and KV blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.scheduler.core.cache.block_manager import BlockManager
 
 
 class RunningBatch:
-    """The running sequences, and the retiring ones, which only wait for their last step in flight to return.
+    """The running sequences, and the retiring ones, which only wait for their last step in flight.
 
     Invariant: `order` lists the running sequences in order of entry, which is the worker's batch order; one that leaves
     it leaves the worker with the next step. `begun` are those whose prompt is only partly sent. A retiring sequence has
@@ -35,18 +35,18 @@ class RunningBatch:
 
     @property
     def order(self) -> Slots:
-        """The slots of the running sequences, in batch order: [num_running]."""
+        """Running slots, in batch order: [num_running]."""
         if self._entered or self._has_gaps:
             self._settle_order()
         return self._order
 
     @property
     def decode_rows(self) -> Slots:
-        """The running slots whose known tokens are all computed or in flight, in batch order."""
+        """Those whose known tokens are all computed or in flight."""
         return self.order[~self.slots.is_prefilling[self.order]] if self.begun else self.order
 
     def sequences(self) -> list[Sequence]:
-        """The running sequences, in batch order."""
+        """Running sequences, in batch order."""
         return [self.slots.sequence_at(int(slot)) for slot in self.order]
 
     def progress(self) -> tuple[int, int]:
@@ -57,7 +57,7 @@ class RunningBatch:
         return int(num_tokens.sum()), int(max_num_tokens.sum())
 
     def enter(self, seq: Sequence, watched_tokens: list[int]) -> int:
-        """Give an admitted sequence a slot, last in order; returns the slot."""
+        """Give an admitted sequence a slot, last in order."""
         if self._has_gaps:
             # The slot taken may be one that was just left, which must be out of the order first.
             self._settle_order()
@@ -69,7 +69,7 @@ class RunningBatch:
         return slot
 
     def drop(self, seq: Sequence) -> None:
-        """Take a running sequence out; what it holds is freed once no step in flight names it."""
+        """Take out a running sequence; what it holds is freed once no step in flight names it."""
         assert seq.slot is not None
         self.slots.runs[seq.slot] = False
         self._has_gaps = True
@@ -84,7 +84,7 @@ class RunningBatch:
             record.retiring.append(seq)
 
     def give_back(self, sequences: list[Sequence]) -> None:
-        """Free what these sequences hold; no step in flight may name them."""
+        """Free what sequences hold; no step in flight may name them."""
         self.blocks.free(sequences)
         for seq in sequences:
             seq.is_retiring = False
@@ -128,12 +128,12 @@ class RunningBatch:
         return record
 
     def take_leave_slots(self) -> list[int]:
-        """The slots that leave the worker's batch with the next step; call it once per step."""
+        """Take the slots that leave the worker's batch with the next step."""
         leave_slots, self._leave_slots = self._leave_slots, []
         return leave_slots
 
     def sequences_in(self, record: StepRecord) -> list[Sequence]:
-        """The sequences of a step in flight, in row order, including those that have ended since."""
+        """A step's sequences, in row order, including those that have ended since."""
         return [self.slots.sequence_at(slot) for slot in (*record.row_slots.tolist(), *record.partial_slots)]
 
     def in_flight_ids(self) -> list[str]:
@@ -142,7 +142,7 @@ class RunningBatch:
         return list(dict.fromkeys(seq.id for seq in sequences if seq.left_at is None))
 
     def void(self) -> list[Sequence]:
-        """Take back the unfinished sequences, with the tokens they have; the steps in flight are lost.
+        """Take back the unfinished sequences with their tokens; the steps in flight are lost.
 
         The batch and its blocks must not be used afterwards.
         """

@@ -1,6 +1,6 @@
-"""Decides which sequences the next step computes: prefill first, on paged KV blocks, with preemption.
+"""Decides which sequences the next step computes.
 
-Sans-I/O, without a clock. Names and the order of decisions follow ATOM's scheduler and nano-vLLM's.
+Sans-I/O. Names and the order of decisions follow ATOM's scheduler and nano-vLLM's.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ class RecoveredSequences:
     computed: list[Sequence]
     """Those whose KV was lost."""
     in_flight: list[str]
-    """Ids of the requests in steps that had not returned, in row order."""
+    """Ids of the requests in flight, in row order."""
 
 
 class Scheduler:
     """The waiting and running sequences of one DP rank.
 
-    `schedule` plans and commits a step, the worker computes it, and `postprocess` takes in its result. (For coupled
-    ranks, `plan` and `commit` are separate, because the plans of all ranks are combined in between.) `add` queues a
-    sequence; `abort`, `finish` and `stop_at` end it in any state.
+    `schedule` plans and commits a step, the worker computes it, and `postprocess` takes in its result. (The plans of
+    coupled ranks are combined between `plan` and `commit`.) `abort`, `finish` and `stop_at` end a sequence in any
+    state.
 
     A step is sent before its predecessor's result has arrived. A sequence then has a placeholder for each token in
-    flight, and the worker feeds each step from the tokens it sampled itself.
+    flight, and the worker feeds each step from the tokens it sampled.
 
         step 7   scheduled ─── computed ─── postprocessed
         step 8          scheduled ───────── computed ─── postprocessed       two steps in flight
@@ -87,19 +87,15 @@ class Scheduler:
         self._waiting.add(seq, now)
 
     def schedule(self, now: float) -> tuple[int, ScheduledBatch] | None:
-        """Plan and commit the next step.
-
-        Returns:
-            The step's id and its plan; None when there is nothing to do, or no room for another step in flight.
-        """
+        """Plan and commit the next step; None when there is nothing to do, or no room in flight."""
         batch = self.plan(now) if self.has_room else None
         return None if batch is None else (self.commit(batch, now), batch)
 
     def plan(self, now: float, *, may_prefill: bool = True) -> ScheduledBatch | None:
         """Plan the next step: a prefill when the gate is open and one fits, else a decode of all running sequences.
 
-        With mixed steps, a prefill gets what the decodes leave of the budget (see `StepBudget`). The plan must be
-        committed before anything else happens.
+        With mixed steps, a prefill gets what the decodes leave of the budget. The plan must be committed before
+        anything else happens.
 
         Args:
             may_prefill: Whether waiting sequences may enter. Prompts that have begun continue in any case.
@@ -122,7 +118,7 @@ class Scheduler:
     def commit(self, batch: ScheduledBatch, now: float, pace: StepPace | None = None) -> int:
         """Record a step in flight; returns its id.
 
-        `batch` is what `plan` just returned. `pace` is that of the slowest coupled rank; None means that of `batch`.
+        `batch` is what `plan` just returned. `pace` is that of the slowest coupled rank, by default that of `batch`.
         """
         self.num_steps.add(batch)
         if batch.kind is not StepKind.PREFILL:
@@ -130,7 +126,7 @@ class Scheduler:
         return self._running.commit(batch, now, pace)
 
     def commit_dummy(self, now: float, pace: StepPace) -> tuple[int, ScheduledBatch]:
-        """Commit a step without sequences: other ranks' collectives need this rank."""
+        """Commit a step without sequences, for other ranks' collectives."""
         batch = dummy_batch(pace.kind, self._running.take_leave_slots())
         self.num_steps.add(batch)
         return self._running.commit(batch, now, pace), batch
@@ -182,7 +178,7 @@ class Scheduler:
         )
 
     def end_epoch(self, now: float) -> RecoveredSequences:
-        """Void the steps of a lost group and return all sequences with the tokens they have."""
+        """Void the steps of a lost group; returns all sequences, with their tokens."""
         in_flight = self._running.in_flight_ids()
         computed = self._running.void()
         for seq in computed:
@@ -193,9 +189,9 @@ class Scheduler:
         return RecoveredSequences([*computed, *waiting], computed, in_flight)
 
     def take_all(self, now: float) -> list[Sequence]:
-        """Return all sequences with the tokens they have; no step may be in flight.
+        """Take all sequences, with their tokens; no step may be in flight.
 
-        Their computed blocks stay in the prefix cache until they are reused.
+        Their computed blocks stay in the prefix cache.
         """
         assert not self._running.in_flight
         for seq in self._running.sequences():
@@ -244,12 +240,12 @@ class Scheduler:
 
     @property
     def oldest_in_flight(self) -> StepRecord | None:
-        """The step whose result comes next; None when there is none."""
+        """The step whose result comes next, if any."""
         return self._running.in_flight[0] if self._running.in_flight else None
 
     @property
     def last_returned_step_id(self) -> int:
-        """The last step that returned in this epoch; 0 for none."""
+        """In this epoch; 0 for none."""
         return self._running.last_returned_step_id
 
     @property
@@ -270,7 +266,7 @@ class Scheduler:
         return self._running.sequences_in(record)
 
     def num_cached_tokens(self, seq: Sequence) -> int:
-        """Tokens of a waiting sequence that this rank need not compute."""
+        """Tokens of a waiting sequence that this rank has cached and may use."""
         return 0 if seq.wants_prompt_logprobs else self._blocks.num_cached_tokens(seq)
 
     def flush_prefix_cache(self) -> int:
@@ -282,7 +278,7 @@ class Scheduler:
         return list(self._waiting)
 
     def unfinished(self) -> list[Sequence]:
-        """The sequences that have not ended: waiting, running or retiring."""
+        """Sequences that have not ended: waiting, running or retiring."""
         held = [*self._running.sequences(), *self._running.retiring()]
         return [*self._waiting, *(seq for seq in held if seq.left_at is None)]
 

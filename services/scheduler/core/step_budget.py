@@ -1,4 +1,4 @@
-"""How many tokens a step of a rank may compute."""
+"""How many tokens a step may compute."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ class StepBudget:
         return cls(facts.proposed_prompt_tokens + policy.max_num_seqs, facts.proposed_prompt_tokens, mixes)
 
     def left_by(self, num_decodes: int) -> int:
-        """The prompt tokens that fit beside the decodes."""
+        """Prompt tokens that fit beside the decodes."""
         return min(self.max_prompt_tokens, self.max_tokens - num_decodes)

@@ -1,4 +1,4 @@
-"""How long a worker may go without a result or progress before it counts as hung."""
+"""When a worker counts as hung."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class StepDeadline:
         self._last_progress_at = now
 
     def extend(self, pause_s: float, now: float) -> None:
-        """Ignore the last `pause_s` seconds, in which this process was not listening."""
+        """Ignore the last `pause_s` seconds, when this process was not listening."""
         if self._in_flight:
             since = max(self._began_at(self._in_flight[0]), self._last_progress_at)
             self._last_progress_at = min(now, since + pause_s)
 
     def on_result(self, now: float) -> None:
-        """Learn from the oldest step in flight, which just returned but must still be recorded."""
+        """Learn from the oldest step in flight; call it before its record is removed."""
         record = self._in_flight[0]
         s_per_token = (now - self._began_at(record)) / record.num_tokens
         if s_per_token > self._slowest_s_per_token.get(record.kind, -1.0):

@@ -1,4 +1,4 @@
-"""Finds where a sequence stops by its tokens; the tokenizer finds stops in its text."""
+"""Where a sequence stops by its tokens; the tokenizer finds stops in its text."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def watched_tokens(params: SamplingParams, eos_token_ids: frozenset[int]) -> lis
 def find_finish(seq: Sequence, eos_token_ids: frozenset[int]) -> Finish | None:
     """Why a sequence stops after its newest token; None when it continues.
 
-    All its tokens must be stored, and at least one generated. The order of checks is ATOM's. Before `min_tokens`, the
-    only stop is an EOS under a grammar, which is sampled only when the grammar allows nothing else.
+    All tokens must be stored, at least one of them generated. The order of checks is ATOM's. Before `min_tokens`, the
+    only stop is an EOS under a grammar, sampled only when the grammar allows nothing else.
     """
     params = seq.params
     if params.options is not None and seq.num_stored_tokens - seq.num_prompt_tokens < params.options.min_tokens:
@@ -39,7 +39,7 @@ def find_finish(seq: Sequence, eos_token_ids: frozenset[int]) -> Finish | None:
 
 
 def _find_early_finish(seq: Sequence, eos_token_ids: frozenset[int]) -> Finish | None:
-    """`min_tokens` is at most `max_tokens`."""
+    """The length is no reason, since `min_tokens` is at most `max_tokens`."""
     token_id = _last_token(seq)
     has_grammar = seq.params.options is not None and bool(seq.params.options.grammar)
     if has_grammar and token_id in eos_token_ids and not seq.params.ignore_eos:

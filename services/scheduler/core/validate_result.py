@@ -1,4 +1,4 @@
-"""Checks that a worker's result can be the answer to its step, so that its mistakes reach no client."""
+"""Keeps a worker's mistakes from clients."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _find_bad_prompt_logprobs(
 
 
 def _find_bad_positions(logprobs: Logprobs, token_ids: IntColumn, last_told: int) -> str | None:
-    """Say why positions do not continue or repeat those delivered of a prompt; None when they do."""
+    """Positions must continue or repeat those delivered."""
     indexes = logprobs.indexes
     if not 1 <= indexes[0] <= last_told + 1 or indexes[-1] - indexes[0] + 1 != len(indexes):
         return "log-probabilities leave out a position of a prompt"

@@ -1,4 +1,4 @@
-"""What a scheduler knows about a worker."""
+"""What a worker reported when it was attached."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """What a worker reported when it was attached."""
+    """What a scheduler knows about a worker."""
 
     epoch: int
     model_digest: str
@@ -26,6 +26,6 @@ class WorkerFacts:
     is_exact: bool = False
     """Whether a row's bits depend on nothing but its own tokens."""
     proposed_prompt_tokens: int = 16384
-    """The most prompt tokens of a step, used unless a budget is configured."""
+    """Unless a budget is configured."""
     proposes_mixed_steps: bool = False
-    """Used unless configured."""
+    """Unless configured."""

@@ -1,1 +1,1 @@
-"""The RPCs that tokenizers and users call, and the asyncio shell around the engine."""
+"""The scheduler's RPCs, and the asyncio shell around the engine."""

@@ -1,4 +1,4 @@
-"""Logs how many of the worker's drafts are accepted: poor drafts only cost time."""
+"""Logs how many drafts are accepted: poor ones only cost time."""
 
 from __future__ import annotations
 

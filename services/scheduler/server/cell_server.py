@@ -1,6 +1,6 @@
 """The asyncio shell around the engine: turns messages into events and actions into messages.
 
-Everything runs in one event loop, since another busy Python thread would cost the step path milliseconds.
+There is one event loop and no second thread: another busy one would cost the step path milliseconds.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LAST_WORDS_S = 0.5
 
 
 class ClientLink:
-    """One replica's stream: the messages to send, and finally the reason why there are no more."""
+    """One replica's stream."""
 
     def __init__(self, number: int, on_close: Callable[[], None], silence_s: float = math.inf) -> None:
         """Make a link in the running event loop.
@@ -57,11 +57,11 @@ class ClientLink:
         Args:
             number: The engine's number for the replica.
             on_close: Called in a later turn of the event loop, whichever side closed the link.
-            silence_s: A replica that has sent heartbeats and then sends none for this long loses its link.
+            silence_s: A replica that stops sending heartbeats for this long loses its link.
         """
         self.number = number
         self.closed: asyncio.Future[ServiceError | None] = asyncio.get_running_loop().create_future()
-        """Once closed, the error that the stream ends with, or None for OK."""
+        """The error that the stream ends with, or None for OK."""
         self._on_close = on_close
         self._silence = Silence(silence_s)
         self._gives_signs = False
@@ -99,7 +99,7 @@ class ClientLink:
             self.close(NotReadyError("the replica was silent"))
 
     def close(self, error: ServiceError | None) -> None:
-        """End the stream with an error, or with OK (None), after what is queued if the replica reads it."""
+        """End the stream with an error, or with OK, after what is queued if the replica reads it."""
         if not self.is_closed:
             self.closed.set_result(error)
             self._outbox.put_nowait(None)
@@ -132,13 +132,13 @@ class DomainLinks(Protocol):
 
 
 LinkDomain = Callable[[int, Callable[[Event], None], Callable[[Exit], None]], DomainLinks]
-"""Prepares a domain's links, given its number and functions that receive their events and a request to exit."""
+"""Links a domain, given its number and functions that receive events and a request to exit."""
 
 
 class CellServer:
     """Runs one engine with its links to replicas and workers, and its direct clients.
 
-    Once the engine or the attach protocol asks to exit, or after a bug, nothing is done any more and `failed` is set.
+    When the engine or the attach protocol asks to exit, or after a bug, `failed` is set and nothing is done any more.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class CellServer:
             self._end_after_bug(bugs)
 
     def close(self) -> None:
-        """Tell all clients that this scheduler ends, so that they can take their requests to the next one.
+        """Tell all clients to take their requests to the next scheduler.
 
         After a bug, replicas get no message: a request may have caused it, and they look for one only when a scheduler
         dies without explanation.
@@ -215,7 +215,7 @@ class CellServer:
         return not state.num_running and not state.num_waiting
 
     def connect(self) -> ClientLink:
-        """Add a replica; it receives the cell's info as soon as there are workers."""
+        """Add a replica; it gets the cell's info as soon as there are workers."""
         number = next(self._client_numbers)
         client = ClientLink(number, lambda: self.disconnect(client), self._replica_silence_s)
         self._clients[number] = client

@@ -1,4 +1,4 @@
-"""Serves clients that tokenize themselves: `SchedulerService.Generate` and `Abort`.
+"""Serves clients that tokenize themselves.
 
 To the engine, all direct calls are a single client whose handles are the calls' choices, so a step delivers to at most
 one more client.
@@ -171,14 +171,13 @@ class DirectClients:
         return stream
 
     def _forget(self, submission: Submission) -> None:
-        """Abort a request unless all its choices have ended."""
+        """Abort the request unless all its choices have ended."""
         handles = range(submission.handle, submission.handle + submission.n)
         unfinished = [self._choices.pop(handle) for handle in handles if handle in self._choices]
         if unfinished:
             self._on_event(ClientMessage(DIRECT_CLIENT, aborts=[submission.handle]))
 
     def _with_news(self, choice: ChoiceStream) -> ChoiceStream:
-        """Make sure that the call will be woken."""
         if not choice.call.has_news:
             choice.call.has_news = True
             self._to_wake.append(choice.call)
@@ -216,12 +215,12 @@ def resolve_request(
 ) -> Submission:
     """Check every field, and resolve what the request leaves open.
 
-    A request with output from earlier calls is attempt 2, however many there were: when it is accepted, it replaces
-    what is still in flight of them.
+    A request with output from earlier calls is attempt 2, however many there were: when accepted, it replaces what is
+    still in flight of them.
 
     Args:
         handle: That of its first choice.
-        defaults: The model's own sampling parameters, if it has any.
+        defaults: The model's own sampling parameters, if any.
         time_left_s: None means for ever.
 
     Raises:
@@ -259,7 +258,7 @@ def resolve_request(
 
 
 async def _answer(submission: Submission, stream: TokenStream, write: Callable[[Response], Awaitable[None]]) -> str:
-    """Returns the names of the finish reasons."""
+    """Returns the finish reasons."""
     if stream.refusal is not None:
         # It was never accepted.
         raise stream.refusal

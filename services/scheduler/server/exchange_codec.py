@@ -1,4 +1,4 @@
-"""Converts between the messages of `Exchange` and the engine's types."""
+"""Converts between messages of `Exchange` and the engine's types."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def decode_request(client: int, message: exchange_pb2.ExchangeRequest) -> Client
     """Parse a replica's message.
 
     Raises:
-        InvalidRequestError: the length of a column is not a multiple of 4 bytes, a cache salt is too long, or there are
-            too many choices or handles.
+        InvalidRequestError: a column's length is not a multiple of 4 bytes, a cache salt is too long, or there are too
+            many choices or handles.
     """
     try:
         return ClientMessage(
@@ -130,9 +130,6 @@ def _token_ids(name: str, column: bytes) -> tuple[int, ...]:
 
 
 def _column(name: str, column: bytes) -> bytes:
-    """Raises:
-    ValueError: the column does not hold whole items of 4 bytes.
-    """
     if len(column) % TOKEN_DTYPE.itemsize:
         raise ValueError(f"the length of {name} is not a multiple of 4 bytes")
     return column

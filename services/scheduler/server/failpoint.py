@@ -1,4 +1,4 @@
-"""For recovery tests: a request that kills its scheduler."""
+"""For recovery tests."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class IdleCheck:
 
     The cell is idle once nothing is running or waiting and no event has come for a second, or for a millisecond per
     block if that is longer, since the check blocks the event loop. With all blocks cached it took 0.8 ms for 1000
-    blocks, 90 ms for 100 000 and 1.1 s for a million.
+    blocks and 1.1 s for a million.
 
     While events come, a timer runs at most once per such period; none runs after the check.
     """

@@ -1,4 +1,4 @@
-"""The scheduler's two servers: a public one, and one for its cell."""
+"""The scheduler's two servers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CELL_SERVICES = (EXCHANGE_SERVICE, ADMIN_SERVICE)
 
 
 def make_servers(settings: SchedulerSettings, cell: CellServer, health: Health) -> tuple[grpc.aio.Server, ...]:
-    """Make both servers, not started; the public one comes first and has `health`.
+    """Make the public server and the cell's, not started; the public one has `health`.
 
     Direct clients cannot reach the services of the cell's own processes and operators.
 

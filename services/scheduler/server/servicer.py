@@ -1,4 +1,4 @@
-"""The scheduler's RPCs: `Exchange` with tokenizer replicas, `SchedulerService`, and `SchedulerAdminService`."""
+"""The scheduler's RPCs."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class ExchangeServicer(exchange_pb2_grpc.ExchangeServiceServicer):
 
 @contextmanager
 def _closing(client: ClientLink) -> Iterator[None]:
-    """Close a replica's link with the error that ended the block; the text of a bug is not sent."""
+    """Close the link with the error that ended the block; the text of a bug is not sent."""
     try:
         yield
     except ServiceError as error:
@@ -90,10 +90,10 @@ def _closing(client: ClientLink) -> Iterator[None]:
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """Serves direct clients, and the cell's state; see scheduler.proto."""
+    """Serves direct clients; see scheduler.proto."""
 
     def __init__(self, cell: CellServer, max_unread_s: float) -> None:
-        """A client that reads nothing of its answer for `max_unread_s` loses it."""
+        """A client that reads nothing for `max_unread_s` loses its answer."""
         self._cell = cell
         self._max_unread_s = max_unread_s
 

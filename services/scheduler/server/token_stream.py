@@ -1,4 +1,4 @@
-"""The choices of one direct call, on their way to its client."""
+"""The choices of one direct call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ChoiceStream:
     """The unsent output of one choice; ends exactly once, with a finish or an error."""
 
     def __init__(self, call: TokenStream, choice: int, usage: common_pb2.Usage) -> None:
-        """Begin a choice; `usage` starts with what earlier calls produced and is updated in place."""
+        """`usage` starts with what earlier calls produced and is updated in place."""
         self.call = call
         self.choice = choice
         self.usage = usage
@@ -78,7 +78,7 @@ class TokenStream:
 
         Args:
             num_tokens: For each choice, the completion tokens that the client has from earlier calls.
-            open_choices: The choices that have not finished with them, at least one.
+            open_choices: Those that have not finished, at least one.
         """
         self.has_news = False
         self.prompt_logprobs: list[Logprobs] = []
@@ -90,7 +90,7 @@ class TokenStream:
 
     @property
     def usage(self) -> common_pb2.Usage:
-        """The usage of all choices so far, counting the prompt once."""
+        """Of all choices so far, counting the prompt once."""
         leader = self.choices[0].usage
         return common_pb2.Usage(
             num_prompt_tokens=leader.num_prompt_tokens,
@@ -100,7 +100,7 @@ class TokenStream:
 
     @property
     def refusal(self) -> ServiceError | None:
-        """The error that ended the request before it began; None when it was accepted."""
+        """The error that ended the request before it began, if any."""
         end = self.choices[0].end
         return None if end is None else end.error
 

@@ -1,1 +1,1 @@
-"""The streams to the workers, and the epochs under which they serve."""
+"""The streams to the workers."""

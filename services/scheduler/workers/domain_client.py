@@ -1,4 +1,4 @@
-"""Keeps one failure domain attached: carries out the attach protocol's commands."""
+"""Keeps one failure domain attached."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class DomainClient:
-    """The links to a domain's groups.
+    """Carries out the attach protocol's commands over links to a domain's groups.
 
     All other events of an epoch come between its `DomainAttached` and its `DomainLost`.
     """
@@ -45,9 +45,9 @@ class DomainClient:
 
         Args:
             attach: Must be in its initial state.
-            rank_to_address: The leaders of the domain's groups, by DP rank.
+            rank_to_address: The leaders of the domain's groups.
             attach_request: What the groups are offered, without the epoch.
-            on_exit: Called once, when the scheduler must exit.
+            on_exit: Called once.
         """
         self._attach = attach
         self._on_event = on_event

@@ -1,4 +1,4 @@
-"""The link to one group of workers, through its leader: the only caller of WorkerService.
+"""The link to one group of workers: the only caller of WorkerService.
 
 When to send what is decided in `attach` and `domain_client`.
 """
@@ -53,7 +53,7 @@ _Sent = worker_pb2.StepRequest | int
 
 
 class GroupLink:
-    """One group's link: at most one stream, which sends steps in the order in which they were given.
+    """The link to a group's leader: at most one stream, which sends steps in order.
 
     Results of offers and the state of the stream go to `on_attach_event`, messages from the stream to `on_event`.
     """
@@ -91,7 +91,7 @@ class GroupLink:
             self._outbox.put_nowait(progress)
 
     async def offer(self, epoch: int) -> None:
-        """Offer an epoch, or query the group with `QUESTION`, which is answered at once."""
+        """Offer an epoch, or query the group with `QUESTION`."""
         request = worker_pb2.AttachRequest()
         request.CopyFrom(self._attach_request)
         request.epoch = epoch
@@ -177,17 +177,16 @@ class GroupLink:
             sent = await outbox.get()
 
     async def _leave_dead_connection(self, error: grpc.aio.AioRpcError) -> None:
-        """Use a new connection next time if this one gave no answer."""
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             await self.close()
 
 
 class _ResultError(Exception):
-    """A worker's result cannot be parsed."""
+    """A malformed result of a worker."""
 
 
 def encode_step(step: Step) -> worker_pb2.StepRequest:
-    """Encode a step, with columns as little-endian int32."""
+    """Encode a step; columns are little-endian int32."""
     batch = step.batch
     request = worker_pb2.StepRequest(epoch=step.epoch, step_id=step.step_id, kind=_STEP_KINDS[batch.kind])
     if batch.leave_slots:
@@ -212,7 +211,7 @@ def decode_result(message: worker_pb2.StepResult) -> StepResult:
     """Parse a result.
 
     Raises:
-        ValueError: the length of a column is not a multiple of 4 bytes.
+        ValueError: a column's length is not a multiple of 4 bytes.
     """
     token_ids = np.frombuffer(message.token_ids, TOKEN_DTYPE)
     rows = message.not_finite_rows
@@ -245,9 +244,7 @@ def decode_result(message: worker_pb2.StepResult) -> StepResult:
 
 
 def _read_result(message: worker_pb2.StepResult) -> StepResult:
-    """Raises:
-    _ResultError: the result is malformed. Any other `ValueError` on the path is our bug.
-    """
+    """Any other `ValueError` on the path is our bug, not a `_ResultError`."""
     try:
         return decode_result(message)
     except ValueError as error:
@@ -317,7 +314,7 @@ def _read_acceptance(rank: int, epoch: int, response: worker_pb2.AttachResponse)
 
 
 def _read_holder(status: status_pb2.Status) -> tuple[int | None, str]:
-    """A group's own epoch and live holder, from its refusal; the epoch is None when it did not answer."""
+    """A group's epoch (None when it did not answer) and live holder, from its refusal."""
     info = error_details_pb2.ErrorInfo()
     for detail in status.details:
         if detail.Unpack(info):

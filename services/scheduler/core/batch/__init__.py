@@ -1,1 +1,1 @@
-"""Sequences, steps, and the columns that hold the rows of a batch."""
+"""Sequences, steps, and the columns of a batch."""

@@ -17,7 +17,7 @@ class PrefixNode:
     """A run of contents: the tokens of one block each, following all those on the path to it.
 
     Invariant: `blocks[i]` is the block that holds content `start + i` of the path, or -1. The last one is present, or
-    the node has children. Tokens and blocks beyond `num_blocks` are meaningless. The root of a salt holds no content.
+    the node has children. What is beyond `num_blocks` is meaningless. The root of a salt holds no content.
     """
 
     id: int
@@ -32,14 +32,14 @@ class PrefixNode:
     """Number of `blocks` that are not -1."""
     children: dict[bytes, PrefixNode] = field(default_factory=dict)
     num_cuts: int = 0
-    """Incremented when the node is shortened, extended or removed, which voids cursors at its end."""
+    """Incremented by changes that void cursors at its end."""
 
 
 @dataclass(slots=True)
 class PrefixCursor:
     """How many of a sequence's first blocks were found or published: `num_blocks`.
 
-    Invariant: unless `node` was cut since, the sequence's first `depth` blocks lead to its end.
+    Invariant: unless `node` was cut since, the first `depth` blocks lead to its end.
     """
 
     era: object = None
@@ -52,7 +52,7 @@ class PrefixCursor:
 
 @dataclass(slots=True)
 class CachedPrefix:
-    """Blocks whose KV a sequence can share, in order, and the cursor after them.
+    """Blocks whose KV a sequence can share, and the cursor after them.
 
     Valid only while the cache's version equals `version`. Must not be modified.
     """

@@ -1,4 +1,4 @@
-"""Log-probabilities on their way from the worker to clients, as columns."""
+"""Log-probabilities from the worker, as columns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BoolColumn = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class PositionLogprobs:
-    """One position: the rank of its own token (1 is the likeliest) and its entries, the own token's first."""
+    """The rank of a position's own token (1 is the likeliest), and its entries, the own token's first."""
 
     index: int
     rank: int
@@ -48,7 +48,7 @@ class Logprobs:
         return self._pick(self.indexes > index, self.indexes)
 
     def find_fault(self, num_positions: int, logits_width: int) -> str | None:
-        """Say what is wrong with columns from the wire; None when they are valid."""
+        """Say what is wrong with columns from the wire, if anything."""
         if not self._fit_each_other():
             return "columns of log-probabilities do not match each other"
         if not len(self.indexes):

@@ -1,4 +1,4 @@
-"""The tokens that a step returned and that are kept, row by row."""
+"""The tokens of a step that are kept."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RowTokens:
     def places(self, first_positions: IntColumn) -> tuple[_Places, _Places]:
         """The row number and the position of each token, both [num_tokens]. Needs `counts`.
 
-        `first_positions` [num_rows] are those of the rows' first tokens in their sequences.
+        `first_positions` [num_rows] are the positions of the rows' first tokens.
         """
         assert self.counts is not None
         rows = np.repeat(np.arange(len(self.slots)), self.counts)
@@ -43,7 +43,7 @@ class RowTokens:
         return self._keep(self.slots[is_kept], self.counts[is_kept], np.repeat(is_kept, self.counts))
 
     def without_last(self, row_numbers: IntColumn) -> RowTokens:
-        """Remove the last token of these rows, each named once. Sets `counts`."""
+        """Remove the last token of rows, each named once. Sets `counts`."""
         counts = np.ones(len(self.slots), np.int32) if self.counts is None else self.counts
         kept = counts.copy()
         kept[row_numbers] = np.maximum(kept[row_numbers] - 1, 0)
@@ -59,7 +59,7 @@ class RowTokens:
         """Say why the rows cannot have these numbers of tokens; None when they can.
 
         A live sequence gets at least one token, and no more than it may still have. Rows that have ended, or whose
-        tokens are meaningless, may have any number that a row can have.
+        tokens are meaningless, may have any number.
         """
         counts, num_rows = self.counts, len(self.slots)
         if counts is None:

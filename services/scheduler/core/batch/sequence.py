@@ -1,6 +1,6 @@
 """One token stream generated for a request.
 
-It holds what steps rarely touch; the rest is in the columns of `SlotTable`, at the sequence's slot.
+What every step touches is in `SlotTable` instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class SequenceStatus(enum.Enum):
 
 
 class SequenceType(enum.Enum):
-    """What the next step computes for a sequence; a dummy only keeps coupled ranks in step."""
+    """What the next step computes; a dummy only keeps coupled ranks in step."""
 
     DUMMY = "dummy"
     PREFILL = "prefill"
@@ -33,7 +33,7 @@ class SequenceType(enum.Enum):
 
 
 class Priority(enum.IntEnum):
-    """How urgent a request is; lower numbers go first."""
+    """Lower numbers go first."""
 
     HIGH = 1
     NORMAL = 2
@@ -59,13 +59,13 @@ class Finish:
 
     @property
     def leave_reason(self) -> str:
-        """The reason in ATOM's terms: `stop_{token_id}` for a stop token."""
+        """In ATOM's terms: `stop_{token_id}` for a stop token."""
         return f"stop_{self.stop_token_id}" if self.reason is FinishReason.STOP_TOKEN else self.reason.value
 
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """The numerics that results depend on: equal and exact ones give bitwise equal results."""
+    """What results depend on: equal and exact numerics give bitwise equal results."""
 
     fingerprint: str
     is_exact: bool
@@ -84,8 +84,8 @@ class Sequence:
     """A prompt and the tokens generated for it: one choice of a request.
 
     Invariant: it has a slot exactly while it is RUNNING or a step in flight still names it. `token_bytes` holds every
-    token except those in the slot's ring, which `SlotTable.flush` appends. A WAITING sequence with a slot is parked: it
-    was preempted, and the tokens from its steps in flight still count.
+    token except those in the slot's ring. A WAITING sequence with a slot is parked: it was preempted, and the tokens
+    from its steps in flight still count.
     """
 
     id: str
@@ -100,7 +100,7 @@ class Sequence:
     attempt: int = 1
     choice: int = 0
     is_leader: bool = True
-    """Whether the prompt counts towards the queue's token limit: true for one choice of each request."""
+    """Whether its prompt counts towards the queue's token limit: true for one choice of each request."""
     queued_at: float = 0.0
     """When it last entered the waiting queue."""
     waited_s: float = 0.0
@@ -109,28 +109,27 @@ class Sequence:
     type: SequenceType = SequenceType.PREFILL
     slot: int | None = None
     is_retiring: bool = False
-    """Whether it gets no further row, and waits for its last step in flight to free its slot and blocks."""
+    """Whether it gets no further row, and waits for its last step in flight."""
     block_table: array[int] = field(default_factory=lambda: array("i"))
-    """Block ids, as int32."""
     prefix_cursor: PrefixCursor = field(default_factory=PrefixCursor)
     cached_prefix: CachedPrefix | None = None
-    """The last prefix cache lookup while it waits."""
+    """From the last lookup while it waits."""
     num_unsent_tokens: int = 0
-    """While it is prefilled in chunks: tokens that are neither cached nor sent."""
+    """While it is prefilled in chunks: tokens neither cached nor sent."""
     num_first_cached_tokens: int | None = None
     last_prompt_logprob: int = 0
-    """The last prompt position whose log-probabilities its client has; 0 for none, since position 0 has none."""
+    """The last prompt position whose log-probabilities its client has; 0 for none."""
     first_token_at: float | None = None
     left_at: float | None = None
     finish: Finish | None = None
     rank: int | None = None
-    """The DP rank it is placed on; None while it is unplaced."""
+    """The DP rank it is placed on, if any."""
     is_exact: bool = False
     """Whether its tokens must depend only on the model, the prompt and the parameters."""
     exact_fingerprint: str | None = None
     """The numerics promised for its tokens; None until a model is known."""
     num_resumes: int = 0
-    """Resumes after losses, including earlier attempts."""
+    """Including earlier attempts."""
     numerics: Numerics | None = None
     """The joint numerics of everything that computed it before its last loss."""
 
@@ -161,7 +160,7 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether its next prefill must return prompt log-probabilities; all its tokens must be stored.
+        """Whether its next prefill must return prompt log-probabilities; all tokens must be stored.
 
         Choice 0 gets them for the whole request, until it has a completion token.
         """
@@ -169,10 +168,10 @@ class Sequence:
 
     @property
     def num_stored_tokens(self) -> int:
-        """Tokens in `token_bytes`: all known ones unless it is running."""
+        """All its tokens, unless it is running."""
         return len(self.token_bytes) // TOKEN_BYTES
 
     @property
     def max_num_tokens(self) -> int:
-        """The most prompt and completion tokens together."""
+        """The most prompt and completion tokens."""
         return self.num_prompt_tokens + self.params.max_tokens

@@ -1,7 +1,6 @@
 """The per-step state of running sequences, as numpy columns indexed by slot.
 
-A step over hundreds of sequences is then a few vector operations, and Python visits only the rows where something
-happens. Visiting every sequence in Python costs comparable schedulers 0.6 to 13 ms per step.
+A step is then a few vector operations; visiting every sequence in Python costs comparable schedulers 0.6 to 13 ms.
 """
 
 from __future__ import annotations
@@ -38,26 +37,25 @@ _NO_TOKEN = -1
 
 @dataclass(slots=True)
 class RowConstants:
-    """What does not change while a sequence holds its slot: [num_rows] each, read-only."""
+    """Does not change while a sequence holds its slot: [num_rows] each, read-only."""
 
     slots: Slots
     clients: IntColumn
     handles: np.ndarray[tuple[int], np.dtype[np.uint32]]
     only_client: int | None
-    """None when the rows have several clients, or there are none."""
+    """None when there are several clients, or no rows."""
     num_prompt_tokens: IntColumn
     max_num_tokens: IntColumn
     watched: IntColumn
     """[most watched tokens of a row, num_rows], padded with -1."""
     runs: Slots
-    """The start of each row's ring in `SlotTable._run`."""
+    """The start of each ring in `SlotTable._run`."""
 
 
 class SlotTable:
     """Slots and their columns.
 
-    New tokens go to the slot's ring of 512 columns, position p to column p % 512, and are stored in the sequence about
-    256 at a time:
+    New tokens go to the slot's ring, position p to column p % 512, and are stored in the sequence about 256 at a time:
 
         column      0       17          100     140         470     511
         slot 7      512 ... 529                             470 ... 511      470 tokens stored, 530 in all
@@ -105,7 +103,7 @@ class SlotTable:
         return len(self._free)
 
     def take(self, seq: Sequence, watched_tokens: list[int]) -> int:
-        """Give a free slot to an admitted sequence that has its blocks and all tokens stored.
+        """Give a free slot to a sequence that has its blocks and all tokens stored.
 
         `find_watched` will report `watched_tokens`.
         """
@@ -126,7 +124,7 @@ class SlotTable:
         return slot
 
     def end(self, slot: int) -> None:
-        """Give a slot's sequence no more tokens from steps in flight."""
+        """Give the sequence no more tokens from steps in flight."""
         self.live[slot] = False
         self.num_ended += 1
 
@@ -147,14 +145,14 @@ class SlotTable:
         return seq
 
     def max_num_planned(self, slots: Slots) -> IntColumn:
-        """The most tokens these sequences may have once their steps in flight have returned: [num_rows]."""
+        """The most tokens these sequences may have after their steps in flight: [num_rows]."""
         num_planned = self.num_planned[slots]
         num_placeholders = num_planned - self.num_tokens[slots]
         most: IntColumn = np.minimum(num_planned + self.num_draft_tokens * num_placeholders, self.max_num_tokens[slots])
         return most
 
     def append(self, slots: Slots, positions: IntColumn, token_ids: IntColumn) -> None:
-        """Give each row one more token, at its position (its number of tokens)."""
+        """Give each row one more token; `positions` are the rows' numbers of tokens."""
         # One flat index costs half as much as two.
         self._run[self.constants(slots).runs + (positions & _COLUMN_MASK)] = token_ids
         self.num_tokens[slots] = positions + 1
@@ -175,7 +173,7 @@ class SlotTable:
         self.num_planned[slots] += counts - 1
 
     def flush_full_runs(self, slots: Slots) -> None:
-        """Every few calls, store the tokens of rows whose run is full. Call it with each decode step."""
+        """Every few calls, store the tokens of full runs. Call it with each decode step."""
         self._num_steps_to_flush -= 1
         if self._num_steps_to_flush:
             return
@@ -201,10 +199,7 @@ class SlotTable:
         self._run_end[slot] = (end // RUN_TOKENS + 1) * RUN_TOKENS
 
     def constants(self, slots: Slots) -> RowConstants:
-        """The constants of these rows.
-
-        Cached by array identity, since the arrays of steps in flight are looked up repeatedly.
-        """
+        """Cached by array identity, for the arrays of steps in flight."""
         for constants in self._gathered:
             if constants.slots is slots:
                 return constants
@@ -215,7 +210,7 @@ class SlotTable:
     def find_watched(
         self, slots: Slots, token_ids: IntColumn, is_last: npt.NDArray[np.bool_] | None = None
     ) -> npt.NDArray[np.intp]:
-        """The indexes of the watched tokens, with which the sequence may stop.
+        """The indexes of the tokens with which a sequence may stop.
 
         `slots` [num_tokens] has each token's slot; `is_last` [num_tokens] marks further tokens to report.
         """

@@ -1,7 +1,7 @@
 """What the scheduler plans, what the worker returns, and what clients receive: data only.
 
-Plans and results are never changed once made, yet they are not frozen: creating a frozen object takes three times as
-long, and every step creates several.
+Plans and results are never changed once made, yet not frozen: creating a frozen object takes three times as long, and
+every step creates several.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PrefillChunk:
     slot: int
     token_bytes: bytes
     num_later_tokens: int
-    """How many follow in later steps before the first token is sampled."""
+    """Tokens of later steps before the first token is sampled."""
 
     @property
     def num_tokens(self) -> int:
@@ -49,7 +49,7 @@ class PrefillChunk:
 
 @dataclass(slots=True)
 class EnteringSequence:
-    """What a worker needs to know about a sequence that enters its batch."""
+    """What a worker needs to know about an entering sequence."""
 
     chunk: PrefillChunk
     num_cached_tokens: int
@@ -58,7 +58,7 @@ class EnteringSequence:
     params: SamplingParams
     choice: int = 0
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that must not be sampled before `min_tokens`."""
+    """Not sampled before `min_tokens`."""
     cached_token_bytes: bytes = b""
     """The tokens before the chunk, if the worker needs them."""
     max_num_tokens: int = 0
@@ -72,13 +72,13 @@ class ScheduledBatch:
     num_tokens: int
     """Tokens computed; 0 for a dummy."""
     row_slots: Slots
-    """[num_rows], the rows that get a token, in result order: `decode_slots`, then the prompts that the step ends."""
+    """[num_rows], rows that get a token, in result order: `decode_slots`, then the prompts that the step completes."""
     decode_slots: Slots
-    """In batch order. The worker derives them (every sequence whose prompt is complete), so they are sent only when
-    `skips_rows` is set.
+    """In batch order. Sent only when `skips_rows` is set; else the worker derives them: all sequences whose prompt is
+    complete.
     """
     partial_slots: list[int]
-    """Prompts that this step does not complete."""
+    """Prompts that the step does not complete."""
     leave_slots: list[int]
     chunks: list[PrefillChunk]
     enters: list[EnteringSequence]
@@ -86,7 +86,7 @@ class ScheduledBatch:
     """Parallel to `append_block_ids`; a slot may occur more than once."""
     append_block_ids: list[int]
     skips_rows: bool
-    """Whether some decodes sit this step out."""
+    """Whether some decodes sit the step out."""
 
     @property
     def is_dummy(self) -> bool:
@@ -96,7 +96,7 @@ class ScheduledBatch:
 
 @dataclass(slots=True)
 class StepCounts:
-    """Steps by what they compute: prompts only, decodes only, both, or nothing."""
+    """Steps by what they compute."""
 
     prefill: int = 0
     decode: int = 0
@@ -122,7 +122,7 @@ class StepCounts:
 
 @dataclass(slots=True)
 class Step:
-    """A batch on its way to its rank."""
+    """A batch for its rank."""
 
     epoch: int
     step_id: int
@@ -130,7 +130,7 @@ class Step:
     num_tokens_across_dp: tuple[int, ...] = ()
     """Coupled ranks only; a dummy counts as one token."""
     graph_batch_size: int = 0
-    """Coupled ranks only: the rows that a decode's captured graph must hold."""
+    """Coupled ranks only: the rows that a decode's graph must hold."""
 
 
 class StepPace(NamedTuple):
@@ -144,15 +144,15 @@ class StepPace(NamedTuple):
 class StepRecord:
     """A step in flight.
 
-    Sequences that get no row after it are in `retiring`: it frees their slots and blocks when it returns, so that no
-    step reuses them too early.
+    `retiring` sequences get no row after it: their slots and blocks are freed when it returns, so that no step reuses
+    them too early.
     """
 
     step_id: int
     kind: StepKind
-    """Across coupled ranks: a prefill if any rank has one."""
+    """A prefill if any coupled rank has one."""
     num_tokens: int
-    """Across coupled ranks: the most tokens of any rank."""
+    """The most of any coupled rank."""
     row_slots: Slots
     partial_slots: list[int]
     sent_at: float
@@ -176,15 +176,15 @@ class StepResult:
     prompt_logprobs: tuple[tuple[int, Logprobs], ...] = ()
     """By slot; positions are those of the prompt."""
     failed_grammar_rows: IntColumn = field(default_factory=lambda: _NO_ROWS)
-    """Rows whose grammar could not be followed any further; only their last token is meaningless."""
+    """Rows whose grammar could not be followed further; only their last token is meaningless."""
     num_replayed_tokens: int = 0
-    """Greedy completion tokens recomputed for resumed sequences."""
+    """As in `SchedulerCounters`."""
     num_replay_mismatches: int = 0
-    """Replayed tokens that were not the likeliest at their position this time."""
+    """As in `SchedulerCounters`."""
 
     @property
     def num_accepted_tokens(self) -> int:
-        """The drafted ones among the tokens: all but the last of each row."""
+        """The drafted tokens: all but the last of each row."""
         num_rows = len(self.token_ids) if self.counts is None else int(np.count_nonzero(self.counts))
         return len(self.token_ids) - num_rows
 
@@ -198,7 +198,7 @@ class StepResult:
 
 @dataclass(slots=True)
 class RequestStart:
-    """A choice got its first token; `num_cached_tokens` of its prompt were cached."""
+    """A choice got its first token."""
 
     handle: int
     num_cached_tokens: int
@@ -225,11 +225,11 @@ class RequestEnd:
 
 @dataclass(slots=True)
 class Outputs:
-    """What one client receives: a row for each sequence that got tokens, and starts and ends of choices."""
+    """What one client receives: rows, and starts and ends of choices."""
 
     handles: np.ndarray[tuple[int], np.dtype[np.uint32]]  # [num_rows]
     first_indexes: IntColumn  # [num_rows]
-    """The index of each row's first token among its completion tokens."""
+    """Of each row's first token among its completion tokens."""
     token_ids: IntColumn  # [num_tokens]
     """Row after row."""
     starts: list[RequestStart] = field(default_factory=list)
@@ -241,7 +241,7 @@ class Outputs:
     prompt_logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
     """By handle."""
     resumes: list[tuple[int, int]] = field(default_factory=list)
-    """Handles that resume after a loss, and how often they have resumed by now."""
+    """Handles that resume after a loss, and how often they have by now."""
 
     @classmethod
     def only_ends(cls, ends: list[RequestEnd]) -> Outputs:
@@ -251,7 +251,7 @@ class Outputs:
     def set_rows(
         self, handles: np.ndarray[tuple[int], np.dtype[np.uint32]], first_indexes: IntColumn, rows: RowTokens
     ) -> None:
-        """Set the rows, each with at least one token."""
+        """Set rows of at least one token each."""
         self.handles, self.first_indexes, self.token_ids = handles, first_indexes, rows.token_ids
         self.counts = None if len(rows.token_ids) == len(handles) else rows.counts
         self.logprobs = rows.logprobs
@@ -273,7 +273,7 @@ class OutputsByClient:
             self._of(int(client)).set_rows(constants.handles[is_own], first_indexes[is_own], rows.of_rows(is_own))
 
     def add_prompt_logprobs(self, client: int, handle: int, logprobs: Logprobs) -> None:
-        """Add log-probabilities of the next tokens of a prompt."""
+        """Add log-probabilities of a prompt's next tokens."""
         self._of(client).prompt_logprobs.append((handle, logprobs))
 
     def add_start(self, client: int, start: RequestStart) -> None:

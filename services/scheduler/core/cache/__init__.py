@@ -1,1 +1,1 @@
-"""The paged KV cache: which sequence holds which blocks, and by which prefix they can be found."""
+"""The paged KV cache."""

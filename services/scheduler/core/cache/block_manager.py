@@ -23,14 +23,13 @@ class BlockCounts(NamedTuple):
     total: int
     free: int
     cached: int
-    """Free blocks that can still be found by their prefix."""
+    """Free blocks that can be found by their prefix."""
 
 
 class BlockManager:
     """Hands out fixed-size KV blocks and shares full ones between equal prefixes.
 
-    A freed block keeps its content until it is reused; blank blocks are reused first, then the least recently freed
-    one.
+    A freed block keeps its content until it is reused: blank blocks first, then the least recently freed one.
 
     Invariant: a block is free exactly when its reference count, the number of tables that hold it, is 0; a free block
     is cached exactly when it holds a content.
@@ -64,7 +63,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, seq: Sequence) -> CachedPrefix:
-        """The longest cached prefix of a waiting sequence that leaves at least one token to compute, for its logits.
+        """The longest cached prefix of a waiting sequence that leaves a token to compute, for its logits.
 
         Valid until blocks are taken, hidden or flushed. Looking again is free while nothing has changed.
         """
@@ -76,7 +75,7 @@ class BlockManager:
         return prefix
 
     def no_prefix(self, seq: Sequence) -> CachedPrefix:
-        """Like `find_prefix` with an empty cache; what is computed can still be shared."""
+        """An empty prefix for `try_allocate`; what is computed can still be shared."""
         return self._prefixes.find(seq.cache_salt, seq.token_bytes, max_blocks=0)
 
     def num_cached_tokens(self, seq: Sequence) -> int:
@@ -84,7 +83,7 @@ class BlockManager:
         return self.find_prefix(seq).num_tokens
 
     def num_blocks_to_take(self, seq: Sequence, prefix: CachedPrefix) -> int:
-        """Free blocks that `try_allocate` would take, including cached ones it revives."""
+        """Free blocks that `try_allocate` would take, including cached ones."""
         num_blocks = self.num_blocks_for(seq.num_stored_tokens)
         if prefix.num_tokens:
             num_blocks -= int(np.count_nonzero(self._ref_counts[prefix.block_ids]))
@@ -121,7 +120,7 @@ class BlockManager:
     def publish(self, seq: Sequence, num_computed_tokens: int) -> None:
         """Let later sequences find the full blocks of the first `num_computed_tokens` tokens.
 
-        Call it once the step that computes them has been sent; the tokens must be stored in the sequence.
+        Call it once the step that computes them has been sent; the tokens must be stored.
         """
         num_blocks = num_computed_tokens // self.block_size
         if num_blocks <= seq.prefix_cursor.num_blocks or not self._caches_prefixes:
@@ -134,7 +133,7 @@ class BlockManager:
             self._free.add_blank(outdated)
 
     def free(self, sequences: Iterable[Sequence]) -> None:
-        """Take all blocks from sequences; those in no other table become free and keep their contents."""
+        """Take all blocks from sequences; those in no other table become free, with their contents."""
         freed = [self._release(seq) for seq in sequences]
         if not freed:
             return
@@ -146,7 +145,7 @@ class BlockManager:
     def hide(self, seq: Sequence) -> None:
         """Hide a sequence's blocks from the prefix cache, because their KV cannot be trusted.
 
-        Includes shared blocks: the sequence that computed them may have ended before the problem was noticed.
+        Includes shared blocks: what computed them may have ended before the problem was noticed.
         """
         blocks = _as_array(seq.block_table)
         blocks = blocks[self._prefixes.holds(blocks)]
@@ -156,7 +155,7 @@ class BlockManager:
     def flush(self) -> int:
         """Forget all contents; returns how many blocks lost one.
 
-        Blocks in use stay in use; their sequences publish nothing more until they are admitted again.
+        The sequences of blocks in use publish nothing more until they are admitted again.
         """
         num_flushed = len(self._prefixes.flush())
         self._free.blank_all()
@@ -195,7 +194,7 @@ class BlockManager:
         return blocks
 
     def _evict(self, num_blocks: int) -> BlockIds:
-        """Take cached blocks; in a large pool a few more become blank, for the next time."""
+        """In a large pool, a few more become blank for the next time."""
         evicted = self._free.take_cached(max(num_blocks, min(self._free.num_cached // 32, _EVICTION_BATCH)))
         self._prefixes.forget(evicted)
         self._free.add_blank(evicted[num_blocks:][::-1])

@@ -15,8 +15,8 @@ class FreeBlocks:
 
     Cached blocks are in a queue from which entries are removed only at the head. A revived block leaves a void entry,
     which no longer matches the block's recorded position. Void entries are dropped when the head reaches them, or when
-    the queue reaches the end of its memory and is packed. So each freed block costs O(1), and freeing or reviving many
-    is one array operation.
+    the queue reaches the end of its memory and is packed. So freeing or reviving many blocks is one array operation,
+    O(1) each.
 
     Invariant: the position of a free cached block is that of its newest entry, between head and tail; any other block
     has none. There are at most as many valid entries as blocks, and the queue has room for twice as many.
@@ -62,7 +62,7 @@ class FreeBlocks:
         self.num_cached += len(blocks)
 
     def revive(self, blocks: BlockIds) -> None:
-        """Take out cached blocks, to be used again with their contents."""
+        """Take out cached blocks, with their contents."""
         self._position[blocks] = _NOWHERE
         self.num_cached -= len(blocks)
 

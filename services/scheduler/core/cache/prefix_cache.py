@@ -48,7 +48,7 @@ class PrefixCache:
     def find(self, salt: bytes, tokens: bytearray, *, max_blocks: int) -> CachedPrefix:
         """Find the longest cached prefix, of at most `max_blocks` full blocks.
 
-        `tokens` are little-endian int32, at least `max_blocks` blocks of them.
+        `tokens` are little-endian int32, at least `max_blocks` blocks.
         """
         node = self._roots.get(salt)
         cursor = PrefixCursor(self._era, salt, node)
@@ -79,8 +79,8 @@ class PrefixCache:
         Does nothing for a cursor of a past era, because the blocks before it were flushed.
 
         Args:
-            block_table: The sequence's blocks, as int32.
-            tokens: Little-endian int32, at least `num_blocks` blocks of them.
+            block_table: The sequence's blocks.
+            tokens: Little-endian int32, at least `num_blocks` blocks.
             num_blocks: More than the cursor has.
 
         Returns:
@@ -131,7 +131,7 @@ class PrefixCache:
                 self._prune(node)
 
     def flush(self) -> BlockIds:
-        """Forget all contents, and void all cursors; returns the blocks that held one."""
+        """Forget all contents and void all cursors; returns the blocks that held one."""
         blocks = np.flatnonzero(self._node_ids != _NO_NODE).astype(np.int32)
         self._node_ids[blocks] = _NO_NODE
         self._clear()
@@ -188,7 +188,7 @@ class PrefixCache:
         return root, 0
 
     def _num_common(self, node: PrefixNode, tokens: bytearray, depth: int, max_blocks: int) -> int:
-        """How many of a node's blocks have the same tokens as the sequence after its first `depth` blocks."""
+        """How many of a node's blocks match the tokens after the first `depth` blocks."""
         start = depth * self._block_bytes
         num_blocks = min(node.num_blocks, max_blocks - depth)
         if num_blocks == len(node.blocks) and tokens.startswith(node.tokens, start):
@@ -215,7 +215,7 @@ class PrefixCache:
         self._depths[blocks] = np.arange(start, start + len(blocks), dtype=np.int32)
 
     def _split(self, node: PrefixNode, num_blocks: int) -> PrefixNode:
-        """Split off the first `num_blocks` contents of a node into a new parent; returns the parent.
+        """Split off the first `num_blocks` contents into a new parent; returns the parent.
 
         The rest keeps its identity, so a cursor at the end of `node` stays valid.
         """
@@ -237,7 +237,7 @@ class PrefixCache:
         return head
 
     def _prune(self, node: PrefixNode | None) -> None:
-        """Drop contents that are no longer needed from the end of a node, and then from its ancestors."""
+        """Drop unneeded contents from the end of a node, then from its ancestors."""
         while node is not None and not node.children and not node.num_present:
             node.num_cuts += 1
             self._unused_ids.append(node.id)
@@ -259,10 +259,10 @@ class PrefixCache:
         return node.children.get(bytes(tokens[start : start + self._block_bytes]))
 
     def _append(self, node: PrefixNode, tokens: bytearray, table: BlockIds, num_before: int) -> PrefixNode:
-        """Append a sequence's contents to a node: a short leaf is extended, else it gets a child.
+        """Append a sequence's contents: a short leaf is extended, any other node gets a child.
 
         Returns:
-            The node that now ends with these contents; it has the blocks after the first `num_before`.
+            The node that now ends with them; it has the blocks after the first `num_before`.
         """
         depth = node.start + node.num_blocks
         new_tokens = bytes(memoryview(tokens)[depth * self._block_bytes : len(table) * self._block_bytes])

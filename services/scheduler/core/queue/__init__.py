@@ -1,1 +1,1 @@
-"""The waiting sequences, and the order in which they are admitted."""
+"""The waiting sequences."""

@@ -1,4 +1,4 @@
-"""How fast the waiting queue empties, which tells a refused client when to retry."""
+"""How fast the waiting queue empties."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ MAX_DELAY_S = 60.0
 
 
 class DrainRate:
-    """Requests that left the waiting queue per second, weighted towards recent ones.
+    """Tells a refused client when to retry.
 
-    It is the exponentially decaying number of departures, divided by the time constant, or by the time since the first
-    departure while that is shorter.
+    The departures per second are their exponentially decaying number, divided by the time constant, or by the time
+    since the first departure while that is shorter.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
-"""The order of waiting sequences that have not aged: one class for each queue policy.
+"""The order of waiting sequences that have not aged, for each queue policy.
 
-No operation costs more than O(log n) amortised, so a step costs the same however many sequences wait.
+No operation costs more than O(log n) amortised.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Key = tuple[float, ...]
 """Sort key, unique within a queue."""
 
 NumCachedTokens = Callable[[Sequence], int]
-"""Tokens of a waiting sequence that the prefix cache holds."""
+"""Tokens of a waiting sequence that are cached."""
 
 _by_key: Callable[[tuple[Key, Sequence]], Key] = itemgetter(0)
 
@@ -149,7 +149,7 @@ class PrefixOrder:
     """The longest cached prefix first, among the earliest arrivals; ties go by arrival.
 
     The window is ranked at most once for each `now`, so all admissions of a step share a ranking, as in SGLang. The
-    choice stays until it leaves, or a ranking that changes with every block could postpone it for ever.
+    choice stays until it leaves, or changing rankings could postpone it for ever.
 
     Invariant: `_window` is sorted, and all of it arrived before all of `_later`. `_ranking` holds waiting sequences
     other than the choice, the best one last.

@@ -1,4 +1,4 @@
-"""Which sequence is next, how many may wait, and when a refused client should retry."""
+"""The waiting queue of a rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shared.errors import QueueFullError
 
 
 class QueuePolicy(enum.Enum):
-    """Which waiting sequence is next, as long as none has aged."""
+    """Which waiting sequence is next, while none has aged."""
 
     FCFS = "fcfs"
     PRIORITY = "priority"
@@ -67,8 +67,8 @@ def max_steps_to_admission(num_ahead: int, context_length: int, token_budget: in
 class WaitingQueue:
     """The waiting sequences, and which of them is next.
 
-    A sequence has aged once it has waited for more than `max_age_s` in total, not counting time spent running. Aged
-    sequences go first, by arrival, under any policy, so none starves (see `max_steps_to_admission`).
+    A sequence has aged once it has waited for more than `max_age_s` in total. Aged sequences go first, by arrival,
+    under any policy, so none starves (see `max_steps_to_admission`).
 
     Arrival is by `arrived_at`, so a preempted or resubmitted sequence keeps its place; ties go to those admitted
     before, then to the first added. Limits apply to newcomers only. Each choice of a request counts as one waiting
@@ -168,7 +168,7 @@ class WaitingQueue:
             self._drain_rate.note(1, now)
 
     def remove(self, seq: Sequence, now: float) -> None:
-        """Take out a sequence that ended or is to wait elsewhere."""
+        """Take out a sequence that ended or waits elsewhere."""
         self._leave(seq, now)
 
     def is_aged(self, seq: Sequence, now: float) -> bool:
@@ -188,7 +188,7 @@ class WaitingQueue:
             assert self.oldest_arrived_at() == min(seq.arrived_at for seq in self), "the oldest that waits"
 
     def _first_aged(self, now: float) -> Sequence:
-        """At least one aged sequence must still be in the policy's order."""
+        """At least one aged sequence must be in the policy's order."""
         if not self.is_aged(self._order.oldest[1], now):
             # It arrived before the aged ones but ran in between; it must not hide them.
             while self._ages and self._ages.top[0][0] < now:
@@ -199,7 +199,6 @@ class WaitingQueue:
         return min(self._fronts())[1]
 
     def _fronts(self) -> Iterator[tuple[Key, Sequence]]:
-        """The earliest arrival of `_order` and of `_aged`."""
         if self._order:
             yield self._order.oldest
         if self._aged:
