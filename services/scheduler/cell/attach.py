@@ -47,7 +47,7 @@ class SchedulerClaim:
     domain_to_epoch: dict[int, int] = field(default_factory=dict)
     """Includes those whose streams are being opened."""
     group_to_rival: dict[int, Rival | None] = field(default_factory=dict)
-    """The rival named in the last answer of each group asked."""
+    """From the last answer of each group asked."""
 
     def note_holder(self, group: int, holder: str, now: float) -> None:
         """Record the live holder that a group named; empty for none or no answer."""
@@ -74,7 +74,7 @@ class SchedulerClaim:
         }
 
     def is_below(self, epoch: int, rival: str) -> bool:
-        """Whether it must yield to a rival that holds a group under `epoch`."""
+        """Whether to yield to a rival that holds a group under `epoch`."""
         own_epoch = max(self.domain_to_epoch.values(), default=0)
         return self.has_held and (own_epoch, self.instance_id) < (epoch, rival)
 
@@ -201,7 +201,7 @@ class _Phase(enum.Enum):
 class DomainAttach:
     """The scheduler's side of attaching one domain.
 
-    A round offers one epoch to all groups and waits for their answers; another one follows unless all accept:
+    A round offers one epoch to all groups; another round follows unless all accept:
 
         epoch      5                  6                                      7
         group 0    accepts            accepts  ═══ steps ═══════════╡        accepts  ═══ steps ═══

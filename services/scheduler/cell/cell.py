@@ -25,7 +25,6 @@ class Cell:
     Suspects wait there until they are tried.
 
     Invariant: a sequence that has not ended is in the scheduler of its `rank`, or in the unplaced queue if it has none.
-    A domain without an epoch holds no sequence.
     """
 
     def __init__(
@@ -154,7 +153,7 @@ class Cell:
         self._is_disturbed = bool(self._quarantine) or bool(self._recoveries)
 
     def send_ahead(self, now: float) -> list[Action]:
-        """Send the steps for which there is work and room."""
+        """See `Domain.send_ahead`."""
         return [action for domain in self.domains for action in domain.send_ahead(now)]
 
     def go_on_after(self, rank: Rank, now: float) -> list[Action]:

@@ -21,11 +21,11 @@ class CellFacts:
         self.limits: ModelLimits | None = None
         """Include the smallest pool of any rank; None while `model` is."""
         self.exact_fingerprint = ""
-        """The numerics of all attached ranks, or of the last ones; empty if exactness is unavailable."""
+        """The numerics promised for exact requests: those of all attached ranks, or of the last ones; empty if unavailable."""
         self._block_size = block_size
 
     def find_fault(self, facts: Iterable[WorkerFacts]) -> str | None:
-        """Say why these ranks cannot serve with earlier ones; None when they can."""
+        """Say why these ranks cannot serve with earlier ones, if so."""
         for rank_facts in facts:
             if rank_facts.num_draft_tokens > MAX_DRAFT_TOKENS:
                 return f"it drafts more than {MAX_DRAFT_TOKENS} tokens"

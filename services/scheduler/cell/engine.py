@@ -43,8 +43,8 @@ class Engine:
     requests then wait, with their tokens, for the next rank. Their clients only learn that they resume, unless a
     request turns out to crash its workers.
 
-    If the engine was stopped for longer than its claim to the workers lasts, another scheduler may have taken them, so
-    it asks for its process to end, whatever events follow.
+    An engine that was stopped for longer than its claim to the workers lasts asks for its process to end, whatever
+    events follow.
     """
 
     def __init__(self, policy: SchedulerPolicy, cache: CacheSettings, topology: CellTopology = _ONE_RANK) -> None:
@@ -71,17 +71,17 @@ class Engine:
 
     @property
     def model(self) -> WorkerFacts | None:
-        """The model served; None until a domain has been attached."""
+        """The model served; see `CellFacts`."""
         return self._facts.model
 
     @property
     def model_limits(self) -> ModelLimits | None:
-        """The limits for requests; None while `model` is."""
+        """The limits for requests; see `CellFacts`."""
         return self._facts.limits
 
     @property
     def exact_fingerprint(self) -> str:
-        """The numerics promised for exact requests; empty when exactness is unavailable."""
+        """See `CellFacts`."""
         return self._facts.exact_fingerprint
 
     def next_wakeup(self) -> float:

@@ -45,7 +45,7 @@ class Submission:
     time_left_s: float | None = None
     """None means for ever."""
     is_exact: bool = False
-    """Whether the answer must depend only on model, prompt and parameters."""
+    """As in `Sequence`."""
     num_earlier_resumes: int = 0
 
     @property
@@ -67,7 +67,7 @@ class DomainAttached:
 
 @dataclass(frozen=True, slots=True)
 class DomainLost:
-    """A link to a domain broke: its epoch has ended, its steps in flight are void."""
+    """A link to a domain broke: its epoch has ended, and its steps in flight are void."""
 
     domain: int
     epoch: int
@@ -97,7 +97,7 @@ class ClientMessage:
     client: int
     submissions: list[Submission] = field(default_factory=list)
     stop_ats: list[tuple[int, int]] = field(default_factory=list)
-    """Handles of choices, with their numbers of completion tokens up to the stop."""
+    """Handles of choices, and their numbers of completion tokens up to the stop."""
     aborts: list[int] = field(default_factory=list)
     """Handles of requests."""
 

@@ -9,7 +9,7 @@ _PAUSE_S = 1.0
 
 
 class Heartbeat:
-    """When heartbeats are due (the first one at once), and whether the claim to the workers has expired."""
+    """When heartbeats are due, and whether the claim to the workers has expired."""
 
     def __init__(self) -> None:
         self.next_at = float("-inf")

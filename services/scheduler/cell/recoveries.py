@@ -19,7 +19,7 @@ class _Recovery:
 class Recoveries:
     """Measures the time from the loss of an epoch until each sequence it computed has another token or has ended.
 
-    A sequence lost again before that counts only for the first loss, since which its client has been waiting.
+    A sequence lost again before that counts only for the first loss.
     """
 
     def __init__(self, counters: SchedulerCounters) -> None:

@@ -30,8 +30,8 @@ from shared.errors import (
 class RequestManager:
     """Accepts requests, queues their choices, and ends them.
 
-    Invariant: a choice is known here from its submission until its end has been delivered, its client has aborted the
-    request, or a later attempt has replaced it (its client is notified of that too).
+    Invariant: a choice is known here until its end has been delivered, its client has aborted the request, or a later
+    attempt has replaced it (its client is notified of that too).
     """
 
     def __init__(self, policy: SchedulerPolicy, requests: RequestTable, cell: Cell, facts: CellFacts) -> None:

@@ -52,7 +52,7 @@ class NewTokenRatio:
 
         Args:
             num_free_tokens: Capacity of the free blocks.
-            num_needed_tokens: What the candidate takes of it at once, including cached blocks it revives.
+            num_needed_tokens: What the candidate takes of it at once, including cached blocks.
             num_remaining_tokens: max_tokens - generated, over the running sequences and the candidate.
         """
         return num_needed_tokens + self.value * num_remaining_tokens <= num_free_tokens

@@ -37,7 +37,7 @@ def assemble(leave_slots: list[int], decodes: Decodes, prefill: Prefill) -> Sche
 
 
 def dummy_batch(kind: StepKind, leave_slots: list[int]) -> ScheduledBatch:
-    """Computes nothing for any sequence."""
+    """A plan that computes nothing."""
     return ScheduledBatch(
         kind,
         num_tokens=0,

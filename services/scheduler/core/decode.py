@@ -88,7 +88,6 @@ class DecodePlanner:
         return Decodes(rows, np.repeat(short, counts), blocks)
 
     def _num_blocks_in_run(self, short: Slots) -> IntColumn:
-        """At least what the row needs now, at most what its last token needs."""
         num_least = -(-self._num_tokens_to_hold(short) // self._blocks.block_size) - self._slots.num_blocks[short]
         num_last = -(-self._slots.max_num_tokens[short] // self._blocks.block_size) - self._slots.num_blocks[short]
         counts: IntColumn = np.maximum(num_least, np.minimum(num_last, self._blocks_per_visit))

@@ -33,9 +33,9 @@ class SchedulerPolicy:
     retraction_policy: RetractionPolicy = RetractionPolicy.LAST_IN
     share_in_step: bool = True
     placement_tokens_per_seq: int = 256
-    """Cached tokens that outweigh one more sequence on a rank; see `placement`."""
+    """See `placement`."""
     max_prefill_wait_steps: int = 0
-    """Coupled ranks: how long a prefill waits for other ranks to have one; see `lockstep`."""
+    """For coupled ranks; see `lockstep`."""
     worker_silence_s: float = 3.0
     suspect_patience_s: float = 5.0
     """How long suspects wait for an idle failure domain before they take a busy one."""

@@ -77,7 +77,7 @@ class Preemption:
     def preempt(self, seq: Sequence, now: float) -> None:
         """Take a sequence's blocks; it later recomputes what is no longer cached.
 
-        With a step in flight it is parked until the last such step returns.
+        While a step in flight names it, it is parked.
         """
         self._running.store(seq)
         seq.status, seq.type = SequenceStatus.WAITING, SequenceType.PREFILL
@@ -101,7 +101,7 @@ class Preemption:
             self._waiting.add(seq, now)
 
     def forget_parked(self, seq: Sequence) -> None:
-        """Note that a parked sequence has ended; its last step frees what it holds."""
+        """Note that a parked sequence has ended."""
         assert seq.is_retiring
         self.num_parked -= 1
 

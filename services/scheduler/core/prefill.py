@@ -19,7 +19,7 @@ from shared.limits import SamplingParams
 
 @dataclass(slots=True)
 class Prefill:
-    """A step's prompts."""
+    """The prompt part of a step's plan."""
 
     budget: int = 0
     """Tokens that the step can still take."""
@@ -42,8 +42,7 @@ class PrefillPlanner:
     """Plans further chunks of prompts that have begun, then admits waiting sequences.
 
     A block that a step computes can be shared by sequences that enter with the same step, because a layer writes all
-    keys and values before it attends. With `share_in_step` off, they wait for the next step. Either way, a common
-    prefix is computed once.
+    keys and values before it attends. With `share_in_step` off, they wait for the next step.
 
     No sequence is admitted while part of a prompt is still to be sent, since that takes the whole budget. So the first
     choice of a request computes the prompt, and the others find its full blocks, even if it is preempted, ends or

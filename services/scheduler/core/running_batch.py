@@ -42,7 +42,7 @@ class RunningBatch:
 
     @property
     def decode_rows(self) -> Slots:
-        """Those whose known tokens are all computed or in flight."""
+        """Running slots whose known tokens are all computed or in flight."""
         return self.order[~self.slots.is_prefilling[self.order]] if self.begun else self.order
 
     def sequences(self) -> list[Sequence]:
@@ -183,7 +183,7 @@ class RunningBatch:
         self.blocks.check_integrity([*running, *retiring])
 
     def _settle_order(self) -> None:
-        """Apply entries and departures, of which a step may have many, at once."""
+        """Apply all entries and departures at once."""
         order = np.concatenate([self._order, np.array(self._entered, np.intp)])
         self._order = order[self.slots.runs[order]]
         self._entered = []

@@ -26,6 +26,6 @@ class WorkerFacts:
     is_exact: bool = False
     """Whether a row's bits depend on nothing but its own tokens."""
     proposed_prompt_tokens: int = 16384
-    """Unless a budget is configured."""
+    """Used unless a budget is configured."""
     proposes_mixed_steps: bool = False
-    """Unless configured."""
+    """Used unless configured."""

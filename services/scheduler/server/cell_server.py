@@ -157,7 +157,6 @@ class CellServer:
             engine: Receives events from this object only.
             health: Set to serving while any workers are attached.
             replica_silence_s: See `ClientLink`.
-            failpoint: Sees every event first.
         """
         self.instance_id = instance_id
         self.engine = engine
@@ -228,9 +227,9 @@ class CellServer:
             self.on_event(ClientGone(client.number))
 
     def on_event(self, event: Event) -> None:
-        """Hand an event to the engine and carry out its actions; never raises.
+        """Hand an event to the engine and carry out its actions.
 
-        An exception is a bug, after which the engine's state may not match the outside world: the process ends.
+        Never raises: after an exception the engine's state may not match the outside world, so the process ends.
         """
         if self.failed.is_set():
             return

@@ -62,7 +62,6 @@ class DirectClients:
         Args:
             model_limits: Returns None while no worker has been attached.
             on_event: When it returns, the engine's actions have been carried out.
-            default_sampling: Returns the model's defaults for what requests leave open.
         """
         self._model_limits = model_limits
         self._default_sampling = default_sampling
@@ -82,9 +81,6 @@ class DirectClients:
         time_left_s: float | None = None,
     ) -> None:
         """Serve one call; cancelling it aborts its request.
-
-        Args:
-            time_left_s: None means for ever.
 
         Raises:
             ServiceError: the request is refused, or its answer ended with an error.
@@ -221,7 +217,6 @@ def resolve_request(
     Args:
         handle: That of its first choice.
         defaults: The model's own sampling parameters, if any.
-        time_left_s: None means for ever.
 
     Raises:
         InvalidRequestError: naming the first bad fields.

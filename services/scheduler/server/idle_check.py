@@ -30,10 +30,8 @@ class IdleCheck:
     """Checks the engine's integrity once per idle period, and logs when that fails.
 
     The cell is idle once nothing is running or waiting and no event has come for a second, or for a millisecond per
-    block if that is longer, since the check blocks the event loop. With all blocks cached it took 0.8 ms for 1000
-    blocks and 1.1 s for a million.
-
-    While events come, a timer runs at most once per such period; none runs after the check.
+    block if that is longer, since the check blocks the event loop. While events come, a timer runs at most once per
+    such period; none runs after the check.
     """
 
     def __init__(self, engine: Engine, timers: Timers) -> None:

@@ -67,7 +67,7 @@ class GroupLink:
         on_attach_event: Callable[[AttachEvent], None],
         on_event: Callable[[Event], None],
     ) -> None:
-        """Prepare a link; `attach_request` is what the group is offered, without the epoch."""
+        """`attach_request` is as in `DomainClient`."""
         self._rank = rank
         self._address = address
         self._attach_request = attach_request

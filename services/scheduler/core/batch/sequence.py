@@ -1,7 +1,4 @@
-"""One token stream generated for a request.
-
-What every step touches is in `SlotTable` instead.
-"""
+"""The sequences of requests; what every step touches is in `SlotTable`."""
 
 from __future__ import annotations
 
@@ -84,8 +81,7 @@ class Sequence:
     """A prompt and the tokens generated for it: one choice of a request.
 
     Invariant: it has a slot exactly while it is RUNNING or a step in flight still names it. `token_bytes` holds every
-    token except those in the slot's ring. A WAITING sequence with a slot is parked: it was preempted, and the tokens
-    from its steps in flight still count.
+    token except those in the slot's ring. A WAITING sequence with a slot is parked (see `Preemption`).
     """
 
     id: str
@@ -100,7 +96,7 @@ class Sequence:
     attempt: int = 1
     choice: int = 0
     is_leader: bool = True
-    """Whether its prompt counts towards the queue's token limit: true for one choice of each request."""
+    """Whether its prompt counts towards the queue's token limit: one choice of each request."""
     queued_at: float = 0.0
     """When it last entered the waiting queue."""
     waited_s: float = 0.0
@@ -127,11 +123,11 @@ class Sequence:
     is_exact: bool = False
     """Whether its tokens must depend only on the model, the prompt and the parameters."""
     exact_fingerprint: str | None = None
-    """The numerics promised for its tokens; None until a model is known."""
+    """Promised for its tokens; None until a model is known."""
     num_resumes: int = 0
     """Including earlier attempts."""
     numerics: Numerics | None = None
-    """The joint numerics of everything that computed it before its last loss."""
+    """The joint numerics of what computed it before its last loss."""
 
     def leave_worker(self) -> None:
         """Become a waiting sequence without slot or blocks; all tokens must be stored."""

@@ -37,7 +37,7 @@ _NO_TOKEN = -1
 
 @dataclass(slots=True)
 class RowConstants:
-    """Does not change while a sequence holds its slot: [num_rows] each, read-only."""
+    """What does not change while a sequence holds its slot: [num_rows] each, read-only."""
 
     slots: Slots
     clients: IntColumn
@@ -64,8 +64,8 @@ class SlotTable:
 
     Invariant: a slot is free or belongs to one sequence; `live` is true while that sequence may get tokens. Its tokens
     are the stored ones followed by the ring's, `num_tokens` together. `num_planned` adds one placeholder for each of
-    its rows in flight. With drafts a row may return up to `num_draft_tokens` more: the sequence will have at least
-    `num_planned` tokens and at most `max_num_planned`.
+    its rows in flight. With drafts it is the least number of tokens that the sequence will have, and `max_num_planned`
+    the most.
     """
 
     def __init__(self, num_slots: int, num_draft_tokens: int = 0) -> None:
@@ -199,7 +199,7 @@ class SlotTable:
         self._run_end[slot] = (end // RUN_TOKENS + 1) * RUN_TOKENS
 
     def constants(self, slots: Slots) -> RowConstants:
-        """Cached by array identity, for the arrays of steps in flight."""
+        """The constants of rows, cached by the identity of `slots`."""
         for constants in self._gathered:
             if constants.slots is slots:
                 return constants

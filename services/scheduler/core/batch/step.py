@@ -1,7 +1,7 @@
-"""What the scheduler plans, what the worker returns, and what clients receive: data only.
+"""What the scheduler plans, what the worker returns, and what clients receive.
 
-Plans and results are never changed once made, yet not frozen: creating a frozen object takes three times as long, and
-every step creates several.
+Never changed once made, yet not frozen: creating a frozen object takes three times as long, and every step creates
+several.
 """
 
 from __future__ import annotations
@@ -142,11 +142,7 @@ class StepPace(NamedTuple):
 
 @dataclass(slots=True)
 class StepRecord:
-    """A step in flight.
-
-    `retiring` sequences get no row after it: their slots and blocks are freed when it returns, so that no step reuses
-    them too early.
-    """
+    """A step in flight; when it returns, the slots and blocks of its `retiring` sequences are freed."""
 
     step_id: int
     kind: StepKind

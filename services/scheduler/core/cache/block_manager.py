@@ -194,7 +194,6 @@ class BlockManager:
         return blocks
 
     def _evict(self, num_blocks: int) -> BlockIds:
-        """In a large pool, a few more become blank for the next time."""
         evicted = self._free.take_cached(max(num_blocks, min(self._free.num_cached // 32, _EVICTION_BATCH)))
         self._prefixes.forget(evicted)
         self._free.add_blank(evicted[num_blocks:][::-1])

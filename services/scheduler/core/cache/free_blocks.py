@@ -14,12 +14,11 @@ class FreeBlocks:
     """Blank blocks, and cached ones, of which the least recently freed is taken first.
 
     Cached blocks are in a queue from which entries are removed only at the head. A revived block leaves a void entry,
-    which no longer matches the block's recorded position. Void entries are dropped when the head reaches them, or when
-    the queue reaches the end of its memory and is packed. So freeing or reviving many blocks is one array operation,
-    O(1) each.
+    dropped when the head reaches it or when the queue reaches the end of its memory and is packed. So freeing or
+    reviving many blocks is one array operation, O(1) each.
 
-    Invariant: the position of a free cached block is that of its newest entry, between head and tail; any other block
-    has none. There are at most as many valid entries as blocks, and the queue has room for twice as many.
+    Invariant: an entry is valid exactly if it is at its block's recorded position, which only free cached blocks have.
+    The queue has room for twice as many entries as blocks.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -96,7 +95,7 @@ class FreeBlocks:
         self._head = self._tail = 0
 
     def _pack(self) -> None:
-        """Drop the void entries and move the queue to the start of its memory."""
+        """Drop the void entries."""
         cached = self.cached
         self._head, self._tail = 0, len(cached)
         self._queue[: self._tail] = cached

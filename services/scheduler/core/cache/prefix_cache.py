@@ -1,8 +1,7 @@
-"""Which KV block holds which prefix: a tree whose paths are the token sequences computed so far.
+"""Which KV block holds which prefix: a radix tree over whole blocks.
 
-A radix tree over whole blocks, as in SGLang's RadixAttention (Zheng et al., arXiv:2312.07104, section 3). A node is a
-run of blocks, so the cost per prompt hardly depends on its length or on the block size. With a letter for the tokens of
-one block, the prompts ABCDE and ABCF give
+A node is a run of blocks, so the cost per prompt hardly depends on its length or on the block size. With a letter for
+the tokens of one block, the prompts ABCDE and ABCF give
 
     root of the salt
     └─ A B C      blocks 7 3 9
@@ -11,6 +10,8 @@ one block, the prompts ABCDE and ABCF give
 
 Tokens are compared, not hashes, so a collision cannot lead to a wrong block. Python seeds the hash of `bytes` per
 process, so crafted prompts cannot make lookups slow either.
+
+Source: SGLang's RadixAttention, arXiv:2312.07104, section 3.
 """
 
 from __future__ import annotations

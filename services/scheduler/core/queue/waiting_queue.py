@@ -57,7 +57,6 @@ def max_steps_to_admission(num_ahead: int, context_length: int, token_budget: in
     Args:
         num_ahead: Sequences that held a slot when the request turned aged, plus unfinished ones that arrived before it,
             including those resubmitted later.
-        context_length: The most tokens of a prompt and its completion.
         token_budget: `StepBudget.max_prompt_tokens`.
     """
     num_chunks = -(-context_length // token_budget)
@@ -172,7 +171,7 @@ class WaitingQueue:
         self._leave(seq, now)
 
     def is_aged(self, seq: Sequence, now: float) -> bool:
-        """Whether it has waited for more than `max_age_s` in total; for a running one, whether it had when admitted."""
+        """Whether it has aged; for a running one, whether it had when admitted."""
         return self._ages_at(seq) < now if seq in self._arrivals else seq.waited_s > self._max_age_s
 
     def check_integrity(self) -> None:
