@@ -21,7 +21,7 @@ class CellFacts:
         self.limits: ModelLimits | None = None
         """Include the smallest pool of any rank; None while `model` is."""
         self.exact_fingerprint = ""
-        """The numerics promised for exact requests: those of all attached ranks, or of the last ones; empty if unavailable."""
+        """The exact numerics of all attached ranks, or of the last ones; empty if unavailable."""
         self._block_size = block_size
 
     def find_fault(self, facts: Iterable[WorkerFacts]) -> str | None:

@@ -28,8 +28,10 @@ class NewTokenRatio:
 
         min(1, (generated + 20 * running) / (sum of their max_tokens + 1)), and at least 0.1
 
-    Source: SGLang, `NewTokenRatioTracker` (srt/managers) and `PrefillAdder` (srt/managers/schedule_policy.py), where
-    the candidate counts with all of its max_tokens, and each sequence with at most 4096.
+    Source: SGLang, `NewTokenRatioTracker` (srt/managers) and `PrefillAdder` (srt/managers/schedule_policy.py). Unlike
+    there, the ratio applies to the candidate too, and max_tokens is not clipped to 4096.
+
+    Invariant: `value` is from 0.1 to 1.
     """
 
     def __init__(self) -> None:
