@@ -56,6 +56,11 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> int:
 
 
 async def _serve_metrics(settings: SchedulerSettings, cell: CellServer) -> asyncio.AbstractServer | None:
+    """Serve metrics if configured.
+
+    Raises:
+        RuntimeError: the address is not usable.
+    """
     if settings.metrics_listen is None:
         return None
     try:

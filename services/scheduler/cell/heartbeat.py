@@ -9,7 +9,10 @@ _PAUSE_S = 1.0
 
 
 class Heartbeat:
-    """When heartbeats are due, and whether the claim to the workers has expired."""
+    """When heartbeats are due, and whether the claim to the workers has expired.
+
+    Invariant: `next_at` is when the next beat is due; the first one is due at once.
+    """
 
     def __init__(self) -> None:
         self.next_at = float("-inf")

@@ -130,6 +130,11 @@ def _token_ids(name: str, column: bytes) -> tuple[int, ...]:
 
 
 def _column(name: str, column: bytes) -> bytes:
+    """Return the column.
+
+    Raises:
+        ValueError: it does not hold whole items of 4 bytes.
+    """
     if len(column) % TOKEN_DTYPE.itemsize:
         raise ValueError(f"the length of {name} is not a multiple of 4 bytes")
     return column

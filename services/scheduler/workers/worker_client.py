@@ -244,7 +244,11 @@ def decode_result(message: worker_pb2.StepResult) -> StepResult:
 
 
 def _read_result(message: worker_pb2.StepResult) -> StepResult:
-    """Any other `ValueError` on the path is our bug, not a `_ResultError`."""
+    """Parse a result received from a worker.
+
+    Raises:
+        _ResultError: it is malformed. Any other `ValueError` on the path is our bug.
+    """
     try:
         return decode_result(message)
     except ValueError as error:
