@@ -33,7 +33,7 @@ _CLOSE_S = 0.5
 
 
 async def serve(settings: TokenizerSettings, model: ServedModel, stop: asyncio.Event) -> int:
-    """Serve until `stop` is set and the streams are drained; returns the process's exit code."""
+    """Serve until `stop` is set and the streams are drained; returns the exit code."""
     health = Health((TOKENIZER_SERVICE,))
 
     async def on_link_change(is_linked: bool) -> None:
@@ -73,11 +73,6 @@ async def serve(settings: TokenizerSettings, model: ServedModel, stop: asyncio.E
 
 
 async def _serve_metrics(settings: TokenizerSettings, scheduler: SchedulerClient) -> asyncio.AbstractServer | None:
-    """Serve metrics if `metrics_listen` is set; None if it is not.
-
-    Raises:
-        RuntimeError: the address is taken or not usable.
-    """
     if settings.metrics_listen is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The tokenizer's Prometheus metrics, collected only when scraped and never while streaming."""
+"""The tokenizer's Prometheus metrics, collected only when scraped, never while streaming."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.tokenizer.exchange.scheduler_client import SchedulerClient
 
 
 def make_registry(scheduler: SchedulerClient) -> CollectorRegistry:
-    """A registry with the replica's metrics and this process's: CPU time, memory, start time, open files."""
+    """A registry with the replica's metrics, and the process's CPU time, memory, start time and open files."""
     registry = CollectorRegistry()
     registry.register(ReplicaCollector(scheduler))
     ProcessCollector(registry=registry)
@@ -20,16 +20,13 @@ def make_registry(scheduler: SchedulerClient) -> CollectorRegistry:
 
 
 class ReplicaCollector(Collector):
-    """Collects the metrics of a replica at one moment.
-
-    Counters start at 0 with the process. Labels never hold client data.
-    """
+    """Collects a replica's metrics. Counters start at 0 with the process. Labels never hold client data."""
 
     def __init__(self, scheduler: SchedulerClient) -> None:
         self._scheduler = scheduler
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics, as `prometheus_client`'s `Collector` does."""
+        """Yield the metrics."""
         counters = self._scheduler.counters
         yield GaugeMetricFamily(
             "lockstep_scheduler_linked", "1 if linked to a serving scheduler, otherwise 0.", self._scheduler.is_linked

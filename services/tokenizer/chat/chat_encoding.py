@@ -1,4 +1,4 @@
-"""Renders a conversation to the text and the pieces that its prompt consists of. Pure, apart from the template."""
+"""Renders a conversation to the text and pieces of its prompt. Pure, apart from the template."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class RenderedChat:
 
     text: str
     pieces: tuple[str | int, ...]
-    """The text cut into the ids of control tokens and the texts between them."""
+    """`text` cut into the ids of control tokens and the texts between them."""
 
 
 def render_chat(template: ChatTemplate, control_tokens: ControlTokens, conversation: Conversation) -> RenderedChat:
-    """Render a conversation so that every control token comes from the template and none from the messages.
+    """Render a conversation; control tokens come only from the template, never from the messages.
 
     Raises:
         InvalidRequestError: the template rejects the conversation, or fails on it.

@@ -56,8 +56,8 @@ def check_chat(chat: tokenizer_pb2.Chat) -> Conversation:
     """Read a request's conversation.
 
     Raises:
-        RequestTooLargeError: its texts together are above 3 MiB of UTF-8.
-        InvalidRequestError: fields are bad; it names the first ones.
+        RequestTooLargeError: its texts exceed 3 MiB of UTF-8.
+        InvalidRequestError: names the first bad fields.
     """
     check_text_bytes(chat_text_bytes(chat))
     violations: list[Violation] = []
@@ -67,7 +67,7 @@ def check_chat(chat: tokenizer_pb2.Chat) -> Conversation:
 
 
 def chat_text_bytes(chat: tokenizer_pb2.Chat) -> int:
-    """The total size of a conversation's texts, in bytes of UTF-8."""
+    """The total bytes of UTF-8 in a conversation's texts."""
     return sum(len(text.encode()) for text in _texts(chat))
 
 
@@ -101,7 +101,7 @@ class _ChatReader:
         return tuple(self._up_to_enough(lambda index: self._read_message(messages[index], index), len(messages)))
 
     def _up_to_enough(self, read: Callable[[int], Message], count: int) -> Iterator[Message]:
-        """Yield messages until there are more violations than will be reported."""
+        """Stop once there are more violations than are reported."""
         for index in range(count):
             if len(self._violations) > MAX_VIOLATIONS:
                 return
@@ -151,7 +151,7 @@ class _ChatReader:
         return ToolCall(call.id, call.name, self._read_object(f"{field}.arguments", call.arguments, MAX_MESSAGE_BYTES))
 
     def _read_object(self, field: str, text: str, max_bytes: int) -> JsonObject:
-        """Read a JSON object; empty text is an empty object."""
+        """Empty text means an empty object."""
         if not text:
             return {}
         if len(text.encode()) > max_bytes:

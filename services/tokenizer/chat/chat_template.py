@@ -1,7 +1,4 @@
-"""Renders conversations with the model's own chat template, which only ever comes from the model directory.
-
-Must not import torch.
-"""
+"""Renders conversations with the chat template, which only comes from the model directory. Must not import torch."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ Guard = Callable[[JsonValue], JsonValue]
 
 
 class ChatTemplate:
-    """A template that is known to render a plain message, so a failure is the conversation's fault."""
+    """A template known to render a plain message, so a failure is the conversation's fault."""
 
     def __init__(
         self,
@@ -40,11 +37,11 @@ class ChatTemplate:
         tools_source: str | None = None,
         features: TemplateFeatures = _PLAIN,
     ) -> None:
-        """Take the template's Jinja source.
+        """Take the Jinja source.
 
         Args:
-            special_tokens: Name to text of the special tokens that it may use, such as `bos_token`.
-            tools_source: The template for conversations with tools; None means `source` renders these too.
+            special_tokens: Name to text, such as `bos_token`.
+            tools_source: The template for conversations with tools; None means `source`.
             features: How the template for tools handles them.
         """
         self._source = source
@@ -54,11 +51,11 @@ class ChatTemplate:
 
     @property
     def text(self) -> str:
-        """The source, including that of a separate template for tools."""
+        """The source, including a separate template for tools."""
         return self._source if self._tools_source is self._source else f"{self._source}\n{self._tools_source}"
 
     def fields(self, conversation: Conversation, guard: Guard = lambda value: value) -> JsonObject:
-        """The template's variables, as `apply_chat_template` takes them; `guard` is applied to all the client wrote."""
+        """The variables for `apply_chat_template`; `guard` is applied to everything the client wrote."""
         tools: list[JsonValue] = [_tool_fields(tool, guard) for tool in conversation.offered_tools]
         return {
             **{name: guard(value) for name, value in conversation.variables.items()},
@@ -67,7 +64,7 @@ class ChatTemplate:
         }
 
     def render(self, fields: JsonObject) -> str:
-        """Render a conversation's fields, ending with the assistant's turn opened. Too slow for the event loop.
+        """Render `fields`, ending with the assistant's turn opened. Too slow for the event loop.
 
         Raises:
             InvalidRequestError: the template rejects the conversation, or fails on it.
@@ -110,7 +107,7 @@ class ChatTemplate:
 
 
 def load_chat_template(model_dir: Path, *, timeout_s: float) -> ChatTemplate | None:
-    """Load the model's template after a trial in a separate process; None if the directory has no template.
+    """Load the template after a trial in a separate process; None if the directory has none.
 
     Raises:
         ModelDirectoryError: a file is malformed, or the template does not render a plain message in time.
@@ -135,7 +132,7 @@ def _tool_fields(tool: Tool, guard: Guard) -> JsonObject:
 
 
 def _template_sources(model_dir: Path, config: dict[str, Any]) -> dict[str, str]:
-    """The templates by name: `default`, and `tool_use` if there is a separate one for tools."""
+    """By name: `default`, and possibly `tool_use`."""
     path = model_dir / CHAT_TEMPLATE
     if path.exists():
         try:
@@ -153,7 +150,7 @@ def _template_sources(model_dir: Path, config: dict[str, Any]) -> dict[str, str]
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """The special tokens that the configuration names, as a string or as an object with `content`."""
+    """Each is configured as a string or as an object with `content`."""
     tokens = {}
     for name, value in config.items():
         text = value.get("content") if isinstance(value, dict) else value

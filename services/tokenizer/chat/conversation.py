@@ -18,7 +18,7 @@ class ToolMode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that the model made earlier in a conversation."""
+    """A call earlier in the conversation."""
 
     id: str
     """Empty if the client gave none."""
@@ -28,10 +28,10 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a conversation. Fields that the client left out are empty."""
+    """One message. Fields that the client left out are empty."""
 
     role: str
-    """The role's name in templates."""
+    """As templates name it."""
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
@@ -46,15 +46,15 @@ class Tool:
     name: str
     description: str = ""
     parameters: JsonObject = field(default_factory=lambda: {"type": "object", "properties": {}})
-    """The JSON schema of its arguments, which are an object."""
+    """JSON schema of the arguments, an object."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The conversation that a chat request asks the model to continue.
+    """The conversation to continue.
 
-    Invariants: there is at least one message. `tool_name` is empty, or names one of the tools and then the mode is
-    REQUIRED. With REQUIRED there is at least one tool. With NONE the tools are not shown to the model.
+    Invariants: there is at least one message. `tool_name` is empty, or names one of the tools and the mode is REQUIRED.
+    REQUIRED needs at least one tool. NONE hides the tools from the model.
     """
 
     messages: tuple[Message, ...]
@@ -65,12 +65,12 @@ class Conversation:
 
     @property
     def offered_tools(self) -> tuple[Tool, ...]:
-        """The tools that are shown to the model and whose calls are parsed."""
+        """Tools shown to the model, whose calls are parsed."""
         return () if self.tool_mode is ToolMode.NONE else self.tools
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
-        """The tools of which one must be called; empty unless the mode is REQUIRED."""
+        """Tools of which one must be called; empty unless the mode is REQUIRED."""
         if self.tool_mode is not ToolMode.REQUIRED:
             return ()
         return tuple(tool for tool in self.tools if self.tool_name in ("", tool.name))

@@ -15,7 +15,7 @@ def render_template(source: str, special_tokens: dict[str, str], fields: JsonObj
     """Render a template, ending with the assistant's turn opened.
 
     The template's exceptions pass through, and its time is not limited. `fields` are `messages`, `tools` (None if there
-    are none) and further variables, none of them named like a special token.
+    are none) and variables, none of them named like a special token.
     """
     variables: dict[str, Any] = {name: value for name, value in fields.items() if name not in _PARAMETERS}
     # Despite its annotation `str`, it returns the texts of all conversations and the spans that it tracked in them.

@@ -1,7 +1,6 @@
 """Tries a chat template in a separate process, where an endless loop or a memory hog does no harm.
 
-Run as a module, it is that process: it reads a trial from standard input and writes the result to standard output, both
-as JSON.
+Run as a module, it is that process: it reads a trial from stdin and writes the result to stdout, both JSON.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ _ARGUMENTS: JsonObject = {"word": "salutation"}
 
 @dataclass(frozen=True, slots=True)
 class TemplateFeatures:
-    """How a template handles tools, and the form in which it takes tool calls."""
+    """How a template handles tools."""
 
     takes_tools: bool = False
-    """Whether it lists the tools in the prompt."""
+    """Whether the prompt lists them."""
     arguments_are_text: bool = False
-    """Whether it takes a call's arguments as JSON text rather than as an object."""
+    """Whether a call's arguments are JSON text rather than an object."""
     empty_content_is_none: bool = False
-    """Whether a message with calls and no text must have None as its content: with "" the calls are left out."""
+    """Whether a message with calls and no text needs content None: with "" the calls are left out."""
 
 
 @functools.lru_cache(maxsize=16)
@@ -59,8 +58,8 @@ def try_template(
     """Try a template; results are cached.
 
     Args:
-        timeout_s: CPU seconds for the trial, not counting the start of its process.
-        has_tools: Whether the template is only for conversations with tools.
+        timeout_s: CPU seconds, not counting the start of the process.
+        has_tools: Whether it is only for conversations with tools.
 
     Raises:
         ModelDirectoryError: it does not render a plain message within `timeout_s` and 512 MiB.
@@ -135,7 +134,7 @@ def _writes_call(render: Callable[[JsonObject], str], features: TemplateFeatures
 
 
 def _rendered(render: Callable[[JsonObject], str], messages: list[JsonValue], tools: list[JsonValue]) -> str:
-    """The text; empty if the template fails."""
+    """Empty if the template fails."""
     try:
         return render({"messages": messages, "tools": tools})
     except Exception:  # noqa: BLE001 - a template can raise anything
@@ -143,7 +142,7 @@ def _rendered(render: Callable[[JsonObject], str], messages: list[JsonValue], to
 
 
 def _limit_memory() -> None:
-    """Limit the memory on top of what the interpreter already uses."""
+    """The limit comes on top of what the interpreter already uses."""
     num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     address_space = num_pages * resource.getpagesize() + MAX_MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))

@@ -1,1 +1,1 @@
-"""The stream to the cell's scheduler: submitting requests, receiving tokens, and recovery when a scheduler is lost."""
+"""The stream to the cell's scheduler, and recovery when a scheduler is lost."""

@@ -1,4 +1,4 @@
-"""The replica's requests in its cell. They outlive the stream that carries them and are resumed on the next one."""
+"""The replica's requests in its cell."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Counters:
     num_other_resumes: int = 0
 
     def add_resumes(self, num_resumes: int, *, is_exact: bool) -> None:
-        """Count the resumes of one choice."""
+        """Count one choice's resumes."""
         if is_exact:
             self.num_exact_resumes += num_resumes
         else:
@@ -43,26 +43,26 @@ class Counters:
 
 
 class Receiver(Protocol):
-    """Receives one choice's tokens. Nothing is called any more once the choice has ended."""
+    """Receives one choice's tokens; never called after the choice has ended."""
 
     def submitted(self, num_resumes: int, *, is_exact: bool) -> None:
-        """The choice is submitted, or resubmitted; `is_exact` if resumes in this cell change no byte of the output."""
+        """Submitted, or resubmitted; `is_exact` if resumes in this cell change no byte of the output."""
 
     def resumed(self, num_resumes: int) -> None:
-        """The choice was resumed inside the cell, now `num_resumes` times in total."""
+        """Resumed inside the cell, now `num_resumes` times in total."""
 
     def begin(self, num_cached_tokens: int) -> None:
-        """Take the number of cached prompt tokens; called once, before the first tokens."""
+        """Called once, before the first tokens."""
 
     def receive(self, token_ids: Sequence[int], end: exchange_pb2.RequestEnd | None) -> int | None:
         """Take the next tokens and, with the last ones, the end.
 
         Returns:
-            The number of completion tokens at which a stop string ended the choice; None unless one just did.
+            The number of completion tokens at which a stop string just ended the choice, else None.
         """
 
     def receive_logprobs(self, logprobs: Logprobs) -> None:
-        """Take the log-probabilities of the tokens that the next `receive` passes."""
+        """Take the log-probabilities of the next `receive`'s tokens."""
 
     def receive_prompt_logprobs(self, logprobs: Logprobs) -> None:
         """Take the log-probabilities of the prompt's next tokens."""
@@ -72,10 +72,9 @@ class Receiver(Protocol):
 
 
 class CellRequests:
-    """The I/O shell around the ledger: connects it to the current stream, and passes each choice's tokens on.
+    """The I/O shell around the ledger: requests outlive the stream that carries them, and resume on the next one.
 
-    Invariant: a choice has a receiver exactly while it is in the ledger. `_link` is the current stream's link, or None
-    while there is no stream.
+    Invariant: a choice has a receiver exactly while it is in the ledger. `_link` is None while there is no stream.
     """
 
     def __init__(self, lost_after_s: float) -> None:
@@ -104,11 +103,11 @@ class CellRequests:
 
         Args:
             receivers: One for each choice.
-            arrived_at: When it arrived, in seconds of `time.monotonic`.
-            deadline_at: The caller's deadline on the same clock; None means there is none.
+            arrived_at: In seconds of `time.monotonic`.
+            deadline_at: The caller's deadline on the same clock; None means never.
 
         Returns:
-            The handle to pass to `abort`, which is that of its first choice.
+            The handle for `abort`, which is that of the first choice.
 
         Raises:
             NotReadyError: there is no stream.
@@ -126,7 +125,7 @@ class CellRequests:
         return handle
 
     def abort(self, handle: int) -> None:
-        """Abort a request; does nothing if it has already ended."""
+        """Abort a request unless it has already ended."""
         for choice in self._ledger.open_choices(handle):
             del self._receivers[choice]
         if self._ledger.remove(handle) and self._link is not None:
@@ -134,16 +133,16 @@ class CellRequests:
         self._submit_released()
 
     def make_link(self) -> ExchangeLink:
-        """The sending side of a new stream; `open_stream` makes it the current one."""
+        """The sending side of a new stream, for `open_stream`."""
         return ExchangeLink(self._make_submit)
 
     def open_stream(self, link: ExchangeLink, cell_info: exchange_pb2.CellInfo) -> int:
-        """Make the stream of `link` the current one, and submit all live requests on it.
+        """Make `link`'s stream the current one, and submit all live requests on it.
 
         Requests that cannot be resumed in this cell end with an error.
 
         Returns:
-            The number of requests that will be submitted; they are spread over `LONGEST_JITTER_S`.
+            The number of requests to be submitted, spread over `LONGEST_JITTER_S`.
         """
         self._meet_scheduler(cell_info.scheduler_instance_id)
         self._exact_fingerprint = cell_info.exact_fingerprint
@@ -161,7 +160,7 @@ class CellRequests:
 
         Args:
             died_at: When the scheduler was last heard from, if the stream ended without a reason. It then counts as
-                dead unless the next stream is from the same scheduler instance.
+                dead unless the next stream is from the same instance.
         """
         link.close()
         if link is self._link:
@@ -182,7 +181,7 @@ class CellRequests:
             self._receivers.pop(handle).fail(error)
 
     def on_outputs(self, outputs: exchange_pb2.Outputs) -> None:
-        """Pass one message of the current stream on to the receivers.
+        """Pass one message of the current stream to the receivers.
 
         Raises:
             ExchangeError: the columns are inconsistent, or tokens are missing.
@@ -215,7 +214,7 @@ class CellRequests:
         self._submit_released()
 
     def _meet_scheduler(self, instance_id: str) -> None:
-        """Note which scheduler serves; if it replaces one that may have died, a request may be to blame."""
+        """If this scheduler replaces one that may have died, a request may be to blame."""
         if self._died_at is not None and instance_id != self._scheduler_instance_id:
             ends = self._ledger.on_scheduler_death(self._died_at)
             self.counters.num_poison_requests += bool(ends)
@@ -227,7 +226,6 @@ class CellRequests:
             self._receivers.pop(handle).fail(error)
 
     def _submit_released(self) -> None:
-        """Submit the requests that no longer wait for a trial."""
         if self._link is not None:
             for handle in self._ledger.take_released():
                 self._link.submit(handle)
@@ -244,7 +242,7 @@ class CellRequests:
                 self._receivers[message.handle].receive_prompt_logprobs(logprobs.last(num_new))
 
     def _stop(self, handle: int, stop_at: int) -> None:
-        """A stop string ended a choice: notify the cell."""
+        """A stop string ended the choice."""
         self._ledger.stop(handle)
         del self._receivers[handle]
         assert self._link is not None
@@ -268,7 +266,7 @@ class CellRequests:
         self._arm_timer()
 
     def _arm_timer(self) -> None:
-        """Schedule `_expire` for when the next waiting request or trial times out."""
+        """Schedule `_expire` for the next timeout of a waiting request or trial."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

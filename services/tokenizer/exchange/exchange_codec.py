@@ -1,4 +1,4 @@
-"""Converts between the messages of `Exchange` and the service's own types."""
+"""Converts between `Exchange` messages and the service's own types."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HANDLE_DTYPE = np.dtype("<u4")
 
 
 def encode_submit(request: Request, now: float) -> exchange_pb2.Submit:
-    """Encode the attempt at a request that has just begun."""
+    """Encode the attempt that has just begun."""
     sampling, time_left_s = request.sampling, request.time_left_s(now)
     return exchange_pb2.Submit(
         handle=request.handle,
@@ -47,12 +47,12 @@ def encode_submit(request: Request, now: float) -> exchange_pb2.Submit:
 
 
 def encode_handles(handles: Sequence[int]) -> bytes:
-    """Encode a column of handles: little-endian uint32."""
+    """Encode a column of little-endian uint32."""
     return np.array(handles, _HANDLE_DTYPE).tobytes()
 
 
 def read_rows(outputs: exchange_pb2.Outputs) -> list[tuple[int, int, list[int]]]:
-    """The handle, first index and token ids of each row.
+    """Each row's handle, first index and token ids.
 
     Raises:
         ExchangeError: the columns are inconsistent.
@@ -80,7 +80,7 @@ def read_rows(outputs: exchange_pb2.Outputs) -> list[tuple[int, int, list[int]]]
 
 
 def _choices_so_far(request: Request) -> list[exchange_pb2.ChoiceSoFar]:
-    """What is known of each choice; nothing when nothing is known of any."""
+    """Empty when nothing is known of any choice."""
     if not request.has_output:
         return []
     return [

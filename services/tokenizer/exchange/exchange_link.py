@@ -1,4 +1,4 @@
-"""The sending side of one `Exchange` stream: batches submits, stops and aborts while the last message is being sent."""
+"""The sending side of one `Exchange` stream."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _SUBMIT_BYTES_PER_MESSAGE = 8 * 1024 * 1024
 
 
 class ExchangeLink:
-    """Collects what is to be sent. Nothing is sent once it is closed."""
+    """Collects what is to be sent while the last message is being sent. Nothing is sent once it is closed."""
 
     def __init__(self, make_submit: Callable[[int], exchange_pb2.Submit | None]) -> None:
-        """Take the function that makes a handle's submit, or returns None if the request is not to be submitted.
+        """`make_submit` returns None if the request is not to be submitted.
 
         It is called just before the message is sent, so that ages and outputs are current.
         """
@@ -33,17 +33,17 @@ class ExchangeLink:
         self._has_news = asyncio.Event()
 
     def submit(self, handle: int) -> None:
-        """Send a submit for a request."""
+        """Send a request's submit."""
         self._submits.append(handle)
         self._has_news.set()
 
     def stop_at(self, handle: int, num_tokens: int) -> None:
-        """Report that a choice was ended by a stop string after `num_tokens` completion tokens."""
+        """Report that a stop string ended a choice after `num_tokens` completion tokens."""
         self._stop_ats.append(exchange_pb2.StopAt(handle=handle, num_tokens=num_tokens))
         self._has_news.set()
 
     def abort(self, handle: int) -> None:
-        """Send an abort for a request."""
+        """Send a request's abort."""
         self._aborts.append(handle)
         self._has_news.set()
 
@@ -53,12 +53,12 @@ class ExchangeLink:
         self._has_news.set()
 
     def close(self) -> None:
-        """End `messages`; the stream is over."""
+        """End `messages`."""
         self._is_closed = True
         self._has_news.set()
 
     async def messages(self) -> AsyncIterator[exchange_pb2.ExchangeRequest]:
-        """The messages to send, until the link is closed; each holds everything since the last one."""
+        """The messages to send until closed; each holds everything since the last one."""
         while True:
             await self._has_news.wait()
             if self._is_closed:

@@ -1,4 +1,4 @@
-"""Log-probabilities between the cell's columns and the clients; client messages are only made when they are sent."""
+"""Log-probabilities from the cell's columns to client messages, which are only made when they are sent."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class Logprobs:
         return len(self.ranks)
 
     def part(self, start: int, end: int) -> Logprobs:
-        """The positions from `start` to before `end`, as views."""
+        """Positions `start` to before `end`, as views."""
         bounds = self.bounds[start : end + 1]
         return Logprobs(self.indexes[start:end], self.ranks[start:end], bounds, self.token_ids, self.values)
 
     def last(self, num_positions: int) -> Logprobs:
-        """The last `num_positions` positions, as views."""
+        """The last positions, as views."""
         return self.part(len(self) - num_positions, len(self))
 
     def messages(self, bytes_of: Callable[[int], bytes]) -> Iterator[common_pb2.PositionLogprobs]:
-        """Make the client messages, one per position; `bytes_of` returns a token's bytes."""
+        """Make one client message per position; `bytes_of` returns a token's bytes."""
         first, last = int(self.bounds[0]), int(self.bounds[-1])
         entries = [
             _token_message(token_id, value, bytes_of(token_id))
@@ -63,7 +63,7 @@ class Logprobs:
 
 
 def read_row_logprobs(outputs: exchange_pb2.Outputs) -> dict[int, Logprobs]:
-    """The log-probabilities of each row's tokens by the row's handle, without rows that have none.
+    """Each row's log-probabilities by handle, without rows that have none.
 
     Raises:
         ExchangeError: the columns are inconsistent, or only some of a row's tokens have log-probabilities.
@@ -85,7 +85,7 @@ def read_row_logprobs(outputs: exchange_pb2.Outputs) -> dict[int, Logprobs]:
 
 
 def read_prompt_logprobs(message: sampling_pb2.Logprobs) -> Logprobs:
-    """The log-probabilities of a prompt's next tokens: consecutive positions, at least one.
+    """A prompt's next log-probabilities: consecutive positions, at least one.
 
     Raises:
         ExchangeError: the columns are inconsistent, or positions are missing.
@@ -97,10 +97,10 @@ def read_prompt_logprobs(message: sampling_pb2.Logprobs) -> Logprobs:
 
 
 class LogprobQueue:
-    """The log-probabilities that have been received and not sent yet, in order."""
+    """Log-probabilities received and not sent yet, in order."""
 
     def __init__(self, num_top: int, bytes_of: Callable[[int], bytes]) -> None:
-        """Take the number of likeliest tokens at each position, and a function for a token's bytes."""
+        """`num_top` is the number of likeliest tokens per position; `bytes_of` returns a token's bytes."""
         # The most positions that one response holds.
         self.max_positions = max(1, _ENTRIES_PER_RESPONSE // (1 + num_top))
         self._bytes_of = bytes_of
@@ -114,7 +114,7 @@ class LogprobQueue:
         self._parts.append(logprobs)
 
     def take(self, num_positions: int) -> Iterator[common_pb2.PositionLogprobs]:
-        """Remove the next positions, at most `num_positions`, and make their messages."""
+        """Remove at most `num_positions` positions, and make their messages."""
         while num_positions and self._parts:
             part = self._parts.popleft()
             if len(part) > num_positions:

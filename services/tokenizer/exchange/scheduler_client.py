@@ -1,4 +1,4 @@
-"""The only caller of ExchangeService: keeps one stream to the cell open, and opens a new one when it breaks."""
+"""The only caller of ExchangeService."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Cell:
     limits: ModelLimits
     default_sampling: common_pb2.SamplingParams
     exact_fingerprint: str
-    """Empty if the cell does not give exact answers."""
+    """Empty if the cell is not exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,10 @@ class _LinkEnd:
 
 
 class SchedulerClient:
-    """Submits requests to the cell, and keeps the service linked to it; requests wait while there is no link.
+    """Keeps the service linked to the cell, and submits requests to it; live requests wait while there is no link.
 
-    Invariant: the service is linked exactly while it has a stream on which the scheduler has sent its `CellInfo`, and
-    the cell serves our model.
+    Invariant: linked exactly while there is a stream on which the scheduler has sent its `CellInfo`, and the cell
+    serves our model.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class SchedulerClient:
         """Prepare to link; `run` does it.
 
         Args:
-            addresses: The cell's schedulers, at least one; only one serves at a time. They are tried in turn.
+            addresses: The cell's schedulers, tried in turn; only one serves at a time.
             model_digest: A cell with a different one is refused.
-            on_change: Called with whether there is a link, each time that changes.
-            silence_s: Seconds of silence after which the link to a scheduler is given up.
+            on_change: Called with `is_linked` each time it changes.
+            silence_s: Seconds of silence after which a link is given up.
         """
         self._requests = requests
         self._addresses = tuple(addresses)
@@ -90,7 +90,7 @@ class SchedulerClient:
         return self._cell is not None
 
     def cell(self) -> Cell:
-        """The cell that the service is linked to.
+        """The linked cell.
 
         Raises:
             NotReadyError: there is no link.
@@ -101,7 +101,7 @@ class SchedulerClient:
 
     @property
     def counters(self) -> Counters:
-        """What has happened to requests and links since the process started."""
+        """Counts since the process started."""
         return self._requests.counters
 
     def submit(
@@ -132,7 +132,6 @@ class SchedulerClient:
                 self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
 
     async def _run_link(self, address: str) -> _LinkEnd:
-        """Open a stream and serve it until it ends."""
         link = self._requests.make_link()
         # A channel per link, so that no state of a lost link affects the next one.
         async with make_channel(address, internal=True) as channel:

@@ -20,7 +20,7 @@ _START_TIMEOUT_S = 60.0
 
 
 class GrammarRefusedError(Exception):
-    """The grammar cannot be used; the message says why, for the client."""
+    """The grammar cannot be used; the message tells the client why."""
 
     def __init__(self, message: str, *, is_too_complex: bool) -> None:
         super().__init__(message)
@@ -32,10 +32,9 @@ class TrialLimits:
     """What trying one grammar may cost."""
 
     cpu_s: float
-    """CPU seconds. A worker that compiles a grammar which is just within the limit stalls its batch for about as
-    long."""
+    """CPU seconds. A worker that compiles a grammar just within the limit stalls its batch for about as long."""
     memory_bytes: int
-    """Address space of the whole process, of which 220 MiB are in use before the first grammar."""
+    """Address space of the process; 220 MiB are in use before the first grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +42,13 @@ class TriedGrammar:
     """A grammar that passed its trial."""
 
     source: str
-    """The grammar in the library's form."""
+    """In the library's form."""
     shortest_bytes: int
-    """A lower bound on the bytes of any text that fits it."""
+    """A lower bound on the bytes of any text that fits."""
 
 
 class GrammarChild:
-    """A running process that tries one grammar at a time."""
+    """A process that tries one grammar at a time."""
 
     def __init__(self, process: subprocess.Popen[bytes], limits: TrialLimits) -> None:
         self._process = process
@@ -58,7 +57,7 @@ class GrammarChild:
 
     @classmethod
     async def start(cls, model_dir: Path, limits: TrialLimits) -> GrammarChild:
-        """Start a process and wait until it has loaded the model's tokenizer.
+        """Start a process, and wait until it has loaded the model's tokenizer.
 
         Must be called from the main thread: the child is killed when the thread that started it ends.
 
@@ -100,13 +99,12 @@ class GrammarChild:
         return not self._is_spent and self._process.poll() is None
 
     async def try_grammar(self, kind: str, text: str) -> TriedGrammar:
-        """Compile the grammar of a form; the arguments are those of `grammar_source`.
-
-        Afterwards the caller must kill the process unless it `is_usable`.
+        """Compile a form, as `grammar_source` takes it; afterwards, the caller must kill the process unless it
+        `is_usable`.
 
         Raises:
             GrammarRefusedError: the grammar is malformed, no text fits it, or it costs too much.
-            TimeoutError: the trial did not finish within a wall-clock limit far above `cpu_s`.
+            TimeoutError: the trial exceeded a wall-clock limit far above `cpu_s`.
             RuntimeError: the process failed.
         """
         self._is_spent = True
@@ -133,7 +131,7 @@ class GrammarChild:
             pass
 
     def _ask(self, request: bytes) -> dict[str, Any] | None:
-        """Send a request and wait for the answer; None when the process has ended."""
+        """None when the process has ended."""
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None

@@ -1,6 +1,6 @@
 """Translates a client's structured output form into a grammar in the library's form.
 
-Must only run in a process where a hostile grammar may use up time and memory, never on the event loop.
+Must only run where a hostile grammar may use up time and memory, never on the event loop.
 
 Source: llguidance, docs/syntax.md and docs/json_schema.md.
 """
@@ -30,12 +30,12 @@ def grammar_source(kind: str, text: str) -> str:
     """Translate one form of `lockstep.v1.StructuredOutput`.
 
     Args:
-        kind: The name of the form's field.
-        text: The field's value; choices as a JSON list; ignored for `json_object`.
+        kind: The form's field.
+        text: Its value; choices as a JSON list; ignored for `json_object`.
 
     Raises:
         GrammarError: the form is malformed, or asks for something that a grammar cannot guarantee. Most such errors
-            only show when the grammar is compiled.
+            only show on compiling.
     """
     return _KIND_TO_READER[kind](text)
 
@@ -71,7 +71,7 @@ def _read_gbnf(text: str) -> str:
 
 
 def _write_out(escape: re.Match[str]) -> str:
-    r"""Replace a \u or \U escape, which the library misreads, by its character."""
+    r"""Write out a \u or \U escape, which the library misreads."""
     digits = escape[1] or escape[2]
     if digits is None:
         return escape[0]

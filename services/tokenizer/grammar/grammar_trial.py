@@ -1,7 +1,7 @@
 """Tries grammars in a separate process, where an endless loop or a memory hog does no harm.
 
-Run as a module, it is that process: it answers each line of standard input with one line on standard output, both JSON,
-until the input ends. The kernel kills it when a grammar exceeds its limits, and when the parent process ends.
+Run as a module, it is that process: it answers each line of stdin with one line on stdout, both JSON. The kernel kills
+it when a grammar exceeds its limits, and when its parent ends.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class GrammarTrial:
         self._eos_token_ids = library.tokenizer.eos_tokens
 
     def run(self, kind: str, text: str) -> str:
-        """Translate a form, see `grammar_source`, compile the grammar and follow it; returns it in the library's form.
+        """Translate a form with `grammar_source`, compile and follow it; returns the grammar in the library's form.
 
         Raises:
             GrammarError: the grammar is malformed, costs too much, or no text fits it.
@@ -67,7 +67,7 @@ class GrammarTrial:
     def _follow(self, grammar: LLMatcher) -> None:
         """Generate three texts: one repeats a token while it can, one is random, one prefers tokens that close things.
 
-        The seed is fixed, so a grammar always gets the same verdict.
+        The seed is fixed, so the verdict is always the same.
         """
         random = np.random.default_rng(0)
 
@@ -92,11 +92,7 @@ class GrammarTrial:
                     matcher.reset()
 
     def _allowed(self, matcher: LLMatcher) -> Mask:
-        """The tokens that may come next, without EOS; none when the text is complete.
-
-        Raises:
-            GrammarError: the matcher has failed, or no token may come next, not even EOS.
-        """
+        """The tokens that may come next, without EOS; none when the text is complete."""
         allowed = self._library.allowed_tokens(matcher)
         check_matcher(matcher)
         if not allowed.any():

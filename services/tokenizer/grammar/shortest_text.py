@@ -1,7 +1,6 @@
-"""A lower bound on the length of a structured output form's texts, to refuse forms whose texts fit no context.
+"""A lower bound on the length of a form's texts, to refuse forms whose texts fit no context.
 
-The library compiles `{"type": "array", "minItems": 1000000000}` in no time, but no answer would ever end. The bound is
-never too high; it may be too low, and then such a form is accepted.
+The library compiles `{"type": "array", "minItems": 1000000000}` in no time. The bound may be too low, never too high.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _VERBOSE = re.compile(r"\(\?[a-zA-Z]*x")
 
 
 def shortest_text(kind: str, text: str) -> int:
-    """A lower bound on the bytes of any text of a form that `grammar_source` has accepted; same arguments."""
+    """A lower bound on the bytes of any text of a form that `grammar_source` has accepted."""
     if kind == "json_schema":
         return shortest_json(json.loads(text))
     if kind == "choices":
@@ -47,7 +46,7 @@ def shortest_text(kind: str, text: str) -> int:
 
 
 def shortest_match(pattern: str) -> int:
-    """A lower bound on the characters of any match of a regular expression in the library's syntax."""
+    """A lower bound on the characters of any match, in the library's regex syntax."""
     if _VERBOSE.search(pattern):
         return 0
     outer: list[tuple[int, int]] = []
@@ -76,7 +75,7 @@ def shortest_match(pattern: str) -> int:
 
 
 def shortest_json(schema: JsonValue) -> int:
-    """A lower bound on the bytes of any JSON text that fits a schema."""
+    """A lower bound on the bytes of any JSON that fits."""
     return _ShortestJson(schema).of(schema, 0)
 
 
@@ -86,7 +85,7 @@ def too_long(shortest_bytes: int, max_bytes: int) -> str:
 
 
 class _ShortestJson:
-    """Walks one schema. Each part is visited once, however often it is referenced."""
+    """Visits each part of a schema once, however often it is referenced."""
 
     def __init__(self, root: JsonValue) -> None:
         self._root = root
@@ -94,7 +93,6 @@ class _ShortestJson:
         self._known: dict[int, int] = {}
 
     def of(self, node: JsonValue, depth: int) -> int:
-        """The bound for a part of the schema, nested `depth` deep."""
         if not isinstance(node, dict) or depth > _MAX_DEPTH:
             return 1
         if id(node) not in self._known:
@@ -103,7 +101,7 @@ class _ShortestJson:
         return self._known[id(node)]
 
     def _of_node(self, node: JsonObject, depth: int) -> int:
-        """The largest of the keywords' bounds, since all keywords must hold."""
+        """All keywords must hold, so the largest bound counts."""
         bounds = [self._of_types(node, depth)]
         if "const" in node:
             bounds.append(_size(node["const"]))
@@ -147,7 +145,7 @@ class _ShortestJson:
         return len("{}") + sizes + max(len(required) - 1, 0)
 
     def _resolve(self, reference: str) -> JsonValue:
-        """The target of a JSON pointer into the schema (RFC 6901, section 4); None for any other reference."""
+        """Follow a JSON pointer into the schema (RFC 6901, section 4); None for any other reference."""
         node = self._root
         if reference[:1] != "#" or reference[1:2] not in ("", "/"):
             return None
@@ -165,7 +163,7 @@ def _shortest_string(node: JsonObject) -> int:
 
 
 def _read_count(digits: str) -> int:
-    """Read a number that may have more digits than `int` accepts; no digits are 0."""
+    """There may be more digits than `int` accepts, or none."""
     return min(int(digits.lstrip("0")[:_MAX_DIGITS] or 0), MAX_BYTES)
 
 

@@ -1,8 +1,4 @@
-"""Structured output: turns the form that a request gives into a grammar that is known to work.
-
-    outputs = StructuredOutputs(model_dir, TrialLimits(cpu_s=2.0, memory_bytes=2**30))
-    grammar = await outputs.compile(tokenizer_pb2.StructuredOutput(json_schema='{"type": "integer"}'))
-    grammar = await outputs.compile(tokenizer_pb2.StructuredOutput(grammar='start: "yes" | "no"'), field="chat")
+"""Structured output: turns a request's form into a grammar that is known to work.
 
 Every grammar is first tried in another process, so a hostile one only costs its own request.
 """
@@ -35,13 +31,13 @@ _MAX_REMEMBERED_BYTES = 16 * 1024 * 1024
 
 
 class StructuredOutputs:
-    """Compiles forms for one model; runs on the event loop of the process's main thread.
+    """Compiles forms for one model, on the main thread's event loop.
 
-    The trial processes are started on demand. They end with `close`, or with this process.
+    Trial processes start on demand, and end with `close` or with this process.
     """
 
     def __init__(self, model_dir: Path, limits: TrialLimits, *, can_compile: bool = True) -> None:
-        """Take the limits for each grammar; without `can_compile`, every form is refused."""
+        """Without `can_compile`, every form is refused."""
         self._model_dir = model_dir
         self._can_compile = can_compile
         self._limits = limits
@@ -53,11 +49,11 @@ class StructuredOutputs:
     async def compile(
         self, form: tokenizer_pb2.StructuredOutput, *, field: str = "structured_output", max_bytes: int = MAX_BYTES
     ) -> str:
-        """Compile a form to a grammar for `SamplingOptions.grammar`; results are cached.
+        """Compile a form to a `SamplingOptions.grammar`; results are cached.
 
         Args:
-            form: As it came from the client, unchecked.
-            field: The name of the form's field in the request, for violations.
+            form: From the client, unchecked.
+            field: The form's field in the request, for violations.
             max_bytes: The longest text that fits the context.
 
         Raises:
@@ -65,7 +61,7 @@ class StructuredOutputs:
                 that a grammar cannot guarantee, or no text fits it (`GRAMMAR_INVALID`); or it costs too much, or its
                 texts exceed `max_bytes` (`GRAMMAR_TOO_COMPLEX`).
             NotSupportedError: grammars cannot be compiled for this model.
-            QueueFullError: too many grammars are waiting to be compiled.
+            QueueFullError: too many grammars are waiting.
         """
         kind, text = _read_form(form, field)
         if not self._can_compile:
@@ -133,7 +129,7 @@ class StructuredOutputs:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """The result of compiling a form: a grammar, or a problem."""
+    """A grammar, or a problem."""
 
     grammar: str = ""
     shortest_bytes: int = 0
@@ -147,7 +143,7 @@ class _Outcome:
 
 
 class _Outcomes:
-    """An LRU cache of outcomes, bounded by their number and size."""
+    """An LRU cache, bounded by number and size."""
 
     def __init__(self) -> None:
         self._key_to_outcome: OrderedDict[bytes, _Outcome] = OrderedDict()
@@ -170,11 +166,7 @@ class _Outcomes:
 
 
 def _read_form(form: tokenizer_pb2.StructuredOutput, field: str) -> tuple[str, str]:
-    """The form's kind and its text; equal pairs mean equal grammars.
-
-    Raises:
-        InvalidRequestError: the form is empty or too large.
-    """
+    """The form's kind and text; equal pairs mean equal grammars."""
     kind = form.WhichOneof("form")
     if kind is None:
         raise _refusal(field, "OUT_OF_RANGE", "one of json_schema, regex, grammar, choices and json_object must be set")

@@ -1,7 +1,4 @@
-"""Checks JSON schemas beyond what the grammar library does, so that every complete text fits its schema.
-
-The library refuses unknown keywords and references to other documents. This module refuses what it wrongly accepts.
-"""
+"""Checks JSON schemas beyond what the grammar library does, so that every complete text fits its schema."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ _PIECE_OF_PATTERN = re.compile(
 
 
 def check_schema(schema: JsonValue) -> None:
-    """Refuse schemas that the library accepts although it might then allow texts that do not fit them.
+    """Refuse schemas for which the library might allow texts that do not fit them.
 
     Raises:
         GrammarError: the schema has options for the library; control characters; numbers that the library would round;
@@ -90,7 +87,7 @@ def _needs_control_character(pattern: str) -> bool:
 def _values(value: JsonValue) -> Iterator[JsonValue]:
     """A value and everything nested in it, names included.
 
-    Parts of it may be data rather than schemas, as in `enum`; keywords are unlikely there.
+    Some may be data, as in `enum`; keywords are unlikely there.
     """
     values = [value]
     while values:

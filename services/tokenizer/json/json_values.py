@@ -1,4 +1,4 @@
-"""Strict parsing of JSON from clients and models; errors say where in the text they are."""
+"""Strict parsing of JSON from clients and models."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _Key = str | int
 
 @dataclass(frozen=True, slots=True)
 class _NoValue:
-    """Stands in for something that is not a JSON value, such as NaN."""
+    """Something that is not a JSON value, such as NaN."""
 
     text: str
 
 
 def read_json_object(text: str) -> JsonObject:
-    """Read a JSON object; see `read_json`.
+    """Read a JSON object with `read_json`.
 
     Raises:
         ValueError: the text is not one, or is nested more than 64 levels deep.
@@ -43,7 +43,7 @@ def read_json(text: str, *, max_depth: int) -> JsonValue:
     """Read JSON whose numbers fit a double and whose strings can be encoded as UTF-8.
 
     Raises:
-        ValueError: the text is not such JSON, or is nested more than `max_depth` levels deep. The message says where.
+        ValueError: the text is not such JSON, or is nested deeper than `max_depth`. The message says where.
     """
     try:
         value = _parse(text)
@@ -54,7 +54,7 @@ def read_json(text: str, *, max_depth: int) -> JsonValue:
 
 
 def _parse(text: str) -> JsonValue:
-    """Parse JSON, with `_NoValue` in place of what Python accepts although it is not JSON.
+    """`_NoValue` replaces what Python accepts although it is not JSON.
 
     Raises:
         ValueError: the text is not JSON.
@@ -75,7 +75,7 @@ def _read_int(text: str) -> int | _NoValue:
 
 
 def _check(root: JsonValue, max_depth: int) -> None:
-    """Refuse invalid values and nesting beyond `max_depth`."""
+    """Refuse invalid values and deep nesting."""
     keys: list[_Key] = [""]
     open_items = [_items([root])]
     while open_items:
@@ -105,7 +105,7 @@ def _items(value: JsonObject | list[JsonValue]) -> Iterator[tuple[_Key, JsonValu
 
 
 def _find_problem(value: object) -> str | None:
-    """What is wrong with a value that is not a list or an object; None if nothing is."""
+    """What is wrong with a value other than a list or an object."""
     if isinstance(value, int | float):
         return None if -_LARGEST <= value <= _LARGEST else "a number is beyond 1.8e308"
     if isinstance(value, str):
@@ -119,7 +119,7 @@ def _find_problem(value: object) -> str | None:
 
 
 def _place(keys: list[_Key]) -> str:
-    """The place in JSONPath notation, shortened if it is long."""
+    """In JSONPath notation, shortened if it is long."""
     # The first key belongs to the list that wraps the whole value.
     steps = (f"[{key}]" if isinstance(key, int) else f".{_SURROGATE.sub('?', key)}" for key in keys[1:])
     place = "$" + "".join(steps)

@@ -1,4 +1,4 @@
-"""Streaming parsers that split a model's reply into text, reasoning and tool calls: one for each family of models."""
+"""Streaming parsers that split a reply into text, reasoning and tool calls, one for each family of models."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _ARCHITECTURES = {
 
 
 def choose_reply_parser(architecture: str, template_source: str | None) -> str:
-    """The name of the parser that fits a model, by its chat template or else by its architecture."""
+    """The parser that fits a model, by its chat template or else by its architecture."""
     if template_source is None:
         return "none"
     for mark, name in _TEMPLATE_MARKS:
@@ -69,12 +69,5 @@ def choose_reply_parser(architecture: str, template_source: str | None) -> str:
 def make_reply_parser(
     name: str, *, tools: Sequence[Tool] = (), prompt_text: str = "", special_tokens: frozenset[str] = frozenset()
 ) -> ReplyParser:
-    """Make a parser for one reply.
-
-    Args:
-        name: One of `REPLY_PARSERS`.
-        tools: The tools that were offered to the model; without any, tool markup is text.
-        prompt_text: The text that the reply continues; the template may have opened the reasoning there.
-        special_tokens: The texts of special tokens to leave out of the answer.
-    """
+    """Make a parser for one reply; `name` is one of `REPLY_PARSERS`, the rest is as in `ReplySetting`."""
     return REPLY_PARSERS[name](ReplySetting(tuple(tools), prompt_text, special_tokens))

@@ -1,4 +1,4 @@
-"""Grammars for replies that must call a tool, in the call format of the model's family; arguments fit their schemas."""
+"""Grammars for replies that must call a tool, in the family's call format."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class CallRequest:
     """What the grammar of one reply depends on."""
 
     tools: Sequence[Tool]
-    """The tools of which at least one must be called."""
+    """At least one must be called."""
     one_call: bool
-    """Whether there must be exactly one call; otherwise there may be more."""
+    """Whether there must be exactly one call, or may be more."""
     prompt_text: str
     template_text: str
     token_texts: Collection[str]
@@ -45,7 +45,7 @@ class CallRequest:
 
 
 def tool_call_grammar(parser_name: str, request: CallRequest) -> str:
-    """Build a grammar in llguidance's dialect of Lark; reasoning before the calls is not constrained.
+    """Build a grammar in llguidance's dialect of Lark: arguments fit their schemas, reasoning before the calls is free.
 
     Raises:
         InvalidRequestError: the model has no known tool call format, or an argument's schema cannot be enforced in it.
@@ -140,7 +140,7 @@ def _glm4_key(grammar: LarkGrammar, name: str) -> str:
 
 
 def _glm4_value(grammar: LarkGrammar, schema: JsonValue, root: JsonObject) -> str:
-    """A value and its end marker: plain text where the parser reads it as text, otherwise JSON."""
+    """A value and its end marker: plain text where the parser reads it so, otherwise JSON."""
     end = grammar.marker(glm4.VALUE_END)
     if not glm4.takes_text(schema):
         definitions: JsonObject = {name: root[name] for name in ("$defs", "definitions") if name in root}
@@ -163,7 +163,7 @@ def _several(call: str, between: str, request: CallRequest) -> str:
 
 
 def _after_reasoning(grammar: LarkGrammar, request: CallRequest, calls: str) -> str:
-    """Allow reasoning before `calls` if the prompt has opened it or the model may begin with it."""
+    """Allow reasoning if the prompt has opened it or the model may begin with it."""
     newlines = grammar.literal("\n\n")
     prompt = request.prompt_text.rstrip()
     if prompt.endswith(_THINK_BEGIN):
@@ -175,12 +175,11 @@ def _after_reasoning(grammar: LarkGrammar, request: CallRequest, calls: str) -> 
 
 
 def _json_call(tool: Tool, arguments: str) -> str:
-    """The JSON of a call, up to its arguments."""
     return f'{{"name": "{tool.name}", "{arguments}": '
 
 
 def _arguments(tool: Tool) -> JsonObject:
-    """The schema of a tool's arguments, without additional ones unless it says otherwise."""
+    """Without additional arguments, unless the schema says otherwise."""
     if _OTHER_KEYWORDS & tool.parameters.keys():
         return tool.parameters
     return {**tool.parameters, "additionalProperties": False}

@@ -1,6 +1,6 @@
 """GLM-4.5 and later: `<think>` first, then calls as a name and pairs of `<arg_key>` and `<arg_value>`.
 
-A value is plain text if the argument's schema says string, and JSON otherwise.
+A value is plain text if its schema says string, otherwise JSON.
 
 Source: the chat template of zai-org/GLM-4.5.
 """
@@ -55,7 +55,7 @@ class Glm4Parser(ReplyParser):
         yield from reader.skip("\n")
 
     def _read_value(self, *, is_text: bool) -> Reading[bool]:
-        """Read a value and its end marker; False if the reply ends first. A text value is passed on as it arrives."""
+        """False if the reply ends first. A text value is passed on as it arrives."""
         if is_text:
             self._put_arguments('"')
             end = yield from self._pass_until(_VALUE_ENDS, lambda text: self._put_arguments(_json(text)[1:-1]))
@@ -89,7 +89,7 @@ def _json(value: JsonValue) -> str:
 
 
 def _json_of(text: str) -> str:
-    """Convert a value to JSON: text that is JSON is kept, other text becomes a string."""
+    """Text that is JSON is kept; other text becomes a string."""
     try:
         return _json(json.loads(text, parse_constant=float))
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Tool calls in the form of a JSON object with the tool's name and arguments."""
+"""Tool calls as a JSON object with the tool's name and arguments."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ _OTHER_MEMBERS = ("type", "id")
 @dataclass(slots=True)
 class _JsonCall:
     only_offered: bool
-    """Whether only calls of offered tools count."""
     name: str | None = None
     arguments: str | None = None
     has_begun: bool = False
-    """Whether its name has been passed on."""
+    """Whether the name has been passed on."""
 
 
 class JsonCallParser(ReplyParser):
-    """For families with such calls. Members may come in any order; arguments stream if the name comes first."""
+    """Members may come in any order; arguments stream if the name comes first."""
 
     def _read_json_call(self, *, only_offered: bool) -> Reading[None]:
-        """Read a call's object; `only_offered` if it must name an offered tool, since no markup sets it apart.
+        """Read a call's object; with `only_offered`, it must name an offered tool, since no markup sets it apart.
 
         Raises:
             TextEndedError, UnparsableError: it is not a call.

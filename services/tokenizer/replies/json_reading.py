@@ -42,11 +42,7 @@ def read_value(reader: TextReader, depth: int = 0) -> Reading[None]:
 
 
 def read_object(reader: TextReader, read_member: Callable[[str], Reading[None]]) -> Reading[None]:
-    """Read an object; `read_member` must read each member's value, and gets its name as written, with quotes.
-
-    Raises:
-        TextEndedError, UnparsableError: as `read_value`.
-    """
+    """Read an object; `read_member` reads each member's value, and gets its name as written. Raises as `read_value`."""
     yield from reader.expect("{")
     yield from reader.skip(SPACE)
     if (yield from reader.one_of("}")):
@@ -64,11 +60,7 @@ def read_object(reader: TextReader, read_member: Callable[[str], Reading[None]])
 
 
 def read_string(reader: TextReader) -> Reading[str]:
-    """Read a string, and return it as written, with quotes.
-
-    Raises:
-        TextEndedError, UnparsableError: as `read_value`.
-    """
+    """Read a string; returns it as written, with quotes. Raises as `read_value`."""
     pieces = [(yield from reader.expect('"'))]
     while (character := (yield from reader.peek())) != '"':
         if match := _PLAIN_CHARACTERS.match(reader.text, reader.position):
@@ -107,7 +99,7 @@ def _read_array(reader: TextReader, depth: int) -> Reading[None]:
 
 
 def _read_number(reader: TextReader) -> Reading[None]:
-    """Read a number; it is only consumed once its end is known."""
+    """The number is only consumed once its end is known."""
     while (match := _NUMBER_CHARACTERS.match(reader.text, reader.position)) and match.end() == len(reader.text):
         if not (yield from reader.wait()):
             break

@@ -24,19 +24,19 @@ _SLASH = re.compile(r"(\\.)|/")
 
 
 class LarkGrammar:
-    """A grammar that is built rule by rule."""
+    """A grammar, built rule by rule."""
 
     def __init__(self, token_texts: Collection[str]) -> None:
-        """Take the texts of the added tokens; the dialect distinguishes a token from its text."""
+        """`token_texts` are the added tokens; the dialect distinguishes a token from its text."""
         self._token_texts = token_texts
         self._rules: list[str] = []
 
     def marker(self, text: str) -> str:
-        """An expression for markup: its token if there is one, otherwise its text."""
+        """Markup: its token if there is one, otherwise its text."""
         return text if text in self._token_texts else self.literal(text)
 
     def literal(self, text: str) -> str:
-        """An expression for a fixed text."""
+        """A fixed text."""
         return json.dumps(text, ensure_ascii=False)
 
     def rule(self, name: str, expression: str) -> str:
@@ -45,7 +45,7 @@ class LarkGrammar:
         return name
 
     def json(self, schema: JsonValue) -> str:
-        """An expression for the JSON that a schema describes.
+        """The JSON that a schema describes.
 
         Raises:
             GrammarError: the schema asks for something that a grammar cannot guarantee.
@@ -56,7 +56,7 @@ class LarkGrammar:
         return self.rule(f"json_{len(self._rules)}", f"%json {json.dumps(schema)}")
 
     def text_until(self, marker: str, *patterns: str) -> str:
-        """An expression for text that matches all `patterns` and does not contain `marker`, followed by the marker."""
+        """Text that matches all `patterns` and does not contain `marker`, then the marker."""
         number = len(self._rules)
         text = self.rule(f"TEXT_{number}", " & ".join(f"/{_slashes(pattern)}/" for pattern in patterns or (_ANY_TEXT,)))
         if marker in self._token_texts:
@@ -64,12 +64,12 @@ class LarkGrammar:
         return self.rule(f"text_{number}[suffix={self.literal(marker)}]", text).partition("[")[0]
 
     def source(self, start: str) -> str:
-        """The source of the grammar, with `start` as its start rule."""
+        """The grammar's source, with `start` as its start rule."""
         return "\n".join([f"start: {start}", *self._rules]) + "\n"
 
 
 def search_pattern(pattern: str) -> str:
-    """A regular expression for all texts that contain a match of `pattern`, as in JSON schemas."""
+    """A regex for texts that contain a match of `pattern`, as in JSON schemas."""
     before = "" if pattern.startswith("^") else _ANY_TEXT
     after = "" if pattern.endswith("$") and not pattern.endswith(r"\$") else _ANY_TEXT
     inner = pattern.removeprefix("^")
@@ -77,7 +77,7 @@ def search_pattern(pattern: str) -> str:
 
 
 def length_pattern(min_length: JsonValue, max_length: JsonValue) -> str:
-    """A regular expression for all texts of that many characters; bounds that are not integers are ignored."""
+    """A regex for texts of that many characters; bounds that are not integers are ignored."""
     least = min_length if isinstance(min_length, int) else 0
     most = max_length if isinstance(max_length, int) else ""
     return f"(?s:.{{{least},{most}}})"

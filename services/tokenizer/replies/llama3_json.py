@@ -14,7 +14,7 @@ _OPENINGS = Markers("{", _PYTHON_TAG)
 
 
 class Llama3JsonParser(JsonCallParser):
-    """See the module docstring. A bare object is a call only if it names an offered tool."""
+    """A bare object is a call only if it names an offered tool."""
 
     markup = frozenset({_PYTHON_TAG})
 

@@ -1,4 +1,4 @@
-"""The base of all reply parsers: turns text into text, reasoning and tool calls."""
+"""The base of all reply parsers."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class ReplySetting:
     """What a parser needs to know about the request and the model."""
 
     tools: tuple[Tool, ...] = ()
-    """The tools that were offered to the model; without any, tool markup is text."""
+    """Offered to the model; without any, tool markup is text."""
     prompt_text: str = ""
-    """The text that the reply continues."""
+    """What the reply continues; the template may have opened the reasoning there."""
     special_tokens: frozenset[str] = frozenset()
-    """The texts of special tokens to leave out of the answer."""
+    """Texts of special tokens to leave out of the answer."""
 
 
 class ReplyParser(abc.ABC):
     """Parses one reply. The joined parts of all `feed` calls and `finish` do not depend on how the text was cut.
 
-    Text is passed on as soon as it cannot be part of any markup. If the text after some markup is not what the markup
-    announced, all of it is text, including the markup. If part of a tool call has already been passed on, only what
-    follows the last valid character becomes text.
+    Text is passed on as soon as it cannot be part of markup. If what follows markup is not what it announced, all of it
+    is
+    text, markup included; but if part of a tool call has been passed on, only what follows the last valid character.
     """
 
     # The markup, which may consist of special tokens.
@@ -60,15 +60,15 @@ class ReplyParser(abc.ABC):
         self._course = self._read()
 
     def feed(self, text: str) -> list[ReplyPart]:
-        """Take the next piece of the reply and return the parts that have become certain.
+        """Take the next piece; returns the parts that have become certain.
 
-        If the parser `needs_special_tokens`, the text must contain them; it drops those that have no meaning for it.
+        If the parser `needs_special_tokens`, the text must contain them; it drops those that mean nothing to it.
         """
         self._advance(self._filter.push(text) if self.needs_special_tokens else text)
         return self._take_parts()
 
     def finish(self) -> list[ReplyPart]:
-        """The reply has ended: return the parts that were held back."""
+        """The reply has ended; returns the parts that were held back."""
         self._reader.is_complete = True
         self._advance(self._filter.flush())
         return self._take_parts()
@@ -78,12 +78,12 @@ class ReplyParser(abc.ABC):
         """Read the whole reply; returns only when the text has ended."""
 
     def _read_text(self, openings: Markers, read_markup: Callable[[str], Reading[None]]) -> Reading[None]:
-        """Read text; `read_markup` is called after each opening, with the opening."""
+        """Read text; `read_markup` is called with each opening."""
         while (opening := (yield from self._pass_until(openings, self._put_text))) is not None:
             yield from self._try(opening, read_markup)
 
     def _try(self, opening: str, read_markup: Callable[[str], Reading[None]]) -> Reading[None]:
-        """Read the markup after an opening; the opening has been read but not accepted."""
+        """Read markup whose opening has been read but not accepted."""
         self._opening = opening
         try:
             yield from read_markup(opening)
@@ -93,7 +93,7 @@ class ReplyParser(abc.ABC):
             self._give_back()
 
     def _read_reasoning(self) -> Reading[None]:
-        """Read the reasoning at the start of the reply, if any."""
+        """Read the reasoning that the reply may begin with."""
         begins = yield from self._reader.one_of(*_THINK_BEGINS)
         if begins or self._prompt_text.rstrip().endswith(_THINK_BEGIN):
             yield from self._reader.skip("\n")
@@ -117,7 +117,7 @@ class ReplyParser(abc.ABC):
                 return None
 
     def _begin_call(self, name: str) -> None:
-        """A call has been recognised: pass its name on, and accept what has been read.
+        """Pass a call's name on, and accept what has been read.
 
         Raises:
             UnparsableError: it cannot be a tool's name.
@@ -130,20 +130,20 @@ class ReplyParser(abc.ABC):
         self._reader.accept()
 
     def _read_arguments(self) -> Reading[None]:
-        """Read the arguments, a JSON object, and pass them on as they arrive."""
+        """Pass the arguments, a JSON object, on as they arrive."""
         self._streams_arguments = True
         yield from read_value(self._reader)
         self._end_arguments(is_cut=False)
 
     def _end_arguments(self, *, is_cut: bool) -> None:
-        """The arguments end with what has been read or, if they are cut off, with the text."""
+        """The arguments end with what has been read or, if cut off, with the text."""
         if is_cut:
             self._reader.position = len(self._reader.text)
         self._put_arguments(self._reader.accept())
         self._streams_arguments = False
 
     def _close(self, *closings: str) -> Reading[str]:
-        """Read one of `closings` after part of a call, and return it; empty if the text ends first."""
+        """Read one of `closings` after part of a call; empty if the text ends first."""
         try:
             yield from self._reader.skip(SPACE)
             return (yield from self._reader.expect(*closings))
@@ -152,7 +152,7 @@ class ReplyParser(abc.ABC):
             return ""
 
     def _give_back(self) -> None:
-        """It was not markup after all: its opening is text, and what follows is read again."""
+        """It was not markup: its opening is text, and what follows is read again."""
         self._reader.rewind()
         self._reader.position += len(self._opening)
         self._put_text(self._reader.accept())
@@ -190,7 +190,7 @@ class ReplyParser(abc.ABC):
 
 
 def is_name(text: str) -> bool:
-    """Whether a tool could have this name; a model may call tools that it was not offered."""
+    """Whether a tool could have this name, offered or not."""
     return 0 < len(text) <= MAX_NAME_LENGTH and text.isprintable()
 
 
@@ -202,7 +202,7 @@ class _TokenFilter:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """Take the next piece; return the text that is certainly not part of a token."""
+        """Return the text that is certainly not part of a token."""
         text = self._held + text
         kept = []
         start = 0
@@ -214,7 +214,6 @@ class _TokenFilter:
         return "".join([*kept, text[start:end]])
 
     def flush(self) -> str:
-        """The text has ended: return what was held back."""
         held, self._held = self._held, ""
         return held
 

@@ -1,4 +1,4 @@
-"""The parts of a model's reply, in the order in which the model wrote them."""
+"""The parts of a reply, in the order in which the model wrote them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class ToolCallPart:
     """A tool call, or more of its arguments."""
 
     index: int
-    """The call's index in the reply, from 0."""
+    """In the reply, from 0."""
     id: str
     """Set in the call's first part, empty in the others."""
     name: str
-    """Set in the call's first part, empty in the others."""
+    """As `id`."""
     arguments: str
-    """The arguments of all of a complete call's parts, joined, are a JSON object."""
+    """Joined over a complete call's parts, they are a JSON object."""
 
 
 ReplyPart = TextPart | ReasoningPart | ToolCallPart

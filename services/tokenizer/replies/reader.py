@@ -1,7 +1,6 @@
 """Reads text that arrives in pieces as if all of it were there.
 
-Reading functions are generators that yield while they wait for more text. So a parser's code follows the grammar of
-what it parses, and its result cannot depend on how the text was cut.
+Reading functions are generators that yield while they wait for more text, so a result cannot depend on how it was cut.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ class UnparsableError(Exception):
 
 
 class TextEndedError(UnparsableError):
-    """The text ended before what its markup announced was complete."""
+    """The text ended before that was complete."""
 
 
 class TextReader:
-    """A growing text, and how far it has been read.
+    """A growing text.
 
     Invariant: text before `mark` is accepted; text from `mark` to `position` is read, but may still be given back.
     """
@@ -40,20 +39,20 @@ class TextReader:
         self.is_complete = False
 
     def add(self, text: str) -> None:
-        """Append text. Accepted text is dropped, which shifts all indices equally."""
+        """Append text, and drop accepted text, which shifts all indices equally."""
         self.text = self.text[self.mark :] + text
         self.position -= self.mark
         self.mark = 0
 
     def accept(self) -> str:
-        """Accept what has been read, and return it."""
+        """Accept what has been read; returns it."""
         taken = self.text[self.mark : self.position]
         self.mark = self.position
         return taken
 
     @property
     def num_read(self) -> int:
-        """The number of characters read but not accepted."""
+        """Characters read but not accepted."""
         return self.position - self.mark
 
     def read_since(self, num_read: int) -> str:
@@ -84,12 +83,12 @@ class TextReader:
         return (yield from self.ahead(1))
 
     def skip(self, characters: str) -> Reading[None]:
-        """Skip all `characters` up to the first other one."""
+        """Skip any of `characters`."""
         while (character := (yield from self.peek())) and character in characters:
             self.position += 1
 
     def one_of(self, *markers: str) -> Reading[str]:
-        """Read the marker at this position; returns "" if there is none."""
+        """Read the marker at this position; "" if there is none."""
         while True:
             for marker in markers:
                 if self.text.startswith(marker, self.position):
@@ -111,7 +110,7 @@ class TextReader:
         return found
 
     def until(self, markers: Markers, *, max_length: int) -> Reading[tuple[str, str]]:
-        """Read the text up to the first marker, and the marker; returns both.
+        """Read up to and including the first marker; returns the text before it, and the marker.
 
         Raises:
             UnparsableError: no marker begins within `max_length` characters.
@@ -129,6 +128,6 @@ class TextReader:
                 raise UnparsableError
 
     def _may_begin(self, markers: Collection[str]) -> bool:
-        """Whether more text could still complete one of the markers at this position."""
+        """Whether more text could complete a marker here."""
         size = len(self.text) - self.position
         return any(size < len(marker) and marker.startswith(self.text[self.position :]) for marker in markers)

@@ -1,4 +1,4 @@
-"""Spells a request's bad words as runs of tokens. Pure."""
+"""Spells bad words as runs of tokens. Pure."""
 
 from __future__ import annotations
 
@@ -11,26 +11,23 @@ Run = tuple[int, ...]
 
 
 def spellings(words: Sequence[str]) -> list[str]:
-    """The texts to encode for `words`: each word without a leading space, then with one.
-
-    Both are needed because vocabularies have tokens that begin with a space.
-    """
+    """Each word without a leading space, then with one: vocabularies have tokens that begin with a space."""
     return [text for word in words for text in (word.lstrip(), f" {word.lstrip()}")]
 
 
 def add_bad_words(
     runs: Sequence[Run], spelled: Sequence[Sequence[int]], violations: list[Violation]
 ) -> tuple[Run, ...]:
-    """Append the spelled bad words to those given as tokens; violations are appended to `violations`.
+    """Append the spelled bad words to those given as tokens.
 
     The spelling with a space is left out when it ends with the one without: forbidding the shorter run forbids both.
 
-    Source: vLLM's `SamplingParams.update_from_tokenizer`, with one difference: vLLM leaves out the spelling with a
-    space when it has more or fewer tokens than the other, and so lets " word" through where it is one token and "word"
-    is two.
+    Source: vLLM's `SamplingParams.update_from_tokenizer`, except that vLLM leaves out the spelling with a space
+    whenever
+    its number of tokens differs, and so lets " word" through where it is one token and "word" is two.
 
     Args:
-        runs: The bad words given as tokens, none of them empty.
+        runs: None of them empty.
         spelled: The token ids of the words' `spellings`.
     """
     all_runs = dict.fromkeys(runs)

@@ -1,6 +1,6 @@
 """Turns public messages into checked requests, and these into resolved ones.
 
-Cheap checks come first and their violations are reported together. The length of a list is checked before its items.
+Cheap checks come first and report their violations together. A list's length is checked before its items.
 """
 
 from __future__ import annotations
@@ -46,25 +46,26 @@ Prompt = str | Conversation | TokenIds
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """How the answer's text is to be presented, and what ends it."""
+    """How the answer's text is presented, and what ends it."""
 
     stop_strings: tuple[str, ...] = ()
     includes_stop: bool = False
     echoes: bool = False
     skips_special_tokens: bool = True
     is_raw: bool = False
-    """Whether the reply to a conversation is returned as plain text, without parsing reasoning and tool calls."""
+    """Whether reasoning and tool calls in a chat reply are left unparsed."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:
-    """A request whose fields are all acceptable; its prompts may still have to be encoded."""
+    """A request with acceptable fields; its prompts may still have to be encoded."""
 
     request_id: str
     prompts: tuple[Prompt, ...]
     sampling: SamplingParams
-    """Without the tokens of `bad_words` and the grammar of `structured_output`, which are added later. `max_tokens` is
-    only an upper bound unless `has_max_tokens`."""
+    """Without the tokens of `bad_words` and the grammar of `structured_output`. `max_tokens` is only an upper bound
+    unless `has_max_tokens`.
+    """
     has_max_tokens: bool
     n: int
     form: AnswerForm
@@ -81,7 +82,7 @@ class CheckedRequest:
 
     @property
     def prompt_ids(self) -> list[str]:
-        """The request id of each prompt in the cell."""
+        """Each prompt's request id in the cell."""
         if len(self.prompts) == 1:
             return [self.request_id]
         return [f"{self.request_id}-{index}" for index in range(len(self.prompts))]
@@ -98,15 +99,13 @@ def check_request(
     limits: ModelLimits,
     defaults: common_pb2.SamplingParams | None = None,
 ) -> CheckedRequest:
-    """Check everything that can be checked before the prompts are encoded, and draw the id and seed if not given.
-
-    `defaults` are the model's default sampling parameters.
+    """Check all that can be checked before the prompts are encoded; draws the id and seed if not given.
 
     Raises:
         ModelNotFoundError: it names another model.
         RequestTooLargeError: its texts exceed the limit.
         PromptTooLongError: its token ids leave no room for one more.
-        InvalidRequestError: fields are bad; it names the first ones.
+        InvalidRequestError: names the first bad fields.
     """
     if request.HasField("model") and request.model != model_name:
         raise ModelNotFoundError("the requested model is not served here", served_model=model_name)
@@ -137,12 +136,12 @@ def check_request(
 def resolve_request(
     request: CheckedRequest, index: int, prompt_token_ids: TokenIds, sampling: SamplingParams, limits: ModelLimits
 ) -> Request:
-    """Resolve one prompt of a request, including what depends on the prompt's length.
+    """Resolve one prompt of a request, including what depends on its length.
 
     Args:
         index: The prompt's index in the request.
         prompt_token_ids: [num_prompt_tokens], any integer dtype.
-        sampling: The request's parameters with the tokens of its bad words and the prompt's grammar added.
+        sampling: With the tokens of the bad words and the prompt's grammar.
 
     Raises:
         InvalidRequestError: the prompt is empty, or has a token that the model does not know.
@@ -166,11 +165,7 @@ def resolve_request(
 
 
 def _check_known(token_ids: TokenIds, logits_width: int, field: str) -> None:
-    """Refuse a text that contains a token of the tokenizer that the model does not know.
-
-    Raises:
-        InvalidRequestError: it contains one.
-    """
+    """Refuse a text with a token of the tokenizer that the model does not know."""
     if token_ids.size and (token_id := int(token_ids.max())) >= logits_width:
         description = f"it contains the tokenizer's token {token_id}, but the model only knows ids below {logits_width}"
         raise InvalidRequestError.from_violations([Violation(field, "TOKEN_ID_OUT_OF_RANGE", description)])
@@ -192,7 +187,7 @@ def _check_prompts(
 
 
 def _text_bytes(message: tokenizer_pb2.GenerateRequest | tokenizer_pb2.Prompt) -> int:
-    """The size of the texts in a message's prompts, in bytes of UTF-8."""
+    """The UTF-8 bytes of a message's prompts."""
     kind = message.WhichOneof("prompt")
     if kind == "text":
         return len(message.text.encode())
@@ -209,7 +204,7 @@ def _check_prompt(
     limits: ModelLimits,
     violations: list[Violation],
 ) -> Prompt:
-    """Read a message's prompt; violations are appended, with `prefix` before each field."""
+    """Violations are appended, with `prefix` before each field."""
     kind = message.WhichOneof("prompt")
     if kind == "chat":
         return read_chat(message.chat, violations, field=f"{prefix}chat")

@@ -1,4 +1,4 @@
-"""Everything that the service loads from the model's directory, once, at start."""
+"""What the service loads from the model's directory at start."""
 
 from __future__ import annotations
 

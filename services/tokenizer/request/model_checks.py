@@ -1,4 +1,4 @@
-"""Startup checks of a model's files: reports once what would otherwise fail each request that needs it."""
+"""Startup checks that report once what would otherwise fail each request that needs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns a checked request into what is sent to the cell: encodes prompts, spells bad words, compiles grammars."""
+"""From a checked request to what the cell takes: encodes prompts, spells bad words, compiles grammars."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from shared.request_fields import raise_violations
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """One prompt of a request, ready to be submitted."""
+    """One prompt, ready to be submitted."""
 
     request: Request
     echo: str
-    """The text that each choice begins with; empty unless echo was requested."""
+    """The text that each choice begins with; empty unless requested."""
     make_parser: Callable[[], ReplyParser | None]
-    """Makes the reply parser of one choice; None if replies are plain text."""
+    """Makes one choice's reply parser; None if replies are plain text."""
 
 
 class RequestPreparer:
-    """Does the slow work on a request before it is sent to the cell."""
+    """Does the slow work before a request is sent to the cell."""
 
     def __init__(self, model: ServedModel, limits: Callable[[], ModelLimits]) -> None:
-        """Take the model, and a function for the current cell's limits, which may change while requests wait."""
+        """`limits` returns the current cell's limits, which may change while requests wait."""
         self._model = model
         self._limits = limits
 
     async def prepare(self, request: CheckedRequest) -> list[PreparedPrompt]:
-        """Prepare all prompts of a request; returns them in order.
+        """Prepare all prompts of a request, in order.
 
         Raises:
-            InvalidRequestError: a field is bad; it is named.
+            InvalidRequestError: names the bad field.
             TemplateFailedError: there is a conversation, and the model has no chat template.
             RequestTooLargeError: a conversation's rendered text is too large.
             PromptTooLongError, ContextExceededError, KvCapacityExceededError: a prompt does not fit.
@@ -99,7 +99,7 @@ class RequestPreparer:
         return replace(request.sampling, options=replace(options, bad_words=runs))
 
     def _call_grammar(self, conversation: Conversation, text: str, field: str, max_bytes: int) -> str:
-        """The grammar of a reply with tool calls; slow if the schemas are large."""
+        """Slow if the schemas are large."""
         grammar = self._model.reply_parsers.call_grammar(conversation, text)
         _check_arguments_fit(conversation.callable_tools, field, max_bytes)
         return grammar
@@ -111,17 +111,13 @@ class RequestPreparer:
         return replace(sampling, options=replace(sampling.options or NO_OPTIONS, grammar=grammar))
 
     def _max_bytes(self) -> int:
-        """An upper bound on the bytes of any answer, by the context length and the KV cache."""
+        """An upper bound on any answer, by the context length and the KV cache."""
         limits = self._limits()
         return min(limits.context_length, limits.num_pool_tokens) * self._model.longest_token_bytes
 
 
 def _check_arguments_fit(tools: Sequence[Tool], field: str, max_bytes: int) -> None:
-    """Refuse tools whose arguments cannot fit the context.
-
-    Raises:
-        InvalidRequestError: there are such tools; it names them.
-    """
+    """Refuse tools whose arguments cannot fit the context."""
     name_to_size = {tool.name: shortest_json(tool.parameters) for tool in tools}
     raise_violations(
         [

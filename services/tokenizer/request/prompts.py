@@ -1,4 +1,4 @@
-"""Turns every kind of prompt into token ids, off the event loop."""
+"""Turns prompts into token ids, off the event loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PromptEncoder:
     """The model's tokenizer and its chat template, if it has one."""
 
     def __init__(self, encoder: Encoder, template: ChatTemplate | None, *, num_threads: int = 1) -> None:
-        """Start with `num_threads` threads for short texts, and one more for long ones."""
+        """Start `num_threads` threads for short texts, and one for long ones."""
         self._encoder = encoder
         self._template = template
         self._lanes = TextLanes(num_threads)
@@ -38,24 +38,24 @@ class PromptEncoder:
 
     @property
     def added_tokens(self) -> frozenset[str]:
-        """The texts of the added tokens; each is one token whatever surrounds it, if a template wrote it."""
+        """The added tokens' texts; where a template wrote one, it is one token whatever surrounds it."""
         return self._encoder.added_tokens
 
     @property
     def special_tokens(self) -> frozenset[str]:
-        """The texts of the special tokens, which decoding skips."""
+        """The special tokens' texts, which decoding skips."""
         return self._encoder.special_tokens
 
     async def encode(self, prompt: Prompt, context_length: int) -> TokenIds:
         """Encode a prompt.
 
         Returns:
-            [num_tokens], fewer than `context_length`; a prompt that came as ids is returned unchanged and unchecked.
+            [num_tokens], fewer than `context_length`; a prompt given as ids is returned unchanged and unchecked.
 
         Raises:
             TemplateFailedError: it is a conversation, and the model has no chat template.
-            InvalidRequestError: it is a conversation that the template rejects or fails on.
-            RequestTooLargeError: the conversation's rendered text is too large.
+            InvalidRequestError: the template rejects the conversation, or fails on it.
+            RequestTooLargeError: the rendered text is too large.
             PromptTooLongError: it leaves no room for one more token; encoding stops as soon as that is known.
             QueueFullError: too much text is waiting to be encoded.
         """
@@ -71,7 +71,7 @@ class PromptEncoder:
         return await self._encode([text], context_length, add_special_tokens=True)
 
     async def render_chat(self, conversation: Conversation, context_length: int) -> tuple[str, TokenIds]:
-        """Render a conversation; returns its text and its ids, [num_tokens]; raises as `encode`."""
+        """Render a conversation; returns its text and ids, [num_tokens]; raises as `encode`."""
         template = self._template
         if template is None:
             raise TemplateFailedError("the model has no chat template")
@@ -88,7 +88,7 @@ class PromptEncoder:
         return rendered.text, await self._encode(rendered.pieces, context_length)
 
     async def spell(self, words: Sequence[str]) -> list[list[int]]:
-        """The token ids of each word when it comes after other text."""
+        """Each word's token ids when it comes after other text."""
         return await self._lanes.short.run(lambda: [self._encoder.encode_pieces(["", word]).tolist() for word in words])
 
     async def decode(self, token_ids: TokenIds, *, skips_special_tokens: bool = True) -> str:
@@ -114,11 +114,7 @@ class PromptEncoder:
 
 
 async def _collect(lane: Lane, runs: Iterator[TokenIds], context_length: int) -> TokenIds:
-    """Join runs of token ids, encoding each run in its own turn of the lane.
-
-    Raises:
-        PromptTooLongError: there are too many ids; the remaining runs are not encoded.
-    """
+    """Join runs, encoding each in its own turn of the lane; raises `PromptTooLongError` before the remaining runs."""
     collected: list[TokenIds] = []
     num_tokens = 0
     while (run := await lane.run(lambda: next(runs, None))) is not None:

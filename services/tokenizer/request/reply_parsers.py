@@ -1,4 +1,4 @@
-"""The served model's reply format: the parser for it, and the grammar for replies that must call a tool."""
+"""The served model's reply parsers and call grammars."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _PLAIN = "none"
 
 
 class ReplyParsers:
-    """Makes the reply parsers and call grammars of one family of models."""
+    """Makes both for one family of models."""
 
     def __init__(self, name: str, prompts: PromptEncoder) -> None:
-        """Take the family's name, one of `REPLY_PARSERS`, and the model's prompt encoder."""
+        """`name` is one of `REPLY_PARSERS`."""
         self._name = name
         self._prompts = prompts
 
     def make(
         self, conversation: Conversation, prompt_text: str, *, skips_special_tokens: bool = True
     ) -> ReplyParser | None:
-        """Make a parser for one reply to a conversation, rendered as `prompt_text`; None if replies are plain text."""
+        """Make a parser for one reply to a conversation rendered as `prompt_text`; None if replies are plain text."""
         if self._name == _PLAIN:
             return None
         return make_reply_parser(
@@ -35,7 +35,7 @@ class ReplyParsers:
         )
 
     def call_grammar(self, conversation: Conversation, prompt_text: str) -> str:
-        """The grammar of a reply to a conversation that must call one of its `callable_tools`.
+        """The grammar of a reply that must call one of the conversation's `callable_tools`.
 
         Raises:
             InvalidRequestError: the model has no known tool call format, or a tool's schema cannot be enforced in it.
@@ -53,7 +53,7 @@ class ReplyParsers:
 
 
 def load_reply_parsers(model_dir: Path, prompts: PromptEncoder, *, name: str) -> ReplyParsers:
-    """The parsers of the family `name`; "auto" picks the family that fits the model.
+    """The parsers of the family `name`; "auto" picks the one that fits the model.
 
     Raises:
         ModelDirectoryError: the model's configuration is missing or malformed.

@@ -10,23 +10,24 @@ from shared.limits import TOKEN_DTYPE, SamplingParams
 
 @dataclass(slots=True, eq=False)
 class RequestChoice:
-    """One choice of a request, up to its end."""
+    """One choice of a request."""
 
     request: Request
     has_begun: bool = False
     has_ended: bool = False
     output: array[int] = field(default_factory=lambda: array("i"))
-    """Its completion tokens so far."""
+    """Completion tokens so far."""
     num_resumes: int = 0
-    """How often it was resumed after a loss, as far as is known."""
+    """Resumes after a loss, as far as is known."""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
     """A prompt with every parameter resolved, including the seed, and the state of its submissions.
 
-    What the client asked for never changes. The rest belongs to `RequestLedger`, which submits the request as often as
-    needed: each submission is an attempt, on whatever stream.
+    What the client asked for never changes. The rest belongs to `RequestLedger`: each submission is an attempt, on
+    whatever
+    stream.
     """
 
     request_id: str
@@ -39,23 +40,23 @@ class Request:
     n: int = 1
     """The number of choices."""
     is_exact: bool = False
-    """Whether its bytes must depend only on the model, the prompt and the parameters."""
+    """Whether the answer's bytes must depend only on the model, the prompt and the parameters."""
 
     arrived_at: float = 0.0
     deadline_at: float | None = None
-    """When its caller stops waiting; None means never."""
+    """When the caller stops waiting; None means never."""
     handle: int = 0
-    """That of its first choice; choice i has handle + i."""
+    """Its first choice's; choice i has `handle + i`."""
     choices: list[RequestChoice] = field(default_factory=list)
     num_attempts: int = 0
     stream: int | None = None
-    """The current stream, if it was submitted there."""
+    """The current stream, if submitted there."""
     awaits_token: bool = False
-    """Whether no token has arrived since it was submitted."""
+    """Whether no token has arrived since the submission."""
     fingerprints: set[str] = field(default_factory=set)
-    """The exact fingerprints of the cells it was submitted to; empty for a cell that is not exact."""
+    """Exact fingerprints of the cells it was submitted to; empty for a cell that is not exact."""
     num_prompt_positions: int = 1
-    """Positions of the prompt whose log-probabilities are known. The first has none."""
+    """Prompt positions whose log-probabilities are known. The first has none."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -64,34 +65,34 @@ class Request:
 
     @property
     def has_output(self) -> bool:
-        """Whether anything is known of its answer."""
+        """Whether anything is known of the answer."""
         return any(choice.output or choice.has_ended for choice in self.choices)
 
     @property
     def resumes_exactly(self) -> bool:
-        """Whether no byte can reveal that it was resumed: all its cells were exact, with one fingerprint."""
+        """Whether no byte can reveal a resume: all cells were exact, with one fingerprint."""
         return len(self.fingerprints) == 1 and "" not in self.fingerprints
 
     @property
     def num_resumes(self) -> int:
-        """How often each open choice was resumed at least: a count may be too low, never too high."""
+        """A lower bound on the resumes of each open choice."""
         return min(choice.num_resumes for choice in self.choices if not choice.has_ended)
 
     @property
     def resubmission_order(self) -> tuple[bool, float, int]:
-        """The sort key for resubmission: requests with output first, then by age."""
+        """Sort key: requests with output first, then by age."""
         return not self.has_output, self.arrived_at, self.handle
 
     def time_left_s(self, now: float) -> float | None:
-        """How long its caller still waits; None means forever."""
+        """How long the caller still waits; None means forever."""
         return None if self.deadline_at is None else self.deadline_at - now
 
     def may_resume_with(self, fingerprint: str) -> bool:
-        """Whether a cell with this exact fingerprint, or an empty one, can continue it without changing its bytes."""
+        """Whether a cell with this fingerprint, which may be empty, can continue it without changing its bytes."""
         return not self.is_exact or (bool(fingerprint) and self.fingerprints <= {fingerprint})
 
     def begin_attempt(self, stream: int, fingerprint: str) -> None:
-        """Note a submission on `stream`, to a cell with this exact fingerprint; any but the first resumes it."""
+        """Note a submission; any but the first resumes its choices."""
         for choice in self.choices:
             choice.num_resumes += self.num_attempts > 0
         self.stream = stream

@@ -3,9 +3,8 @@
     cell  ------->  receive  ------------------->  Completion  ------->  take  --------------->  client
     tokens          Detokenizer, StopMatcher       certain text          ReplyParser             responses
 
-Detokenizing and the search for stop strings happen when tokens arrive, so that a slow client neither delays other
-requests nor lets its own generation run past a stop string. Replies are parsed and messages are made when the client is
-ready for them.
+Tokens are detokenized and searched for stop strings as they arrive, so a slow client neither delays other requests nor
+lets its own generation run past a stop string. The rest waits until the client is ready.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Call(Protocol):
 
     @property
     def arrived_at(self) -> float:
-        """When the call arrived, in seconds of `time.monotonic`."""
+        """In seconds of `time.monotonic`."""
 
     def on_news(self, choice: Choice) -> None:
         """A choice has something to send."""
@@ -48,22 +47,20 @@ class Extras:
     """Options that most choices do not use. The parser and the queues must be new ones."""
 
     includes_stop: bool = False
-    """Whether the text of the token that ends the choice is kept."""
+    """Whether to keep the text of the token that ends the choice."""
     parser: ReplyParser | None = None
-    """Splits the text into answer, reasoning and tool calls; None leaves it as it is."""
+    """None leaves the text as it is."""
     logprobs: LogprobQueue | None = None
-    """None unless log-probabilities were requested."""
+    """None unless requested."""
     prompt_logprobs: LogprobQueue | None = None
-    """None unless log-probabilities of the prompt were requested."""
+    """None unless requested."""
 
 
 PLAIN = Extras()
 
 
 class Choice:
-    """Receives one choice's tokens and makes its responses.
-
-    It ends exactly once: with a finish, or with its call.
+    """Receives one choice's tokens and makes its responses, until it ends with a finish or with its call.
 
     Invariant: the choice is in its call's queue of choices with news exactly while `has_news`.
     """
@@ -104,27 +101,23 @@ class Choice:
 
     @property
     def num_tokens(self) -> int:
-        """The number of completion tokens that belong to it so far."""
+        """Completion tokens so far."""
         return self._completion.num_tokens
 
     def submitted(self, num_resumes: int, *, is_exact: bool) -> None:
-        """Take the number of resumes so far, and whether its bytes are those of an undisturbed run."""
+        """See `Receiver`."""
         self.num_resumes, self.resumes_exactly = num_resumes, is_exact
 
     def resumed(self, num_resumes: int) -> None:
-        """Take the number of resumes so far, for choices that a stop string ends before the cell reports it."""
+        """See `Receiver`; for choices that a stop string ends before the cell reports the number."""
         self.num_resumes = num_resumes
 
     def begin(self, num_cached_tokens: int) -> None:
-        """Take the number of prompt tokens that were cached."""
+        """See `Receiver`."""
         self.usage.num_cached_tokens = num_cached_tokens
 
     def receive(self, token_ids: Sequence[int], end: exchange_pb2.RequestEnd | None) -> int | None:
-        """Take the next tokens and, with or after the last of them, the end. Ignored once the choice is over.
-
-        Returns:
-            The number of completion tokens if a stop string just ended the choice before the cell did, else None.
-        """
+        """See `Receiver`; ignored once the choice is over."""
         if self.is_over:
             return None
         if not self.has_news:
@@ -141,12 +134,12 @@ class Choice:
         return self.usage.num_completion_tokens
 
     def receive_logprobs(self, logprobs: Logprobs) -> None:
-        """Take the log-probabilities of the next tokens; dropped unless they were requested."""
+        """See `Receiver`; dropped unless requested."""
         if self._extras.logprobs is not None and not self.is_over:
             self._extras.logprobs.put(logprobs)
 
     def receive_prompt_logprobs(self, logprobs: Logprobs) -> None:
-        """Take the log-probabilities of the prompt's next tokens; dropped unless they were requested."""
+        """See `Receiver`; dropped unless requested."""
         if self.prompt_logprobs is None or self.is_over:
             return
         self.prompt_logprobs.put(logprobs)
@@ -159,11 +152,11 @@ class Choice:
         self._call.fail(error)
 
     def close(self) -> None:
-        """The call has failed: ignore all further input."""
+        """The call has failed: ignore further input."""
         self.is_over = True
 
     def take_prompt_logprobs(self) -> Iterator[tokenizer_pb2.GenerateResponse]:
-        """Yield responses with the prompt log-probabilities received so far. Must be called before `take`."""
+        """Yield the prompt log-probabilities received so far. Must be called before `take`."""
         queue = self.prompt_logprobs
         while queue is not None and queue:
             yield tokenizer_pb2.GenerateResponse(
@@ -171,7 +164,7 @@ class Choice:
             )
 
     def take(self, now: float) -> tokenizer_pb2.GenerateResponse | None:
-        """Take what has accumulated, as a response; None if there is nothing. `has_news` then says if more is left."""
+        """Take what has accumulated; None if there is nothing. `has_news` then says if more is left."""
         self.has_news = False
         text, token_ids = self._completion.take()
         response = tokenizer_pb2.GenerateResponse(

@@ -1,4 +1,4 @@
-"""The tokens and text of one choice: which of them are certain, and which have not been taken yet. Pure."""
+"""One choice's tokens and text: which are certain, and which have not been taken yet. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from services.tokenizer.text.stop_strings import StopMatcher
 
 
 class Completion:
-    """Takes tokens as they arrive, and returns the tokens and text that are certain to be part of the answer.
+    """Takes tokens as they arrive; returns tokens and text once they certainly belong to the answer.
 
     Invariant: `_late_ids` are the tokens after a completed stop string while another one, which began earlier, may
     still be completed. They belong to the answer only if that happens.
@@ -23,9 +23,9 @@ class Completion:
         includes_stop: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        """Take a new detokenizer. With `includes_stop`, the text includes the stop string that ends it.
+        """The detokenizer must be new; `includes_stop` keeps the stop string in the text.
 
-        A stop string that is completed within the first `min_tokens` tokens is ordinary text.
+        A stop string completed within the first `min_tokens` tokens is ordinary text.
         """
         self._detokenizer = detokenizer
         self.has_stop_strings = bool(stop_strings)
@@ -38,13 +38,13 @@ class Completion:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended the answer; None while there is none, or it is not certain."""
+        """The stop string that ended the answer; None until that is certain."""
         if self._matcher is None or not self._matcher.is_decided or self._matcher.candidate is None:
             return None
         return self._matcher.candidate.stop
 
     def push(self, token_ids: Sequence[int]) -> None:
-        """Take the next tokens; tokens after a stop string are dropped."""
+        """Take the next tokens; those after a stop string are dropped."""
         if self._matcher is None:
             # The hot path: most requests have no stop strings, and every token passes here.
             self._token_ids += token_ids
@@ -55,7 +55,7 @@ class Completion:
             self._watch(self._matcher, self._detokenizer.push((token_id,)), (token_id,))
 
     def push_silent(self, token_ids: Sequence[int]) -> None:
-        """Take the next tokens, but leave out the text of the last one, which only ends the answer."""
+        """As `push`, without the text of the last token, which only ends the answer."""
         self.push(token_ids[:-1])
         if self._matcher is None:
             self._accept(token_ids[-1:])
@@ -63,7 +63,7 @@ class Completion:
             self._watch(self._matcher, "", token_ids[-1:])
 
     def finish(self) -> None:
-        """No more tokens follow: text that was held back becomes certain, or a stop string does."""
+        """No more tokens follow: held-back text becomes certain, or a stop string does."""
         rest = self._detokenizer.flush()
         if self._matcher is None:
             self._texts.append(rest)
@@ -73,7 +73,7 @@ class Completion:
             self._texts.append(self._matcher.finish())
 
     def take(self) -> tuple[str, list[int]]:
-        """Take the certain text and tokens since the last call. The text may lag behind the tokens."""
+        """The certain text and tokens since the last call. Text may lag behind tokens."""
         text, token_ids = "".join(self._texts), self._token_ids
         self._texts, self._token_ids = [], []
         return text, token_ids
@@ -83,7 +83,6 @@ class Completion:
         self._token_ids = token_ids + self._token_ids
 
     def _watch(self, matcher: StopMatcher, text: str, token_ids: Sequence[int]) -> None:
-        """Pass the next text to the matcher; it came from `token_ids`."""
         if matcher.is_decided:
             return
         candidate = matcher.candidate

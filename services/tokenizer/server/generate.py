@@ -1,4 +1,4 @@
-"""The course of one `Generate` call: check, encode, submit, stream, and one log line at its end."""
+"""The course of one `Generate` call, and its log line."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _ECHO_CHARACTERS = 256 * 1024
 
 
 class Writer(Protocol):
-    """Takes the responses of a call, in order."""
+    """Takes a call's responses, in order."""
 
     async def write(self, response: tokenizer_pb2.GenerateResponse) -> None:
-        """Write one response; returns when there is room for another."""
+        """Returns when there is room for another response."""
 
 
 class GenerateCall:
-    """Serves one call; constructed when the call arrives."""
+    """Serves one call; constructed when it arrives."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class GenerateCall:
         *,
         time_left_s: float | None,
     ) -> None:
-        """`time_left_s` is the time to the call's deadline, None if there is none."""
+        """`time_left_s` is None without a deadline."""
         self._model = model
         self._scheduler = scheduler
         self._preparer = RequestPreparer(model, lambda: scheduler.cell().limits)
@@ -60,7 +60,7 @@ class GenerateCall:
         self._facts: dict[str, str | int | float] = {}
 
     async def serve(self, request: tokenizer_pb2.GenerateRequest) -> None:
-        """Write all responses to the call.
+        """Write all responses.
 
         Raises:
             ServiceError: the request was refused, or its answer ended with an error.
@@ -81,7 +81,7 @@ class GenerateCall:
             logger.info("request ended", extra={**self._facts, "outcome": outcome, "total_ms": self._elapsed_ms()})
 
     async def _serve(self, message: tokenizer_pb2.GenerateRequest) -> str:
-        """Serve the call; returns the names of the finish reasons."""
+        """Returns the names of the finish reasons."""
         self._live.check_open()
         cell = self._scheduler.cell()
         request = check_request(
@@ -117,7 +117,7 @@ class GenerateCall:
         return ",".join(reason.removeprefix("FINISH_REASON_") for reason in reasons)
 
     def _submit(self, request: CheckedRequest, index: int, prompt: PreparedPrompt, generation: Generation) -> int:
-        """Submit a prompt; returns the handle to abort it by."""
+        """Returns the handle to abort it by."""
         choices = [self._make_choice(request, prompt, generation, (index, number)) for number in range(request.n)]
         generation.choices += choices
         return self._scheduler.submit(
@@ -151,7 +151,7 @@ class GenerateCall:
         return None if num_top is None else LogprobQueue(num_top, self._model.texts.bytes_of)
 
     async def _begin(self, index: int, prompt: PreparedPrompt) -> None:
-        """Write a prompt's `Accepted` message, and its echo for each choice."""
+        """Write the `Accepted` message, and each choice's echo."""
         request = prompt.request
         accepted = tokenizer_pb2.Accepted(
             request_id=request.request_id,
@@ -182,6 +182,6 @@ class GenerateCall:
 
 
 def echo_pieces(text: str) -> Iterator[str]:
-    """Split a text into pieces that each fit a message; an empty text has no pieces."""
+    """Split a text into pieces that each fit a message; none if it is empty."""
     for start in range(0, len(text), _ECHO_CHARACTERS):
         yield text[start : start + _ECHO_CHARACTERS]
