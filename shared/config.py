@@ -1,6 +1,6 @@
 """Settings: one frozen model per service; flags override the environment, which overrides defaults.
 
-Nothing else in the project reads the environment.
+Nothing else reads the environment.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "[::1]"})
 
 
 def check_address(address: str) -> str:
-    """Return `address` unchanged if it is `unix:PATH` or `HOST:PORT`.
+    """Return `unix:PATH` or `HOST:PORT` unchanged.
 
     Raises:
         ValueError: it is neither.
@@ -37,7 +37,7 @@ def check_address(address: str) -> str:
 
 
 def check_local_address(address: str) -> str:
-    """Return `address` unchanged if it is reachable only from this machine.
+    """Return an address unchanged if only this machine can reach it.
 
     Raises:
         ValueError: it is not an address, or neither a unix socket nor loopback.
@@ -49,7 +49,7 @@ def check_local_address(address: str) -> str:
 
 
 def split_addresses(value: object) -> object:
-    """Split a comma-separated text, as it comes from the environment; return anything else unchanged."""
+    """Split a comma-separated text; return anything else unchanged."""
     return tuple(value.split(",")) if isinstance(value, str) else value
 
 
@@ -82,7 +82,7 @@ class ServiceSettings(BaseSettings):
 
     @property
     def bind_address(self) -> str:
-        """The address that the service actually binds."""
+        """The address actually bound."""
         return self.insecure_bind or self.listen
 
 
@@ -90,13 +90,11 @@ SettingsT = TypeVar("SettingsT", bound=BaseSettings)
 
 
 def load_settings(settings_type: type[SettingsT], argv: Sequence[str] | None = None) -> SettingsT:
-    """Read a service's settings; on an invalid one, name it on stderr and exit with code 2.
+    """Read a service's settings; an invalid one is named on stderr, with exit code 2.
 
-    It also exits under `python -O`, which removes every assertion and with them a cell's integrity checks: they would
-    then always pass.
+    It also exits under `python -O`, which removes every assertion and with them a cell's integrity checks.
 
     Args:
-        settings_type: The service's model.
         argv: Flags without the program's name; None means the process's own.
     """
     args = list(sys.argv[1:] if argv is None else argv)
@@ -116,7 +114,7 @@ def load_settings(settings_type: type[SettingsT], argv: Sequence[str] | None = N
 
 
 def log_settings(settings: ServiceSettings) -> None:
-    """Log the effective configuration once, at start, and warn if the service may be reachable from other machines."""
+    """Log the configuration, and warn if the service may be reachable from other machines."""
     logger.info("settings", extra=settings.model_dump(mode="json"))
     if settings.insecure_bind is not None:
         logger.warning("serving without encryption", extra={"address": settings.insecure_bind})

@@ -1,7 +1,6 @@
-"""Every error a client can receive: its status code, its stable reason, and the values that explain it.
+"""Every error a client can receive: its status code, stable reason and explaining values.
 
-Domain code raises these errors, and one interceptor in `shared.rpc` turns them into `google.rpc.Status`. Nothing here
-imports grpc, so neither does domain code.
+Domain code raises these without importing grpc; one interceptor in `shared.rpc` turns them into `google.rpc.Status`.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Violation:
 
 
 class ServiceError(Exception):
-    """An error with a status. Its message and values may be shown to clients, so they contain no prompt text or paths.
+    """An error with a status. Clients may see its message and values, so they contain no prompt text or paths.
 
     `values` become the metadata of `google.rpc.ErrorInfo`, `violations` a `google.rpc.BadRequest`, `retry_delay_s` a
     `google.rpc.RetryInfo`.
@@ -64,56 +63,56 @@ class ServiceError(Exception):
 
 
 class InvalidRequestError(ServiceError):
-    """Fields of the request are invalid; all of them are reported together."""
+    """Fields of the request are invalid."""
 
     code = ErrorCode.INVALID_ARGUMENT
     reason = "INVALID_REQUEST"
 
     @classmethod
     def from_violations(cls, violations: Sequence[Violation]) -> InvalidRequestError:
-        """An error that reports `violations`, at least one, and only the first `MAX_VIOLATIONS` of them."""
+        """Report the first `MAX_VIOLATIONS` of `violations`, at least one."""
         violations = violations[:MAX_VIOLATIONS]
         text = "; ".join(f"{v.field}: {v.description}" for v in violations)
         return cls(text, violations=violations)
 
 
 class PromptTooLongError(ServiceError):
-    """The prompt leaves no room in the model's context for even one token."""
+    """The prompt leaves no room in the context for a token."""
 
     code = ErrorCode.INVALID_ARGUMENT
     reason = "PROMPT_TOO_LONG"
 
 
 class ContextExceededError(ServiceError):
-    """Prompt and `max_tokens` together exceed the model's context."""
+    """Prompt and `max_tokens` exceed the model's context."""
 
     code = ErrorCode.INVALID_ARGUMENT
     reason = "CONTEXT_EXCEEDED"
 
 
 class RequestTooLargeError(ServiceError):
-    """The request contains more text than allowed."""
+    """The request contains too much text."""
 
     code = ErrorCode.INVALID_ARGUMENT
     reason = "REQUEST_TOO_LARGE"
 
 
 class KvCapacityExceededError(ServiceError):
-    """Prompt and `max_tokens` together can never fit into the cell's KV pool."""
+    """Prompt and `max_tokens` can never fit into the cell's KV pool."""
 
     code = ErrorCode.FAILED_PRECONDITION
     reason = "KV_CAPACITY_EXCEEDED"
 
 
 class ExactUnavailableError(ServiceError):
-    """The request asks for exact answers, and the cell's ranks cannot guarantee them."""
+    """The request must be exact, and the cell cannot guarantee that."""
 
     code = ErrorCode.FAILED_PRECONDITION
     reason = "EXACT_UNAVAILABLE"
 
 
 class ModelNotFoundError(ServiceError):
-    """The request names a model that is not served here."""
+    """The requested model is not served here."""
 
     code = ErrorCode.NOT_FOUND
     reason = "MODEL_NOT_FOUND"
@@ -127,35 +126,35 @@ class DuplicateRequestError(ServiceError):
 
 
 class QueueFullError(ServiceError):
-    """Too many requests are waiting; `retry_delay_s` is when a retry may succeed."""
+    """Too many are waiting; a retry may succeed after `retry_delay_s`."""
 
     code = ErrorCode.RESOURCE_EXHAUSTED
     reason = "QUEUE_FULL"
 
 
 class NotSupportedError(ServiceError):
-    """This release does not support the request, at least not with this model."""
+    """Not supported by this release, at least with this model."""
 
     code = ErrorCode.UNIMPLEMENTED
     reason = "NOT_SUPPORTED"
 
 
 class NotReadyError(ServiceError):
-    """The service is loading, or not connected to a service it depends on."""
+    """Loading, or not connected to a service it depends on."""
 
     code = ErrorCode.UNAVAILABLE
     reason = "NOT_READY"
 
 
 class DrainingError(ServiceError):
-    """The service is shutting down and takes no new requests."""
+    """The service is shutting down."""
 
     code = ErrorCode.UNAVAILABLE
     reason = "DRAINING"
 
 
 class SchedulerLostError(ServiceError):
-    """The connection to the cell's scheduler was lost while the request was in flight."""
+    """The cell's scheduler was lost while the request was in flight."""
 
     code = ErrorCode.UNAVAILABLE
     reason = "SCHEDULER_LOST"
@@ -204,7 +203,7 @@ class GroupHeldError(ServiceError):
 
 
 class GroupMismatchError(ServiceError):
-    """A process tries to join a failure domain, or a start of it, to which it does not belong."""
+    """A process tries to join a failure domain, or a start of it, that is not its own."""
 
     code = ErrorCode.FAILED_PRECONDITION
     reason = "GROUP_MISMATCH"

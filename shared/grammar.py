@@ -1,6 +1,6 @@
-"""What tokenizer and worker share about grammars: compiling them, and finding the tokens that may come next.
+"""What tokenizer and worker share about grammars.
 
-The library's limits are set once, here, so that a grammar that compiles in the tokenizer also compiles in the worker.
+The library's limits are set here, so that a grammar that compiles in the tokenizer also compiles in the worker.
 Compiling an untrusted grammar can take seconds, so nothing here may run on an event loop.
 
 Source: llguidance, https://github.com/guidance-ai/llguidance.
@@ -50,10 +50,9 @@ class GrammarLibrary:
         """Read the model's tokenizer: a quarter of a second for 50,000 tokens.
 
         Args:
-            model_dir: The model's directory.
-            eos_token_ids: The tokens that end a text; if empty, the tokenizer's own end-of-sequence token.
-            num_tokens: The width of the masks, which is the model's logits width; the tokenizer may have fewer or more
-                tokens. None means the tokenizer's.
+            eos_token_ids: The tokens that end a text; if empty, the tokenizer's own.
+            num_tokens: The width of the masks, which is the model's logits width; the tokenizer may have fewer or more.
+                None means the tokenizer's.
 
         Raises:
             ModelDirectoryError: the tokenizer is missing, malformed, or of a kind that the library does not support.
@@ -78,8 +77,8 @@ class GrammarLibrary:
     def allowed_tokens(self, matcher: LLMatcher) -> npt.NDArray[np.bool_]:
         """Which tokens may come next: a new [num_tokens] array.
 
-        It includes the end-of-sequence tokens if the text may end here. It includes only them once the text has ended,
-        or when the matcher has failed (`matcher.is_error`): no text fits, or following the grammar costs too much.
+        It includes the end-of-sequence tokens if the text may end here; only them once the text has ended, or when the
+        matcher has failed (`matcher.is_error`): no text fits, or following the grammar costs too much.
         """
         words = np.empty((self.tokenizer.vocab_size + 31) // 32, np.uint32)
         matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
@@ -87,11 +86,7 @@ class GrammarLibrary:
 
 
 def check_matcher(matcher: LLMatcher) -> None:
-    """Report a matcher's failure.
-
-    Raises:
-        GrammarError: the matcher has failed.
-    """
+    """Raise `GrammarError` if the matcher has failed."""
     if matcher.is_error():
         message = matcher.get_error().partition("\n<non-verbose/>")[0]
         for advice, instead in _ADVICE_TO_CALLERS:

@@ -1,4 +1,4 @@
-"""The standard health service, by which every server reports whether it is ready to serve."""
+"""The standard health service."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PROCESS_KEY = "lockstep-process"
 class Health:
     """The health of one server: not serving until `set_serving`.
 
-    The empty service name means the whole server; each service has an entry of its own with the same value.
+    The empty service name means the whole server; each service has an entry with the same value.
     """
 
     def __init__(self, service_names: tuple[str, ...]) -> None:
@@ -36,7 +36,7 @@ class Health:
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     def make_follower(self, service_names: tuple[str, ...]) -> Health:
-        """The health of another server of this process, with its own services; it follows this one."""
+        """The health of another server of this process, which follows this one."""
         follower = Health(service_names)
         self._followers.append(follower)
         return follower
@@ -52,7 +52,7 @@ class Health:
 
 
 class _Servicer(aio.HealthServicer):  # type: ignore[misc]
-    """The library's servicer, which would otherwise report the whole server as serving from the start."""
+    """Unlike the library's, it does not report the whole server as serving from the start."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         super().__init__()
@@ -70,13 +70,8 @@ class _Servicer(aio.HealthServicer):  # type: ignore[misc]
 async def ask_process(channel: grpc.aio.Channel, pid: int, timeout_s: float) -> bool | None:
     """Check the health of a process on this machine, waiting until it listens.
 
-    Args:
-        channel: To the address where it should listen.
-        pid: Its process id.
-        timeout_s: How long to wait.
-
     Returns:
-        Whether it is serving; None if it does not answer in time, or another process answers.
+        Whether it is serving; None if it does not answer in time, or another process does.
     """
     stub = health_pb2_grpc.HealthStub(channel)
     identity = _identity(pid)
@@ -94,7 +89,7 @@ def _identity(pid: int) -> tuple[str, str]:
 
 
 async def wait_until_serving(channel: grpc.aio.Channel) -> None:
-    """Return once the server at the other end of `channel` is serving; until then it may be unreachable.
+    """Return once the server is serving; until then it may be unreachable.
 
     Raises:
         grpc.aio.AioRpcError: it has no health service.

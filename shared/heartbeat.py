@@ -1,4 +1,4 @@
-"""Heartbeats on a connection: how often they are sent, and when a silent peer is lost or this process was paused."""
+"""Heartbeats: how often they are sent, and when a silent peer is lost or this process was paused."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ LEASE_S = 10.0
 
 
 def next_beat_at(now: float, period_s: float = HEARTBEAT_S) -> float:
-    """When the heartbeat after one at `now` is due, in seconds of the monotonic clock.
+    """When the heartbeat after one at `now` is due, on the monotonic clock.
 
-    All processes of a machine send heartbeats at the same multiples of the period, so that an idle cell wakes up once
-    for all of them. Heartbeats are one period apart on average, and between 0.25 and 1.25 periods apart:
+    All processes of a machine use the same multiples of the period, so that an idle cell wakes up once for all of them.
+    Heartbeats are one period apart on average, and between 0.25 and 1.25 periods apart:
 
         period  0         1         2         3
                 |---------|---------|---------|--->
@@ -30,39 +30,39 @@ def next_beat_at(now: float, period_s: float = HEARTBEAT_S) -> float:
 class Silence:
     """How long a peer has been silent, measured in our own heartbeats.
 
-    By the clock, a process that was paused itself would mistake its own pause for its peer's silence.
+    By the clock, a process would mistake its own pause for its peer's silence.
     """
 
     def __init__(self, limit_s: float) -> None:
-        """Begin when the peer was last heard; it may then be silent for `limit_s` seconds."""
+        """Begin when the peer was last heard; it may be silent for `limit_s`."""
         self._max_beats = limit_s / HEARTBEAT_S
         self._num_beats = 0
 
     def hear(self) -> None:
-        """Note that the peer sent something."""
+        """The peer sent something."""
         self._num_beats = 0
 
     def beat(self) -> bool:
-        """Note our own heartbeat, sent at `next_beat_at`; returns whether the peer has been silent for too long."""
+        """Note our own heartbeat, sent at `next_beat_at`; True if the peer has been silent for too long."""
         is_over = self._num_beats >= self._max_beats
         self._num_beats += 1
         return is_over
 
 
 class OwnPause:
-    """Notices that this process did not run for a while: it was stopped, or starved of processor time.
+    """Notices that this process was stopped, or starved of processor time.
 
-    It received nothing in the meantime, which must not count as its peers' silence.
+    What it did not receive meanwhile must not count as its peers' silence.
     """
 
     def __init__(self, period_s: float, limit_s: float) -> None:
-        """Expect `note` every `period_s` seconds; being late by more than `limit_s` is a pause."""
+        """Expect `note` every `period_s`; being late by more than `limit_s` is a pause."""
         self.last_at: float | None = None
         self._period_s = period_s
         self._limit_s = limit_s
 
     def note(self, now: float) -> float:
-        """Note that the process runs; returns for how many seconds it was paused before, 0 if it was not."""
+        """Note that the process runs; returns how many seconds it was paused before, 0 if it was not."""
         pause_s = 0.0 if self.last_at is None else now - self.last_at - self._period_s
         self.last_at = now
         return pause_s if pause_s > self._limit_s else 0.0

@@ -1,4 +1,4 @@
-"""The start and end of a service's process: one event loop, and a clean stop on SIGTERM, SIGINT or SIGHUP."""
+"""The start and end of a service's process."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ _NEVER = 2**31 - 1
 
 
 def run_service(main: Callable[[asyncio.Event], Awaitable[int]]) -> int:
-    """Run `main` on a uvloop event loop until it returns the process's exit code.
+    """Run `main` on uvloop until it returns the exit code.
 
-    The stop signals set the event that `main` receives; `main` then stops serving and returns.
+    SIGTERM, SIGINT or SIGHUP sets the event that `main` receives; `main` then stops serving and returns.
     """
     return uvloop.run(_with_signals(main))
 
 
 def stop_signals() -> list[signal.Signals]:
-    """The signals that ask a process to end; SIGHUP is not among them if it is ignored, as under `nohup`."""
+    """The signals that ask a process to end; not SIGHUP if it is ignored, as under `nohup`."""
     signals = [signal.SIGTERM, signal.SIGINT]
     return signals if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*signals, signal.SIGHUP]
 
 
 def freeze_garbage() -> None:
-    """Exempt all existing objects from garbage collection: what start-up created lives as long as the process."""
+    """Exempt all existing objects from garbage collection: they live as long as the process."""
     gc.collect()
     gc.freeze()
 
 
 def hold_full_collections() -> None:
-    """Run full garbage collections only on request; younger generations are collected as usual.
+    """Run full garbage collections only on request; younger generations as usual.
 
-    A full collection visits every live object: with hundreds of long sequences, one that started inside a step would
-    pause it for the length of many steps.
+    A full collection visits every live object: with hundreds of long sequences, one inside a step would last for many
+    steps.
     """
     young, middle, _ = gc.get_threshold()
     gc.set_threshold(young, middle, _NEVER)

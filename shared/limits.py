@@ -1,6 +1,6 @@
-"""The limits of a request: one table of checks, run first by the tokenizer and again by the scheduler.
+"""The limits of a request, checked first by the tokenizer and again by the scheduler.
 
-Pure and transport-free. No value from a client reaches a worker without passing these checks.
+Pure. No value from a client reaches a worker without passing these checks.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class ModelLimits:
     """The limits of the served model and its cell."""
 
     context_length: int
-    """Maximum tokens of one sequence."""
+    """Of one sequence, in tokens."""
     logits_width: int
     """Token ids are below this."""
     num_pool_tokens: int
-    """Tokens that the KV pool holds, over all sequences."""
+    """Tokens in the KV pool, over all sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +77,13 @@ class SamplingOptions:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Token ids and what is added to their logits, in ascending order of ids."""
+    """Token ids, ascending, and what is added to their logits."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     grammar: str = ""
-    """In the syntax of the grammar library; empty means unconstrained."""
+    """Empty means unconstrained."""
 
     @property
     def needs_all_tokens(self) -> bool:
@@ -102,7 +102,7 @@ NO_OPTIONS = SamplingOptions()
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a sequence's tokens are sampled and when it ends, with every parameter resolved.
+    """How a sequence is sampled and when it ends, with every parameter resolved.
 
     Units and ranges are those of `lockstep.v1.SamplingParams`. Invariant: `options` is None if it would equal
     `NO_OPTIONS`.
@@ -120,7 +120,7 @@ class SamplingParams:
 
 
 def default_max_tokens(num_prompt_tokens: int, limits: ModelLimits) -> int:
-    """`max_tokens` for a request that does not set it; below 1 if the prompt leaves no room."""
+    """For a request that does not set it; below 1 if the prompt leaves no room."""
     room = min(limits.context_length, limits.num_pool_tokens) - num_prompt_tokens
     return min(DEFAULT_MAX_TOKENS, room)
 
@@ -129,7 +129,7 @@ def check_sampling(params: SamplingParams, limits: ModelLimits, *, prefix: str =
     """Reject sampling parameters that are out of range.
 
     Raises:
-        InvalidRequestError: names every bad field, each with `prefix` before it.
+        InvalidRequestError: names every bad field, with `prefix` before it.
     """
     # Stop at the number that is reported: a list of bad ids may be long.
     faults = list(itertools.islice(_sampling_violations(params, limits.logits_width), MAX_VIOLATIONS))
@@ -138,7 +138,7 @@ def check_sampling(params: SamplingParams, limits: ModelLimits, *, prefix: str =
 
 
 def check_min_tokens(params: SamplingParams, *, field: str = "sampling.min_tokens") -> None:
-    """Reject a `min_tokens` above `max_tokens`, for callers that resolve `max_tokens` after `check_sampling`.
+    """Reject a `min_tokens` above `max_tokens`, once that is resolved.
 
     Raises:
         InvalidRequestError: it is above.
@@ -152,8 +152,7 @@ def check_prompt(token_ids: npt.NDArray[np.integer], limits: ModelLimits, *, fie
 
     Args:
         token_ids: [num_tokens], any integer dtype.
-        limits: The served model's limits.
-        field: The name of the request's field, for violations.
+        field: The request's field, for violations.
 
     Raises:
         InvalidRequestError: it is empty, or an id is out of range (the error has the index of the first one).
@@ -181,7 +180,7 @@ def check_prompt_length(num_tokens: int, limits: ModelLimits, *, field: str = "p
 
 
 def check_token_ids(token_ids: npt.NDArray[np.integer], logits_width: int, *, field: str) -> None:
-    """Reject token ids that are not in the model's vocabulary.
+    """Reject token ids outside the model's vocabulary.
 
     Raises:
         InvalidRequestError: an id is negative or not below `logits_width`; the error has the index of the first one.
@@ -194,7 +193,7 @@ def check_token_ids(token_ids: npt.NDArray[np.integer], logits_width: int, *, fi
 
 
 def check_fit(num_prompt_tokens: int, max_tokens: int, limits: ModelLimits) -> None:
-    """Reject a request whose prompt and completion together can never fit.
+    """Reject a request whose prompt and completion can never fit.
 
     Raises:
         ContextExceededError: they exceed the model's context.
@@ -281,7 +280,7 @@ def _bias_violations(biases: tuple[tuple[int, float], ...], logits_width: int) -
 def _run_violations(
     field: str, runs: tuple[tuple[int, ...], ...], most: tuple[int, int], logits_width: int
 ) -> Iterator[_Fault]:
-    """The violations of runs of token ids; `most` is the maximum number of runs and of ids per run."""
+    """`most` is the maximum number of runs and of ids per run."""
     max_runs, max_length = most
     if len(runs) > max_runs:
         yield field, "OUT_OF_RANGE", f"must have at most {max_runs} entries"
@@ -302,7 +301,7 @@ def _not_above_zero(field: str, value: float, high: float) -> _Fault:
 
 
 def _bad_number(field: str, value: float, rule: str) -> _Fault:
-    """The violation of a number outside its range; NaN is outside every range."""
+    """NaN is outside every range."""
     if math.isfinite(value):
         return field, "OUT_OF_RANGE", rule
     return field, "NOT_FINITE", "must be a finite number"

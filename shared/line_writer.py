@@ -18,12 +18,13 @@ _ERASE_LINE = b"\r\x1b[K"
 class LineWriter:
     """Writes lines to a file descriptor, in order.
 
-    Lines that do not fit into the buffer, or cannot be written, are dropped and counted. A line with the count takes
-    their place as soon as writing works again.
+    Lines that do not fit into the buffer, or cannot be written, are dropped. A line with their number takes their place
+    as
+    soon as writing works again.
     """
 
     def __init__(self, fd: int, describe_loss: Callable[[int], str]) -> None:
-        """Write to `fd`; `describe_loss` makes the line that reports the number of dropped lines."""
+        """`describe_loss` makes the line that reports the number of dropped lines."""
         self._fd = fd
         self._describe_loss = describe_loss
         # Each entry has the number of lines that were dropped before it.
@@ -48,7 +49,7 @@ class LineWriter:
             self._changed.notify_all()
 
     def show(self, status: str) -> None:
-        """Keep a text below all lines; an empty one removes it. Only for a terminal: each line erases it first."""
+        """Keep a text below all lines of a terminal; an empty one removes it. Each line erases it first."""
         with self._changed:
             self._status = status.encode()
         self.write(b"")
@@ -74,7 +75,7 @@ class LineWriter:
                 num_lost += lines.count(b"\n")
 
     def _next(self) -> tuple[int, bytes]:
-        """What to write next: how many lines were dropped before it, and its lines, which may be empty."""
+        """How many lines were dropped before, and the lines to write, which may be empty."""
         with self._changed:
             self._is_writing = False
             self._changed.notify_all()
@@ -97,7 +98,7 @@ class LineWriter:
 
 
 class ErrorStream(io.TextIOBase):
-    """`sys.stderr` on top of a writer, so that output of libraries and of the interpreter cannot block the process."""
+    """`sys.stderr` on top of a writer, so that no output can block the process."""
 
     encoding = "utf-8"
 
@@ -107,14 +108,14 @@ class ErrorStream(io.TextIOBase):
         self._begun = ""
 
     def write(self, text: str) -> int:
-        """Write text; an incomplete line is held until it is completed or `flush` is called."""
+        """Write text; an incomplete line is held until it is completed or flushed."""
         lines, newline, self._begun = (self._begun + text).rpartition("\n")
         if newline:
             self._writer.write(f"{lines}\n".encode(errors="backslashreplace"))
         return len(text)
 
     def flush(self) -> None:
-        """Write the incomplete line, if there is one."""
+        """Write the incomplete line, if any."""
         if self._begun:
             begun, self._begun = self._begun, ""
             self._writer.write(begun.encode(errors="backslashreplace"))

@@ -1,4 +1,4 @@
-"""Log records as one line each, either human-readable text or JSON; a record's fields are passed in `extra`.
+"""Log records as one line of text or JSON each; a record's fields are passed in `extra`.
 
 Prompt text, completions, token ids and stop strings are never logged, at any level.
 """
@@ -20,11 +20,9 @@ _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asc
 
 
 def configure_logging(*, service: str, level: str, log_format: str) -> LineWriter:
-    """Send the process's log, and everything else written to stderr, through a `LineWriter`, which never blocks.
+    """Send the log, and everything else written to stderr, through a `LineWriter`, which never blocks.
 
     Args:
-        service: The role's name, on every record.
-        level: The lowest severity that is written.
         log_format: "text" or "json".
 
     Returns:
@@ -65,7 +63,7 @@ class JsonFormatter(logging.Formatter):
         self._service = service
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as JSON: time in seconds since the epoch, level, service, message, fields."""
+        """Time in seconds since the epoch, level, service, message, fields."""
         entry: dict[str, Any] = {
             "time": record.created,
             "level": record.levelname,
@@ -79,26 +77,24 @@ class JsonFormatter(logging.Formatter):
 
 
 class _WriterHandler(logging.Handler):
-    """Passes records to a `LineWriter`."""
-
     def __init__(self, writer: LineWriter) -> None:
         super().__init__()
         self._writer = writer
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Queue a record; never blocks."""
+        """Never blocks."""
         try:
             self._writer.write(f"{self.format(record)}\n".encode(errors="backslashreplace"))
         except Exception:  # noqa: BLE001 - a record that cannot be formatted is reported as the library's handlers do
             self.handleError(record)
 
     def flush(self) -> None:
-        """Wait briefly until queued records are written: `logging.shutdown` calls this when the process ends."""
+        """Wait briefly: `logging.shutdown` calls this when the process ends."""
         self._writer.drain(_LAST_WORDS_S)
 
 
 def _stderr_fd() -> int:
-    """The descriptor of stderr, or one of /dev/null if stderr was closed before the process started."""
+    """/dev/null if stderr was closed before the process started."""
     # In that case descriptor 2 may belong to another file by now.
     return os.open(os.devnull, os.O_WRONLY) if sys.stderr is None else sys.stderr.fileno()
 

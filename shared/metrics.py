@@ -1,7 +1,7 @@
 """Metrics for Prometheus, served by the service's own event loop.
 
-Prometheus needs one page over HTTP, so there is only `GET /metrics`, with one request per connection and limits on size
-and time. The Prometheus library's own server runs in a second thread, which would slow down the step loop.
+Only `GET /metrics`, one request per connection, with limits on size and time. The Prometheus library's own server runs
+in a second thread, which would slow down the step loop.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ REQUEST_TIMEOUT_S = 5.0
 async def serve_metrics(
     address: str, registry: CollectorRegistry, *, request_timeout_s: float = REQUEST_TIMEOUT_S
 ) -> asyncio.AbstractServer:
-    """Answer `GET /metrics` with the current metrics of `registry`, until the server is closed.
+    """Answer `GET /metrics` until the server is closed.
 
     Args:
         address: unix:PATH or HOST:PORT; port 0 chooses a free one.
         registry: Its collectors run on the event loop.
-        request_timeout_s: A connection that has not been answered within this time is closed.
+        request_timeout_s: A connection not answered within this time is closed.
 
     Raises:
         RuntimeError: the address is in use or not usable.
@@ -44,7 +44,7 @@ async def serve_metrics(
 
 
 class _Endpoint:
-    """Answers connections; a misbehaving client can only end its own."""
+    """A misbehaving client can only end its own connection."""
 
     def __init__(self, registry: CollectorRegistry, request_timeout_s: float) -> None:
         self._registry = registry

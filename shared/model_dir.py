@@ -1,8 +1,4 @@
-"""A local model directory in Hugging Face's layout, read as data only.
-
-No code from the directory is ever run: the configuration is JSON, weights are safetensors, and the tokenizer service
-renders the chat template in a sandbox.
-"""
+"""A local model directory in Hugging Face's layout, read as data only: no code from it is ever run."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ class ModelDirectoryError(Exception):
 
 
 def read_json(model_dir: Path, name: str) -> dict[str, Any]:
-    """Read a JSON object from a file of the directory.
+    """Read a JSON object from a file.
 
     Raises:
         ModelDirectoryError: the file is missing or is not a JSON object.
@@ -54,7 +50,7 @@ def model_digest(model_dir: Path) -> str:
 
 
 def vocabulary_size(model_dir: Path) -> int | None:
-    """The vocabulary size in the model's configuration; None if it has none.
+    """The configured vocabulary size; None if there is none.
 
     Raises:
         ModelDirectoryError: the file is malformed.
@@ -66,7 +62,7 @@ def vocabulary_size(model_dir: Path) -> int | None:
 
 
 def eos_token_ids(model_dir: Path) -> tuple[int, ...]:
-    """End-of-sequence tokens, from the generation configuration or else the model configuration; may be empty.
+    """End-of-sequence tokens, from the generation or else the model configuration; may be empty.
 
     Raises:
         ModelDirectoryError: a file is malformed, or a token is not in the model's vocabulary.

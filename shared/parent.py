@@ -1,4 +1,4 @@
-"""Makes a child process end with the process that started it, however that one ends."""
+"""Makes a child process end with its parent, however that ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PR_SET_PDEATHSIG = 1
 def make_end_with_parent(parent_pid: int) -> Callable[[], None]:
     """A function for a child to call so that it is killed when the thread that started it ends, or ends now if it has.
 
-    Only Linux kills the child. The function may run between fork and exec: it imports and loads nothing.
+    Only Linux kills the child. The function may run between fork and exec.
     """
     prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 

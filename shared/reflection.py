@@ -1,4 +1,4 @@
-"""gRPC reflection, under both the v1 and the v1alpha name, since tools ask for either."""
+"""gRPC reflection, under both names that tools ask for: v1 and v1alpha."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SERVICE = f"{_PACKAGE}.ServerReflection"
 
 
 def serve_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> None:
-    """Serve reflection on `server`, which has these services and the health service."""
+    """Serve reflection for these services and the health service."""
     names = [*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME, _SERVICE]
     reflection.enable_server_reflection(names, server)
     # The library implements only v1alpha; v1 differs only in the package's name.
@@ -30,7 +30,7 @@ def serve_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> N
 
 
 def _add_v1_to_pool() -> None:
-    """Add v1's own descriptor to the pool: tools ask for the descriptor of every listed service."""
+    """Tools ask for the descriptor of every listed service."""
     alpha = descriptor_pb2.FileDescriptorProto()
     reflection_pb2.DESCRIPTOR.CopyToProto(alpha)
     text = text_format.MessageToString(alpha).replace(_ALPHA_PACKAGE, _PACKAGE)

@@ -1,7 +1,7 @@
 """The fields that the public services' requests share: which values are rejected, and what absence means.
 
-Both the tokenizer's and the scheduler's public service read them here, so that a request means the same in each. The
-length of a list is checked before its contents.
+Tokenizer and scheduler read them here, so that a request means the same in each. The `read_...` functions append what
+is invalid to `violations`. The length of a list is checked before its contents.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def read_request_id(request_id: str | None, violations: list[Violation]) -> str:
-    """The request's id, or a random one for None; appends to `violations` if it is malformed."""
+    """The request's id, or a random one for None."""
     if request_id is None:
         return secrets.token_hex(16)
     if not _REQUEST_ID.fullmatch(request_id):
@@ -60,7 +60,7 @@ def read_request_id(request_id: str | None, violations: list[Violation]) -> str:
 def read_prompt_token_ids(
     token_ids: Sequence[int], limits: ModelLimits, violations: list[Violation], *, field: str
 ) -> npt.NDArray[np.uint32]:
-    """A prompt of token ids, [num_prompt_tokens]; appends to `violations`, under the name `field`, if it is invalid.
+    """A prompt of token ids, [num_prompt_tokens]; `field` is its name in violations.
 
     Raises:
         PromptTooLongError: it leaves no room for a completion token.
@@ -83,15 +83,10 @@ def read_sampling(
     *,
     defaults: common_pb2.SamplingParams | None = None,
 ) -> SamplingParams:
-    """Sampling parameters, with defaults for absent ones; appends to `violations` those that are out of range.
+    """Sampling parameters, with defaults for absent ones.
 
     An absent seed is chosen at random. An absent `max_tokens` becomes the maximum that `resolve_max_tokens` may return.
-
-    Args:
-        sampling: The request's parameters.
-        limits: The served model's limits.
-        violations: Grows.
-        defaults: The model's own defaults, which take precedence over those in common.proto.
+    The model's `defaults` take precedence over those in common.proto.
     """
     given = _Given(sampling, defaults or common_pb2.SamplingParams())
     # One entry more than the maximum is enough to have a list rejected.
@@ -116,7 +111,7 @@ def read_sampling(
 
 
 def read_num_choices(sampling: common_pb2.SamplingParams, violations: list[Violation]) -> int:
-    """The number of choices, 1 if absent; appends to `violations` if it is out of range."""
+    """The number of choices, 1 if absent."""
     n = sampling.n if sampling.HasField("n") else 1
     if not 1 <= n <= MAX_CHOICES:
         violations.append(Violation("sampling.n", "OUT_OF_RANGE", f"must be between 1 and {MAX_CHOICES}"))
@@ -124,7 +119,7 @@ def read_num_choices(sampling: common_pb2.SamplingParams, violations: list[Viola
 
 
 def read_priority(priority: common_pb2.Priority, violations: list[Violation]) -> common_pb2.Priority:
-    """The request's priority, NORMAL if unspecified; appends to `violations` if it is unknown."""
+    """The request's priority, NORMAL if unspecified."""
     if priority == common_pb2.PRIORITY_UNSPECIFIED:
         return common_pb2.PRIORITY_NORMAL
     if priority not in _PRIORITIES:
@@ -133,7 +128,7 @@ def read_priority(priority: common_pb2.Priority, violations: list[Violation]) ->
 
 
 def read_determinism(determinism: common_pb2.Determinism, violations: list[Violation]) -> bool:
-    """Whether the answer must be exact, False if unspecified; appends to `violations` if the value is unknown."""
+    """Whether the answer must be exact, False if unspecified."""
     if determinism not in _DETERMINISMS:
         violations.append(Violation("determinism", "OUT_OF_RANGE", "must be DETERMINISM_ORDINARY or _EXACT"))
     return determinism == common_pb2.DETERMINISM_EXACT
@@ -143,18 +138,17 @@ def check_exactness(exact_fingerprint: str, *, is_exact: bool) -> None:
     """Reject a request for an exact answer if the cell cannot guarantee one.
 
     Args:
-        exact_fingerprint: The fingerprint that all ranks share if their results are bitwise equal; else empty.
-        is_exact: Whether the request asks for an exact answer.
+        exact_fingerprint: What all ranks share if their results are bitwise equal; else empty.
 
     Raises:
-        ExactUnavailableError: it does, and the cell cannot guarantee it.
+        ExactUnavailableError: the cell cannot.
     """
     if is_exact and not exact_fingerprint:
         raise ExactUnavailableError("the cell cannot give exact answers: their bytes depend on concurrent requests")
 
 
 def read_cache_salt(cache_salt: str, violations: list[Violation]) -> bytes:
-    """The salt of the request's prefixes, empty for none; appends to `violations` if it is too long."""
+    """The salt of the request's prefixes, empty for none."""
     salt = cache_salt.encode()
     if len(salt) > MAX_CACHE_SALT_BYTES:
         violations.append(Violation("cache_salt", "OUT_OF_RANGE", f"must be at most {MAX_CACHE_SALT_BYTES} bytes"))
@@ -167,10 +161,9 @@ def read_choices_so_far(
     limits: ModelLimits,
     violations: list[Violation],
 ) -> list[npt.NDArray[np.uint32]]:
-    """The tokens of each choice of an earlier call, [num_tokens] each; appends to `violations` if they are invalid.
+    """The tokens of each choice of an earlier call, [num_tokens] each: either none or one entry per choice.
 
-    Either empty or one entry per choice. They need the seed and `max_tokens` that the earlier call resolved, since the
-    answer would differ under others.
+    They need the seed and `max_tokens` that the earlier call resolved: under others the answer would differ.
     """
     if not choices:
         return []
@@ -192,14 +185,14 @@ def read_choices_so_far(
 
 
 def read_time_left(time_remaining_s: float | None) -> float | None:
-    """Seconds until the caller's deadline, at most `MAX_TIME_LEFT_S`; None if there is no deadline."""
+    """Seconds until the deadline, at most `MAX_TIME_LEFT_S`; None if there is none."""
     return None if time_remaining_s is None else min(time_remaining_s, MAX_TIME_LEFT_S)
 
 
 def resolve_max_tokens(
     params: SamplingParams, num_prompt_tokens: int, limits: ModelLimits, *, has_max_tokens: bool
 ) -> SamplingParams:
-    """The parameters with `max_tokens` reduced to the room that is left, unless the request set it.
+    """Reduce `max_tokens` to the room that is left, unless the request set it.
 
     Raises:
         InvalidRequestError: `max_tokens` ends up below `min_tokens`.
@@ -218,7 +211,7 @@ def raise_violations(violations: Sequence[Violation]) -> None:
     """Reject a request that has violations.
 
     Raises:
-        InvalidRequestError: names the first `MAX_VIOLATIONS` of them.
+        InvalidRequestError: names the first `MAX_VIOLATIONS`.
     """
     if violations:
         raise InvalidRequestError.from_violations(violations)
@@ -231,19 +224,17 @@ class _Given:
         self._messages = (sampling, defaults)
 
     def number(self, field: str, otherwise: float) -> float:
-        """The value of a float field; `otherwise` if neither message has it."""
         for message in self._messages:
             if message.HasField(field):
                 return float(getattr(message, field))
         return otherwise
 
     def whole(self, field: str, otherwise: int) -> int:
-        """The value of an integer field; `otherwise` if neither message has it."""
         return int(self.number(field, otherwise))
 
 
 def _read_options(sampling: common_pb2.SamplingParams, given: _Given) -> SamplingOptions | None:
-    """The less common options; None if all of them have their default values."""
+    """None if all have their default values."""
     options = SamplingOptions(
         min_p=given.number("min_p", 0.0),
         repetition_penalty=given.number("repetition_penalty", 1.0),

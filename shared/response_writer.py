@@ -11,15 +11,16 @@ from shared.errors import ClientTooSlowError
 
 
 class ResponseWriter:
-    """Writes to one call; the call fails if its client reads nothing for too long.
+    """Writes to one call, which fails if its client reads nothing for too long.
 
     HTTP/2's flow-control windows (64 KiB at the client, plus what its library reads ahead) absorb small responses, so a
-    write first blocks long after the client has stopped reading. Only this call waits for the write: the producer of
-    the responses merges what accumulates meanwhile into one.
+    write first blocks long after the client has stopped reading. Only this call waits: its producer merges what
+    accumulates
+    meanwhile.
     """
 
     def __init__(self, context: grpc.aio.ServicerContext, max_unread_s: float) -> None:
-        """Write to the call of `context`; each write may take at most `max_unread_s`."""
+        """Each write may take at most `max_unread_s`."""
         self._context = context
         self._max_unread_s = max_unread_s
 

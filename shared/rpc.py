@@ -1,7 +1,4 @@
-"""Servers and channels, and the one place where errors become gRPC statuses.
-
-Every server of the project is created by `make_server`, and every channel by `make_channel`.
-"""
+"""Servers and channels, which all come from here, and the one place where errors become gRPC statuses."""
 
 from __future__ import annotations
 
@@ -86,9 +83,8 @@ def make_server(
 
     Args:
         address: unix:PATH or HOST:PORT; port 0 chooses a free one.
-        servicers: The services of the server.
         internal: Whether it serves other processes of the cell, whose messages may be large.
-        service_names: Full names of the services to list by reflection, besides health; empty turns reflection off.
+        service_names: What reflection lists besides health; empty turns it off.
         max_open_calls: Calls served at once; more are refused with QUEUE_FULL.
 
     Raises:
@@ -119,10 +115,9 @@ def make_server(
 
 
 def make_channel(address: str, *, internal: bool = False) -> grpc.aio.Channel:
-    """Open a channel to one of our servers.
+    """Open a channel to one of our servers, with a connection of its own.
 
-    Retries are off, since only the owner of the state can decide what may be repeated. Two channels to the same address
-    use two connections.
+    Retries are off, since only the owner of the state can decide what may be repeated.
     """
     options: list[tuple[str, int]] = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
     if internal:
@@ -138,7 +133,7 @@ def make_channel(address: str, *, internal: bool = False) -> grpc.aio.Channel:
 
 
 def to_status(error: ServiceError) -> status_pb2.Status:
-    """The status of an error, with ErrorInfo and, if they apply, BadRequest and RetryInfo."""
+    """With ErrorInfo and, if they apply, BadRequest and RetryInfo."""
     status = status_pb2.Status(code=error.code.value, message=error.message)
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=error.values)
     status.details.append(_pack(info))
@@ -157,7 +152,7 @@ def to_status(error: ServiceError) -> status_pb2.Status:
 
 
 def status_from_rpc_error(error: grpc.aio.AioRpcError) -> status_pb2.Status:
-    """The status with which a server failed a call; without details if the server sent none."""
+    """The status with which a call failed; without details if the server sent none."""
     for key, value in error.trailing_metadata() or ():
         if key == STATUS_DETAILS_KEY:
             return status_pb2.Status.FromString(value)
@@ -165,7 +160,7 @@ def status_from_rpc_error(error: grpc.aio.AioRpcError) -> status_pb2.Status:
 
 
 def reason_of(status: status_pb2.Status) -> str | None:
-    """The stable reason in a status's ErrorInfo; None if it has none."""
+    """The stable reason in ErrorInfo, if any."""
     info = error_details_pb2.ErrorInfo()
     for detail in status.details:
         if detail.Unpack(info):
@@ -174,7 +169,7 @@ def reason_of(status: status_pb2.Status) -> str | None:
 
 
 class StatusError(ServiceError):
-    """A status from another service, passed on to the client unchanged."""
+    """Another service's status, passed on to the client unchanged."""
 
     def __init__(self, status: status_pb2.Status) -> None:
         super().__init__(status.message)
@@ -182,9 +177,9 @@ class StatusError(ServiceError):
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Turns exceptions of methods into statuses; unknown ones are logged and become INTERNAL without their text.
+    """Turns exceptions into statuses; unknown ones are logged and become INTERNAL without their text.
 
-    It also rejects messages that cannot be parsed, and calls above the limit on open calls.
+    It also rejects messages that cannot be parsed, and calls above the limit.
     """
 
     def __init__(self, max_open_calls: int) -> None:
@@ -197,7 +192,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Wrap the method's handler; see `grpc.aio.ServerInterceptor`."""
+        """See `grpc.aio.ServerInterceptor`."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -215,11 +210,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     @contextmanager
     def _open_call(self, method: str) -> Iterator[None]:
-        """Count a call while it is open.
-
-        Raises:
-            QueueFullError: too many calls are open.
-        """
+        """Refuses or counts a call."""
         if self._num_open_calls >= self._max_open_calls and method not in _NEVER_REFUSED:
             raise QueueFullError(
                 "too many calls are open", retry_delay_s=_RETRY_DELAY_S, max_calls=self._max_open_calls
@@ -231,11 +222,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             self._num_open_calls -= 1
 
     def _check_message(self, method: str, message: Any) -> Any:
-        """Return the message unchanged.
-
-        Raises:
-            InvalidRequestError: it could not be parsed.
-        """
+        """The message, unless it could not be parsed."""
         if message is _UNPARSED:
             self._parse_log.note(method, time.monotonic())
             raise InvalidRequestError("the message cannot be parsed: it is truncated, or a string in it is not UTF-8")
@@ -247,14 +234,13 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 class _ParseLog:
-    """Logs messages that cannot be parsed, at a limited rate, since a client may send many of them."""
+    """Logs at a limited rate, since a client may send many."""
 
     def __init__(self) -> None:
         self._num_untold = 0
         self._told_at = -math.inf
 
     def note(self, method: str, now: float) -> None:
-        """Count one that was sent to `method`."""
         self._num_untold += 1
         if now - self._told_at >= _PARSE_LOG_PERIOD_S:
             logger.warning("messages cannot be parsed", extra={"method": method, "num_messages": self._num_untold})
@@ -262,9 +248,7 @@ class _ParseLog:
 
 
 def refuse_taken_socket(path: str) -> None:
-    """Fail if a server is listening at `path`, whose socket a new one would otherwise silently replace.
-
-    A dead server's socket may be replaced.
+    """Fail if a server listens at `path`: a new one would silently replace its socket, as it may a dead server's.
 
     Raises:
         RuntimeError: a server is listening there, or the path cannot be used.
@@ -281,7 +265,7 @@ def refuse_taken_socket(path: str) -> None:
 
 
 def _deserialize(deserializer: Callable[[bytes], Any], data: bytes) -> Any:
-    """The message, or `_UNPARSED`: gRPC would treat an exception here as a bug, so `_check_message` reports it."""
+    """Returns `_UNPARSED`, for `_check_message`, where gRPC would treat an exception as a bug."""
     try:
         return deserializer(data)
     except (DecodeError, ValueError):
@@ -294,13 +278,9 @@ def _guard(
     open_call: Callable[[], AbstractContextManager[None]],
     read: Callable[[Any], Any],
 ) -> Callable[..., Any]:
-    """Wrap a method so that its errors become statuses.
+    """Wrap a servicer's method so that its errors become statuses.
 
-    Args:
-        behavior: The servicer's method.
-        method: Its full name.
-        open_call: Refuses a call, or counts it while it is open.
-        read: Rejects messages that could not be parsed, in a request or in a stream of them.
+    `open_call` refuses or counts a call; `read` rejects messages that could not be parsed.
     """
     if inspect.isasyncgenfunction(behavior):
 
@@ -340,7 +320,7 @@ async def _abort(context: grpc.aio.ServicerContext, method: str, error: Exceptio
 
 
 def _is_lacking(context: grpc.aio.ServicerContext, error: Exception) -> bool:
-    """Whether the servicer lacks the method: the generated base class then sets UNIMPLEMENTED before it raises."""
+    """The generated base class sets UNIMPLEMENTED before it raises."""
     return isinstance(error, NotImplementedError) and context.code() is grpc.StatusCode.UNIMPLEMENTED
 
 

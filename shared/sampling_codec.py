@@ -1,6 +1,6 @@
-"""Converts the less common sampling options, and log-probabilities, to and from a cell's internal messages.
+"""Converts less common sampling options, and log-probabilities, to and from a cell's internal messages.
 
-It does not check ranges, which `shared.limits` does, or whether columns fit each other, which the reader does.
+`shared.limits` checks ranges; the reader checks whether columns fit each other.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LogprobColumns(Protocol):
 
 
 def encode_options(options: SamplingOptions) -> sampling_pb2.SamplingOptions:
-    """Encode options; floats become float32."""
+    """Floats become float32."""
     return sampling_pb2.SamplingOptions(
         min_p=options.min_p,
         repetition_penalty=options.repetition_penalty,
@@ -96,7 +96,7 @@ def encode_logprobs(logprobs: LogprobColumns) -> sampling_pb2.Logprobs:
 
 
 def decode_logprobs(message: sampling_pb2.Logprobs) -> tuple[Ints, Ints, Ints, Ints, Floats]:
-    """Decode log-probabilities: indexes, ranks, counts, token ids and values, which are not checked against each other.
+    """Indexes, ranks, counts, token ids and values, which are not checked against each other.
 
     Raises:
         ValueError: the size of a column is not a multiple of its dtype's.

@@ -1,4 +1,4 @@
-"""Formats settings in `--help`: value names and defaults as a user types them, not as Python types."""
+"""Formats settings in `--help` as a user types them, not as Python types."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TYPE_TO_VALUE = {int: "N", float: "X", Path: "PATH", str: "TEXT", bool: "true,f
 
 
 def name_values(parser: argparse.ArgumentParser, settings_type: type[BaseSettings]) -> None:
-    """Set the help texts and value names of a parser that was created from `settings_type`, in place."""
+    """Set the help texts and value names of a parser made from `settings_type`, in place."""
     for action in parser._actions:
         field = settings_type.model_fields.get(action.dest)
         if field is None:
@@ -28,7 +28,7 @@ def name_values(parser: argparse.ArgumentParser, settings_type: type[BaseSetting
 
 
 def is_positional(field: FieldInfo) -> bool:
-    """Whether it is a positional argument and not a flag."""
+    """Whether it is a positional argument, not a flag."""
     return any(getattr(entry, "__name__", "") == "_CliPositionalArg" for entry in field.metadata)
 
 
@@ -47,7 +47,7 @@ def _value_name(name: str, annotation: Any) -> str:
 
 
 def _plain_types(annotation: Any) -> Iterator[Any]:
-    """The member types of an annotation, without None."""
+    """Without None."""
     if get_origin(annotation) in (Union, types.UnionType):
         for member in get_args(annotation):
             yield from _plain_types(member)

@@ -8,19 +8,15 @@ MAX_TEXT_BYTES = 3 * 1024 * 1024
 
 
 def check_text(text: str) -> None:
-    """Refuse a text that exceeds the limit on its own.
-
-    Raises:
-        RequestTooLargeError: it is above 3 MiB of UTF-8.
-    """
+    """`check_text_bytes` of a single text."""
     check_text_bytes(len(text.encode()))
 
 
 def check_text_bytes(num_bytes: int) -> None:
-    """Refuse a request whose texts together have too many bytes of UTF-8.
+    """Refuse a request with too much text.
 
     Raises:
-        RequestTooLargeError: they have more than 3 MiB.
+        RequestTooLargeError: it has more than 3 MiB of UTF-8.
     """
     if num_bytes > MAX_TEXT_BYTES:
         raise RequestTooLargeError(

@@ -1,7 +1,4 @@
-"""Time limits of trials that run in a separate process, in CPU time rather than wall-clock time.
-
-On a busy machine a process may wait for seconds without having computed anything.
-"""
+"""Time limits of trials in a separate process, in CPU time: on a busy machine a process may wait for seconds."""
 
 from __future__ import annotations
 
@@ -13,20 +10,20 @@ _MIN_WALL_CLOCK_S = 60.0
 
 
 def wall_clock_s(cpu_s: float) -> float:
-    """The wall-clock seconds to wait for a trial that may use `cpu_s` seconds of CPU time."""
+    """How long to wait for a trial that may use `cpu_s` of CPU time."""
     return max(_MIN_WALL_CLOCK_S, _WALL_CLOCK_RATIO * cpu_s)
 
 
 def limit_cpu(cpu_s: float) -> None:
-    """Have the kernel kill this process with SIGPROF after `cpu_s` more seconds of CPU time; 0 removes the limit."""
+    """Have the kernel kill this process with SIGPROF after `cpu_s` more; 0 removes the limit."""
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
 
 
 def was_out_of_cpu(returncode: int) -> bool:
-    """Whether a process with this return code was killed by `limit_cpu`."""
+    """Whether `limit_cpu` killed a process with this return code."""
     return returncode == -signal.SIGPROF
 
 
 def cpu_problem(cpu_s: float) -> str:
-    """The message for a trial that was killed by `limit_cpu`."""
+    """The message for a trial that `limit_cpu` killed."""
     return f"it takes more than {cpu_s:g} s of CPU time"

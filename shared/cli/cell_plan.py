@@ -1,4 +1,4 @@
-"""The processes of one cell: what to start, with which flags and addresses, and which of them fail together.
+"""The processes of one cell: their flags, addresses and failure domains.
 
     clients --> tokenizer --cell.sock--> scheduler --worker-0.0.sock--> worker 0.0 <--leader-- worker 0.1 ...
                                                    --worker-1.0.sock--> worker 1.0 <--leader-- worker 1.1 ...
@@ -25,15 +25,14 @@ class ServiceCommand:
     """How a service is started and where it answers."""
 
     role: str
-    """The service; its module is `services.ROLE`."""
+    """Its module is `services.ROLE`."""
     flags: tuple[str, ...]
-    """Flags of every start; the processes of a failure domain receive `make_start_flags` as well."""
+    """Flags of every start; a failure domain's processes receive `make_start_flags` as well."""
     address: str
-    """Where it answers."""
     domain: str
-    """The name of its failure domain."""
+    """Its failure domain."""
     rank: str = ""
-    """A worker's `DP.TP`; empty when there is only one worker."""
+    """A worker's `DP.TP`; empty for a single worker."""
 
     @property
     def name(self) -> str:
@@ -44,7 +43,7 @@ class ServiceCommand:
 def plan_services(
     settings: ServeSettings, service_flags: Mapping[str, Sequence[str]], runtime_dir: Path
 ) -> list[ServiceCommand]:
-    """The commands of one cell, in start order; internal addresses are sockets in `runtime_dir` unless configured."""
+    """The commands of a cell, in start order; internal addresses are sockets in `runtime_dir` unless configured."""
     shared_flags = [f"--log-level={settings.log_level}", f"--log-format={settings.log_format}"]
     if settings.reflection:
         shared_flags.append("--reflection")
@@ -69,7 +68,7 @@ def plan_services(
 
 
 def make_start_flags(domain: Sequence[ServiceCommand]) -> list[str]:
-    """The flags by which the processes of one start of a failure domain find each other; none for a single process."""
+    """The flags by which a failure domain's processes find each other; none for a single process."""
     if len(domain) == 1:
         return []
     # A new port for each start: an exited process's port may not be free again yet.
@@ -108,7 +107,7 @@ def _worker_address(runtime_dir: Path, dp_rank: int, tp_rank: int) -> str:
 
 
 def _num_cores() -> int:
-    """CPU cores that this process and its children may use."""
+    """The cores for this process and its children."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 

@@ -1,7 +1,4 @@
-"""The processes of a running cell: starts them, checks their health, restarts and stops them.
-
-It decides nothing: `Supervisor` does.
-"""
+"""Starts, checks, restarts and stops the processes of a cell, as `Supervisor` decides."""
 
 from __future__ import annotations
 
@@ -36,20 +33,14 @@ _CHECKS_BEFORE_KILL = 3.0
 class CellProcesses:
     """Keeps the processes of one cell running: `run` until `end` is called or the cell fails, then `stop`.
 
-    Attributes:
-        has_served: Set once every process has reported that it serves.
+    `has_served` is set once every process has reported that it serves.
     """
 
     def __init__(
         self, commands: Sequence[ServiceCommand], policy: RestartPolicy, writer: LineWriter, *, has_prefixes: bool
     ) -> None:
-        """Start nothing yet.
-
-        Args:
-            commands: In start order.
-            policy: When processes are killed and restarted.
-            writer: Receives the processes' output.
-            has_prefixes: Whether each line of a process's output is prefixed with the process's name.
+        """Start nothing yet; `commands` are in start order, `has_prefixes` puts the process's name before each line of
+        output.
         """
         self.has_served = asyncio.Event()
         self._domain_to_commands: dict[str, list[ServiceCommand]] = {}
@@ -92,10 +83,10 @@ class CellProcesses:
         self._has_news.set()
 
     async def stop(self) -> list[str]:
-        """Stop every process, role by role in reverse start order. Call it after `run` has returned.
+        """Stop every process, role by role in reverse start order, after `run` has returned.
 
         Returns:
-            What did not end cleanly, the root cause first. A process that was waiting to be restarted is not included.
+            What did not end cleanly, the root cause first, without processes that were waiting to be restarted.
         """
         if self._bar is not None:
             # Processes still loading are never dropped from the bar, which must not cover the final messages.
@@ -128,7 +119,6 @@ class CellProcesses:
         self._running[name].kill(reason)
 
     async def _watch(self, service: ServiceProcess, watchers: _Watchers) -> None:
-        """Check a process's health until it exits, then report the exit."""
         checks = watchers.add(self._check_health(service))
         await service.wait()
         checks.cancel()
@@ -161,7 +151,7 @@ class CellProcesses:
 
 
 class _Watchers:
-    """Tasks of a group, which all end when `cancel` is called, if not before."""
+    """Tasks of a group that `cancel` ends."""
 
     def __init__(self, group: asyncio.TaskGroup) -> None:
         self._group = group

@@ -1,4 +1,4 @@
-"""`lockstep chat`: an interactive conversation in the terminal, or one user turn per line of a piped stdin."""
+"""`lockstep chat`: a conversation in the terminal, or one turn per line of a piped stdin."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _answer_lines(runner: asyncio.Runner, channel: grpc.aio.Channel, target: str, conversation: Conversation) -> None:
-    """Answer every line of stdin; stop at the first failure."""
+    """Stop at the first failure."""
     try:
         for line in sys.stdin:
             if line.strip():
@@ -70,7 +70,7 @@ async def _answer(channel: grpc.aio.Channel, target: str, conversation: Conversa
 
 
 def _talk(runner: asyncio.Runner, channel: grpc.aio.Channel, target: str, conversation: Conversation) -> None:
-    """Answer the turns typed at the terminal until the user exits."""
+    """Until the user exits."""
     # Imported here because only a terminal needs the library, and importing it is slow.
     from shared.cli.typed_turns import TypedTurns  # noqa: PLC0415
 
@@ -101,7 +101,6 @@ def _talk(runner: asyncio.Runner, channel: grpc.aio.Channel, target: str, conver
 
 
 def _obey(line: str, conversation: Conversation) -> None:
-    """Run a /command."""
     command, _, text = line.strip().partition(" ")
     if command == "/system" and text:
         conversation.system = text.strip()
@@ -116,12 +115,6 @@ def _obey(line: str, conversation: Conversation) -> None:
 
 
 async def _find_model(channel: grpc.aio.Channel, target: str) -> str:
-    """The served model's name.
-
-    Raises:
-        grpc.aio.AioRpcError: the call failed.
-        WrongServiceError: another service answered.
-    """
     async with explain_wrong_service(channel, target, TOKENIZER):
         stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
         info = await stub.GetModelInfo(tokenizer_pb2.GetModelInfoRequest())

@@ -1,4 +1,4 @@
-"""Runs a module of this checkout as a child process that dies with the launcher, however it ends (on Linux).
+"""Runs a module as a child process that dies with the launcher (on Linux).
 
 Each child has its own session, so that Ctrl-C reaches only the launcher.
 """

@@ -1,4 +1,4 @@
-"""What the terminal clients share: calling the tokenizer service and streaming its answer."""
+"""What the terminal clients share."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Answer:
 
 
 class NotTextError(Exception):
-    """Some input is not UTF-8; the message says so."""
+    """Some input is not UTF-8."""
 
 
 def check_text(text: str) -> str:
     """Return `text` unchanged.
 
     Raises:
-        NotTextError: it contains bytes that are not UTF-8, which Python keeps as lone surrogates.
+        NotTextError: it has bytes that are not UTF-8, which Python keeps as lone surrogates.
     """
     try:
         text.encode()
@@ -54,7 +54,7 @@ def check_text(text: str) -> str:
 def run_client(body: Callable[[], None]) -> int:
     """Run a client command; returns the exit code.
 
-    A failed call is reported on stderr; Ctrl-C and a closed stdout end the command quietly.
+    A failed call is reported on stderr; Ctrl-C and a closed stdout end it quietly.
     """
     try:
         body()
@@ -74,12 +74,12 @@ def run_client(body: Callable[[], None]) -> int:
 
 
 def abandon_stdout() -> None:
-    """Redirect stdout, which has no reader any more, to /dev/null: Python flushes it once more at exit."""
+    """Redirect stdout, whose reader is gone, to /dev/null: Python flushes it once more at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def describe_failure(error: grpc.aio.AioRpcError) -> str:
-    """A failed call as `STATUS REASON: message`; without the reason if the server sent none."""
+    """As `STATUS REASON: message`; without the reason if the server sent none."""
     status = status_from_rpc_error(error)
     names = (error.code().name, reason_of(status))
     return f"{' '.join(name for name in names if name)}: {status.message}"
@@ -95,9 +95,6 @@ async def stream_answer(
     """Request a completion, writing it to stdout and into `answer` as it arrives.
 
     Cancelling the waiting task cancels the call.
-
-    Args:
-        timeout_s: The call's deadline; None means no deadline.
 
     Raises:
         grpc.aio.AioRpcError: the call failed.
@@ -133,7 +130,7 @@ async def answer_once(channel: grpc.aio.Channel, prompt: str) -> None:
 
 
 def note_recovery(finish: tokenizer_pb2.Finish) -> None:
-    """Report on stderr that the answer was resumed after a failure, and whether its bytes could differ."""
+    """Report on stderr a resume after a failure, and whether the bytes could differ."""
     if finish.HasField("recovery"):
         count, is_exact = finish.recovery.resume_count, finish.recovery.resume_exact
         times = "once" if count == 1 else f"{count} times"
@@ -142,7 +139,7 @@ def note_recovery(finish: tokenizer_pb2.Finish) -> None:
 
 
 def describe_finish(finish: tokenizer_pb2.Finish) -> str:
-    """One human-readable line: why the answer ended, its length and its pace."""
+    """One line: why the answer ended, its length and its pace."""
     reason = common_pb2.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower()
     text = f"[{finish.usage.num_completion_tokens} tokens, ended by {reason}"
     text += f"; first after {finish.ttft.ToTimedelta().total_seconds() * 1e3:.0f} ms"
@@ -152,7 +149,7 @@ def describe_finish(finish: tokenizer_pb2.Finish) -> str:
 
 
 def describe_logprobs(logprobs: Sequence[common_pb2.PositionLogprobs]) -> str:
-    """One line per token: its log-probability and text, then the likeliest tokens at its position."""
+    """One line per token: its log-probability and text, then its position's likeliest tokens."""
 
     def describe(entry: common_pb2.TokenLogprob) -> str:
         return f"{entry.logprob:8.3f} {entry.text!r}"

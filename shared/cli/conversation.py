@@ -1,4 +1,4 @@
-"""A conversation with the model: the turns so far and the next answer."""
+"""A conversation with the model."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from shared.cli.client import Answer, stream_answer
 
 
 class Conversation:
-    """Keeps the turns that were answered, even partly; a turn that failed or got no answer is not kept.
-
-    Attributes:
-        system: The system prompt; empty means none.
-    """
+    """Keeps turns with an answer, even a partial one; `system` is the system prompt, empty for none."""
 
     def __init__(
         self,
@@ -22,7 +18,7 @@ class Conversation:
         system: str = "",
         timeout_s: float | None = None,
     ) -> None:
-        """Begin a conversation; `request` has every field but the messages."""
+        """`request` has every field but the messages."""
         self.system = system
         self._channel = channel
         self._request = request
@@ -34,7 +30,7 @@ class Conversation:
         self._messages.clear()
 
     async def answer(self, turn: str) -> None:
-        """Stream the answer to the terminal. If cancelled, the part received so far is kept as the answer.
+        """Stream the answer to the terminal. If cancelled, the part received so far is kept.
 
         Raises:
             grpc.aio.AioRpcError: the call failed.

@@ -1,4 +1,4 @@
-"""`lockstep generate`: continue one prompt and stream the text to the terminal."""
+"""`lockstep generate`: continue one prompt in the terminal."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def _generate(target: str, request: tokenizer_pb2.GenerateRequest, timeout
 
 
 async def _generate_several(target: str, request: tokenizer_pb2.GenerateRequest, timeout_s: float | None) -> None:
-    """Print each answer once it is complete: interleaved streams could not be told apart on a terminal."""
+    """Complete answers only: interleaved streams could not be told apart."""
     answers: dict[int, Answer] = defaultdict(Answer)
     async with make_channel(target) as channel, explain_wrong_service(channel, target, TOKENIZER):
         async for response in tokenizer_pb2_grpc.TokenizerServiceStub(channel).Generate(request, timeout=timeout_s):

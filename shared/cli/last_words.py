@@ -1,4 +1,4 @@
-"""Why a process ended, according to its own output: the last line that is not an ordinary log record."""
+"""Why a process ended, according to its own output."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ _ORDINARY_LEVELS = frozenset({"DEBUG", "INFO", "WARNING"})
 
 
 class LastWords:
-    """Reads a process's output line by line.
+    """Reads a process's output.
 
-    Attributes:
-        text: The last line that reported a problem, shortened for display; None if none did.
+    `text` is the last line that reported a problem, not an ordinary log record, shortened; None if none did.
     """
 
     def __init__(self) -> None:

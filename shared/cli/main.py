@@ -1,4 +1,4 @@
-"""The `lockstep` command: dispatches to a subcommand, which parses its own flags."""
+"""The `lockstep` command: dispatches to a subcommand."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run a subcommand; returns its exit code, or 2 if it does not exist."""
+    """Run a subcommand; returns its exit code, 2 if it does not exist."""
     if argv and argv[0] in COMMANDS:
         return COMMANDS[argv[0]](argv[1:])
     if argv and argv[0] in ("-h", "--help"):

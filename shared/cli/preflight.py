@@ -1,4 +1,4 @@
-"""What `lockstep serve` checks before it starts anything: the model directory, the addresses, the services' flags."""
+"""What `lockstep serve` checks before it starts anything."""
 
 from __future__ import annotations
 
@@ -25,12 +25,8 @@ class RefusedError(Exception):
 async def check_cell(settings: ServeSettings, commands: Sequence[ServiceCommand]) -> None:
     """Check what can be checked in less than a second.
 
-    Args:
-        settings: The launcher's settings.
-        commands: The services it would start.
-
     Raises:
-        RefusedError: the cell cannot be started with these settings.
+        RefusedError: the cell cannot be started.
     """
     check_model_dir(settings.model_dir, [CONFIG, TOKENIZER])
     if settings.draft_model is not None:
@@ -40,7 +36,7 @@ async def check_cell(settings: ServeSettings, commands: Sequence[ServiceCommand]
 
 
 def check_model_dir(model_dir: Path, names: Sequence[str]) -> None:
-    """Check that a model directory exists, contains the named files, and has a readable `config.json`.
+    """Check that a model directory contains the named files and a readable `config.json`.
 
     Raises:
         RefusedError: it does not.
@@ -57,7 +53,7 @@ def check_model_dir(model_dir: Path, names: Sequence[str]) -> None:
 
 
 def check_addresses(addresses: Iterable[str]) -> None:
-    """Check that servers could listen on all of the addresses at once.
+    """Check that servers could listen on all addresses at once.
 
     Raises:
         RefusedError: an address is in use, or not usable.
@@ -74,7 +70,6 @@ def check_addresses(addresses: Iterable[str]) -> None:
 
 
 def _metrics_addresses(commands: Sequence[ServiceCommand]) -> Iterator[str]:
-    """The addresses on which the services are configured to serve metrics."""
     for command in commands:
         for flag, following in zip(command.flags, (*command.flags[1:], ""), strict=True):
             name, separator, value = flag.partition("=")
@@ -96,7 +91,7 @@ def _check_socket_path(path: str) -> None:
 
 
 def _try_to_listen(address: str, listeners: ExitStack) -> None:
-    """Listen on every address of a host name; one success is enough, but none may be in use."""
+    """One success on a host name's addresses is enough, but none may be in use."""
     host, _, port = address.rpartition(":")
     infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     errors = []

@@ -12,7 +12,7 @@ DEFAULT_TARGET = "127.0.0.1:50051"
 
 
 def add_client_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for everything but the prompt. A flag that is not given leaves the choice to the server."""
+    """Add the flags for everything but the prompt. The server chooses what is not given."""
     parser.add_argument("--target", default=DEFAULT_TARGET, metavar="ADDRESS", help="server (default: %(default)s)")
     parser.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="give up after this long")
     parser.add_argument("--priority", choices=("high", "normal", "low"), help="how urgent the request is")
@@ -28,7 +28,7 @@ def add_client_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def request_from(args: argparse.Namespace) -> tokenizer_pb2.GenerateRequest:
-    """The request, apart from its prompt, described by the flags of `add_client_flags`."""
+    """The request that these flags describe, without its prompt."""
     sampling = common_pb2.SamplingParams(
         max_tokens=args.max_tokens,
         temperature=args.temperature,

@@ -1,6 +1,6 @@
-"""The cells that `lockstep serve` is running on this machine, so that other commands find them without an address.
+"""The cells that `lockstep serve` is running on this machine, for commands without an address.
 
-Each launcher writes a file into its private directory and locks it; the kernel drops the lock when the process ends.
+Each launcher locks a file in its private directory; the kernel drops the lock when the process ends.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def find_cells() -> list[RunningCell]:
 
 
 def _read(path: Path) -> tuple[float, RunningCell | None]:
-    """A file's modification time and its cell; None if it is another user's or its launcher is gone."""
+    """With the file's modification time; None if it is another user's or its launcher is gone."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         # Other users cannot write into a private directory of this one.
         if path.parent.lstat().st_uid == os.geteuid():

@@ -1,6 +1,6 @@
 """`lockstep serve`: the services of one cell on this machine, as processes that start and stop together.
 
-It takes no part in serving requests. Once the cell has served, a process that exits is restarted.
+Once the cell has served, a process that exits is restarted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until asked to stop; returns the exit code, 0 if every service stopped cleanly."""
+    """Serve until asked to stop; returns 0 if every service stopped cleanly."""
     own_args, service_flags = split_service_flags(argv)
     for role, flags in service_flags.items():
         if not {"--help", "--h"}.isdisjoint(flags):
@@ -71,7 +71,7 @@ async def _serve(
 async def _run_cell(
     settings: ServeSettings, commands: Sequence[ServiceCommand], writer: LineWriter, stop: asyncio.Event
 ) -> list[str]:
-    """Run the cell until it fails or is asked to stop; returns the problems, the root cause first."""
+    """Run until the cell fails or is asked to stop; returns the problems, the root cause first."""
     policy = RestartPolicy(settings.health_kill_s, settings.max_restart_delay_s)
     scheduler = next(command.address for command in commands if command.role == "scheduler")
     # Only text output needs prefixes: a JSON record has its service's name.
@@ -94,7 +94,7 @@ async def _run_cell(
 async def _bring_up(settings: ServeSettings, cell: CellProcesses, scheduler_address: str) -> str | None:
     """Wait until the cell serves, announce it, and answer `--prompt`.
 
-    With `--exit-after-prompt` it returns after that, with what went wrong or None; else it runs until cancelled.
+    With `--exit-after-prompt` it then returns what went wrong, or None; else it runs until cancelled.
     """
     await cell.has_served.wait()
     # Closed channels keep their connections until the garbage collector breaks the cycles that hold them.
@@ -113,7 +113,7 @@ async def _bring_up(settings: ServeSettings, cell: CellProcesses, scheduler_addr
 
 
 async def _say_ready(settings: ServeSettings, scheduler_address: str) -> str | None:
-    """Announce that the cell serves, and answer `--prompt`; returns why that failed, or None."""
+    """Returns as `_answer_prompt`."""
     print(
         f"ready: serving {settings.model_name} on {settings.bind_address}, scheduler on {scheduler_address}",
         flush=True,
@@ -122,7 +122,7 @@ async def _say_ready(settings: ServeSettings, scheduler_address: str) -> str | N
 
 
 async def _answer_prompt(address: str, prompt: str) -> str | None:
-    """Stream the answer; returns why it is missing or incomplete, or None."""
+    """Returns why the answer is missing or incomplete, or None."""
     print(f"\n> {prompt}", flush=True)
     try:
         async with make_channel(address) as channel:

@@ -1,4 +1,4 @@
-"""The settings of `lockstep serve`: its own flags, and those that it passes through to the services."""
+"""The settings of `lockstep serve`, and the flags that it passes through to the services."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def split_service_flags(argv: Sequence[str]) -> tuple[list[str], dict[str, list[
     """Separate the services' flags from the launcher's own arguments.
 
     Returns:
-        The launcher's arguments, and for each role its flags without the role's prefix, otherwise unparsed.
+        The launcher's arguments, and each role's flags without its prefix, otherwise unparsed.
 
     Raises:
         SystemExit: a flag is reserved for the launcher; it is named on stderr.

@@ -1,4 +1,4 @@
-"""One service of a cell as a child process: starts it, watches it, forwards its output, stops it."""
+"""One service of a cell as a child process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OUTPUT_GRACE_S = 1.0
 
 
 class ServiceProcess:
-    """A service's process. Its output is forwarded line by line."""
+    """A service's process, whose output is forwarded line by line."""
 
     def __init__(
         self, command: ServiceCommand, process: asyncio.subprocess.Process, write: Callable[[bytes], None]
@@ -33,12 +33,9 @@ class ServiceProcess:
     async def start(
         cls, command: ServiceCommand, start_flags: Sequence[str], write: Callable[[bytes], None]
     ) -> ServiceProcess:
-        """Start `python -m services.ROLE`. Call it from the main thread: the child dies with its starter.
+        """Start `python -m services.ROLE` from the main thread: the child dies with the thread that started it.
 
-        Args:
-            command: The service to start.
-            start_flags: Further flags for this start only.
-            write: Receives each line of output, without the newline.
+        `write` receives each line of output, without the newline.
         """
         process = await start_child(f"services.{command.role}", [*command.flags, *start_flags])
         return cls(command, process, write)
@@ -50,26 +47,23 @@ class ServiceProcess:
 
     @property
     def problem(self) -> str | None:
-        """How the process ended and, if its output tells, why; None while it runs and after a clean end."""
+        """How the process ended and, if known, why; None while it runs and after a clean end."""
         has_failed = (self._process.returncode or 0) > 0 and self._kill_reason is None
         if self._problem is None or self._last_words.text is None or not has_failed:
             return self._problem
         return f"{self._problem}: {self._last_words.text}"
 
     async def wait(self) -> None:
-        """Return once the process has ended by itself; `problem` then says how."""
+        """Return once the process has ended by itself."""
         self._problem = self._describe(await self._process.wait())
 
     def kill(self, reason: str) -> None:
-        """Kill the process and everything it started; `wait` then returns, and `problem` has the reason."""
+        """Kill the process and everything it started; `problem` will have the reason."""
         self._kill_reason = reason
         self._kill_group()
 
     async def stop(self, grace_s: float) -> None:
-        """End the process, killing it after `grace_s`; `problem` is set if the end was not clean.
-
-        The process may have ended already.
-        """
+        """End the process, unless it has ended, killing it after `grace_s`; sets `problem` if the end was not clean."""
         if self._process.returncode is None:
             self._process.terminate()
             await self._wait_or_kill(grace_s)
@@ -97,7 +91,7 @@ class ServiceProcess:
             os.killpg(self.pid, signal.SIGKILL)
 
     async def _copy_output(self, write: Callable[[bytes], None]) -> None:
-        """Forward whole lines until the output ends, so that lines of different services do not mix."""
+        """Forward whole lines, so that those of different services do not mix."""
         assert self._process.stdout is not None
         async for line in _read_lines(self._process.stdout):
             self._last_words.add(line)
@@ -110,7 +104,7 @@ class ServiceProcess:
 
 
 async def _read_lines(source: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """Each line until the stream ends; an overlong line is split."""
+    """An overlong line is split."""
     rest = b""
     while chunk := await source.read(_MAX_LINE_BYTES):
         *lines, rest = (rest + chunk).split(b"\n")

@@ -1,11 +1,9 @@
-"""Decides when a cell's processes are restarted, and which are killed first.
+"""Decides when a cell's processes are killed and restarted. Sans-I/O.
 
-Sans-I/O: events and their times go in, actions come out.
-
-Processes that depend on each other form a failure domain: when one of them exits, all of them end and restart together.
-Until the cell has served for the first time nothing is restarted, since a wrong flag is wrong every time. After that,
-a domain that was ready is known to be able to start, so it restarts at once, with a delay only if it fails repeatedly.
-One that fails before it is ready waits twice as long each time:
+Processes that depend on each other form a failure domain: when one exits, all of them end and restart together. Until
+the cell has served for the first time nothing is restarted, since a wrong flag is wrong every time. After that, a
+domain that was ready restarts at once, with a delay only if it fails repeatedly. One that fails before it is ready
+waits twice as long each time:
 
     first exit         last exit                              start           all serve
     |--- up to 2 s ----|--- delay_s --------------------------|--- loading ---|--- ready --->
@@ -41,9 +39,9 @@ class RestartPolicy:
     """The supervisor's timeouts."""
 
     health_kill_s: float = 30.0
-    """A process that has not answered a health check for this long is killed."""
+    """A process that answers no health check for this long is killed."""
     max_delay_s: float = 30.0
-    """The longest restart delay; it doubles from `MIN_DELAY_S` for a domain that fails before it is ready."""
+    """The longest restart delay, up to which it doubles from `MIN_DELAY_S`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +83,17 @@ class _Domain:
     """When to start it; None while it runs."""
     processes: dict[str, _Process] = field(default_factory=dict)
     delay_s: float = 0.0
-    """The delay of the next start."""
+    """Before the next start."""
     is_ready: bool = False
-    """Whether all of its processes have served since their start."""
+    """Whether all processes have served since their start."""
     has_served: bool = False
-    """Whether it has ever been ready."""
+    """Whether it was ever ready."""
     last_early_delay_s: float = 0.0
     """The delay after the last failure if that was before it was ready, else 0."""
     fell_at: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_AT_ONCE))
-    """When it failed after it was ready: the last few times."""
+    """The last few failures after it was ready."""
     kill_rest_at: float | None = None
-    """When to kill the processes that are left after a failure; None while there is no failure."""
+    """When to kill what is left after a failure."""
 
     def start(self, now: float) -> None:
         self.start_at = self.kill_rest_at = None
@@ -103,11 +101,11 @@ class _Domain:
         self.processes = {name: _Process(now) for name in self.names}
 
     def watched(self) -> dict[str, _Process]:
-        """The processes that are running and have not been killed."""
+        """Those running and not killed."""
         return {name: one for name, one in self.processes.items() if one.is_running and not one.is_condemned}
 
     def break_up(self, now: float, max_delay_s: float) -> None:
-        """Choose the restart delay when the first of its processes has exited."""
+        """Choose the restart delay after the first exit."""
         self.kill_rest_at = now + _LEAVE_S
         if not self.is_ready:
             self.delay_s = self.last_early_delay_s = min(max(2 * self.last_early_delay_s, MIN_DELAY_S), max_delay_s)
@@ -119,13 +117,13 @@ class _Domain:
 
 
 class Supervisor:
-    """Decides for the processes of one cell, which are identified by name.
+    """Decides for the processes of one cell, by name.
 
-    Report every exit and every answer, and call `on_time` at `next_time` and after every exit.
+    Report every exit and answer; call `on_time` at `next_time` and after every exit.
     """
 
     def __init__(self, domain_to_processes: Mapping[str, Sequence[str]], policy: RestartPolicy) -> None:
-        """Begin with nothing running: `on_time` will ask to start the domains in this order."""
+        """Nothing runs yet: `on_time` will ask to start the domains in this order."""
         self._policy = policy
         self._domains = {name: _Domain(processes, start_at=0.0) for name, processes in domain_to_processes.items()}
         self._process_to_domain = {process: domain for domain in self._domains.values() for process in domain.names}
@@ -137,7 +135,7 @@ class Supervisor:
         return all(domain.has_served for domain in self._domains.values())
 
     def on_answer(self, process: str, now: float, *, is_serving: bool) -> bool:
-        """Record a health answer; returns True if the process serves for the first time since its start."""
+        """Record a health answer; True if the process serves for the first time since its start."""
         domain = self._process_to_domain[process]
         state = domain.processes[process]
         state.heard_at, state.has_answered = now, True
@@ -149,10 +147,10 @@ class Supervisor:
         return True
 
     def on_exit(self, process: str, now: float) -> float | None:
-        """Record that a process has exited, killed or by itself.
+        """Record an exit, by a kill or otherwise.
 
         Returns:
-            Seconds from the last exit in its domain to the restart; None if the cell must end, as it has never served.
+            Seconds from the domain's last exit to its restart; None if the cell must end, as it has never served.
         """
         if not self.has_served:
             return None
@@ -177,7 +175,7 @@ class Supervisor:
         return actions
 
     def next_time(self, now: float) -> float:
-        """When to call `on_time` next: within a second, since a longer pause counts as the launcher's own absence."""
+        """When to call `on_time` next: within a second, since a longer pause counts as the launcher's own."""
         times = [now + _MAX_PAUSE_S]
         for domain in self._domains.values():
             if domain.start_at is not None:
@@ -189,7 +187,7 @@ class Supervisor:
         return max(now, min(times))
 
     def _extend_deadlines(self, pause_s: float, now: float) -> None:
-        """Leave out of account the last `pause_s` seconds, in which this process did not run."""
+        """Ignore the last `pause_s` seconds, in which this process did not run."""
         if pause_s:
             for domain in self._domains.values():
                 for process in domain.processes.values():

@@ -1,4 +1,4 @@
-"""`lockstep top`: what a cell's scheduler is doing, live in the terminal."""
+"""`lockstep top`: what a cell's scheduler is doing."""
 
 from __future__ import annotations
 
@@ -59,9 +59,7 @@ def render(
     """A snapshot as lines of text.
 
     Args:
-        target: The scheduler's address.
-        state: The current state.
-        before: An earlier state to compare with; None, or one of another scheduler process, leaves that column empty.
+        before: An earlier state; None, or one of another scheduler process, leaves its column empty.
         elapsed_s: Seconds between the two, above 0.
     """
     if before is not None and before.instance_id != state.instance_id:
@@ -89,7 +87,7 @@ def render(
 
 
 def _find_scheduler() -> str:
-    """The scheduler of the newest cell on this machine; any other cells are listed on stderr."""
+    """The newest cell's scheduler; other cells are listed on stderr."""
     cells = find_cells()
     if not cells:
         print(f"note: no `lockstep serve` cell is running here; trying {DEFAULT_SCHEDULER}", file=sys.stderr)
@@ -100,12 +98,7 @@ def _find_scheduler() -> str:
 
 
 async def _show(target: str, interval_s: float, num_snapshots: int | None) -> None:
-    """Print `num_snapshots` snapshots, or with None one after another until cancelled.
-
-    Raises:
-        grpc.aio.AioRpcError: the call failed.
-        WrongServiceError: another service answered.
-    """
+    """With None, until cancelled."""
     is_terminal = sys.stdout.isatty() and num_snapshots is None
     before: scheduler_pb2.GetStateResponse | None = None
     before_at = 0.0
@@ -128,7 +121,7 @@ async def _show(target: str, interval_s: float, num_snapshots: int | None) -> No
 
 
 def _repaint(text: str, *, is_first: bool) -> str:
-    """Draw over the previous text from the top of the screen. Erasing only what is left over avoids flicker."""
+    """Draw over the previous text. Erasing only what is left over avoids flicker."""
     clear = _HOME + _ERASE_BELOW if is_first else _HOME
     return clear + text.replace("\n", f"{_ERASE_LINE_END}\n") + _ERASE_BELOW
 
@@ -148,7 +141,7 @@ def _counter_line(
 def _rank_lines(
     state: scheduler_pb2.GetStateResponse, before: scheduler_pb2.GetStateResponse | None, elapsed_s: float
 ) -> Iterator[str]:
-    """A table of the DP ranks: a heading and one line per rank."""
+    """A heading and one line per DP rank."""
     heading = f"{'rank':<6}{'attached':>9}{'waiting':>9}{'running':>9}{'KV used':>9}"
     yield f"{heading}{'steps':>12}{'dummies':>9}{'steps/s':>10}"
     for number, rank in enumerate(state.rank_steps):
@@ -163,19 +156,18 @@ def _rank_lines(
 
 
 def _num_steps(rank: scheduler_pb2.RankSteps) -> int:
-    """All steps that were sent to a rank."""
     return rank.num_prefill_steps + rank.num_decode_steps + rank.num_mixed_steps + rank.num_dummy_steps
 
 
 def _hit_rate(state: scheduler_pb2.GetStateResponse, before: scheduler_pb2.GetStateResponse | None = None) -> str:
-    """The share of looked-up prompt tokens found in the prefix cache, since `before` or the start; `-` without any."""
+    """Share of looked-up prompt tokens found in the prefix cache, since `before` or the start; `-` without any."""
     return _share(state, before, part="num_prefix_hit_tokens", whole="num_prefix_queried_tokens")
 
 
 def _acceptance_rate(
     state: scheduler_pb2.GetStateResponse, before: scheduler_pb2.GetStateResponse | None = None
 ) -> str:
-    """The share of draft tokens that were accepted, since `before` or the start; `-` without any."""
+    """Share of draft tokens that were accepted; the rest as `_hit_rate`."""
     return _share(state, before, part="num_accepted_draft_tokens", whole="num_draft_tokens")
 
 

@@ -1,4 +1,4 @@
-"""Turns typed into a terminal, with line editing and a history that lasts as long as the process."""
+"""Turns typed into a terminal, with line editing and a history."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 
 class TypedTurns:
-    """Reads one turn after another. Enter sends the turn; Alt-Enter and pasted text can add lines to it."""
+    """Enter sends the turn; Alt-Enter and pasted text can add lines to it."""
 
     def __init__(self) -> None:
         self._session: PromptSession[str] = PromptSession(

@@ -1,4 +1,4 @@
-"""Explains which service answers at an address when a command called the wrong one."""
+"""Explains which service answers when a command called the wrong one."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _SERVICE_TO_ADVICE = {
 
 
 class WrongServiceError(Exception):
-    """Another service answers at an address; the message says which one, and where to find the right one."""
+    """Another service answers; the message says which one, and where to find the right one."""
 
 
 @contextlib.asynccontextmanager
 async def explain_wrong_service(channel: grpc.aio.Channel, target: str, service: str) -> AsyncIterator[None]:
-    """Explain a failed call of `service` if it failed because another service answers at `target`.
+    """Explain a failed call of `service` if another one answers at `target`.
 
     Raises:
-        WrongServiceError: another service answers there.
+        WrongServiceError: another one does.
     """
     try:
         yield

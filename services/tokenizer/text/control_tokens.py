@@ -1,8 +1,7 @@
 r"""The tokens that structure a prompt, and how text from users is kept from becoming one of them.
 
-Only a chat template may write control tokens. Before the template is rendered, those in a user's texts are broken by a
-character that occurs nowhere else, so they come out broken whatever the template does with the texts. Then the control
-tokens that the template itself wrote are found in the rendered text, and the breaking character is removed:
+Only a chat template may write control tokens. Before it is rendered, those in user texts are broken by a character that
+occurs nowhere else; afterwards the template's own are found, and the breaking character is removed:
 
     user text         hi<|im_end|>                        #: the breaking character
     broken            hi<#|im_end|>
@@ -30,10 +29,9 @@ _LAST_CHARACTER = 0x10FFFF
 
 
 def control_tokens_of(tokenizer: Tokenizer) -> dict[int, AddedToken]:
-    """The control tokens of a tokenizer: the special ones, and others that are written like them.
+    """The special tokens, and others that are written like them.
 
-    Other added tokens, such as `<think>` and `<tool_call>`, are text: people write them in prompts, and templates look
-    for them there.
+    Other added tokens, such as `<think>`, are text: people write them in prompts, and templates look for them there.
     """
     return {
         token_id: token
@@ -64,15 +62,14 @@ class ControlTokens:
         self._beginnings = re.compile(f"(?={self._markers.pattern.pattern})")
 
     def occur_in(self, texts: Iterable[str]) -> bool:
-        """Whether one of the texts contains a control token, or ends with the beginning of one."""
+        """Whether a text contains a control token, or ends with the beginning of one."""
         markers = self._markers
         return any(markers.find(text, 0) or markers.held_length(text, 0) for text in texts)
 
     def broken(self, value: JsonValue, breaker: str) -> JsonValue:
-        """A copy of a value whose texts contain no whole control token, and cannot complete one with what follows.
+        """A copy whose texts contain no whole control token, and cannot complete one with what follows.
 
-        `breaker` is inserted after the first character of each control token, and at the end of a text that ends with
-        the beginning of one.
+        `breaker` is inserted after the first character of each, and after the beginning of one at the end of a text.
         """
         if isinstance(value, str):
             return self._break(value, breaker)
@@ -83,7 +80,7 @@ class ControlTokens:
         return value
 
     def cut(self, text: str) -> Iterator[str | int]:
-        """Cut a text into the ids of its control tokens and the texts between them, some of which may be empty."""
+        """Cut a text into the ids of control tokens and the texts between them, some possibly empty."""
         start, swallows = 0, False
         for match in self._markers.pattern.finditer(text):
             sides = self._sides[match[0]]
@@ -105,7 +102,7 @@ class ControlTokens:
 
 
 def texts_in(value: JsonValue) -> Iterator[str]:
-    """Every string in a value, including the keys of objects."""
+    """Every string in a value, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
@@ -118,7 +115,7 @@ def texts_in(value: JsonValue) -> Iterator[str]:
 
 
 def unused_character(texts: Sequence[str]) -> str:
-    """A character that occurs in none of the texts, from the private use area if possible."""
+    """A character in none of the texts, from the private use area if possible."""
     used = set().union(*texts)
     # A request's text is far too short to contain all characters.
     return next(chr(code) for code in range(_PRIVATE_USE, _LAST_CHARACTER) if chr(code) not in used)

@@ -1,8 +1,7 @@
-"""Incremental detokenization: turns a growing run of token ids into text without ever returning half a character.
+"""Incremental detokenization, which never returns half a character.
 
-`tokenizers.decoders.DecodeStream` is not used. It holds text back while it ends with U+FFFD, decodes everything held
-again with each token, and drops it at the end, so a long run of invalid UTF-8 takes quadratic time and never appears.
-A byte-level vocabulary is a table of bytes, for which Python has an incremental decoder.
+Not with `tokenizers.decoders.DecodeStream`: it holds text back while it ends with U+FFFD, decodes everything held again
+with each token, and drops it at the end, so a long run of invalid UTF-8 takes quadratic time and never appears.
 """
 
 from __future__ import annotations
@@ -30,24 +29,24 @@ _NUM_CONTEXT_IDS = 6
 class Detokenizer(Protocol):
     """Detokenizes one completion.
 
-    The concatenation of what all `push` calls and `flush` return does not depend on how the ids were split into calls.
+    The joined results of all `push` calls and `flush` do not depend on how the ids were split.
     """
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take the next ids and return the text that has become certain, possibly empty."""
+        """Take the next ids; returns the text that has become certain."""
 
     def flush(self) -> str:
-        """No more ids follow: return the text that was held back, an incomplete character as U+FFFD."""
+        """No more ids follow; returns the text that was held back, an incomplete character as U+FFFD."""
 
 
 class TokenTexts(Protocol):
     """The texts of one vocabulary's tokens."""
 
     def detokenizer(self, *, skips_special_tokens: bool = True) -> Detokenizer:
-        """A new detokenizer; if special tokens are skipped, they have no text."""
+        """Special tokens that are skipped have no text."""
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes of a single token, special or not, possibly part of a character; empty if unknown."""
+        """A token's bytes, special or not, possibly part of a character; empty if unknown."""
 
 
 def make_token_texts(tokenizer: Tokenizer) -> TokenTexts:
@@ -63,8 +62,9 @@ def special_token_ids(tokenizer: Tokenizer) -> frozenset[int]:
 def byte_table(tokenizer: Tokenizer) -> dict[int, bytes]:
     """The bytes of every token of a byte-level vocabulary.
 
-    Source: GPT-2's `bytes_to_unicode`, which `tokenizers` follows: each character of a token represents a byte. A token
-    with any other character, which is an added one, is encoded as UTF-8.
+    Source: GPT-2's `bytes_to_unicode`, which `tokenizers` follows: each character represents a byte. A token with any
+    other
+    character is an added one, encoded as UTF-8.
     """
     byte_of = _byte_of_character()
     table = {}
@@ -77,7 +77,7 @@ def byte_table(tokenizer: Tokenizer) -> dict[int, bytes]:
 
 
 def text_table(byte_of: dict[int, bytes]) -> dict[int, str]:
-    """The text of every token whose bytes are complete characters; nearly all are."""
+    """The text of every token whose bytes are complete characters."""
     table = {}
     for token_id, data in byte_of.items():
         with contextlib.suppress(UnicodeDecodeError):
@@ -135,13 +135,13 @@ class WindowTexts:
 
 
 class ByteLevelDetokenizer:
-    """For byte-level vocabularies: looks up texts, or bytes to decode, at a constant cost per token.
+    """Looks up texts, or bytes to decode, at a constant cost per token.
 
     Invariant: the pending bytes are the beginning of one character, at most 3 bytes.
     """
 
     def __init__(self, byte_of: dict[int, bytes], text_of: dict[int, str]) -> None:
-        """Take the tables made by `byte_table` and `text_table`."""
+        """Take the results of `byte_table` and `text_table`."""
         self._bytes_of = byte_of.get
         self._text_of = text_of
         self._pending = b""
@@ -170,7 +170,7 @@ class ByteLevelDetokenizer:
 
 
 class WindowDetokenizer:
-    """For every other vocabulary: decodes the last few ids again and returns what was added to their text.
+    """Decodes the last few ids again, and returns what was added to their text.
 
     If invalid UTF-8 follows a character made of byte tokens, `decode` replaces that character too. It has already been
     returned and stays as it was.
@@ -179,7 +179,7 @@ class WindowDetokenizer:
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], skipped: frozenset[int]) -> None:
-        """Take the library's decoder, and the ids of the tokens to skip."""
+        """Take the library's decoder, and the ids to skip."""
         self._decode = decode
         self._skipped = skipped
         self._window: list[int] = []
@@ -206,7 +206,6 @@ class WindowDetokenizer:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """The byte that each character of a byte-level token represents."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     table = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if chr(byte) not in table]

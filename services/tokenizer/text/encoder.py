@@ -1,4 +1,4 @@
-"""Encodes text to token ids and decodes them; long texts are encoded in parts."""
+"""Encodes text to token ids, long texts in parts, and decodes them."""
 
 from __future__ import annotations
 
@@ -23,22 +23,20 @@ _MARKS_BEGINNING, _MARKS_NOTHING = '"prepend_scheme":"first"', '"prepend_scheme"
 
 
 class _Text(NamedTuple):
-    """A text to encode, or a part of one."""
-
     text: str
     is_beginning: bool
-    """Whether it belongs to the first piece, with no other text before it."""
+    """Whether it belongs to the first piece."""
 
 
 class Encoder:
     """Encodes and decodes with one tokenizer. Encoded text never becomes a control token.
 
-    Costs about a millisecond per thousand tokens. Uses the library's batch calls, which release the GIL;
-    `Tokenizer.encode` and `decode` hold it for the whole text.
+    Costs about a millisecond per thousand tokens. The library's batch calls release the GIL; `Tokenizer.encode` and
+    `decode` hold it for the whole text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Take a tokenizer; it is not modified.
+        """The tokenizer is not modified.
 
         Raises:
             ModelDirectoryError: it encodes plain text to a control token.
@@ -60,13 +58,13 @@ class Encoder:
         self._before, self._after = _tokens_around(self._plain)
 
     def least_tokens(self, text: str) -> int:
-        """A cheap lower bound on the number of tokens of a text."""
+        """A cheap lower bound on a text's number of tokens."""
         return 0 if self._least_tokens is None else self._least_tokens.of(text)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> npt.NDArray[np.int32]:
-        """Encode a text, which may be empty, to its ids: [num_tokens].
+        """Encode a text, which may be empty, to ids: [num_tokens].
 
-        `add_special_tokens` adds the tokens of the tokenizer's post-processor, such as BOS.
+        `add_special_tokens` adds the post-processor's tokens, such as BOS.
         """
         return np.concatenate(list(self.encode_in_parts([text], add_special_tokens=add_special_tokens)))
 
@@ -77,7 +75,7 @@ class Encoder:
     def encode_in_parts(
         self, pieces: Sequence[str | int], *, add_special_tokens: bool = False
     ) -> Iterator[npt.NDArray[np.int32]]:
-        """Encode pieces in runs, at least one; each takes some milliseconds if the texts can be cut."""
+        """Encode pieces in runs, at least one, of some milliseconds each if the texts can be cut."""
         before, after = (self._before, self._after) if add_special_tokens else ([], [])
         batch: list[_Text | int] = []
         length = 0
@@ -115,7 +113,7 @@ class Encoder:
 
 
 def _plain_tokenizer(source: str, control_tokens: Iterable[AddedToken]) -> Tokenizer:
-    """Make a tokenizer from its JSON that treats control tokens as text, and neither truncates nor pads."""
+    """Treats control tokens as text, and neither truncates nor pads."""
     plain = Tokenizer.from_str(source)
     plain.no_truncation()
     plain.no_padding()
@@ -135,7 +133,7 @@ def _check_plain(tokenizer: Tokenizer, control_tokens: dict[int, AddedToken]) ->
 
 
 def _tokens_around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """The tokens that a tokenizer's post-processor adds before and after a text."""
+    """What the post-processor adds before and after a text."""
     if tokenizer.post_processor is None:
         return [], []
     text = Tokenizer(models.WordLevel({"text": 0})).encode("text")

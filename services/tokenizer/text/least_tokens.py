@@ -1,4 +1,4 @@
-"""A lower bound on the number of tokens of a text, by counting bytes: rejects far too long texts without encoding."""
+"""A lower bound on a text's number of tokens, which rejects far too long texts without encoding them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BYTE_CLASSES = [string.whitespace.encode(), bytes(range(0x80, 0x100))]
 
 
 class LeastTokens:
-    """Counts the bytes of each class in a text, and divides by the most such bytes that one token has.
+    """Divides the bytes of each class in a text by the most that one token has.
 
     Valid for tokenizers that drop no part of a text.
     """
@@ -35,7 +35,7 @@ class LeastTokens:
                 self._class_to_most[members] = _most(tokens, members)
 
     def of(self, text: str) -> int:
-        """A lower bound on the number of tokens of a text; 0 if nothing is known."""
+        """The bound; 0 if nothing is known."""
         if self._takes_ascii_only and not text.isascii():
             return 0
         data = text.encode()

@@ -1,4 +1,4 @@
-"""Finds any of many strings in a text, at a cost independent of their number."""
+"""Finds any of many strings, at a cost independent of their number."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Markers:
         self._last_characters = frozenset(beginning[-1] for beginning in self._beginnings)
 
     def find(self, text: str, start: int) -> re.Match[str] | None:
-        """The first marker at or after `start`; the longest of those that begin at the same place."""
+        """The first marker at or after `start`; of those at the same place, the longest."""
         return self.pattern.search(text, start)
 
     def held_length(self, text: str, start: int) -> int:
-        """The length of the longest end of `text[start:]` that may be the start of a marker; it must contain none."""
+        """The length of the longest end of `text[start:]` that may begin a marker; it must contain none."""
         if not text or text[-1] not in self._last_characters:
             return 0
         longest = min(self.max_length - 1, len(text) - start)
@@ -40,7 +40,7 @@ def _tree(strings: tuple[str, ...]) -> _Tree:
 
 
 def _source(node: _Tree) -> str:
-    """A regular expression for what may follow a node."""
+    """A regex for what may follow a node."""
     branches = [re.escape(character) + _source(child) for character, child in node.items() if character]
     if not branches:
         return ""

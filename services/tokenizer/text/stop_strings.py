@@ -1,4 +1,4 @@
-"""Finds a request's stop strings in text that arrives in pieces.
+"""Finds stop strings in text that arrives in pieces.
 
 Every character is looked at once, and the automaton's state says how much text to hold back.
 
@@ -19,21 +19,21 @@ class StopMatch:
     """A stop string found in a text."""
 
     start: int
-    """The index of its first character in the text."""
+    """The index of its first character."""
     stop: str
 
 
 class StopMatcher:
     """Watches one text. The stop string that begins first wins; of two that begin together, the one completed first.
 
-    Text is held back while it may belong to a stop string. A completed stop string is only a candidate while another
-    one that began earlier can still be completed; after that the matcher is decided.
+    Text is held back while it may belong to a stop string. A completed one is only a candidate while another that began
+    earlier can still be completed; after that the matcher is decided.
 
     Invariant: `_node` represents the longest end of the text that is the beginning of a stop string.
     """
 
     def __init__(self, stops: Sequence[str], *, includes_stop: bool = False) -> None:
-        """Watch for `stops`, at least one and none empty; `includes_stop` keeps the one found in the text."""
+        """`stops` has at least one, none empty; `includes_stop` keeps the one found in the text."""
         self._automaton = _Automaton(stops)
         self._includes_stop = includes_stop
         # Whether stop strings that are completed now count.
@@ -46,9 +46,9 @@ class StopMatcher:
         self.is_decided = False
 
     def push(self, text: str) -> str:
-        """Take the next piece and return the text that has become certain.
+        """Take the next piece; returns the text that has become certain.
 
-        Must not be called once the matcher is decided. Text after the deciding character is dropped.
+        Must not be called once decided. Text after the deciding character is dropped.
         """
         self._held += text
         for character in text:
@@ -61,13 +61,13 @@ class StopMatcher:
         return self._take_certain()
 
     def finish(self) -> str:
-        """The text has ended: a candidate wins, if any. Returns the remaining text."""
+        """The text has ended: a candidate wins. Returns the remaining text."""
         self._node = _ROOT
         self.is_decided = self.candidate is not None
         return self._take_certain()
 
     def _judge(self) -> None:
-        """Update the candidate and whether the matcher is decided, after the last character."""
+        """Update `candidate` and `is_decided` after one character."""
         stop = self._automaton.stops[self._node] if self.is_watchful else None
         if stop is not None:
             start = self._num_characters - len(stop)
@@ -89,7 +89,7 @@ class StopMatcher:
 
 
 class _Automaton:
-    """A trie of the stop strings with fallback links; each node is a prefix, the root the empty one."""
+    """A trie of the stop strings with fallback links; each node is a prefix."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._children: list[dict[str, int]] = [{}]
@@ -102,7 +102,6 @@ class _Automaton:
         self._link()
 
     def next_node(self, node: int, character: str) -> int:
-        """The node after `node` and one more character."""
         while node != _ROOT and character not in self._children[node]:
             node = self._fallbacks[node]
         return self._children[node].get(character, _ROOT)
@@ -121,7 +120,7 @@ class _Automaton:
         self.stops[node] = stop
 
     def _link(self) -> None:
-        """Set each node's fallback, its longest proper suffix that is a node, breadth first."""
+        """A node's fallback is its longest proper suffix that is a node."""
         nodes = deque(self._children[_ROOT].values())
         while nodes:
             node = nodes.popleft()

@@ -1,7 +1,8 @@
 """Finds where a text may be cut so that the tokens of its parts, joined, are the tokens of the whole.
 
-This is known for tokenizers that split texts into words by one of the well-known rules: a cut is made where no word
-crosses it. For a tokenizer with any other structure, texts are not cut.
+This is known for tokenizers that split texts into words by a well-known rule: no word may cross a cut. For others,
+texts
+are not cut.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class CutRule(NamedTuple):
     pattern: re.Pattern[str]
     """Matches the empty string at each possible cut."""
     drops_space: bool = False
-    """Whether the space at the start of the next part is dropped, because the tokenizer adds one before every text."""
+    """Whether the next part loses its first space, because the tokenizer adds one before every text."""
 
 
 class TextCutter:
@@ -72,7 +73,7 @@ class TextCutter:
         self._part_length = part_length
 
     def parts(self, text: str) -> Iterator[str]:
-        """The parts of a text, in order, at least one; a part ends at the first cut after its minimum length."""
+        """The parts of a text, at least one; a part ends at the first cut after its minimum length."""
         start = 0
         while self.rule is not None and (cut := self._next_cut(self.rule.pattern, text, start)) < len(text):
             yield text[start:cut]
@@ -90,7 +91,7 @@ class TextCutter:
 
 
 def find_cut_rule(tokenizer: dict[str, Any]) -> CutRule | None:
-    """The cut rule for a tokenizer, given its JSON; None if its structure is not known."""
+    """The rule for a tokenizer, given its JSON; None if its structure is not known."""
     added, model = tokenizer["added_tokens"], tokenizer["model"]
     if not all(_leaves_cuts_alone(token) for token in added) or model.get("dropout"):
         return None
@@ -105,7 +106,7 @@ def find_cut_rule(tokenizer: dict[str, Any]) -> CutRule | None:
 
 
 def _flat(step: dict[str, Any] | None, members: str) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, with sequences flattened; empty for None."""
+    """Sequences of steps are flattened."""
     if step is None:
         return []
     if step["type"] != "Sequence":
@@ -121,7 +122,7 @@ def _leaves_cuts_alone(token: dict[str, Any]) -> bool:
 
 
 def _finds_words(stages: list[dict[str, Any]]) -> bool:
-    """Whether the stages find words by known rules, with nothing after `ByteLevel`, which changes characters."""
+    """Whether the rules are known, with nothing after `ByteLevel`, which changes characters."""
     is_byte_level = [stage["type"] == "ByteLevel" for stage in stages]
     has_known_order = not any(is_byte_level[:-1])
     return has_known_order and all(map(_is_known, stages)) and any(map(_is_word_rule, stages))
@@ -136,7 +137,7 @@ def _is_word_rule(stage: dict[str, Any]) -> bool:
 
 
 def _split_rule(stage: dict[str, Any]) -> str | None:
-    """The regular expression whose matches a stage splits off as words; None for another kind of stage."""
+    """The regex whose matches a stage splits off; None for another kind of stage."""
     if stage["type"] != "Split" or stage["behavior"] != "Isolated" or stage["invert"]:
         return None
     rule: str = stage["pattern"].get("Regex", "")
@@ -157,7 +158,7 @@ def _between_words(added: list[str], *, adds_space: bool) -> CutRule:
 
 
 def _marks_spaces(normalizers: list[dict[str, Any]], stages: list[dict[str, Any]]) -> bool:
-    """Whether a tokenizer, like SentencePiece, replaces each space by a mark and does nothing else."""
+    """Whether a tokenizer, like SentencePiece, only replaces each space by a mark."""
     replaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE_MARK}
     prepends = {"type": "Prepend", "prepend": _SPACE_MARK}
     marks = [stage["type"] == "Metaspace" and stage["replacement"] == _SPACE_MARK for stage in stages]
@@ -167,7 +168,7 @@ def _marks_spaces(normalizers: list[dict[str, Any]], stages: list[dict[str, Any]
 
 
 def _keeps_words_apart(model: dict[str, Any]) -> bool:
-    """Whether a model that receives the text unsplit, with spaces marked, has no token that spans two words."""
+    """Whether no token spans two words of a text that is not split before."""
     if model["type"] != "BPE" or _SPACE_MARK not in model["vocab"]:
         return False
     if model["ignore_merges"] or model["continuing_subword_prefix"] or model["end_of_word_suffix"]:

@@ -1,4 +1,4 @@
-"""Threads for slow work on texts, off the event loop. Short texts never wait for long ones."""
+"""Threads for slow work on texts. Short texts never wait for long ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BYTES_PER_S = 2 * 1024 * 1024
 
 
 class Lane:
-    """Threads that take work in order of arrival, with a bound on the amount of text in the lane."""
+    """Threads that take work in order of arrival, with a bound on the text in the lane."""
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
@@ -29,7 +29,7 @@ class Lane:
 
     @contextmanager
     def admit(self, num_bytes: int) -> Iterator[None]:
-        """Count a text against the bound for the duration of a `with` block; an empty lane admits a text of any size.
+        """Count a text against the bound inside the `with` block; an empty lane admits a text of any size.
 
         Raises:
             QueueFullError: there is too much text in the lane.
@@ -47,12 +47,12 @@ class Lane:
             self._num_bytes -= num_bytes
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run `work` in a thread; it is skipped if the call is cancelled before a thread is free."""
+        """Run `work` in a thread; skipped if cancelled before a thread is free."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
 class TextLanes:
-    """A lane for short texts, and one with a single thread in which long texts take turns, part by part."""
+    """A lane for short texts, and one thread in which long texts take turns, part by part."""
 
     def __init__(self, num_threads: int) -> None:
         self.short = Lane(num_threads, "encode")
