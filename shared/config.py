@@ -92,10 +92,10 @@ SettingsT = TypeVar("SettingsT", bound=BaseSettings)
 def load_settings(settings_type: type[SettingsT], argv: Sequence[str] | None = None) -> SettingsT:
     """Read a service's settings; an invalid one is named on stderr, with exit code 2.
 
-    It also exits under `python -O`, which removes every assertion and with them a cell's integrity checks.
+    Exits under `python -O` too, which removes every assertion and with them a cell's integrity checks.
 
     Args:
-        argv: Flags without the program's name; None means the process's own.
+        argv: Without the program's name; None means the process's own.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     if not __debug__:
@@ -114,7 +114,7 @@ def load_settings(settings_type: type[SettingsT], argv: Sequence[str] | None = N
 
 
 def log_settings(settings: ServiceSettings) -> None:
-    """Log the configuration, and warn if the service may be reachable from other machines."""
+    """Log the configuration; warns if other machines may reach the service."""
     logger.info("settings", extra=settings.model_dump(mode="json"))
     if settings.insecure_bind is not None:
         logger.warning("serving without encryption", extra={"address": settings.insecure_bind})

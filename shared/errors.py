@@ -1,6 +1,6 @@
-"""Every error a client can receive: its status code, stable reason and explaining values.
+"""Every error a client can receive: status code, stable reason and explaining values.
 
-Domain code raises these without importing grpc; one interceptor in `shared.rpc` turns them into `google.rpc.Status`.
+Domain code raises these without importing grpc; an interceptor in `shared.rpc` turns them into `google.rpc.Status`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Violation:
 
 
 class ServiceError(Exception):
-    """An error with a status. Clients may see its message and values, so they contain no prompt text or paths.
+    """Clients may see the message and the values, so these contain no prompt text or paths.
 
     `values` become the metadata of `google.rpc.ErrorInfo`, `violations` a `google.rpc.BadRequest`, `retry_delay_s` a
     `google.rpc.RetryInfo`.
@@ -98,14 +98,14 @@ class RequestTooLargeError(ServiceError):
 
 
 class KvCapacityExceededError(ServiceError):
-    """Prompt and `max_tokens` can never fit into the cell's KV pool."""
+    """Prompt and `max_tokens` exceed the cell's whole KV pool."""
 
     code = ErrorCode.FAILED_PRECONDITION
     reason = "KV_CAPACITY_EXCEEDED"
 
 
 class ExactUnavailableError(ServiceError):
-    """The request must be exact, and the cell cannot guarantee that."""
+    """The request must be exact, which the cell cannot guarantee."""
 
     code = ErrorCode.FAILED_PRECONDITION
     reason = "EXACT_UNAVAILABLE"
@@ -133,14 +133,14 @@ class QueueFullError(ServiceError):
 
 
 class NotSupportedError(ServiceError):
-    """Not supported by this release, at least with this model."""
+    """This release does not support it, at least with this model."""
 
     code = ErrorCode.UNIMPLEMENTED
     reason = "NOT_SUPPORTED"
 
 
 class NotReadyError(ServiceError):
-    """Loading, or not connected to a service it depends on."""
+    """The service is loading, or not connected to one it depends on."""
 
     code = ErrorCode.UNAVAILABLE
     reason = "NOT_READY"
@@ -154,7 +154,7 @@ class DrainingError(ServiceError):
 
 
 class SchedulerLostError(ServiceError):
-    """The cell's scheduler was lost while the request was in flight."""
+    """The scheduler was lost while the request was in flight."""
 
     code = ErrorCode.UNAVAILABLE
     reason = "SCHEDULER_LOST"
@@ -175,21 +175,21 @@ class DeadlinePassedError(ServiceError):
 
 
 class ClientTooSlowError(ServiceError):
-    """The client has not read its response for too long."""
+    """The client has read nothing for too long."""
 
     code = ErrorCode.RESOURCE_EXHAUSTED
     reason = "CLIENT_TOO_SLOW"
 
 
 class StepMismatchError(ServiceError):
-    """A step does not fit the batch that the worker holds."""
+    """A step does not fit the worker's batch."""
 
     code = ErrorCode.FAILED_PRECONDITION
     reason = "STEP_MISMATCH"
 
 
 class StaleEpochError(ServiceError):
-    """A message belongs to an epoch that has ended, or a claim is not above the current epoch."""
+    """A message of an epoch that has ended, or a claim not above the current epoch."""
 
     code = ErrorCode.FAILED_PRECONDITION
     reason = "STALE_EPOCH"
@@ -224,11 +224,11 @@ class NumericError(ServiceError):
 
 
 class PoisonRequestError(ServiceError):
-    """The request was alone in two steps, and both times the worker died."""
+    """The request was alone in two steps, and each time the worker died."""
 
     code = ErrorCode.INTERNAL
     reason = "POISON_REQUEST"
 
 
 class InternalError(ServiceError):
-    """A bug. The message never includes the text of the underlying exception."""
+    """A bug. The message never includes the exception's text."""

@@ -1,7 +1,7 @@
 """What tokenizer and worker share about grammars.
 
-The library's limits are set here, so that a grammar that compiles in the tokenizer also compiles in the worker.
-Compiling an untrusted grammar can take seconds, so nothing here may run on an event loop.
+The limits are set here, so that a grammar that compiles in the tokenizer also compiles in the worker. Compiling an
+untrusted grammar can take seconds: nothing here may run on an event loop.
 
 Source: llguidance, https://github.com/guidance-ai/llguidance.
 """
@@ -50,7 +50,7 @@ class GrammarLibrary:
         """Read the model's tokenizer: a quarter of a second for 50,000 tokens.
 
         Args:
-            eos_token_ids: The tokens that end a text; if empty, the tokenizer's own.
+            eos_token_ids: If empty, the tokenizer's own.
             num_tokens: The width of the masks, which is the model's logits width; the tokenizer may have fewer or more.
                 None means the tokenizer's.
 
@@ -65,11 +65,7 @@ class GrammarLibrary:
         self.num_tokens: int = num_tokens or self.tokenizer.vocab_size
 
     def compile(self, grammar: str) -> LLMatcher:
-        """A matcher at the beginning of a text.
-
-        Raises:
-            GrammarError: the library rejects the grammar.
-        """
+        """A matcher at the beginning of a text; `GrammarError` if the library rejects the grammar."""
         matcher = LLMatcher(self.tokenizer, grammar, log_level=_SILENT, limits=_LIMITS)
         check_matcher(matcher)
         return matcher
@@ -77,8 +73,8 @@ class GrammarLibrary:
     def allowed_tokens(self, matcher: LLMatcher) -> npt.NDArray[np.bool_]:
         """Which tokens may come next: a new [num_tokens] array.
 
-        It includes the end-of-sequence tokens if the text may end here; only them once the text has ended, or when the
-        matcher has failed (`matcher.is_error`): no text fits, or following the grammar costs too much.
+        Includes the end-of-sequence tokens if the text may end here; only them once it has ended, or when the matcher
+        has failed (`matcher.is_error`): no text fits, or following the grammar costs too much.
         """
         words = np.empty((self.tokenizer.vocab_size + 31) // 32, np.uint32)
         matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)

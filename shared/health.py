@@ -17,7 +17,7 @@ _PROCESS_KEY = "lockstep-process"
 class Health:
     """The health of one server: not serving until `set_serving`.
 
-    The empty service name means the whole server; each service has an entry with the same value.
+    The empty service name means the whole server; each service has the same value.
     """
 
     def __init__(self, service_names: tuple[str, ...]) -> None:
@@ -52,7 +52,7 @@ class Health:
 
 
 class _Servicer(aio.HealthServicer):  # type: ignore[misc]
-    """Unlike the library's, it does not report the whole server as serving from the start."""
+    """Unlike the library's, not serving from the start."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Heartbeats: how often they are sent, and when a silent peer is lost or this process was paused."""
+"""Heartbeats: when they are sent, and when a peer is lost or this process was paused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def next_beat_at(now: float, period_s: float = HEARTBEAT_S) -> float:
     """When the heartbeat after one at `now` is due, on the monotonic clock.
 
     All processes of a machine use the same multiples of the period, so that an idle cell wakes up once for all of them.
-    Heartbeats are one period apart on average, and between 0.25 and 1.25 periods apart:
+    Heartbeats are one period apart on average, and between 0.25 and 1.25:
 
         period  0         1         2         3
                 |---------|---------|---------|--->
@@ -28,13 +28,13 @@ def next_beat_at(now: float, period_s: float = HEARTBEAT_S) -> float:
 
 
 class Silence:
-    """How long a peer has been silent, measured in our own heartbeats.
+    """How long a peer has been silent, in our own heartbeats.
 
     By the clock, a process would mistake its own pause for its peer's silence.
     """
 
     def __init__(self, limit_s: float) -> None:
-        """Begin when the peer was last heard; it may be silent for `limit_s`."""
+        """The peer was heard now, and may be silent for `limit_s`."""
         self._max_beats = limit_s / HEARTBEAT_S
         self._num_beats = 0
 
@@ -43,26 +43,23 @@ class Silence:
         self._num_beats = 0
 
     def beat(self) -> bool:
-        """Note our own heartbeat, sent at `next_beat_at`; True if the peer has been silent for too long."""
+        """Note our own heartbeat, sent at `next_beat_at`; True if the peer was silent for too long."""
         is_over = self._num_beats >= self._max_beats
         self._num_beats += 1
         return is_over
 
 
 class OwnPause:
-    """Notices that this process was stopped, or starved of processor time.
-
-    What it did not receive meanwhile must not count as its peers' silence.
-    """
+    """Notices that this process was stopped or starved, which must not count as its peers' silence."""
 
     def __init__(self, period_s: float, limit_s: float) -> None:
-        """Expect `note` every `period_s`; being late by more than `limit_s` is a pause."""
+        """Expect `note` every `period_s`; more than `limit_s` late is a pause."""
         self.last_at: float | None = None
         self._period_s = period_s
         self._limit_s = limit_s
 
     def note(self, now: float) -> float:
-        """Note that the process runs; returns how many seconds it was paused before, 0 if it was not."""
+        """Note that the process runs; returns the seconds that it was paused before, or 0."""
         pause_s = 0.0 if self.last_at is None else now - self.last_at - self._period_s
         self.last_at = now
         return pause_s if pause_s > self._limit_s else 0.0

@@ -30,7 +30,7 @@ def stop_signals() -> list[signal.Signals]:
 
 
 def freeze_garbage() -> None:
-    """Exempt all existing objects from garbage collection: they live as long as the process."""
+    """Exempt all existing objects from garbage collection, for as long as the process lives."""
     gc.collect()
     gc.freeze()
 
@@ -38,8 +38,7 @@ def freeze_garbage() -> None:
 def hold_full_collections() -> None:
     """Run full garbage collections only on request; younger generations as usual.
 
-    A full collection visits every live object: with hundreds of long sequences, one inside a step would last for many
-    steps.
+    A full collection visits every live object: with hundreds of long sequences, it would pause a step for many steps.
     """
     young, middle, _ = gc.get_threshold()
     gc.set_threshold(young, middle, _NEVER)
@@ -48,7 +47,7 @@ def hold_full_collections() -> None:
 async def collect_garbage_between_steps(is_idle: Callable[[], bool]) -> None:
     """Run full garbage collections here, between steps, and nowhere else, until cancelled.
 
-    They run when the process is idle, but at least every ten minutes, since nothing else frees old reference cycles.
+    They run when the process is idle, but at least every ten minutes, to free old reference cycles.
     """
     hold_full_collections()
     minutes = 0

@@ -1,6 +1,6 @@
-"""The limits of a request, checked first by the tokenizer and again by the scheduler.
+"""The limits of a request, checked by the tokenizer and again by the scheduler.
 
-Pure. No value from a client reaches a worker without passing these checks.
+Pure. No value from a client reaches a worker unchecked.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ModelLimits:
     """The limits of the served model and its cell."""
 
     context_length: int
-    """Of one sequence, in tokens."""
+    """Tokens of one sequence, at most."""
     logits_width: int
     """Token ids are below this."""
     num_pool_tokens: int
@@ -67,7 +67,7 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """The less common sampling options, all resolved; a request that uses none of them has no such object.
+    """The less common sampling options, resolved; a request that uses none has no such object.
 
     Units and ranges are those of `lockstep.v1.SamplingParams`.
     """
@@ -87,7 +87,7 @@ class SamplingOptions:
 
     @property
     def needs_all_tokens(self) -> bool:
-        """Whether the worker needs every token of the sequence, including cached ones."""
+        """Whether the worker needs every token of the sequence, even cached ones."""
         return bool(
             self.repetition_penalty != 1.0
             or self.presence_penalty
@@ -102,7 +102,7 @@ NO_OPTIONS = SamplingOptions()
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a sequence is sampled and when it ends, with every parameter resolved.
+    """How a sequence is sampled and when it ends, all resolved.
 
     Units and ranges are those of `lockstep.v1.SamplingParams`. Invariant: `options` is None if it would equal
     `NO_OPTIONS`.
@@ -120,7 +120,7 @@ class SamplingParams:
 
 
 def default_max_tokens(num_prompt_tokens: int, limits: ModelLimits) -> int:
-    """For a request that does not set it; below 1 if the prompt leaves no room."""
+    """`max_tokens` where the request sets none; below 1 if the prompt leaves no room."""
     room = min(limits.context_length, limits.num_pool_tokens) - num_prompt_tokens
     return min(DEFAULT_MAX_TOKENS, room)
 
@@ -138,7 +138,7 @@ def check_sampling(params: SamplingParams, limits: ModelLimits, *, prefix: str =
 
 
 def check_min_tokens(params: SamplingParams, *, field: str = "sampling.min_tokens") -> None:
-    """Reject a `min_tokens` above `max_tokens`, once that is resolved.
+    """Reject a `min_tokens` above the resolved `max_tokens`.
 
     Raises:
         InvalidRequestError: it is above.
@@ -148,11 +148,10 @@ def check_min_tokens(params: SamplingParams, *, field: str = "sampling.min_token
 
 
 def check_prompt(token_ids: npt.NDArray[np.integer], limits: ModelLimits, *, field: str = "prompt") -> None:
-    """Reject a prompt that is empty, too long for the context, or contains an unknown token id.
+    """Reject a prompt that is empty, too long for the context, or contains an unknown id.
 
     Args:
         token_ids: [num_tokens], any integer dtype.
-        field: The request's field, for violations.
 
     Raises:
         InvalidRequestError: it is empty, or an id is out of range (the error has the index of the first one).
@@ -180,7 +179,7 @@ def check_prompt_length(num_tokens: int, limits: ModelLimits, *, field: str = "p
 
 
 def check_token_ids(token_ids: npt.NDArray[np.integer], logits_width: int, *, field: str) -> None:
-    """Reject token ids outside the model's vocabulary.
+    """Reject token ids outside the vocabulary.
 
     Raises:
         InvalidRequestError: an id is negative or not below `logits_width`; the error has the index of the first one.
@@ -193,7 +192,7 @@ def check_token_ids(token_ids: npt.NDArray[np.integer], logits_width: int, *, fi
 
 
 def check_fit(num_prompt_tokens: int, max_tokens: int, limits: ModelLimits) -> None:
-    """Reject a request whose prompt and completion can never fit.
+    """Reject a prompt and completion that can never fit.
 
     Raises:
         ContextExceededError: they exceed the model's context.

@@ -1,4 +1,4 @@
-"""Writes a process's stderr from a thread of its own, so that a slow reader cannot block the process."""
+"""Writes a process's stderr from a thread, so that a slow reader cannot block the process."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ class LineWriter:
     """Writes lines to a file descriptor, in order.
 
     Lines that do not fit into the buffer, or cannot be written, are dropped. A line with their number takes their place
-    as
-    soon as writing works again.
+    as soon as writing works again.
     """
 
     def __init__(self, fd: int, describe_loss: Callable[[int], str]) -> None:
-        """`describe_loss` makes the line that reports the number of dropped lines."""
+        """`describe_loss` makes the line with the number of dropped lines."""
         self._fd = fd
         self._describe_loss = describe_loss
         # Each entry has the number of lines that were dropped before it.
@@ -49,7 +48,7 @@ class LineWriter:
             self._changed.notify_all()
 
     def show(self, status: str) -> None:
-        """Keep a text below all lines of a terminal; an empty one removes it. Each line erases it first."""
+        """Keep a text below all lines of a terminal; an empty one removes it."""
         with self._changed:
             self._status = status.encode()
         self.write(b"")
@@ -75,7 +74,7 @@ class LineWriter:
                 num_lost += lines.count(b"\n")
 
     def _next(self) -> tuple[int, bytes]:
-        """How many lines were dropped before, and the lines to write, which may be empty."""
+        """How many lines were dropped, and the lines to write, possibly none."""
         with self._changed:
             self._is_writing = False
             self._changed.notify_all()
@@ -98,7 +97,7 @@ class LineWriter:
 
 
 class ErrorStream(io.TextIOBase):
-    """`sys.stderr` on top of a writer, so that no output can block the process."""
+    """`sys.stderr` on top of a writer, so that no output can block."""
 
     encoding = "utf-8"
 

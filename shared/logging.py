@@ -1,4 +1,4 @@
-"""Log records as one line of text or JSON each; a record's fields are passed in `extra`.
+"""Log records as one line of text or JSON each, with fields from `extra`.
 
 Prompt text, completions, token ids and stop strings are never logged, at any level.
 """
@@ -20,10 +20,7 @@ _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asc
 
 
 def configure_logging(*, service: str, level: str, log_format: str) -> LineWriter:
-    """Send the log, and everything else written to stderr, through a `LineWriter`, which never blocks.
-
-    Args:
-        log_format: "text" or "json".
+    """Send the log, and everything else on stderr, through a `LineWriter`; `log_format` is "text" or "json".
 
     Returns:
         The writer of stderr, for lines that are not log records.

@@ -1,6 +1,6 @@
 """Metrics for Prometheus, served by the service's own event loop.
 
-Only `GET /metrics`, one request per connection, with limits on size and time. The Prometheus library's own server runs
+Only `GET /metrics`, one request per connection, with limits on size and time: the Prometheus library's own server runs
 in a second thread, which would slow down the step loop.
 """
 

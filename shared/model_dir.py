@@ -1,4 +1,4 @@
-"""A local model directory in Hugging Face's layout, read as data only: no code from it is ever run."""
+"""A model directory in Hugging Face's layout, read as data only: no code from it is ever run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read_json(model_dir: Path, name: str) -> dict[str, Any]:
 
 
 def model_digest(model_dir: Path) -> str:
-    """What all services of a model must agree on: SHA-256 over its configuration and vocabulary, in hex.
+    """What a model's services must agree on: SHA-256 over its configuration and vocabulary, in hex.
 
     Raises:
         ModelDirectoryError: a file is missing.
@@ -62,7 +62,7 @@ def vocabulary_size(model_dir: Path) -> int | None:
 
 
 def eos_token_ids(model_dir: Path) -> tuple[int, ...]:
-    """End-of-sequence tokens, from the generation or else the model configuration; may be empty.
+    """From the generation or else the model configuration; may be empty.
 
     Raises:
         ModelDirectoryError: a file is malformed, or a token is not in the model's vocabulary.

@@ -1,7 +1,7 @@
-"""The fields that the public services' requests share: which values are rejected, and what absence means.
+"""The fields that public requests share: which values are rejected, and what absence means.
 
 Tokenizer and scheduler read them here, so that a request means the same in each. The `read_...` functions append what
-is invalid to `violations`. The length of a list is checked before its contents.
+is invalid to `violations`. A list's length is checked before its contents.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def read_request_id(request_id: str | None, violations: list[Violation]) -> str:
 def read_prompt_token_ids(
     token_ids: Sequence[int], limits: ModelLimits, violations: list[Violation], *, field: str
 ) -> npt.NDArray[np.uint32]:
-    """A prompt of token ids, [num_prompt_tokens]; `field` is its name in violations.
+    """A prompt of token ids, [num_prompt_tokens].
 
     Raises:
         PromptTooLongError: it leaves no room for a completion token.
@@ -85,8 +85,8 @@ def read_sampling(
 ) -> SamplingParams:
     """Sampling parameters, with defaults for absent ones.
 
-    An absent seed is chosen at random. An absent `max_tokens` becomes the maximum that `resolve_max_tokens` may return.
-    The model's `defaults` take precedence over those in common.proto.
+    An absent seed is random. An absent `max_tokens` becomes the most that `resolve_max_tokens` may return. The model's
+    `defaults` take precedence over those in common.proto.
     """
     given = _Given(sampling, defaults or common_pb2.SamplingParams())
     # One entry more than the maximum is enough to have a list rejected.
@@ -138,7 +138,7 @@ def check_exactness(exact_fingerprint: str, *, is_exact: bool) -> None:
     """Reject a request for an exact answer if the cell cannot guarantee one.
 
     Args:
-        exact_fingerprint: What all ranks share if their results are bitwise equal; else empty.
+        exact_fingerprint: Empty unless all ranks' results are bitwise equal.
 
     Raises:
         ExactUnavailableError: the cell cannot.
@@ -161,7 +161,7 @@ def read_choices_so_far(
     limits: ModelLimits,
     violations: list[Violation],
 ) -> list[npt.NDArray[np.uint32]]:
-    """The tokens of each choice of an earlier call, [num_tokens] each: either none or one entry per choice.
+    """The tokens of each choice of an earlier call, [num_tokens] each; or no entries.
 
     They need the seed and `max_tokens` that the earlier call resolved: under others the answer would differ.
     """
@@ -185,7 +185,7 @@ def read_choices_so_far(
 
 
 def read_time_left(time_remaining_s: float | None) -> float | None:
-    """Seconds until the deadline, at most `MAX_TIME_LEFT_S`; None if there is none."""
+    """Seconds to the deadline, at most `MAX_TIME_LEFT_S`; None without one."""
     return None if time_remaining_s is None else min(time_remaining_s, MAX_TIME_LEFT_S)
 
 

@@ -1,4 +1,4 @@
-"""Writes the responses of a call whose client may have stopped reading."""
+"""Writes the responses of a call whose client may stop reading."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from shared.errors import ClientTooSlowError
 
 
 class ResponseWriter:
-    """Writes to one call, which fails if its client reads nothing for too long.
+    """The call fails if its client reads nothing for too long.
 
     HTTP/2's flow-control windows (64 KiB at the client, plus what its library reads ahead) absorb small responses, so a
     write first blocks long after the client has stopped reading. Only this call waits: its producer merges what
-    accumulates
-    meanwhile.
+    accumulates meanwhile.
     """
 
     def __init__(self, context: grpc.aio.ServicerContext, max_unread_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Servers and channels, which all come from here, and the one place where errors become gRPC statuses."""
+"""Servers and channels, all made here, and the one place where errors become gRPC statuses."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ def make_server(
 
     Args:
         address: unix:PATH or HOST:PORT; port 0 chooses a free one.
-        internal: Whether it serves other processes of the cell, whose messages may be large.
+        internal: Whether it serves processes of the cell, whose messages may be large.
         service_names: What reflection lists besides health; empty turns it off.
-        max_open_calls: Calls served at once; more are refused with QUEUE_FULL.
+        max_open_calls: More calls at once are refused with QUEUE_FULL.
 
     Raises:
         RuntimeError: the address is in use or not usable.
@@ -115,7 +115,7 @@ def make_server(
 
 
 def make_channel(address: str, *, internal: bool = False) -> grpc.aio.Channel:
-    """Open a channel to one of our servers, with a connection of its own.
+    """Open a channel to one of our servers, with its own connection.
 
     Retries are off, since only the owner of the state can decide what may be repeated.
     """
@@ -133,7 +133,7 @@ def make_channel(address: str, *, internal: bool = False) -> grpc.aio.Channel:
 
 
 def to_status(error: ServiceError) -> status_pb2.Status:
-    """With ErrorInfo and, if they apply, BadRequest and RetryInfo."""
+    """The status, with ErrorInfo and, if they apply, BadRequest and RetryInfo."""
     status = status_pb2.Status(code=error.code.value, message=error.message)
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=error.values)
     status.details.append(_pack(info))
@@ -152,7 +152,7 @@ def to_status(error: ServiceError) -> status_pb2.Status:
 
 
 def status_from_rpc_error(error: grpc.aio.AioRpcError) -> status_pb2.Status:
-    """The status with which a call failed; without details if the server sent none."""
+    """The status with which a call failed; without details if there were none."""
     for key, value in error.trailing_metadata() or ():
         if key == STATUS_DETAILS_KEY:
             return status_pb2.Status.FromString(value)
@@ -169,7 +169,7 @@ def reason_of(status: status_pb2.Status) -> str | None:
 
 
 class StatusError(ServiceError):
-    """Another service's status, passed on to the client unchanged."""
+    """Another service's status, passed on unchanged."""
 
     def __init__(self, status: status_pb2.Status) -> None:
         super().__init__(status.message)
@@ -179,7 +179,7 @@ class StatusError(ServiceError):
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Turns exceptions into statuses; unknown ones are logged and become INTERNAL without their text.
 
-    It also rejects messages that cannot be parsed, and calls above the limit.
+    It also rejects unparsable messages, and calls above the limit.
     """
 
     def __init__(self, max_open_calls: int) -> None:
@@ -248,7 +248,7 @@ class _ParseLog:
 
 
 def refuse_taken_socket(path: str) -> None:
-    """Fail if a server listens at `path`: a new one would silently replace its socket, as it may a dead server's.
+    """Fail if a server listens at `path`, whose socket a new one would silently replace, as it may a dead server's.
 
     Raises:
         RuntimeError: a server is listening there, or the path cannot be used.
@@ -265,7 +265,7 @@ def refuse_taken_socket(path: str) -> None:
 
 
 def _deserialize(deserializer: Callable[[bytes], Any], data: bytes) -> Any:
-    """Returns `_UNPARSED`, for `_check_message`, where gRPC would treat an exception as a bug."""
+    """`_UNPARSED` instead of an exception, which gRPC would treat as a bug; `_check_message` reports it."""
     try:
         return deserializer(data)
     except (DecodeError, ValueError):
@@ -278,9 +278,9 @@ def _guard(
     open_call: Callable[[], AbstractContextManager[None]],
     read: Callable[[Any], Any],
 ) -> Callable[..., Any]:
-    """Wrap a servicer's method so that its errors become statuses.
+    """Turns the errors of a servicer's method into statuses.
 
-    `open_call` refuses or counts a call; `read` rejects messages that could not be parsed.
+    `open_call` refuses or counts a call; `read` rejects unparsable messages.
     """
     if inspect.isasyncgenfunction(behavior):
 

@@ -1,4 +1,4 @@
-"""Converts less common sampling options, and log-probabilities, to and from a cell's internal messages.
+"""Converts sampling options and log-probabilities to and from a cell's internal messages.
 
 `shared.limits` checks ranges; the reader checks whether columns fit each other.
 """
@@ -64,7 +64,7 @@ def decode_options(message: sampling_pb2.SamplingOptions) -> SamplingOptions:
     """Decode options.
 
     Raises:
-        ValueError: the size of a column is not a multiple of its dtype's, or parallel columns differ in length.
+        ValueError: a column's size is not a multiple of its dtype's, or parallel columns differ in length.
     """
     token_ids = _column("logit_bias_token_ids", message.logit_bias_token_ids, TOKEN_DTYPE)
     biases = _column("logit_biases", message.logit_biases, _FLOAT_DTYPE)
@@ -96,10 +96,10 @@ def encode_logprobs(logprobs: LogprobColumns) -> sampling_pb2.Logprobs:
 
 
 def decode_logprobs(message: sampling_pb2.Logprobs) -> tuple[Ints, Ints, Ints, Ints, Floats]:
-    """Indexes, ranks, counts, token ids and values, which are not checked against each other.
+    """Indexes, ranks, counts, token ids and values, not checked against each other.
 
     Raises:
-        ValueError: the size of a column is not a multiple of its dtype's.
+        ValueError: a column's size is not a multiple of its dtype's.
     """
     return (
         np.frombuffer(message.indexes, TOKEN_DTYPE),

@@ -15,7 +15,7 @@ _TYPE_TO_VALUE = {int: "N", float: "X", Path: "PATH", str: "TEXT", bool: "true,f
 
 
 def name_values(parser: argparse.ArgumentParser, settings_type: type[BaseSettings]) -> None:
-    """Set the help texts and value names of a parser made from `settings_type`, in place."""
+    """Set the help texts and value names of a parser made from `settings_type`."""
     for action in parser._actions:
         field = settings_type.model_fields.get(action.dest)
         if field is None:

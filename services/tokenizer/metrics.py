@@ -12,7 +12,7 @@ from services.tokenizer.exchange.scheduler_client import SchedulerClient
 
 
 def make_registry(scheduler: SchedulerClient) -> CollectorRegistry:
-    """A registry with the replica's metrics, and the process's CPU time, memory, start time and open files."""
+    """A registry with the metrics of the replica and of the process."""
     registry = CollectorRegistry()
     registry.register(ReplicaCollector(scheduler))
     ProcessCollector(registry=registry)

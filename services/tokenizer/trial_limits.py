@@ -1,4 +1,4 @@
-"""Time limits of trials in a separate process, in CPU time: on a busy machine a process may wait for seconds."""
+"""Limits of trials in a separate process, in CPU time: on a busy machine a process may wait for seconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MIN_WALL_CLOCK_S = 60.0
 
 
 def wall_clock_s(cpu_s: float) -> float:
-    """How long to wait for a trial that may use `cpu_s` of CPU time."""
+    """How long to wait for a trial that may use `cpu_s`."""
     return max(_MIN_WALL_CLOCK_S, _WALL_CLOCK_RATIO * cpu_s)
 
 
@@ -20,7 +20,7 @@ def limit_cpu(cpu_s: float) -> None:
 
 
 def was_out_of_cpu(returncode: int) -> bool:
-    """Whether `limit_cpu` killed a process with this return code."""
+    """Whether `limit_cpu` killed the process."""
     return returncode == -signal.SIGPROF
 
 

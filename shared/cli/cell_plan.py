@@ -27,7 +27,7 @@ class ServiceCommand:
     role: str
     """Its module is `services.ROLE`."""
     flags: tuple[str, ...]
-    """Flags of every start; a failure domain's processes receive `make_start_flags` as well."""
+    """A failure domain's processes receive `make_start_flags` as well."""
     address: str
     domain: str
     """Its failure domain."""
@@ -43,7 +43,7 @@ class ServiceCommand:
 def plan_services(
     settings: ServeSettings, service_flags: Mapping[str, Sequence[str]], runtime_dir: Path
 ) -> list[ServiceCommand]:
-    """The commands of a cell, in start order; internal addresses are sockets in `runtime_dir` unless configured."""
+    """A cell's commands in start order; internal addresses are sockets in `runtime_dir` unless configured."""
     shared_flags = [f"--log-level={settings.log_level}", f"--log-format={settings.log_format}"]
     if settings.reflection:
         shared_flags.append("--reflection")
@@ -68,7 +68,7 @@ def plan_services(
 
 
 def make_start_flags(domain: Sequence[ServiceCommand]) -> list[str]:
-    """The flags by which a failure domain's processes find each other; none for a single process."""
+    """Flags by which a failure domain's processes find each other; none for a single process."""
     if len(domain) == 1:
         return []
     # A new port for each start: an exited process's port may not be free again yet.
@@ -107,7 +107,6 @@ def _worker_address(runtime_dir: Path, dp_rank: int, tp_rank: int) -> str:
 
 
 def _num_cores() -> int:
-    """The cores for this process and its children."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 

@@ -1,4 +1,4 @@
-"""Starts, checks, restarts and stops the processes of a cell, as `Supervisor` decides."""
+"""Starts, checks, restarts and stops a cell's processes, as `Supervisor` decides."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CHECKS_BEFORE_KILL = 3.0
 
 
 class CellProcesses:
-    """Keeps the processes of one cell running: `run` until `end` is called or the cell fails, then `stop`.
+    """Keeps a cell's processes running: `run` until `end` is called or the cell fails, then `stop`.
 
     `has_served` is set once every process has reported that it serves.
     """
@@ -39,9 +39,7 @@ class CellProcesses:
     def __init__(
         self, commands: Sequence[ServiceCommand], policy: RestartPolicy, writer: LineWriter, *, has_prefixes: bool
     ) -> None:
-        """Start nothing yet; `commands` are in start order, `has_prefixes` puts the process's name before each line of
-        output.
-        """
+        """`commands` are in start order; `has_prefixes` puts the process's name before each line of output."""
         self.has_served = asyncio.Event()
         self._domain_to_commands: dict[str, list[ServiceCommand]] = {}
         for command in commands:
@@ -83,7 +81,7 @@ class CellProcesses:
         self._has_news.set()
 
     async def stop(self) -> list[str]:
-        """Stop every process, role by role in reverse start order, after `run` has returned.
+        """Stop every process, in reverse start order, after `run` has returned.
 
         Returns:
             What did not end cleanly, the root cause first, without processes that were waiting to be restarted.

@@ -19,7 +19,7 @@ _DEFAULT_ENVIRONMENT = {"GRPC_VERBOSITY": "ERROR"}
 async def start_child(module: str, flags: Sequence[str]) -> asyncio.subprocess.Process:
     """Start `python -m MODULE` with stdout and stderr in one pipe.
 
-    Call it from the main thread: the child dies with the thread that started it.
+    Only from the main thread: the child dies with the thread that started it.
     """
     return await asyncio.create_subprocess_exec(
         sys.executable,

@@ -74,7 +74,7 @@ def run_client(body: Callable[[], None]) -> int:
 
 
 def abandon_stdout() -> None:
-    """Redirect stdout, whose reader is gone, to /dev/null: Python flushes it once more at exit."""
+    """Redirect stdout, whose reader is gone, to /dev/null: Python flushes it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -94,7 +94,7 @@ async def stream_answer(
 ) -> None:
     """Request a completion, writing it to stdout and into `answer` as it arrives.
 
-    Cancelling the waiting task cancels the call.
+    Cancelling the task cancels the call.
 
     Raises:
         grpc.aio.AioRpcError: the call failed.
@@ -149,7 +149,7 @@ def describe_finish(finish: tokenizer_pb2.Finish) -> str:
 
 
 def describe_logprobs(logprobs: Sequence[common_pb2.PositionLogprobs]) -> str:
-    """One line per token: its log-probability and text, then its position's likeliest tokens."""
+    """A line per token: its log-probability and text, then the likeliest tokens."""
 
     def describe(entry: common_pb2.TokenLogprob) -> str:
         return f"{entry.logprob:8.3f} {entry.text!r}"

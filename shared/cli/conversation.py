@@ -30,7 +30,7 @@ class Conversation:
         self._messages.clear()
 
     async def answer(self, turn: str) -> None:
-        """Stream the answer to the terminal. If cancelled, the part received so far is kept.
+        """Stream the answer to the terminal; what was received before a cancellation is kept.
 
         Raises:
             grpc.aio.AioRpcError: the call failed.

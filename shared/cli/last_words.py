@@ -16,7 +16,7 @@ _ORDINARY_LEVELS = frozenset({"DEBUG", "INFO", "WARNING"})
 class LastWords:
     """Reads a process's output.
 
-    `text` is the last line that reported a problem, not an ordinary log record, shortened; None if none did.
+    `text` is the last line that reported a problem, shortened; None if none did.
     """
 
     def __init__(self) -> None:

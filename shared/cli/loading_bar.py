@@ -1,4 +1,4 @@
-"""One progress bar for the weights that all workers of a cell load."""
+"""One progress bar for all workers of a cell."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PROGRESS = re.compile(rb"\d\d:\d\d:\d\d INFO worker: loading weights percent=(\
 
 
 class LoadingBar:
-    """Parses the workers' log and shows the slowest worker that is still loading."""
+    """Parses the workers' log and shows the slowest that is still loading."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         """`show` receives the bar whenever it changes; an empty text removes it."""
@@ -21,7 +21,7 @@ class LoadingBar:
         self._has_ended = False
 
     def take(self, name: str, line: bytes) -> bool:
-        """Parse a line of output; True if the bar shows it, so that it need not be printed."""
+        """Parse a line of output; True if the bar shows it."""
         match = _PROGRESS.fullmatch(line)
         if match is None:
             return False

@@ -19,11 +19,11 @@ from shared.rpc import refuse_taken_socket
 
 
 class RefusedError(Exception):
-    """The cell cannot be started with these settings; the message says why."""
+    """The cell cannot be started; the message says why."""
 
 
 async def check_cell(settings: ServeSettings, commands: Sequence[ServiceCommand]) -> None:
-    """Check what can be checked in less than a second.
+    """Check what takes less than a second.
 
     Raises:
         RefusedError: the cell cannot be started.
@@ -36,7 +36,7 @@ async def check_cell(settings: ServeSettings, commands: Sequence[ServiceCommand]
 
 
 def check_model_dir(model_dir: Path, names: Sequence[str]) -> None:
-    """Check that a model directory contains the named files and a readable `config.json`.
+    """Check that a directory has the named files and a readable `config.json`.
 
     Raises:
         RefusedError: it does not.

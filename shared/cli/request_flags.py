@@ -1,4 +1,4 @@
-"""The flags that the terminal clients share, and the request they describe."""
+"""The terminal clients' shared flags, and the request they describe."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def add_client_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def request_from(args: argparse.Namespace) -> tokenizer_pb2.GenerateRequest:
-    """The request that these flags describe, without its prompt."""
+    """The request that these flags describe, without a prompt."""
     sampling = common_pb2.SamplingParams(
         max_tokens=args.max_tokens,
         temperature=args.temperature,

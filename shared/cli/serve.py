@@ -1,4 +1,4 @@
-"""`lockstep serve`: the services of one cell on this machine, as processes that start and stop together.
+"""`lockstep serve`: the services of one cell, as processes that start and stop together.
 
 Once the cell has served, a process that exits is restarted.
 """
@@ -71,7 +71,7 @@ async def _serve(
 async def _run_cell(
     settings: ServeSettings, commands: Sequence[ServiceCommand], writer: LineWriter, stop: asyncio.Event
 ) -> list[str]:
-    """Run until the cell fails or is asked to stop; returns the problems, the root cause first."""
+    """Runs until the cell fails or is asked to stop; returns the problems, the root cause first."""
     policy = RestartPolicy(settings.health_kill_s, settings.max_restart_delay_s)
     scheduler = next(command.address for command in commands if command.role == "scheduler")
     # Only text output needs prefixes: a JSON record has its service's name.
@@ -94,7 +94,7 @@ async def _run_cell(
 async def _bring_up(settings: ServeSettings, cell: CellProcesses, scheduler_address: str) -> str | None:
     """Wait until the cell serves, announce it, and answer `--prompt`.
 
-    With `--exit-after-prompt` it then returns what went wrong, or None; else it runs until cancelled.
+    With `--exit-after-prompt` it then returns what went wrong; else it runs until cancelled.
     """
     await cell.has_served.wait()
     # Closed channels keep their connections until the garbage collector breaks the cycles that hold them.

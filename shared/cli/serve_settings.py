@@ -1,4 +1,4 @@
-"""The settings of `lockstep serve`, and the flags that it passes through to the services."""
+"""The settings of `lockstep serve`, and the flags for the services."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def split_service_flags(argv: Sequence[str]) -> tuple[list[str], dict[str, list[
         The launcher's arguments, and each role's flags without its prefix, otherwise unparsed.
 
     Raises:
-        SystemExit: a flag is reserved for the launcher; it is named on stderr.
+        SystemExit: a flag is reserved for the launcher.
     """
     own_args: list[str] = []
     role_to_flags: dict[str, list[str]] = {role: [] for role in ROLES}

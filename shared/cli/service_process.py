@@ -17,7 +17,7 @@ _OUTPUT_GRACE_S = 1.0
 
 
 class ServiceProcess:
-    """A service's process, whose output is forwarded line by line."""
+    """A service's process; its output is forwarded line by line."""
 
     def __init__(
         self, command: ServiceCommand, process: asyncio.subprocess.Process, write: Callable[[bytes], None]
@@ -47,7 +47,7 @@ class ServiceProcess:
 
     @property
     def problem(self) -> str | None:
-        """How the process ended and, if known, why; None while it runs and after a clean end."""
+        """How and, if known, why the process ended; None while it runs and after a clean end."""
         has_failed = (self._process.returncode or 0) > 0 and self._kill_reason is None
         if self._problem is None or self._last_words.text is None or not has_failed:
             return self._problem
@@ -63,7 +63,7 @@ class ServiceProcess:
         self._kill_group()
 
     async def stop(self, grace_s: float) -> None:
-        """End the process, unless it has ended, killing it after `grace_s`; sets `problem` if the end was not clean."""
+        """End the process if it still runs, killing it after `grace_s`; sets `problem` if the end was not clean."""
         if self._process.returncode is None:
             self._process.terminate()
             await self._wait_or_kill(grace_s)

@@ -1,9 +1,8 @@
 """Decides when a cell's processes are killed and restarted. Sans-I/O.
 
 Processes that depend on each other form a failure domain: when one exits, all of them end and restart together. Until
-the cell has served for the first time nothing is restarted, since a wrong flag is wrong every time. After that, a
-domain that was ready restarts at once, with a delay only if it fails repeatedly. One that fails before it is ready
-waits twice as long each time:
+the cell has first served nothing is restarted, since a wrong flag is wrong every time. After that, a domain that was
+ready restarts at once, with a delay only if it fails repeatedly. One that fails earlier waits twice as long each time:
 
     first exit         last exit                              start           all serve
     |--- up to 2 s ----|--- delay_s --------------------------|--- loading ---|--- ready --->
@@ -46,7 +45,7 @@ class RestartPolicy:
 
 @dataclass(frozen=True, slots=True)
 class StartDomain:
-    """Start every process of a domain; none of them is running."""
+    """Start a domain, of which nothing is running."""
 
     domain: str
 
@@ -64,8 +63,6 @@ Action = StartDomain | Kill
 
 @dataclass(slots=True)
 class _Process:
-    """What is known of one process since its start."""
-
     heard_at: float
     """Its last answer or, before that, its start."""
     is_running: bool = True
@@ -76,8 +73,6 @@ class _Process:
 
 @dataclass(slots=True)
 class _Domain:
-    """What is known of one failure domain."""
-
     names: Sequence[str]
     start_at: float | None
     """When to start it; None while it runs."""
@@ -85,7 +80,7 @@ class _Domain:
     delay_s: float = 0.0
     """Before the next start."""
     is_ready: bool = False
-    """Whether all processes have served since their start."""
+    """Whether all processes serve since their start."""
     has_served: bool = False
     """Whether it was ever ready."""
     last_early_delay_s: float = 0.0
@@ -101,7 +96,6 @@ class _Domain:
         self.processes = {name: _Process(now) for name in self.names}
 
     def watched(self) -> dict[str, _Process]:
-        """Those running and not killed."""
         return {name: one for name, one in self.processes.items() if one.is_running and not one.is_condemned}
 
     def break_up(self, now: float, max_delay_s: float) -> None:
@@ -117,13 +111,13 @@ class _Domain:
 
 
 class Supervisor:
-    """Decides for the processes of one cell, by name.
+    """Decides for one cell's processes, by name.
 
     Report every exit and answer; call `on_time` at `next_time` and after every exit.
     """
 
     def __init__(self, domain_to_processes: Mapping[str, Sequence[str]], policy: RestartPolicy) -> None:
-        """Nothing runs yet: `on_time` will ask to start the domains in this order."""
+        """Nothing runs yet: `on_time` starts the domains in this order."""
         self._policy = policy
         self._domains = {name: _Domain(processes, start_at=0.0) for name, processes in domain_to_processes.items()}
         self._process_to_domain = {process: domain for domain in self._domains.values() for process in domain.names}
@@ -131,11 +125,11 @@ class Supervisor:
 
     @property
     def has_served(self) -> bool:
-        """Whether every failure domain has been ready at some time: from then on processes are restarted."""
+        """Whether every domain has once been ready: from then on processes are restarted."""
         return all(domain.has_served for domain in self._domains.values())
 
     def on_answer(self, process: str, now: float, *, is_serving: bool) -> bool:
-        """Record a health answer; True if the process serves for the first time since its start."""
+        """Record a health answer; True if it is the first since the start that says serving."""
         domain = self._process_to_domain[process]
         state = domain.processes[process]
         state.heard_at, state.has_answered = now, True
@@ -150,7 +144,7 @@ class Supervisor:
         """Record an exit, by a kill or otherwise.
 
         Returns:
-            Seconds from the domain's last exit to its restart; None if the cell must end, as it has never served.
+            Seconds from the domain's last exit to its restart; None if the cell must end, having never served.
         """
         if not self.has_served:
             return None
@@ -175,7 +169,7 @@ class Supervisor:
         return actions
 
     def next_time(self, now: float) -> float:
-        """When to call `on_time` next: within a second, since a longer pause counts as the launcher's own."""
+        """When to call `on_time` next, within a second: a longer pause counts as the launcher's own."""
         times = [now + _MAX_PAUSE_S]
         for domain in self._domains.values():
             if domain.start_at is not None:
@@ -187,7 +181,7 @@ class Supervisor:
         return max(now, min(times))
 
     def _extend_deadlines(self, pause_s: float, now: float) -> None:
-        """Ignore the last `pause_s` seconds, in which this process did not run."""
+        """Ignore the last `pause_s`, in which this process did not run."""
         if pause_s:
             for domain in self._domains.values():
                 for process in domain.processes.values():

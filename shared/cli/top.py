@@ -56,11 +56,11 @@ def render(
     before: scheduler_pb2.GetStateResponse | None = None,
     elapsed_s: float = 1.0,
 ) -> str:
-    """A snapshot as lines of text.
+    """A snapshot as text.
 
     Args:
         before: An earlier state; None, or one of another scheduler process, leaves its column empty.
-        elapsed_s: Seconds between the two, above 0.
+        elapsed_s: Between the two, above 0.
     """
     if before is not None and before.instance_id != state.instance_id:
         before = None
@@ -160,14 +160,14 @@ def _num_steps(rank: scheduler_pb2.RankSteps) -> int:
 
 
 def _hit_rate(state: scheduler_pb2.GetStateResponse, before: scheduler_pb2.GetStateResponse | None = None) -> str:
-    """Share of looked-up prompt tokens found in the prefix cache, since `before` or the start; `-` without any."""
+    """Share of prompt tokens found in the prefix cache, since `before` or the start; `-` without any."""
     return _share(state, before, part="num_prefix_hit_tokens", whole="num_prefix_queried_tokens")
 
 
 def _acceptance_rate(
     state: scheduler_pb2.GetStateResponse, before: scheduler_pb2.GetStateResponse | None = None
 ) -> str:
-    """Share of draft tokens that were accepted; the rest as `_hit_rate`."""
+    """Share of draft tokens accepted; the rest as `_hit_rate`."""
     return _share(state, before, part="num_accepted_draft_tokens", whole="num_draft_tokens")
 
 

@@ -1,4 +1,4 @@
-"""Turns typed into a terminal, with line editing and a history."""
+"""Turns typed into a terminal, with a history."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Explains which service answers when a command called the wrong one."""
+"""Explains that a command called the wrong service."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SERVICE_TO_ADVICE = {
 
 
 class WrongServiceError(Exception):
-    """Another service answers; the message says which one, and where to find the right one."""
+    """The message says which service answers, and where the right one is."""
 
 
 @contextlib.asynccontextmanager
@@ -48,7 +48,7 @@ async def explain_wrong_service(channel: grpc.aio.Channel, target: str, service:
 
 
 async def _find_other(channel: grpc.aio.Channel, service: str) -> str | None:
-    """Another known service that the server offers; None if it offers `service`, or none of them."""
+    """A known service that the server offers instead of `service`."""
     health = health_pb2_grpc.HealthStub(channel)
     for name in (service, *_SERVICE_TO_NAME):
         with contextlib.suppress(grpc.aio.AioRpcError):

@@ -1,4 +1,4 @@
-"""Renders a conversation to the text and pieces of its prompt. Pure, apart from the template."""
+"""Renders a conversation to its prompt. Pure, apart from the template."""
 
 from __future__ import annotations
 
@@ -15,15 +15,11 @@ class RenderedChat:
 
     text: str
     pieces: tuple[str | int, ...]
-    """`text` cut into the ids of control tokens and the texts between them."""
+    """`text` as the ids of control tokens and the texts between them."""
 
 
 def render_chat(template: ChatTemplate, control_tokens: ControlTokens, conversation: Conversation) -> RenderedChat:
-    """Render a conversation; control tokens come only from the template, never from the messages.
-
-    Raises:
-        InvalidRequestError: the template rejects the conversation, or fails on it.
-    """
+    """Render a conversation; control tokens come only from the template. Raises as `ChatTemplate.render`."""
     fields = template.fields(conversation)
     texts = list(texts_in(fields))
     if not control_tokens.occur_in(texts):

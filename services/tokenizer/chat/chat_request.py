@@ -67,7 +67,7 @@ def check_chat(chat: tokenizer_pb2.Chat) -> Conversation:
 
 
 def chat_text_bytes(chat: tokenizer_pb2.Chat) -> int:
-    """The total bytes of UTF-8 in a conversation's texts."""
+    """The UTF-8 bytes of a conversation's texts."""
     return sum(len(text.encode()) for text in _texts(chat))
 
 

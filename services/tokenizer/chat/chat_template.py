@@ -37,13 +37,7 @@ class ChatTemplate:
         tools_source: str | None = None,
         features: TemplateFeatures = _PLAIN,
     ) -> None:
-        """Take the Jinja source.
-
-        Args:
-            special_tokens: Name to text, such as `bos_token`.
-            tools_source: The template for conversations with tools; None means `source`.
-            features: How the template for tools handles them.
-        """
+        """`special_tokens` maps names, such as `bos_token`, to texts; `tools_source` None means `source`."""
         self._source = source
         self._tools_source = source if tools_source is None else tools_source
         self._special_tokens = special_tokens
@@ -107,7 +101,7 @@ class ChatTemplate:
 
 
 def load_chat_template(model_dir: Path, *, timeout_s: float) -> ChatTemplate | None:
-    """Load the template after a trial in a separate process; None if the directory has none.
+    """Load the template after a trial; None if the directory has none.
 
     Raises:
         ModelDirectoryError: a file is malformed, or the template does not render a plain message in time.

@@ -1,4 +1,4 @@
-"""Checked conversations, in the terms that chat templates use."""
+"""Checked conversations, as chat templates see them."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class Tool:
 class Conversation:
     """The conversation to continue.
 
-    Invariants: there is at least one message. `tool_name` is empty, or names one of the tools and the mode is REQUIRED.
-    REQUIRED needs at least one tool. NONE hides the tools from the model.
+    Invariants: at least one message. `tool_name` is empty, or one of the tools' and the mode is REQUIRED. REQUIRED
+    needs at least one tool. NONE hides the tools from the model.
     """
 
     messages: tuple[Message, ...]

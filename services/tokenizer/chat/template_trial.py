@@ -1,6 +1,6 @@
 """Tries a chat template in a separate process, where an endless loop or a memory hog does no harm.
 
-Run as a module, it is that process: it reads a trial from stdin and writes the result to stdout, both JSON.
+Run as a module, it is that process, with a trial on stdin and the result on stdout, both JSON.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def try_template(
 
     Args:
         timeout_s: CPU seconds, not counting the start of the process.
-        has_tools: Whether it is only for conversations with tools.
+        has_tools: Whether it only takes conversations with tools.
 
     Raises:
         ModelDirectoryError: it does not render a plain message within `timeout_s` and 512 MiB.
@@ -142,7 +142,6 @@ def _rendered(render: Callable[[JsonObject], str], messages: list[JsonValue], to
 
 
 def _limit_memory() -> None:
-    """The limit comes on top of what the interpreter already uses."""
     num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     address_space = num_pages * resource.getpagesize() + MAX_MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))

@@ -26,7 +26,7 @@ _random = secrets.SystemRandom()
 
 @dataclass(slots=True)
 class Counters:
-    """Counts of events since the service started. Resumes are counted when their request ends."""
+    """Counts since the service started. Resumes count when their request ends."""
 
     num_lost_links: int = 0
     num_resubmissions: int = 0
@@ -58,7 +58,7 @@ class Receiver(Protocol):
         """Take the next tokens and, with the last ones, the end.
 
         Returns:
-            The number of completion tokens at which a stop string just ended the choice, else None.
+            The completion tokens at which a stop string just ended the choice, else None.
         """
 
     def receive_logprobs(self, logprobs: Logprobs) -> None:
@@ -72,7 +72,7 @@ class Receiver(Protocol):
 
 
 class CellRequests:
-    """The I/O shell around the ledger: requests outlive the stream that carries them, and resume on the next one.
+    """The I/O shell around the ledger. Requests outlive the stream that carries them.
 
     Invariant: a choice has a receiver exactly while it is in the ledger. `_link` is None while there is no stream.
     """
@@ -99,15 +99,11 @@ class CellRequests:
         arrived_at: float,
         deadline_at: float | None,
     ) -> int:
-        """Submit a request to the cell.
+        """Submit a request; returns its handle for `abort`.
 
         Args:
             receivers: One for each choice.
-            arrived_at: In seconds of `time.monotonic`.
-            deadline_at: The caller's deadline on the same clock; None means never.
-
-        Returns:
-            The handle for `abort`, which is that of the first choice.
+            arrived_at: In seconds of `time.monotonic`, as `deadline_at`.
 
         Raises:
             NotReadyError: there is no stream.
@@ -137,12 +133,9 @@ class CellRequests:
         return ExchangeLink(self._make_submit)
 
     def open_stream(self, link: ExchangeLink, cell_info: exchange_pb2.CellInfo) -> int:
-        """Make `link`'s stream the current one, and submit all live requests on it.
+        """Make `link`'s stream the current one, and submit all live requests on it, spread over `LONGEST_JITTER_S`.
 
-        Requests that cannot be resumed in this cell end with an error.
-
-        Returns:
-            The number of requests to be submitted, spread over `LONGEST_JITTER_S`.
+        Requests that cannot be resumed in this cell end with an error. Returns the number of the others.
         """
         self._meet_scheduler(cell_info.scheduler_instance_id)
         self._exact_fingerprint = cell_info.exact_fingerprint
@@ -158,9 +151,8 @@ class CellRequests:
     def lose_stream(self, link: ExchangeLink, *, died_at: float | None = None) -> None:
         """A stream has ended; if it is the current one, its requests wait for the next.
 
-        Args:
-            died_at: When the scheduler was last heard from, if the stream ended without a reason. It then counts as
-                dead unless the next stream is from the same instance.
+        Without a reason for the end, `died_at` is when the scheduler was last heard from. It then counts as dead unless
+        the next stream is from the same instance.
         """
         link.close()
         if link is self._link:
@@ -242,7 +234,6 @@ class CellRequests:
                 self._receivers[message.handle].receive_prompt_logprobs(logprobs.last(num_new))
 
     def _stop(self, handle: int, stop_at: int) -> None:
-        """A stop string ended the choice."""
         self._ledger.stop(handle)
         del self._receivers[handle]
         assert self._link is not None
@@ -266,7 +257,6 @@ class CellRequests:
         self._arm_timer()
 
     def _arm_timer(self) -> None:
-        """Schedule `_expire` for the next timeout of a waiting request or trial."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

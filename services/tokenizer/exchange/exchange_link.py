@@ -15,12 +15,11 @@ _SUBMIT_BYTES_PER_MESSAGE = 8 * 1024 * 1024
 
 
 class ExchangeLink:
-    """Collects what is to be sent while the last message is being sent. Nothing is sent once it is closed."""
+    """Collects what is to be sent while the last message is being sent."""
 
     def __init__(self, make_submit: Callable[[int], exchange_pb2.Submit | None]) -> None:
-        """`make_submit` returns None if the request is not to be submitted.
-
-        It is called just before the message is sent, so that ages and outputs are current.
+        """`make_submit` is called just before a message is sent, so that ages and outputs are current; None submits
+        nothing.
         """
         # When the scheduler was last heard from, in seconds of `time.monotonic`; initially when the link was made.
         self.heard_at = time.monotonic()
@@ -38,7 +37,7 @@ class ExchangeLink:
         self._has_news.set()
 
     def stop_at(self, handle: int, num_tokens: int) -> None:
-        """Report that a stop string ended a choice after `num_tokens` completion tokens."""
+        """Report that a stop string ended a choice after `num_tokens` tokens."""
         self._stop_ats.append(exchange_pb2.StopAt(handle=handle, num_tokens=num_tokens))
         self._has_news.set()
 
@@ -58,7 +57,7 @@ class ExchangeLink:
         self._has_news.set()
 
     async def messages(self) -> AsyncIterator[exchange_pb2.ExchangeRequest]:
-        """The messages to send until closed; each holds everything since the last one."""
+        """What to send until closed; each message holds everything since the last one."""
         while True:
             await self._has_news.wait()
             if self._is_closed:

@@ -1,4 +1,4 @@
-"""Log-probabilities from the cell's columns to client messages, which are only made when they are sent."""
+"""Log-probabilities, from the cell's columns to client messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ENTRIES_PER_RESPONSE = 512
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities at some positions, in columns.
+    """Log-probabilities in columns.
 
     Position i has the entries `bounds[i]` to `bounds[i + 1]`: its own token first, then the likeliest ones.
     """
@@ -45,7 +45,7 @@ class Logprobs:
         return self.part(len(self) - num_positions, len(self))
 
     def messages(self, bytes_of: Callable[[int], bytes]) -> Iterator[common_pb2.PositionLogprobs]:
-        """Make one client message per position; `bytes_of` returns a token's bytes."""
+        """One client message per position; `bytes_of` returns a token's bytes."""
         first, last = int(self.bounds[0]), int(self.bounds[-1])
         entries = [
             _token_message(token_id, value, bytes_of(token_id))
@@ -100,7 +100,6 @@ class LogprobQueue:
     """Log-probabilities received and not sent yet, in order."""
 
     def __init__(self, num_top: int, bytes_of: Callable[[int], bytes]) -> None:
-        """`num_top` is the number of likeliest tokens per position; `bytes_of` returns a token's bytes."""
         # The most positions that one response holds.
         self.max_positions = max(1, _ENTRIES_PER_RESPONSE // (1 + num_top))
         self._bytes_of = bytes_of
@@ -114,7 +113,7 @@ class LogprobQueue:
         self._parts.append(logprobs)
 
     def take(self, num_positions: int) -> Iterator[common_pb2.PositionLogprobs]:
-        """Remove at most `num_positions` positions, and make their messages."""
+        """Remove at most `num_positions` positions, and make their messages only now."""
         while num_positions and self._parts:
             part = self._parts.popleft()
             if len(part) > num_positions:

@@ -51,7 +51,7 @@ class _LinkEnd:
 
 
 class SchedulerClient:
-    """Keeps the service linked to the cell, and submits requests to it; live requests wait while there is no link.
+    """Keeps the service linked to the cell, and submits requests to it.
 
     Invariant: linked exactly while there is a stream on which the scheduler has sent its `CellInfo`, and the cell
     serves our model.
@@ -69,10 +69,10 @@ class SchedulerClient:
         """Prepare to link; `run` does it.
 
         Args:
-            addresses: The cell's schedulers, tried in turn; only one serves at a time.
+            addresses: Tried in turn; only one scheduler serves at a time.
             model_digest: A cell with a different one is refused.
             on_change: Called with `is_linked` each time it changes.
-            silence_s: Seconds of silence after which a link is given up.
+            silence_s: A link is given up after this silence.
         """
         self._requests = requests
         self._addresses = tuple(addresses)
@@ -147,7 +147,6 @@ class SchedulerClient:
         return end
 
     async def _keep_alive(self, link: ExchangeLink, reader: asyncio.Task[_LinkEnd]) -> _LinkEnd:
-        """Send heartbeats until the stream ends or the scheduler is silent for too long."""
         silence = Silence(self._silence_s)
         while not silence.beat():
             link.beat()

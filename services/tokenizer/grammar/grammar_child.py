@@ -1,4 +1,4 @@
-"""The parent's side of a process that tries grammars; `grammar_trial` is the child's side."""
+"""The parent's side of a `grammar_trial` process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TrialLimits:
     """What trying one grammar may cost."""
 
     cpu_s: float
-    """CPU seconds. A worker that compiles a grammar just within the limit stalls its batch for about as long."""
+    """A worker that compiles a grammar just within the limit stalls its batch for about as long."""
     memory_bytes: int
     """Address space of the process; 220 MiB are in use before the first grammar."""
 
@@ -59,7 +59,7 @@ class GrammarChild:
     async def start(cls, model_dir: Path, limits: TrialLimits) -> GrammarChild:
         """Start a process, and wait until it has loaded the model's tokenizer.
 
-        Must be called from the main thread: the child is killed when the thread that started it ends.
+        Only from the main thread: the child is killed when the thread that started it ends.
 
         Raises:
             RuntimeError: the process ended during its start; stderr says why.
@@ -99,8 +99,7 @@ class GrammarChild:
         return not self._is_spent and self._process.poll() is None
 
     async def try_grammar(self, kind: str, text: str) -> TriedGrammar:
-        """Compile a form, as `grammar_source` takes it; afterwards, the caller must kill the process unless it
-        `is_usable`.
+        """Compile a form as `grammar_source` takes it; then, kill the process unless it `is_usable`.
 
         Raises:
             GrammarRefusedError: the grammar is malformed, no text fits it, or it costs too much.

@@ -1,4 +1,4 @@
-"""Translates a client's structured output form into a grammar in the library's form.
+"""Translates a structured output form into a grammar in the library's form.
 
 Must only run where a hostile grammar may use up time and memory, never on the event loop.
 
@@ -27,11 +27,7 @@ _GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOT
 
 
 def grammar_source(kind: str, text: str) -> str:
-    """Translate one form of `lockstep.v1.StructuredOutput`.
-
-    Args:
-        kind: The form's field.
-        text: Its value; choices as a JSON list; ignored for `json_object`.
+    """Translate the field `kind` of `lockstep.v1.StructuredOutput`; choices come as a JSON list.
 
     Raises:
         GrammarError: the form is malformed, or asks for something that a grammar cannot guarantee. Most such errors

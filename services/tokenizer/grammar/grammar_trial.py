@@ -1,7 +1,7 @@
 """Tries grammars in a separate process, where an endless loop or a memory hog does no harm.
 
-Run as a module, it is that process: it answers each line of stdin with one line on stdout, both JSON. The kernel kills
-it when a grammar exceeds its limits, and when its parent ends.
+Run as a module, it is that process: it answers each line of stdin with one on stdout, both JSON. The kernel kills it
+when a grammar exceeds its limits, and when its parent ends.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class GrammarTrial:
         self._eos_token_ids = library.tokenizer.eos_tokens
 
     def run(self, kind: str, text: str) -> str:
-        """Translate a form with `grammar_source`, compile and follow it; returns the grammar in the library's form.
+        """Translate a form, compile and follow the grammar; returns it in the library's form.
 
         Raises:
             GrammarError: the grammar is malformed, costs too much, or no text fits it.

@@ -1,6 +1,6 @@
-"""A lower bound on the length of a form's texts, to refuse forms whose texts fit no context.
+"""Lower bounds on the length of a form's texts, to refuse forms whose texts fit no context.
 
-The library compiles `{"type": "array", "minItems": 1000000000}` in no time. The bound may be too low, never too high.
+The library compiles `{"type": "array", "minItems": 1000000000}` in no time. A bound may be too low, never too high.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _VERBOSE = re.compile(r"\(\?[a-zA-Z]*x")
 
 
 def shortest_text(kind: str, text: str) -> int:
-    """A lower bound on the bytes of any text of a form that `grammar_source` has accepted."""
+    """The bound in bytes, for a form that `grammar_source` has accepted."""
     if kind == "json_schema":
         return shortest_json(json.loads(text))
     if kind == "choices":
@@ -46,7 +46,7 @@ def shortest_text(kind: str, text: str) -> int:
 
 
 def shortest_match(pattern: str) -> int:
-    """A lower bound on the characters of any match, in the library's regex syntax."""
+    """The bound in characters, for a regex in the library's syntax."""
     if _VERBOSE.search(pattern):
         return 0
     outer: list[tuple[int, int]] = []
@@ -75,7 +75,7 @@ def shortest_match(pattern: str) -> int:
 
 
 def shortest_json(schema: JsonValue) -> int:
-    """A lower bound on the bytes of any JSON that fits."""
+    """The bound in bytes, for a JSON schema."""
     return _ShortestJson(schema).of(schema, 0)
 
 
@@ -177,7 +177,7 @@ def _list(value: JsonValue) -> list[JsonValue]:
 
 
 def _size(value: JsonValue) -> int:
-    """A lower bound on the bytes of a value's JSON; a number counts as 1, since its notation varies."""
+    """The bound in bytes, for a value; a number counts as 1, since its notation varies."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return 1
     if isinstance(value, list):

@@ -1,6 +1,6 @@
 """Structured output: turns a request's form into a grammar that is known to work.
 
-Every grammar is first tried in another process, so a hostile one only costs its own request.
+Every grammar is first tried in another process; a hostile one only costs its own request.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class StructuredOutputs:
 
         Args:
             form: From the client, unchecked.
-            field: The form's field in the request, for violations.
+            field: The form's field in the request.
             max_bytes: The longest text that fits the context.
 
         Raises:
             InvalidRequestError: the form is empty or too large (`OUT_OF_RANGE`); it is malformed, asks for something
-                that a grammar cannot guarantee, or no text fits it (`GRAMMAR_INVALID`); or it costs too much, or its
-                texts exceed `max_bytes` (`GRAMMAR_TOO_COMPLEX`).
+                that a grammar cannot guarantee, or no text fits it (`GRAMMAR_INVALID`); it costs too much, or its texts
+                exceed `max_bytes` (`GRAMMAR_TOO_COMPLEX`).
             NotSupportedError: grammars cannot be compiled for this model.
             QueueFullError: too many grammars are waiting.
         """
@@ -82,7 +82,7 @@ class StructuredOutputs:
         return outcome.grammar
 
     def close(self) -> None:
-        """Kill the idle trial processes; a busy one ends with this process at the latest."""
+        """Kill the idle trial processes; a busy one ends with this process."""
         for child in self._idle:
             child.kill()
 

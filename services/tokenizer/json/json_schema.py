@@ -85,10 +85,7 @@ def _needs_control_character(pattern: str) -> bool:
 
 
 def _values(value: JsonValue) -> Iterator[JsonValue]:
-    """A value and everything nested in it, names included.
-
-    Some may be data, as in `enum`; keywords are unlikely there.
-    """
+    """A value and everything nested in it, names included; data too, as in `enum`, where keywords are unlikely."""
     values = [value]
     while values:
         value = values.pop()

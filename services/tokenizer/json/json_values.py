@@ -54,12 +54,7 @@ def read_json(text: str, *, max_depth: int) -> JsonValue:
 
 
 def _parse(text: str) -> JsonValue:
-    """`_NoValue` replaces what Python accepts although it is not JSON.
-
-    Raises:
-        ValueError: the text is not JSON.
-        RecursionError: it is nested thousands of levels deep.
-    """
+    """`_NoValue` replaces what Python accepts although it is not JSON."""
     try:
         value: JsonValue = json.loads(text, parse_constant=_NoValue)
     except json.JSONDecodeError:
@@ -75,7 +70,6 @@ def _read_int(text: str) -> int | _NoValue:
 
 
 def _check(root: JsonValue, max_depth: int) -> None:
-    """Refuse invalid values and deep nesting."""
     keys: list[_Key] = [""]
     open_items = [_items([root])]
     while open_items:
@@ -105,7 +99,6 @@ def _items(value: JsonObject | list[JsonValue]) -> Iterator[tuple[_Key, JsonValu
 
 
 def _find_problem(value: object) -> str | None:
-    """What is wrong with a value other than a list or an object."""
     if isinstance(value, int | float):
         return None if -_LARGEST <= value <= _LARGEST else "a number is beyond 1.8e308"
     if isinstance(value, str):

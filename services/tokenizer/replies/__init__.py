@@ -1,4 +1,4 @@
-"""Streaming parsers that split a reply into text, reasoning and tool calls, one for each family of models."""
+"""Streaming parsers that split a reply into text, reasoning and tool calls, one for each family."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class CallRequest:
     tools: Sequence[Tool]
     """At least one must be called."""
     one_call: bool
-    """Whether there must be exactly one call, or may be more."""
+    """Whether there must be exactly one call; otherwise there may be more."""
     prompt_text: str
     template_text: str
     token_texts: Collection[str]

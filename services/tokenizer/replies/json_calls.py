@@ -27,7 +27,7 @@ class JsonCallParser(ReplyParser):
     """Members may come in any order; arguments stream if the name comes first."""
 
     def _read_json_call(self, *, only_offered: bool) -> Reading[None]:
-        """Read a call's object; with `only_offered`, it must name an offered tool, since no markup sets it apart.
+        """Read a call; with `only_offered` it must name an offered tool, since no markup sets it apart.
 
         Raises:
             TextEndedError, UnparsableError: it is not a call.

@@ -42,7 +42,7 @@ def read_value(reader: TextReader, depth: int = 0) -> Reading[None]:
 
 
 def read_object(reader: TextReader, read_member: Callable[[str], Reading[None]]) -> Reading[None]:
-    """Read an object; `read_member` reads each member's value, and gets its name as written. Raises as `read_value`."""
+    """`read_member` reads each member's value, and gets its name as written. Raises as `read_value`."""
     yield from reader.expect("{")
     yield from reader.skip(SPACE)
     if (yield from reader.one_of("}")):
@@ -60,7 +60,7 @@ def read_object(reader: TextReader, read_member: Callable[[str], Reading[None]])
 
 
 def read_string(reader: TextReader) -> Reading[str]:
-    """Read a string; returns it as written, with quotes. Raises as `read_value`."""
+    """Returns the string as written, with quotes. Raises as `read_value`."""
     pieces = [(yield from reader.expect('"'))]
     while (character := (yield from reader.peek())) != '"':
         if match := _PLAIN_CHARACTERS.match(reader.text, reader.position):

@@ -25,7 +25,7 @@ _THINK_END = Markers("</think>", "\n</think>")
 
 @dataclass(frozen=True, slots=True)
 class ReplySetting:
-    """What a parser needs to know about the request and the model."""
+    """What a parser needs to know."""
 
     tools: tuple[Tool, ...] = ()
     """Offered to the model; without any, tool markup is text."""
@@ -36,11 +36,10 @@ class ReplySetting:
 
 
 class ReplyParser(abc.ABC):
-    """Parses one reply. The joined parts of all `feed` calls and `finish` do not depend on how the text was cut.
+    """Parses one reply. The joined parts of `feed` and `finish` do not depend on how the text was cut.
 
     Text is passed on as soon as it cannot be part of markup. If what follows markup is not what it announced, all of it
-    is
-    text, markup included; but if part of a tool call has been passed on, only what follows the last valid character.
+    is text, markup included; but if part of a tool call has been passed on, only what follows the last valid character.
     """
 
     # The markup, which may consist of special tokens.
@@ -62,13 +61,13 @@ class ReplyParser(abc.ABC):
     def feed(self, text: str) -> list[ReplyPart]:
         """Take the next piece; returns the parts that have become certain.
 
-        If the parser `needs_special_tokens`, the text must contain them; it drops those that mean nothing to it.
+        It must contain special tokens if the parser `needs_special_tokens`; those that mean nothing are dropped.
         """
         self._advance(self._filter.push(text) if self.needs_special_tokens else text)
         return self._take_parts()
 
     def finish(self) -> list[ReplyPart]:
-        """The reply has ended; returns the parts that were held back."""
+        """The reply has ended; returns the parts held back."""
         self._reader.is_complete = True
         self._advance(self._filter.flush())
         return self._take_parts()
@@ -93,7 +92,6 @@ class ReplyParser(abc.ABC):
             self._give_back()
 
     def _read_reasoning(self) -> Reading[None]:
-        """Read the reasoning that the reply may begin with."""
         begins = yield from self._reader.one_of(*_THINK_BEGINS)
         if begins or self._prompt_text.rstrip().endswith(_THINK_BEGIN):
             yield from self._reader.skip("\n")
@@ -117,11 +115,7 @@ class ReplyParser(abc.ABC):
                 return None
 
     def _begin_call(self, name: str) -> None:
-        """Pass a call's name on, and accept what has been read.
-
-        Raises:
-            UnparsableError: it cannot be a tool's name.
-        """
+        """Pass a call's name on, and accept what has been read."""
         if not is_name(name):
             raise UnparsableError
         self._parts.append(ToolCallPart(self._num_calls, f"call_{secrets.token_hex(12)}", name, ""))
@@ -130,7 +124,7 @@ class ReplyParser(abc.ABC):
         self._reader.accept()
 
     def _read_arguments(self) -> Reading[None]:
-        """Pass the arguments, a JSON object, on as they arrive."""
+        """Pass the arguments on as they arrive."""
         self._streams_arguments = True
         yield from read_value(self._reader)
         self._end_arguments(is_cut=False)
@@ -220,5 +214,5 @@ class _TokenFilter:
 
 @functools.lru_cache(maxsize=16)
 def _dropped_tokens(special_tokens: frozenset[str], markup: frozenset[str]) -> Markers:
-    """The special tokens that are not the parser's markup; built once per model."""
+    """Built once per model."""
     return Markers(*(special_tokens - markup))

@@ -1,4 +1,4 @@
-"""The parts of a reply, in the order in which the model wrote them."""
+"""The parts of a reply."""
 
 from __future__ import annotations
 

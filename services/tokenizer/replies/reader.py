@@ -1,6 +1,6 @@
 """Reads text that arrives in pieces as if all of it were there.
 
-Reading functions are generators that yield while they wait for more text, so a result cannot depend on how it was cut.
+Reading functions are generators that yield while they wait for text, so a result cannot depend on how it was cut.
 """
 
 from __future__ import annotations

@@ -18,16 +18,14 @@ def spellings(words: Sequence[str]) -> list[str]:
 def add_bad_words(
     runs: Sequence[Run], spelled: Sequence[Sequence[int]], violations: list[Violation]
 ) -> tuple[Run, ...]:
-    """Append the spelled bad words to those given as tokens.
+    """Append the spelled bad words to `runs`, those given as tokens.
 
     The spelling with a space is left out when it ends with the one without: forbidding the shorter run forbids both.
 
     Source: vLLM's `SamplingParams.update_from_tokenizer`, except that vLLM leaves out the spelling with a space
-    whenever
-    its number of tokens differs, and so lets " word" through where it is one token and "word" is two.
+    whenever its number of tokens differs, and so lets " word" through where it is one token and "word" is two.
 
     Args:
-        runs: None of them empty.
         spelled: The token ids of the words' `spellings`.
     """
     all_runs = dict.fromkeys(runs)

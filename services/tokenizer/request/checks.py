@@ -1,6 +1,6 @@
 """Turns public messages into checked requests, and these into resolved ones.
 
-Cheap checks come first and report their violations together. A list's length is checked before its items.
+Cheap checks come first and report together. A list's length is checked before its items.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class CheckedRequest:
 
     @property
     def all_ids(self) -> list[str]:
-        """The request's id and those of its prompts, without duplicates."""
+        """The ids of the request and its prompts, without duplicates."""
         return list(dict.fromkeys([self.request_id, *self.prompt_ids]))
 
     @property
@@ -99,7 +99,7 @@ def check_request(
     limits: ModelLimits,
     defaults: common_pb2.SamplingParams | None = None,
 ) -> CheckedRequest:
-    """Check all that can be checked before the prompts are encoded; draws the id and seed if not given.
+    """Check what can be checked before encoding; draws the id and seed if not given.
 
     Raises:
         ModelNotFoundError: it names another model.
@@ -139,7 +139,6 @@ def resolve_request(
     """Resolve one prompt of a request, including what depends on its length.
 
     Args:
-        index: The prompt's index in the request.
         prompt_token_ids: [num_prompt_tokens], any integer dtype.
         sampling: With the tokens of the bad words and the prompt's grammar.
 

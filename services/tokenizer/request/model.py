@@ -18,7 +18,7 @@ from shared.model_dir import model_digest
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Everything about the served model that handling requests needs."""
+    """Everything about the model that requests need."""
 
     name: str
     digest: str
@@ -34,8 +34,8 @@ def load_model(settings: TokenizerSettings) -> ServedModel:
     """Read the model's directory.
 
     Raises:
-        ModelDirectoryError: a file is missing or malformed, an EOS token is outside the model's vocabulary, or the chat
-            template does not render a plain message.
+        ModelDirectoryError: a file is missing or malformed, an EOS token is outside the vocabulary, or the chat
+            template fails its trial.
     """
     tokenizer = load_tokenizer(settings.model_dir)
     warn_of_unknown_tokens(tokenizer, settings.model_dir)

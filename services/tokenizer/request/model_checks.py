@@ -17,7 +17,7 @@ _MAX_NAMED = 8
 
 
 def warn_of_unknown_tokens(tokenizer: Tokenizer, model_dir: Path) -> None:
-    """Warn if the tokenizer has tokens that the model has no embedding for.
+    """Warn of tokens that the model has no embedding for.
 
     Raises:
         ModelDirectoryError: the model's configuration is missing or malformed.
@@ -39,7 +39,7 @@ def warn_of_unknown_tokens(tokenizer: Tokenizer, model_dir: Path) -> None:
 
 
 def can_compile_grammars(model_dir: Path) -> bool:
-    """Whether the grammar library supports this kind of tokenizer; if not, a warning says why.
+    """Whether the library supports this kind of tokenizer; if not, a warning says why.
 
     Raises:
         ModelDirectoryError: an EOS token is outside the model's vocabulary, or a configuration is malformed.

@@ -1,4 +1,4 @@
-"""From a checked request to what the cell takes: encodes prompts, spells bad words, compiles grammars."""
+"""Encodes prompts, spells bad words and compiles grammars."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PreparedPrompt:
 
     request: Request
     echo: str
-    """The text that each choice begins with; empty unless requested."""
+    """What each choice begins with; empty unless requested."""
     make_parser: Callable[[], ReplyParser | None]
     """Makes one choice's reply parser; None if replies are plain text."""
 
@@ -35,20 +35,15 @@ class RequestPreparer:
     """Does the slow work before a request is sent to the cell."""
 
     def __init__(self, model: ServedModel, limits: Callable[[], ModelLimits]) -> None:
-        """`limits` returns the current cell's limits, which may change while requests wait."""
+        """`limits` returns the current cell's, which may change while requests wait."""
         self._model = model
         self._limits = limits
 
     async def prepare(self, request: CheckedRequest) -> list[PreparedPrompt]:
         """Prepare all prompts of a request, in order.
 
-        Raises:
-            InvalidRequestError: names the bad field.
-            TemplateFailedError: there is a conversation, and the model has no chat template.
-            RequestTooLargeError: a conversation's rendered text is too large.
-            PromptTooLongError, ContextExceededError, KvCapacityExceededError: a prompt does not fit.
-            NotSupportedError: the text is constrained, and grammars cannot be compiled for the model.
-            QueueFullError: too much text is waiting to be encoded, or too many grammars to be compiled.
+        Raises as `PromptEncoder.encode`, `StructuredOutputs.compile`, `ReplyParsers.call_grammar` and
+        `resolve_request`; `InvalidRequestError` if bad words are.
         """
         sampling = request.sampling
         if request.bad_words:
@@ -111,7 +106,7 @@ class RequestPreparer:
         return replace(sampling, options=replace(sampling.options or NO_OPTIONS, grammar=grammar))
 
     def _max_bytes(self) -> int:
-        """An upper bound on any answer, by the context length and the KV cache."""
+        """Of any answer at most, by the context length and the KV cache."""
         limits = self._limits()
         return min(limits.context_length, limits.num_pool_tokens) * self._model.longest_token_bytes
 

@@ -18,7 +18,7 @@ from shared.errors import PromptTooLongError, TemplateFailedError
 
 
 class PromptEncoder:
-    """The model's tokenizer and its chat template, if it has one."""
+    """The model's tokenizer and its chat template, if any."""
 
     def __init__(self, encoder: Encoder, template: ChatTemplate | None, *, num_threads: int = 1) -> None:
         """Start `num_threads` threads for short texts, and one for long ones."""
@@ -38,7 +38,7 @@ class PromptEncoder:
 
     @property
     def added_tokens(self) -> frozenset[str]:
-        """The added tokens' texts; where a template wrote one, it is one token whatever surrounds it."""
+        """The added tokens' texts; one that a template wrote is one token whatever surrounds it."""
         return self._encoder.added_tokens
 
     @property
@@ -50,10 +50,10 @@ class PromptEncoder:
         """Encode a prompt.
 
         Returns:
-            [num_tokens], fewer than `context_length`; a prompt given as ids is returned unchanged and unchecked.
+            [num_tokens], fewer than `context_length`; a prompt given as ids is returned unchecked.
 
         Raises:
-            TemplateFailedError: it is a conversation, and the model has no chat template.
+            TemplateFailedError: the model has no chat template for a conversation.
             InvalidRequestError: the template rejects the conversation, or fails on it.
             RequestTooLargeError: the rendered text is too large.
             PromptTooLongError: it leaves no room for one more token; encoding stops as soon as that is known.
@@ -114,7 +114,7 @@ class PromptEncoder:
 
 
 async def _collect(lane: Lane, runs: Iterator[TokenIds], context_length: int) -> TokenIds:
-    """Join runs, encoding each in its own turn of the lane; raises `PromptTooLongError` before the remaining runs."""
+    """Join runs, each encoded in its own turn of the lane; `PromptTooLongError` skips the rest."""
     collected: list[TokenIds] = []
     num_tokens = 0
     while (run := await lane.run(lambda: next(runs, None))) is not None:

@@ -24,7 +24,7 @@ class ReplyParsers:
     def make(
         self, conversation: Conversation, prompt_text: str, *, skips_special_tokens: bool = True
     ) -> ReplyParser | None:
-        """Make a parser for one reply to a conversation rendered as `prompt_text`; None if replies are plain text."""
+        """A parser for one reply to a conversation, rendered as `prompt_text`; None if replies are plain text."""
         if self._name == _PLAIN:
             return None
         return make_reply_parser(
@@ -35,11 +35,7 @@ class ReplyParsers:
         )
 
     def call_grammar(self, conversation: Conversation, prompt_text: str) -> str:
-        """The grammar of a reply that must call one of the conversation's `callable_tools`.
-
-        Raises:
-            InvalidRequestError: the model has no known tool call format, or a tool's schema cannot be enforced in it.
-        """
+        """The grammar of a reply that must call one of the `callable_tools`; raises as `tool_call_grammar`."""
         return tool_call_grammar(
             self._name,
             CallRequest(
@@ -53,7 +49,7 @@ class ReplyParsers:
 
 
 def load_reply_parsers(model_dir: Path, prompts: PromptEncoder, *, name: str) -> ReplyParsers:
-    """The parsers of the family `name`; "auto" picks the one that fits the model.
+    """The parsers of the family `name`; "auto" picks the model's.
 
     Raises:
         ModelDirectoryError: the model's configuration is missing or malformed.

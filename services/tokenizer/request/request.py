@@ -1,4 +1,4 @@
-"""A request as the cell takes it, and what is known of its answer."""
+"""A request as the cell takes it, and its answer so far."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ class Request:
     """A prompt with every parameter resolved, including the seed, and the state of its submissions.
 
     What the client asked for never changes. The rest belongs to `RequestLedger`: each submission is an attempt, on
-    whatever
-    stream.
+    whatever stream.
     """
 
     request_id: str
@@ -40,7 +39,7 @@ class Request:
     n: int = 1
     """The number of choices."""
     is_exact: bool = False
-    """Whether the answer's bytes must depend only on the model, the prompt and the parameters."""
+    """Whether the bytes must depend only on the model, the prompt and the parameters."""
 
     arrived_at: float = 0.0
     deadline_at: float | None = None
@@ -54,7 +53,7 @@ class Request:
     awaits_token: bool = False
     """Whether no token has arrived since the submission."""
     fingerprints: set[str] = field(default_factory=set)
-    """Exact fingerprints of the cells it was submitted to; empty for a cell that is not exact."""
+    """Exact fingerprints of its cells so far; empty for a cell that is not exact."""
     num_prompt_positions: int = 1
     """Prompt positions whose log-probabilities are known. The first has none."""
 

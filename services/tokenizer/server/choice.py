@@ -96,7 +96,7 @@ class Choice:
 
     @property
     def finish_reason(self) -> common_pb2.FinishReason:
-        """Why it finished; unspecified before that, and after an error."""
+        """Why it finished; unspecified before that and after an error."""
         return common_pb2.FINISH_REASON_UNSPECIFIED if self._finish is None else self._finish.reason
 
     @property
@@ -109,7 +109,7 @@ class Choice:
         self.num_resumes, self.resumes_exactly = num_resumes, is_exact
 
     def resumed(self, num_resumes: int) -> None:
-        """See `Receiver`; for choices that a stop string ends before the cell reports the number."""
+        """See `Receiver`; for choices that a stop string ends."""
         self.num_resumes = num_resumes
 
     def begin(self, num_cached_tokens: int) -> None:
@@ -148,7 +148,7 @@ class Choice:
             self._call.on_news(self)
 
     def fail(self, error: ServiceError) -> None:
-        """End the whole call with an error; what was received before is still sent."""
+        """End the whole call; what was received before is still sent."""
         self._call.fail(error)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""One choice's tokens and text: which are certain, and which have not been taken yet. Pure."""
+"""One choice's tokens and text: which are certain, and which were taken. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from services.tokenizer.text.stop_strings import StopMatcher
 
 
 class Completion:
-    """Takes tokens as they arrive; returns tokens and text once they certainly belong to the answer.
+    """Takes tokens, and returns them and their text once they certainly belong to the answer.
 
     Invariant: `_late_ids` are the tokens after a completed stop string while another one, which began earlier, may
     still be completed. They belong to the answer only if that happens.

@@ -1,7 +1,7 @@
-"""One call's answer on its way from the cell to the client, with its choices interleaved.
+"""One call's answer, with its choices interleaved.
 
-Everything that has accumulated for a choice is sent in one response. That is at most what arrives while one write is
-blocked, which may last `--max-unread-s`, and never more than the text of `max_tokens` tokens.
+Everything that has accumulated for a choice is sent in one response: at most what arrives while one write is blocked,
+which may last `--max-unread-s`, and never more than the text of `max_tokens` tokens.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ from shared.errors import ServiceError
 
 
 class Generation:
-    """Yields the responses of all choices of one call.
+    """Yields the responses of all choices of one call, until the last one has finished or an error ends it.
 
-    It ends exactly once: when its last choice has finished, or with an error.
-
-    Invariant: `_fresh` are the choices that have news and have not had their turn, in the order in which the news came.
+    Invariant: `_fresh` are the choices that have news and have not had their turn, in the order of their news.
     """
 
     def __init__(self, *, arrived_at: float) -> None:
-        """The `choices` are added later; the call arrived at `arrived_at` of `time.monotonic`."""
+        """`arrived_at` is in seconds of `time.monotonic`; the `choices` are added later."""
         self.arrived_at = arrived_at
         self.choices: list[Choice] = []
         self._fresh: list[Choice] = []
@@ -33,26 +31,26 @@ class Generation:
 
     @property
     def finish_reasons(self) -> list[common_pb2.FinishReason]:
-        """The choices' finish reasons, as `Choice.finish_reason`."""
+        """The choices' `finish_reason`, if they finished."""
         return [choice.finish_reason for choice in self.choices]
 
     @property
     def num_tokens(self) -> int:
-        """The number of completion tokens in the answer so far."""
+        """Completion tokens so far."""
         return sum(choice.num_tokens for choice in self.choices)
 
     @property
     def num_resumes(self) -> int:
-        """The number of resumes of all choices so far, as `Choice.num_resumes`."""
+        """Resumes of all choices so far."""
         return sum(choice.num_resumes for choice in self.choices)
 
     @property
     def ttft_s(self) -> float | None:
-        """Seconds from the call's arrival to the first token that was sent; None while none was."""
+        """Seconds from the call's arrival to the first token sent; None before that."""
         return min((choice.ttft_s for choice in self.choices if choice.ttft_s is not None), default=None)
 
     def usage(self) -> common_pb2.Usage:
-        """The usage of all choices together; each prompt is counted once."""
+        """Of all choices together; each prompt is counted once."""
         firsts = [choice.usage for choice in self.choices if choice.is_first]
         return common_pb2.Usage(
             num_prompt_tokens=sum(usage.num_prompt_tokens for usage in firsts),
@@ -66,7 +64,7 @@ class Generation:
         self._news.set()
 
     def fail(self, error: ServiceError) -> None:
-        """End with an error; what was received before is still sent. Does nothing if the answer is over."""
+        """End with an error, unless over; what was received before is still sent."""
         if self._error is not None or self._has_all_finishes():
             return
         self._error = error
@@ -78,7 +76,7 @@ class Generation:
         """Yield what has accumulated whenever there is something; the last response has `usage` set.
 
         Raises:
-            ServiceError: the answer ended with this error.
+            ServiceError: it ended the answer.
         """
         num_unfinished = len(self.choices)
         while num_unfinished:

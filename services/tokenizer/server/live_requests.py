@@ -1,4 +1,4 @@
-"""The requests in flight in this replica, by id."""
+"""The requests in flight, by id."""
 
 from __future__ import annotations
 
@@ -23,17 +23,13 @@ class LiveRequests:
         self._is_empty.set()
 
     def check_open(self) -> None:
-        """Refuse new requests once the service is stopping.
-
-        Raises:
-            DrainingError: the service is stopping.
-        """
+        """Raise `DrainingError` once the service is stopping."""
         if self._is_draining:
             raise DrainingError("the service is stopping")
 
     @contextmanager
     def admit(self, request_ids: Sequence[str]) -> Iterator[None]:
-        """Claim ids, all or none of them, for the duration of a `with` block. The first one is the request's own.
+        """Claim ids, all or none, inside the `with` block; the first is the request's own.
 
         Raises:
             DuplicateRequestError: a request with one of these ids is in flight.
@@ -56,7 +52,7 @@ class LiveRequests:
         self._generations[request_id] = generation
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new requests, let those in flight finish, and end the rest with DRAINING after `grace_s` seconds."""
+        """Refuse new requests, let those in flight finish, and end the rest with DRAINING after `grace_s`."""
         self._is_draining = True
         try:
             async with asyncio.timeout(grace_s):

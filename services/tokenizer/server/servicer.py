@@ -22,13 +22,10 @@ TOKENIZER_SERVICE = "lockstep.v1.TokenizerService"
 
 
 class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
-    """Serves clients; tokenizer.proto has the contracts.
-
-    Every method needs the link to the cell, and refuses calls once the service is stopping.
-    """
+    """Serves clients, while linked to the cell and not stopping; tokenizer.proto has the contracts."""
 
     def __init__(self, model: ServedModel, scheduler: SchedulerClient, live: LiveRequests, max_unread_s: float) -> None:
-        """A request is aborted once its client has read nothing for `max_unread_s` seconds."""
+        """A request is aborted once its client has read nothing for `max_unread_s`."""
         self._model = model
         self._scheduler = scheduler
         self._live = live
@@ -45,7 +42,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     async def Complete(
         self, request: tokenizer_pb2.CompleteRequest, context: grpc.aio.ServicerContext
     ) -> tokenizer_pb2.CompleteResponse:
-        """Continue a prompt, and return all responses as one."""
+        """Continue a prompt, with one response."""
         answer = WholeAnswer()
         await self._generate(request.request, answer, context)
         return answer.message()

@@ -1,4 +1,4 @@
-"""Merges all responses of a `Generate` call into one answer."""
+"""Merges a `Generate` call's responses into one."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ MAX_ANSWER_BYTES = 4 * 1024 * 1024
 
 @dataclass(slots=True)
 class _ChoiceParts:
-    """What has been received for one choice; the pieces of text are joined at the end."""
+    """What was received for one choice, to be joined at the end."""
 
     message: tokenizer_pb2.CompletedChoice
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     arguments: list[list[str]] = field(default_factory=list)
-    """The pieces of each tool call's arguments."""
+    """The pieces of each call's arguments."""
 
 
 class WholeAnswer:
-    """Collects the responses of one call and merges them."""
+    """Takes a call's responses and merges them."""
 
     def __init__(self) -> None:
         self._prompts: list[tokenizer_pb2.CompletedPrompt] = []
@@ -51,7 +51,7 @@ class WholeAnswer:
             self._answer.usage.CopyFrom(response.usage)
 
     def message(self) -> tokenizer_pb2.CompleteResponse:
-        """The merged answer; to be called once, after the last response."""
+        """The merged answer; called once, after the last response."""
         self._answer.prompts.extend(self._prompts)
         for _, parts in sorted(self._choices.items()):
             parts.message.text = "".join(parts.texts)

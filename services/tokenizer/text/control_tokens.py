@@ -43,7 +43,7 @@ def control_tokens_of(tokenizer: Tokenizer) -> dict[int, AddedToken]:
 
 @dataclass(frozen=True, slots=True)
 class _Sides:
-    """A control token's id, and whether it swallows whitespace on its left and on its right."""
+    """Whether a control token swallows whitespace on its left and right."""
 
     token_id: int
     left: bool

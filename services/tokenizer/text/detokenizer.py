@@ -1,7 +1,6 @@
 """Incremental detokenization, which never returns half a character.
 
-Not with `tokenizers.decoders.DecodeStream`: it holds text back while it ends with U+FFFD, decodes everything held again
-with each token, and drops it at the end, so a long run of invalid UTF-8 takes quadratic time and never appears.
+`tokenizers.decoders.DecodeStream` would take quadratic time on a long run of invalid UTF-8, and drop it at the end.
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ def byte_table(tokenizer: Tokenizer) -> dict[int, bytes]:
     """The bytes of every token of a byte-level vocabulary.
 
     Source: GPT-2's `bytes_to_unicode`, which `tokenizers` follows: each character represents a byte. A token with any
-    other
-    character is an added one, encoded as UTF-8.
+    other character is an added one, encoded as UTF-8.
     """
     byte_of = _byte_of_character()
     table = {}
@@ -179,7 +177,6 @@ class WindowDetokenizer:
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], skipped: frozenset[int]) -> None:
-        """Take the library's decoder, and the ids to skip."""
         self._decode = decode
         self._skipped = skipped
         self._window: list[int] = []

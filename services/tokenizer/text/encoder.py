@@ -25,14 +25,14 @@ _MARKS_BEGINNING, _MARKS_NOTHING = '"prepend_scheme":"first"', '"prepend_scheme"
 class _Text(NamedTuple):
     text: str
     is_beginning: bool
-    """Whether it belongs to the first piece."""
+    """Whether it is in the first piece."""
 
 
 class Encoder:
     """Encodes and decodes with one tokenizer. Encoded text never becomes a control token.
 
     Costs about a millisecond per thousand tokens. The library's batch calls release the GIL; `Tokenizer.encode` and
-    `decode` hold it for the whole text.
+    `decode` do not.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -69,7 +69,7 @@ class Encoder:
         return np.concatenate(list(self.encode_in_parts([text], add_special_tokens=add_special_tokens)))
 
     def encode_pieces(self, pieces: Sequence[str | int]) -> npt.NDArray[np.int32]:
-        """Encode texts and the token ids between them; only the first piece counts as the beginning of a text."""
+        """Encode texts and the token ids between them; only the first piece begins a text."""
         return np.concatenate(list(self.encode_in_parts(pieces)))
 
     def encode_in_parts(

@@ -18,7 +18,7 @@ class Markers:
         self._last_characters = frozenset(beginning[-1] for beginning in self._beginnings)
 
     def find(self, text: str, start: int) -> re.Match[str] | None:
-        """The first marker at or after `start`; of those at the same place, the longest."""
+        """The first marker at or after `start`; of several there, the longest."""
         return self.pattern.search(text, start)
 
     def held_length(self, text: str, start: int) -> int:

@@ -1,6 +1,4 @@
-"""Finds stop strings in text that arrives in pieces.
-
-Every character is looked at once, and the automaton's state says how much text to hold back.
+"""Finds stop strings in text that arrives in pieces, looking at every character once.
 
 Source: Aho and Corasick, "Efficient String Matching: An Aid to Bibliographic Search", CACM 18(6), 1975.
 """
@@ -48,7 +46,7 @@ class StopMatcher:
     def push(self, text: str) -> str:
         """Take the next piece; returns the text that has become certain.
 
-        Must not be called once decided. Text after the deciding character is dropped.
+        Not to be called once decided. Text after the deciding character is dropped.
         """
         self._held += text
         for character in text:
@@ -67,7 +65,6 @@ class StopMatcher:
         return self._take_certain()
 
     def _judge(self) -> None:
-        """Update `candidate` and `is_decided` after one character."""
         stop = self._automaton.stops[self._node] if self.is_watchful else None
         if stop is not None:
             start = self._num_characters - len(stop)

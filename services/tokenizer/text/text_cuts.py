@@ -1,8 +1,7 @@
 """Finds where a text may be cut so that the tokens of its parts, joined, are the tokens of the whole.
 
 This is known for tokenizers that split texts into words by a well-known rule: no word may cross a cut. For others,
-texts
-are not cut.
+texts are not cut.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class TextCutter:
 
 
 def find_cut_rule(tokenizer: dict[str, Any]) -> CutRule | None:
-    """The rule for a tokenizer, given its JSON; None if its structure is not known."""
+    """The rule for a tokenizer, given its JSON; None if its structure is unknown."""
     added, model = tokenizer["added_tokens"], tokenizer["model"]
     if not all(_leaves_cuts_alone(token) for token in added) or model.get("dropout"):
         return None
@@ -158,7 +157,7 @@ def _between_words(added: list[str], *, adds_space: bool) -> CutRule:
 
 
 def _marks_spaces(normalizers: list[dict[str, Any]], stages: list[dict[str, Any]]) -> bool:
-    """Whether a tokenizer, like SentencePiece, only replaces each space by a mark."""
+    """Whether, like SentencePiece, a tokenizer only replaces each space by a mark."""
     replaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE_MARK}
     prepends = {"type": "Prepend", "prepend": _SPACE_MARK}
     marks = [stage["type"] == "Metaspace" and stage["replacement"] == _SPACE_MARK for stage in stages]
@@ -168,7 +167,7 @@ def _marks_spaces(normalizers: list[dict[str, Any]], stages: list[dict[str, Any]
 
 
 def _keeps_words_apart(model: dict[str, Any]) -> bool:
-    """Whether no token spans two words of a text that is not split before."""
+    """Whether no token spans two words, in a text that is not split before."""
     if model["type"] != "BPE" or _SPACE_MARK not in model["vocab"]:
         return False
     if model["ignore_merges"] or model["continuing_subword_prefix"] or model["end_of_word_suffix"]:

@@ -59,5 +59,5 @@ class TextLanes:
         self.long = Lane(1, "encode-long")
 
     def lane_for(self, num_bytes: int) -> Lane:
-        """The lane for a text of this size."""
+        """The lane for this size."""
         return self.short if num_bytes <= MAX_SHORT_BYTES else self.long
