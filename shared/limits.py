@@ -279,7 +279,6 @@ def _bias_violations(biases: tuple[tuple[int, float], ...], logits_width: int) -
 def _run_violations(
     field: str, runs: tuple[tuple[int, ...], ...], most: tuple[int, int], logits_width: int
 ) -> Iterator[_Fault]:
-    """`most` is the maximum number of runs and of ids per run."""
     max_runs, max_length = most
     if len(runs) > max_runs:
         yield field, "OUT_OF_RANGE", f"must have at most {max_runs} entries"

@@ -74,7 +74,6 @@ class LineWriter:
                 num_lost += lines.count(b"\n")
 
     def _next(self) -> tuple[int, bytes]:
-        """How many lines were dropped, and the lines to write, possibly none."""
         with self._changed:
             self._is_writing = False
             self._changed.notify_all()

@@ -234,7 +234,6 @@ class _Given:
 
 
 def _read_options(sampling: common_pb2.SamplingParams, given: _Given) -> SamplingOptions | None:
-    """None if all have their default values."""
     options = SamplingOptions(
         min_p=given.number("min_p", 0.0),
         repetition_penalty=given.number("repetition_penalty", 1.0),

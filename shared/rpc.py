@@ -210,7 +210,6 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     @contextmanager
     def _open_call(self, method: str) -> Iterator[None]:
-        """Refuses or counts a call."""
         if self._num_open_calls >= self._max_open_calls and method not in _NEVER_REFUSED:
             raise QueueFullError(
                 "too many calls are open", retry_delay_s=_RETRY_DELAY_S, max_calls=self._max_open_calls
@@ -222,7 +221,6 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             self._num_open_calls -= 1
 
     def _check_message(self, method: str, message: Any) -> Any:
-        """The message, unless it could not be parsed."""
         if message is _UNPARSED:
             self._parse_log.note(method, time.monotonic())
             raise InvalidRequestError("the message cannot be parsed: it is truncated, or a string in it is not UTF-8")

@@ -70,7 +70,6 @@ async def _answer(channel: grpc.aio.Channel, target: str, conversation: Conversa
 
 
 def _talk(runner: asyncio.Runner, channel: grpc.aio.Channel, target: str, conversation: Conversation) -> None:
-    """Until the user exits."""
     # Imported here because only a terminal needs the library, and importing it is slow.
     from shared.cli.typed_turns import TypedTurns  # noqa: PLC0415
 

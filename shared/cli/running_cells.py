@@ -47,7 +47,7 @@ def find_cells() -> list[RunningCell]:
 
 
 def _read(path: Path) -> tuple[float, RunningCell | None]:
-    """With the file's modification time; None if it is another user's or its launcher is gone."""
+    """None if the file is another user's or its launcher is gone."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         # Other users cannot write into a private directory of this one.
         if path.parent.lstat().st_uid == os.geteuid():

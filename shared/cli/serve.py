@@ -113,7 +113,6 @@ async def _bring_up(settings: ServeSettings, cell: CellProcesses, scheduler_addr
 
 
 async def _say_ready(settings: ServeSettings, scheduler_address: str) -> str | None:
-    """Returns as `_answer_prompt`."""
     print(
         f"ready: serving {settings.model_name} on {settings.bind_address}, scheduler on {scheduler_address}",
         flush=True,

@@ -78,7 +78,7 @@ class _Domain:
     """When to start it; None while it runs."""
     processes: dict[str, _Process] = field(default_factory=dict)
     delay_s: float = 0.0
-    """Before the next start."""
+    """The delay of the next start."""
     is_ready: bool = False
     """Whether all processes serve since their start."""
     has_served: bool = False

@@ -98,7 +98,7 @@ def _find_scheduler() -> str:
 
 
 async def _show(target: str, interval_s: float, num_snapshots: int | None) -> None:
-    """With None, until cancelled."""
+    """Until cancelled if `num_snapshots` is None."""
     is_terminal = sys.stdout.isatty() and num_snapshots is None
     before: scheduler_pb2.GetStateResponse | None = None
     before_at = 0.0
@@ -141,7 +141,6 @@ def _counter_line(
 def _rank_lines(
     state: scheduler_pb2.GetStateResponse, before: scheduler_pb2.GetStateResponse | None, elapsed_s: float
 ) -> Iterator[str]:
-    """A heading and one line per DP rank."""
     heading = f"{'rank':<6}{'attached':>9}{'waiting':>9}{'running':>9}{'KV used':>9}"
     yield f"{heading}{'steps':>12}{'dummies':>9}{'steps/s':>10}"
     for number, rank in enumerate(state.rank_steps):
@@ -167,7 +166,7 @@ def _hit_rate(state: scheduler_pb2.GetStateResponse, before: scheduler_pb2.GetSt
 def _acceptance_rate(
     state: scheduler_pb2.GetStateResponse, before: scheduler_pb2.GetStateResponse | None = None
 ) -> str:
-    """Share of draft tokens accepted; the rest as `_hit_rate`."""
+    """As `_hit_rate`, for draft tokens that were accepted."""
     return _share(state, before, part="num_accepted_draft_tokens", whole="num_draft_tokens")
 
 

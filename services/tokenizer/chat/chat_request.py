@@ -101,7 +101,6 @@ class _ChatReader:
         return tuple(self._up_to_enough(lambda index: self._read_message(messages[index], index), len(messages)))
 
     def _up_to_enough(self, read: Callable[[int], Message], count: int) -> Iterator[Message]:
-        """Stop once there are more violations than are reported."""
         for index in range(count):
             if len(self._violations) > MAX_VIOLATIONS:
                 return
@@ -151,7 +150,6 @@ class _ChatReader:
         return ToolCall(call.id, call.name, self._read_object(f"{field}.arguments", call.arguments, MAX_MESSAGE_BYTES))
 
     def _read_object(self, field: str, text: str, max_bytes: int) -> JsonObject:
-        """Empty text means an empty object."""
         if not text:
             return {}
         if len(text.encode()) > max_bytes:

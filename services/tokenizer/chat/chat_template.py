@@ -144,7 +144,6 @@ def _template_sources(model_dir: Path, config: dict[str, Any]) -> dict[str, str]
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Each is configured as a string or as an object with `content`."""
     tokens = {}
     for name, value in config.items():
         text = value.get("content") if isinstance(value, dict) else value

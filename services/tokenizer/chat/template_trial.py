@@ -134,7 +134,6 @@ def _writes_call(render: Callable[[JsonObject], str], features: TemplateFeatures
 
 
 def _rendered(render: Callable[[JsonObject], str], messages: list[JsonValue], tools: list[JsonValue]) -> str:
-    """Empty if the template fails."""
     try:
         return render({"messages": messages, "tools": tools})
     except Exception:  # noqa: BLE001 - a template can raise anything

@@ -80,7 +80,6 @@ def read_rows(outputs: exchange_pb2.Outputs) -> list[tuple[int, int, list[int]]]
 
 
 def _choices_so_far(request: Request) -> list[exchange_pb2.ChoiceSoFar]:
-    """Empty when nothing is known of any choice."""
     if not request.has_output:
         return []
     return [

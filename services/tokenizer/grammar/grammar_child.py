@@ -130,7 +130,6 @@ class GrammarChild:
             pass
 
     def _ask(self, request: bytes) -> dict[str, Any] | None:
-        """None when the process has ended."""
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None

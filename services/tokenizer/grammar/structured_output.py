@@ -129,8 +129,6 @@ class StructuredOutputs:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """A grammar, or a problem."""
-
     grammar: str = ""
     shortest_bytes: int = 0
     problem: str = ""

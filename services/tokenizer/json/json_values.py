@@ -112,7 +112,6 @@ def _find_problem(value: object) -> str | None:
 
 
 def _place(keys: list[_Key]) -> str:
-    """In JSONPath notation, shortened if it is long."""
     # The first key belongs to the list that wraps the whole value.
     steps = (f"[{key}]" if isinstance(key, int) else f".{_SURROGATE.sub('?', key)}" for key in keys[1:])
     place = "$" + "".join(steps)

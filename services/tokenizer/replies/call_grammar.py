@@ -140,7 +140,7 @@ def _glm4_key(grammar: LarkGrammar, name: str) -> str:
 
 
 def _glm4_value(grammar: LarkGrammar, schema: JsonValue, root: JsonObject) -> str:
-    """A value and its end marker: plain text where the parser reads it so, otherwise JSON."""
+    """Plain text where the parser reads it so, otherwise JSON."""
     end = grammar.marker(glm4.VALUE_END)
     if not glm4.takes_text(schema):
         definitions: JsonObject = {name: root[name] for name in ("$defs", "definitions") if name in root}

@@ -68,7 +68,6 @@ class Glm4Parser(ReplyParser):
         return end is not None
 
     def _takes_text(self, tool_name: str, key: str) -> bool:
-        """False for a tool that was not offered."""
         tool = self._tools.get(tool_name)
         properties = tool.parameters.get("properties") if tool else None
         return takes_text(properties.get(key) if isinstance(properties, dict) else None)
@@ -89,7 +88,6 @@ def _json(value: JsonValue) -> str:
 
 
 def _json_of(text: str) -> str:
-    """Text that is JSON is kept; other text becomes a string."""
     try:
         return _json(json.loads(text, parse_constant=float))
     except (ValueError, RecursionError):

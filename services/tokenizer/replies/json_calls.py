@@ -20,7 +20,6 @@ class _JsonCall:
     name: str | None = None
     arguments: str | None = None
     has_begun: bool = False
-    """Whether the name has been passed on."""
 
 
 class JsonCallParser(ReplyParser):

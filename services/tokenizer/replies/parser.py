@@ -77,7 +77,6 @@ class ReplyParser(abc.ABC):
         """Read the whole reply; returns only when the text has ended."""
 
     def _read_text(self, openings: Markers, read_markup: Callable[[str], Reading[None]]) -> Reading[None]:
-        """Read text; `read_markup` is called with each opening."""
         while (opening := (yield from self._pass_until(openings, self._put_text))) is not None:
             yield from self._try(opening, read_markup)
 
@@ -124,7 +123,6 @@ class ReplyParser(abc.ABC):
         self._reader.accept()
 
     def _read_arguments(self) -> Reading[None]:
-        """Pass the arguments on as they arrive."""
         self._streams_arguments = True
         yield from read_value(self._reader)
         self._end_arguments(is_cut=False)
@@ -137,7 +135,7 @@ class ReplyParser(abc.ABC):
         self._streams_arguments = False
 
     def _close(self, *closings: str) -> Reading[str]:
-        """Read one of `closings` after part of a call; empty if the text ends first."""
+        """Empty if the text ends first."""
         try:
             yield from self._reader.skip(SPACE)
             return (yield from self._reader.expect(*closings))
@@ -196,7 +194,6 @@ class _TokenFilter:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """Return the text that is certainly not part of a token."""
         text = self._held + text
         kept = []
         start = 0

@@ -186,7 +186,6 @@ def _check_prompts(
 
 
 def _text_bytes(message: tokenizer_pb2.GenerateRequest | tokenizer_pb2.Prompt) -> int:
-    """The UTF-8 bytes of a message's prompts."""
     kind = message.WhichOneof("prompt")
     if kind == "text":
         return len(message.text.encode())
@@ -203,7 +202,6 @@ def _check_prompt(
     limits: ModelLimits,
     violations: list[Violation],
 ) -> Prompt:
-    """Violations are appended, with `prefix` before each field."""
     kind = message.WhichOneof("prompt")
     if kind == "chat":
         return read_chat(message.chat, violations, field=f"{prefix}chat")

@@ -106,13 +106,12 @@ class RequestPreparer:
         return replace(sampling, options=replace(sampling.options or NO_OPTIONS, grammar=grammar))
 
     def _max_bytes(self) -> int:
-        """Of any answer at most, by the context length and the KV cache."""
+        """The most bytes of any answer, by the context length and the KV cache."""
         limits = self._limits()
         return min(limits.context_length, limits.num_pool_tokens) * self._model.longest_token_bytes
 
 
 def _check_arguments_fit(tools: Sequence[Tool], field: str, max_bytes: int) -> None:
-    """Refuse tools whose arguments cannot fit the context."""
     name_to_size = {tool.name: shortest_json(tool.parameters) for tool in tools}
     raise_violations(
         [

@@ -114,7 +114,7 @@ class PromptEncoder:
 
 
 async def _collect(lane: Lane, runs: Iterator[TokenIds], context_length: int) -> TokenIds:
-    """Join runs, each encoded in its own turn of the lane; `PromptTooLongError` skips the rest."""
+    """Each run is encoded in its own turn of the lane; `PromptTooLongError` skips the rest."""
     collected: list[TokenIds] = []
     num_tokens = 0
     while (run := await lane.run(lambda: next(runs, None))) is not None:

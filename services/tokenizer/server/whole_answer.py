@@ -13,13 +13,10 @@ MAX_ANSWER_BYTES = 4 * 1024 * 1024
 
 @dataclass(slots=True)
 class _ChoiceParts:
-    """What was received for one choice, to be joined at the end."""
-
     message: tokenizer_pb2.CompletedChoice
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     arguments: list[list[str]] = field(default_factory=list)
-    """The pieces of each call's arguments."""
 
 
 class WholeAnswer:

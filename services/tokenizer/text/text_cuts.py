@@ -105,7 +105,6 @@ def find_cut_rule(tokenizer: dict[str, Any]) -> CutRule | None:
 
 
 def _flat(step: dict[str, Any] | None, members: str) -> list[dict[str, Any]]:
-    """Sequences of steps are flattened."""
     if step is None:
         return []
     if step["type"] != "Sequence":
