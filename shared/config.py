@@ -40,7 +40,7 @@ def check_local_address(address: str) -> str:
     """Return an address unchanged if only this machine can reach it.
 
     Raises:
-        ValueError: it is not an address, or neither a unix socket nor loopback.
+        ValueError: it is no address, or neither a unix socket nor loopback.
     """
     check_address(address)
     if address.startswith("unix:") or address.rpartition(":")[0] in _LOOPBACK_HOSTS:
@@ -92,7 +92,7 @@ SettingsT = TypeVar("SettingsT", bound=BaseSettings)
 def load_settings(settings_type: type[SettingsT], argv: Sequence[str] | None = None) -> SettingsT:
     """Read a service's settings; an invalid one is named on stderr, with exit code 2.
 
-    Exits under `python -O` too, which removes every assertion and with them a cell's integrity checks.
+    Exits under `python -O` too, which removes assertions and with them a cell's integrity checks.
 
     Args:
         argv: Without the program's name; None means the process's own.

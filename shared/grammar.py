@@ -1,7 +1,7 @@
 """What tokenizer and worker share about grammars.
 
-The limits are set here, so that a grammar that compiles in the tokenizer also compiles in the worker. Compiling an
-untrusted grammar can take seconds: nothing here may run on an event loop.
+The limits are set here, so that a grammar that compiles in the tokenizer also compiles in the worker. Compiling can
+take seconds: nothing here may run on an event loop.
 
 Source: llguidance, https://github.com/guidance-ai/llguidance.
 """
@@ -73,8 +73,8 @@ class GrammarLibrary:
     def allowed_tokens(self, matcher: LLMatcher) -> npt.NDArray[np.bool_]:
         """Which tokens may come next: a new [num_tokens] array.
 
-        Includes the end-of-sequence tokens if the text may end here; only them once it has ended, or when the matcher
-        has failed (`matcher.is_error`): no text fits, or following the grammar costs too much.
+        Includes the end-of-sequence tokens if the text may end here; only them once it has ended, or after an error
+        (`matcher.is_error`): no text fits, or following the grammar costs too much.
         """
         words = np.empty((self.tokenizer.vocab_size + 31) // 32, np.uint32)
         matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)

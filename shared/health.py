@@ -17,7 +17,7 @@ _PROCESS_KEY = "lockstep-process"
 class Health:
     """The health of one server: not serving until `set_serving`.
 
-    The empty service name means the whole server; each service has the same value.
+    The empty service name means the whole server.
     """
 
     def __init__(self, service_names: tuple[str, ...]) -> None:

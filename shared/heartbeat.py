@@ -59,7 +59,7 @@ class OwnPause:
         self._limit_s = limit_s
 
     def note(self, now: float) -> float:
-        """Note that the process runs; returns the seconds that it was paused before, or 0."""
+        """Note that the process runs; returns the seconds that it was paused, or 0."""
         pause_s = 0.0 if self.last_at is None else now - self.last_at - self._period_s
         self.last_at = now
         return pause_s if pause_s > self._limit_s else 0.0

@@ -18,13 +18,13 @@ _NEVER = 2**31 - 1
 def run_service(main: Callable[[asyncio.Event], Awaitable[int]]) -> int:
     """Run `main` on uvloop until it returns the exit code.
 
-    SIGTERM, SIGINT or SIGHUP sets the event that `main` receives; `main` then stops serving and returns.
+    SIGTERM, SIGINT or SIGHUP sets the event that `main` receives; it then stops serving.
     """
     return uvloop.run(_with_signals(main))
 
 
 def stop_signals() -> list[signal.Signals]:
-    """The signals that ask a process to end; not SIGHUP if it is ignored, as under `nohup`."""
+    """The signals that ask a process to end; not SIGHUP if ignored, as under `nohup`."""
     signals = [signal.SIGTERM, signal.SIGINT]
     return signals if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*signals, signal.SIGHUP]
 
@@ -38,7 +38,7 @@ def freeze_garbage() -> None:
 def hold_full_collections() -> None:
     """Run full garbage collections only on request; younger generations as usual.
 
-    A full collection visits every live object: with hundreds of long sequences, it would pause a step for many steps.
+    A full collection visits every live object, which may pause a step for many steps.
     """
     young, middle, _ = gc.get_threshold()
     gc.set_threshold(young, middle, _NEVER)

@@ -154,7 +154,7 @@ def check_prompt(token_ids: npt.NDArray[np.integer], limits: ModelLimits, *, fie
         token_ids: [num_tokens], any integer dtype.
 
     Raises:
-        InvalidRequestError: it is empty, or an id is out of range (the error has the index of the first one).
+        InvalidRequestError: it is empty, or an id is out of range (with the index of the first one).
         PromptTooLongError: it leaves no room for a completion token.
     """
     check_prompt_length(token_ids.size, limits, field=field)
@@ -182,7 +182,7 @@ def check_token_ids(token_ids: npt.NDArray[np.integer], logits_width: int, *, fi
     """Reject token ids outside the vocabulary.
 
     Raises:
-        InvalidRequestError: an id is negative or not below `logits_width`; the error has the index of the first one.
+        InvalidRequestError: an id is negative or not below `logits_width`; with the index of the first one.
     """
     # Seen as unsigned numbers, negative ids are too large as well.
     if not token_ids.size or token_ids.view(f"u{token_ids.itemsize}").max() < logits_width:

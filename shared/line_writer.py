@@ -18,8 +18,8 @@ _ERASE_LINE = b"\r\x1b[K"
 class LineWriter:
     """Writes lines to a file descriptor, in order.
 
-    Lines that do not fit into the buffer, or cannot be written, are dropped. A line with their number takes their place
-    as soon as writing works again.
+    Lines that do not fit into the buffer, or cannot be written, are dropped; a line with their number replaces them
+    once writing works again.
     """
 
     def __init__(self, fd: int, describe_loss: Callable[[int], str]) -> None:

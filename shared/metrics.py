@@ -1,7 +1,7 @@
 """Metrics for Prometheus, served by the service's own event loop.
 
-Only `GET /metrics`, one request per connection, with limits on size and time: the Prometheus library's own server runs
-in a second thread, which would slow down the step loop.
+Only `GET /metrics`, with limits on size and time: the Prometheus library's own server runs in a second thread, which
+would slow down the step loop.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ async def serve_metrics(
     Args:
         address: unix:PATH or HOST:PORT; port 0 chooses a free one.
         registry: Its collectors run on the event loop.
-        request_timeout_s: A connection not answered within this time is closed.
+        request_timeout_s: A connection not answered by then is closed.
 
     Raises:
         RuntimeError: the address is in use or not usable.

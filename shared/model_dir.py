@@ -1,4 +1,4 @@
-"""A model directory in Hugging Face's layout, read as data only: no code from it is ever run."""
+"""A model directory in Hugging Face's layout, read as data only: none of its code is run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read_json(model_dir: Path, name: str) -> dict[str, Any]:
 
 
 def model_digest(model_dir: Path) -> str:
-    """What a model's services must agree on: SHA-256 over its configuration and vocabulary, in hex.
+    """What a model's services must agree on: SHA-256 over configuration and vocabulary, in hex.
 
     Raises:
         ModelDirectoryError: a file is missing.
@@ -62,10 +62,10 @@ def vocabulary_size(model_dir: Path) -> int | None:
 
 
 def eos_token_ids(model_dir: Path) -> tuple[int, ...]:
-    """From the generation or else the model configuration; may be empty.
+    """End-of-sequence tokens, from the generation or else the model configuration; may be empty.
 
     Raises:
-        ModelDirectoryError: a file is malformed, or a token is not in the model's vocabulary.
+        ModelDirectoryError: a file is malformed, or a token is not in the vocabulary.
     """
     name, value = GENERATION_CONFIG, None
     if (model_dir / GENERATION_CONFIG).exists():

@@ -1,7 +1,7 @@
 """The fields that public requests share: which values are rejected, and what absence means.
 
-Tokenizer and scheduler read them here, so that a request means the same in each. The `read_...` functions append what
-is invalid to `violations`. A list's length is checked before its contents.
+Tokenizer and scheduler read them here, so that a request means the same in each. The `read_...` functions append to
+`violations`. A list's length is checked before its contents.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def check_exactness(exact_fingerprint: str, *, is_exact: bool) -> None:
         exact_fingerprint: Empty unless all ranks' results are bitwise equal.
 
     Raises:
-        ExactUnavailableError: the cell cannot.
+        ExactUnavailableError: it cannot.
     """
     if is_exact and not exact_fingerprint:
         raise ExactUnavailableError("the cell cannot give exact answers: their bytes depend on concurrent requests")
@@ -163,7 +163,7 @@ def read_choices_so_far(
 ) -> list[npt.NDArray[np.uint32]]:
     """The tokens of each choice of an earlier call, [num_tokens] each; or no entries.
 
-    They need the seed and `max_tokens` that the earlier call resolved: under others the answer would differ.
+    They need the seed and `max_tokens` that it resolved: under others the answer would differ.
     """
     if not choices:
         return []

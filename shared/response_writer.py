@@ -14,8 +14,8 @@ class ResponseWriter:
     """The call fails if its client reads nothing for too long.
 
     HTTP/2's flow-control windows (64 KiB at the client, plus what its library reads ahead) absorb small responses, so a
-    write first blocks long after the client has stopped reading. Only this call waits: its producer merges what
-    accumulates meanwhile.
+    write first blocks long after the client stopped reading. Only this call waits: its producer merges what
+    accumulates.
     """
 
     def __init__(self, context: grpc.aio.ServicerContext, max_unread_s: float) -> None:
@@ -27,7 +27,7 @@ class ResponseWriter:
         """Write a response; returns once it has left this process.
 
         Raises:
-            ClientTooSlowError: the client has read nothing for too long. It receives this after the unread responses.
+            ClientTooSlowError: the client read nothing for too long. It receives this after the unread responses.
         """
         try:
             async with asyncio.timeout(self._max_unread_s):

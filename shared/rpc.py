@@ -85,7 +85,7 @@ def make_server(
         address: unix:PATH or HOST:PORT; port 0 chooses a free one.
         internal: Whether it serves processes of the cell, whose messages may be large.
         service_names: What reflection lists besides health; empty turns it off.
-        max_open_calls: More calls at once are refused with QUEUE_FULL.
+        max_open_calls: More at once are refused with QUEUE_FULL.
 
     Raises:
         RuntimeError: the address is in use or not usable.
@@ -117,7 +117,7 @@ def make_server(
 def make_channel(address: str, *, internal: bool = False) -> grpc.aio.Channel:
     """Open a channel to one of our servers, with its own connection.
 
-    Retries are off, since only the owner of the state can decide what may be repeated.
+    Retries are off: only the owner of the state can decide what may be repeated.
     """
     options: list[tuple[str, int]] = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
     if internal:
@@ -246,10 +246,10 @@ class _ParseLog:
 
 
 def refuse_taken_socket(path: str) -> None:
-    """Fail if a server listens at `path`, whose socket a new one would silently replace, as it may a dead server's.
+    """Fail if a server listens at `path`: a new one would silently replace its socket, as it may a dead server's.
 
     Raises:
-        RuntimeError: a server is listening there, or the path cannot be used.
+        RuntimeError: one is listening there, or the path cannot be used.
     """
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)

@@ -12,7 +12,7 @@ from services.tokenizer.exchange.scheduler_client import SchedulerClient
 
 
 def make_registry(scheduler: SchedulerClient) -> CollectorRegistry:
-    """A registry with the metrics of the replica and of the process."""
+    """The metrics of the replica and of the process."""
     registry = CollectorRegistry()
     registry.register(ReplicaCollector(scheduler))
     ProcessCollector(registry=registry)

@@ -1,4 +1,4 @@
-"""Limits of trials in a separate process, in CPU time: on a busy machine a process may wait for seconds."""
+"""CPU time limits of trials in a separate process: on a busy machine it may wait for seconds."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     clients --> tokenizer --cell.sock--> scheduler --worker-0.0.sock--> worker 0.0 <--leader-- worker 0.1 ...
                                                    --worker-1.0.sock--> worker 1.0 <--leader-- worker 1.1 ...
 
-Each row of workers is one replica and one failure domain. In a coupled cell (expert parallelism over several replicas),
-worker 1.0 also joins worker 0.0, and all workers are one failure domain.
+Each row of workers is one replica and one failure domain. In a coupled cell (expert parallelism over replicas), worker
+1.0 also joins worker 0.0, and all workers are one failure domain.
 """
 
 from __future__ import annotations

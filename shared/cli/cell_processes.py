@@ -84,7 +84,7 @@ class CellProcesses:
         """Stop every process, in reverse start order, after `run` has returned.
 
         Returns:
-            What did not end cleanly, the root cause first, without processes that were waiting to be restarted.
+            What did not end cleanly, the root cause first, without processes that waited for their restart.
         """
         if self._bar is not None:
             # Processes still loading are never dropped from the bar, which must not cover the final messages.

@@ -1,4 +1,4 @@
-"""`lockstep chat`: a conversation in the terminal, or one turn per line of a piped stdin."""
+"""`lockstep chat`: a conversation in the terminal, or one turn per piped line."""
 
 from __future__ import annotations
 

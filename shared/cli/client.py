@@ -54,7 +54,7 @@ def check_text(text: str) -> str:
 def run_client(body: Callable[[], None]) -> int:
     """Run a client command; returns the exit code.
 
-    A failed call is reported on stderr; Ctrl-C and a closed stdout end it quietly.
+    Reports a failed call on stderr; Ctrl-C and a closed stdout end it quietly.
     """
     try:
         body()
@@ -79,7 +79,7 @@ def abandon_stdout() -> None:
 
 
 def describe_failure(error: grpc.aio.AioRpcError) -> str:
-    """As `STATUS REASON: message`; without the reason if the server sent none."""
+    """`STATUS REASON: message`, or without a reason."""
     status = status_from_rpc_error(error)
     names = (error.code().name, reason_of(status))
     return f"{' '.join(name for name in names if name)}: {status.message}"
@@ -130,7 +130,7 @@ async def answer_once(channel: grpc.aio.Channel, prompt: str) -> None:
 
 
 def note_recovery(finish: tokenizer_pb2.Finish) -> None:
-    """Report on stderr a resume after a failure, and whether the bytes could differ."""
+    """Report a resume on stderr, and whether the bytes could differ."""
     if finish.HasField("recovery"):
         count, is_exact = finish.recovery.resume_count, finish.recovery.resume_exact
         times = "once" if count == 1 else f"{count} times"

@@ -9,7 +9,7 @@ from shared.cli.client import Answer, stream_answer
 
 
 class Conversation:
-    """Keeps turns with an answer, even a partial one; `system` is the system prompt, empty for none."""
+    """Keeps turns with an answer, even a partial one; `system` is empty for no system prompt."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Conversation:
         self._messages.clear()
 
     async def answer(self, turn: str) -> None:
-        """Stream the answer to the terminal; what was received before a cancellation is kept.
+        """Stream the answer to the terminal; a partial one is kept on cancellation.
 
         Raises:
             grpc.aio.AioRpcError: the call failed.

@@ -56,7 +56,7 @@ def check_addresses(addresses: Iterable[str]) -> None:
     """Check that servers could listen on all addresses at once.
 
     Raises:
-        RefusedError: an address is in use, or not usable.
+        RefusedError: an address is in use or not usable.
     """
     with ExitStack() as listeners:
         for address in addresses:

@@ -1,6 +1,6 @@
 """The cells that `lockstep serve` is running on this machine, for commands without an address.
 
-Each launcher locks a file in its private directory; the kernel drops the lock when the process ends.
+Each launcher locks a file in its private directory; the kernel drops the lock with the process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NAME = "cell.json"
 
 @dataclass(frozen=True, slots=True)
 class RunningCell:
-    """A cell of this user: its model's directory name, and the addresses of its tokenizer and scheduler."""
+    """A cell of this user: its model's directory name, and its tokenizer's and scheduler's addresses."""
 
     model: str
     address: str

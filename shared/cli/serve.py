@@ -1,4 +1,4 @@
-"""`lockstep serve`: the services of one cell, as processes that start and stop together.
+"""`lockstep serve`: one cell's services, as processes that start and stop together.
 
 Once the cell has served, a process that exits is restarted.
 """

@@ -138,7 +138,7 @@ def split_service_flags(argv: Sequence[str]) -> tuple[list[str], dict[str, list[
     """Separate the services' flags from the launcher's own arguments.
 
     Returns:
-        The launcher's arguments, and each role's flags without its prefix, otherwise unparsed.
+        The launcher's, and each role's without its prefix, otherwise unparsed.
 
     Raises:
         SystemExit: a flag is reserved for the launcher.

@@ -33,7 +33,7 @@ class ServiceProcess:
     async def start(
         cls, command: ServiceCommand, start_flags: Sequence[str], write: Callable[[bytes], None]
     ) -> ServiceProcess:
-        """Start `python -m services.ROLE` from the main thread: the child dies with the thread that started it.
+        """Start `python -m services.ROLE`; only from the main thread, with which the child dies.
 
         `write` receives each line of output, without the newline.
         """
@@ -58,7 +58,7 @@ class ServiceProcess:
         self._problem = self._describe(await self._process.wait())
 
     def kill(self, reason: str) -> None:
-        """Kill the process and everything it started; `problem` will have the reason."""
+        """Kill the process and all it started; `problem` will have the reason."""
         self._kill_reason = reason
         self._kill_group()
 

@@ -84,7 +84,7 @@ class _Domain:
     has_served: bool = False
     """Whether it was ever ready."""
     last_early_delay_s: float = 0.0
-    """The delay after the last failure if that was before it was ready, else 0."""
+    """The delay after the last failure if it was not ready then, else 0."""
     fell_at: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_AT_ONCE))
     """The last few failures after it was ready."""
     kill_rest_at: float | None = None
@@ -125,7 +125,7 @@ class Supervisor:
 
     @property
     def has_served(self) -> bool:
-        """Whether every domain has once been ready: from then on processes are restarted."""
+        """Whether every domain has once been ready; from then on processes are restarted."""
         return all(domain.has_served for domain in self._domains.values())
 
     def on_answer(self, process: str, now: float, *, is_serving: bool) -> bool:

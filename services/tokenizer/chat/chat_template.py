@@ -61,7 +61,7 @@ class ChatTemplate:
         """Render `fields`, ending with the assistant's turn opened. Too slow for the event loop.
 
         Raises:
-            InvalidRequestError: the template rejects the conversation, or fails on it.
+            InvalidRequestError: the template rejects the conversation, or fails.
         """
         try:
             source = self._source if fields["tools"] is None else self._tools_source
@@ -104,7 +104,7 @@ def load_chat_template(model_dir: Path, *, timeout_s: float) -> ChatTemplate | N
     """Load the template after a trial; None if the directory has none.
 
     Raises:
-        ModelDirectoryError: a file is malformed, or the template does not render a plain message in time.
+        ModelDirectoryError: a file is malformed, or the template fails its trial.
     """
     config = read_json(model_dir, _TOKENIZER_CONFIG) if (model_dir / _TOKENIZER_CONFIG).exists() else {}
     sources = _template_sources(model_dir, config)

@@ -53,8 +53,8 @@ class Tool:
 class Conversation:
     """The conversation to continue.
 
-    Invariants: at least one message. `tool_name` is empty, or one of the tools' and the mode is REQUIRED. REQUIRED
-    needs at least one tool. NONE hides the tools from the model.
+    Invariants: at least one message. `tool_name` is empty, or a tool's and the mode is REQUIRED. REQUIRED needs a tool.
+    NONE hides the tools from the model.
     """
 
     messages: tuple[Message, ...]

@@ -14,8 +14,8 @@ _PARAMETERS = ("messages", "tools")
 def render_template(source: str, special_tokens: dict[str, str], fields: JsonObject) -> str:
     """Render a template, ending with the assistant's turn opened.
 
-    Its exceptions pass through, and its time is not limited. `fields` are `messages`, `tools` (None for none) and
-    variables, none of them named like a special token.
+    Its exceptions pass through, its time is unlimited. `fields` are `messages`, `tools` (None for none) and variables,
+    none named like a special token.
     """
     variables: dict[str, Any] = {name: value for name, value in fields.items() if name not in _PARAMETERS}
     # Despite its annotation `str`, it returns the texts of all conversations and the spans that it tracked in them.

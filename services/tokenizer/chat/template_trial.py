@@ -1,6 +1,6 @@
 """Tries a chat template in a separate process, where an endless loop or a memory hog does no harm.
 
-Run as a module, it is that process, with a trial on stdin and the result on stdout, both JSON.
+Run as a module, it is that process: a trial on stdin, the result on stdout, both JSON.
 """
 
 from __future__ import annotations

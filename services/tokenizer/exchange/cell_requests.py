@@ -133,9 +133,9 @@ class CellRequests:
         return ExchangeLink(self._make_submit)
 
     def open_stream(self, link: ExchangeLink, cell_info: exchange_pb2.CellInfo) -> int:
-        """Make `link`'s stream the current one, and submit all live requests on it, spread over `LONGEST_JITTER_S`.
+        """Make `link`'s stream the current one; returns how many live requests will be submitted on it.
 
-        Requests that cannot be resumed in this cell end with an error. Returns the number of the others.
+        They are spread over `LONGEST_JITTER_S`. Those that cannot be resumed in this cell end with an error.
         """
         self._meet_scheduler(cell_info.scheduler_instance_id)
         self._exact_fingerprint = cell_info.exact_fingerprint
@@ -151,8 +151,8 @@ class CellRequests:
     def lose_stream(self, link: ExchangeLink, *, died_at: float | None = None) -> None:
         """A stream has ended; if it is the current one, its requests wait for the next.
 
-        Without a reason for the end, `died_at` is when the scheduler was last heard from. It then counts as dead unless
-        the next stream is from the same instance.
+        `died_at` is when the scheduler was last heard from, if it ended without a reason: it counts as dead unless the
+        next stream is from the same instance.
         """
         link.close()
         if link is self._link:
@@ -173,7 +173,7 @@ class CellRequests:
             self._receivers.pop(handle).fail(error)
 
     def on_outputs(self, outputs: exchange_pb2.Outputs) -> None:
-        """Pass one message of the current stream to the receivers.
+        """Pass one message on to the receivers.
 
         Raises:
             ExchangeError: the columns are inconsistent, or tokens are missing.

@@ -66,7 +66,7 @@ def read_row_logprobs(outputs: exchange_pb2.Outputs) -> dict[int, Logprobs]:
     """Each row's log-probabilities by handle, without rows that have none.
 
     Raises:
-        ExchangeError: the columns are inconsistent, or only some of a row's tokens have log-probabilities.
+        ExchangeError: the columns are inconsistent, or do not cover all tokens of a row.
     """
     logprobs = _read_columns(outputs.logprobs)
     rows = read_rows(outputs)
@@ -113,7 +113,7 @@ class LogprobQueue:
         self._parts.append(logprobs)
 
     def take(self, num_positions: int) -> Iterator[common_pb2.PositionLogprobs]:
-        """Remove at most `num_positions` positions, and make their messages only now."""
+        """Remove at most `num_positions` positions; their messages are only made here."""
         while num_positions and self._parts:
             part = self._parts.popleft()
             if len(part) > num_positions:

@@ -53,8 +53,7 @@ class _LinkEnd:
 class SchedulerClient:
     """Keeps the service linked to the cell, and submits requests to it.
 
-    Invariant: linked exactly while there is a stream on which the scheduler has sent its `CellInfo`, and the cell
-    serves our model.
+    Invariant: linked exactly while there is a stream with a `CellInfo`, and the cell serves our model.
     """
 
     def __init__(

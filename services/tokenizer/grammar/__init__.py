@@ -1,1 +1,1 @@
-"""Structured output: grammars and JSON schemas, tried out before a worker compiles them."""
+"""Structured output: grammars, tried out before a worker compiles them."""

@@ -34,7 +34,7 @@ class TrialLimits:
     cpu_s: float
     """A worker that compiles a grammar just within the limit stalls its batch for about as long."""
     memory_bytes: int
-    """Address space of the process; 220 MiB are in use before the first grammar."""
+    """Address space; 220 MiB are in use before the first grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class GrammarChild:
         Only from the main thread: the child is killed when the thread that started it ends.
 
         Raises:
-            RuntimeError: the process ended during its start; stderr says why.
+            RuntimeError: the process ended; stderr says why.
         """
         command = [
             sys.executable,
@@ -99,7 +99,7 @@ class GrammarChild:
         return not self._is_spent and self._process.poll() is None
 
     async def try_grammar(self, kind: str, text: str) -> TriedGrammar:
-        """Compile a form as `grammar_source` takes it; then, kill the process unless it `is_usable`.
+        """Compile a form as `grammar_source` takes it. The caller then kills the process unless it `is_usable`.
 
         Raises:
             GrammarRefusedError: the grammar is malformed, no text fits it, or it costs too much.

@@ -1,6 +1,6 @@
-"""Translates a structured output form into a grammar in the library's form.
+"""Translates structured output forms into grammars in the library's form.
 
-Must only run where a hostile grammar may use up time and memory, never on the event loop.
+Must only run where a hostile grammar may use up time and memory.
 
 Source: llguidance, docs/syntax.md and docs/json_schema.md.
 """
@@ -30,8 +30,8 @@ def grammar_source(kind: str, text: str) -> str:
     """Translate the field `kind` of `lockstep.v1.StructuredOutput`; choices come as a JSON list.
 
     Raises:
-        GrammarError: the form is malformed, or asks for something that a grammar cannot guarantee. Most such errors
-            only show on compiling.
+        GrammarError: the form is malformed, or asks for what no grammar can guarantee. Most errors only show on
+            compiling.
     """
     return _KIND_TO_READER[kind](text)
 

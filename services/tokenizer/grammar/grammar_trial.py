@@ -1,7 +1,7 @@
 """Tries grammars in a separate process, where an endless loop or a memory hog does no harm.
 
 Run as a module, it is that process: it answers each line of stdin with one on stdout, both JSON. The kernel kills it
-when a grammar exceeds its limits, and when its parent ends.
+with its parent, or when a grammar exceeds its limits.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class GrammarTrial:
         """Translate a form, compile and follow the grammar; returns it in the library's form.
 
         Raises:
-            GrammarError: the grammar is malformed, costs too much, or no text fits it.
+            GrammarError: it is malformed, costs too much, or no text fits it.
         """
         try:
             grammar = grammar_source(kind, text)

@@ -1,4 +1,4 @@
-"""Lower bounds on the length of a form's texts, to refuse forms whose texts fit no context.
+"""Lower bounds on the length of a form's texts, to refuse those that fit no context.
 
 The library compiles `{"type": "array", "minItems": 1000000000}` in no time. A bound may be too low, never too high.
 """

@@ -1,4 +1,4 @@
-"""Structured output: turns a request's form into a grammar that is known to work.
+"""Turns a request's structured output form into a grammar that is known to work.
 
 Every grammar is first tried in another process; a hostile one only costs its own request.
 """
@@ -53,13 +53,13 @@ class StructuredOutputs:
 
         Args:
             form: From the client, unchecked.
-            field: The form's field in the request.
+            field: Its field in the request.
             max_bytes: The longest text that fits the context.
 
         Raises:
-            InvalidRequestError: the form is empty or too large (`OUT_OF_RANGE`); it is malformed, asks for something
-                that a grammar cannot guarantee, or no text fits it (`GRAMMAR_INVALID`); it costs too much, or its texts
-                exceed `max_bytes` (`GRAMMAR_TOO_COMPLEX`).
+            InvalidRequestError: the form is empty or too large (`OUT_OF_RANGE`); malformed, beyond what a grammar can
+                guarantee, or fits no text (`GRAMMAR_INVALID`); or costs too much, or exceeds `max_bytes`
+                (`GRAMMAR_TOO_COMPLEX`).
             NotSupportedError: grammars cannot be compiled for this model.
             QueueFullError: too many grammars are waiting.
         """

@@ -1,4 +1,4 @@
-"""Checks JSON schemas beyond what the grammar library does, so that every complete text fits its schema."""
+"""Checks JSON schemas beyond what the grammar library does."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def check_schema(schema: JsonValue) -> None:
 
     Raises:
         GrammarError: the schema has options for the library; control characters; numbers that the library would round;
-            or `minProperties` above the number of `required` names plus one: the library allows an additional name to
-            occur twice, which counts once.
+            or `minProperties` above the number of `required` names plus one: the library allows an additional name
+            twice, which counts once.
     """
     for value in _values(schema):
         if isinstance(value, dict):

@@ -31,7 +31,7 @@ def read_json_object(text: str) -> JsonObject:
     """Read a JSON object with `read_json`.
 
     Raises:
-        ValueError: the text is not one, or is nested more than 64 levels deep.
+        ValueError: the text is not one, or nested more than 64 levels deep.
     """
     value = read_json(text, max_depth=MAX_DEPTH)
     if not isinstance(value, dict):
@@ -40,10 +40,10 @@ def read_json_object(text: str) -> JsonObject:
 
 
 def read_json(text: str, *, max_depth: int) -> JsonValue:
-    """Read JSON whose numbers fit a double and whose strings can be encoded as UTF-8.
+    """Read JSON whose numbers fit a double and whose strings can be UTF-8.
 
     Raises:
-        ValueError: the text is not such JSON, or is nested deeper than `max_depth`. The message says where.
+        ValueError: the text is not such JSON, or nested deeper than `max_depth`. The message says where.
     """
     try:
         value = _parse(text)

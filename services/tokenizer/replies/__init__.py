@@ -57,7 +57,7 @@ _ARCHITECTURES = {
 
 
 def choose_reply_parser(architecture: str, template_source: str | None) -> str:
-    """The parser that fits a model, by its chat template or else by its architecture."""
+    """The parser for a model, by its chat template or else its architecture."""
     if template_source is None:
         return "none"
     for mark, name in _TEMPLATE_MARKS:
@@ -69,5 +69,5 @@ def choose_reply_parser(architecture: str, template_source: str | None) -> str:
 def make_reply_parser(
     name: str, *, tools: Sequence[Tool] = (), prompt_text: str = "", special_tokens: frozenset[str] = frozenset()
 ) -> ReplyParser:
-    """Make a parser for one reply; `name` is one of `REPLY_PARSERS`, the rest is as in `ReplySetting`."""
+    """Make a parser for one reply; `name` is one of `REPLY_PARSERS`, the rest as in `ReplySetting`."""
     return REPLY_PARSERS[name](ReplySetting(tuple(tools), prompt_text, special_tokens))

@@ -48,7 +48,7 @@ def tool_call_grammar(parser_name: str, request: CallRequest) -> str:
     """Build a grammar in llguidance's dialect of Lark: arguments fit their schemas, reasoning before the calls is free.
 
     Raises:
-        InvalidRequestError: the model has no known tool call format, or an argument's schema cannot be enforced in it.
+        InvalidRequestError: there is no known tool call format, or an argument's schema cannot be enforced in it.
     """
     build = _BUILDERS.get(parser_name)
     if build is None:

@@ -29,7 +29,7 @@ _HEADER = re.compile(
 
 
 class HarmonyParser(ReplyParser):
-    """See the module docstring. Anything outside a channel, and a call of anything but a function, is text."""
+    """Anything outside a channel, and a call of anything but a function, is text."""
 
     markup = frozenset({START, CHANNEL, MESSAGE, CONSTRAIN, END, RETURN, CALL})
 

@@ -1,4 +1,4 @@
-"""Tool calls as a JSON object with the tool's name and arguments."""
+"""Tool calls as a JSON object with name and arguments."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def read_value(reader: TextReader, depth: int = 0) -> Reading[None]:
 
     Raises:
         TextEndedError: the text ends within it.
-        UnparsableError: there is no valid value here, or it is nested more than 64 levels deep.
+        UnparsableError: there is no valid value, or it is nested more than 64 levels deep.
     """
     if depth > _MAX_DEPTH:
         raise UnparsableError

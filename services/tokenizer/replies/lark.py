@@ -48,7 +48,7 @@ class LarkGrammar:
         """The JSON that a schema describes.
 
         Raises:
-            GrammarError: the schema asks for something that a grammar cannot guarantee.
+            GrammarError: the schema asks for what no grammar can guarantee.
         """
         check_schema(schema)
         if isinstance(schema, dict):
@@ -77,7 +77,7 @@ def search_pattern(pattern: str) -> str:
 
 
 def length_pattern(min_length: JsonValue, max_length: JsonValue) -> str:
-    """A regex for texts of that many characters; bounds that are not integers are ignored."""
+    """A regex for texts of that many characters; bounds other than integers are ignored."""
     least = min_length if isinstance(min_length, int) else 0
     most = max_length if isinstance(max_length, int) else ""
     return f"(?s:.{{{least},{most}}})"

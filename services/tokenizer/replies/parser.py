@@ -39,7 +39,7 @@ class ReplyParser(abc.ABC):
     """Parses one reply. The joined parts of `feed` and `finish` do not depend on how the text was cut.
 
     Text is passed on as soon as it cannot be part of markup. If what follows markup is not what it announced, all of it
-    is text, markup included; but if part of a tool call has been passed on, only what follows the last valid character.
+    is text, markup included; once part of a tool call has been passed on, only what follows the last valid character.
     """
 
     # The markup, which may consist of special tokens.
@@ -61,7 +61,7 @@ class ReplyParser(abc.ABC):
     def feed(self, text: str) -> list[ReplyPart]:
         """Take the next piece; returns the parts that have become certain.
 
-        It must contain special tokens if the parser `needs_special_tokens`; those that mean nothing are dropped.
+        It must contain special tokens if the parser `needs_special_tokens`; those without a meaning are dropped.
         """
         self._advance(self._filter.push(text) if self.needs_special_tokens else text)
         return self._take_parts()

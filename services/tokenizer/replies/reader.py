@@ -29,7 +29,7 @@ class TextEndedError(UnparsableError):
 class TextReader:
     """A growing text.
 
-    Invariant: text before `mark` is accepted; text from `mark` to `position` is read, but may still be given back.
+    Invariant: text before `mark` is accepted; from there to `position` it is read, but may still be given back.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class TextReader:
         return self.position - self.mark
 
     def read_since(self, num_read: int) -> str:
-        """The text read since `num_read` had this value, with nothing accepted in between."""
+        """The text read since `num_read` had this value; nothing may be accepted in between."""
         return self.text[self.mark + num_read : self.position]
 
     def rewind(self) -> None:

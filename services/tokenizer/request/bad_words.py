@@ -22,8 +22,8 @@ def add_bad_words(
 
     The spelling with a space is left out when it ends with the one without: forbidding the shorter run forbids both.
 
-    Source: vLLM's `SamplingParams.update_from_tokenizer`, except that vLLM leaves out the spelling with a space
-    whenever its number of tokens differs, and so lets " word" through where it is one token and "word" is two.
+    Source: vLLM's `SamplingParams.update_from_tokenizer`. That leaves out the spelling with a space whenever its number
+    of tokens differs, and so lets " word" through where it is one token and "word" two.
 
     Args:
         spelled: The token ids of the words' `spellings`.

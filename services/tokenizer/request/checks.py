@@ -58,7 +58,7 @@ class AnswerForm:
 
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:
-    """A request with acceptable fields; its prompts may still have to be encoded."""
+    """A request with acceptable fields; prompts may still have to be encoded."""
 
     request_id: str
     prompts: tuple[Prompt, ...]

@@ -1,4 +1,4 @@
-"""Startup checks that report once what would otherwise fail each request that needs it."""
+"""Startup checks, for what would otherwise fail each request that needs it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def warn_of_unknown_tokens(tokenizer: Tokenizer, model_dir: Path) -> None:
     """Warn of tokens that the model has no embedding for.
 
     Raises:
-        ModelDirectoryError: the model's configuration is missing or malformed.
+        ModelDirectoryError: the configuration is missing or malformed.
     """
     size = vocabulary_size(model_dir)
     if size is None:
@@ -42,7 +42,7 @@ def can_compile_grammars(model_dir: Path) -> bool:
     """Whether the library supports this kind of tokenizer; if not, a warning says why.
 
     Raises:
-        ModelDirectoryError: an EOS token is outside the model's vocabulary, or a configuration is malformed.
+        ModelDirectoryError: an EOS token is outside the vocabulary, or a configuration is malformed.
     """
     eos_ids, size = eos_token_ids(model_dir), vocabulary_size(model_dir)
     try:

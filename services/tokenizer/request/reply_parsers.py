@@ -14,7 +14,7 @@ _PLAIN = "none"
 
 
 class ReplyParsers:
-    """Makes both for one family of models."""
+    """Makes the reply parsers and call grammars of one family of models."""
 
     def __init__(self, name: str, prompts: PromptEncoder) -> None:
         """`name` is one of `REPLY_PARSERS`."""
@@ -24,7 +24,7 @@ class ReplyParsers:
     def make(
         self, conversation: Conversation, prompt_text: str, *, skips_special_tokens: bool = True
     ) -> ReplyParser | None:
-        """A parser for one reply to a conversation, rendered as `prompt_text`; None if replies are plain text."""
+        """A parser for one reply after `prompt_text`; None if replies are plain text."""
         if self._name == _PLAIN:
             return None
         return make_reply_parser(
@@ -52,7 +52,7 @@ def load_reply_parsers(model_dir: Path, prompts: PromptEncoder, *, name: str) ->
     """The parsers of the family `name`; "auto" picks the model's.
 
     Raises:
-        ModelDirectoryError: the model's configuration is missing or malformed.
+        ModelDirectoryError: the configuration is missing or malformed.
     """
     if name == "auto":
         architectures = read_json(model_dir, CONFIG).get("architectures") or [""]

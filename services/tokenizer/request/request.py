@@ -23,7 +23,7 @@ class RequestChoice:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt with every parameter resolved, including the seed, and the state of its submissions.
+    """A prompt with all parameters resolved, and the state of its submissions.
 
     What the client asked for never changes. The rest belongs to `RequestLedger`: each submission is an attempt, on
     whatever stream.
@@ -39,7 +39,7 @@ class Request:
     n: int = 1
     """The number of choices."""
     is_exact: bool = False
-    """Whether the bytes must depend only on the model, the prompt and the parameters."""
+    """Whether the bytes must depend only on model, prompt and parameters."""
 
     arrived_at: float = 0.0
     deadline_at: float | None = None
@@ -87,7 +87,7 @@ class Request:
         return None if self.deadline_at is None else self.deadline_at - now
 
     def may_resume_with(self, fingerprint: str) -> bool:
-        """Whether a cell with this fingerprint, which may be empty, can continue it without changing its bytes."""
+        """Whether a cell with this fingerprint, or an empty one, can continue it without changing its bytes."""
         return not self.is_exact or (bool(fingerprint) and self.fingerprints <= {fingerprint})
 
     def begin_attempt(self, stream: int, fingerprint: str) -> None:

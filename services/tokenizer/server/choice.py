@@ -3,8 +3,8 @@
     cell  ------->  receive  ------------------->  Completion  ------->  take  --------------->  client
     tokens          Detokenizer, StopMatcher       certain text          ReplyParser             responses
 
-Tokens are detokenized and searched for stop strings as they arrive, so a slow client neither delays other requests nor
-lets its own generation run past a stop string. The rest waits until the client is ready.
+Detokenizing and the search for stop strings do not wait for the client: a slow one neither delays other requests nor
+lets its own generation run past a stop string.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Call(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """Options that most choices do not use. The parser and the queues must be new ones."""
+    """Options that most choices do not use. Parser and queues must be new."""
 
     includes_stop: bool = False
     """Whether to keep the text of the token that ends the choice."""

@@ -11,8 +11,8 @@ from services.tokenizer.text.stop_strings import StopMatcher
 class Completion:
     """Takes tokens, and returns them and their text once they certainly belong to the answer.
 
-    Invariant: `_late_ids` are the tokens after a completed stop string while another one, which began earlier, may
-    still be completed. They belong to the answer only if that happens.
+    Invariant: `_late_ids` are the tokens after a completed stop string while another, which began earlier, may still be
+    completed. They belong to the answer only if it is.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Completion:
             self._watch(self._matcher, self._detokenizer.push((token_id,)), (token_id,))
 
     def push_silent(self, token_ids: Sequence[int]) -> None:
-        """As `push`, without the text of the last token, which only ends the answer."""
+        """As `push`, without the text of the last token."""
         self.push(token_ids[:-1])
         if self._matcher is None:
             self._accept(token_ids[-1:])

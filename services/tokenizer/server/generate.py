@@ -182,6 +182,6 @@ class GenerateCall:
 
 
 def echo_pieces(text: str) -> Iterator[str]:
-    """Split a text into pieces that each fit a message; none if it is empty."""
+    """Pieces that each fit a message; none for an empty text."""
     for start in range(0, len(text), _ECHO_CHARACTERS):
         yield text[start : start + _ECHO_CHARACTERS]

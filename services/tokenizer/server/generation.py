@@ -1,7 +1,7 @@
 """One call's answer, with its choices interleaved.
 
-Everything that has accumulated for a choice is sent in one response: at most what arrives while one write is blocked,
-which may last `--max-unread-s`, and never more than the text of `max_tokens` tokens.
+What has accumulated for a choice is sent in one response: at most what arrives while one write is blocked, which may
+last `--max-unread-s`, and never more than `max_tokens` tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Generation:
 
     @property
     def finish_reasons(self) -> list[common_pb2.FinishReason]:
-        """The choices' `finish_reason`, if they finished."""
+        """The choices' finish reasons."""
         return [choice.finish_reason for choice in self.choices]
 
     @property
@@ -50,7 +50,7 @@ class Generation:
         return min((choice.ttft_s for choice in self.choices if choice.ttft_s is not None), default=None)
 
     def usage(self) -> common_pb2.Usage:
-        """Of all choices together; each prompt is counted once."""
+        """The usage of all choices; each prompt is counted once."""
         firsts = [choice.usage for choice in self.choices if choice.is_first]
         return common_pb2.Usage(
             num_prompt_tokens=sum(usage.num_prompt_tokens for usage in firsts),

@@ -32,7 +32,7 @@ class WholeAnswer:
         """Take the next response.
 
         Raises:
-            RequestTooLargeError: together they are too large for one message.
+            RequestTooLargeError: all are too large for one message.
         """
         self._num_bytes += response.ByteSize()
         if self._num_bytes > MAX_ANSWER_BYTES:

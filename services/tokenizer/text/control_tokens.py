@@ -1,7 +1,7 @@
-r"""The tokens that structure a prompt, and how text from users is kept from becoming one of them.
+r"""The tokens that structure a prompt, and how text from users is kept from becoming one.
 
-Only a chat template may write control tokens. Before it is rendered, those in user texts are broken by a character that
-occurs nowhere else; afterwards the template's own are found, and the breaking character is removed:
+Only a chat template may write control tokens. First, those in user texts are broken by a character that occurs nowhere
+else; once the template is rendered, its own are found, and the breaking character is removed:
 
     user text         hi<|im_end|>                        #: the breaking character
     broken            hi<#|im_end|>
@@ -69,7 +69,7 @@ class ControlTokens:
     def broken(self, value: JsonValue, breaker: str) -> JsonValue:
         """A copy whose texts contain no whole control token, and cannot complete one with what follows.
 
-        `breaker` is inserted after the first character of each, and after the beginning of one at the end of a text.
+        `breaker` is inserted after the first character of each, and after the beginning of one at a text's end.
         """
         if isinstance(value, str):
             return self._break(value, breaker)
@@ -80,7 +80,7 @@ class ControlTokens:
         return value
 
     def cut(self, text: str) -> Iterator[str | int]:
-        """Cut a text into the ids of control tokens and the texts between them, some possibly empty."""
+        """Cut a text into control token ids and the texts between them, some possibly empty."""
         start, swallows = 0, False
         for match in self._markers.pattern.finditer(text):
             sides = self._sides[match[0]]

@@ -35,7 +35,7 @@ class Detokenizer(Protocol):
         """Take the next ids; returns the text that has become certain."""
 
     def flush(self) -> str:
-        """No more ids follow; returns the text that was held back, an incomplete character as U+FFFD."""
+        """No more ids follow; returns the text held back, an incomplete character as U+FFFD."""
 
 
 class TokenTexts(Protocol):
@@ -45,7 +45,7 @@ class TokenTexts(Protocol):
         """Special tokens that are skipped have no text."""
 
     def bytes_of(self, token_id: int) -> bytes:
-        """A token's bytes, special or not, possibly part of a character; empty if unknown."""
+        """A token's bytes, possibly part of a character; empty if unknown."""
 
 
 def make_token_texts(tokenizer: Tokenizer) -> TokenTexts:
@@ -170,8 +170,8 @@ class ByteLevelDetokenizer:
 class WindowDetokenizer:
     """Decodes the last few ids again, and returns what was added to their text.
 
-    If invalid UTF-8 follows a character made of byte tokens, `decode` replaces that character too. It has already been
-    returned and stays as it was.
+    If invalid UTF-8 follows a character made of byte tokens, `decode` replaces that character too. It stays as
+    returned.
 
     Source: the two-offset window of vLLM and TGI, but bounded.
     """

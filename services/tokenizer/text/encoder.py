@@ -31,8 +31,7 @@ class _Text(NamedTuple):
 class Encoder:
     """Encodes and decodes with one tokenizer. Encoded text never becomes a control token.
 
-    Costs about a millisecond per thousand tokens. The library's batch calls release the GIL; `Tokenizer.encode` and
-    `decode` do not.
+    Costs about a millisecond per thousand tokens. The library's batch calls release the GIL, other calls do not.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -75,7 +74,7 @@ class Encoder:
     def encode_in_parts(
         self, pieces: Sequence[str | int], *, add_special_tokens: bool = False
     ) -> Iterator[npt.NDArray[np.int32]]:
-        """Encode pieces in runs, at least one, of some milliseconds each if the texts can be cut."""
+        """Encode pieces in runs, at least one, each some milliseconds if the texts can be cut."""
         before, after = (self._before, self._after) if add_special_tokens else ([], [])
         batch: list[_Text | int] = []
         length = 0

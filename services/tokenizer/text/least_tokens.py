@@ -1,4 +1,4 @@
-"""A lower bound on a text's number of tokens, to reject far too long texts without encoding them."""
+"""A lower bound on a text's number of tokens, to reject far too long texts unencoded."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Markers:
         return self.pattern.search(text, start)
 
     def held_length(self, text: str, start: int) -> int:
-        """The length of the longest end of `text[start:]` that may begin a marker; it must contain none."""
+        """Length of the longest end of `text[start:]` that may begin a marker; it must contain none."""
         if not text or text[-1] not in self._last_characters:
             return 0
         longest = min(self.max_length - 1, len(text) - start)

@@ -24,10 +24,10 @@ class StopMatch:
 class StopMatcher:
     """Watches one text. The stop string that begins first wins; of two that begin together, the one completed first.
 
-    Text is held back while it may belong to a stop string. A completed one is only a candidate while another that began
-    earlier can still be completed; after that the matcher is decided.
+    Text is held back while it may belong to a stop string. A completed one is only a candidate while one that began
+    earlier can still be completed; then the matcher is decided.
 
-    Invariant: `_node` represents the longest end of the text that is the beginning of a stop string.
+    Invariant: `_node` is the longest end of the text that begins a stop string.
     """
 
     def __init__(self, stops: Sequence[str], *, includes_stop: bool = False) -> None:

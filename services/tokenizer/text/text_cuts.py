@@ -1,7 +1,6 @@
 """Finds where a text may be cut so that the tokens of its parts, joined, are the tokens of the whole.
 
-This is known for tokenizers that split texts into words by a well-known rule: no word may cross a cut. For others,
-texts are not cut.
+This is known for tokenizers that split texts into words by a well-known rule: no word may cross a cut.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class CutRule(NamedTuple):
     pattern: re.Pattern[str]
     """Matches the empty string at each possible cut."""
     drops_space: bool = False
-    """Whether the next part loses its first space, because the tokenizer adds one before every text."""
+    """Whether the next part loses its first space, which the tokenizer adds before every text."""
 
 
 class TextCutter:
@@ -72,7 +71,7 @@ class TextCutter:
         self._part_length = part_length
 
     def parts(self, text: str) -> Iterator[str]:
-        """The parts of a text, at least one; a part ends at the first cut after its minimum length."""
+        """The parts of a text, at least one; each ends at the first cut after its minimum length."""
         start = 0
         while self.rule is not None and (cut := self._next_cut(self.rule.pattern, text, start)) < len(text):
             yield text[start:cut]

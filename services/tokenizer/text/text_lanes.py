@@ -21,7 +21,7 @@ _BYTES_PER_S = 2 * 1024 * 1024
 
 
 class Lane:
-    """Threads that take work in order of arrival, with a bound on the text in the lane."""
+    """Threads that take work in order of arrival, with a bound on its text."""
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
@@ -52,7 +52,7 @@ class Lane:
 
 
 class TextLanes:
-    """A lane for short texts, and one thread in which long texts take turns, part by part."""
+    """Threads for short texts, and one in which long texts take turns, part by part."""
 
     def __init__(self, num_threads: int) -> None:
         self.short = Lane(num_threads, "encode")
