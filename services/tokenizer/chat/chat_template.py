@@ -126,7 +126,7 @@ def _tool_fields(tool: Tool, guard: Guard) -> JsonObject:
 
 
 def _template_sources(model_dir: Path, config: dict[str, Any]) -> dict[str, str]:
-    """By name: `default`, and possibly `tool_use`."""
+    """The templates by name: `default`, and possibly `tool_use`."""
     path = model_dir / CHAT_TEMPLATE
     if path.exists():
         try:

@@ -31,7 +31,7 @@ class Message:
     """One message. Fields that the client left out are empty."""
 
     role: str
-    """As templates name it."""
+    """The role's name in templates."""
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""

@@ -151,8 +151,8 @@ class CellRequests:
     def lose_stream(self, link: ExchangeLink, *, died_at: float | None = None) -> None:
         """A stream has ended; if it is the current one, its requests wait for the next.
 
-        `died_at` is when the scheduler was last heard from, if it ended without a reason: it counts as dead unless the
-        next stream is from the same instance.
+        `died_at` is when the scheduler was last heard from, if the stream's end is unexplained: it counts as dead
+        unless the next stream is from the same instance.
         """
         link.close()
         if link is self._link:

@@ -42,7 +42,7 @@ class TriedGrammar:
     """A grammar that passed its trial."""
 
     source: str
-    """In the library's form."""
+    """The grammar in the library's form."""
     shortest_bytes: int
     """A lower bound on the bytes of any text that fits."""
 

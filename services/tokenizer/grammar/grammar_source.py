@@ -1,6 +1,6 @@
 """Translates structured output forms into grammars in the library's form.
 
-Must only run where a hostile grammar may use up time and memory.
+Must only run where a hostile grammar may use up time and memory, never on the event loop.
 
 Source: llguidance, docs/syntax.md and docs/json_schema.md.
 """

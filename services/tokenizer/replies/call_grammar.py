@@ -179,7 +179,7 @@ def _json_call(tool: Tool, arguments: str) -> str:
 
 
 def _arguments(tool: Tool) -> JsonObject:
-    """Without additional arguments, unless the schema says otherwise."""
+    """The schema of the arguments, without additional ones unless it says otherwise."""
     if _OTHER_KEYWORDS & tool.parameters.keys():
         return tool.parameters
     return {**tool.parameters, "additionalProperties": False}

@@ -42,7 +42,7 @@ def read_value(reader: TextReader, depth: int = 0) -> Reading[None]:
 
 
 def read_object(reader: TextReader, read_member: Callable[[str], Reading[None]]) -> Reading[None]:
-    """`read_member` reads each member's value, and gets its name as written. Raises as `read_value`."""
+    """`read_member` reads each member's value, and gets its name as written, with quotes. Raises as `read_value`."""
     yield from reader.expect("{")
     yield from reader.skip(SPACE)
     if (yield from reader.one_of("}")):

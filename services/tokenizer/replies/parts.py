@@ -24,13 +24,13 @@ class ToolCallPart:
     """A tool call, or more of its arguments."""
 
     index: int
-    """In the reply, from 0."""
+    """The call's index in the reply, from 0."""
     id: str
     """Set in the call's first part, empty in the others."""
     name: str
-    """As `id`."""
+    """Set where `id` is."""
     arguments: str
-    """Joined over a complete call's parts, they are a JSON object."""
+    """A complete call's arguments, joined, are a JSON object."""
 
 
 ReplyPart = TextPart | ReasoningPart | ToolCallPart

@@ -43,7 +43,7 @@ class RequestPreparer:
         """Prepare all prompts of a request, in order.
 
         Raises as `PromptEncoder.encode`, `StructuredOutputs.compile`, `ReplyParsers.call_grammar` and
-        `resolve_request`; `InvalidRequestError` if bad words are.
+        `resolve_request`; `InvalidRequestError` also for bad words.
         """
         sampling = request.sampling
         if request.bad_words:

@@ -87,7 +87,7 @@ class Request:
         return None if self.deadline_at is None else self.deadline_at - now
 
     def may_resume_with(self, fingerprint: str) -> bool:
-        """Whether a cell with this fingerprint, or an empty one, can continue it without changing its bytes."""
+        """Whether a cell with this fingerprint, possibly empty, can continue it without changing its bytes."""
         return not self.is_exact or (bool(fingerprint) and self.fingerprints <= {fingerprint})
 
     def begin_attempt(self, stream: int, fingerprint: str) -> None:

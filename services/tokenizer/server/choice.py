@@ -33,7 +33,7 @@ class Call(Protocol):
 
     @property
     def arrived_at(self) -> float:
-        """In seconds of `time.monotonic`."""
+        """Seconds of `time.monotonic`."""
 
     def on_news(self, choice: Choice) -> None:
         """A choice has something to send."""
