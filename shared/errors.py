@@ -38,7 +38,7 @@ class Violation:
 
 
 class ServiceError(Exception):
-    """Clients may see the message and the values, so these contain no prompt text or paths.
+    """An error whose message and values clients may see, so they contain no prompt text or paths.
 
     `values` become the metadata of `google.rpc.ErrorInfo`, `violations` a `google.rpc.BadRequest`, `retry_delay_s` a
     `google.rpc.RetryInfo`.
@@ -133,7 +133,7 @@ class QueueFullError(ServiceError):
 
 
 class NotSupportedError(ServiceError):
-    """This release does not support it, at least with this model."""
+    """This release does not support the request, at least with this model."""
 
     code = ErrorCode.UNIMPLEMENTED
     reason = "NOT_SUPPORTED"

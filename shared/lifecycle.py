@@ -38,7 +38,7 @@ def freeze_garbage() -> None:
 def hold_full_collections() -> None:
     """Run full garbage collections only on request; younger generations as usual.
 
-    A full collection visits every live object, which may pause a step for many steps.
+    A full collection visits every live object, which may pause a step for the length of many.
     """
     young, middle, _ = gc.get_threshold()
     gc.set_threshold(young, middle, _NEVER)

@@ -102,7 +102,7 @@ NO_OPTIONS = SamplingOptions()
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a sequence is sampled and when it ends, all resolved.
+    """How a sequence is sampled and when it ends, with every parameter resolved.
 
     Units and ranges are those of `lockstep.v1.SamplingParams`. Invariant: `options` is None if it would equal
     `NO_OPTIONS`.

@@ -12,7 +12,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def make_end_with_parent(parent_pid: int) -> Callable[[], None]:
-    """A function for a child to call: it is then killed when the thread that started it ends, or exits if it has.
+    """A function for a child to call: it is then killed when the thread that started it ends, or exits if it is gone.
 
     Only Linux kills the child. The function may run between fork and exec.
     """
