@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 class RankLayout:
     """The place of a process.
 
-    The ranks of one model replica are a TP group and a failure domain. With expert parallelism, collectives span all
-    ranks of the cell, which then are one failure domain.
+    The ranks of a model replica are a TP group and a failure domain. With expert parallelism collectives span all ranks
+    of the cell, which then are one failure domain.
     """
 
     dp_rank: int = 0
@@ -29,12 +29,12 @@ class RankLayout:
 
     @property
     def ep_rank(self) -> int:
-        """Its rank among all ranks of the cell; experts are placed by it."""
+        """Rank among all ranks of the cell; experts are placed by it."""
         return self.dp_rank * self.tp_size + self.tp_rank
 
     @property
     def ep_size(self) -> int:
-        """Number of ranks in the cell."""
+        """Ranks in the cell."""
         return self.dp_size * self.tp_size
 
     @property
@@ -44,12 +44,12 @@ class RankLayout:
 
     @property
     def is_alone(self) -> bool:
-        """Whether the process is a failure domain by itself."""
+        """Whether it is a failure domain by itself."""
         return self.tp_size == 1 and not self.is_coupled
 
     @property
     def follows(self) -> bool:
-        """Whether it joins a leader: a member joins its group's leader, a coupled group's leader that of DP rank 0."""
+        """Whether it joins a leader: a member its group's, a coupled group's leader that of DP rank 0."""
         return not self.is_leader or (self.is_coupled and self.dp_rank > 0)
 
     def followers(self) -> frozenset[RankLayout]:

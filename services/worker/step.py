@@ -1,7 +1,4 @@
-"""One step as plain data: how the batch changes, what is computed, and the result.
-
-It crosses from the RPC thread to the main thread and back, so it is frozen.
-"""
+"""One step as plain data: batch changes, what is computed, and the result. Frozen, because it crosses threads."""
 
 from __future__ import annotations
 
@@ -28,18 +25,18 @@ class StepKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """A sequence's next tokens; the step computes their KV. Its values are unchecked."""
+    """A sequence's next tokens, whose KV the step computes. Unchecked."""
 
     slot: int
     token_ids: Int32Column
     """Prompt tokens, then completion tokens."""
     num_later_tokens: int
-    """Tokens left for later steps; at 0 the sequence is complete, and a token is sampled for it."""
+    """Tokens left for later steps; at 0 a token is sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnteringSequence:
-    """A sequence that enters the batch. Its values are unchecked."""
+    """A sequence that enters the batch. Unchecked."""
 
     chunk: PrefillChunk
     """Its first tokens that are not in the KV cache."""
@@ -51,13 +48,13 @@ class EnteringSequence:
     top_p: float
     seed: int
     max_num_tokens: int
-    """Limit for prompt and completion tokens together."""
+    """Limit for prompt and completion together."""
     choice: int = 0
     options: SamplingOptions | None = None
     stop_token_ids: Int32Column = field(default_factory=lambda: _NO_TOKENS)
-    """Tokens that are not drawn before `options.min_tokens`."""
+    """Not drawn before `options.min_tokens`."""
     cached_token_ids: Int32Column = field(default_factory=lambda: _NO_TOKENS)
-    """The tokens before the chunk, when options or drafts need them."""
+    """The tokens before the chunk, if options or drafts need them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +70,11 @@ class Step:
     """Parallel to `append_block_ids`; a slot that gets several blocks occurs several times."""
     append_block_ids: Int32Column
     decode_slots: Int32Column | None
-    """The sequences to decode; None means all complete ones already in the batch, in the order they entered."""
+    """None: all complete sequences already in the batch, in the order they entered."""
     chunks: tuple[PrefillChunk, ...]
-    """Next tokens of sequences that entered before and are not complete."""
+    """Next tokens of incomplete sequences that entered before."""
     is_dummy: bool = False
-    """Compute no sequence, only one token without KV, so that the other ranks' collectives have a partner."""
+    """Compute only one token without KV, so that the other ranks' collectives have a partner."""
     num_tokens_across_dp: tuple[int, ...] = ()
     """Tokens of this step on each coupled DP rank; empty if ranks are not coupled."""
     graph_batch_size: int = 0
@@ -101,7 +98,7 @@ PromptLogprobs = tuple[tuple[int, Logprobs], ...]
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The result of a step: each row's tokens, in row order."""
+    """Each row's tokens, in row order."""
 
     epoch: int
     step_id: int
@@ -115,8 +112,8 @@ class StepOutput:
     """`indexes` are places in `token_ids`."""
     prompt_logprobs: PromptLogprobs = ()
     failed_grammar_rows: Int32Column = field(default_factory=lambda: _NO_TOKENS)
-    """Rows with a grammar that cannot be followed any further; their last token is meaningless."""
+    """Rows with a grammar that cannot be followed further; their last token is meaningless."""
     num_replayed_tokens: int = 0
-    """Greedy completion tokens that were computed again and compared."""
+    """Greedy completion tokens computed again and compared."""
     num_replay_mismatches: int = 0
-    """How many of them were not the most likely token this time."""
+    """Those that were not the most likely token this time."""

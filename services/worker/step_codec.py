@@ -1,4 +1,4 @@
-"""Converts steps between protobuf messages and `services.worker.step`. Columns are little-endian int32 bytes."""
+"""Converts steps between protobuf and `services.worker.step`. Columns are little-endian int32 bytes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _KINDS = {
 
 
 def parse_step(request: worker_pb2.StepRequest) -> Step:
-    """Read a step without copying its columns. `InputBatch` checks whether it fits the batch.
+    """Parse without copying columns; `InputBatch` checks whether the step fits.
 
     Raises:
-        StepMismatchError: the kind is unknown, a column's length is not a multiple of its item size, or parallel
-            columns of the sampling options differ in length.
+        StepMismatchError: the kind is unknown, a column's length is not a multiple of 4 bytes, or parallel columns of
+            the sampling options differ in length.
     """
     kind = _KINDS.get(request.kind)
     if kind is None:

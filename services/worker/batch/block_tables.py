@@ -18,8 +18,7 @@ class BlockTables:
 
     Invariant: every id is below `num_pool_blocks`; after a slot's last block its row is 0.
 
-    The width grows with the longest table so far: 512 rows for a context of 131072 one-token blocks would take 268 MB
-    from the start.
+    The width grows with the longest table so far: 512 rows for contexts of 131072 one-token blocks would take 268 MB.
     """
 
     def __init__(self, *, num_slots: int, num_pool_blocks: int, max_blocks_per_sequence: int) -> None:
@@ -31,18 +30,18 @@ class BlockTables:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the tables, in bytes."""
+        """Memory of the tables."""
         return self._ids.nbytes
 
     def num_blocks(self, slots: Int32Column) -> Int32Column:
-        """The length of each slot's table, in blocks."""
+        """The length of each slot's table."""
         return self._num_blocks[slots]
 
     def set(self, slot: int, block_ids: Int32Column) -> None:
         """Set the table of an empty slot.
 
         Raises:
-            StepMismatchError: an id is not in the pool, or there are more than one sequence can use.
+            StepMismatchError: an id is not in the pool, or there are too many for one sequence.
         """
         self._check(block_ids)
         self._make_room(len(block_ids))
@@ -53,7 +52,7 @@ class BlockTables:
         """Append one block to each slot's table; a slot that occurs n times gets n blocks, in that order.
 
         Raises:
-            StepMismatchError: an id is not in the pool, or a table becomes longer than one sequence can use.
+            StepMismatchError: an id is not in the pool, or a table gets too long for one sequence.
         """
         self._check(block_ids)
         by_slot = np.argsort(slots, kind="stable")
@@ -66,7 +65,7 @@ class BlockTables:
         self._num_blocks[slots] = columns + 1
 
     def clear(self, slots: Int32Column) -> None:
-        """Empty the tables of `slots`."""
+        """Empty tables."""
         self._ids[slots, : self._num_blocks[slots].max(initial=0)] = 0
         self._num_blocks[slots] = 0
 
@@ -75,7 +74,7 @@ class BlockTables:
         return self._ids[slots, :width]
 
     def ids_at(self, slots: npt.NDArray[np.integer[Any]], columns: npt.NDArray[np.integer[Any]]) -> Int32Column:
-        """The id at each (slot, column); a column past the end of a table reads 0 or raises IndexError."""
+        """The id at each (slot, column); a column past a table's end reads 0 or raises IndexError."""
         ids: Int32Column = self._ids[slots, columns]
         return ids
 

@@ -1,4 +1,4 @@
-"""Checks on a sequence that enters a worker's batch: every number in it came over the wire."""
+"""Checks on a sequence that enters the batch: every number in it came over the wire."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def require(condition: bool, message: str, **values: object) -> None:
 
 
 def check_enter(enter: EnteringSequence, limits: BatchLimits, *, needs_all_tokens: bool) -> None:
-    """Refuse a sequence that could not be computed in any batch. Does not check block ids and the chunk's tokens.
+    """Refuse a sequence that fits no batch. Block ids and the chunk's tokens are not checked.
 
     `needs_all_tokens` requires the cached token ids, whatever the sequence's options.
 
@@ -53,7 +53,7 @@ def check_enter(enter: EnteringSequence, limits: BatchLimits, *, needs_all_token
 
 
 def check_token_ids(slot: int, token_ids: Int32Column, limits: BatchLimits) -> None:
-    """Raise StepMismatchError for a token outside the model's vocabulary."""
+    """Raise StepMismatchError for a token outside the vocabulary."""
     require(
         not len(token_ids) or bool(0 <= token_ids.min() <= token_ids.max() < limits.logits_width),
         "a token id is out of range",

@@ -1,7 +1,7 @@
 """Measures how often a completion that is computed again would come out the same: the price of inexact recovery.
 
-A resumed sequence arrives with its completion so far, and computing its KV again also gives the logits for every token
-of it. In a greedy sequence each token should be the most likely one; this is checked for its last tokens.
+Recomputing a resumed sequence's KV also gives the logits for its completion. In a greedy sequence each token should be
+the most likely one; its last tokens are checked.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from services.worker.forward.staging import to_device
 from services.worker.ops import Ops
 from services.worker.step import EnteringSequence, Int32Column, PrefillChunk
 
-# How many of a sequence's last tokens are compared at most.
+# The most of a sequence's last tokens that are compared.
 _MAX_TOKENS = 64
 # Bounds the logits in memory: 128 rows for a vocabulary of 128k are 64 MiB.
 _MAX_ROWS = 128
@@ -35,26 +35,26 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedChunk:
-    """The tokens that a step computes for such a sequence."""
+    """A step's tokens of such a sequence."""
 
     replay: Replay
     first_token: int
-    """Where they begin among the step's tokens."""
+    """Their start among the step's tokens."""
     num_tokens: int
     """At least 1."""
     position: int
     """Position of the first one in its sequence."""
     is_last: bool
-    """Whether they are the last tokens of the sequence so far."""
+    """Whether the sequence so far ends with them."""
 
     def scoring_tokens(self) -> npt.NDArray[np.int64]:
-        """Indexes of the step's tokens with logits for a token that is compared."""
+        """Indexes of the step's tokens with logits for a compared token."""
         start = max(self.replay.first_position - 1 - self.position, 0)
         return np.arange(self.first_token + start, self.first_token + self.num_tokens - self.is_last)
 
 
 class Replays:
-    """The sequences of a batch, by slot, with completions that are computed again."""
+    """The replays of a batch, by slot."""
 
     def __init__(self) -> None:
         self._by_slot: dict[int, Replay] = {}
@@ -81,7 +81,7 @@ class Replays:
         Args:
             chunks: From different slots.
             positions: [len(chunks)], each chunk's first position in its sequence.
-            starts: [len(chunks)], where each chunk begins among the step's tokens.
+            starts: [len(chunks)], each chunk's start among the step's tokens.
         """
         replayed = []
         for chunk, position, start in zip(chunks, positions.tolist(), starts.tolist(), strict=True):
@@ -96,17 +96,17 @@ class Replays:
 
 
 class ReplayScorer:
-    """Compares the most likely tokens with the given ones."""
+    """Compares completions with the most likely tokens."""
 
     def __init__(self, ops: Ops, compute_logits: Callable[[Tensor], Tensor]) -> None:
-        """Score with `compute_logits`: hidden states [n, hidden] to logits [n, vocabulary] float32."""
+        """`compute_logits` maps hidden states [n, hidden] to logits [n, vocabulary] float32."""
         self._ops = ops
         self._compute_logits = compute_logits
 
     def score(
         self, chunks: Sequence[ReplayedChunk], token_ids: npt.NDArray[np.int64], hidden: Tensor
     ) -> tuple[int, int]:
-        """Compare one step's tokens: how many were compared, and how many of them are not the most likely.
+        """How many of a step's tokens were compared, and how many of them are not the most likely.
 
         Args:
             chunks: From different sequences, at least one.

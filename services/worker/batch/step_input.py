@@ -1,4 +1,4 @@
-"""The inputs of one step, made by the worker's batch for the model. Plain numpy on the host."""
+"""The inputs of one step, made by the batch for the model. Plain numpy on the host."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _NO_SLOTS: Int32Column = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class ScoredChunk:
-    """A chunk's prompt tokens, with log-probabilities requested for them."""
+    """A chunk's prompt tokens with log-probabilities requested."""
 
     slot: int
     first_token: int
-    """Where they begin among the step's tokens."""
+    """Their start among the step's tokens."""
     num_tokens: int
-    """At least 1; completion tokens after the prompt are not counted."""
+    """At least 1; completion tokens are not counted."""
     position: int
     """Position of the first one in its sequence."""
     num_prompt_tokens: int
     num_top: int
-    """How many of the most likely tokens to report at each position."""
+    """The most likely tokens to report at each position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class StepInput:
     """The inputs of one step, in host arrays that belong to it alone.
 
     Sequence i computes the tokens [cu_seqlens_q[i], cu_seqlens_q[i + 1]): a decode its last token and then its drafts,
-    a prefill a chunk of its prompt. A row is a sequence that is complete, so tokens are sampled for it:
+    a prefill a chunk of its prompt. A row is a complete sequence, so tokens are sampled for it:
 
         sequence        0: decode, 2 drafts    1: decode    2: chunk, more to come    3: last chunk
         token_ids       t  d0 d1               t            p p p                     p p
@@ -43,14 +43,14 @@ class StepInput:
         row             0                      1            none                      2
         logit_tokens    0  1  2                3                                      8
 
-    So row_indexes is [0, 1, 3] and num_decodes is 2. The result also has a row, without tokens, for each sequence that
-    was to be decoded but already had all its tokens: it is not computed and does not occur here.
+    So row_indexes is [0, 1, 3] and num_decodes is 2. A sequence to decode that already had all its tokens is not
+    computed and does not occur here, but has a row without tokens in the result.
 
     A dummy's one token has no slot and no row, but an entry in the columns from which attention is planned.
     """
 
     num_decodes: int
-    """The first `num_decodes` sequences are decoded; the others compute a part of their prompt."""
+    """These come first; the other sequences compute a part of their prompt."""
     slots: Int32Column  # [num_seqs]
     num_result_rows: int
     row_numbers: npt.NDArray[np.int64] | None  # [num_rows], the rows' places in the result; None: they are all of it
@@ -99,7 +99,7 @@ class StepInput:
         return np.arange(len(self.slots)) if self.row_indexes is None else self.row_indexes
 
     def logit_tokens(self) -> npt.NDArray[np.int64] | None:
-        """Indexes of the tokens that `sampling` needs logits of, row after row; None means all tokens."""
+        """Indexes of the tokens that `sampling` needs logits of, row after row; None: all tokens."""
         if self.row_indexes is None:
             return None
         ends = self.cu_seqlens_q[1:][self.row_indexes].astype(np.int64)

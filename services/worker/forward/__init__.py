@@ -1,1 +1,1 @@
-"""What a forward pass needs besides its tokens: attention metadata and the KV cache."""
+"""A forward pass's attention metadata and KV cache."""

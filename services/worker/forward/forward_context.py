@@ -1,7 +1,7 @@
-"""What the layers need in a forward pass besides their inputs: which tokens belong together and where their KV is.
+"""What layers need in a forward pass besides their inputs: which tokens belong together and where their KV is.
 
-It is module-level state by design: a captured graph takes no Python arguments, so layers find attention metadata
-and the KV cache here. The worker's main thread sets it around each forward pass; no other thread runs one.
+Module-level state by design: a captured graph takes no Python arguments. The worker's main thread sets it around each
+forward pass; no other thread runs one.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from services.worker.forward.kv_cache import KvCache
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Which tokens a step computes, for which sequences, and which KV slots they use.
+    """A step's tokens, their sequences and the KV slots they use.
 
-    Tensors are on the worker's device. The tuples are copies on the host, so that no op has to wait for the
-    device to learn a length. In a decode step a query length is 1, or more with drafts.
+    Tensors are on the worker's device; the tuples are copies on the host, so that no op waits for the device to learn a
+    length. In a decode step a query length is 1, or more with drafts.
     """
 
     is_prefill: bool
@@ -30,15 +30,14 @@ class AttentionMetadata:
     context_lens: Tensor  # [num_seqs] int32: KV tokens of each sequence, including this step's
     cu_seqlens_q: Tensor  # [num_seqs + 1] int32: sequence i computes the tokens [cu[i], cu[i + 1])
     query_lens: tuple[int, ...]
-    """Tokens of each sequence in this step, on the host."""
+    """Tokens of each sequence in this step."""
     context_lens_host: tuple[int, ...]
-    """`context_lens`, on the host."""
     max_query_len: int
     max_context_len: int
 
 
 class AttentionPlan:
-    """What a backend derives from a step's metadata once and uses in every layer. Backends subclass it."""
+    """What a backend derives from a step's metadata once for all layers. Backends subclass it."""
 
     __slots__ = ("metadata",)
 
@@ -47,7 +46,7 @@ class AttentionPlan:
 
 
 class AttentionPlanner(Protocol):
-    """The part of a backend that plans a step's attention; see `Ops.plan_attention`."""
+    """The part of `Ops` that plans a step's attention."""
 
     def plan_attention(self, metadata: AttentionMetadata, kv_cache: KvCache) -> AttentionPlan:
         """See `Ops.plan_attention`."""
@@ -58,7 +57,7 @@ class DpMetadata:
     """What the coupled DP ranks compute in the same step. The step carries it, so ranks need not exchange it."""
 
     num_tokens_across_dp: tuple[int, ...] = ()
-    """Tokens of each rank, with one for a dummy; empty if ranks are not coupled."""
+    """Tokens of each rank, 1 for a dummy; empty if ranks are not coupled."""
     graph_batch_size: int = 0
     """Rows that a captured graph must hold on every rank; 0 if ranks are not coupled."""
 
@@ -67,10 +66,7 @@ UNCOUPLED = DpMetadata()
 
 
 class Progress:
-    """Counts computed layers and steps, to show whether a device makes progress.
-
-    One thread counts; any thread may read.
-    """
+    """Counts computed layers and steps, to show that a device makes progress. One thread counts; any may read."""
 
     __slots__ = ("count",)
 
@@ -78,7 +74,7 @@ class Progress:
         self.count = 0
 
     def advance(self) -> None:
-        """Count a computed layer or step."""
+        """Count a layer or step; every layer does."""
         self.count += 1
 
 
@@ -91,7 +87,6 @@ class ForwardContext:
     plan: AttentionPlan
     dp: DpMetadata = UNCOUPLED
     progress: Progress = field(default_factory=Progress)
-    """Advanced by every layer."""
 
     @classmethod
     def for_step(
@@ -103,7 +98,7 @@ class ForwardContext:
         dp: DpMetadata = UNCOUPLED,
         progress: Progress | None = None,
     ) -> ForwardContext:
-        """The context of one step, with the attention plan that `ops` makes for it; without `progress`, uncounted."""
+        """Plan the attention of a step; without `progress`, layers are not counted."""
         return cls(attention, kv_cache, ops.plan_attention(attention, kv_cache), dp, progress or Progress())
 
 
@@ -111,14 +106,14 @@ _current: ForwardContext | None = None
 
 
 def get_forward_context() -> ForwardContext:
-    """The context of the current forward pass; there is one whenever a layer runs."""
+    """The context of the running forward pass."""
     assert _current is not None, "a layer ran outside of forward_context()"
     return _current
 
 
 @contextmanager
 def forward_context(context: ForwardContext) -> Iterator[None]:
-    """Make `context` the current one for the body, then restore the previous one."""
+    """Make `context` current in the body."""
     global _current  # noqa: PLW0603 - see the module's docstring
     former, _current = _current, context
     try:

@@ -1,7 +1,6 @@
 """The paged KV cache: a few tensors per layer, divided into blocks of tokens.
 
-This module has only the tensors and their size. The scheduler decides which sequence a block belongs to, and the model
-what a layer stores.
+The scheduler decides which sequence a block belongs to, the model what a layer stores.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ LayerCache = tuple[CacheTensor, ...]
 
 
 def attention_cache(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> LayerCache:
-    """What a layer of ordinary attention stores: keys and values."""
+    """Keys and values of ordinary attention."""
     heads = CacheTensor((num_kv_heads, head_dim), dtype)
     return heads, heads
 
 
 @dataclass(frozen=True, slots=True)
 class KvCacheSpec:
-    """What one token stores in the cache, layer by layer. It comes from the model."""
+    """What one token stores in the cache, by layer."""
 
     layers: tuple[LayerCache, ...]
 
@@ -50,7 +49,7 @@ class KvCacheSpec:
 
 
 def num_blocks_for(memory_bytes: int, spec: KvCacheSpec, block_size: int) -> int:
-    """How many blocks of `block_size` tokens fit into `memory_bytes`, possibly 0.
+    """Blocks of `block_size` tokens that fit into `memory_bytes`, possibly 0.
 
     Raises:
         ValueError: `block_size` is below 1.
@@ -63,9 +62,8 @@ def num_blocks_for(memory_bytes: int, spec: KvCacheSpec, block_size: int) -> int
 class KvCache:
     """The cache's tensors, zeroed at start, written and read by `Ops`.
 
-    `layers[i]` has the tensors of layer i in the order of its `LayerCache`, each [num_blocks, block_size, *shape],
-    contiguous. For keys and values this is the "flash" layout of AITER's `unified_attention` and
-    `reshape_and_cache_flash`.
+    `layers[i]` has layer i's tensors in the order of its `LayerCache`, each contiguous [num_blocks, block_size,
+    *shape]: for keys and values the "flash" layout of AITER's `unified_attention` and `reshape_and_cache_flash`.
     """
 
     def __init__(self, spec: KvCacheSpec, num_blocks: int, block_size: int, device: torch.device | str = "cpu") -> None:
@@ -84,7 +82,7 @@ class KvCache:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of zeros. On the CPU the kernel zeroes pages on first use, so a large cache takes no time at start.
 
-    torch would write all of them, which takes a second per GiB, or several seconds if huge pages must be found.
+    torch would write all of them: a second per GiB, or several if huge pages must be found.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""The kernels that layers call, and the one place that selects a backend."""
+"""The kernels that layers call; only this module selects a backend."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ __all__ = [
 
 
 def load_ops(name: str) -> Ops:
-    """Create the backend called `name`, one of `BACKEND_NAMES`.
+    """Create a backend.
 
     Raises:
-        ValueError: there is no such backend.
+        ValueError: `name` is not in `BACKEND_NAMES`.
     """
     if name not in _BACKENDS:
         raise ValueError(f"unknown ops backend {name!r}; available: {', '.join(BACKEND_NAMES)}")

@@ -1,4 +1,4 @@
-"""The attention of the `cpu` backend: a few calls per layer, each for a bucket of similar rows (see `cpu_plan`)."""
+"""Attention of the `cpu` backend: a few calls per layer, each for a bucket of similar rows (see `cpu_plan`)."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ def by_slot(cache: Tensor) -> Tensor:
 
 
 def take(x: Tensor, rows: Rows) -> Tensor:
-    """`x[rows]`."""
+    """Index with `rows`."""
     return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
 
 
 def gather(cache: Tensor, bucket: GatherBucket, buffer: Tensor) -> tuple[Tensor, Tensor]:
-    """The contexts that `bucket` reads from a cache [num_blocks, block_size, *shape].
+    """Read a bucket's contexts from a cache [num_blocks, block_size, *shape].
 
     Returns:
         ([num_rows, length, *shape], a view of the cache or the buffer; the buffer, replaced if it was too small).
@@ -107,7 +107,7 @@ def gather(cache: Tensor, bucket: GatherBucket, buffer: Tensor) -> tuple[Tensor,
 
 
 def in_step_order(outputs: list[Tensor], layout: AttentionLayout) -> Tensor:
-    """Join the results of a layout's buckets in the order of the step's tokens."""
+    """Join the buckets' results in the order of the step's tokens."""
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return joined if layout.output_rows is None else joined.index_select(0, layout.output_rows)
 
@@ -131,10 +131,9 @@ def gathered_attention(
     """Attention of a bucket's queries over their contexts.
 
     Args:
-        query: [T, H, D], the queries of the whole step.
+        query: [T, H, D], all of the step.
         keys: [num_rows, length, K, D].
         values: [num_rows, length, K, V].
-        bucket: Says which of the step's tokens are computed.
 
     Returns:
         [num_rows * num_queries, H * V].
@@ -157,7 +156,7 @@ def gathered_attention(
 
 
 def _grouped_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, params: AttentionParams) -> Tensor:
-    """Attention that treats query heads that share a key/value head as its queries.
+    """Attention in which query heads that share a key/value head are its queries.
 
     Args:
         query: [num_rows, num_queries, H, D].
@@ -181,7 +180,7 @@ def _grouped_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor
 def _continued_attention(
     query: Tensor, keys: Tensor, values: Tensor, num_before: int, params: AttentionParams
 ) -> Tensor:
-    """Attention of the next chunk of a prompt: unmasked over the tokens before it, and causal over itself.
+    """Attention of a prompt's next chunk: unmasked over the tokens before it, causal over itself.
 
     Without a mask there is less to compute, and heads can be grouped as in `_grouped_attention`: a quarter less time at
     8k tokens. The two results are merged, weighted by their softmax sums. Source: arXiv:2205.14135, section 3.1.
@@ -189,8 +188,7 @@ def _continued_attention(
     Args:
         query: [1, num_queries, H, D].
         keys: [1, K, num_before + num_queries, D].
-        values: The same shape as `keys`.
-        num_before: Tokens before the chunk.
+        values: Likewise.
 
     Returns:
         [num_queries, H * D].

@@ -1,4 +1,4 @@
-"""Experts of the `cpu` backend: tokens are sorted by expert, with one product per active expert and projection."""
+"""Experts of the `cpu` backend: tokens sorted by expert, one product per active expert and projection."""
 
 from __future__ import annotations
 

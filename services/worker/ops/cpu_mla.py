@@ -1,7 +1,7 @@
 """Latent attention of the `cpu` backend, dense and sparse.
 
-Keys are rows of the latent cache, shared by all heads, and values are their first columns. Kernels need values as wide
-as keys, so whole rows serve as values, and the surplus columns of the result are cut off.
+Kernels need values as wide as keys, so whole rows of the latent cache serve as both, and the result's surplus columns
+are cut off.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class CpuMla(CpuAttention):
         return in_step_order(outputs, layout)
 
     def _contexts(self, cache: Tensor, plan: CpuPlan, layout: AttentionLayout) -> Iterator[tuple[Rows, Tensor]]:
-        """Each bucket's tokens, and the part of a cache that they may attend to, [num_rows, length, *shape]."""
+        """Each bucket's tokens, and what they may attend to in a cache, [num_rows, length, *shape]."""
         if layout.causal:
             new = _new_rows(cache, plan)
             for prompts in layout.causal:
@@ -121,7 +121,7 @@ def _new_rows(cache: Tensor, plan: CpuPlan) -> Tensor:
 
 
 def _sparse_bucket(plan: CpuPlan, rows: slice, selected: Tensor, dtype: torch.dtype) -> GatherBucket:
-    """A bucket with each of the tokens `rows` on its own, over the positions that it selected."""
+    """A bucket in which each of the tokens `rows` is alone, over the positions that it selected."""
     is_unused = selected < 0
     mask = torch.zeros(selected.shape, dtype=dtype).masked_fill_(is_unused, float("-inf"))
     return GatherBucket(
@@ -135,13 +135,13 @@ def _sparse_bucket(plan: CpuPlan, rows: slice, selected: Tensor, dtype: torch.dt
 
 
 def _select(query: Tensor, weights: Tensor, keys: Tensor, last_seen: Tensor, *, num_selected: int) -> Tensor:
-    """The best positions for a bucket's queries, [B * Q, num_selected] int64; -1 fills rows with fewer positions.
+    """The best positions of a bucket's queries, [B * Q, num_selected] int64, filled up with -1.
 
     Args:
         query: [B, Q, Hi, Di].
         weights: [B, Q, Hi] float32.
         keys: [B, S, Di] float32.
-        last_seen: [B, Q] int64: the last position that a query may see.
+        last_seen: [B, Q] int64, the last position a query may see.
     """
     num_rows, num_queries, num_heads, _ = query.shape
     size = max(1, _MAX_INDEX_SCORES // (num_rows * num_heads * keys.shape[1]))
@@ -166,10 +166,10 @@ def _index_scores(query: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
 
 
 def largest_columns(scores: Tensor, count: int) -> Tensor:
-    """The columns of the `count` largest values of each row, in any order; NaN counts as infinity.
+    """The columns of each row's `count` largest values, in any order, the lower among equals; NaN counts as infinity.
 
-    Among equal values the lower column is taken. `topk` takes any, so each float32 becomes an integer of the same order
-    with the column in its lower half, which makes all distinct. A stable sort of whole rows takes four times as long.
+    `topk` takes any of equal values, so each float32 becomes an integer of the same order with the column in its lower
+    half. A stable sort of whole rows takes four times as long.
     """
     num_columns = scores.shape[-1]
     # NaN may have either sign. Adding 0.0 turns -0.0 into 0.0.

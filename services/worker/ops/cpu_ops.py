@@ -1,7 +1,7 @@
 """The `cpu` backend: batched torch kernels, one call per layer for all rows.
 
-Each eager call has dispatch overhead, so there are few calls and they are large. oneDNN packs weights once at load,
-which halves the time of a decode step in float32. A row's bits depend on the batch it is in.
+Eager calls have overhead, so they are few and large. oneDNN packs weights once at load, which halves the time of a
+float32 decode step. A row's bits depend on its batch.
 """
 
 from __future__ import annotations
@@ -67,8 +67,7 @@ class CpuOps(CpuMla):
     # -- Rotary position embedding ------------------------------------------------------------------------
 
     def prepare_rope(self, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> RopeRows:
-        # One cosine and one sine per column, with the sine negated for a pair's first column. `rope` then takes three
-        # calls.
+        # One cosine and one sine per column, the sine negated for a pair's first column: `rope` then takes three calls.
         cosines, sines = (cos, cos), (-sin, sin)
         join = _join_interleaved if is_interleaved else partial(torch.cat, dim=-1)
         positions = torch.empty(0, dtype=torch.int64)

@@ -1,7 +1,7 @@
 """How the `cpu` backend lays out a step's attention: buckets of similar lengths, planned once and used by every layer.
 
-Rows of one bucket are padded to its longest row, so that one call computes all of them. For example, a mixed step with
-two decodes A and B, two whole prompts C and D, and a chunk E after a cached prefix:
+A bucket's rows are padded to its longest one, and one call computes them all. A mixed step with two decodes A and B,
+two whole prompts C and D, and a chunk E after a cached prefix:
 
     step            A B C C C C D D D E E E
 
@@ -12,10 +12,8 @@ two decodes A and B, two whole prompts C and D, and a chunk E after a cached pre
     GatherBucket    A            a a a a A        gathered and masked
                     B            b b B * *
 
-`AttentionLayout.output_rows` puts the results of all buckets back into the order of the step.
-
-A padded key is a copy of the first token that the row's own queries see, and it is masked. It is never another
-sequence's memory, so a NaN in one sequence cannot spread to another.
+A padded key is a masked copy of the first token that the row's own queries see, never another sequence's memory: a NaN
+cannot spread between sequences.
 """
 
 from __future__ import annotations
@@ -61,20 +59,20 @@ class CausalBucket:
 
 @dataclass(frozen=True, slots=True)
 class GatherBucket:
-    """Rows whose context is read from the paged cache: decodes, or pieces of longer prefills."""
+    """Rows with context read from the paged cache: decodes, or pieces of longer prefills."""
 
     query_rows: Rows
     """num_rows * num_queries tokens of the step; padding repeats a row's last token."""
     num_rows: int
     num_queries: int
     length: int
-    """The length of the longest context, which excludes tokens before a window."""
+    """The longest context, without tokens before a window."""
     slots: Rows
     """num_rows * length slots of the cache."""
     mask: Tensor | None
-    """[num_rows, 1, num_queries, length], 0 or -inf; None means that every query sees everything."""
+    """[num_rows, 1, num_queries, length], 0 or -inf; None: every query sees everything."""
     num_before: int = 0
-    """For a single piece without a window, the number of tokens before its queries; otherwise 0."""
+    """For a single piece without a window, the tokens before its queries; otherwise 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +82,7 @@ class AttentionLayout:
     causal: tuple[CausalBucket, ...]
     gathered: tuple[GatherBucket, ...]
     output_rows: Tensor | None
-    """[T] int64: each token's row in the concatenated results of all buckets; None if they are in order."""
+    """[T] int64: each token's row in the buckets' concatenated results; None if they are in order."""
 
 
 class CpuPlan(AttentionPlan):
@@ -120,21 +118,21 @@ class CpuPlan(AttentionPlan):
         return blocks.long() * block_size + positions % block_size
 
     def _of_each_token(self, values: Tensor) -> Tensor:
-        """[T] int64: for each token, the value of its sequence in `values` [num_seqs]."""
+        """[T] int64: each token's sequence's value in `values` [num_seqs]."""
         return values.long().repeat_interleave(self.metadata.cu_seqlens_q.diff())
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Queries of one sequence that are computed together: tokens [start, start + num_queries) of the step."""
+    """Queries of one sequence, computed together: tokens [start, start + num_queries) of the step."""
 
     seq: int
     start: int
     num_queries: int
     first_position: int
-    """The position of the first token that any of the queries sees."""
+    """The first position that any of the queries sees."""
     context_len: int
-    """The number of tokens from `first_position` up to and including the last query."""
+    """Tokens from `first_position` up to and including the last query."""
 
     @property
     def cost(self) -> int:
@@ -164,7 +162,7 @@ def _written(slot_mapping: Tensor) -> tuple[Tensor | None, Tensor]:
 
 
 def _split(metadata: AttentionMetadata, window: int | None) -> tuple[list[_Piece], list[_Piece]]:
-    """Split the step's sequences into whole prompts and into pieces that need context from the cache."""
+    """Split sequences into whole prompts and pieces that need context from the cache."""
     prompts: list[_Piece] = []
     pieces: list[_Piece] = []
     start = 0
@@ -179,7 +177,7 @@ def _split(metadata: AttentionMetadata, window: int | None) -> tuple[list[_Piece
 
 
 def _cut(seq: int, start: int, num_queries: int, context_len: int, window: int | None) -> list[_Piece]:
-    """Cut the queries of one sequence into pieces, each with the context that it sees."""
+    """Cut one sequence's queries into pieces, each with the context that it sees."""
     size = _MAX_MASKED_QUERIES if window is None else min(max(window, _MIN_WINDOWED_QUERIES), _MAX_MASKED_QUERIES)
     pieces = []
     for done in range(0, num_queries, size):
@@ -213,7 +211,7 @@ class _Group:
 
 
 def _in_groups(pieces: list[_Piece], max_tokens: int) -> list[list[_Piece]]:
-    """Group pieces of similar size. A piece longer than `max_tokens` forms its own group."""
+    """Group pieces of similar size. A piece longer than `max_tokens` is alone."""
     groups: list[_Group] = []
     for piece in sorted(pieces, key=_size, reverse=True):
         if not groups or not groups[-1].try_add(piece, max_tokens):
@@ -228,7 +226,7 @@ def _size(piece: _Piece) -> tuple[int, int, int]:
 
 
 def _padded_rows(group: list[_Piece]) -> _IntArray:
-    """The step's tokens of a group, [len(group) * most queries]. Pieces are padded with their last token."""
+    """The step's tokens of a group, [len(group) * most queries], each piece padded with its last token."""
     longest = max(piece.num_queries for piece in group)
     starts = np.array([piece.start for piece in group], dtype=np.int64)
     lasts = np.array([piece.num_queries - 1 for piece in group], dtype=np.int64)
@@ -263,7 +261,7 @@ def _gather_bucket(
 def _context_slots(
     group: list[_Piece], lengths: _IntArray, block_tables: npt.NDArray[np.int32], block_size: int
 ) -> _IntArray:
-    """[num_rows, longest]: the slots of each context's tokens, padded with the slot of its first token."""
+    """[num_rows, longest]: the slots of each context's tokens, padded with that of its first token."""
     longest = int(lengths.max())
     firsts = np.array([piece.first_position for piece in group], dtype=np.int64)
     first_blocks, offsets = np.divmod(firsts, block_size)
@@ -280,7 +278,7 @@ def _context_slots(
 
 
 def _mask(group: list[_Piece], lengths: _IntArray, window: int | None, dtype: torch.dtype) -> Tensor | None:
-    """[num_rows, 1, most queries, longest]: -inf where a query must not attend; None if every query sees everything."""
+    """[num_rows, 1, most queries, longest]: -inf where a query must not attend; None if all see everything."""
     counts = np.array([piece.num_queries for piece in group])
     num_queries = int(counts.max())
     if num_queries == 1 and lengths.min() == lengths.max():
@@ -294,12 +292,12 @@ def _mask(group: list[_Piece], lengths: _IntArray, window: int | None, dtype: to
 
 
 def _bytes_per_token(kv_cache: KvCache) -> int:
-    """The bytes that a token keeps in the layer that keeps most."""
+    """Bytes in the layer that stores most."""
     return max(sum(tensor.bytes_per_token for tensor in layer) for layer in kv_cache.spec.layers)
 
 
 def _as_rows(index: _IntArray) -> Rows:
-    """`index` as a slice if it is contiguous, which gives a view instead of a copy in every layer."""
+    """A slice if contiguous, which gives a view instead of a copy in every layer."""
     first, size = int(index[0]), len(index)
     if int(index[-1]) - first == size - 1 and np.array_equal(index, np.arange(first, first + size)):
         return slice(first, first + size)
@@ -309,7 +307,7 @@ def _as_rows(index: _IntArray) -> Rows:
 def _output_rows(computed: _IntArray, num_tokens: int) -> Tensor | None:
     """Each token's row among the results for the tokens `computed`; None if token i's row is i.
 
-    A token computed more than once uses its first result, as the others are padding.
+    A token computed more than once uses its first result; the others are padding.
     """
     if len(computed) == num_tokens and np.array_equal(computed, np.arange(num_tokens)):
         return None

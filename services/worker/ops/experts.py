@@ -53,7 +53,7 @@ class Expert:
 
 
 def gate_and_up(projected: Tensor, clamp: SwigluClamp | None) -> Tensor:
-    """Apply the activation to `projected` [T, 2 I] = gate | up; returns [T, I]. `projected`'s contents are lost."""
+    """Apply the activation to `projected` [T, 2 I] = gate | up, whose contents are lost; returns [T, I]."""
     gate, up = projected.chunk(2, dim=-1)
     if clamp is None:
         return F.silu(gate).mul_(up)

@@ -1,8 +1,7 @@
-"""The kernels that layers call: what every backend computes, in which shapes, and what it writes in place.
+"""What every backend's kernels compute, in which shapes, and what they write in place.
 
-An AITER backend (by the signatures of its wheel) can be a thin adapter: its kernels support the out-parameters,
-in-place effects and layouts. Preparation is done once at load (`prepare_*`) or per step (`select_rope`,
-`plan_attention`), never per layer.
+An AITER backend can be a thin adapter: its wheel's kernels support these out-parameters, in-place effects and layouts.
+Preparation happens once at load (`prepare_*`) or per step (`select_rope`, `plan_attention`), never per layer.
 
 Shapes: T tokens of the step, B sequences, H query heads, K key/value heads, D head dim, V value dim.
 """
@@ -28,7 +27,7 @@ PerHeadKernel = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class RopeRows:
-    """What `rope` needs for the positions of one step.
+    """What `rope` needs for one step's positions.
 
     A backend whose kernel looks up positions itself stores whole tables and the positions here.
     """
@@ -37,17 +36,16 @@ class RopeRows:
     sin: Tensor
     positions: Tensor
     is_interleaved: bool
-    """See `Ops.prepare_rope`."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """The parameters of a layer's attention other than the shapes of its tensors."""
+    """A layer's attention parameters besides the shapes of its tensors."""
 
     scale: float
-    """The factor of the products of queries and keys."""
+    """Multiplies the products of queries and keys."""
     window: int | None = None
-    """A token sees itself and the `window` - 1 tokens before it; None means all tokens before it."""
+    """A token sees itself and the `window` - 1 tokens before it; None: all tokens before it."""
     sinks: Tensor | None = None
     """[H] float32: a logit per query head that joins the softmax's sum without a value. Source: arXiv:2508.10925."""
 
@@ -61,12 +59,12 @@ class Ops(Protocol):
     """Whether a row's bits are independent of the rest of the batch and of how its context was computed."""
 
     def numerics(self) -> str:
-        """Everything in this backend that results depend on: equal strings mean equal bits."""
+        """All that this backend's results depend on: equal strings mean equal bits."""
 
     # -- Weights ------------------------------------------------------------------------------------------
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> LinearKernel:
-        """Prepare `x @ weight.T + bias`, once, at load. The kernel keeps what it needs, so `weight` may be freed.
+        """Prepare `x @ weight.T + bias`, once, at load; `weight` may then be freed.
 
         Args:
             weight: [out_features, in_features], the model's dtype, contiguous; not written.
@@ -76,9 +74,9 @@ class Ops(Protocol):
         """
 
     def prepare_per_head_linear(self, weight: Tensor) -> PerHeadKernel:
-        """Prepare `x[:, h] @ weight[h].T` for each head h, once, at load. `weight` may be freed.
+        """Prepare `x[:, h] @ weight[h].T` for each head h, once, at load; `weight` may then be freed.
 
-        The kernel's argument and result need to be contiguous only in the last dimension.
+        Argument and result of the kernel need to be contiguous only in the last dimension.
 
         Args:
             weight: [H, out_features, in_features], the model's dtype, any stride; not written.
@@ -133,11 +131,11 @@ class Ops(Protocol):
     # -- Rotary position embedding ------------------------------------------------------------------------
 
     def prepare_rope(self, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> RopeRows:
-        """Convert the tables to the backend's form, once, at load. `positions` of the result is empty.
+        """Convert the tables to the backend's form, once, at load; `positions` of the result is empty.
 
         Args:
             cos: [max_positions, rotary_dim / 2], float32: cosines of position times frequency.
-            sin: The sines.
+            sin: Likewise.
             is_interleaved: Whether columns 2 i and 2 i + 1 form a pair (GPT-J); otherwise i and i + rotary_dim / 2
                 (NeoX).
         """
@@ -149,9 +147,9 @@ class Ops(Protocol):
         """Rotate the first rotary_dim columns of every head by its token's position, in place.
 
         Args:
-            query_key: [T, H + K, D], heads of query and key side by side. The last dimension is contiguous; heads and
+            query_key: [T, H + K, D], query and key heads side by side. The last dimension is contiguous; heads and
                 rows may have any stride.
-            rows: They also define rotary_dim and which columns form pairs.
+            rows: Also defines rotary_dim and the pairs of columns.
 
         Source: arXiv:2104.09864, equation 34; AITER `rope_cached_positions_2c_fwd_inplace`, rotate_style 0 or 1.
         """
@@ -174,7 +172,7 @@ class Ops(Protocol):
         """
 
     def write_cache(self, values: Tensor, cache: Tensor, plan: AttentionPlan) -> None:
-        """Write the values of the step's tokens into one tensor of a cache, in place; a slot of -1 is skipped.
+        """Write the step's values into one cache tensor, in place; a slot of -1 is skipped.
 
         Args:
             values: [T, ...], the cache's dtype; rows may have any stride.
@@ -190,10 +188,10 @@ class Ops(Protocol):
         plan: AttentionPlan,
         params: AttentionParams,
     ) -> Tensor:
-        """Causal attention of new tokens over their sequence: its cached prefix and the new tokens up to themselves.
+        """Causal attention of new tokens over their cached prefix and the new tokens up to themselves.
 
         Query head h reads key/value head h // (H / K). Called after `write_kv` with the same `key`, `value` and
-        `cache`, so a backend may read new tokens from either place.
+        `cache`; a backend may read new tokens from either place.
 
         Args:
             query: [T, H, D]; sequence i's rows are [cu_seqlens_q[i], cu_seqlens_q[i + 1]). Not written.
@@ -202,7 +200,7 @@ class Ops(Protocol):
             cache: Read by `block_tables` up to `context_lens`.
 
         Returns:
-            [T, H * V], contiguous. Rows of padded tokens are undefined and may not be finite.
+            [T, H * V], contiguous. Padded tokens' rows are undefined and may not be finite.
 
         Source: arXiv:2205.14135, algorithm 1; AITER `flash_attn_varlen_func` (no prefix anywhere) and
             `unified_attention` with causal=True.
@@ -211,7 +209,7 @@ class Ops(Protocol):
     def decode_attention(
         self, query: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan, params: AttentionParams
     ) -> Tensor:
-        """Attention of each sequence's new tokens over its whole context in the cache, up to themselves.
+        """Causal attention of each sequence's new tokens over its whole context in the cache.
 
         Arguments and result as in `prefill_attention`. Most sequences have one new token; up to 8 drafts may follow it.
 
@@ -228,7 +226,7 @@ class Ops(Protocol):
         value_dim: int,
         selected: Tensor | None = None,
     ) -> Tensor:
-        """Multi-head latent attention, absorbed: all heads share one key per token, which begins with its value.
+        """Absorbed multi-head latent attention: all heads share one key per token, which begins with its value.
 
         For prefill and decode. Called after `write_cache`; new tokens are read from the cache too.
 
@@ -236,12 +234,12 @@ class Ops(Protocol):
             query: [T, H, L]: each head's query in the latent space, then its rotated part. Rows and heads may have any
                 stride. Not written.
             latent_cache: [num_blocks, block_size, L], read by `block_tables` up to `context_lens`.
-            scale: The factor of the products of queries and keys.
-            value_dim: R, the number of a key's first elements that are its value.
-            selected: From `select_context`; None means that every token attends to all tokens up to itself.
+            scale: Multiplies the products of queries and keys.
+            value_dim: R; a key's first R elements are its value.
+            selected: From `select_context`; None: every token attends to all tokens up to itself.
 
         Returns:
-            [T, H, R], contiguous. Rows of padded tokens are undefined.
+            [T, H, R], contiguous. Padded tokens' rows are undefined.
 
         Source: arXiv:2405.04434, section 2.1 and appendix C; AITER `mla.mla_decode_fwd`, `mla.mla_prefill_fwd`.
         """
@@ -258,12 +256,12 @@ class Ops(Protocol):
         """The positions, up to its own, that each token attends to in sparse attention.
 
         Token t scores position s by `sum over h of weights[t, h] * relu(query[t, h] . key[s])`, in float32. The
-        `num_selected` best positions are selected, the lower one among equals; all of them if there are no more.
+        `num_selected` best are selected, the lower position among equals; all of them if there are no more.
 
         Args:
             index_query: [T, Hi, Di]; rows may have any stride. Not written.
             index_weights: [T, Hi], float32; scales included.
-            index_cache: [num_blocks, block_size, Di], including the new tokens' keys.
+            index_cache: [num_blocks, block_size, Di], with the new tokens' keys.
             num_selected: At least 1.
 
         Returns:
@@ -292,23 +290,23 @@ class Ops(Protocol):
 
         The kernel adds up each token's weighted expert outputs in float32, in ascending order of the expert's number.
 
-        Args:
+        experts: In order of their numbers. Each may be freed when the next one is read, so memory need not hold all
             experts: In order of their numbers. Each may be freed when the next one is read, so memory need not hold all
                 of them twice.
-            clamp: None means the activation `silu(gate) * up`.
+            clamp: None: the activation is `silu(gate) * up`.
 
         Source: arXiv:1701.06538, equation 1; AITER `fused_moe`, whose w1 is gate | up too.
         """
 
     def combine_experts(self, outputs: Tensor, tokens: Tensor, weights: Tensor, *, num_tokens: int) -> Tensor:
-        """Add up each token's weighted outputs of experts that ran elsewhere, in float32 and in the order of the rows.
+        """Add up each token's weighted outputs of experts that ran elsewhere, in float32, in the order of the rows.
 
-        If the rows are in ascending order of their experts, the sums are those of an `ExpertsKernel`; on an exact
-        backend bit by bit.
+        With rows in ascending order of their experts, the sums are those of an `ExpertsKernel`; on an exact backend
+        bit by bit.
 
         Args:
             outputs: [N, hidden], the model's dtype; rows may have any stride. Not written.
-            tokens: [N] int64, the token that each row belongs to.
+            tokens: [N] int64, each row's token.
             weights: [N] float32.
             num_tokens: Rows of the result; a token without outputs has zeros.
 

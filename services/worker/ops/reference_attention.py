@@ -1,7 +1,7 @@
-"""The attention of the `reference` backend: one query at a time, over a copy of exactly the tokens it sees.
+"""Attention of the `reference` backend: one query at a time, over a copy of exactly the tokens it sees.
 
-A query's result depends only on its position and the tokens before it. Chunking, a cached prefix, the block size and
-drafts do not change a bit of it.
+A query's result depends only on its position and the tokens before it, not on chunking, a cached prefix, the block
+size or drafts.
 """
 
 from __future__ import annotations
@@ -125,12 +125,12 @@ class ReferenceAttention:
 
 
 def _used(selected: Tensor) -> Tensor:
-    """The used positions in `selected` [n], sorted, so that selecting all equals dense attention bit by bit."""
+    """Sorted, so that selecting all positions equals dense attention bit by bit."""
     return selected[selected >= 0].sort().values
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
-    """Attention [H * V] of one query [H, D] over the keys [length, K, D] and values [length, K, V] that it sees."""
+    """[H * V] of one query [H, D] over the keys [length, K, D] and values [length, K, V] that it sees."""
     num_kv_heads, head_dim = keys.shape[1:]
     grouped = query.reshape(num_kv_heads, -1, head_dim) * params.scale
     scores = torch.bmm(grouped, keys.permute(1, 2, 0).contiguous())

@@ -9,7 +9,7 @@ from services.worker.ops.experts import Expert
 
 
 class ReferenceExperts:
-    """See `Ops.prepare_experts`. The experts compute row by row."""
+    """See `Ops.prepare_experts`."""
 
     def __init__(self, experts: list[Expert]) -> None:
         self._experts = experts

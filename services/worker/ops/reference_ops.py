@@ -1,8 +1,8 @@
 """The `reference` backend: exact, because it computes every row alone and in a fixed order.
 
 A row's inputs have the same shape in every batch, step and block size: one row of activations, or one row's context
-copied into fresh memory. So kernels take the same path, and a row has the same bits in prefill and decode, in any
-batch, with or without a cached prefix. It reads all weights for every row, so it is only for tests.
+copied into fresh memory. So kernels take the same path, and a row's bits are the same in any batch, in prefill and
+decode, with or without a cached prefix. All weights are read for every row: only for tests.
 """
 
 from __future__ import annotations

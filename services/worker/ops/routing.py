@@ -1,4 +1,4 @@
-"""Routing: how a token's experts are chosen and weighted, by the rules of the supported families.
+"""How a token's experts are chosen and weighted, by the rules of the supported families.
 
 Source: arXiv:2401.04088, section 2.1 (Mixtral); 2405.04434, section 2.2.2 (groups of experts); 2412.19437, equations
 12 to 16 (sigmoid, correction bias); 2508.10925 (gpt-oss).
@@ -17,7 +17,7 @@ _EPSILON = 1e-20
 
 
 class RouterScore(Enum):
-    """How an expert's score is computed, by which it is chosen and from which its weight is derived."""
+    """The score by which an expert is chosen and from which its weight is derived."""
 
     # The softmax over all logits.
     SOFTMAX = "softmax"
@@ -29,13 +29,13 @@ class RouterScore(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroups:
-    """Groups of experts, which are runs of equal length; experts are chosen from the best groups only."""
+    """Runs of experts of equal length; experts are chosen from the best groups only."""
 
     num_groups: int
     num_chosen: int
     """Groups per token."""
     num_judging: int
-    """A group's score is the sum of this many best scores in it."""
+    """How many of a group's best scores are summed for its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,6 @@ def _within_best_groups(preferences: Tensor, groups: ExpertGroups) -> Tensor:
 
 
 def _best(scores: Tensor, count: int) -> Tensor:
-    """The columns of the `count` largest scores, best first; among equal scores the lower column comes first."""
+    """Best first; among equal scores the lower column comes first."""
     # Not `topk`, which returns any of equal values.
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]

@@ -1,7 +1,4 @@
-"""The queue of device work: the RPC thread fills it, the process's main thread runs it.
-
-Both sides block when idle, so an idle worker costs no CPU time.
-"""
+"""The queue of device work: the RPC thread fills it, the main thread runs it. Both block when idle."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ class DeviceLoop:
         return self._is_stopping
 
     def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Queue `function`; cancelling the future drops the job unless it is already running. From any thread.
+        """Queue `function`. From any thread. Cancelling the future drops the job unless it is already running.
 
         Raises:
             DrainingError: the loop has ended.
@@ -48,7 +45,7 @@ class DeviceLoop:
         return job.future
 
     def run(self) -> None:
-        """Run jobs until `stop`; jobs still queued then fail with DrainingError."""
+        """Run jobs until `stop`; those still queued then fail with DrainingError."""
         while not self._is_stopping:
             if (job := self._jobs.get()) is not None:
                 job.run()

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 class DeviceSteps:
     """Queues a runner's work on the device, in order.
 
-    In a domain of several processes a failure ends this one: its partners would wait for it inside a collective.
+    In a domain of several processes a failure ends this one: partners would wait for it inside a collective.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class DeviceSteps:
         is_alone: bool,
         fail_on_token: int | None = None,
     ) -> None:
-        """`is_alone` means that the process is a failure domain by itself."""
+        """`is_alone`: the process is a failure domain by itself."""
         self.runner = runner
         self._device = device
         self._end = end
@@ -43,7 +43,7 @@ class DeviceSteps:
         self._fail_on_token = fail_on_token
 
     def attach(self, request: worker_pb2.AttachRequest) -> asyncio.Future[int]:
-        """Begin an epoch after the launched steps; the result is the number of KV blocks, 0 if not one fits."""
+        """Begin an epoch after the launched steps; the result is the number of KV blocks, possibly 0."""
         num_blocks = self.runner.num_blocks(request.block_size)
         future = asyncio.wrap_future(self._device.submit(self._attach, request, num_blocks))
         future.add_done_callback(self._end_if_failed)
@@ -91,7 +91,6 @@ def _max_num_tokens(request: worker_pb2.AttachRequest, runner: ModelRunner) -> i
 
 
 def _brought(step: Step) -> Iterator[Int32Column]:
-    """All token columns in a step."""
     for enter in step.enters:
         yield enter.chunk.token_ids
         yield enter.cached_token_ids

@@ -1,4 +1,4 @@
-"""Shows the loading of the weights: a progress bar on a terminal, otherwise a log line every 10 %."""
+"""Shows the loading of the weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Progress(Protocol):
         """Show `part`, 0 to 1."""
 
     def close(self) -> None:
-        """Stop showing: loading has ended, complete or not."""
+        """Loading has ended, complete or not."""
 
 
 class LoggedProgress:
@@ -59,5 +59,5 @@ class ProgressBar:
 
 
 def make_progress(stream: TextIO, *, log_format: str) -> Progress:
-    """A progress bar if `stream`, where the log goes, is a terminal and the log format is text; else log lines."""
+    """A bar if `stream`, where the log goes, is a terminal and the log format is text; else log lines."""
     return ProgressBar(stream) if log_format == "text" and stream.isatty() else LoggedProgress()

@@ -20,13 +20,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Time for results that are still being sent. The scheduler keeps its stream open, so while one is connected all of it
-# is spent.
+# Time for results still being sent. The scheduler keeps its stream open: while one is connected all of it is spent.
 _STOP_GRACE_S = 0.3
 
 
 class Role(Protocol):
-    """What a process does in its failure domain: leader or member. Belongs to the RPC thread's event loop."""
+    """A process's part in its failure domain: leader or member. Belongs to the RPC thread's event loop."""
 
     servicers: tuple[Servicer, ...]
     """What it serves besides health."""
@@ -67,7 +66,7 @@ class RpcThread:
         asyncio.run_coroutine_threadsafe(self._announce(runner), self._started.result())
 
     def stop(self) -> None:
-        """Refuse new calls, end the open ones and join the thread. Only after `start`."""
+        """Refuse new calls, end open ones and join the thread. Only after `start`."""
         self._started.result().call_soon_threadsafe(self._stop.set)
         self._thread.join()
 

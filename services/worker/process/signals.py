@@ -11,10 +11,10 @@ from shared.lifecycle import stop_signals
 
 
 def call_at_stop_signals(on_signal: Callable[[], None]) -> None:
-    """Call `on_signal` on its own thread at the first stop signal. Call this once, from the main thread.
+    """Call `on_signal` on its own thread at the first stop signal. Call once, from the main thread.
 
-    Python runs signal handlers only in the main thread, and a signal that the kernel delivers to another thread does
-    not wake it from waiting for a lock. A byte in the wakeup fd, written at once in any thread, wakes its reader.
+    Python runs signal handlers only in the main thread, and a signal delivered to another thread does not wake it from
+    waiting for a lock. A byte in the wakeup fd, written at once in any thread, wakes its reader.
     """
     # Never closed: needed as long as the process runs.
     reader, writer = os.pipe()

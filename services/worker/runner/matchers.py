@@ -1,4 +1,4 @@
-"""Makes grammar matchers: from the grammar library, or one that ends the text at once if the tokenizer is unusable."""
+"""Makes grammar matchers; if the tokenizer is unusable, ones that end the text at once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class GrammarMatchers:
     def make(self, grammar: str) -> GrammarMatcher:
         """A matcher at the beginning of `grammar`.
 
-        If the tokenizer cannot be read, the matcher has failed from the start: raising would fail the whole step.
+        If the tokenizer cannot be read, it has failed from the start: raising would fail the whole step.
         """
         try:
             return self._get_compiler().matcher(grammar)
@@ -49,7 +49,7 @@ class GrammarMatchers:
 
 
 class _FailedMatcher:
-    """Allows only the end-of-sequence tokens. See `GrammarMatcher`."""
+    """Allows only the end-of-sequence tokens."""
 
     has_failed = True
 

@@ -1,7 +1,4 @@
-"""Runs steps on the device, one at a time: update the batch, run the model, sample.
-
-Owns the KV cache, the batch and the sampler. One thread calls `attach` and `run_step`; any thread may read the facts.
-"""
+"""Runs steps on the device, one at a time: update the batch, run the model, sample."""
 
 from __future__ import annotations
 
@@ -51,17 +48,18 @@ _ALONE = RankLayout()
 
 @dataclass(frozen=True, slots=True)
 class KvCacheSize:
-    """How large the KV cache may be."""
+    """Limits of the KV cache."""
 
     memory_bytes: int
     num_blocks: int | None = None
-    """None means as many as `memory_bytes` holds."""
+    """None: as many as `memory_bytes` holds."""
 
 
 class ModelRunner:
-    """One model on one device, and the batch it works on.
+    """One model on one device, with its KV cache, batch and sampler.
 
-    Invariant: between steps the batch holds, for every sequence that can be decoded, the token to compute next.
+    One thread calls `attach` and `run_step`; any thread may read the facts. Invariant: between steps the batch holds
+    the token to compute next for every sequence that can be decoded.
     """
 
     def __init__(
@@ -101,11 +99,11 @@ class ModelRunner:
 
     @property
     def num_draft_tokens(self) -> int:
-        """The most tokens drafted for a sequence in a step; 0 without drafting."""
+        """Most tokens drafted for a sequence in a step; 0 without drafting."""
         return 0 if self._drafting is None else self._drafting.num_draft_tokens
 
     def num_blocks(self, block_size: int) -> int:
-        """The configured number of KV blocks, or how many fit into the configured memory; 0 if not one fits."""
+        """The configured number of KV blocks, or how many fit into the configured memory, possibly 0."""
         if self._kv_cache_size.num_blocks is not None:
             return self._kv_cache_size.num_blocks
         layers = self._model.kv_cache_spec.layers
@@ -115,10 +113,10 @@ class ModelRunner:
         return num_blocks_for(self._kv_cache_size.memory_bytes, KvCacheSpec(layers), block_size)
 
     def attach(self, *, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> int:
-        """Start an epoch: an empty batch, and a KV cache of at least one block (see `num_blocks`).
+        """Start an epoch with an empty batch and a KV cache, which needs at least one block (see `num_blocks`).
 
         Returns:
-            The id of the last step run before, in any epoch; 0 if there was none.
+            The id of the last step run in any epoch; 0 if there was none.
         """
         num_blocks = self.num_blocks(block_size)
         self._batch = None
@@ -141,7 +139,7 @@ class ModelRunner:
         return self._last_step_id
 
     def run_step(self, step: Step) -> StepOutput:
-        """Change the batch as `step` says, compute its sequences and sample tokens for the complete ones.
+        """Compute a step.
 
         Raises:
             StepMismatchError: the step does not fit the batch; nothing was computed.
@@ -188,10 +186,10 @@ class ModelRunner:
     def _dp_metadata(self, step: Step, num_tokens: int) -> DpMetadata:
         """What the coupled ranks compute in this step, checked against this rank's own `num_tokens`.
 
-        A rank that computed something else than its partners expect would leave them waiting in a collective.
+        If it differed, partners would be left waiting in a collective.
 
         Raises:
-            StepMismatchError: the step's numbers do not fit.
+            StepMismatchError: the numbers do not fit.
         """
         counts, layout = step.num_tokens_across_dp, self.layout
         require(
@@ -245,7 +243,6 @@ class ModelRunner:
         return self._replay_scorer.score(step_input.replayed_chunks, step_input.token_ids, hidden)
 
     def _sample(self, step_input: StepInput, hidden: Tensor) -> SampledTokens:
-        """Draw each row's tokens from the logits of its last token and of its drafts."""
         if not len(step_input.row_slots):
             # No prompt of the step is complete yet.
             return _NO_TOKENS
@@ -256,10 +253,9 @@ class ModelRunner:
 
 
 def build_model_runner(settings: WorkerSettings, on_progress: Callable[[float], None]) -> ModelRunner:
-    """Meet the other ranks, load the model given by `settings` and make it ready to run.
+    """Meet the other ranks, load the model and make it ready to run.
 
     Args:
-        settings: The process's settings.
         on_progress: Called with the loaded part of the weights, 0 to 1; raising in it ends the loading.
 
     Raises:
@@ -306,13 +302,13 @@ def numerics_fingerprint(loaded: LoadedModel, ops: Ops, layout: RankLayout = _AL
 
 
 def _layout_numerics(layout: RankLayout, *, is_exact: bool) -> str:
-    """The part of the layout that results depend on. On an exact backend, the placement of experts is not."""
+    """What results depend on; on an exact backend that is not the placement of experts."""
     has_spread_experts = layout.has_expert_parallel and not is_exact
     return f"tp-{layout.tp_size} ep-{layout.ep_size if has_spread_experts else 1}"
 
 
 def _usable_tokens(sampled: SampledTokens) -> Int32Column:
-    """The tokens as inputs of the next step: meaningless ones are replaced by token 0, which every model has."""
+    """Inputs of the next step: meaningless tokens are replaced by token 0, which every model has."""
     if not len(sampled.not_finite_rows):
         return sampled.token_ids
     # A row that is not finite has one token.

@@ -1,4 +1,4 @@
-"""The step sizes that a worker proposes when none are configured; they depend on its device."""
+"""Step sizes that a worker proposes when none are configured; they depend on its device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class StepProposal:
     """What a worker proposes to the scheduler."""
 
     num_prompt_tokens: int
-    """The most prompt tokens in a step."""
+    """Most prompt tokens in a step."""
     mixes: bool
     """Whether prompts and decodes share steps."""
 
@@ -23,5 +23,5 @@ _CPU_STEPS = StepProposal(512, mixes=True)
 
 
 def propose_steps(device_type: str) -> StepProposal:
-    """The proposal for a torch device type, such as "cpu" or "cuda"."""
+    """Propose for a torch device type, such as "cpu" or "cuda"."""
     return _CPU_STEPS if device_type == "cpu" else _GPU_STEPS

@@ -1,18 +1,7 @@
 """Which scheduler holds the group, and which steps may be launched: the epoch rules, without streams or a clock.
 
-The whole interface, which tests/simulation model-checks together with the scheduler's side:
-
-    ClaimLedger()                               unclaimed: epoch 0
-    offer(epoch, scheduler_instance_id, now)    Attach: fences older epochs, or raises and changes nothing; offering
-                                                epoch 0 always raises, so it only asks which scheduler holds the group
-    hear(stream, epoch, scheduler_instance_id, now)
-                                                a heartbeat on an Execute stream: its first message is one
-    launch(stream, epoch, step_id, now)         a step on an Execute stream: launch it only if this returns
-    end_stream(stream)                          the stream has ended, for whatever reason
-    check_restart(epoch, scheduler_instance_id) Restart: raises unless the caller may end the process
-    is_open, epoch, holder, last_launched       the state
-
-Streams are numbers chosen by the caller, each used once. Epochs over time:
+tests/simulation model-checks `ClaimLedger` together with the scheduler's side. Streams are numbers chosen by the
+caller, each used once. Epochs over time:
 
     epoch   0 ── offer(1, A) ──────────────────────────────── offer(2, B) ─────────────────
     holder  ""   A                                            B
@@ -33,7 +22,7 @@ from shared.heartbeat import LEASE_S
 
 
 class LaunchedStep(NamedTuple):
-    """A step that was given to the device; both fields are 0 if there is none."""
+    """A step given to the device; both fields are 0 if there is none."""
 
     epoch: int
     step_id: int
@@ -46,26 +35,28 @@ NOTHING_LAUNCHED = LaunchedStep(0, 0)
 class ClaimLedger:
     """Holds one epoch at a time, from its offer until its step stream ends or a later offer supersedes it.
 
-    Invariant: the epoch never decreases, and steps are launched under the current one only, in order, from one stream.
+    Invariant: the epoch never decreases; steps are launched under the current one only, in order, from one stream.
     """
 
     epoch: int = 0
     holder: str = ""
     last_launched: LaunchedStep = NOTHING_LAUNCHED
-    """The last step launched, under any epoch."""
+    """Under any epoch."""
     is_open: bool = False
     """Whether steps of the epoch may be launched."""
     stream: int | None = None
-    """The epoch's stream: the first one that carried a heartbeat of the holder, since opening one names no epoch."""
+    """The first stream with a heartbeat of the holder, since opening one names no epoch."""
     heard_at: float = 0.0
     next_step_id: int = 1
 
     def offer(self, epoch: int, scheduler_instance_id: str, now: float) -> None:
-        """Begin an epoch; steps of older ones are no longer launched.
+        """Begin an epoch (Attach); steps of older ones are no longer launched.
+
+        Nothing has changed if it raises. Offering epoch 0 only asks which scheduler holds the group.
 
         Raises:
-            StaleEpochError: it is not above the current one, as 0 never is; nothing has changed.
-            GroupHeldError: another scheduler has a live stream and was heard within the lease; nothing has changed.
+            StaleEpochError: the epoch is not above the current one; 0 never is.
+            GroupHeldError: another scheduler has a live stream and was heard within the lease.
         """
         if epoch <= self.epoch:
             raise self.stale("the offered epoch is not above the group's current one", now)
@@ -76,7 +67,7 @@ class ClaimLedger:
         self.is_open, self.stream, self.next_step_id = True, None, 1
 
     def hear(self, stream: int, epoch: int, scheduler_instance_id: str, now: float) -> None:
-        """Record a heartbeat; the first one makes `stream` the epoch's stream.
+        """Record a heartbeat on an Execute stream; the first one makes it the epoch's stream.
 
         The epoch alone does not identify the scheduler: after a restart of the group a number may be used again.
 
@@ -91,7 +82,7 @@ class ClaimLedger:
         self.stream, self.heard_at = stream, now
 
     def launch(self, stream: int, epoch: int, step_id: int, now: float) -> None:
-        """Record a step as launched.
+        """Record a step on an Execute stream; launch it only if this returns.
 
         Raises:
             StaleEpochError: it is from another epoch, or the epoch's stream has ended.
@@ -114,7 +105,7 @@ class ClaimLedger:
             self.is_open = False
 
     def check_restart(self, epoch: int, scheduler_instance_id: str) -> None:
-        """Refuse a restart unless the caller holds the group.
+        """Let only the holder restart the process.
 
         Raises:
             StaleEpochError: the caller does not hold the group under this epoch.
@@ -128,7 +119,7 @@ class ClaimLedger:
         return self.holder if is_live else ""
 
     def stale(self, message: str, now: float) -> StaleEpochError:
-        """A `StaleEpochError` that names the current epoch, and the holder while it is live."""
+        """Make an error that names the current epoch, and its live holder."""
         return StaleEpochError(message, epoch=self.epoch, holder=self.live_holder(now))
 
     def _held(self, message: str, now: float) -> GroupHeldError:

@@ -1,4 +1,4 @@
-"""A TP group's leader: it serves the scheduler and the processes of its failure domain that follow it."""
+"""A TP group's leader, which serves the scheduler and its followers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Leader:
-    """A group's leader; in coupled groups it follows the leader of DP rank 0."""
+    """Serves the scheduler and followers; in coupled groups it follows the leader of DP rank 0."""
 
     service_names: tuple[str, ...] = (SERVICE_NAME,)
 
@@ -32,7 +32,7 @@ class Leader:
         self.servicers: tuple[Servicer, ...] = (self._servicer, self._group)
 
     async def open(self, runner: ModelRunner) -> None:
-        """Accept the followers, once the weights are loaded; returns when the group can be claimed."""
+        """Accept followers, once the weights are loaded; returns when the group can be claimed."""
         await self._group.open(runner)
         if self._link is not None:
             await self._link.open(runner)
@@ -43,6 +43,6 @@ class Leader:
         self._servicer.open(steps)
 
     async def close(self) -> None:
-        """Say goodbye to the leader that it follows; its own followers learn of it from their Join streams."""
+        """Say goodbye to its own leader; its followers learn of it from their Join streams."""
         if self._link is not None:
             await self._link.close()

@@ -1,6 +1,6 @@
 """WorkerService: epoch claims, and steps from the scheduler to the group and back.
 
-Runs on the RPC thread's event loop. It parses and orders steps; the `DeviceLoop` computes them.
+Runs on the RPC thread's event loop; the `DeviceLoop` computes the steps.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """Serves one group to one scheduler at a time.
 
     Invariant: only steps that the claim ledger allows are launched, and an epoch's empty batch is queued on the device
-    before the epoch's first step.
+    before its first step.
     """
 
     def __init__(self, layout: RankLayout, group: GroupServicer, end: DomainEnd, *, stuck_s: float = STUCK_S) -> None:
-        """Serve the group that `layout` leads; a step that has not returned within `stuck_s` is stuck."""
+        """A step that has not returned within `stuck_s` is stuck."""
         self._layout = layout
         self._group = group
         self._end = end
@@ -68,7 +68,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server)
 
     def open(self, steps: DeviceSteps) -> None:
-        """Let schedulers claim the group: the weights are loaded and the members have joined."""
+        """Let schedulers claim the group, once the weights are loaded and the members have joined."""
         self._steps = steps
 
     async def Attach(
@@ -126,11 +126,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.RestartResponse()
 
     def _begin(self, request: worker_pb2.AttachRequest, steps: DeviceSteps) -> Epoch:
-        """Fence the current epoch and begin the offered one.
-
-        Raises:
-            StaleEpochError, GroupHeldError: see `ClaimLedger.offer`.
-        """
+        """Fence the current epoch and begin the offered one. Raises as `ClaimLedger.offer`."""
         last_launched = self._ledger.last_launched
         self._ledger.offer(request.epoch, request.scheduler_instance_id, time.monotonic())
         if self._epoch is not None:
@@ -155,7 +151,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def _answer(self, stream: StepStream, epoch: Epoch, context: grpc.aio.ServicerContext) -> None:
         """Write results and heartbeats until the scheduler has ended its side.
 
-        The first heartbeat is sent at once: it tells the scheduler that the stream is open.
+        The first heartbeat is sent at once, to show that the stream is open.
         """
         # A call allows one write at a time.
         writing = asyncio.Lock()
@@ -209,7 +205,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
 
 async def _fewest(blocks: list[asyncio.Future[int]]) -> int:
-    """The smallest number of KV blocks among the group's processes, which is what the group can use.
+    """The fewest KV blocks of any process, which is what the group can use.
 
     Raises:
         InvalidRequestError: a process has none.

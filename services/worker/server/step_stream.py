@@ -1,4 +1,4 @@
-"""An epoch's work on the RPC thread's event loop: its empty batch, and the streams that carry its steps."""
+"""An epoch's work on the RPC thread's event loop."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from services.worker.step import StepOutput
 class Epoch:
     """One epoch, from its Attach until a later one supersedes it.
 
-    `ready` completes when the group holds the epoch's empty batch; its result is the number of KV blocks.
+    `ready` completes with the number of KV blocks when the group holds the epoch's empty batch.
     """
 
     def __init__(self, number: int, ready: asyncio.Future[int], last_launched: LaunchedStep) -> None:
-        """Begin the epoch; `last_launched` is the last step of earlier epochs."""
+        """`last_launched` is the last step of earlier epochs."""
         self.number = number
         self.ready = ready
         self.last_launched = last_launched
@@ -24,7 +24,7 @@ class Epoch:
         self._streams: set[StepStream] = set()
 
     def open_stream(self, number: int) -> StepStream:
-        """Add a stream."""
+        """Open a stream of steps."""
         stream = StepStream(number)
         self._streams.add(stream)
         return stream
@@ -44,7 +44,7 @@ class StepStream:
     """The steps of one Execute stream that were launched and not answered yet, in order."""
 
     def __init__(self, number: int) -> None:
-        """Begin without steps; `number` identifies the stream in the claim ledger."""
+        """`number` identifies the stream in the claim ledger."""
         self.number = number
         self._steps: asyncio.Queue[asyncio.Future[StepOutput] | None] = asyncio.Queue()
         self._pending: set[asyncio.Future[StepOutput]] = set()
@@ -57,14 +57,14 @@ class StepStream:
         reader.add_done_callback(lambda _: self._steps.put_nowait(None))
 
     def add(self, step: asyncio.Future[StepOutput]) -> None:
-        """Append a step that was given to the device."""
+        """Append a step given to the device."""
         self._pending.add(step)
         step.add_done_callback(self._pending.discard)
         step.add_done_callback(retrieve)
         self._steps.put_nowait(step)
 
     async def next_step(self) -> asyncio.Future[StepOutput] | None:
-        """The next step in order, possibly still running; None after the last one."""
+        """The next step, possibly still running; None after the last one."""
         return await self._steps.get()
 
     async def finish(self) -> None:
@@ -85,6 +85,6 @@ class StepStream:
 
 
 def retrieve(future: asyncio.Future[Any]) -> None:
-    """Mark a future's exception as retrieved, so that asyncio does not log an error that was reported elsewhere."""
+    """Mark an exception as retrieved, because it was reported elsewhere and asyncio would log it again."""
     if not future.cancelled():
         future.exception()
