@@ -59,7 +59,7 @@ class Follower:
         return False
 
     async def num_blocks(self, epoch: int) -> int:
-        """The number of KV blocks that it has for an epoch, once it holds the empty batch."""
+        """Its number of KV blocks for an epoch, once it holds the empty batch."""
         while (attached := await self._attached.get()).epoch < epoch:
             pass
         assert attached.epoch == epoch, "a member is ahead of its leader"
@@ -74,13 +74,13 @@ class Follower:
 
 
 class GroupServicer(worker_pb2_grpc.GroupServiceServicer):
-    """Accepts the processes that follow this leader, and relays its epochs and steps to the members of its group.
+    """Accepts this leader's followers, and relays its epochs and steps to its group's members.
 
     Invariant: members receive epochs and steps in the order in which the leader launches them.
     """
 
     def __init__(self, layout: RankLayout, domain_start_id: str, end: DomainEnd, silence_s: float) -> None:
-        """Lead the followers of `layout`; a partner that is silent for `silence_s` counts as lost."""
+        """A partner that is silent for `silence_s` counts as lost."""
         self._layout = layout
         self._domain_start_id = domain_start_id
         self._end = end
@@ -120,14 +120,14 @@ class GroupServicer(worker_pb2_grpc.GroupServiceServicer):
         return [asyncio.create_task(member.num_blocks(request.epoch)) for member in self._members]
 
     def relay_step(self, request: worker_pb2.StepRequest) -> None:
-        """Send the members the step that the leader launches next."""
+        """Send members the step that the leader launches next."""
         if members := self._members:
             message = worker_pb2.JoinResponse(step=request.SerializeToString())
             for member in members:
                 member.link.send(message)
 
     async def agree(self, output: StepOutput) -> None:
-        """Return when every member has drawn the same tokens as the leader.
+        """Return when every member has drawn the leader's tokens.
 
         Raises:
             InternalError: the tokens differ, and the process is ending.
@@ -147,7 +147,7 @@ class GroupServicer(worker_pb2_grpc.GroupServiceServicer):
                 raise InternalError("the group's ranks drew different tokens")
 
     def fingerprint(self, own: str) -> str:
-        """The numerics fingerprint of the group: the common one, or a hash of all of them in rank order."""
+        """The numerics fingerprint common to the group, or a hash of all in rank order."""
         parts = [own, *(member.numerics_fingerprint for member in self._members)]
         return own if len(set(parts)) == 1 else hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
@@ -160,7 +160,7 @@ class GroupServicer(worker_pb2_grpc.GroupServiceServicer):
         """Add a process to the domain.
 
         Raises:
-            GroupMismatchError: the process does not belong to the domain.
+            GroupMismatchError: it does not belong to the domain.
         """
         assert self._runner is not None
         follower = Follower(hello, Link(self._make_heartbeat, _GOODBYE, self._silence_s))

@@ -1,4 +1,4 @@
-"""A follower's end of the link to the leader that it joins."""
+"""A follower's end of the link to its leader."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def connect_inside(address: str) -> grpc.aio.Channel:
 
 
 class Relay(Protocol):
-    """Handles the epochs and steps that a leader sends to the members of its group."""
+    """Handles what a leader sends to its group's members."""
 
     def take(self, message: worker_pb2.JoinResponse) -> None:
         """Handle an epoch or a step, never a heartbeat. Called on the RPC thread's event loop."""
 
 
 class JoinedLink:
-    """Joins a leader, and ends this process when the link breaks or falls silent or the leader says goodbye."""
+    """Joins a leader; ends this process when the link breaks, falls silent, or the leader says goodbye."""
 
     def __init__(self, settings: WorkerSettings, end: DomainEnd, connect: Connect = connect_inside) -> None:
         assert settings.leader is not None, "there is no leader to join"
@@ -57,7 +57,7 @@ class JoinedLink:
     async def open(self, runner: ModelRunner, relay: Relay | None = None) -> None:
         """Join, once the weights are loaded; returns when the leader has accepted this process.
 
-        `relay` handles the epochs and steps received; the leader of a coupled group receives none and passes None.
+        `relay` is None in the leader of a coupled group, which receives no epochs and steps.
         """
         hello = worker_pb2.Hello(
             layout=to_layout_message(self._layout),
@@ -96,7 +96,7 @@ class JoinedLink:
 
 
 async def _read(call: Any, first: Any, link: Link[worker_pb2.JoinRequest], relay: Relay | None) -> bool:
-    """Handle messages, `first` first, until the stream ends; whether the leader said goodbye."""
+    """Handle messages from `first` on until the stream ends; whether the leader said goodbye."""
     message = first
     while message is not grpc.aio.EOF:
         link.hear()

@@ -1,4 +1,4 @@
-"""What both ends of a link inside a failure domain share: ordered sending, heartbeats, a step's checksum."""
+"""What both ends of a link inside a failure domain share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LinkEnd(enum.Enum):
     """How a link ended."""
 
     CLOSED = "closed"
-    """By this process, which was asked to end."""
+    """This process was asked to end."""
     LEFT = "left"
     """The partner was asked to end, and said goodbye."""
     BROKEN = "broken"
@@ -36,21 +36,21 @@ class LinkEnd(enum.Enum):
 
 
 class Link(Generic[MessageT]):
-    """One end of a Join stream: sends messages in order without blocking, and notices a silent partner."""
+    """One end of a Join stream: sends in order without blocking, and notices a silent partner."""
 
     def __init__(self, make_heartbeat: Callable[[], MessageT], goodbye: MessageT, silence_s: float) -> None:
-        """Send heartbeats when due, and `goodbye` if asked to end; a partner silent for `silence_s` ends the link."""
+        """Send `goodbye` if asked to end; a partner silent for `silence_s` ends the link."""
         self._make_heartbeat = make_heartbeat
         self._goodbye = goodbye
         self._silence = Silence(silence_s)
         self._outbox: asyncio.Queue[MessageT] = asyncio.Queue()
 
     def send(self, message: MessageT) -> None:
-        """Queue a message; does not wait."""
+        """Queue a message."""
         self._outbox.put_nowait(message)
 
     def hear(self) -> None:
-        """Record a sign of life from the partner."""
+        """Record a sign of life."""
         self._silence.hear()
 
     async def run(
@@ -62,7 +62,6 @@ class Link(Generic[MessageT]):
         """Keep the link open until it ends.
 
         Args:
-            write: Writes a message to the stream.
             read: Handles messages until the stream ends; returns whether the partner said goodbye.
             closing: Set when this process is asked to end.
         """
@@ -126,7 +125,7 @@ def parse_layout(message: worker_pb2.RankLayout) -> RankLayout:
 
 
 def _take_error(task: asyncio.Task[Any]) -> BaseException | None:
-    """The exception of a finished task; logged unless it only means that the connection is gone."""
+    """A finished task's exception; logged unless it only means that the connection is gone."""
     error = None if task.cancelled() else task.exception()
     if error is not None and not isinstance(
         error, grpc.aio.AioRpcError | grpc.aio.UsageError | asyncio.InvalidStateError

@@ -1,4 +1,4 @@
-"""A process that follows its TP group's leader: it runs the steps that the leader relays, and serves only health."""
+"""A process that runs the steps relayed by its TP group's leader, and serves only health."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Member:
-    """Runs the group's epochs and steps in the order in which the leader launches them."""
+    """Runs epochs and steps in the order in which the leader launches them."""
 
     servicers: tuple[Servicer, ...] = ()
     service_names: tuple[str, ...] = ()

@@ -15,11 +15,11 @@ from services.worker.ops import AttentionParams, Ops, RopeRows
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Grouped-query attention (arXiv:2305.13245), from the fused projection to the output projection."""
+    """Grouped-query attention (arXiv:2305.13245) with its projections."""
 
     ops: Ops
     layer: int
-    """The layer's index in the cache."""
+    """Index in the cache."""
     _: KW_ONLY
     qkv: Linear
     """Query, key and value, fused in this order."""

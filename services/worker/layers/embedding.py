@@ -1,4 +1,4 @@
-"""Token embeddings and the projection onto the vocabulary; each rank holds a run of the vocabulary."""
+"""Token embeddings and the projection onto the vocabulary, of which each rank holds a run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Embedding:
         places = token_ids - self._part.start
         is_elsewhere = (places < 0) | (places >= len(self._part))
         vectors = self._ops.embedding(places.masked_fill_(is_elsewhere, 0), self._weight)
-        # Exactly one rank has each token's vector; all others add zeros.
+        # Exactly one rank has each token's vector; the others add zeros.
         return self._tp.all_reduce(vectors.masked_fill_(is_elsewhere.unsqueeze(1), 0.0))
 
 
@@ -37,7 +37,7 @@ class Head:
     """The projection onto the vocabulary."""
 
     def __init__(self, linear: Linear, parts: Sequence[Part], tp: Communicator) -> None:
-        """`linear` projects onto this rank's part of the vocabulary; `parts` are the parts of all ranks."""
+        """`linear` projects onto this rank's part of the vocabulary; `parts` are all ranks'."""
         self._linear = linear
         self._sizes = tuple(len(part) for part in parts)
         self._tp = tp

@@ -1,4 +1,4 @@
-"""Experts spread over all ranks of a cell: each token's row is sent to the ranks of its experts and their outputs back.
+"""Experts spread over all ranks of a cell: tokens' rows are sent to the ranks of their experts, and the outputs back.
 
 One round with two ranks, four experts and two experts per token; `a3` is token a's row for expert 3:
 
@@ -10,7 +10,7 @@ One round with two ranks, four experts and two experts per token; `a3` is token 
           '---------- all_to_all ---------'                  combine
     a0 b1 | a2 b3                   c0 c1 | d2 d3            weighted and summed per token
 
-Source: GShard, arXiv:2006.16668, section 3.2 (dispatch and combine), but without a capacity: no token is ever dropped.
+Source: GShard, arXiv:2006.16668, section 3.2, but without a capacity: no token is ever dropped.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from services.worker.forward.forward_context import get_forward_context
 from services.worker.ops import ExpertsKernel, Ops
 from services.worker.parallel.communicator import Communicator, sum_in_order
 
-# Tokens per rank in a round. Bounds the round's memory, as each token has a row for each of its experts.
+# Tokens per rank in a round; bounds its memory, as each token has a row for each of its experts.
 _TOKENS_PER_ROUND = 512
 
 
 def local_experts(num_experts: int, ep_rank: int, ep_size: int) -> range:
-    """The experts that a rank holds; see `nth_run`."""
+    """The experts that a rank holds."""
     return nth_run(num_experts, ep_rank, ep_size)
 
 
 def nth_run(total: int, number: int, num_runs: int) -> range:
-    """Run `number` of `num_runs` runs that [0, total) is split into; any remainder makes the first ones longer by 1."""
+    """Run `number` of the `num_runs` runs of [0, total); the first ones are longer by 1 if there is a remainder."""
     length, rest = divmod(total, num_runs)
     start = number * length + min(number, rest)
     return range(start, start + length + (number < rest))
@@ -43,8 +43,8 @@ def nth_run(total: int, number: int, num_runs: int) -> range:
 class ExpertParallel:
     """One layer's experts, of which each rank of `ep` holds a run. All ranks must call it at the same point of a step.
 
-    The ranks of a TP group have the same tokens. Each dispatches a run of them, and all receive all results. Every rank
-    runs as many rounds as the rank with the most tokens needs.
+    The ranks of a TP group have the same tokens; each dispatches a run of them, and all receive all results. Every rank
+    runs as many rounds as the one with the most tokens needs.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ExpertParallel:
         Args:
             parts: The experts of `local_experts`, numbered from 0. Each part computes a slice of every expert's inner
                 size; an expert's output is the sum over the parts.
-            num_experts: The total on all ranks.
+            num_experts: On all ranks.
             tp: The ranks that have the same tokens.
             ep: All ranks of the cell.
             tokens_per_round: Per rank.
@@ -78,7 +78,7 @@ class ExpertParallel:
         self._received_ids = torch.arange(self._experts_per_rank[ep.rank]).repeat(ep.size)
 
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
-        """The weighted sums of each token's experts; see `moe.Experts`."""
+        """See `moe.Experts`."""
         runs = [nth_run(len(x), rank, self._tp.size) for rank in range(self._tp.size)]
         outputs = [
             self._compute(x[rows], expert_ids[rows], expert_weights[rows])
@@ -97,7 +97,6 @@ class ExpertParallel:
             yield slice(min(start, run.stop), min(start + self._tokens_per_round, run.stop))
 
     def _compute(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
-        """Run one round."""
         # Sorted by expert, and so by rank: neither a row's origin nor its expert needs to be sent.
         order = expert_ids.flatten().argsort(stable=True)
         tokens, weights = order // expert_ids.shape[1], expert_weights.flatten()[order]
@@ -113,13 +112,13 @@ class ExpertParallel:
         return parts[0] if len(parts) == 1 else sum_in_order(parts)
 
     def _exchange_counts(self, counts: Tensor) -> Tensor:
-        """The number of rows that each rank sends to each of this rank's experts, [ep size, local experts]."""
+        """The rows that each rank sends to each of this rank's experts, [ep size, local experts]."""
         num_local = self._experts_per_rank[self._ep.rank]
         received = self._ep.all_to_all(counts, self._experts_per_rank, [num_local] * self._ep.size)
         return received.view(self._ep.size, num_local)
 
     def _run_experts(self, rows: Tensor, received: Tensor) -> Tensor:
-        """The experts' unweighted outputs for `rows` [N, hidden]: [N, parts, hidden]."""
+        """Unweighted outputs for `rows` [N, hidden]: [N, parts, hidden]."""
         if not len(rows):
             return rows.new_empty(0, len(self._parts), rows.shape[1])
         expert_ids = self._received_ids.repeat_interleave(received.flatten()).unsqueeze(1)

@@ -1,8 +1,8 @@
-"""DeepSeek-V3.2's lightning indexer: a small attention that selects the tokens that the main attention attends to.
+"""DeepSeek-V3.2's lightning indexer: a small attention that selects what the main attention attends to.
 
 Source: DeepSeek-V3.2-Exp, "Boosting Long-Context Efficiency with DeepSeek Sparse Attention", section 2.1; transformers'
-`DeepseekV32Indexer`. As in transformers, queries and keys are not multiplied by DeepSeek's Hadamard matrix, which
-leaves their products unchanged, and not rounded to FP8.
+`DeepseekV32Indexer`. As there, queries and keys are not rounded to FP8, nor multiplied by DeepSeek's Hadamard matrix,
+which leaves their products unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from services.worker.ops import Ops, RopeRows
 
 @dataclass(frozen=True, slots=True)
 class IndexerProjections:
-    """The weights of a layer's indexer."""
+    """A layer's weights."""
 
     query: Linear
     """From the attention's query latent. The rotated columns come first in each head."""
@@ -32,22 +32,22 @@ class IndexerProjections:
 
 
 class Indexer:
-    """Projects, rotates, writes this step's index keys into the cache and selects positions."""
+    """Projects, rotates, writes the step's index keys into the cache and selects positions."""
 
     def __init__(self, ops: Ops, projections: IndexerProjections, *, num_heads: int, num_selected: int) -> None:
-        """Create one layer's indexer, which selects at most `num_selected` tokens."""
+        """`num_selected` is the most tokens that a token attends to."""
         self._ops = ops
         self._projections = projections
         self._num_heads = num_heads
         self._num_selected = num_selected
 
     def __call__(self, x: Tensor, query_source: Tensor, rope: RopeRows, cache: Tensor) -> Tensor | None:
-        """The positions that each token attends to, as `Ops.select_context` returns them; writes `cache`.
+        """The positions that each token attends to; see `Ops.select_context`. Writes `cache`.
 
         Args:
             x: [T, hidden].
             query_source: [T, query_latent_dim].
-            cache: The layer's index keys, [num_blocks, block_size, head_dim].
+            cache: [num_blocks, block_size, head_dim].
         """
         ops, projections, plan = self._ops, self._projections, get_forward_context().plan
         query = projections.query(query_source).view(x.shape[0], self._num_heads, -1)

@@ -1,4 +1,4 @@
-"""Linear layers: products with weights that are prepared once at load and may be split over ranks."""
+"""Linear layers, with weights that are prepared once at load and may be split over ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Linear:
     """`x @ weight.T + bias`."""
 
     def __init__(self, ops: Ops, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Prepare `weight` [out_features, in_features] and `bias` [out_features]; neither tensor itself is kept."""
+        """Prepare `weight` [out_features, in_features] and `bias` [out_features]; neither is kept."""
         self._kernel = ops.prepare_linear(weight, None if bias is None else bias.clone())
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -27,13 +27,13 @@ class Linear:
     def load(
         cls, shard: Shard, names: Sequence[str], outputs: Sequence[Part], *, inputs: Part, has_bias: bool = False
     ) -> Linear:
-        """Load the linear layers `names` as one fused layer, whose output has their outputs side by side.
+        """Load the layers `names` as one, with their outputs side by side.
 
         Args:
-            names: The layers' names in the checkpoint, where each may have its own format.
+            names: In the checkpoint, where each may have its own format.
             outputs: For each layer, the part of its outputs that is computed here.
-            inputs: The part of the inputs that is used here. The results for all parts add up to the whole product;
-                only the first part adds the bias.
+            inputs: The part of the inputs used here. The results for all parts add up to the whole product; only the
+                first part adds the bias.
             has_bias: Whether the layers have biases, `{name}.bias`.
 
         Raises:
@@ -51,5 +51,5 @@ class Linear:
 
 
 def sum_over_ranks(layer: Callable[[Tensor], Tensor], tp: Communicator) -> Callable[[Tensor], Tensor]:
-    """Sum the results of a layer whose inputs are split over `tp`. `layer` returns a new tensor; it may be written."""
+    """Sum the results of a layer with inputs split over `tp`; they must be new tensors, as they may be written."""
     return layer if tp.size == 1 else lambda x: tp.all_reduce(layer(x))

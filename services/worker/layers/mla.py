@@ -5,9 +5,8 @@
     its value              |<-------- latent_dim -------->|
     a head's query         | W_UK^T @ plain part          | rotated part           |
 
-Source: arXiv:2405.04434 (DeepSeek-V2), section 2.1 and appendix C. A head's keys are `W_UK @ latent`, its values
-`W_UV @ latent`. Neither is ever computed: W_UK is absorbed into the query, and W_UV is applied to the attention's
-output.
+Source: arXiv:2405.04434 (DeepSeek-V2), section 2.1 and appendix C. A head's keys `W_UK @ latent` and values
+`W_UV @ latent` are never computed: W_UK is absorbed into the query, and W_UV is applied to the attention's output.
 """
 
 from __future__ import annotations
@@ -37,22 +36,22 @@ class LatentSizes:
     value_dim: int
     latent_dim: int
     query_latent_dim: int | None
-    """None means that queries are projected from the hidden state."""
+    """None: queries are projected from the hidden state."""
 
     @property
     def head_dim(self) -> int:
-        """The width of a query head."""
+        """A query head's."""
         return self.plain_dim + self.rope_dim
 
     @property
     def cached_dim(self) -> int:
-        """The width of a token's cache row."""
+        """A cache row's."""
         return self.latent_dim + self.rope_dim
 
 
 @dataclass(frozen=True, slots=True)
 class LatentProjections:
-    """The weights of a layer."""
+    """A layer's weights."""
 
     down: Linear
     """To the query's latent, if there is one, then the latent and the key's rotated part."""
@@ -69,7 +68,7 @@ class LatentProjections:
 
 
 class LatentAttention:
-    """The attention of one layer, with its cache writes."""
+    """One layer's attention, with its cache writes."""
 
     def __init__(
         self,
@@ -84,10 +83,10 @@ class LatentAttention:
         """Create one layer.
 
         Args:
-            layer: The layer's index in the cache.
+            layer: Index in the cache.
             sizes: With this rank's number of heads.
-            scale: The factor of the products of queries and keys.
-            indexer: None means that each token attends to all tokens up to itself.
+            scale: Multiplies the products of queries and keys.
+            indexer: None: each token attends to all tokens up to itself.
         """
         self._ops = ops
         self._layer = layer
@@ -121,7 +120,7 @@ class LatentAttention:
         return projections.output(projections.expand(attended).flatten(1))
 
     def _project_down(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The input of the query projection, and the cache rows [T, cached_dim], whose keys are not yet rotated."""
+        """The query projection's input, and the cache rows [T, cached_dim], whose keys are not yet rotated."""
         projections, latent_dim = self._projections, self._sizes.latent_dim
         down = projections.down(x)
         latent, query_source = down[:, -self._sizes.cached_dim :], x

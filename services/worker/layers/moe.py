@@ -1,4 +1,4 @@
-"""The mixture of experts: a feed-forward network in which each token uses a few experts (arXiv:1701.06538)."""
+"""Mixtures of experts: each token uses a few of many feed-forward networks (arXiv:1701.06538)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from services.worker.parallel.communicator import Communicator
 # Maps (x [T, hidden], expert ids [T, k] int64, weights [T, k] float32) to the weighted sums of each token's experts, a
 # new [T, hidden]. Arguments and result are the same on all ranks of a TP group.
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
-# Reads a part of the inner size of an expert. Only the part that starts at 0 has the bias of the down projection, as
-# the outputs of all parts are added up.
+# Reads a part of an expert's inner size. Only the part that starts at 0 has the bias of the down projection, as
+# outputs of all parts are added up.
 ReadExpert = Callable[[int, Part], ExpertWeights]
 
 
@@ -25,19 +25,19 @@ class Router:
     """Chooses each token's experts."""
 
     def __init__(self, ops: Ops, logits: Linear, rule: RoutingRule, *, dtype: torch.dtype) -> None:
-        """`dtype` is the dtype that `logits` computes in."""
+        """`logits` computes in `dtype`."""
         self._ops = ops
         self._logits = logits
         self._rule = rule
         self._dtype = dtype
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Maps x [T, hidden] to expert ids [T, k] int64 and their weights [T, k] float32; see `Ops.route`."""
+        """x [T, hidden] to expert ids [T, k] int64 and weights [T, k] float32; see `Ops.route`."""
         return self._ops.route(self._logits(x.to(self._dtype)).float(), self._rule)
 
 
 class SplitExperts:
-    """One layer's experts, with the inner size of every expert split over the TP ranks. See `Experts`."""
+    """One layer's experts, the inner size of each split over the TP ranks. See `Experts`."""
 
     def __init__(self, kernel: ExpertsKernel, tp: Communicator) -> None:
         """`kernel` computes this rank's parts of all experts."""
@@ -67,7 +67,7 @@ class SparseMlp:
 def load_experts(
     shard: Shard, *, num_experts: int, inner_size: int, read: ReadExpert, clamp: SwigluClamp | None = None
 ) -> Experts:
-    """Load this rank's share of one layer's experts: a part of each, or with expert parallelism a run of whole ones.
+    """Load this rank's share of a layer's experts: a part of each, or with expert parallelism a run of whole ones.
 
     Raises:
         ModelDirectoryError: the inner size cannot be split over the TP ranks.

@@ -17,7 +17,7 @@ class RmsNorm:
         self._eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The norm of `x` [T, hidden] or [T, heads, D], as a new tensor of its shape."""
+        """[T, hidden] or [T, heads, D] to a new tensor of its shape."""
         return self._ops.rms_norm(x, self._weight, self._eps)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -36,5 +36,5 @@ class LayerNorm:
         self._eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The norm of `x` [T, D], as a new tensor."""
+        """[T, D] to a new tensor of its shape."""
         return self._ops.layer_norm(x, self._weight, self._bias, self._eps)

@@ -1,7 +1,7 @@
 """RoPE scaling: how checkpoints extend rotary position embeddings beyond the original training length.
 
-Angles are computed in float32 and in the order of transformers' operations (its `modeling_rope_utils`), because an
-angle's error grows with the position.
+Angles are computed in float32 and in the order of transformers' operations (`modeling_rope_utils`), because an angle's
+error grows with the position.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class RopeScaling(Protocol):
 
     @property
     def attention_factor(self) -> float:
-        """The factor of cosines and sines."""
+        """Multiplies cosines and sines."""
 
     def angles(self, theta: float, rotary_dim: int, positions: Tensor) -> Tensor:
         """[num_positions, rotary_dim / 2], float32, for `positions` [num_positions] float32 and the base `theta`."""
@@ -60,7 +60,7 @@ class LinearScaling:
 class DynamicNtkScaling:
     """Increases the base with the length: a token beyond `original_max_positions` is rotated as if it were the last.
 
-    So a rotation depends only on the position, and cached keys stay valid. transformers gives the same if a sequence
+    So rotations depend only on the position, and cached keys stay valid. transformers gives the same if a sequence
     grows token by token from within the original length, but rotates a longer prompt with the base for its full length.
 
     Source: transformers, `_compute_dynamic_ntk_parameters`; arXiv:2309.00071, section 3.1 and appendix B.1.
@@ -116,8 +116,8 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """Interpolates the pairs that rotate fewer than `beta_slow` times within the original length, keeps those that
-    rotate more than `beta_fast` times, blends in between, and multiplies cosines and sines by a factor.
+    """Interpolates pairs that rotate fewer than `beta_slow` times within the original length, keeps those above
+    `beta_fast`, blends in between, and multiplies cosines and sines by a factor.
 
     Source: arXiv:2309.00071, section 3.2 (equations 18 to 23) and 3.3.
     """
@@ -125,7 +125,7 @@ class YarnScaling:
     factor: float
     original_max_positions: int
     given_attention_factor: float | None = None
-    """None means that it is computed; see `attention_factor`."""
+    """None: computed; see `attention_factor`."""
     attn_factor: float = 1.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
@@ -139,7 +139,7 @@ class YarnScaling:
     def attention_factor(self) -> float:
         """See `RopeScaling`.
 
-        `attn_factor` multiplies the computed factor, as in vLLM's YaRN. A configured `attention_factor` is the whole
+        `attn_factor` multiplies the computed factor, as in vLLM's YaRN; a configured `attention_factor` is the whole
         factor, as in transformers and in vLLM's pull request 46280.
         """
         if self.given_attention_factor is not None:
@@ -150,7 +150,7 @@ class YarnScaling:
 
     @property
     def score_factor(self) -> float:
-        """The factor of the softmax scale in multi-head latent attention. Source: transformers' DeepSeek-V3."""
+        """Multiplies the softmax scale in multi-head latent attention. Source: transformers' DeepSeek-V3."""
         return self._temperature(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
     def angles(self, theta: float, rotary_dim: int, positions: Tensor) -> Tensor:
@@ -179,9 +179,7 @@ class YarnScaling:
 
 
 def read_scaling(kind: object, values: Mapping[str, Any], max_positions: int | None) -> RopeScaling:
-    """The scaling of rope type `kind` with the rope parameters `values`.
-
-    `max_positions` is `max_position_embeddings`; None if it is absent.
+    """Parse the scaling of rope type `kind`; `max_positions` is `max_position_embeddings`.
 
     Raises:
         KeyError, TypeError, ValueError: the type is unknown, or a parameter is missing or malformed.
@@ -228,7 +226,7 @@ def _read_yarn(values: Mapping[str, Any], max_positions: int | None) -> YarnScal
     )
 
 
-# Other parameters of vLLM's YaRN that are not supported, and the values at which they have no effect.
+# Unsupported parameters of vLLM's YaRN, and the values at which they have no effect.
 _UNCHANGING: Mapping[str, object] = {"extrapolation_factor": 1, "apply_yarn_scaling": True}
 
 

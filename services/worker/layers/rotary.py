@@ -1,4 +1,4 @@
-"""Rotary position embeddings: their configuration and their tables."""
+"""Rotary position embeddings: configuration and tables."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _PLAIN = PlainRope()
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """The configuration of a model's rotary position embeddings."""
+    """A model's rotary position embeddings."""
 
     theta: float
     """The base of the frequencies."""
     scaling: RopeScaling = _PLAIN
     partial_rotary_factor: float = 1.0
-    """The fraction of a head that is rotated, more than 0 and at most 1."""
+    """The rotated fraction of a head, more than 0 and at most 1."""
 
     @classmethod
     def from_json(
@@ -50,7 +50,7 @@ class RopeConfig:
 
     @property
     def score_factor(self) -> float:
-        """The factor of the softmax scale in multi-head latent attention."""
+        """Multiplies the softmax scale in multi-head latent attention."""
         return self.scaling.score_factor if isinstance(self.scaling, YarnScaling) else 1.0
 
     def rotary_dim(self, head_dim: int) -> int:
@@ -67,16 +67,16 @@ class RopeConfig:
         return size
 
     def context_length(self, max_positions: int) -> int:
-        """The maximum number of tokens in a sequence, given config.json's `max_position_embeddings`.
+        """The most tokens in a sequence, given `max_position_embeddings`.
 
-        With dynamic NTK, scaling begins at `max_positions`, so a sequence may be `factor` times as long.
+        Dynamic NTK begins to scale at `max_positions`, so a sequence may be `factor` times as long.
         """
         return (
             int(max_positions * self.scaling.factor) if isinstance(self.scaling, DynamicNtkScaling) else max_positions
         )
 
     def _check(self) -> None:
-        """Compute a few angles, and raise if the parameters do not give finite ones."""
+        """Raise ValueError if the parameters do not give finite angles."""
         angles = self.scaling.angles(self.theta, 8, torch.arange(4, dtype=torch.float32))
         has_factor = 0 < self.scaling.attention_factor < math.inf
         if not (bool(angles.isfinite().all()) and has_factor and 0 < self.partial_rotary_factor <= 1):
@@ -84,7 +84,7 @@ class RopeConfig:
 
 
 class Rotary:
-    """The rotation of query and key heads by position."""
+    """Rotates query and key heads by position."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Rotary:
         """Compute the tables.
 
         Args:
-            rotary_dim: Columns of a head that are rotated, even; the columns after them are unchanged.
+            rotary_dim: Rotated columns of a head, even; the others are unchanged.
             max_positions: Rows of the tables.
             is_interleaved: See `Ops.prepare_rope`.
             device: Where heads are rotated. The tables are computed on the host, so they are the same everywhere.
@@ -111,12 +111,12 @@ class Rotary:
         self._tables = ops.prepare_rope(cos, sin, is_interleaved=is_interleaved)
 
     def select(self, positions: Tensor) -> RopeRows:
-        """The rotations of a step's `positions` [T] int64, for `Ops.rope` in every layer."""
+        """The rotations of `positions` [T] int64, for `Ops.rope` in every layer."""
         return self._ops.select_rope(self._tables, positions)
 
 
 def _parameters(config: Mapping[str, Any], default_theta: float, default_partial_factor: float) -> dict[str, Any]:
-    """All rope parameters in one flat mapping, from either of the configuration's two spellings."""
+    """Flatten the rope parameters, from either of the configuration's two spellings."""
     values: dict[str, Any] = {"rope_theta": default_theta, "partial_rotary_factor": default_partial_factor}
     values |= {name: config[name] for name in values if config.get(name) is not None}
     for spelling in ("rope_scaling", "rope_parameters"):

@@ -33,7 +33,7 @@ class Part:
         return slice(self.start, self.stop)
 
     def times(self, width: int) -> Part:
-        """The same part in a finer unit, of which `width` make up one of this part's units."""
+        """The same part in a finer unit; `width` of them make up one of this part's units."""
         return Part(self.total * width, self.start * width, self.stop * width)
 
 
@@ -47,11 +47,11 @@ class Shard:
 
     @property
     def tp(self) -> Communicator:
-        """The communicator of the ranks that a layer is split over."""
+        """The ranks that a layer is split over."""
         return self.parallel.tp
 
     def parts(self, name: str, total: int) -> list[Part]:
-        """Each rank's part of a dimension, as even as possible; any remainder goes to the first ranks.
+        """Each rank's part of a dimension; any remainder goes to the first ranks.
 
         Raises:
             ModelDirectoryError: `total` is less than the number of ranks; the message has `name`, as in config.json.
@@ -63,7 +63,7 @@ class Shard:
         return [Part(total, run.start, run.stop) for run in runs]
 
     def part(self, name: str, total: int) -> Part:
-        """This rank's part of a dimension; see `parts`."""
+        """This rank's part; see `parts`."""
         return self.parts(name, total)[self.tp.rank]
 
     def heads(self, num_heads: int) -> Part:
@@ -80,7 +80,7 @@ class Shard:
         return self.part(name, num_heads)
 
     def kv_heads(self, num_kv_heads: int) -> Part:
-        """The key/value heads of this rank's query heads: its own ones, or one shared with other ranks.
+        """The key/value heads of this rank's query heads: its own, or one shared with other ranks.
 
         Raises:
             ModelDirectoryError: the heads can be neither split nor shared evenly.

@@ -1,4 +1,4 @@
-"""Reads config.json value by value and checks each one, so that an error names the wrong value."""
+"""Reads config.json value by value; an error names the wrong value."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from shared.model_dir import ModelDirectoryError
 
-# Above any size a real model has. Python's integers are unbounded, but tensor sizes are not.
+# Above any real model's sizes. Python's integers are unbounded, tensor sizes are not.
 _HIGHEST = 2**48
 
 

@@ -1,6 +1,6 @@
-"""The decoder that every family builds on: embedding, pre-norm layers on a residual stream, final norm, head.
+"""The decoder that every family builds on, supplying the layers' attention and feed-forward networks.
 
-A family supplies the layers' attention and feed-forward networks. `plain_attention` has what most families share.
+`plain_attention` has what most families share.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from services.worker.models.config import ConfigValues
 from services.worker.models.protocol import MtpLayers
 from services.worker.ops import RopeRows
 
-# Bounds the work done for a malformed configuration before the first weight turns out to be missing.
+# Bounds the work for a malformed configuration before the first weight turns out to be missing.
 _MAX_LAYERS = 10_000
 
 # Maps [T, hidden] and the step's rotations to a new [T, hidden]; writes the cache.
@@ -41,7 +41,7 @@ class DecoderConfig:
     hidden_size: int
     num_layers: int
     context_length: int
-    """The maximum number of tokens in a sequence."""
+    """The most tokens in a sequence."""
     rms_norm_eps: float
     rope: RopeConfig
     tie_embeddings: bool
@@ -50,9 +50,7 @@ class DecoderConfig:
     def from_json(
         cls, values: ConfigValues, *, default_theta: float = 10000.0, default_partial_factor: float = 1.0
     ) -> DecoderConfig:
-        """Read and check the common values.
-
-        The defaults are the family's base of the rotary frequencies and the fraction of a head that it rotates.
+        """Read and check the common values; the defaults are the family's.
 
         Raises:
             ModelDirectoryError: a value is missing, malformed or not supported.
@@ -92,7 +90,7 @@ class DecoderLayer:
     def load(
         cls, shard: Shard, config: DecoderConfig, layer: int, *, attention: SelfAttention, mlp: FeedForward
     ) -> DecoderLayer:
-        """Load the norms of layer number `layer` around an attention and a feed-forward network."""
+        """Load the norms of layer `layer` around an attention and a feed-forward network."""
         prefix = f"model.layers.{layer}"
         return cls(
             attention_norm=load_norm(shard, config, f"{prefix}.input_layernorm"),
@@ -106,7 +104,7 @@ class DecoderLayer:
 
         Args:
             hidden: [T, hidden], the previous layer's result; None for the first layer. Its contents are lost.
-            residual: [T, hidden], the residual stream; written in place.
+            residual: [T, hidden]; written in place.
         """
         normed = self._attention_norm(residual) if hidden is None else self._attention_norm.add(hidden, residual)
         attended = self._attention(normed, rope)
@@ -117,7 +115,7 @@ class DecoderModel:
     """A model made of `DecoderLayer`s. See `CausalLM`."""
 
     mtp: MtpLayers | None = None
-    """Set by a family that loads such layers; it also includes them in `kv_layers`."""
+    """Set by a family that loads such layers and includes them in `kv_layers`."""
 
     def __init__(
         self,
@@ -174,14 +172,14 @@ class DecoderModel:
 
 
 def load_norm(shard: Shard, config: DecoderConfig, name: str) -> RmsNorm:
-    """Load the norm called `name` over the hidden size."""
+    """Load a norm over the hidden size."""
     return RmsNorm(shard.ops, shard.weights.read(f"{name}.weight", (config.hidden_size,)), config.rms_norm_eps)
 
 
 def load_mlp(
     shard: Shard, config: DecoderConfig, prefix: str, *, inner_size: int, has_bias: bool = False
 ) -> FeedForward:
-    """Load the gated network `{prefix}.gate_proj`, `.up_proj`, `.down_proj`, its inner size split over the ranks."""
+    """Load `{prefix}.gate_proj`, `.up_proj` and `.down_proj`, the inner size split over the ranks."""
     hidden, inner = Part.whole(config.hidden_size), shard.part("intermediate_size", inner_size)
     names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
     gate_up = Linear.load(shard, names, [inner, inner], inputs=hidden, has_bias=has_bias)

@@ -1,4 +1,4 @@
-"""What DeepSeek's models share: latent attention in every layer, and experts in all but a few dense layers."""
+"""What DeepSeek's models share: latent attention in every layer, experts in all but a few."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MLP_TYPES = ("dense", "sparse")
 
 
 def read_dense_layers(values: ConfigValues, num_layers: int, *, default_count: int) -> frozenset[int]:
-    """The layers without experts: as in `mlp_layer_types`, or else the first ones, `default_count` if not configured.
+    """The layers without experts: by `mlp_layer_types`, or else the first ones, `default_count` if not configured.
 
     Raises:
         ModelDirectoryError: a value is malformed, or a layer type is unknown.

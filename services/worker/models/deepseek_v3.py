@@ -27,8 +27,8 @@ def load_deepseek_v3(
     """Load DeepSeek-V3. See `ModelLoader`.
 
     Args:
-        with_mtp: Whether to load the layers for multi-token prediction, if they are stored.
-        indexer: The indexer of V3.2; None means that tokens attend to all tokens before them.
+        with_mtp: Whether to load layers for multi-token prediction, if they are stored.
+        indexer: V3.2's indexer; None: tokens attend to all tokens before them.
     """
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values)

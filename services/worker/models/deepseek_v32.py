@@ -1,6 +1,5 @@
-"""DeepSeek-V3.2: DeepSeek-V3 in which tokens attend only to the tokens that an indexer selects.
-
-Source: DeepSeek-V3.2-Exp, "Boosting Long-Context Efficiency with DeepSeek Sparse Attention", section 2.1.
+"""DeepSeek-V3.2: DeepSeek-V3 in which tokens attend only to those that an indexer selects. Source: see
+`layers.indexer`.
 """
 
 from __future__ import annotations

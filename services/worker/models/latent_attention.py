@@ -1,4 +1,4 @@
-"""Reads the configuration of multi-head latent attention and loads it, with or without an indexer; see `layers.mla`."""
+"""Configuration and loading of multi-head latent attention, with or without an indexer; see `layers.mla`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class IndexerConfig:
     num_heads: int
     head_dim: int
     num_selected: int
-    """The maximum number of tokens that a token attends to."""
+    """The most tokens that a token attends to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,11 @@ class LatentAttentionConfig:
     sizes: LatentSizes
     has_bias: bool
     scale: float
-    """The factor of the products of queries and keys."""
+    """Multiplies the products of queries and keys."""
     is_interleaved: bool
     """Whether rotated pairs are adjacent columns; otherwise they are rope_dim / 2 apart."""
     indexer: IndexerConfig | None = None
-    """None means dense attention."""
+    """None: dense attention."""
 
     @classmethod
     def from_json(
@@ -53,7 +53,7 @@ class LatentAttentionConfig:
         """Read and check the sizes.
 
         Raises:
-            ModelDirectoryError: a size is missing or malformed, or the sizes contradict each other.
+            ModelDirectoryError: a size is missing or malformed, or they contradict each other.
         """
         sizes = LatentSizes(
             num_heads=values.size("num_attention_heads"),
@@ -84,7 +84,7 @@ class LatentAttentionConfig:
 def load_latent_attention(
     shard: Shard, config: DecoderConfig, layer: int, *, attention: LatentAttentionConfig
 ) -> LatentAttention:
-    """Load the attention of layer number `layer`: this rank's heads, and the projections to the latents in full."""
+    """Load layer `layer`'s attention: this rank's heads, and the projections to the latents in full."""
     prefix, heads = f"model.layers.{layer}.self_attn", shard.heads(attention.sizes.num_heads)
     return LatentAttention(
         shard.ops,
@@ -142,10 +142,7 @@ def _load_projections(
 
 
 def _absorbed_weights(weights: ModelWeights, name: str, sizes: LatentSizes, heads: Part) -> tuple[Tensor, Tensor]:
-    """W_UK transposed, [H, latent_dim, plain_dim], and W_UV, [H, value_dim, latent_dim], of the given heads.
-
-    Both are views of one matrix.
-    """
+    """W_UK transposed, [H, latent_dim, plain_dim], and W_UV, [H, value_dim, latent_dim], both views of one matrix."""
     num_rows = sizes.plain_dim + sizes.value_dim
     rows = heads.times(num_rows)
     up = weights.linear(name, (rows.total, sizes.latent_dim), rows=rows.run).view(len(heads), num_rows, -1)
@@ -153,7 +150,7 @@ def _absorbed_weights(weights: ModelWeights, name: str, sizes: LatentSizes, head
 
 
 def _load_indexer(shard: Shard, config: DecoderConfig, prefix: str, attention: LatentAttentionConfig) -> Indexer:
-    """Load the indexer, in full on every rank, with its columns in the order that the attention's rotation expects.
+    """Load the indexer in full, its columns in the order that the attention's rotation expects.
 
     In checkpoints the indexer's rotated pairs are rope_dim / 2 columns apart even where the attention's are adjacent.
     Reordering queries and keys alike leaves their products unchanged.

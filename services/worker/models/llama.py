@@ -1,6 +1,5 @@
-"""Llama (arXiv:2302.13971, 2407.21783), Mistral (2310.06825) and Qwen2 (2407.10671).
-
-SmolLM2 and TinyLlama use Llama's architecture, Qwen2.5 uses Qwen2's.
+"""Llama (arXiv:2302.13971, 2407.21783), also SmolLM2 and TinyLlama; Mistral (2310.06825); Qwen2 (2407.10671) and
+Qwen2.5.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def load_llama(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
 
 
 def load_mistral(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
-    """Load Mistral: the same window in every layer, none if config.json has a null. See `ModelLoader`."""
+    """Load Mistral, with the same window in every layer, none if it is null. See `ModelLoader`."""
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values)
     window = values.optional_size("sliding_window") if "sliding_window" in config else _WINDOW
@@ -49,7 +48,7 @@ def load_mistral(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
 
 
 def load_qwen2(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
-    """Load Qwen2: biases of query, key and value, maybe a window in upper layers. See `ModelLoader`."""
+    """Load Qwen2, with biases of query, key and value, maybe windows in upper layers. See `ModelLoader`."""
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values)
     windows = qwen_windows(values, common.num_layers)
@@ -66,14 +65,14 @@ def qwen_windows(values: ConfigValues, num_layers: int) -> list[int | None]:
 
 
 def qwen_window(values: ConfigValues) -> int | None:
-    """The window of the Qwen layers that have one; None if no layer has one."""
+    """None if no layer has a window."""
     return values.size("sliding_window", default=_WINDOW) if values.flag("use_sliding_window", default=False) else None
 
 
 def load_dense_model(
     shard: Shard, values: ConfigValues, common: DecoderConfig, *, attention: AttentionConfig
 ) -> DecoderModel:
-    """Load a model in which every layer has a gated feed-forward network of the same size."""
+    """Load a model with equal gated feed-forward networks in all layers."""
     inner_size, has_bias = values.size("intermediate_size"), values.flag("mlp_bias", default=False)
 
     def load_feed_forward(layer: int) -> FeedForward:

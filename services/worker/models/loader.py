@@ -1,7 +1,6 @@
 """Loads a model directory, as data only: JSON and safetensors.
 
-Model files handle tied heads and fused projections, and `ModelWeights` hides quantisation. The rest of the worker sees
-a `CausalLM`.
+Model files handle tied heads and fused projections, `ModelWeights` quantisation; the rest sees a `CausalLM`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from services.worker.weights.weight_files import WeightFiles
 from shared.limits import ModelLimits
 from shared.model_dir import CONFIG, TOKENIZER, eos_token_ids, model_digest, read_json
 
-# Tensors that checkpoints contain but no model reads: rotary frequencies in old ones, a copy of a tied head.
+# Stored by some checkpoints but read by no model: rotary frequencies, a copy of a tied head.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "lm_head.weight")
 
 _HOST = torch.device("cpu")
@@ -84,7 +83,7 @@ def load_model(
 
     Args:
         model_dir: In Hugging Face's layout: config.json, tokenizer.json, model.safetensors or shards with an index.
-            For dummy weights config.json is enough.
+            Only config.json is needed for dummy weights.
         on_progress: Called on this thread with the fraction of bytes read, 0 to 1, 1.0 last. An exception from it
             aborts the load.
 
@@ -116,7 +115,7 @@ def load_model(
 
 
 def _build_complete(build: ModelLoader, config: Mapping[str, Any], shard: Shard) -> CausalLM:
-    """Build the model, and check that exactly the tensors it needs are stored."""
+    """Check that exactly the tensors that the model needs are stored."""
     shard.weights.ignore(suffixes=_IGNORED_SUFFIXES)
     with return_freed_memory():
         model = build(config, shard)

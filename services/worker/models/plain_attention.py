@@ -1,7 +1,4 @@
-"""Grouped-query attention, used by all families without latent attention.
-
-Reads its configuration, and loads it with the layers and models around it.
-"""
+"""Configuration and loading of grouped-query attention, with the layers and models around it."""
 
 from __future__ import annotations
 
@@ -34,10 +31,10 @@ class AttentionHeads:
 
     @classmethod
     def from_json(cls, values: ConfigValues, *, default_head_dim: int | None = None) -> AttentionHeads:
-        """Read and check the heads; `default_head_dim` None means the hidden size divided by `num_heads`.
+        """Read and check the heads; without `default_head_dim` it is the hidden size divided by `num_heads`.
 
         Raises:
-            ModelDirectoryError: a value is missing or malformed, or the values contradict each other.
+            ModelDirectoryError: a value is missing or malformed, or they contradict each other.
         """
         num_heads = values.size("num_attention_heads")
         num_kv_heads = values.size("num_key_value_heads", default=num_heads)
@@ -56,14 +53,14 @@ class AttentionConfig:
 
     heads: AttentionHeads
     windows: Sequence[int | None]
-    """Per layer, how many tokens a token sees, including itself; None means all up to itself."""
+    """How many tokens a token of each layer sees, including itself; None: all up to itself."""
     has_qkv_bias: bool = False
     has_output_bias: bool = False
     has_head_norms: bool = False
     has_sinks: bool = False
 
     def kv_layers(self, shard: Shard) -> list[LayerCache]:
-        """What a token keeps in this rank's cache, layer by layer.
+        """What a token keeps in this rank's cache, by layer.
 
         Raises:
             ModelDirectoryError: see `Shard.kv_heads`.
@@ -73,10 +70,10 @@ class AttentionConfig:
 
 
 def windows_by_type(values: ConfigValues, window: int | None, default: Sequence[str]) -> list[int | None]:
-    """Each layer's window: `window` for layers of type `SLIDING`; `default` is used for absent `layer_types`.
+    """Each layer's window: `window` for layers of type `SLIDING`; `default` stands in for absent `layer_types`.
 
     Raises:
-        ModelDirectoryError: a type is unknown, or a layer has type `SLIDING` but `window` is None.
+        ModelDirectoryError: a type is unknown, or a layer has type `SLIDING` but there is no `window`.
     """
     types = values.texts("layer_types", len(default)) or default
     if unknown := set(types) - {FULL, SLIDING}:
@@ -93,7 +90,7 @@ def load_plain_model(
     attention: AttentionConfig,
     load_feed_forward: Callable[[int], FeedForward],
 ) -> DecoderModel:
-    """Load a model with this attention; `load_feed_forward` maps a layer's number to its feed-forward network."""
+    """Load a model with this attention and the feed-forward network that is loaded for each layer's number."""
     layers = [
         load_plain_layer(shard, config, layer, attention=attention, feed_forward=load_feed_forward(layer))
         for layer in range(config.num_layers)
@@ -110,7 +107,7 @@ def load_plain_layer(
     attention: AttentionConfig,
     feed_forward: FeedForward,
 ) -> DecoderLayer:
-    """Load layer number `layer` of a checkpoint around a feed-forward network."""
+    """Load layer `layer` of a checkpoint."""
     attends = _load_attention(shard, config, layer, attention)
     return DecoderLayer.load(shard, config, layer, attention=attends, mlp=feed_forward)
 
@@ -126,7 +123,7 @@ def load_rotary(shard: Shard, config: DecoderConfig, heads: AttentionHeads) -> R
 
 
 def _load_attention(shard: Shard, config: DecoderConfig, layer: int, attention: AttentionConfig) -> Attention:
-    """Load the attention of this rank's heads. Its output projection is summed over the ranks."""
+    """This rank's heads, with an output projection that is summed over the ranks."""
     ops, weights, prefix, head_dim = (
         shard.ops,
         shard.weights,

@@ -25,7 +25,7 @@ class MtpLayers(Protocol):
             hidden: [T, hidden], from `CausalLM.forward` or the previous call at these positions; not written.
             token_ids: [T] int64, the tokens at `positions` + 1.
             positions: [T] int64. The KV is written to their slots.
-            layer: The layer to run, from 0.
+            layer: From 0.
         """
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class CausalLM(Protocol):
     dtype: torch.dtype
     kv_cache_spec: KvCacheSpec
     context_length: int
-    """The maximum number of tokens in a sequence."""
+    """The most tokens in a sequence."""
     logits_width: int
     """Token ids are below it."""
     mtp: MtpLayers | None
@@ -47,13 +47,13 @@ class CausalLM(Protocol):
     """Whether expert parallelism has an effect."""
 
     def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """Hidden states after the final norm, [num_tokens, hidden]. Runs inside a `forward_context`.
+        """Hidden states after the final norm, [num_tokens, hidden]. Runs in a `forward_context`.
 
-        Writes this step's keys and values into the context's KV cache.
+        Writes the step's keys and values into the context's KV cache.
 
         Args:
             token_ids: [num_tokens], int64.
-            positions: [num_tokens], int64; each token's position in its sequence, from 0.
+            positions: [num_tokens], int64; in each token's sequence, from 0.
         """
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Qwen3 (arXiv:2505.09388): Qwen2 with norms on query and key heads, and with optional biases."""
+"""Qwen3 (arXiv:2505.09388): Qwen2 with norms on query and key heads, and optional biases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Maps the architecture named in config.json to the function that loads it."""
+"""Which function loads the architecture that config.json names."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from shared.model_dir import ModelDirectoryError
 
 __all__ = ["CausalLM", "ModelLoader", "loader_for"]
 
-# Loads a rank's part of a model, from config.json. Raises ModelDirectoryError if the configuration or the weights are
-# not those of such a model.
+# Loads a rank's part of a model from config.json. Raises ModelDirectoryError if configuration or weights are not those
+# of such a model.
 ModelLoader = Callable[[Mapping[str, Any], Shard], CausalLM]
 
 _ARCHITECTURES: dict[str, ModelLoader] = {
@@ -38,7 +38,7 @@ _ARCHITECTURES: dict[str, ModelLoader] = {
     "Qwen3ForCausalLM": load_qwen3,
     "Qwen3MoeForCausalLM": load_qwen3_moe,
 }
-# The architectures that have layers for multi-token prediction, with the loaders that load those layers too.
+# Architectures with layers for multi-token prediction, and the loaders that load those too.
 _WITH_MTP: dict[str, ModelLoader] = {
     "DeepseekV3ForCausalLM": partial(load_deepseek_v3, with_mtp=True),
     "DeepseekV32ForCausalLM": partial(load_deepseek_v32, with_mtp=True),
@@ -52,7 +52,7 @@ def loader_for(config: Mapping[str, Any], *, with_mtp: bool = False) -> ModelLoa
     `with_mtp` loads layers for multi-token prediction too, if there are any.
 
     Raises:
-        ModelDirectoryError: none of the architectures is supported.
+        ModelDirectoryError: no architecture is supported.
     """
     names = config.get("architectures") or []
     for name in names:

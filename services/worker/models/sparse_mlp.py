@@ -1,4 +1,4 @@
-"""Mixtures of experts: reads their configuration and loads them from a family's checkpoint."""
+"""Configuration and loading of mixtures of experts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from services.worker.ops import ExpertGroups, ExpertWeights, RouterScore, Routin
 from services.worker.weights.model_weights import ModelWeights
 from shared.model_dir import ModelDirectoryError
 
-# The names of an expert's gate, up and down projections.
+# An expert's gate, up and down projections.
 ExpertNames = tuple[str, str, str]
 _EXPERT_NAMES: ExpertNames = ("gate_proj", "up_proj", "down_proj")
 
@@ -31,13 +31,13 @@ class SparseConfig:
     """Without its correction, which differs from layer to layer."""
     has_correction: bool = False
     router_dtype: torch.dtype | None = None
-    """The dtype of the router's logits; None means the model's."""
+    """The dtype of the router's logits; None: the model's."""
     shared_size: int = 0
-    """The inner size of the shared expert; 0 means that there is none."""
+    """Inner size of the shared expert; 0 if there is none."""
     has_shared_bias: bool = False
 
     def __post_init__(self) -> None:
-        """Raise `ModelDirectoryError` if there are too few experts, or if they cannot be grouped."""
+        """Raise `ModelDirectoryError` if there are too few experts, or they cannot be grouped."""
         choosable, groups = self.num_experts, self.rule.groups
         if groups is not None:
             group_size, rest = divmod(self.num_experts, groups.num_groups)
@@ -51,10 +51,10 @@ class SparseConfig:
 
     @classmethod
     def corrected_sigmoid(cls, values: ConfigValues) -> SparseConfig:
-        """The mixture of DeepSeek-V3, V3.2 and GLM-4-MoE: sigmoid scores with a correction bias, and groups.
+        """DeepSeek-V3, V3.2 and GLM-4-MoE: sigmoid scores with a correction bias, and groups.
 
         Raises:
-            ModelDirectoryError: a value is missing or malformed, or the values contradict each other.
+            ModelDirectoryError: a value is missing or malformed, or they contradict each other.
         """
         values.choice("scoring_func", ("sigmoid",), default="sigmoid")
         values.choice("topk_method", ("noaux_tc",), default="noaux_tc")
@@ -94,7 +94,7 @@ def load_sparse_mlp(
     sparse: SparseConfig,
     names: ExpertNames = _EXPERT_NAMES,
 ) -> SparseMlp:
-    """Load the mixture at `prefix`: `.gate`, the projections of `.experts.0` and so on, and `.shared_experts`."""
+    """Load `{prefix}.gate`, the projections of `.experts.0` and so on, and `.shared_experts`."""
     ops, weights = shard.ops, shard.weights
     rule, dtype = sparse.rule, sparse.router_dtype or weights.dtype
     if sparse.has_correction:
@@ -125,12 +125,12 @@ def load_routed_experts(
 
 @dataclass(frozen=True, slots=True)
 class FeedForwardConfig:
-    """The feed-forward networks of a model: dense in some layers, mixtures of experts in the others."""
+    """A model's feed-forward networks: dense in some layers, mixtures of experts in the others."""
 
     dense_layers: frozenset[int]
     """All others have experts, including those for multi-token prediction."""
     dense_size: int
-    """The inner size of a dense layer; 0 if there is none."""
+    """A dense layer's inner size; 0 if there is none."""
     sparse: SparseConfig
     has_dense_bias: bool = False
 
@@ -152,7 +152,7 @@ class FeedForwardConfig:
         return cls(dense_layers, dense_size, sparse, has_dense_bias)
 
     def load(self, shard: Shard, config: DecoderConfig, layer: int) -> FeedForward:
-        """Load the network of layer number `layer` of a checkpoint."""
+        """Load the network of layer `layer` of a checkpoint."""
         prefix = f"model.layers.{layer}.mlp"
         if layer not in self.dense_layers:
             return load_sparse_mlp(shard, config, prefix, sparse=self.sparse)
@@ -162,7 +162,7 @@ class FeedForwardConfig:
 def _expert_reader(
     weights: ModelWeights, prefix: str, names: ExpertNames, sparse: SparseConfig, config: DecoderConfig
 ) -> ReadExpert:
-    """A function that reads the experts of one layer, which are stored one by one."""
+    """For one layer's experts, which are stored one by one."""
     gate, up, down = names
     inner_shape, down_shape = (sparse.inner_size, config.hidden_size), (config.hidden_size, sparse.inner_size)
 

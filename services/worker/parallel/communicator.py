@@ -13,7 +13,7 @@ from services.worker.layout import RankLayout
 
 
 class Communicator(Protocol):
-    """Collectives over some ranks. All of them must make the same calls, in the same order, with matching shapes.
+    """Collectives over some ranks, which must all make the same calls, in the same order, with matching shapes.
 
     Tensors are contiguous. Raises RuntimeError when a partner is lost; the process then ends.
     """
@@ -32,16 +32,16 @@ class Communicator(Protocol):
         """The ranks' x [T, sizes[rank]] side by side, in rank order: [T, sum(sizes)]; may be `x` on a single rank."""
 
     def all_to_all(self, x: Tensor, send_counts: list[int], receive_counts: list[int]) -> Tensor:
-        """Exchange rows of x [sum(send_counts), ...]: the first go to rank 0, the next to rank 1, and so on.
+        """Exchange rows of x [sum(send_counts), ...], in order of the rank they go to.
 
         Returns:
-            A new [sum(receive_counts), ...]: the rows from rank 0, then those from rank 1, and so on.
+            A new [sum(receive_counts), ...], in order of the rank they come from.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """The layout and communicators that layers are sharded with."""
+    """What layers are sharded with."""
 
     layout: RankLayout
     tp: Communicator
@@ -50,7 +50,7 @@ class Parallel:
 
 
 class SingleCommunicator:
-    """The communicator of a single rank, without partners. See `Communicator`."""
+    """A rank without partners."""
 
     rank = 0
     size = 1
@@ -73,10 +73,7 @@ SINGLE = Parallel(RankLayout(), SingleCommunicator())
 
 
 def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of floating-point tensors in order, as a new tensor: the result of an exact `all_reduce`.
-
-    Summed in float32 or wider, and rounded once.
-    """
+    """The result of an exact `all_reduce`: a new tensor, summed in order in float32 or wider and rounded once."""
     total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
     for part in parts[1:]:
         total.add_(part)

@@ -1,7 +1,7 @@
-"""Communicators over `torch.distributed`: rendezvous and collectives.
+"""Communicators over `torch.distributed`.
 
-Process groups are created directly, each with its store, and owned by their communicator: there is no default group,
-and there are no collectives of Python objects, which would be pickled.
+Process groups are created directly, each with its store, and owned by their communicator: no default group, and no
+collectives of Python objects, which would be pickled.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # 
 from services.worker.layout import RankLayout
 from services.worker.parallel.communicator import SINGLE, Communicator, Parallel, sum_in_order
 
-# Effectively none: a step may take long, and lost partners are detected by heartbeats on the links between processes.
+# Effectively none: a step may take long, and heartbeats on the links between processes detect lost partners.
 COLLECTIVE_TIMEOUT = timedelta(days=1)
 # Over Gloo, sums of at most this many bytes are gathered and added locally: a ring takes more rounds, and a small sum
-# spends its time waiting for them. Measured over loopback with two and three ranks: half the time for a few KiB if
-# cores are free, no clear difference if they are busy; at 2 MiB the ring wins, by up to three times.
+# spends its time waiting for them. Over loopback with two and three ranks: half the time for a few KiB if cores are
+# free, no clear difference if they are busy; at 2 MiB the ring wins, by up to three times.
 _GATHERED_BYTES = 1 << 16
 
 # ProcessGroupGloo or ProcessGroupNCCL: torch's stubs omit their collectives.
@@ -35,7 +35,7 @@ class GroupCommunicator:
     """A `Communicator` over one process group."""
 
     def __init__(self, group: _Group, *, max_gathered_bytes: int) -> None:
-        """Use `group`; tensors up to `max_gathered_bytes` are all-gathered and summed in rank order."""
+        """Tensors up to `max_gathered_bytes` are all-gathered and summed in rank order."""
         self.rank = group.rank()
         self.size = group.size()
         self._group = group
@@ -73,9 +73,9 @@ class Rendezvous:
     address: str
     """HOST:PORT where the domain's first rank serves a store."""
     start_id: str
-    """Id of this start of the domain: ranks of another start are never met."""
+    """Ranks of another start of the domain are never met."""
     collective_host: str | None = None
-    """Local address that collectives bind to; None means the one on the route to `address`."""
+    """Local address that collectives bind to; None: the one on the route to `address`."""
     timeout: timedelta = COLLECTIVE_TIMEOUT
     """How long ranks wait for each other, here and in a collective."""
 
@@ -96,7 +96,6 @@ def make_parallel(
     """Meet the other ranks of the failure domain, and connect to them.
 
     Args:
-        layout: The place of this rank.
         rendezvous: The domain's first rank starts to serve there; None for a rank that is alone.
         is_exact: Whether sums must have a fixed order; see `Communicator.all_reduce`.
         device: "cpu" uses Gloo, "cuda" uses NCCL or RCCL.

@@ -1,1 +1,1 @@
-"""Turns logits into tokens, row by row: penalties, grammars, noise, log-probabilities."""
+"""Turns logits into tokens, row by row."""

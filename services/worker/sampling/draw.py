@@ -1,6 +1,6 @@
 """Draws one token from one row of logits: temperature, min-p, top-k, top-p, then counter-based noise.
 
-Plain numpy that sees only the row, so a token cannot depend on the batch. Ties go to the lower token id.
+Plain numpy on the row alone: a token cannot depend on the batch. Ties go to the lower token id.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TokenIds = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class TokenDraw:
-    """How the tokens of one sequence are drawn."""
+    """How a sequence's tokens are drawn."""
 
     temperature: float
     """Finite; below 1e-5 the draw is greedy."""
@@ -40,11 +40,11 @@ class TokenDraw:
     choice: int
 
     def token(self, logits: _FloatRow, position: int) -> int:
-        """Draw a token: the most likely one if greedy, otherwise by the Gumbel-max trick.
+        """Draw the most likely token if greedy, otherwise by the Gumbel-max trick.
 
         Args:
             logits: [vocabulary], the largest of them finite; not written.
-            position: Absolute position of the token in its sequence, at least 0; it selects the noise.
+            position: The token's absolute position in its sequence; it selects the noise.
         """
         # Columns ascend, and argmax takes the first of equals: the lower token id.
         if self.temperature < GREEDY_TEMPERATURE:
@@ -60,7 +60,7 @@ class TokenDraw:
         return int(kept[scores.argmax()])
 
     def kept_columns(self, logits: _FloatRow) -> _TokenIds | None:
-        """The columns that survive min-p, top-k and top-p, in ascending order; None if no filter is set."""
+        """The columns that survive min-p, top-k and top-p, ascending; None if no filter is set."""
         # Min-p and top-k both keep the largest entries, so either may come first, and top-k needs no exponentials.
         kept = largest(logits, self.top_k) if 0 < self.top_k < len(logits) else None
         if self.min_p > 0.0:
@@ -77,19 +77,19 @@ class TokenDraw:
 
 
 def _above_share(scaled: _Floats, min_p: float) -> _TokenIds:
-    """The entries at least `min_p` times as probable as the most probable one, ascending.
+    """Entries at least `min_p` times as probable as the most probable one, ascending.
 
     Source: Nguyen et al., arXiv:2407.01082, section 3.
     """
     exponents = scaled - scaled.max()
-    # Exponentials dominate the cost, and few entries are near enough to need one.
+    # Exponentials dominate the cost; few entries are near enough to need one.
     near: _TokenIds = np.flatnonzero(exponents >= math.log(min_p) - 1e-6)
     kept: _TokenIds = near[np.exp(exponents[near]) >= min_p]
     return kept
 
 
 def _in_nucleus(scaled: _Floats, top_p: float) -> _TokenIds:
-    """The smallest set of the most probable entries with a total probability of at least `top_p`, ascending.
+    """The fewest most probable entries with a total probability of at least `top_p`, ascending.
 
     Source: Holtzman et al., arXiv:1904.09751, section 3.1.
     """

@@ -1,7 +1,7 @@
 """Follows sequences that have a grammar: which tokens may come next.
 
-Threads compile grammars and compute masks ahead of time, while the device computes; the library releases the GIL
-meanwhile. A mask takes about 20 µs, occasionally a millisecond.
+Threads compile grammars and compute masks while the device computes; the library releases the GIL. A mask takes about
+20 µs, occasionally a millisecond.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shared.grammar import GrammarError, GrammarLibrary
 
 logger = logging.getLogger(__name__)
 
-# Requests of one application share a grammar, and so do the choices of a request.
+# Requests of one application share a grammar, as do a request's choices.
 _MAX_COMPILED = 64
 _NUM_THREADS = 2
 
@@ -30,9 +30,9 @@ class GrammarCompiler:
     """Makes matchers for one model. Its threads run as long as the process."""
 
     def __init__(self, model_dir: Path, logits_width: int, eos_token_ids: Sequence[int]) -> None:
-        """Read the model's tokenizer: a quarter of a second for 50,000 tokens.
+        """Read the tokenizer: a quarter of a second for 50,000 tokens.
 
-        Masks have `logits_width` entries; tokens that the tokenizer does not know are never allowed.
+        Masks have `logits_width` entries; tokens unknown to the tokenizer are never allowed.
 
         Raises:
             ModelDirectoryError: the tokenizer is missing or malformed.
@@ -66,7 +66,7 @@ class GrammarCompiler:
             return self._compiled[grammar].deep_copy()
 
     def mask(self, matcher: LLMatcher | None) -> npt.NDArray[np.bool_]:
-        """The tokens that `matcher` allows, [logits_width]; if it is None, only the end-of-sequence tokens."""
+        """The tokens that `matcher` allows, [logits_width]; without one, only the end-of-sequence tokens."""
         if matcher is None:
             return self._only_the_end
         return self._library.allowed_tokens(matcher)
@@ -81,10 +81,7 @@ class GrammarCompiler:
 
 
 class GrammarMatcher:
-    """Follows one sequence's completion.
-
-    One thread uses it; masks requested with `prepare` are computed in others.
-    """
+    """Follows one sequence's completion. Used by one thread; masks requested with `prepare` are computed in others."""
 
     def __init__(self, compiler: GrammarCompiler, grammar: str) -> None:
         self._compiler = compiler
@@ -93,8 +90,9 @@ class GrammarMatcher:
         self._mask: npt.NDArray[np.bool_] | None = None
         self._lock = threading.Lock()
         self.has_failed = False
-        """Whether the text has to end although the grammar does not allow it: no token fits, or parsing costs more
-        than is allowed. Rare for a grammar that the tokenizer service has tried out."""
+        """Whether the text has to end although the grammar does not allow it: no token fits, or parsing costs too
+        much. Rare for a grammar that the tokenizer service has tried out.
+        """
 
     def mask(self) -> npt.NDArray[np.bool_]:
         """See `sampling_state.GrammarMatcher`."""
@@ -127,7 +125,7 @@ class GrammarMatcher:
         return mask
 
     def _begun(self) -> LLMatcher | None:
-        """The library's matcher; None if the grammar failed before the text began."""
+        """None if the grammar failed before the text began."""
         if self._matcher is None and not self.has_failed:
             try:
                 self._matcher = self._compiler.begin(self._grammar)

@@ -1,4 +1,4 @@
-"""Finds the largest entries of a vocabulary-sized row; ties go to the lower index."""
+"""The largest entries of a vocabulary-sized row; ties go to the lower index."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ import numpy.typing as npt
 
 _Indexes = npt.NDArray[np.int64]
 
-# A row is first reduced to the elementwise maximum of this many equal parts, to find a lower bound for the result.
+# A row is first reduced to the elementwise maximum of this many equal parts: a lower bound for the result.
 _NUM_PARTS = 64
 
 
 def largest(values: npt.NDArray[np.floating], count: int) -> _Indexes:
-    """Indices of the `count` largest of `values`, ascending.
-
-    No entry may be NaN, and `count` is at most `len(values)`.
-    """
+    """Indices of the `count` largest values, ascending. No value may be NaN; `count` is at most `len(values)`."""
     if count == 0:
         return np.empty(0, np.int64)
     width = len(values) // _NUM_PARTS
@@ -30,7 +27,7 @@ def largest(values: npt.NDArray[np.floating], count: int) -> _Indexes:
 
 
 def largest_down_to(values: npt.NDArray[np.floating], count: int, *, edge: np.floating) -> _Indexes:
-    """The same as `largest`, given the `count`-th largest entry, `edge`."""
+    """Like `largest`, given the `count`-th largest entry, `edge`."""
     above = np.flatnonzero(values > edge)
     equal = np.flatnonzero(values == edge)[: count - len(above)]
     return np.sort(np.concatenate((above, equal)))

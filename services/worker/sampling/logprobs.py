@@ -1,6 +1,5 @@
-"""Log-probabilities of tokens in the model's own distribution.
-
-Computed row by row in a fixed order, so that a row's bytes do not depend on its batch.
+"""Log-probabilities of tokens in the model's own distribution, row by row in a fixed order, independent of the
+batch.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ def token_logprobs(logits: Tensor, token_ids: Int32Column, indexes: Int32Column,
     Args:
         logits: [n, vocabulary], float32, the largest of each row finite; not written.
         token_ids: [n].
-        indexes: [n], the rows' `indexes` in the result.
-        num_top: How many of the most likely tokens follow the row's own, at least 0; ties go to the lower id.
+        indexes: [n], for `Logprobs.indexes`.
+        num_top: How many of the most likely tokens follow the row's own; ties go to the lower id.
     """
     rows: npt.NDArray[np.float32] = logits.cpu().numpy()
     num_entries = 1 + min(num_top, rows.shape[1])
@@ -50,7 +49,7 @@ def join_logprobs(parts: Sequence[Logprobs]) -> Logprobs:
 
 
 def _likeliest(row: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.int64]:
-    """The `count` most likely tokens, the most likely first."""
+    """The most likely first."""
     token_ids = largest(row, count)
     return token_ids[np.argsort(-row[token_ids], kind="stable")]
 

@@ -1,13 +1,13 @@
 """Counter-based noise: a pure function of request, position, purpose and vocabulary column.
 
-It does not depend on row, step or rank, so every process that draws a token draws the same one. Philox4x64-10 (Salmon
-et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 4.3) with
+Every process that draws a token draws the same one. Philox4x64-10 (Salmon et al., "Parallel random numbers: as easy as
+1, 2, 3", SC 2011, section 4.3) with
 
     key     = (seed, purpose << 32 | choice)
     counter = (column // 4, position, 0, 0)
 
-whose four 64-bit words serve the columns 4 * (column // 4) + 0 … 3. numpy computes it in C; Triton has the same
-variant, so a GPU backend can reproduce it.
+whose four 64-bit words serve the columns 4 * (column // 4) + 0 … 3. Triton has the same variant, so a GPU backend can
+reproduce it.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ def noise_words(
 
     Args:
         seed: An unsigned 64-bit number.
-        position: Absolute position of the token in its sequence, at least 0.
+        position: The token's absolute position in its sequence.
         num_columns: At least 1.
-        purpose: See `NoisePurpose`.
         choice: Which of the request's choices, below 2**32.
     """
     # numpy increments the counter before each block, so start one below the first; the borrow spans all four words.
@@ -48,8 +47,7 @@ def noise_words(
 def gumbel(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
     """Standard Gumbel variates: `-log(-log(u))` with u in (0, 1) from each word's upper 53 bits.
 
-    The argmax of `logit + gumbel` is a draw from the softmax of the logits (Maddison et al., arXiv:1411.0030,
-    section 2).
+    The argmax of `logit + gumbel` is a draw from the softmax (Maddison et al., arXiv:1411.0030, section 2).
     """
     values = (words >> np.uint64(11)).astype(np.float64)
     values += 0.5

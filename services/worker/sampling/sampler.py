@@ -1,7 +1,7 @@
-"""Draws the tokens of a step's rows, each only from the row's own logits, parameters, options and noise.
+"""Draws the tokens of a step's rows, each only from its own logits, parameters, options and noise.
 
-A row with drafts gets a token for each accepted draft and one more. A draft is accepted exactly when it is the token
-that would have been drawn without it, so drafts change when tokens arrive and never which.
+A draft is accepted exactly when it is the token that would have been drawn without it: drafts change when tokens
+arrive, never which.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ class SampledTokens:
     logprobs: Logprobs | None = None
     """For finite rows that ask for them; `indexes` are places in `token_ids`."""
     failed_grammar_rows: Int32Column = field(default_factory=lambda: _NO_TOKENS)
-    """Rows with a grammar that cannot be followed any further; their last token is meaningless."""
+    """Rows with a grammar that cannot be followed further; their last token is meaningless."""
 
 
 class Sampler:
-    """Draws tokens: plain greedy ones with the backend, the others row by row with counter-based noise."""
+    """Draws tokens: plain greedy ones with the backend, others row by row with counter-based noise."""
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> SampledTokens:
-        """Draw tokens for each row, and add them to the row's state if that changes logits.
+        """Draw each row's tokens, and add them to its state if that changes logits.
 
         Args:
             logits: [num_rows + num_drafts, vocabulary], float32; not written. Row after row: those at the row's
@@ -93,7 +93,8 @@ class _Runs:
     is_good: npt.NDArray[np.bool_]  # [num_rows], whether those are finite
     wanted: npt.NDArray[np.int32]  # [num_logits]
     """The draft that the row's next logits were computed with: they are valid only if this token is drawn here.
-    -1, which is no token, if there is no such draft, or if these or the next logits are not finite."""
+    -1 if there is no such draft, or if these or the next logits are not finite.
+    """
 
     @classmethod
     def make(cls, rows: SamplingRows, is_finite: npt.NDArray[np.bool_]) -> _Runs:
@@ -110,7 +111,7 @@ class _Runs:
         return cls(first, is_finite[first], wanted)
 
     def counts(self, token_ids: Int32Column) -> Int32Column:
-        """How many of the tokens drawn for each row it gets: up to and including the first unwanted one."""
+        """How many of its drawn tokens each row gets: up to and including the first unwanted one."""
         ends = np.flatnonzero(token_ids != self.wanted)
         counts: npt.NDArray[np.int64] = ends[ends.searchsorted(self.first)] - self.first + 1
         return counts.astype(np.int32)
@@ -136,8 +137,7 @@ def _draw_run(
 ) -> bool:
     """Draw one row's tokens into their places in `token_ids`, until one differs from its draft.
 
-    Returns:
-        False if the row has a grammar that could not be followed that far.
+    Returns False if the row has a grammar that could not be followed that far.
     """
     state = rows.states.get(row)
     draw = TokenDraw(
@@ -167,7 +167,6 @@ def _draw_run(
 
 
 def _logprobs(logits: Tensor, rows: SamplingRows, runs: _Runs, sampled: SampledTokens) -> Logprobs | None:
-    """Log-probabilities of all tokens in rows that ask for them; None if there are none."""
     counts = np.ones(len(runs.first), np.int32) if sampled.counts is None else sampled.counts
     starts = np.cumsum(counts, dtype=np.int32) - counts
     parts = []

@@ -1,8 +1,4 @@
-"""The state that the rarer sampling options keep for one sequence, and how they change its logits.
-
-A sequence without such options has no state. Only what its options need is kept: token counts for penalties, the
-completion's last tokens for bad words.
-"""
+"""What the rarer sampling options keep for one sequence, and how they change its logits."""
 
 from __future__ import annotations
 
@@ -26,26 +22,26 @@ class GrammarMatcher(Protocol):
     """Follows one sequence's completion through its grammar."""
 
     has_failed: bool
-    """Whether the latest mask allows only the end because the grammar cannot be followed any further."""
+    """Whether the latest mask allows only the end because the grammar cannot be followed further."""
 
     def mask(self) -> npt.NDArray[np.bool_]:
-        """The tokens that may come next, [logits_width], True for allowed; the caller must not write it.
+        """The tokens that may come next, [logits_width], True for allowed; read-only.
 
         End-of-sequence tokens are allowed where the text may end, and only they once it has ended or failed.
         """
 
     def advance(self, token_id: int) -> None:
-        """Advance by the completion's next token; after one that does not fit, only the end is allowed."""
+        """Advance by the next token; after one that does not fit, only the end is allowed."""
 
     def prepare(self) -> None:
         """Start computing the next mask, if that helps: `mask` is called after the next forward pass."""
 
 
 class SamplingState:
-    """One sequence's options and what they need to know of its tokens so far.
+    """One sequence's options and what they need to know of its tokens. A sequence without options has no state.
 
-    Invariant: with an option that needs all tokens (`SamplingOptions.needs_all_tokens`), every token of the sequence
-    was passed to `extend` or `append` once, in order. The other options need none of them.
+    Invariant: with `SamplingOptions.needs_all_tokens`, every token was passed to `extend` or `append` once, in order.
+    Other options need none.
     """
 
     def __init__(
@@ -60,7 +56,6 @@ class SamplingState:
         """Begin with no token known.
 
         Args:
-            options: The request's options.
             stop_token_ids: Not drawn before `options.min_tokens` completion tokens; unknown ids are ignored.
             num_prompt_tokens: At least 1.
             logits_width: Length of each row of logits.
@@ -113,7 +108,7 @@ class SamplingState:
             self._matcher.prepare()
 
     def append(self, token_id: int) -> None:
-        """Add the token that was just drawn."""
+        """Add the token just drawn."""
         if self._seen is not None:
             self._seen.add_one(token_id)
         if self._drawn is not None:
@@ -133,7 +128,7 @@ class SamplingState:
 
         Args:
             logits: [logits_width], the largest of them finite; not written.
-            position: Position of the token to draw, which is the sequence's length so far.
+            position: The sequence's length so far, where the token will be.
 
         Returns:
             A new row with a finite largest entry; tokens that cannot be drawn are -Inf.
@@ -182,7 +177,7 @@ class TokenCounts:
         self.counts = counts
 
     def add_one(self, token_id: int) -> None:
-        """Count one more token."""
+        """Count a token."""
         place = int(self.token_ids.searchsorted(token_id))
         if place < len(self.token_ids) and self.token_ids[place] == token_id:
             self.counts[place] += 1
@@ -225,7 +220,7 @@ def _check_options(options: SamplingOptions, logits_width: int) -> None:
 
 
 def _only(mask: npt.NDArray[np.bool_], logits: _FloatRow) -> _FloatRow:
-    """A new row with the logits of allowed tokens, the others -Inf; a mask that allows none is ignored."""
+    """Allowed tokens' logits, the others -Inf, as a new row; a mask that allows none is ignored."""
     allowed: _FloatRow = np.where(mask, logits, np.float32(-np.inf))
     if allowed.max() > -np.inf:
         return allowed
