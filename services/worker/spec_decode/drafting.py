@@ -1,4 +1,4 @@
-"""Makes the draft proposer chosen by the settings, and checks that it fits the model."""
+"""Makes the configured draft proposer, and checks that it fits the model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make_drafting(
 ) -> Drafting | None:
     """How the worker drafts for the `loaded` model; None if it does not.
 
-    `on_progress` is called while a draft model loads; an exception it raises ends the loading.
+    `on_progress` is called while a draft model loads; raising in it ends the loading.
 
     Raises:
         ModelDirectoryError: the model has no MTP layers to draft with, or the draft model cannot be loaded or has
@@ -67,7 +67,7 @@ def _check_fit(loaded: LoadedModel, draft: LoadedModel, *, has_texts: bool) -> N
 
 
 def _vocabulary(model_dir: Path) -> dict[int, str]:
-    """The text of each token, by id.
+    """Each token's text, by id.
 
     Raises:
         ModelDirectoryError: tokenizer.json is missing or malformed.

@@ -1,7 +1,6 @@
 """Guesses of next tokens, which the model then checks several at once (speculative decoding).
 
-A draft never changes what is generated, only how many tokens a step yields. `Drafter` keeps the sequences' tokens and
-decides how many drafts are worth making; once per step it asks a `DraftProposer` for all of its sequences together.
+A draft never changes what is generated, only how many tokens a step yields.
 
     known tokens      … a b c          c was sampled last; its KV is not in the cache yet
     the step computes       c  d0 d1   the row's own token, then its drafts, in one forward pass
@@ -23,10 +22,10 @@ from services.worker.forward.kv_cache import KvCache, KvCacheSpec
 from services.worker.step import Int32Column
 from shared.limits import MAX_DRAFT_TOKENS
 
-# How many tokens are drafted for a sequence at first, and for how many steps drafting pauses at most.
+# How many tokens are drafted at first, and for how many steps drafting pauses at most.
 _FIRST_DRAFT = 2
 _MAX_STEPS_ALONE = 32
-# Bounds a step's logits, of which each draft needs a row: 1,024 rows for a vocabulary of 128k are half a GiB.
+# Bounds a step's logits: 1,024 rows for a vocabulary of 128k are half a GiB.
 _MAX_DRAFTED_TOGETHER = 1024
 
 NO_DRAFTS: Int32Column = np.empty(0, np.int32)
@@ -47,15 +46,15 @@ class DraftRows:
     slots: Int32Column  # [num_rows]
     most: Int32Column  # [num_rows], the most drafts wanted for each, at least 1
     most_together: int
-    """The most drafts for all of them together; first rows first."""
+    """Most drafts for all of them together; first rows first."""
     token_ids: tuple[Int32Column, ...]
-    """For each row all known tokens, at least one; must not be written."""
+    """Each row's known tokens, at least one; must not be written."""
     tables: BlockTables
-    """The worker's block tables. A row's blocks have room for its known tokens and `most` more."""
+    """The worker's. A row's blocks have room for its known tokens and `most` more."""
 
     @property
     def num_known(self) -> Int32Column:
-        """[num_rows], number of known tokens."""
+        """[num_rows]."""
         return np.array([len(token_ids) for token_ids in self.token_ids], np.int32)
 
     def block_tables(self) -> Int32Column:
@@ -82,7 +81,7 @@ class ComputedStep:
 class DraftProposer:
     """Guesses how sequences continue. A proposer without state needs only `propose`.
 
-    Guesses may be wrong in any way, but must be in the model's vocabulary.
+    Guesses may be wrong, but must be in the model's vocabulary.
     """
 
     # What a token needs in the proposer's own KV cache.
@@ -95,13 +94,10 @@ class DraftProposer:
         """Forget the sequences of these slots."""
 
     def observe(self, step: ComputedStep) -> None:
-        """Take note of a step that was computed, with at least one token."""
+        """Take note of a computed step with at least one token."""
 
     def propose(self, rows: DraftRows) -> Drafts:
-        """Guess the next tokens of sequences that a step decodes.
-
-        Args:
-            rows: At least one.
+        """Guess the next tokens of at least one sequence.
 
         Returns:
             For each row 0 to `most` tokens, and at most `most_together` in total.
@@ -111,7 +107,7 @@ class DraftProposer:
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """How a worker drafts; see `Drafter`."""
+    """What a `Drafter` is made of."""
 
     proposer: DraftProposer
     num_draft_tokens: int
@@ -123,16 +119,17 @@ class Drafting:
 
 
 class Drafter:
-    """Keeps the tokens of a batch's sequences, by slot, and drafts from them.
+    """Keeps the tokens of a batch's sequences, by slot; once per step it asks a `DraftProposer` to draft for all of
+    them.
 
-    How many tokens it drafts for a sequence depends on how its last drafts did: on the CPU a rejected draft costs half
-    as much time as a row, unless the batch is small.
+    How many tokens it drafts depends on how a sequence's last drafts did: on the CPU a rejected draft costs half as
+    much time as a row, unless the batch is small.
 
     Invariant: for each slot in use, every known token was passed in once, in order.
     """
 
     def __init__(self, proposer: DraftProposer, num_draft_tokens: int) -> None:
-        """Begin with an empty batch; `num_draft_tokens` is the most for one sequence in one step."""
+        """`num_draft_tokens` is the most for one sequence in one step."""
         self._proposer = proposer
         self._num_draft_tokens = num_draft_tokens
         self._sequences: dict[int, _DraftedSequence] = {}
@@ -156,9 +153,9 @@ class Drafter:
         """Draft for the sequences that a step decodes; `record` then learns how the drafts did.
 
         Args:
-            slots: The sequences' slots.
-            most: [len(slots)], the most drafts that each can use, at least 0.
-            most_together: The most drafts for all of them, at least 0; first rows first.
+            slots: [num_sequences].
+            most: [num_sequences], the most drafts that each can use, at least 0.
+            most_together: Limit for all of them, at least 0; first rows first.
             tables: The blocks of every slot.
         """
         most = np.minimum(most, self._num_draft_tokens)
@@ -190,8 +187,8 @@ class Drafter:
 class _DraftedSequence:
     """The known tokens of one sequence, and how many tokens to draft for it.
 
-    One more than were right the last time, or twice as many if all were right. If none was, drafting pauses for some
-    steps; the pause doubles from one failure to the next.
+    One more than were right the last time, or twice as many if all were. If none was, drafting pauses for some steps;
+    the pause doubles from one failure to the next.
     """
 
     def __init__(self, max_num_tokens: int) -> None:
@@ -209,13 +206,12 @@ class _DraftedSequence:
         return self._token_ids[: self._num_tokens]
 
     def extend(self, token_ids: Int32Column) -> None:
-        """Append known tokens."""
         end = self._num_tokens + len(token_ids)
         self._token_ids[self._num_tokens : end] = token_ids
         self._num_tokens = end
 
     def want(self, max_tokens: int) -> int:
-        """How many tokens to draft, at most `max_tokens`. Call once per step, then set `num_drafted`."""
+        """How many tokens to draft. Call once per step, then set `num_drafted`."""
         self.num_drafted = 0
         if self._num_steps_alone:
             self._num_steps_alone -= 1

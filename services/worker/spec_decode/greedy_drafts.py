@@ -28,23 +28,22 @@ class Advance(Protocol):
             num_drafted: Drafts of each row so far, at least 1.
 
         Returns:
-            [n, hidden], the states to draw the next drafts from.
+            [n, hidden], to draw the next drafts from.
         """
 
 
 def draft_greedily(
     hidden: Tensor, counts: Int32Column, *, compute_logits: Callable[[Tensor], Tensor], ops: Ops, advance: Advance
 ) -> Drafts:
-    """Draft `counts` tokens for each row; `advance` is called once per further draft, for all rows together.
+    """Draft `counts` tokens for each row.
 
     Ties go to the lower token id; logits that are not finite give some token of the vocabulary.
 
     Args:
-        hidden: [num_rows, hidden], the states to draw the first drafts from; only read where `counts` is above 0.
+        hidden: [num_rows, hidden], to draw the first drafts from; only read where `counts` is above 0.
         counts: [num_rows], at least 0.
         compute_logits: Hidden states [n, hidden] to logits [n, vocabulary] float32.
-        ops: The backend.
-        advance: Computes the states for the next drafts.
+        advance: Called once per further draft, for all rows together.
     """
     drafted = np.zeros((len(counts), int(counts.max(initial=0))), np.int32)
     rows = np.flatnonzero(counts)

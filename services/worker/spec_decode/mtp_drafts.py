@@ -26,16 +26,15 @@ _IntArray = npt.NDArray[np.int64]
 class MtpProposer(DraftProposer):
     """Lets MTP layers continue from the model's hidden states.
 
-    A layer combines a token's hidden state (from the previous layer; for the first layer, from the model) with the
-    next token. So after each step the layers compute every token with a successor that became known: a row's accepted
-    tokens, and a chunk's tokens except the last. The last one's hidden state waits for the next chunk. Between steps
-    they have computed all known tokens but the last. Drafting starts from the states they left there and continues
-    layer by layer, repeating the last one.
+    A layer combines a token's hidden state (from the previous layer; for the first layer, from the model) with the next
+    token. So after each step the layers compute every token with a successor that became known: a row's accepted
+    tokens, and a chunk's tokens except the last, whose hidden state waits for the next chunk. Drafting starts from the
+    states left there and continues layer by layer, repeating the last one.
 
-    A prefix from the prefix cache includes what the layers computed for the sequence that was there first. For the
-    prefix's last token that depends on that sequence's next token, and it stays so: the hidden state to compute it
-    again is not known here. An entry that was never written is zero, or left from an earlier sequence. All this may
-    spoil drafts, but never the output: the model's own layers do not read it.
+    A prefix from the prefix cache includes what the layers computed for the sequence that was there first; its last
+    token depends on that sequence's next token, and cannot be computed again. An entry that was never written is zero,
+    or left from an earlier sequence. All this may spoil drafts, but never the output: the model's own layers do not
+    read it.
 
     Source: DeepSeek-V3, arXiv:2412.19437, section 2.2; vLLM's `EagleProposer`, which also repeats layers.
     """
@@ -101,7 +100,7 @@ class MtpProposer(DraftProposer):
         )
 
     def _make_room(self, hidden: Tensor) -> None:
-        """Allocate hidden states: their size and dtype are known with the epoch's first step."""
+        """Their size and dtype are known with the epoch's first step."""
         if not self._waiting.shape[1]:
             self._waiting = hidden.new_zeros(len(self._waiting), hidden.shape[1])
             self._last = hidden.new_zeros(*self._last.shape[:2], hidden.shape[1])
@@ -140,7 +139,7 @@ class _KnownTokens:
 
     @classmethod
     def make(cls, step: ComputedStep, is_awaited: npt.NDArray[np.bool_]) -> _KnownTokens:
-        """The tokens known after `step`; `is_awaited` marks the sequences with a hidden state that waited for it."""
+        """`is_awaited` marks sequences with a hidden state that waited for `step`."""
         inputs, num_waiting = step.inputs, is_awaited.astype(np.int64)
         rows, starts = inputs.row_sequences(), inputs.cu_seqlens_q[:-1]
         counts = np.ones(len(rows), np.int64) if step.counts is None else step.counts

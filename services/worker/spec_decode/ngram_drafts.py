@@ -1,4 +1,4 @@
-"""Drafts that are looked up among a sequence's own tokens. Plain numpy."""
+"""Drafts looked up among a sequence's own tokens. Plain numpy."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class LookupProposer(DraftProposer):
         """Guess the next tokens of one sequence.
 
         Args:
-            token_ids: [num_tokens], all its known tokens, at least one; not written.
-            max_tokens: The most tokens to guess, at least 1.
+            token_ids: [num_tokens], all known tokens, at least one; not written.
+            max_tokens: At least 1.
 
         Returns:
             0 to `max_tokens` tokens.
@@ -38,16 +38,16 @@ class LookupProposer(DraftProposer):
 class NgramProposer(LookupProposer):
     """Looks up where the sequence's last tokens occurred before, and proposes what followed there.
 
-    The longest match with up to the last `max_ngram` tokens wins, and of equally long ones the latest. Where the tokens
-    that followed run into the end of the sequence, they continue with the proposed ones: text that repeats with a short
-    period is continued in full.
+    The longest match with up to the last `max_ngram` tokens wins, of equally long ones the latest. If what followed
+    ends with the sequence, it continues with the proposed tokens: text that repeats with a short period is continued in
+    full.
 
     Source: Saxena, "Prompt Lookup Decoding", github.com/apoorvumang/prompt-lookup-decoding, 2023; vLLM's
     `NgramProposer`, which takes the earliest match.
     """
 
     def __init__(self, *, min_ngram: int = 2, max_ngram: int = 8) -> None:
-        """Require a match of at least `min_ngram` tokens; 1 <= `min_ngram` <= `max_ngram`."""
+        """A match has at least `min_ngram` tokens; 1 <= `min_ngram` <= `max_ngram`."""
         assert 1 <= min_ngram <= max_ngram
         self._min_ngram = min_ngram
         self._max_ngram = max_ngram

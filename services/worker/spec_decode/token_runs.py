@@ -1,4 +1,4 @@
-"""Forward passes besides a step's own: runs of tokens that continue what the cache holds of their sequences."""
+"""Forward passes besides a step's own: tokens that continue what the cache holds of their sequences."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ IntArray = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True)
 class TokenRuns:
-    """Runs of consecutive tokens, one per sequence.
-
-    Invariant: the tables hold the blocks of every token up to a run's last.
-    """
+    """Runs of consecutive tokens, one per sequence. The tables hold the blocks of every token up to a run's last."""
 
     first_positions: IntArray  # [num_runs]
     lengths: IntArray  # [num_runs], at least 1
@@ -33,12 +30,12 @@ class TokenRuns:
 
     @property
     def starts(self) -> npt.NDArray[np.int64]:
-        """[num_runs], index of each run's first token among the tokens of all runs."""
+        """[num_runs], each run's first token among the tokens of all runs."""
         return np.cumsum(self.lengths, dtype=np.int64) - self.lengths
 
     @property
     def lasts(self) -> npt.NDArray[np.int64]:
-        """[num_runs], index of each run's last token among the tokens of all runs."""
+        """[num_runs], each run's last token among the tokens of all runs."""
         return np.cumsum(self.lengths, dtype=np.int64) - 1
 
     def spread(self, values: IntArray) -> npt.NDArray[np.int64]:

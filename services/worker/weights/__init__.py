@@ -1,1 +1,1 @@
-"""Checkpoints: which formats are read, how tensors are found, converted and checked."""
+"""Checkpoints: formats, and how tensors are found, converted and checked."""

@@ -1,4 +1,4 @@
-"""Reads the weights of a checkpoint: every tensor is looked up, checked, dequantised and copied once."""
+"""Reads a checkpoint: every tensor is looked up, checked, dequantised and copied once."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from services.worker.weights.weight_problems import WeightProblems
 
 logger = logging.getLogger(__name__)
 
-# Limit on the memory allocated for tensors that are not read, per byte stored. No format expands by more than this.
+# Limit on memory for tensors that are not read, per byte stored. No format expands by more than this.
 _MAX_UNREAD_RATIO = 8
 _MIN_UNREAD_BYTES = 1 << 26
-# Reading stops at the first such tensor, so other tensors may have the same problem.
+# Reading stops at the first such tensor, so others may have the same problem.
 _NOT_FINITE = "not finite"
 
 
 class CheckpointWeights:
-    """See `ModelWeights`. None of our backends computes in a packed format, so every layer is dequantised here.
+    """See `ModelWeights`. No backend here computes in a packed format, so every layer is dequantised.
 
-    Invariant: after the first problem no tensor is read any more; only headers are checked.
+    Invariant: after the first problem tensors are not read any more; only headers are checked.
     """
 
     def __init__(
@@ -135,12 +135,12 @@ class CheckpointWeights:
             )
 
     def _is_empty(self, name: str) -> bool:
-        """Whether a tensor has no values; transformers writes such tensors for parts that a model does not have."""
+        """transformers writes tensors without values for parts that a model does not have."""
         header = self._files.header(name)
         return header is not None and 0 in header.shape
 
     def _linear_format(self, name: str) -> LayerFormat:
-        """The layer's format: plain if its matrix is stored in a float dtype, whatever the configuration says."""
+        """Plain if the matrix is stored in a float dtype, whatever the configuration says."""
         header = self._files.header(f"{name}.weight")
         return PLAIN if header is not None and header.dtype in FLOAT_DTYPES else self._config.linear_format(name)
 
@@ -148,8 +148,8 @@ class CheckpointWeights:
         """Look up a layer's tensors, record what is wrong with them, and return the names of those found, by role.
 
         Raises:
-            ModelDirectoryError: layers that are not read any more need too much memory. The caller allocates
-                `num_values` values for this one.
+            ModelDirectoryError: layers that are not read any more need too much memory, with this one's `num_values`
+                values.
         """
         found = {}
         for tensor in wanted:
@@ -176,14 +176,13 @@ class CheckpointWeights:
             self._problems.add("wrong dtype", name, f"has dtype {header.dtype}, not {' or '.join(wanted.dtypes)}")
 
     def _refuse_beyond_limit(self, num_bytes: int) -> None:
-        """Raise if a model needs much more memory than is stored: the configuration belongs to another model."""
+        """Raise if the model needs much more memory than is stored: the configuration is another model's."""
         limit = max(_MAX_UNREAD_RATIO * self._files.num_bytes, _MIN_UNREAD_BYTES)
         if num_bytes > limit:
             self._problems.add("too small", "all files together", f"have {self._files.num_bytes} bytes")
             raise self._problems.error(self._files.model_dir)
 
     def _read_layer(self, layer: _Layer, region: Region, out: Tensor) -> None:
-        """Dequantise `region` of a layer into `out`."""
         if self._problems:
             return
         parts = {role: self._files.read(name) for role, name in layer.stored.items()}
@@ -203,35 +202,31 @@ class CheckpointWeights:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer of the checkpoint."""
-
     name: str
     layer_format: LayerFormat
     stored: Mapping[str, str]
-    """The names of the layer's tensors, by role."""
+    """The names of its tensors, by role."""
     shape: tuple[int, ...]
 
     def share(self, region: Region) -> float:
-        """The fraction of the layer that `region` covers, 0 to 1."""
+        """The fraction that `region` covers, 0 to 1."""
         return region.num_values / max(prod(self.shape), 1)
 
 
 @dataclass(slots=True)
 class _FormatCost:
-    """What the layers of one format take, in bytes."""
+    """What one format's layers take, in bytes."""
 
     num_matrices: int = 0
     stored: float = 0
     memory: int = 0
 
     def add(self, num_matrices: int, stored: float, memory: int) -> None:
-        """Add one read."""
         self.num_matrices += num_matrices
         self.stored += stored
         self.memory += memory
 
     def fields(self) -> dict[str, object]:
-        """The fields of a log line."""
         return {
             "num_matrices": self.num_matrices,
             "stored_bytes": round(self.stored),

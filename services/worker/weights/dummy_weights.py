@@ -1,8 +1,7 @@
 """Dummy weights: seeded random values that need only a configuration, for performance work.
 
-A tensor's values do not depend on the order and slices in which it is read. They are windows into one run of random
-numbers, as copying is several times faster than drawing. The length of the run is prime, so that rows and tensors do
-not start at the same place in it.
+A tensor's values do not depend on the order and slices of reading. They are windows into one run of random numbers, as
+copying is several times faster than drawing; its prime length keeps rows and tensors from starting at the same place.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ _BIAS_SPREAD = 0.02
 class DummyWeights:
     """See `ModelWeights`. Every tensor exists.
 
-    Values have mean 0 and standard deviation 1 / sqrt(in_features), so that activations keep their magnitude from
-    layer to layer. The weights of norms are about 1.
+    Values have mean 0 and standard deviation 1 / sqrt(in_features), so that activations keep their magnitude; norms'
+    weights are about 1.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class DummyWeights:
             self._fill(target, name, row * num_columns + columns.start, spread)
 
     def _fill(self, out: Tensor, name: str, first: int, spread: float) -> None:
-        """Write n values of a tensor, from index `first` on, into `out` [n]."""
+        """Write a tensor's values from index `first` on into `out` [n]."""
         self._on_progress(0.0)
         place = (_offset(self._seed, name) + first) % _PERIOD
         for start in range(0, len(out), _PERIOD):
@@ -117,7 +116,7 @@ class DummyWeights:
 
 
 def dummy_digest(config: bytes, seed: int) -> str:
-    """The digest used for dummy weights: SHA-256 over configuration and seed, in hex."""
+    """SHA-256 over configuration and seed, in hex."""
     return hashlib.sha256(b"dummy weights, seed %d\n" % seed + config).hexdigest()
 
 

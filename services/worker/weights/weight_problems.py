@@ -1,4 +1,4 @@
-"""Collects everything that is wrong with a checkpoint's tensors into one message of bounded length."""
+"""Collects everything wrong with a checkpoint's tensors into one message of bounded length."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shared.model_dir import ModelDirectoryError
 
-# The most kinds of tensors listed per sort of problem. Layers of a model are alike, so their tensors form one kind.
+# Most kinds of tensors listed per sort of problem. Layers are alike, so their tensors form one kind.
 _MAX_LISTED = 8
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -27,7 +27,7 @@ class WeightProblems:
         self._sort_to_problems[sort].setdefault(tensor, detail)
 
     def error(self, model_dir: Path) -> ModelDirectoryError:
-        """One error that lists all problems."""
+        """Make an error that lists all problems."""
         texts = [f"{sort}: {_listed(problems)}" for sort, problems in self._sort_to_problems.items()]
         return ModelDirectoryError(f"{model_dir}: weights and configuration do not match: {'; '.join(texts)}")
 

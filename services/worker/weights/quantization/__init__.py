@@ -1,1 +1,1 @@
-"""Quantized weights: the supported formats, and how they are converted to plain tensors."""
+"""Quantized weights: formats, and their conversion to plain tensors."""

@@ -22,7 +22,7 @@ from services.worker.weights.quantization.scaled import (
     ScaledFormat,
 )
 
-# The transformers class of every layer that these rules apply to.
+# The transformers class of every layer that the rules apply to.
 _CLASS = "Linear"
 _SUPPORTED = (
     "float-quantized, int-quantized and naive-quantized with 8 bits, pack-quantized with 4 or 8, "
@@ -31,7 +31,7 @@ _SUPPORTED = (
 
 
 def compressed_tensors_rules(values: Mapping[str, Any]) -> FormatRules:
-    """The rules of a `quantization_config` with quant_method compressed-tensors.
+    """Parse a `quantization_config` with quant_method compressed-tensors.
 
     Raises:
         UnsupportedFormatError: a scheme is not supported.
@@ -45,14 +45,14 @@ def compressed_tensors_rules(values: Mapping[str, Any]) -> FormatRules:
         for layer_format in [_layer_format(group, values.get("format"))]
         for target in group["targets"]
     ]
-    # From the most to the least specific: a layer's name, a regular expression, its class.
+    # From most to least specific: a layer's name, a regular expression, its class.
     targets.sort(key=lambda rule: (rule[0] == _CLASS, rule[0].startswith("re:"), rule[0]))
     rules = [(_matches(target), layer_format) for target, layer_format in targets]
     return FormatRules(((lambda layer: any(matches(layer) for matches in ignored), None), *rules))
 
 
 def _refuse_extras(values: Mapping[str, Any]) -> None:
-    """Raise if the weights are sparse or transformed in addition to being quantised."""
+    """Raise if weights are also sparse or transformed."""
     sparsity = (values.get("sparsity_config") or {}).get("format", "dense")
     if sparsity != "dense":
         raise UnsupportedFormatError(f"sparsity format {sparsity!r} is not supported; supported: dense")
@@ -90,7 +90,7 @@ def _layer_format(group: Mapping[str, Any], default_format: str | None) -> Layer
 
 
 def _granularity(weights: Mapping[str, Any]) -> Granularity:
-    """How many weights share a scale. Without a strategy the group size implies it, as in compressed-tensors."""
+    """Without a strategy the group size implies it, as in compressed-tensors."""
     group_size = weights.get("group_size")
     implied = "tensor" if group_size is None else "group" if group_size > 0 else "channel"
     strategy = weights.get("strategy") or implied

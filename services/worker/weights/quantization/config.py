@@ -1,4 +1,4 @@
-"""The format of each layer of a checkpoint, from config.json's `quantization_config`."""
+"""The format of each layer, from config.json's `quantization_config`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], FormatRules]] = {
     "compressed-tensors": compressed_tensors_rules,
     "fbgemm_fp8": fbgemm_fp8_rules,
     "fp8": fp8_rules,
-    # Only the stacks of experts are packed, and their tensor names show it. The modules listed are all other ones.
+    # Only stacks of experts are packed, and their tensor names show it. The modules listed are all others.
     "mxfp4": lambda _: FormatRules(),
 }
 
@@ -30,7 +30,7 @@ class QuantizationConfig:
     """The formats of a checkpoint's layers."""
 
     def __init__(self, rules: FormatRules | None = None, *, has_mxfp4: bool = False) -> None:
-        """Use the formats that `rules` give; None means that nothing is quantised."""
+        """`rules` None means that nothing is quantised."""
         self._rules = rules or FormatRules()
         self._has_mxfp4 = has_mxfp4
         self.unused_suffixes = self._rules.unused_suffixes
@@ -57,9 +57,9 @@ class QuantizationConfig:
         return cls(rules, has_mxfp4=method == "mxfp4")
 
     def linear_format(self, layer: str) -> LayerFormat:
-        """The format of the linear layer called `layer`."""
+        """The format of a linear layer."""
         return self._rules.format_of(layer) or PLAIN
 
     def stack_format(self, *, is_plain: bool) -> LayerFormat:
-        """The format of a stack of experts; `is_plain` if a tensor of the stack's own name is stored."""
+        """The format of a stack of experts; `is_plain` if a tensor of its own name is stored."""
         return _MXFP4_STACK if self._has_mxfp4 and not is_plain else _PLAIN_STACK

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from services.worker.weights.quantization.layer_format import LayerFormat
 
-# The number of values dequantised at once, chosen so that intermediate results stay in the processor's caches.
+# Values dequantised at once, few enough for intermediate results to stay in the processor's caches.
 _CHUNK_VALUES = 1 << 18
 
 
@@ -20,7 +20,7 @@ class Region:
     """A part of a matrix, or of several matrices of a stack."""
 
     matrices: range | None
-    """None means that the layer is a single matrix."""
+    """None: the layer is a single matrix."""
     rows: range
     columns: range
 
@@ -31,7 +31,7 @@ class Region:
 
     @property
     def num_values(self) -> int:
-        """The number of values."""
+        """Values in all matrices."""
         return self.num_matrices * len(self.rows) * len(self.columns)
 
 
@@ -46,7 +46,7 @@ def dequantize(layer_format: LayerFormat, parts: Mapping[str, Tensor], region: R
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether no value is infinite or NaN. Costs a tenth of hashing, and finds a broken file at start."""
+    """Whether no value is infinite or NaN. Costs a tenth of hashing."""
     return not values.numel() or all(math.isfinite(extreme) for extreme in torch.aminmax(values))
 
 

@@ -1,4 +1,4 @@
-"""`quant_method` fp8 (DeepSeek's blocks, or a scale per tensor or channel as vLLM writes them) and fbgemm_fp8."""
+"""`quant_method` fp8 (DeepSeek's blocks, or vLLM's scale per tensor or channel) and fbgemm_fp8."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from services.worker.weights.quantization.rules import FormatRules, is_listed
 from services.worker.weights.quantization.scaled import CHANNEL, FP8_DTYPES, TENSOR, Granularity, ScaledFormat
 
-# Despite its name DeepSeek's `weight_scale_inv` also holds the factor that the stored weight is multiplied by.
+# Despite its name DeepSeek's `weight_scale_inv` also multiplies the stored weight.
 _SCALE_SUFFIXES = (".weight_scale_inv", ".weight_scale")
 
 
 def fp8_rules(values: Mapping[str, Any]) -> FormatRules:
-    """The rules of a `quantization_config` with quant_method fp8.
+    """Parse a `quantization_config` with quant_method fp8.
 
     Raises:
         KeyError, TypeError, ValueError: the configuration is malformed.
@@ -30,7 +30,7 @@ def fp8_rules(values: Mapping[str, Any]) -> FormatRules:
 
 
 def fbgemm_fp8_rules(values: Mapping[str, Any]) -> FormatRules:
-    """The rules of a `quantization_config` with quant_method fbgemm_fp8: a scale per output channel."""
+    """Parse a `quantization_config` with quant_method fbgemm_fp8: a scale per output channel."""
     return _rules(values, ScaledFormat("fp8", FP8_DTYPES, (CHANNEL,)))
 
 

@@ -1,6 +1,6 @@
-"""The interface of a layer's storage format, and the plain format of unquantised layers.
+"""How one layer is stored: the interface of formats, and the plain one.
 
-A format only describes a layer's tensors and how they become floating point; `CheckpointWeights` does the reading.
+A format only describes tensors and how they become floating point; `CheckpointWeights` reads them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-# The dtypes that need no scale, by safetensors' names.
+# These need no scale; safetensors' names.
 FLOAT_DTYPES = ("F32", "F16", "BF16")
 
 
 class MalformedLayerError(ValueError):
-    """A layer's tensors have the right shapes but contradictory contents; the message says which."""
+    """A layer's tensors have the right shapes but contradictory contents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,24 +42,24 @@ class LayerFormat(Protocol):
 
     @property
     def label(self) -> str:
-        """The format's name in log lines."""
+        """Name in log lines."""
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Suffixes of tensors that such a layer may have but that are not needed."""
+        """Suffixes of tensors that such a layer may have but does not need."""
 
     @property
     def is_transposed(self) -> bool:
         """Whether matrices are stored and dequantised transposed."""
 
     def stored_tensors(self, shape: tuple[int, ...]) -> tuple[StoredTensor, ...]:
-        """The tensors stored for a matrix or stack that has this `shape` in the model."""
+        """The tensors stored for a matrix or stack of this `shape` in the model."""
 
     def dequantize(self, parts: Mapping[str, Tensor], rows: range, columns: range) -> Tensor:
         """A part of a stored matrix, [len(rows), len(columns)], in a float dtype; it may be a view of `parts`.
 
         Args:
-            parts: The whole tensors by role; for a stack, those of one matrix.
+            parts: Whole tensors by role; for a stack, one matrix's.
             rows: Rows of the stored matrix, step 1.
             columns: Columns of the stored matrix, step 1.
 
@@ -70,7 +70,7 @@ class LayerFormat(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlainFormat:
-    """A matrix, or a stack of matrices, stored as one tensor in a float dtype."""
+    """A matrix or stack stored as one tensor in a float dtype."""
 
     suffix: str = ".weight"
     label: str = field(default="plain", init=False)

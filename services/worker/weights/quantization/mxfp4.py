@@ -1,7 +1,7 @@
 """MXFP4, the format of gpt-oss's experts: 32 values of 4 bits share one power-of-two scale.
 
 Sources: OCP Microscaling Formats v1.0, sections 5.3.3 (E2M1) and 5.4.1 (E8M0, 255 is NaN); transformers 5.23,
-integrations/mxfp4.py, `convert_moe_packed_tensors` (layout; the low four bits of a byte come first).
+integrations/mxfp4.py, `convert_moe_packed_tensors` (layout; a byte's low four bits come first).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from services.worker.weights.quantization.layer_format import StoredTensor
 
 _GROUP = 32
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-# The two float32 values of each byte, viewed as one int64: one lookup of both is eight times as fast as two lookups.
+# Both float32 values of each byte, viewed as one int64: one lookup is eight times as fast as two.
 _PAIRS = torch.tensor([(_E2M1[byte & 0xF], _E2M1[byte >> 4]) for byte in range(256)]).view(torch.int64).flatten()
 _E8M0 = torch.tensor([2.0 ** (exponent - 127) for exponent in range(255)] + [float("nan")])
 

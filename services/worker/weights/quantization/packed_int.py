@@ -1,7 +1,7 @@
 """Integers of 4 or 8 bits packed into int32, with a scale per group of columns, per output channel or per tensor.
 
-Source: compressed-tensors 0.20, compressors/pack_quantized: value i of a row is in bits [i * n, (i + 1) * n) of the
-row's words, lowest first, with 2^(n - 1) added to make it unsigned. Zero points are packed the same way along the rows.
+Source: compressed-tensors 0.20, compressors/pack_quantized: value i of a row is in bits [i * n, (i + 1) * n) of its
+words, lowest first, with 2^(n - 1) added to make it unsigned. Zero points are packed the same way along the rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from services.worker.weights.quantization.layer_format import FLOAT_DTYPES, Malf
 from services.worker.weights.quantization.scaled import Granularity
 
 _WORD_BITS = 32
-# The two four-bit values of each byte as float32, viewed as one int64: one lookup of both is faster than two lookups.
+# Both four-bit values of each byte as float32, viewed as one int64: one lookup is faster than two.
 _PAIRS = (
     torch.tensor([(float(byte & 0xF) - 8, float(byte >> 4) - 8) for byte in range(256)]).view(torch.int64).flatten()
 )
@@ -26,8 +26,8 @@ _PAIRS = (
 class PackedIntFormat:
     """`weight_packed` [out, in * bits / 32] and `weight_scale`; a weight is `(value - zero point) * scale`.
 
-    With `weight_g_idx` [in], which is GPTQ's activation order, entry i is the group of column i. Without it every
-    `group_size` consecutive columns form a group.
+    With `weight_g_idx` [in], GPTQ's activation order, entry i is the group of column i; otherwise every `group_size`
+    consecutive columns form a group.
     """
 
     num_bits: int
@@ -81,7 +81,7 @@ class PackedIntFormat:
 
 
 def _unpack(words: Tensor, num_bits: int, columns: range) -> Tensor:
-    """Unpack `columns` of each row of `words` [n, words] int32 into signed numbers, [n, len(columns)] float32."""
+    """`columns` of each row of `words` [n, words] int32, as signed numbers [n, len(columns)] float32."""
     per_byte = 8 // num_bits
     first, last = columns.start // per_byte, -(-columns.stop // per_byte)
     packed = words.contiguous().view(torch.uint8)[:, first:last]

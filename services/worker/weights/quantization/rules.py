@@ -13,14 +13,14 @@ _CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_output_scale")
 
 
 class UnsupportedFormatError(ValueError):
-    """A checkpoint uses a format that is not supported; the message says which ones are."""
+    """A checkpoint uses an unsupported format; the message says which ones are supported."""
 
 
 @dataclass(frozen=True, slots=True)
 class FormatRules:
     """The first rule whose predicate accepts a layer's name gives its format.
 
-    A format of None means plain floats, and so does a name that no rule accepts.
+    A format of None means plain floats, as for a name that no rule accepts.
     """
 
     rules: tuple[tuple[Callable[[str], bool], LayerFormat | None], ...] = ()
@@ -28,14 +28,14 @@ class FormatRules:
     """Suffixes of tensors that belong to no layer loaded here and are not needed."""
 
     def format_of(self, layer: str) -> LayerFormat | None:
-        """The format of the linear layer called `layer`; None means plain floats."""
+        """The format of a linear layer; None means plain floats."""
         return next((layer_format for applies, layer_format in self.rules if applies(layer)), None)
 
 
 def is_listed(patterns: Sequence[str]) -> Callable[[str], bool]:
     """A predicate: whether a layer's name ends with one of `patterns`, or starts with it as a regular expression.
 
-    A match at the start must end at a dot or at the end of the name: `mlp.gate` does not match `mlp.gate_proj`.
+    A match at the start must end at a dot or the end of the name: `mlp.gate` does not match `mlp.gate_proj`.
 
     Source: transformers 5.23, quantizers/quantizers_utils.py, `should_convert_module`.
     """

@@ -22,13 +22,13 @@ _MAX_E4M3 = 448.0
 
 @dataclass(frozen=True, slots=True)
 class Granularity:
-    """How many rows and columns share a scale; None means all of them."""
+    """How many rows and columns share a scale; None means all."""
 
     rows: int | None
     columns: int | None
 
     def scale_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """The shapes that the scales of a matrix of this `shape` may have, the two-dimensional one first."""
+        """The possible shapes of a matrix's scales, the two-dimensional one first."""
         num_rows = 1 if self.rows is None else -(-shape[0] // self.rows)
         num_columns = 1 if self.columns is None else -(-shape[1] // self.columns)
         full = (num_rows, num_columns)
@@ -37,7 +37,7 @@ class Granularity:
         return (full, (num_rows,)) if self.rows is not None else (full, (1,), ())
 
     def expand(self, scales: Tensor, rows: range, columns: range) -> Tensor:
-        """The scales of a part of the matrix, float32, in a shape that broadcasts to the part's shape."""
+        """The scales of a part of the matrix, float32, in a shape that broadcasts to the part's."""
         scales = scales.reshape(1, 1) if scales.dim() == 0 else scales.reshape(scales.shape[0], -1)
         return _repeat(_repeat(scales.float(), 0, self.rows, rows), 1, self.columns, columns)
 
@@ -89,9 +89,9 @@ class ScaledFormat:
 def _to_float32(weight: Tensor) -> Tensor:
     """`weight.float()`, for e4m3fn several times as fast as torch 2.13 on a CPU.
 
-    A float16 has the same fields with more bits in each, and its exponent bias is larger by 8. So a code shifted into
-    float16's fields has the right value, subnormal or not, except for a factor of 256. NaN, the highest code of each
-    sign, becomes 480, which is above E4M3's maximum.
+    A float16 has the same fields with more bits in each, and an exponent bias larger by 8. So a code shifted into its
+    fields has the right value, subnormal or not, except for a factor of 256. NaN, the highest code of each sign,
+    becomes 480, which is above E4M3's maximum.
     """
     if weight.dtype != torch.float8_e4m3fn:
         return weight.float()
