@@ -34,7 +34,7 @@ _LOADING_STOP_S = 2.0
 
 
 class _LoadingStoppedError(Exception):
-    """A stop signal arrived while the weights were loading."""
+    """A stop signal arrived."""
 
 
 def main() -> int:
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def _stop(device: DeviceLoop, is_loaded: threading.Event) -> None:
-    """End the process if loading does not stop: it may wait for other ranks that never come."""
+    """End the process if loading does not stop: other ranks may never come."""
     device.stop()
     if not is_loaded.wait(_LOADING_STOP_S):
         end_process(ExitCode.STOPPED, "stopped while loading")
@@ -105,9 +105,9 @@ def _load(settings: WorkerSettings, device: DeviceLoop) -> ModelRunner:
 def _tune_libraries() -> None:
     """Set defaults for environment variables that torch and OpenMP read once, when loaded.
 
-    Idle OpenMP threads sleep, to leave cores to the RPC thread and the other services. Waking one costs as much as the
-    few microseconds between kernels, so GNU's library spins that long first (10 to 20 % more tokens per second on 2
-    cores). Large tensors use huge pages: a decode step reads all weights, and is 7 % faster with them.
+    Idle OpenMP threads sleep, to leave cores to others. Waking one costs as much as the few microseconds between
+    kernels, so GNU's library spins that long first (10 to 20 % more tokens per second on 2 cores). Huge pages for large
+    tensors make a decode step, which reads all weights, 7 % faster.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")

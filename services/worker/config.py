@@ -117,7 +117,7 @@ class WorkerSettings(ServiceSettings):
 
     @property
     def weights_seed(self) -> int | None:
-        """None: the weights are loaded from the model directories."""
+        """None: weights are loaded from the model directories."""
         return self.dummy_seed if self.load_format == "dummy" else None
 
     @property
@@ -127,7 +127,7 @@ class WorkerSettings(ServiceSettings):
 
     @property
     def layout(self) -> RankLayout:
-        """The process's place among those that serve the model."""
+        """The process's place in the cell."""
         return RankLayout(self.dp_rank, self.dp_size, self.tp_rank, self.tp_size, has_expert_parallel=self.ep)
 
     @model_validator(mode="after")

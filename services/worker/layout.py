@@ -1,7 +1,4 @@
-"""The place of a process among those that serve one model.
-
-Must not import torch: settings are checked with it.
-"""
+"""The place of a process among those that serve one model. Must not import torch: settings are checked with it."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ from dataclasses import dataclass, replace
 class RankLayout:
     """The place of a process.
 
-    The ranks of a model replica are a TP group and a failure domain. With expert parallelism collectives span all ranks
-    of the cell, which then are one failure domain.
+    A model replica's ranks are a TP group and a failure domain. With expert parallelism collectives span all ranks of
+    the cell, which then are one failure domain.
     """
 
     dp_rank: int = 0
@@ -24,12 +21,12 @@ class RankLayout:
 
     @property
     def is_leader(self) -> bool:
-        """Whether the scheduler talks to its TP group through this process."""
+        """Whether the scheduler talks to the TP group through this process."""
         return not self.tp_rank
 
     @property
     def ep_rank(self) -> int:
-        """Rank among all ranks of the cell; experts are placed by it."""
+        """Rank in the cell; experts are placed by it."""
         return self.dp_rank * self.tp_size + self.tp_rank
 
     @property

@@ -14,7 +14,7 @@ _FIRST_WIDTH = 16
 
 
 class BlockTables:
-    """One row of block ids per slot, in the order of the sequence's tokens.
+    """One row of block ids per slot, in token order.
 
     Invariant: every id is below `num_pool_blocks`; after a slot's last block its row is 0.
 
@@ -34,11 +34,11 @@ class BlockTables:
         return self._ids.nbytes
 
     def num_blocks(self, slots: Int32Column) -> Int32Column:
-        """The length of each slot's table."""
+        """In blocks."""
         return self._num_blocks[slots]
 
     def set(self, slot: int, block_ids: Int32Column) -> None:
-        """Set the table of an empty slot.
+        """Set an empty slot's table.
 
         Raises:
             StepMismatchError: an id is not in the pool, or there are too many for one sequence.
@@ -52,7 +52,7 @@ class BlockTables:
         """Append one block to each slot's table; a slot that occurs n times gets n blocks, in that order.
 
         Raises:
-            StepMismatchError: an id is not in the pool, or a table gets too long for one sequence.
+            StepMismatchError: as in `set`.
         """
         self._check(block_ids)
         by_slot = np.argsort(slots, kind="stable")
@@ -70,11 +70,11 @@ class BlockTables:
         self._num_blocks[slots] = 0
 
     def rows(self, slots: Int32Column, width: int) -> Int32Column:
-        """The first `width` ids of each slot's table, as a new [len(slots), width]."""
+        """A copy of each table's first `width` ids, [len(slots), width]."""
         return self._ids[slots, :width]
 
     def ids_at(self, slots: npt.NDArray[np.integer[Any]], columns: npt.NDArray[np.integer[Any]]) -> Int32Column:
-        """The id at each (slot, column); a column past a table's end reads 0 or raises IndexError."""
+        """The id at each (slot, column); past a table's end 0, or IndexError."""
         ids: Int32Column = self._ids[slots, columns]
         return ids
 

@@ -1,4 +1,4 @@
-"""Checks on a sequence that enters the batch: every number in it came over the wire."""
+"""Checks on a sequence that enters the batch: everything in it came over the wire."""
 
 from __future__ import annotations
 
@@ -28,12 +28,9 @@ def require(condition: bool, message: str, **values: object) -> None:
 
 
 def check_enter(enter: EnteringSequence, limits: BatchLimits, *, needs_all_tokens: bool) -> None:
-    """Refuse a sequence that fits no batch. Block ids and the chunk's tokens are not checked.
+    """Raise StepMismatchError for a sequence that fits no batch. Block ids and the chunk's tokens are not checked.
 
-    `needs_all_tokens` requires the cached token ids, whatever the sequence's options.
-
-    Raises:
-        StepMismatchError: the sequence is refused.
+    `needs_all_tokens` requires the cached token ids, whatever the options.
     """
     slot = enter.chunk.slot
     num_tokens = enter.num_cached_tokens + len(enter.chunk.token_ids) + enter.chunk.num_later_tokens

@@ -1,7 +1,7 @@
-"""Measures how often a completion that is computed again would come out the same: the price of inexact recovery.
+"""Measures how often a recomputed completion would come out the same: the price of inexact recovery.
 
 Recomputing a resumed sequence's KV also gives the logits for its completion. In a greedy sequence each token should be
-the most likely one; its last tokens are checked.
+the most likely one; the last ones are checked.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _MAX_ROWS = 128
 
 @dataclass(slots=True)
 class Replay:
-    """A completion that is computed again, chunk by chunk."""
+    """A recomputed completion."""
 
     first_position: int
-    """Tokens are compared from this position on."""
+    """Where the comparison begins."""
     expected_token: int | None = None
-    """The most likely token after the last chunk, to compare with the next chunk's first; None if not compared."""
+    """Predicted by the last chunk for the next one's first token; None if not compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedChunk:
-    """A step's tokens of such a sequence."""
+    """A step's recomputed tokens."""
 
     replay: Replay
     first_token: int
@@ -43,12 +43,12 @@ class ReplayedChunk:
     num_tokens: int
     """At least 1."""
     position: int
-    """Position of the first one in its sequence."""
+    """Position of the first one."""
     is_last: bool
-    """Whether the sequence so far ends with them."""
+    """Whether the sequence so far ends here."""
 
     def scoring_tokens(self) -> npt.NDArray[np.int64]:
-        """Indexes of the step's tokens with logits for a compared token."""
+        """Indexes of tokens with logits for a compared token."""
         start = max(self.replay.first_position - 1 - self.position, 0)
         return np.arange(self.first_token + start, self.first_token + self.num_tokens - self.is_last)
 
@@ -63,7 +63,7 @@ class Replays:
         return bool(self._by_slot)
 
     def enter(self, enter: EnteringSequence) -> None:
-        """Add a greedy sequence without options that change logits, if it has a completion. Its slot must be free."""
+        """Add a greedy sequence without options that change logits, if it has a completion."""
         num_tokens = enter.num_cached_tokens + len(enter.chunk.token_ids) + enter.chunk.num_later_tokens
         if num_tokens > enter.num_prompt_tokens:
             self._by_slot[enter.chunk.slot] = Replay(max(enter.num_prompt_tokens, num_tokens - _MAX_TOKENS))
@@ -76,12 +76,11 @@ class Replays:
     def take_in(
         self, chunks: Sequence[PrefillChunk], positions: Int32Column, starts: Int32Column
     ) -> tuple[ReplayedChunk, ...]:
-        """The step's chunks that are compared; a sequence is forgotten after its last chunk.
+        """The chunks to compare, each from another slot; a sequence is forgotten after its last one.
 
         Args:
-            chunks: From different slots.
-            positions: [len(chunks)], each chunk's first position in its sequence.
-            starts: [len(chunks)], each chunk's start among the step's tokens.
+            positions: [len(chunks)], first positions in the sequences.
+            starts: [len(chunks)], first indexes among the step's tokens.
         """
         replayed = []
         for chunk, position, start in zip(chunks, positions.tolist(), starts.tolist(), strict=True):
@@ -106,10 +105,10 @@ class ReplayScorer:
     def score(
         self, chunks: Sequence[ReplayedChunk], token_ids: npt.NDArray[np.int64], hidden: Tensor
     ) -> tuple[int, int]:
-        """How many of a step's tokens were compared, and how many of them are not the most likely.
+        """How many tokens were compared, and how many of them are not the most likely.
 
         Args:
-            chunks: From different sequences, at least one.
+            chunks: At least one, from different sequences.
             token_ids: [num_tokens].
             hidden: [num_tokens, hidden].
         """
@@ -133,7 +132,7 @@ class ReplayScorer:
 
 
 def _pairs(chunk: ReplayedChunk, likeliest: list[int], token_ids: npt.NDArray[np.int64]) -> tuple[list[int], list[int]]:
-    """The most likely and the given tokens of a chunk; a prediction past its end is kept for the next chunk."""
+    """A prediction past the chunk's end is kept for the next one."""
     end = chunk.first_token + chunk.num_tokens
     before = chunk.replay.expected_token
     expected = likeliest if before is None else [before, *likeliest]

@@ -1,4 +1,4 @@
-"""The inputs of one step, made by the batch for the model. Plain numpy on the host."""
+"""The inputs of one step, for the model. Plain numpy on the host."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _NO_SLOTS: Int32Column = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class ScoredChunk:
-    """A chunk's prompt tokens with log-probabilities requested."""
+    """Prompt tokens of a chunk with log-probabilities requested."""
 
     slot: int
     first_token: int
-    """Their start among the step's tokens."""
+    """First index among the step's tokens."""
     num_tokens: int
     """At least 1; completion tokens are not counted."""
     position: int
-    """Position of the first one in its sequence."""
+    """Position of the first one."""
     num_prompt_tokens: int
     num_top: int
-    """The most likely tokens to report at each position."""
+    """Most likely tokens to report at each position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,11 @@ class StepInput:
     So row_indexes is [0, 1, 3] and num_decodes is 2. A sequence to decode that already had all its tokens is not
     computed and does not occur here, but has a row without tokens in the result.
 
-    A dummy's one token has no slot and no row, but an entry in the columns from which attention is planned.
+    A dummy's token has no slot and no row, but an entry in the columns for attention.
     """
 
     num_decodes: int
-    """These come first; the other sequences compute a part of their prompt."""
+    """These come first; the others compute a part of their prompt."""
     slots: Int32Column  # [num_seqs]
     num_result_rows: int
     row_numbers: npt.NDArray[np.int64] | None  # [num_rows], the rows' places in the result; None: they are all of it
@@ -69,7 +69,7 @@ class StepInput:
 
     @classmethod
     def dummy(cls, sampling: SamplingRows, *, is_prefill: bool) -> StepInput:
-        """Token 0 at position 0; its KV is not stored, and `sampling` has no row."""
+        """Token 0 at position 0, without KV; `sampling` has no row."""
         zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
         return cls(
             num_decodes=int(not is_prefill),
@@ -99,7 +99,7 @@ class StepInput:
         return np.arange(len(self.slots)) if self.row_indexes is None else self.row_indexes
 
     def logit_tokens(self) -> npt.NDArray[np.int64] | None:
-        """Indexes of the tokens that `sampling` needs logits of, row after row; None: all tokens."""
+        """Indexes of the tokens whose logits `sampling` needs, row after row; None: all."""
         if self.row_indexes is None:
             return None
         ends = self.cu_seqlens_q[1:][self.row_indexes].astype(np.int64)

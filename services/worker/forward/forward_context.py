@@ -1,7 +1,6 @@
 """What layers need in a forward pass besides their inputs: which tokens belong together and where their KV is.
 
-Module-level state by design: a captured graph takes no Python arguments. The worker's main thread sets it around each
-forward pass; no other thread runs one.
+Module-level by design: a captured graph takes no Python arguments. Only the worker's main thread runs forward passes.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from services.worker.forward.kv_cache import KvCache
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """A step's tokens, their sequences and the KV slots they use.
+    """A step's tokens, sequences and KV slots.
 
-    Tensors are on the worker's device; the tuples are copies on the host, so that no op waits for the device to learn a
-    length. In a decode step a query length is 1, or more with drafts.
+    Tensors are on the worker's device; the tuples are copies on the host, so that no op waits for the device. In a
+    decode step a query length is 1, or more with drafts.
     """
 
     is_prefill: bool
@@ -30,14 +29,14 @@ class AttentionMetadata:
     context_lens: Tensor  # [num_seqs] int32: KV tokens of each sequence, including this step's
     cu_seqlens_q: Tensor  # [num_seqs + 1] int32: sequence i computes the tokens [cu[i], cu[i + 1])
     query_lens: tuple[int, ...]
-    """Tokens of each sequence in this step."""
+    """This step's tokens of each sequence."""
     context_lens_host: tuple[int, ...]
     max_query_len: int
     max_context_len: int
 
 
 class AttentionPlan:
-    """What a backend derives from a step's metadata once for all layers. Backends subclass it."""
+    """What a backend derives from a step's metadata, once for all layers. Backends subclass it."""
 
     __slots__ = ("metadata",)
 
@@ -46,7 +45,7 @@ class AttentionPlan:
 
 
 class AttentionPlanner(Protocol):
-    """The part of `Ops` that plans a step's attention."""
+    """See `Ops`."""
 
     def plan_attention(self, metadata: AttentionMetadata, kv_cache: KvCache) -> AttentionPlan:
         """See `Ops.plan_attention`."""
@@ -54,7 +53,7 @@ class AttentionPlanner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DpMetadata:
-    """What the coupled DP ranks compute in the same step. The step carries it, so ranks need not exchange it."""
+    """What coupled DP ranks compute in the same step. The step carries it, so ranks need not exchange it."""
 
     num_tokens_across_dp: tuple[int, ...] = ()
     """Tokens of each rank, 1 for a dummy; empty if ranks are not coupled."""
@@ -66,7 +65,7 @@ UNCOUPLED = DpMetadata()
 
 
 class Progress:
-    """Counts computed layers and steps, to show that a device makes progress. One thread counts; any may read."""
+    """Counts computed layers and steps, to show progress. One thread counts; any may read."""
 
     __slots__ = ("count",)
 
@@ -74,7 +73,7 @@ class Progress:
         self.count = 0
 
     def advance(self) -> None:
-        """Count a layer or step; every layer does."""
+        """Count a layer or step."""
         self.count += 1
 
 
@@ -98,7 +97,7 @@ class ForwardContext:
         dp: DpMetadata = UNCOUPLED,
         progress: Progress | None = None,
     ) -> ForwardContext:
-        """Plan the attention of a step; without `progress`, layers are not counted."""
+        """Plan a step's attention; without `progress` nothing is counted."""
         return cls(attention, kv_cache, ops.plan_attention(attention, kv_cache), dp, progress or Progress())
 
 

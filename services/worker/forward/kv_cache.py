@@ -1,7 +1,4 @@
-"""The paged KV cache: a few tensors per layer, divided into blocks of tokens.
-
-The scheduler decides which sequence a block belongs to, the model what a layer stores.
-"""
+"""The paged KV cache: a few tensors per layer, divided into blocks of tokens."""
 
 from __future__ import annotations
 
@@ -15,15 +12,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class CacheTensor:
-    """What one token stores in one tensor of a layer's cache."""
+    """What one token stores in one tensor of a layer."""
 
     shape: tuple[int, ...]
-    """(K, D) for keys or values; one dimension for what all heads share, such as a latent or an indexer's key."""
+    """(K, D) for keys or values; one dimension for what all heads share (a latent, an indexer's key)."""
     dtype: torch.dtype
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token in this tensor."""
+        """Bytes in this tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -31,25 +28,25 @@ LayerCache = tuple[CacheTensor, ...]
 
 
 def attention_cache(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> LayerCache:
-    """Keys and values of ordinary attention."""
+    """Keys and values."""
     heads = CacheTensor((num_kv_heads, head_dim), dtype)
     return heads, heads
 
 
 @dataclass(frozen=True, slots=True)
 class KvCacheSpec:
-    """What one token stores in the cache, by layer."""
+    """What one token stores, by layer."""
 
     layers: tuple[LayerCache, ...]
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token in all layers."""
+        """Bytes in all layers."""
         return sum(tensor.bytes_per_token for layer in self.layers for tensor in layer)
 
 
 def num_blocks_for(memory_bytes: int, spec: KvCacheSpec, block_size: int) -> int:
-    """Blocks of `block_size` tokens that fit into `memory_bytes`, possibly 0.
+    """Blocks that fit into `memory_bytes`, possibly 0.
 
     Raises:
         ValueError: `block_size` is below 1.

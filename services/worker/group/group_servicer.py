@@ -1,4 +1,4 @@
-"""GroupService: the leader's end of the links inside its failure domain, and the relay of its group's steps.
+"""GroupService: the leader's end of the links inside its failure domain.
 
 A step on its way through a TP group; heartbeats flow both ways on every Join stream:
 
@@ -34,7 +34,7 @@ _GOODBYE = worker_pb2.JoinResponse(leave=worker_pb2.Leave())
 
 
 class Follower:
-    """A process that joined: a member of the group, or the leader of another coupled group."""
+    """A member of the group, or the leader of another coupled group."""
 
     def __init__(self, hello: worker_pb2.Hello, link: Link[worker_pb2.JoinResponse]) -> None:
         self.layout = parse_layout(hello.layout)
@@ -44,7 +44,7 @@ class Follower:
         self._dones: asyncio.Queue[worker_pb2.Done] = asyncio.Queue()
 
     async def read(self, requests: AsyncIterator[worker_pb2.JoinRequest]) -> bool:
-        """Handle messages until the stream ends; whether the process said goodbye because it was asked to end."""
+        """Handle messages until the stream ends; whether the process said goodbye."""
         async for request in requests:
             self.link.hear()
             kind = request.WhichOneof("message")
@@ -66,7 +66,7 @@ class Follower:
         return int(attached.num_blocks)
 
     async def checksum(self, epoch: int, step_id: int) -> int:
-        """Checksum of the tokens that it drew in a step, once it has run it; skips earlier steps."""
+        """Checksum of the tokens it drew in a step, once it has run it; skips earlier steps."""
         while ((done := await self._dones.get()).epoch, done.step_id) < (epoch, step_id):
             pass
         assert (done.epoch, done.step_id) == (epoch, step_id), "a member is ahead of its leader"
@@ -74,9 +74,8 @@ class Follower:
 
 
 class GroupServicer(worker_pb2_grpc.GroupServiceServicer):
-    """Accepts this leader's followers, and relays its epochs and steps to its group's members.
-
-    Invariant: members receive epochs and steps in the order in which the leader launches them.
+    """Accepts this leader's followers, and relays epochs and steps to its group's members, in the order it launches
+    them.
     """
 
     def __init__(self, layout: RankLayout, domain_start_id: str, end: DomainEnd, silence_s: float) -> None:
@@ -114,13 +113,13 @@ class GroupServicer(worker_pb2_grpc.GroupServiceServicer):
             self._end.fail(ExitCode.LINK_LOST, f"the link to a follower is {ended.value}", partner=follower.layout)
 
     def relay_attach(self, request: worker_pb2.AttachRequest) -> list[asyncio.Task[int]]:
-        """Begin an epoch on the members; each task returns a member's number of KV blocks."""
+        """Begin an epoch on the members; the tasks return their numbers of KV blocks."""
         for member in self._members:
             member.link.send(worker_pb2.JoinResponse(attach=request))
         return [asyncio.create_task(member.num_blocks(request.epoch)) for member in self._members]
 
     def relay_step(self, request: worker_pb2.StepRequest) -> None:
-        """Send members the step that the leader launches next."""
+        """Send members the leader's next step."""
         if members := self._members:
             message = worker_pb2.JoinResponse(step=request.SerializeToString())
             for member in members:
@@ -147,7 +146,7 @@ class GroupServicer(worker_pb2_grpc.GroupServiceServicer):
                 raise InternalError("the group's ranks drew different tokens")
 
     def fingerprint(self, own: str) -> str:
-        """The numerics fingerprint common to the group, or a hash of all in rank order."""
+        """The group's common numerics fingerprint, or a hash of all in rank order."""
         parts = [own, *(member.numerics_fingerprint for member in self._members)]
         return own if len(set(parts)) == 1 else hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
@@ -157,7 +156,7 @@ class GroupServicer(worker_pb2_grpc.GroupServiceServicer):
         return sorted(members, key=lambda member: member.layout.tp_rank)
 
     def _take_in(self, hello: worker_pb2.Hello) -> Follower:
-        """Add a process to the domain.
+        """Add a process.
 
         Raises:
             GroupMismatchError: it does not belong to the domain.

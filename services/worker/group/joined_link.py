@@ -23,7 +23,7 @@ Connect = Callable[[str], grpc.aio.Channel]
 
 
 def connect_inside(address: str) -> grpc.aio.Channel:
-    """Open a channel to another process of the failure domain."""
+    """Open a channel to a process of the failure domain."""
     return make_channel(address, internal=True)
 
 
@@ -50,14 +50,14 @@ class JoinedLink:
         self._link: Link[worker_pb2.JoinRequest] | None = None
 
     def send(self, message: worker_pb2.JoinRequest) -> None:
-        """Send the leader a message. Only after `open`."""
+        """Only after `open`."""
         assert self._link is not None
         self._link.send(message)
 
     async def open(self, runner: ModelRunner, relay: Relay | None = None) -> None:
         """Join, once the weights are loaded; returns when the leader has accepted this process.
 
-        `relay` is None in the leader of a coupled group, which receives no epochs and steps.
+        `relay` is None in a leader, which receives no epochs and steps.
         """
         hello = worker_pb2.Hello(
             layout=to_layout_message(self._layout),
@@ -70,7 +70,7 @@ class JoinedLink:
         await self._joined.wait()
 
     async def close(self) -> None:
-        """Wait for the link to end; it says goodbye first if this process was asked to end."""
+        """Wait for the link to end, with a goodbye if this process was asked to end."""
         if self._task is not None:
             if not self._joined.is_set():
                 self._task.cancel()
@@ -96,7 +96,7 @@ class JoinedLink:
 
 
 async def _read(call: Any, first: Any, link: Link[worker_pb2.JoinRequest], relay: Relay | None) -> bool:
-    """Handle messages from `first` on until the stream ends; whether the leader said goodbye."""
+    """Whether the leader said goodbye when the stream ended; `first` is the first message."""
     message = first
     while message is not grpc.aio.EOF:
         link.hear()

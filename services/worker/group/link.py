@@ -39,7 +39,7 @@ class Link(Generic[MessageT]):
     """One end of a Join stream: sends in order without blocking, and notices a silent partner."""
 
     def __init__(self, make_heartbeat: Callable[[], MessageT], goodbye: MessageT, silence_s: float) -> None:
-        """Send `goodbye` if asked to end; a partner silent for `silence_s` ends the link."""
+        """`goodbye` is sent if asked to end; a partner silent for `silence_s` ends the link."""
         self._make_heartbeat = make_heartbeat
         self._goodbye = goodbye
         self._silence = Silence(silence_s)
@@ -62,7 +62,7 @@ class Link(Generic[MessageT]):
         """Keep the link open until it ends.
 
         Args:
-            read: Handles messages until the stream ends; returns whether the partner said goodbye.
+            read: Handles messages until the stream ends; whether the partner said goodbye.
             closing: Set when this process is asked to end.
         """
         # A failed write alone does not end the link: the read that fails with it tells more.
@@ -103,13 +103,13 @@ class Link(Generic[MessageT]):
 
 
 def checksum(output: StepOutput) -> int:
-    """CRC-32 of the drawn tokens and their counts in wire format; equal on all ranks of a group."""
+    """CRC-32 of drawn tokens and counts in wire format; equal on all ranks of a group."""
     tokens = zlib.crc32(output.token_ids.astype("<i4", copy=False).tobytes())
     return tokens if output.counts is None else zlib.crc32(output.counts.astype("<i4", copy=False).tobytes(), tokens)
 
 
 def to_layout_message(layout: RankLayout) -> worker_pb2.RankLayout:
-    """Encode a process's place."""
+    """Encode a layout."""
     return worker_pb2.RankLayout(
         dp_rank=layout.dp_rank,
         dp_size=layout.dp_size,
@@ -120,12 +120,12 @@ def to_layout_message(layout: RankLayout) -> worker_pb2.RankLayout:
 
 
 def parse_layout(message: worker_pb2.RankLayout) -> RankLayout:
-    """Decode a process's place."""
+    """Decode a layout."""
     return RankLayout(message.dp_rank, message.dp_size, message.tp_rank, message.tp_size, message.has_expert_parallel)
 
 
 def _take_error(task: asyncio.Task[Any]) -> BaseException | None:
-    """A finished task's exception; logged unless it only means that the connection is gone."""
+    """A finished task's exception; logged unless only the connection is gone."""
     error = None if task.cancelled() else task.exception()
     if error is not None and not isinstance(
         error, grpc.aio.AioRpcError | grpc.aio.UsageError | asyncio.InvalidStateError

@@ -1,4 +1,4 @@
-"""A process that runs the steps relayed by its TP group's leader, and serves only health."""
+"""A process that runs the steps its TP group's leader relays, and serves only health."""
 
 from __future__ import annotations
 

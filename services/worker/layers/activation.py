@@ -9,7 +9,7 @@ from services.worker.ops import Ops
 
 
 class GatedMlp:
-    """`down(silu(gate(x)) * up(x))`, with gate and up in one product. Source: arXiv:2002.05202, section 2."""
+    """`down(silu(gate(x)) * up(x))`, gate and up in one product. Source: arXiv:2002.05202, section 2."""
 
     def __init__(self, ops: Ops, gate_up: Linear, down: Linear) -> None:
         self._ops = ops

@@ -1,4 +1,4 @@
-"""Token embeddings and the projection onto the vocabulary, of which each rank holds a run."""
+"""Token embeddings and the projection onto the vocabulary, split over the ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Embedding:
     """One vector per token id."""
 
     def __init__(self, ops: Ops, weight: Tensor, part: Part, tp: Communicator) -> None:
-        """Keep `weight` [len(part), hidden], the vectors of `part`'s ids, without a copy: it may be very large."""
+        """Keep `weight` [len(part), hidden] for `part`'s ids, without a copy: it may be very large."""
         self._ops = ops
         self._weight = weight
         self._part = part
@@ -37,7 +37,7 @@ class Head:
     """The projection onto the vocabulary."""
 
     def __init__(self, linear: Linear, parts: Sequence[Part], tp: Communicator) -> None:
-        """`linear` projects onto this rank's part of the vocabulary; `parts` are all ranks'."""
+        """`linear` projects onto this rank's one of `parts`."""
         self._linear = linear
         self._sizes = tuple(len(part) for part in parts)
         self._tp = tp

@@ -1,4 +1,4 @@
-"""Experts spread over all ranks of a cell: tokens' rows are sent to the ranks of their experts, and the outputs back.
+"""Experts spread over all ranks of a cell: tokens' rows go to the ranks of their experts, and outputs come back.
 
 One round with two ranks, four experts and two experts per token; `a3` is token a's row for expert 3:
 
@@ -34,7 +34,7 @@ def local_experts(num_experts: int, ep_rank: int, ep_size: int) -> range:
 
 
 def nth_run(total: int, number: int, num_runs: int) -> range:
-    """Run `number` of the `num_runs` runs of [0, total); the first ones are longer by 1 if there is a remainder."""
+    """One of `num_runs` runs of [0, total); the first ones are longer by 1 if there is a remainder."""
     length, rest = divmod(total, num_runs)
     start = number * length + min(number, rest)
     return range(start, start + length + (number < rest))
@@ -43,8 +43,8 @@ def nth_run(total: int, number: int, num_runs: int) -> range:
 class ExpertParallel:
     """One layer's experts, of which each rank of `ep` holds a run. All ranks must call it at the same point of a step.
 
-    The ranks of a TP group have the same tokens; each dispatches a run of them, and all receive all results. Every rank
-    runs as many rounds as the one with the most tokens needs.
+    A TP group's ranks have the same tokens; each dispatches a run of them, and all receive all results. Every rank runs
+    as many rounds as the one with the most tokens needs.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ExpertParallel:
             parts: The experts of `local_experts`, numbered from 0. Each part computes a slice of every expert's inner
                 size; an expert's output is the sum over the parts.
             num_experts: On all ranks.
-            tp: The ranks that have the same tokens.
+            tp: The ranks with the same tokens.
             ep: All ranks of the cell.
             tokens_per_round: Per rank.
         """
@@ -89,7 +89,7 @@ class ExpertParallel:
         return self._tp.all_gather(own, tuple(len(run) * x.shape[1] for run in runs)).view(x.shape)
 
     def _rounds(self, run: range, *, num_tokens: int) -> Iterator[slice]:
-        """This rank's tokens round by round; some rounds may have none."""
+        """Some rounds may have no tokens."""
         most = max(get_forward_context().dp.num_tokens_across_dp, default=num_tokens)
         assert num_tokens <= most, "more tokens than the step's num_tokens_across_dp"
         longest_run = len(nth_run(most, 0, self._tp.size))
@@ -112,7 +112,7 @@ class ExpertParallel:
         return parts[0] if len(parts) == 1 else sum_in_order(parts)
 
     def _exchange_counts(self, counts: Tensor) -> Tensor:
-        """The rows that each rank sends to each of this rank's experts, [ep size, local experts]."""
+        """The rows each rank sends to each of this rank's experts, [ep size, local experts]."""
         num_local = self._experts_per_rank[self._ep.rank]
         received = self._ep.all_to_all(counts, self._experts_per_rank, [num_local] * self._ep.size)
         return received.view(self._ep.size, num_local)

@@ -1,8 +1,8 @@
 """DeepSeek-V3.2's lightning indexer: a small attention that selects what the main attention attends to.
 
 Source: DeepSeek-V3.2-Exp, "Boosting Long-Context Efficiency with DeepSeek Sparse Attention", section 2.1; transformers'
-`DeepseekV32Indexer`. As there, queries and keys are not rounded to FP8, nor multiplied by DeepSeek's Hadamard matrix,
-which leaves their products unchanged.
+`DeepseekV32Indexer`. As there, nothing is rounded to FP8, nor multiplied by DeepSeek's Hadamard matrix, which leaves
+products unchanged.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class IndexerProjections:
     """A layer's weights."""
 
     query: Linear
-    """From the attention's query latent. The rotated columns come first in each head."""
+    """From the attention's query latent; rotated columns come first in each head."""
     key: Linear
-    """From the hidden state; all heads share the key."""
+    """From the hidden state, for all heads."""
     key_norm: LayerNorm
     """Applied before the rotation."""
     head_weights: Linear
@@ -32,10 +32,10 @@ class IndexerProjections:
 
 
 class Indexer:
-    """Projects, rotates, writes the step's index keys into the cache and selects positions."""
+    """Projects, rotates, writes the step's index keys and selects positions."""
 
     def __init__(self, ops: Ops, projections: IndexerProjections, *, num_heads: int, num_selected: int) -> None:
-        """`num_selected` is the most tokens that a token attends to."""
+        """A token attends to at most `num_selected` tokens."""
         self._ops = ops
         self._projections = projections
         self._num_heads = num_heads

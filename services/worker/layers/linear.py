@@ -1,4 +1,4 @@
-"""Linear layers, with weights that are prepared once at load and may be split over ranks."""
+"""Linear layers, prepared once at load, maybe split over ranks."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Linear:
     def load(
         cls, shard: Shard, names: Sequence[str], outputs: Sequence[Part], *, inputs: Part, has_bias: bool = False
     ) -> Linear:
-        """Load the layers `names` as one, with their outputs side by side.
+        """Load layers as one, with their outputs side by side.
 
         Args:
             names: In the checkpoint, where each may have its own format.
-            outputs: For each layer, the part of its outputs that is computed here.
-            inputs: The part of the inputs used here. The results for all parts add up to the whole product; only the
-                first part adds the bias.
-            has_bias: Whether the layers have biases, `{name}.bias`.
+            outputs: The part of each layer's outputs computed here.
+            inputs: The part of the inputs used here. Results for all parts add up to the whole product; only the first
+                part adds the bias.
+            has_bias: Whether there are biases `{name}.bias`.
 
         Raises:
             ModelDirectoryError: see `ModelWeights`.
@@ -51,5 +51,5 @@ class Linear:
 
 
 def sum_over_ranks(layer: Callable[[Tensor], Tensor], tp: Communicator) -> Callable[[Tensor], Tensor]:
-    """Sum the results of a layer with inputs split over `tp`; they must be new tensors, as they may be written."""
+    """Sum the new tensors that a layer returns with its inputs split over `tp`; they may be written."""
     return layer if tp.size == 1 else lambda x: tp.all_reduce(layer(x))

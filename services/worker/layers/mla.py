@@ -30,9 +30,9 @@ class LatentSizes:
 
     num_heads: int
     plain_dim: int
-    """The part of a query head without a position."""
+    """A query head's part without a position."""
     rope_dim: int
-    """The rotated part of a query head."""
+    """A query head's rotated part."""
     value_dim: int
     latent_dim: int
     query_latent_dim: int | None
@@ -57,7 +57,7 @@ class LatentProjections:
     """To the query's latent, if there is one, then the latent and the key's rotated part."""
     query_norm: RmsNorm | None
     query: Linear
-    """From the query's latent, or else from the hidden state."""
+    """From the query's latent, or else the hidden state."""
     latent_norm: RmsNorm
     absorb: PerHeadKernel
     """W_UK transposed, [T, H, plain_dim] to [T, H, latent_dim]."""
@@ -120,7 +120,7 @@ class LatentAttention:
         return projections.output(projections.expand(attended).flatten(1))
 
     def _project_down(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The query projection's input, and the cache rows [T, cached_dim], whose keys are not yet rotated."""
+        """The query projection's input, and the cache rows [T, cached_dim] with unrotated keys."""
         projections, latent_dim = self._projections, self._sizes.latent_dim
         down = projections.down(x)
         latent, query_source = down[:, -self._sizes.cached_dim :], x

@@ -1,4 +1,4 @@
-"""Mixtures of experts: each token uses a few of many feed-forward networks (arXiv:1701.06538)."""
+"""Mixtures of experts (arXiv:1701.06538)."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Router:
 
 
 class SplitExperts:
-    """One layer's experts, the inner size of each split over the TP ranks. See `Experts`."""
+    """One layer's experts, each split over the TP ranks. See `Experts`."""
 
     def __init__(self, kernel: ExpertsKernel, tp: Communicator) -> None:
-        """`kernel` computes this rank's parts of all experts."""
+        """`kernel` computes this rank's parts."""
         self._kernel = kernel
         self._tp = tp
 
@@ -50,7 +50,7 @@ class SplitExperts:
 
 
 class SparseMlp:
-    """The weighted sum of each token's experts, plus the shared expert if there is one."""
+    """The weighted sum of each token's experts, plus any shared expert."""
 
     def __init__(self, router: Router, experts: Experts, shared: Callable[[Tensor], Tensor] | None = None) -> None:
         """`shared` maps [T, hidden] to a new [T, hidden], the same on all ranks of a TP group."""

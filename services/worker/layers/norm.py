@@ -11,7 +11,7 @@ class RmsNorm:
     """See `Ops.rms_norm`."""
 
     def __init__(self, ops: Ops, weight: Tensor, eps: float) -> None:
-        """Keep a copy of `weight` [hidden], or [D] for a norm of heads."""
+        """Copy `weight` [hidden], or [D] for a norm of heads."""
         self._ops = ops
         self._weight = weight.clone()
         self._eps = eps
@@ -29,7 +29,7 @@ class LayerNorm:
     """See `Ops.layer_norm`."""
 
     def __init__(self, ops: Ops, weight: Tensor, bias: Tensor, eps: float) -> None:
-        """Keep copies of `weight` and `bias`, both [D]."""
+        """Copy `weight` and `bias`, both [D]."""
         self._ops = ops
         self._weight = weight.clone()
         self._bias = bias.clone()

@@ -1,4 +1,4 @@
-"""RoPE scaling: how checkpoints extend rotary position embeddings beyond the original training length.
+"""RoPE scaling: how rotary position embeddings are extended beyond the original training length.
 
 Angles are computed in float32 and in the order of transformers' operations (`modeling_rope_utils`), because an angle's
 error grows with the position.
@@ -61,7 +61,7 @@ class DynamicNtkScaling:
     """Increases the base with the length: a token beyond `original_max_positions` is rotated as if it were the last.
 
     So rotations depend only on the position, and cached keys stay valid. transformers gives the same if a sequence
-    grows token by token from within the original length, but rotates a longer prompt with the base for its full length.
+    grows token by token, but rotates a longer prompt with the base for its full length.
 
     Source: transformers, `_compute_dynamic_ntk_parameters`; arXiv:2309.00071, section 3.1 and appendix B.1.
     """
@@ -117,7 +117,7 @@ class Llama3Scaling:
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
     """Interpolates pairs that rotate fewer than `beta_slow` times within the original length, keeps those above
-    `beta_fast`, blends in between, and multiplies cosines and sines by a factor.
+    `beta_fast`, blends in between, and scales cosines and sines.
 
     Source: arXiv:2309.00071, section 3.2 (equations 18 to 23) and 3.3.
     """
@@ -130,7 +130,7 @@ class YarnScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float = 0.0
-    """DeepSeek's parameter of the temperature, as is `mscale_all_dim`; 0 if absent."""
+    """DeepSeek's temperature parameter, as is `mscale_all_dim`; 0 if absent."""
     mscale_all_dim: float = 0.0
     is_truncated: bool = True
     """Whether the blend begins and ends at whole pairs; not in gpt-oss."""
@@ -165,7 +165,7 @@ class YarnScaling:
         return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
 
     def _blended_pairs(self, theta: float, rotary_dim: int) -> tuple[float, float]:
-        """The first and last pair of the blend; the last is larger."""
+        """First and last pair of the blend; the last is larger."""
 
         def pair_that_turns(num_turns: float) -> float:
             turned = self.original_max_positions / (num_turns * 2 * math.pi)

@@ -22,10 +22,10 @@ class RopeConfig:
     """A model's rotary position embeddings."""
 
     theta: float
-    """The base of the frequencies."""
+    """Base of the frequencies."""
     scaling: RopeScaling = _PLAIN
     partial_rotary_factor: float = 1.0
-    """The rotated fraction of a head, more than 0 and at most 1."""
+    """Rotated fraction of a head, in (0, 1]."""
 
     @classmethod
     def from_json(
@@ -54,7 +54,7 @@ class RopeConfig:
         return self.scaling.score_factor if isinstance(self.scaling, YarnScaling) else 1.0
 
     def rotary_dim(self, head_dim: int) -> int:
-        """How many of a head's columns are rotated, from the first one on.
+        """How many of a head's first columns are rotated.
 
         Raises:
             ModelDirectoryError: the number is odd or 0.
@@ -67,16 +67,15 @@ class RopeConfig:
         return size
 
     def context_length(self, max_positions: int) -> int:
-        """The most tokens in a sequence, given `max_position_embeddings`.
-
-        Dynamic NTK begins to scale at `max_positions`, so a sequence may be `factor` times as long.
+        """The most tokens in a sequence: with dynamic NTK, which begins to scale at `max_positions`, `factor` times as
+        many.
         """
         return (
             int(max_positions * self.scaling.factor) if isinstance(self.scaling, DynamicNtkScaling) else max_positions
         )
 
     def _check(self) -> None:
-        """Raise ValueError if the parameters do not give finite angles."""
+        """Raise ValueError unless angles are finite."""
         angles = self.scaling.angles(self.theta, 8, torch.arange(4, dtype=torch.float32))
         has_factor = 0 < self.scaling.attention_factor < math.inf
         if not (bool(angles.isfinite().all()) and has_factor and 0 < self.partial_rotary_factor <= 1):
@@ -99,7 +98,7 @@ class Rotary:
         """Compute the tables.
 
         Args:
-            rotary_dim: Rotated columns of a head, even; the others are unchanged.
+            rotary_dim: Even; a head's other columns are unchanged.
             max_positions: Rows of the tables.
             is_interleaved: See `Ops.prepare_rope`.
             device: Where heads are rotated. The tables are computed on the host, so they are the same everywhere.
@@ -111,12 +110,12 @@ class Rotary:
         self._tables = ops.prepare_rope(cos, sin, is_interleaved=is_interleaved)
 
     def select(self, positions: Tensor) -> RopeRows:
-        """The rotations of `positions` [T] int64, for `Ops.rope` in every layer."""
+        """Rotations for `positions` [T] int64, for `Ops.rope` in every layer."""
         return self._ops.select_rope(self._tables, positions)
 
 
 def _parameters(config: Mapping[str, Any], default_theta: float, default_partial_factor: float) -> dict[str, Any]:
-    """Flatten the rope parameters, from either of the configuration's two spellings."""
+    """Flatten the parameters, from either of the configuration's two spellings."""
     values: dict[str, Any] = {"rope_theta": default_theta, "partial_rotary_factor": default_partial_factor}
     values |= {name: config[name] for name in values if config.get(name) is not None}
     for spelling in ("rope_scaling", "rope_parameters"):

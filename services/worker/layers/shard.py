@@ -1,4 +1,4 @@
-"""What a rank needs to build its layers, and which part of each dimension it holds."""
+"""What a rank builds its layers from, and which part of each dimension it holds."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Part:
         return slice(self.start, self.stop)
 
     def times(self, width: int) -> Part:
-        """The same part in a finer unit; `width` of them make up one of this part's units."""
+        """The same part in a finer unit, `width` of which make up one of its units."""
         return Part(self.total * width, self.start * width, self.stop * width)
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What a rank needs to build its layers."""
+    """What a rank builds its layers from."""
 
     ops: Ops
     weights: ModelWeights

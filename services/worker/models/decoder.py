@@ -1,7 +1,4 @@
-"""The decoder that every family builds on, supplying the layers' attention and feed-forward networks.
-
-`plain_attention` has what most families share.
-"""
+"""The decoder that every family builds on, adding attention and feed-forward networks."""
 
 from __future__ import annotations
 
@@ -90,7 +87,7 @@ class DecoderLayer:
     def load(
         cls, shard: Shard, config: DecoderConfig, layer: int, *, attention: SelfAttention, mlp: FeedForward
     ) -> DecoderLayer:
-        """Load the norms of layer `layer` around an attention and a feed-forward network."""
+        """Load a layer's norms around its attention and feed-forward network."""
         prefix = f"model.layers.{layer}"
         return cls(
             attention_norm=load_norm(shard, config, f"{prefix}.input_layernorm"),
@@ -115,7 +112,7 @@ class DecoderModel:
     """A model made of `DecoderLayer`s. See `CausalLM`."""
 
     mtp: MtpLayers | None = None
-    """Set by a family that loads such layers and includes them in `kv_layers`."""
+    """Set by a family that includes such layers in `kv_layers`."""
 
     def __init__(
         self,
@@ -129,7 +126,7 @@ class DecoderModel:
         """Load embedding, final norm and head around the layers.
 
         Args:
-            kv_layers: What a token keeps in the cache, for each layer and then for each layer of `mtp`.
+            kv_layers: What a token keeps in the cache, by layer, `mtp`'s last.
 
         Raises:
             ModelDirectoryError: see `ModelWeights`, or the vocabulary cannot be split over the ranks.
@@ -179,7 +176,7 @@ def load_norm(shard: Shard, config: DecoderConfig, name: str) -> RmsNorm:
 def load_mlp(
     shard: Shard, config: DecoderConfig, prefix: str, *, inner_size: int, has_bias: bool = False
 ) -> FeedForward:
-    """Load `{prefix}.gate_proj`, `.up_proj` and `.down_proj`, the inner size split over the ranks."""
+    """Load `{prefix}.gate_proj`, `.up_proj` and `.down_proj`, split over the ranks."""
     hidden, inner = Part.whole(config.hidden_size), shard.part("intermediate_size", inner_size)
     names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
     gate_up = Linear.load(shard, names, [inner, inner], inputs=hidden, has_bias=has_bias)

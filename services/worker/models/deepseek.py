@@ -14,7 +14,7 @@ _MLP_TYPES = ("dense", "sparse")
 
 
 def read_dense_layers(values: ConfigValues, num_layers: int, *, default_count: int) -> frozenset[int]:
-    """The layers without experts: by `mlp_layer_types`, or else the first ones, `default_count` if not configured.
+    """The layers without experts: by `mlp_layer_types`, or else the first `first_k_dense_replace`.
 
     Raises:
         ModelDirectoryError: a value is malformed, or a layer type is unknown.
@@ -35,7 +35,7 @@ def load_deepseek(
     feed_forward: FeedForwardConfig,
     mtp_layers: range = range(0),
 ) -> DecoderModel:
-    """Load a DeepSeek model, with its layers for multi-token prediction.
+    """Load a DeepSeek model, with its MTP layers.
 
     Raises:
         ModelDirectoryError: see `ModelWeights`, or a dimension cannot be split over the ranks.

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1 (arXiv:2412.19437): latent attention, and grouped experts routed with a correction bias."""
+"""DeepSeek-V3 and R1 (arXiv:2412.19437): latent attention, grouped experts routed with a correction bias."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def load_deepseek_v3(
 
     Args:
         with_mtp: Whether to load layers for multi-token prediction, if they are stored.
-        indexer: V3.2's indexer; None: tokens attend to all tokens before them.
+        indexer: V3.2's; None: tokens attend to all tokens before them.
     """
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values)

@@ -1,6 +1,4 @@
-"""DeepSeek-V3.2: DeepSeek-V3 in which tokens attend only to those that an indexer selects. Source: see
-`layers.indexer`.
-"""
+"""DeepSeek-V3.2: DeepSeek-V3 with an indexer that selects what tokens attend to; see `layers.indexer`."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def _windows(values: ConfigValues, num_layers: int) -> list[int | None]:
 
 
 def _expert_reader(weights: ModelWeights, prefix: str, sparse: SparseConfig, hidden_size: int) -> ReadExpert:
-    """For one layer's experts, which are stored as stacks with the input features first."""
+    """Experts are stored as stacks, input features first."""
     num_experts, inner_size = sparse.num_experts, sparse.inner_size
     gate_up_biases = weights.read(f"{prefix}.gate_up_proj_bias", (num_experts, 2 * inner_size))
     down_biases = weights.read(f"{prefix}.down_proj_bias", (num_experts, hidden_size))
@@ -91,5 +91,5 @@ def _expert_reader(weights: ModelWeights, prefix: str, sparse: SparseConfig, hid
 
 
 def _gate_first(gate_up: Tensor) -> Tensor:
-    """Reorder interleaved rows: the even ones are the gate's, the odd ones up's."""
+    """Even rows are the gate's, odd rows up's."""
     return torch.cat((gate_up[::2], gate_up[1::2]))

@@ -1,4 +1,4 @@
-"""Configuration and loading of multi-head latent attention, with or without an indexer; see `layers.mla`."""
+"""Configuration and loading of multi-head latent attention; see `layers.mla`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NORM_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class IndexerConfig:
-    """The sizes of a layer's indexer."""
+    """The sizes of an indexer."""
 
     num_heads: int
     head_dim: int
@@ -76,7 +76,7 @@ class LatentAttentionConfig:
         )
 
     def layer_cache(self, dtype: torch.dtype) -> LayerCache:
-        """What a token keeps in one layer."""
+        """What a token keeps in a layer."""
         latent = CacheTensor((self.sizes.cached_dim,), dtype)
         return (latent,) if self.indexer is None else (latent, CacheTensor((self.indexer.head_dim,), dtype))
 
@@ -84,7 +84,7 @@ class LatentAttentionConfig:
 def load_latent_attention(
     shard: Shard, config: DecoderConfig, layer: int, *, attention: LatentAttentionConfig
 ) -> LatentAttention:
-    """Load layer `layer`'s attention: this rank's heads, and the projections to the latents in full."""
+    """Load this rank's heads of a layer, and the projections to the latents in full."""
     prefix, heads = f"model.layers.{layer}.self_attn", shard.heads(attention.sizes.num_heads)
     return LatentAttention(
         shard.ops,
@@ -152,8 +152,8 @@ def _absorbed_weights(weights: ModelWeights, name: str, sizes: LatentSizes, head
 def _load_indexer(shard: Shard, config: DecoderConfig, prefix: str, attention: LatentAttentionConfig) -> Indexer:
     """Load the indexer in full, its columns in the order that the attention's rotation expects.
 
-    In checkpoints the indexer's rotated pairs are rope_dim / 2 columns apart even where the attention's are adjacent.
-    Reordering queries and keys alike leaves their products unchanged.
+    In checkpoints its rotated pairs are rope_dim / 2 columns apart even where the attention's are adjacent. Reordering
+    queries and keys alike leaves their products unchanged.
     """
     ops, weights = shard.ops, shard.weights
     indexer, sizes, name = attention.indexer, attention.sizes, f"{prefix}.indexer"

@@ -1,6 +1,4 @@
-"""Llama (arXiv:2302.13971, 2407.21783), also SmolLM2 and TinyLlama; Mistral (2310.06825); Qwen2 (2407.10671) and
-Qwen2.5.
-"""
+"""Llama (arXiv:2302.13971, 2407.21783), SmolLM2, TinyLlama; Mistral (2310.06825); Qwen2 (2407.10671), Qwen2.5."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ def load_llama(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
 
 
 def load_mistral(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
-    """Load Mistral, with the same window in every layer, none if it is null. See `ModelLoader`."""
+    """Load Mistral; all layers have the same window, none if it is null. See `ModelLoader`."""
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values)
     window = values.optional_size("sliding_window") if "sliding_window" in config else _WINDOW
@@ -48,7 +46,7 @@ def load_mistral(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
 
 
 def load_qwen2(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
-    """Load Qwen2, with biases of query, key and value, maybe windows in upper layers. See `ModelLoader`."""
+    """Load Qwen2: biases of query, key and value, maybe windows in upper layers. See `ModelLoader`."""
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values)
     windows = qwen_windows(values, common.num_layers)
@@ -57,7 +55,7 @@ def load_qwen2(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
 
 
 def qwen_windows(values: ConfigValues, num_layers: int) -> list[int | None]:
-    """Each layer's window in Qwen2 and Qwen3, by `layer_types` or else from layer `max_window_layers` on."""
+    """Windows of Qwen2's and Qwen3's layers, by `layer_types` or else from `max_window_layers` on."""
     window = qwen_window(values)
     first = values.count("max_window_layers", default=_MAX_WINDOW_LAYERS)
     types = [SLIDING if window is not None and layer >= first else FULL for layer in range(num_layers)]
@@ -72,7 +70,7 @@ def qwen_window(values: ConfigValues) -> int | None:
 def load_dense_model(
     shard: Shard, values: ConfigValues, common: DecoderConfig, *, attention: AttentionConfig
 ) -> DecoderModel:
-    """Load a model with equal gated feed-forward networks in all layers."""
+    """All layers have equal gated feed-forward networks."""
     inner_size, has_bias = values.size("intermediate_size"), values.flag("mlp_bias", default=False)
 
     def load_feed_forward(layer: int) -> FeedForward:

@@ -1,7 +1,4 @@
-"""Loads a model directory, as data only: JSON and safetensors.
-
-Model files handle tied heads and fused projections, `ModelWeights` quantisation; the rest sees a `CausalLM`.
-"""
+"""Loads a model directory, as data only: JSON and safetensors."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ class LoadOptions:
     """What is loaded, and where to."""
 
     with_mtp: bool = False
-    """Whether to load layers for multi-token prediction too, if there are any."""
+    """Whether to load layers for multi-token prediction too."""
     dummy_seed: int | None = None
     """The seed of random weights; None means the directory's weights."""
     device: torch.device = _HOST
@@ -115,7 +112,7 @@ def load_model(
 
 
 def _build_complete(build: ModelLoader, config: Mapping[str, Any], shard: Shard) -> CausalLM:
-    """Check that exactly the tensors that the model needs are stored."""
+    """Check that exactly the needed tensors are stored."""
     shard.weights.ignore(suffixes=_IGNORED_SUFFIXES)
     with return_freed_memory():
         model = build(config, shard)

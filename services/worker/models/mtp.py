@@ -1,7 +1,7 @@
 """Multi-token prediction: layers after a checkpoint's last one that draft the token after the next.
 
 Source: arXiv:2412.19437 (DeepSeek-V3), section 2.2, equations 21 to 23; GLM-4.5 has the same layout. Embedding and head
-are shared with the model, as in the paper; the copies stored in checkpoints are not read.
+are the model's, as in the paper; the copies in checkpoints are not read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SHARED = ("embed_tokens.", "shared_head.head.")
 
 @dataclass(frozen=True, slots=True)
 class MtpLayer:
-    """Joins a hidden state and the next token's embedding, and runs a decoder layer on the result."""
+    """Joins a hidden state and the next token's embedding, and runs a decoder layer."""
 
     embedding_norm: RmsNorm
     hidden_norm: RmsNorm
@@ -35,7 +35,7 @@ class MtpLayer:
 
     @classmethod
     def load(cls, shard: Shard, config: DecoderConfig, layer: int, *, block: DecoderLayer) -> MtpLayer:
-        """Load layer `layer` of a checkpoint around its decoder layer.
+        """Load a layer of the checkpoint around its decoder layer.
 
         Raises:
             ModelDirectoryError: see `ModelWeights`.
@@ -51,7 +51,7 @@ class MtpLayer:
 
 
 class DecoderMtpLayers:
-    """A checkpoint's layers, which share embedding, head and rotation with their model. See `MtpLayers`."""
+    """A checkpoint's layers, with the model's embedding, head and rotation. See `MtpLayers`."""
 
     def __init__(self, model: DecoderModel, layers: Sequence[MtpLayer]) -> None:
         self.num_layers = len(layers)
@@ -75,7 +75,7 @@ class DecoderMtpLayers:
 def mtp_layers_to_load(values: ConfigValues, config: DecoderConfig, weights: ModelWeights, *, with_mtp: bool) -> range:
     """The numbers of the layers to load, after the model's own; empty if not requested or not stored.
 
-    Tensors of theirs that will not be read are marked as ignored in `weights`.
+    Tensors that will not be read are marked as ignored in `weights`.
 
     Raises:
         ModelDirectoryError: the configured number of layers is malformed.
@@ -94,7 +94,7 @@ def mtp_layers_to_load(values: ConfigValues, config: DecoderConfig, weights: Mod
 def load_mtp(
     shard: Shard, config: DecoderConfig, model: DecoderModel, *, blocks: Sequence[DecoderLayer]
 ) -> DecoderMtpLayers | None:
-    """Load the layers around `blocks`, the decoder layers after the model's own; None if there are none.
+    """Load the layers around `blocks`, which follow the model's own; None if there are none.
 
     Raises:
         ModelDirectoryError: see `ModelWeights`.

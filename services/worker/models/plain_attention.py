@@ -1,4 +1,4 @@
-"""Configuration and loading of grouped-query attention, with the layers and models around it."""
+"""Configuration and loading of grouped-query attention."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AttentionHeads:
 
     @classmethod
     def from_json(cls, values: ConfigValues, *, default_head_dim: int | None = None) -> AttentionHeads:
-        """Read and check the heads; without `default_head_dim` it is the hidden size divided by `num_heads`.
+        """Read and check the heads; `default_head_dim` None: the hidden size divided by `num_heads`.
 
         Raises:
             ModelDirectoryError: a value is missing or malformed, or they contradict each other.
@@ -53,7 +53,7 @@ class AttentionConfig:
 
     heads: AttentionHeads
     windows: Sequence[int | None]
-    """How many tokens a token of each layer sees, including itself; None: all up to itself."""
+    """How many tokens each layer's tokens see, including themselves; None: all up to themselves."""
     has_qkv_bias: bool = False
     has_output_bias: bool = False
     has_head_norms: bool = False
@@ -90,7 +90,7 @@ def load_plain_model(
     attention: AttentionConfig,
     load_feed_forward: Callable[[int], FeedForward],
 ) -> DecoderModel:
-    """Load a model with this attention and the feed-forward network that is loaded for each layer's number."""
+    """Load a model with this attention; `load_feed_forward` gets the layer's number."""
     layers = [
         load_plain_layer(shard, config, layer, attention=attention, feed_forward=load_feed_forward(layer))
         for layer in range(config.num_layers)
@@ -123,7 +123,7 @@ def load_rotary(shard: Shard, config: DecoderConfig, heads: AttentionHeads) -> R
 
 
 def _load_attention(shard: Shard, config: DecoderConfig, layer: int, attention: AttentionConfig) -> Attention:
-    """This rank's heads, with an output projection that is summed over the ranks."""
+    """This rank's heads; the output projection is summed over the ranks."""
     ops, weights, prefix, head_dim = (
         shard.ops,
         shard.weights,

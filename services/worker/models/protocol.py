@@ -1,4 +1,4 @@
-"""The interface between the worker and a model."""
+"""What the worker calls of a model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class CausalLM(Protocol):
     logits_width: int
     """Token ids are below it."""
     mtp: MtpLayers | None
-    """None if the checkpoint has no such layers, or they were not loaded."""
+    """None if there are no such layers, or they were not loaded."""
     has_experts: bool
     """Whether expert parallelism has an effect."""
 

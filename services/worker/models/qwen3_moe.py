@@ -1,4 +1,4 @@
-"""Qwen3-MoE (arXiv:2505.09388): Qwen3 with mixtures of experts in some or all layers."""
+"""Qwen3-MoE (arXiv:2505.09388): Qwen3 with experts in some or all layers."""
 
 from __future__ import annotations
 

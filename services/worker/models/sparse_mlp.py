@@ -28,7 +28,7 @@ class SparseConfig:
     inner_size: int
     """Per expert."""
     rule: RoutingRule
-    """Without its correction, which differs from layer to layer."""
+    """Without its correction, which differs between layers."""
     has_correction: bool = False
     router_dtype: torch.dtype | None = None
     """The dtype of the router's logits; None: the model's."""
@@ -114,7 +114,7 @@ def load_sparse_mlp(
 def load_routed_experts(
     shard: Shard, sparse: SparseConfig, read: ReadExpert, *, clamp: SwigluClamp | None = None
 ) -> Experts:
-    """Load this rank's share of one layer's experts; see `load_experts`."""
+    """Load this rank's share; see `load_experts`."""
     num_experts, inner_size = sparse.num_experts, sparse.inner_size
     if shard.parallel.ep is not None:
         # Reads an empty part of every expert, so that all ranks see the same tensors, problems and digest.
@@ -125,10 +125,10 @@ def load_routed_experts(
 
 @dataclass(frozen=True, slots=True)
 class FeedForwardConfig:
-    """A model's feed-forward networks: dense in some layers, mixtures of experts in the others."""
+    """Feed-forward networks: dense in some layers, mixtures of experts in the others."""
 
     dense_layers: frozenset[int]
-    """All others have experts, including those for multi-token prediction."""
+    """All others have experts, including MTP layers."""
     dense_size: int
     """A dense layer's inner size; 0 if there is none."""
     sparse: SparseConfig
@@ -152,7 +152,7 @@ class FeedForwardConfig:
         return cls(dense_layers, dense_size, sparse, has_dense_bias)
 
     def load(self, shard: Shard, config: DecoderConfig, layer: int) -> FeedForward:
-        """Load the network of layer `layer` of a checkpoint."""
+        """Load a layer's network."""
         prefix = f"model.layers.{layer}.mlp"
         if layer not in self.dense_layers:
             return load_sparse_mlp(shard, config, prefix, sparse=self.sparse)
@@ -162,7 +162,7 @@ class FeedForwardConfig:
 def _expert_reader(
     weights: ModelWeights, prefix: str, names: ExpertNames, sparse: SparseConfig, config: DecoderConfig
 ) -> ReadExpert:
-    """For one layer's experts, which are stored one by one."""
+    """Experts are stored one by one."""
     gate, up, down = names
     inner_shape, down_shape = (sparse.inner_size, config.hidden_size), (config.hidden_size, sparse.inner_size)
 

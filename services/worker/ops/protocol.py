@@ -290,7 +290,7 @@ class Ops(Protocol):
 
         The kernel adds up each token's weighted expert outputs in float32, in ascending order of the expert's number.
 
-        experts: In order of their numbers. Each may be freed when the next one is read, so memory need not hold all
+        Args:
             experts: In order of their numbers. Each may be freed when the next one is read, so memory need not hold all
                 of them twice.
             clamp: None: the activation is `silu(gate) * up`.

@@ -1,4 +1,4 @@
-"""How the ranks that serve one model exchange tensors, and what a single rank does instead."""
+"""How the ranks that serve one model exchange tensors."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Communicator(Protocol):
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks of a floating-point x [..., n], bitwise equal on all of them; may overwrite `x`.
 
-        With an exact ops backend it is an all-gather and a sum in rank order: a ring's order of summation depends on
-        where in the buffer a row is.
+        With an exact ops backend an all-gather and a sum in rank order: a ring's order of summation depends on where in
+        the buffer a row is.
         """
 
     def all_gather(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
@@ -73,7 +73,7 @@ SINGLE = Parallel(RankLayout(), SingleCommunicator())
 
 
 def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
-    """The result of an exact `all_reduce`: a new tensor, summed in order in float32 or wider and rounded once."""
+    """An exact `all_reduce`: a new tensor, summed in order in float32 or wider and rounded once."""
     total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
     for part in parts[1:]:
         total.add_(part)

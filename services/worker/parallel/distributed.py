@@ -1,7 +1,6 @@
 """Communicators over `torch.distributed`.
 
-Process groups are created directly, each with its store, and owned by their communicator: no default group, and no
-collectives of Python objects, which would be pickled.
+Process groups are created directly, each with its store: no default group, and no collectives of pickled objects.
 """
 
 from __future__ import annotations
@@ -71,16 +70,16 @@ class Rendezvous:
     """Where the ranks of a failure domain meet."""
 
     address: str
-    """HOST:PORT where the domain's first rank serves a store."""
+    """HOST:PORT of a store that the domain's first rank serves."""
     start_id: str
     """Ranks of another start of the domain are never met."""
     collective_host: str | None = None
-    """Local address that collectives bind to; None: the one on the route to `address`."""
+    """Local address for collectives; None: the one on the route to `address`."""
     timeout: timedelta = COLLECTIVE_TIMEOUT
     """How long ranks wait for each other, here and in a collective."""
 
     def local_host(self) -> str:
-        """The local address that collectives bind to. Finding it sends nothing."""
+        """The local address for collectives. Finding it sends nothing."""
         if self.collective_host is not None:
             return self.collective_host
         host, port = _host_and_port(self.address)
@@ -93,7 +92,7 @@ class Rendezvous:
 def make_parallel(
     layout: RankLayout, rendezvous: Rendezvous | None = None, *, is_exact: bool, device: str = "cpu"
 ) -> Parallel:
-    """Meet the other ranks of the failure domain, and connect to them.
+    """Meet and connect to the other ranks of the failure domain.
 
     Args:
         rendezvous: The domain's first rank starts to serve there; None for a rank that is alone.

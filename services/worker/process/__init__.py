@@ -1,1 +1,1 @@
-"""The worker process: the device loop on its main thread, the RPC thread, and how the process ends."""
+"""The worker process: its device loop, its RPC thread, and how it ends."""

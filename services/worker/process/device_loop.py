@@ -1,4 +1,4 @@
-"""The queue of device work: the RPC thread fills it, the main thread runs it. Both block when idle."""
+"""The queue of device work: the RPC thread fills it, the main thread runs it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class DeviceLoop:
-    """Runs submitted jobs one at a time, in order, on the thread that calls `run`.
+    """Runs submitted jobs in order, on the thread that calls `run`. Both threads block when idle.
 
     Invariant: every submitted job's future completes, at the latest when `run` returns.
     """

@@ -1,4 +1,4 @@
-"""Hands epochs and steps to the device, as futures of the RPC thread's event loop."""
+"""Hands epochs and steps to the device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceSteps:
-    """Queues a runner's work on the device, in order.
+    """Queues a runner's work on the device, in order, as futures of the RPC thread's event loop.
 
     In a domain of several processes a failure ends this one: partners would wait for it inside a collective.
     """
@@ -43,7 +43,7 @@ class DeviceSteps:
         self._fail_on_token = fail_on_token
 
     def attach(self, request: worker_pb2.AttachRequest) -> asyncio.Future[int]:
-        """Begin an epoch after the launched steps; the result is the number of KV blocks, possibly 0."""
+        """Begin an epoch after the launched steps; the result is its number of KV blocks, possibly 0."""
         num_blocks = self.runner.num_blocks(request.block_size)
         future = asyncio.wrap_future(self._device.submit(self._attach, request, num_blocks))
         future.add_done_callback(self._end_if_failed)

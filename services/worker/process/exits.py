@@ -1,4 +1,4 @@
-"""How a process ends with its failure domain: at once, from the RPC thread, whatever the main thread is doing.
+"""How a process ends with its failure domain: at once, whatever the main thread is doing.
 
 A rank inside a collective cannot be interrupted, nor a broken communicator repaired: all processes of the domain exit,
 and their supervisor restarts them.
@@ -23,7 +23,7 @@ _STOP_GRACE_S = 1.0
 
 
 class ExitCode(enum.IntEnum):
-    """Why the process ended; 1 means that it could not begin to serve."""
+    """1 means that the process could not begin to serve."""
 
     STOPPED = 0
     LINK_LOST = 10
@@ -36,7 +36,7 @@ class ExitCode(enum.IntEnum):
 
 
 def end_process(code: ExitCode, reason: str, **fields: object) -> None:
-    """End the process now, without clean-up. From any thread."""
+    """End now, without clean-up. From any thread."""
     logger.log(logging.INFO if code is ExitCode.STOPPED else logging.ERROR, reason, extra={"exit_code": code, **fields})
     logging.shutdown()
     os._exit(code)
@@ -45,11 +45,11 @@ def end_process(code: ExitCode, reason: str, **fields: object) -> None:
 class DomainEnd:
     """Ends the process when a partner is lost or asked to end. Belongs to the RPC thread's event loop.
 
-    Losing a partner is no failure if this process was asked to end itself.
+    Losing a partner is no failure if this process was asked to end.
     """
 
     def __init__(self, device: DeviceLoop, end: Callable[..., None] = end_process) -> None:
-        """`end` ends the process; `device` is stopped first if there is time."""
+        """`end` ends the process."""
         self._device = device
         self._end = end
         # Once it is set, links inside the domain say goodbye.

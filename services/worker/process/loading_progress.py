@@ -59,5 +59,5 @@ class ProgressBar:
 
 
 def make_progress(stream: TextIO, *, log_format: str) -> Progress:
-    """A bar if `stream`, where the log goes, is a terminal and the log format is text; else log lines."""
+    """A bar if the log goes to a terminal `stream` as text; else log lines."""
     return ProgressBar(stream) if log_format == "text" and stream.isatty() else LoggedProgress()

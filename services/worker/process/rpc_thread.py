@@ -1,4 +1,4 @@
-"""The thread that serves RPC, so that the main thread is free to launch device work."""
+"""The thread that serves RPC, so that the main thread is free for device work."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Role(Protocol):
 
 
 class RpcThread:
-    """Serves a role and health on one address; health says "not serving" until the role is open."""
+    """Serves a role and health; health says "not serving" until the role is open."""
 
     def __init__(self, address: str, role: Role, end: DomainEnd, *, reflection: bool) -> None:
         self._address = address

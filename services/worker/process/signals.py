@@ -1,4 +1,4 @@
-"""Stop signals for a process with a main thread that blocks on a queue."""
+"""Stop signals for a process with a blocked main thread."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from shared.lifecycle import stop_signals
 def call_at_stop_signals(on_signal: Callable[[], None]) -> None:
     """Call `on_signal` on its own thread at the first stop signal. Call once, from the main thread.
 
-    Python runs signal handlers only in the main thread, and a signal delivered to another thread does not wake it from
-    waiting for a lock. A byte in the wakeup fd, written at once in any thread, wakes its reader.
+    Python runs signal handlers only in the main thread, which a signal delivered to another thread does not wake from a
+    lock. A byte in the wakeup fd, written at once in any thread, wakes its reader.
     """
     # Never closed: needed as long as the process runs.
     reader, writer = os.pipe()

@@ -1,4 +1,4 @@
-"""Makes the configured draft proposer, and checks that it fits the model."""
+"""Makes the configured draft proposer for a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shared.model_dir import TOKENIZER, ModelDirectoryError, read_json
 def make_drafting(
     settings: WorkerSettings, loaded: LoadedModel, ops: Ops, on_progress: Callable[[], None]
 ) -> Drafting | None:
-    """How the worker drafts for the `loaded` model; None if it does not.
+    """How to draft for the `loaded` model; None if drafting is off.
 
     `on_progress` is called while a draft model loads; raising in it ends the loading.
 
@@ -50,7 +50,7 @@ def _make_proposer(
 
 
 def _check_fit(loaded: LoadedModel, draft: LoadedModel, *, has_texts: bool) -> None:
-    """Raise ModelDirectoryError for the first difference of the vocabularies; without texts compare only sizes."""
+    """Raise ModelDirectoryError if the vocabularies differ; without texts compare only sizes."""
     whose = f"{draft.model_dir} cannot draft for {loaded.model_dir}"
     size, draft_size = loaded.facts.logits_width, draft.facts.logits_width
     if size != draft_size:
@@ -67,7 +67,7 @@ def _check_fit(loaded: LoadedModel, draft: LoadedModel, *, has_texts: bool) -> N
 
 
 def _vocabulary(model_dir: Path) -> dict[int, str]:
-    """Each token's text, by id.
+    """Token texts by id.
 
     Raises:
         ModelDirectoryError: tokenizer.json is missing or malformed.

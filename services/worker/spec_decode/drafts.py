@@ -1,4 +1,4 @@
-"""Guesses of next tokens, which the model then checks several at once (speculative decoding).
+"""Guesses of next tokens, several of which the model checks at once (speculative decoding).
 
 A draft never changes what is generated, only how many tokens a step yields.
 
@@ -46,9 +46,9 @@ class DraftRows:
     slots: Int32Column  # [num_rows]
     most: Int32Column  # [num_rows], the most drafts wanted for each, at least 1
     most_together: int
-    """Most drafts for all of them together; first rows first."""
+    """Most drafts for all of them; first rows first."""
     token_ids: tuple[Int32Column, ...]
-    """Each row's known tokens, at least one; must not be written."""
+    """Each row's known tokens, at least one; not written."""
     tables: BlockTables
     """The worker's. A row's blocks have room for its known tokens and `most` more."""
 
@@ -62,7 +62,7 @@ class DraftRows:
         return self.tables.rows(self.slots, int(self.tables.num_blocks(self.slots).max()))
 
     def counts_in_room(self) -> Int32Column:
-        """[num_rows], how many drafts each may have within `most` and `most_together`."""
+        """[num_rows], drafts each may have within `most` and `most_together`."""
         before = np.cumsum(self.most) - self.most
         counts: Int32Column = np.clip(self.most_together - before, 0, self.most).astype(np.int32)
         return counts
@@ -79,22 +79,22 @@ class ComputedStep:
 
 
 class DraftProposer:
-    """Guesses how sequences continue. A proposer without state needs only `propose`.
+    """Guesses how sequences continue. Without state, only `propose` is needed.
 
-    Guesses may be wrong, but must be in the model's vocabulary.
+    Guesses may be wrong, but must be in the vocabulary.
     """
 
     # What a token needs in the proposer's own KV cache.
     kv_cache_spec = KvCacheSpec(())
 
     def attach(self, limits: BatchLimits, kv_cache: KvCache) -> None:
-        """Begin an epoch, without sequences. `kv_cache` is the model's; block ids refer to it."""
+        """Begin an epoch. `kv_cache` is the model's; block ids refer to it."""
 
     def forget(self, slots: Int32Column) -> None:
         """Forget the sequences of these slots."""
 
     def observe(self, step: ComputedStep) -> None:
-        """Take note of a computed step with at least one token."""
+        """Take note of a step with at least one token."""
 
     def propose(self, rows: DraftRows) -> Drafts:
         """Guess the next tokens of at least one sequence.
@@ -119,17 +119,16 @@ class Drafting:
 
 
 class Drafter:
-    """Keeps the tokens of a batch's sequences, by slot; once per step it asks a `DraftProposer` to draft for all of
-    them.
+    """Keeps the tokens of a batch's sequences, by slot, and drafts for them with a `DraftProposer`.
 
-    How many tokens it drafts depends on how a sequence's last drafts did: on the CPU a rejected draft costs half as
-    much time as a row, unless the batch is small.
+    How many depends on how a sequence's last drafts did: on the CPU a rejected draft costs half as much time as a row,
+    unless the batch is small.
 
     Invariant: for each slot in use, every known token was passed in once, in order.
     """
 
     def __init__(self, proposer: DraftProposer, num_draft_tokens: int) -> None:
-        """`num_draft_tokens` is the most for one sequence in one step."""
+        """`num_draft_tokens`: the most for one sequence in one step."""
         self._proposer = proposer
         self._num_draft_tokens = num_draft_tokens
         self._sequences: dict[int, _DraftedSequence] = {}
@@ -150,7 +149,7 @@ class Drafter:
             del self._sequences[slot]
 
     def propose(self, slots: Int32Column, most: Int32Column, *, most_together: int, tables: BlockTables) -> Drafts:
-        """Draft for the sequences that a step decodes; `record` then learns how the drafts did.
+        """Draft for sequences to decode; `record` then learns how the drafts did.
 
         Args:
             slots: [num_sequences].
@@ -174,7 +173,7 @@ class Drafter:
         return Drafts(drafts.token_ids, counts)
 
     def record(self, slots: Int32Column, token_ids: Int32Column, counts: Int32Column | None) -> None:
-        """Add the tokens that a step's sequences got; see `SampledTokens`."""
+        """Add the tokens that sequences got; see `SampledTokens`."""
         ends = np.arange(1, len(slots) + 1) if counts is None else np.cumsum(counts)
         start = 0
         for slot, end in zip(slots.tolist(), ends.tolist(), strict=True):
@@ -185,10 +184,10 @@ class Drafter:
 
 
 class _DraftedSequence:
-    """The known tokens of one sequence, and how many tokens to draft for it.
+    """One sequence's known tokens, and how many tokens to draft for it.
 
-    One more than were right the last time, or twice as many if all were. If none was, drafting pauses for some steps;
-    the pause doubles from one failure to the next.
+    One more than were right the last time, or twice as many if all were. If none was, drafting pauses for some steps,
+    twice as many from one failure to the next.
     """
 
     def __init__(self, max_num_tokens: int) -> None:
@@ -219,7 +218,7 @@ class _DraftedSequence:
         return min(max_tokens, self._most_drafted)
 
     def learn(self, num_accepted: int) -> None:
-        """Adapt to how many of the `num_drafted` tokens were right."""
+        """Adapt to how many of the drafted tokens were right."""
         if not self.num_drafted:
             return
         if num_accepted:

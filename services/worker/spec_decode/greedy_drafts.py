@@ -1,4 +1,4 @@
-"""Greedy drafts from a model: one token after another, for all sequences together."""
+"""Greedy drafts from a model, for all sequences together."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from services.worker.step import Int32Column
 
 
 class Advance(Protocol):
-    """Computes the next hidden states of some rows."""
+    """Feeds the newest drafts to the drafting layers."""
 
     def __call__(self, rows: npt.NDArray[np.int64], token_ids: Tensor, hidden: Tensor, num_drafted: int, /) -> Tensor:
-        """Feed the newest draft of some rows to the drafting layers.
+        """The next hidden states of some rows.
 
         Args:
             rows: [n].
             token_ids: [n] int64, their newest drafts.
-            hidden: [n, hidden], the states that these were drawn from.
+            hidden: [n, hidden], the states they were drawn from.
             num_drafted: Drafts of each row so far, at least 1.
 
         Returns:

@@ -24,17 +24,16 @@ _IntArray = npt.NDArray[np.int64]
 
 
 class MtpProposer(DraftProposer):
-    """Lets MTP layers continue from the model's hidden states.
+    """Lets multi-token prediction layers continue from the model's hidden states.
 
     A layer combines a token's hidden state (from the previous layer; for the first layer, from the model) with the next
     token. So after each step the layers compute every token with a successor that became known: a row's accepted
     tokens, and a chunk's tokens except the last, whose hidden state waits for the next chunk. Drafting starts from the
     states left there and continues layer by layer, repeating the last one.
 
-    A prefix from the prefix cache includes what the layers computed for the sequence that was there first; its last
-    token depends on that sequence's next token, and cannot be computed again. An entry that was never written is zero,
-    or left from an earlier sequence. All this may spoil drafts, but never the output: the model's own layers do not
-    read it.
+    In a prefix from the prefix cache the last token's KV depends on the next token of the sequence that was there
+    first. An entry that was never written is zero, or left from an earlier sequence. This may spoil drafts, but never
+    the output: the model's own layers do not read it.
 
     Source: DeepSeek-V3, arXiv:2412.19437, section 2.2; vLLM's `EagleProposer`, which also repeats layers.
     """
@@ -100,7 +99,7 @@ class MtpProposer(DraftProposer):
         )
 
     def _make_room(self, hidden: Tensor) -> None:
-        """Their size and dtype are known with the epoch's first step."""
+        """Size and dtype are known with the epoch's first step."""
         if not self._waiting.shape[1]:
             self._waiting = hidden.new_zeros(len(self._waiting), hidden.shape[1])
             self._last = hidden.new_zeros(*self._last.shape[:2], hidden.shape[1])
@@ -129,7 +128,7 @@ class MtpProposer(DraftProposer):
 
 @dataclass(frozen=True, slots=True)
 class _KnownTokens:
-    """The tokens with a successor that became known in a step."""
+    """Tokens with a successor that became known in a step."""
 
     runs: TokenRuns
     sequences: _IntArray  # [num_runs], indexes of the step's sequences

@@ -9,10 +9,10 @@ from services.worker.step import Int32Column
 
 
 class LookupProposer(DraftProposer):
-    """Looks at each sequence's tokens separately, and keeps no state."""
+    """Looks at each sequence's tokens separately; no state."""
 
     def propose(self, rows: DraftRows) -> Drafts:
-        """See `DraftProposer.propose`; room that one row does not use is left for the next."""
+        """See `DraftProposer.propose`; room that a row does not use is left for the next."""
         num_left = rows.most_together
         guesses = [NO_DRAFTS]
         for token_ids, most in zip(rows.token_ids, rows.most.tolist(), strict=True):
@@ -23,14 +23,11 @@ class LookupProposer(DraftProposer):
         return Drafts(np.concatenate(guesses), counts)
 
     def look_up(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
-        """Guess the next tokens of one sequence.
+        """Guess up to `max_tokens` next tokens, possibly none.
 
         Args:
             token_ids: [num_tokens], all known tokens, at least one; not written.
             max_tokens: At least 1.
-
-        Returns:
-            0 to `max_tokens` tokens.
         """
         raise NotImplementedError
 
@@ -38,16 +35,15 @@ class LookupProposer(DraftProposer):
 class NgramProposer(LookupProposer):
     """Looks up where the sequence's last tokens occurred before, and proposes what followed there.
 
-    The longest match with up to the last `max_ngram` tokens wins, of equally long ones the latest. If what followed
-    ends with the sequence, it continues with the proposed tokens: text that repeats with a short period is continued in
-    full.
+    The longest match with up to the last `max_ngram` tokens wins, of equally long ones the latest. What followed may
+    run into the proposed tokens: text that repeats with a short period is continued in full.
 
     Source: Saxena, "Prompt Lookup Decoding", github.com/apoorvumang/prompt-lookup-decoding, 2023; vLLM's
     `NgramProposer`, which takes the earliest match.
     """
 
     def __init__(self, *, min_ngram: int = 2, max_ngram: int = 8) -> None:
-        """A match has at least `min_ngram` tokens; 1 <= `min_ngram` <= `max_ngram`."""
+        """1 <= `min_ngram` <= `max_ngram`."""
         assert 1 <= min_ngram <= max_ngram
         self._min_ngram = min_ngram
         self._max_ngram = max_ngram

@@ -1,4 +1,4 @@
-"""Forward passes besides a step's own: tokens that continue what the cache holds of their sequences."""
+"""Forward passes besides a step's own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ IntArray = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True)
 class TokenRuns:
-    """Runs of consecutive tokens, one per sequence. The tables hold the blocks of every token up to a run's last."""
+    """Runs of consecutive tokens, one per sequence, that continue what the cache holds.
+
+    The tables hold the blocks of every token up to a run's last.
+    """
 
     first_positions: IntArray  # [num_runs]
     lengths: IntArray  # [num_runs], at least 1
@@ -30,12 +33,12 @@ class TokenRuns:
 
     @property
     def starts(self) -> npt.NDArray[np.int64]:
-        """[num_runs], each run's first token among the tokens of all runs."""
+        """[num_runs], each run's first token among all tokens."""
         return np.cumsum(self.lengths, dtype=np.int64) - self.lengths
 
     @property
     def lasts(self) -> npt.NDArray[np.int64]:
-        """[num_runs], each run's last token among the tokens of all runs."""
+        """[num_runs], each run's last token among all tokens."""
         return np.cumsum(self.lengths, dtype=np.int64) - 1
 
     def spread(self, values: IntArray) -> npt.NDArray[np.int64]:
@@ -43,7 +46,7 @@ class TokenRuns:
         return np.arange(self.lengths.sum(), dtype=np.int64) + np.repeat(values - self.starts, self.lengths)
 
     def compute(self, ops: Ops, kv_cache: KvCache, forward: Callable[[Tensor], Tensor]) -> Tensor:
-        """Call `forward` with the positions of all tokens, [num_tokens] int64, inside their forward context."""
+        """Call `forward` with all tokens' positions, [num_tokens] int64, in their forward context."""
         positions = self.spread(self.first_positions)
         attention = self._attention(positions, kv_cache)
         with forward_context(ForwardContext.for_step(ops, attention, kv_cache)):
