@@ -1,4 +1,4 @@
-"""One step as plain data: batch changes, what is computed, and the result. Frozen, because it crosses threads."""
+"""One step as plain data, frozen because it crosses threads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class EnteringSequence:
     """A sequence that enters the batch. Unchecked."""
 
     chunk: PrefillChunk
-    """Its first tokens that are not in the KV cache."""
+    """Its first tokens without cached KV."""
     num_cached_tokens: int
     num_prompt_tokens: int
     block_ids: Int32Column
@@ -59,7 +59,7 @@ class EnteringSequence:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Changes to the batch, applied in the order of the fields, and what is then computed."""
+    """Changes to the batch, in the order of the fields, and what is then computed."""
 
     epoch: int
     step_id: int
@@ -74,9 +74,9 @@ class Step:
     chunks: tuple[PrefillChunk, ...]
     """Next tokens of incomplete sequences that entered before."""
     is_dummy: bool = False
-    """Compute only one token without KV, so that the other ranks' collectives have a partner."""
+    """Compute only one token without KV, so that other ranks' collectives have a partner."""
     num_tokens_across_dp: tuple[int, ...] = ()
-    """Tokens of this step on each coupled DP rank; empty if ranks are not coupled."""
+    """This step's tokens on each coupled DP rank; empty if ranks are not coupled."""
     graph_batch_size: int = 0
     """Rows that a captured graph must hold on every coupled rank."""
 
@@ -116,4 +116,4 @@ class StepOutput:
     num_replayed_tokens: int = 0
     """Greedy completion tokens computed again and compared."""
     num_replay_mismatches: int = 0
-    """Those that were not the most likely token this time."""
+    """How many were not the most likely token."""

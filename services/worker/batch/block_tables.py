@@ -34,7 +34,7 @@ class BlockTables:
         return self._ids.nbytes
 
     def num_blocks(self, slots: Int32Column) -> Int32Column:
-        """In blocks."""
+        """Table lengths in blocks."""
         return self._num_blocks[slots]
 
     def set(self, slot: int, block_ids: Int32Column) -> None:

@@ -107,7 +107,7 @@ def gather(cache: Tensor, bucket: GatherBucket, buffer: Tensor) -> tuple[Tensor,
 
 
 def in_step_order(outputs: list[Tensor], layout: AttentionLayout) -> Tensor:
-    """Join the buckets' results in the order of the step's tokens."""
+    """Join buckets' results in the order of the step's tokens."""
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return joined if layout.output_rows is None else joined.index_select(0, layout.output_rows)
 
@@ -115,7 +115,7 @@ def in_step_order(outputs: list[Tensor], layout: AttentionLayout) -> Tensor:
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, bucket: CausalBucket, params: AttentionParams
 ) -> Tensor:
-    """Causal attention of prompts: query [T, H, D], key [T, K, D], value [T, K, V] to [bucket's tokens, H * V]."""
+    """Prompts' query [T, H, D], key [T, K, D], value [T, K, V] to [bucket's tokens, H * V]."""
 
     def padded(x: Tensor) -> Tensor:
         rows = take(x, bucket.token_rows)
@@ -128,7 +128,7 @@ def causal_attention(
 def gathered_attention(
     query: Tensor, keys: Tensor, values: Tensor, bucket: GatherBucket, params: AttentionParams
 ) -> Tensor:
-    """Attention of a bucket's queries over their contexts.
+    """Attend to gathered contexts.
 
     Args:
         query: [T, H, D], all of the step.
@@ -156,7 +156,7 @@ def gathered_attention(
 
 
 def _grouped_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, params: AttentionParams) -> Tensor:
-    """Attention in which query heads that share a key/value head are its queries.
+    """Treat query heads that share a key/value head as its queries.
 
     Args:
         query: [num_rows, num_queries, H, D].
@@ -180,10 +180,10 @@ def _grouped_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor
 def _continued_attention(
     query: Tensor, keys: Tensor, values: Tensor, num_before: int, params: AttentionParams
 ) -> Tensor:
-    """Attention of a prompt's next chunk: unmasked over the tokens before it, causal over itself.
+    """Attend from a prompt's next chunk: unmasked to the tokens before it, causally to itself.
 
     Without a mask there is less to compute, and heads can be grouped as in `_grouped_attention`: a quarter less time at
-    8k tokens. The two results are merged, weighted by their softmax sums. Source: arXiv:2205.14135, section 3.1.
+    8k tokens. The results are merged, weighted by their softmax sums. Source: arXiv:2205.14135, section 3.1.
 
     Args:
         query: [1, num_queries, H, D].
@@ -216,7 +216,7 @@ def _attend(
     mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Tensor:
-    """Attention [B, H, Q, V] of query [B, H, Q, D], or of [B, K, H / K * Q, D] with each group's heads stacked."""
+    """[B, H, Q, V] of query [B, H, Q, D], or of [B, K, H / K * Q, D] with each group's heads stacked."""
     if params.sinks is None:
         return F.scaled_dot_product_attention(
             query, keys, values, attn_mask=mask, is_causal=is_causal, scale=params.scale, enable_gqa=True
@@ -239,7 +239,7 @@ def _attend(
 def _attend_with_all_scores(
     query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor, *, mask: Tensor | None
 ) -> Tensor:
-    """Attention [B, H, Q, V] of the scaled query [B, H, Q, D], with `sinks` [H, Q]. Keeps all scores in memory."""
+    """[B, H, Q, V] of the scaled query [B, H, Q, D], with `sinks` [H, Q]. Keeps all scores in memory."""
     group_size = query.shape[1] // keys.shape[1]
     scores = query @ keys.repeat_interleave(group_size, dim=1).transpose(-1, -2)
     if mask is not None:

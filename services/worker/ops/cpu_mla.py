@@ -1,6 +1,6 @@
 """Latent attention of the `cpu` backend, dense and sparse.
 
-Kernels need values as wide as keys, so whole rows of the latent cache serve as both, and the result's surplus columns
+Kernels need values as wide as keys, so whole rows of the latent cache serve as both, and surplus columns of the result
 are cut off.
 """
 
@@ -121,7 +121,7 @@ def _new_rows(cache: Tensor, plan: CpuPlan) -> Tensor:
 
 
 def _sparse_bucket(plan: CpuPlan, rows: slice, selected: Tensor, dtype: torch.dtype) -> GatherBucket:
-    """A bucket in which each of the tokens `rows` is alone, over the positions that it selected."""
+    """Each of the tokens `rows` alone, over the positions it selected."""
     is_unused = selected < 0
     mask = torch.zeros(selected.shape, dtype=dtype).masked_fill_(is_unused, float("-inf"))
     return GatherBucket(
@@ -135,7 +135,7 @@ def _sparse_bucket(plan: CpuPlan, rows: slice, selected: Tensor, dtype: torch.dt
 
 
 def _select(query: Tensor, weights: Tensor, keys: Tensor, last_seen: Tensor, *, num_selected: int) -> Tensor:
-    """The best positions of a bucket's queries, [B * Q, num_selected] int64, filled up with -1.
+    """The best positions for a bucket's queries, [B * Q, num_selected] int64, filled up with -1.
 
     Args:
         query: [B, Q, Hi, Di].
@@ -166,7 +166,7 @@ def _index_scores(query: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
 
 
 def largest_columns(scores: Tensor, count: int) -> Tensor:
-    """The columns of each row's `count` largest values, in any order, the lower among equals; NaN counts as infinity.
+    """Columns of each row's `count` largest values, in any order, the lower among equals; NaN counts as infinity.
 
     `topk` takes any of equal values, so each float32 becomes an integer of the same order with the column in its lower
     half. A stable sort of whole rows takes four times as long.

@@ -1,7 +1,7 @@
 """How the `cpu` backend lays out a step's attention: buckets of similar lengths, planned once and used by every layer.
 
-A bucket's rows are padded to its longest one, and one call computes them all. A mixed step with two decodes A and B,
-two whole prompts C and D, and a chunk E after a cached prefix:
+A bucket is padded to its longest row, and one call computes it. A mixed step with two decodes A and B, two whole
+prompts C and D, and a chunk E after a cached prefix:
 
     step            A B C C C C D D D E E E
 
@@ -118,7 +118,7 @@ class CpuPlan(AttentionPlan):
         return blocks.long() * block_size + positions % block_size
 
     def _of_each_token(self, values: Tensor) -> Tensor:
-        """[T] int64: each token's sequence's value in `values` [num_seqs]."""
+        """[T] int64: each token's sequence's entry of `values` [num_seqs]."""
         return values.long().repeat_interleave(self.metadata.cu_seqlens_q.diff())
 
 
@@ -130,13 +130,13 @@ class _Piece:
     start: int
     num_queries: int
     first_position: int
-    """The first position that any of the queries sees."""
+    """First position that any of the queries sees."""
     context_len: int
-    """Tokens from `first_position` up to and including the last query."""
+    """Tokens from there up to and including the last query."""
 
     @property
     def cost(self) -> int:
-        """The cost of gathering and scoring, in units of one query's score of one token."""
+        """Cost of gathering and scoring, in units of one query's score of one token."""
         return (_GATHER_COST + self.num_queries) * self.context_len
 
 
@@ -162,7 +162,7 @@ def _written(slot_mapping: Tensor) -> tuple[Tensor | None, Tensor]:
 
 
 def _split(metadata: AttentionMetadata, window: int | None) -> tuple[list[_Piece], list[_Piece]]:
-    """Split sequences into whole prompts and pieces that need context from the cache."""
+    """Into whole prompts, and pieces that need context from the cache."""
     prompts: list[_Piece] = []
     pieces: list[_Piece] = []
     start = 0
@@ -177,7 +177,6 @@ def _split(metadata: AttentionMetadata, window: int | None) -> tuple[list[_Piece
 
 
 def _cut(seq: int, start: int, num_queries: int, context_len: int, window: int | None) -> list[_Piece]:
-    """Cut one sequence's queries into pieces, each with the context that it sees."""
     size = _MAX_MASKED_QUERIES if window is None else min(max(window, _MIN_WINDOWED_QUERIES), _MAX_MASKED_QUERIES)
     pieces = []
     for done in range(0, num_queries, size):
@@ -198,7 +197,7 @@ class _Group:
         self._needed_cost = piece.cost
 
     def try_add(self, piece: _Piece, max_tokens: int) -> bool:
-        """Add `piece` if padding stays cheap and the padded context within `max_tokens`; return whether it was."""
+        """Add `piece` if padding stays cheap and the padded context within `max_tokens`."""
         size = len(self.pieces) + 1
         length, num_queries = max(self._length, piece.context_len), max(self._num_queries, piece.num_queries)
         needed_cost = self._needed_cost + piece.cost
@@ -211,7 +210,7 @@ class _Group:
 
 
 def _in_groups(pieces: list[_Piece], max_tokens: int) -> list[list[_Piece]]:
-    """Group pieces of similar size. A piece longer than `max_tokens` is alone."""
+    """A piece longer than `max_tokens` is alone."""
     groups: list[_Group] = []
     for piece in sorted(pieces, key=_size, reverse=True):
         if not groups or not groups[-1].try_add(piece, max_tokens):
@@ -226,7 +225,7 @@ def _size(piece: _Piece) -> tuple[int, int, int]:
 
 
 def _padded_rows(group: list[_Piece]) -> _IntArray:
-    """The step's tokens of a group, [len(group) * most queries], each piece padded with its last token."""
+    """The step's tokens of a group, [len(group) * most queries]; padding repeats a piece's last token."""
     longest = max(piece.num_queries for piece in group)
     starts = np.array([piece.start for piece in group], dtype=np.int64)
     lasts = np.array([piece.num_queries - 1 for piece in group], dtype=np.int64)
@@ -261,7 +260,7 @@ def _gather_bucket(
 def _context_slots(
     group: list[_Piece], lengths: _IntArray, block_tables: npt.NDArray[np.int32], block_size: int
 ) -> _IntArray:
-    """[num_rows, longest]: the slots of each context's tokens, padded with that of its first token."""
+    """[num_rows, longest]: slots of each context's tokens, padded with the first one's."""
     longest = int(lengths.max())
     firsts = np.array([piece.first_position for piece in group], dtype=np.int64)
     first_blocks, offsets = np.divmod(firsts, block_size)
@@ -297,7 +296,7 @@ def _bytes_per_token(kv_cache: KvCache) -> int:
 
 
 def _as_rows(index: _IntArray) -> Rows:
-    """A slice if contiguous, which gives a view instead of a copy in every layer."""
+    """A slice if contiguous: a view instead of a copy in every layer."""
     first, size = int(index[0]), len(index)
     if int(index[-1]) - first == size - 1 and np.array_equal(index, np.arange(first, first + size)):
         return slice(first, first + size)

@@ -1,4 +1,4 @@
-"""Experts' weights and activation, shared by all backends."""
+"""Experts' weights and activation, for all backends."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class SwigluClamp:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The gated network of one expert of inner size I, in the model's dtype, contiguous."""
+    """One expert's gated network of inner size I, in the model's dtype, contiguous."""
 
     gate_up: Tensor
-    """[2 I, hidden]: the rows of the gate, then those of up."""
+    """[2 I, hidden]: the gate's rows, then up's."""
     down: Tensor
     """[hidden, I]."""
     gate_up_bias: Tensor | None = None

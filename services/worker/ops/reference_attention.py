@@ -1,7 +1,6 @@
 """Attention of the `reference` backend: one query at a time, over a copy of exactly the tokens it sees.
 
-A query's result depends only on its position and the tokens before it, not on chunking, a cached prefix, the block
-size or drafts.
+So its result does not depend on chunking, a cached prefix, the block size or drafts.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from services.worker.ops.protocol import AttentionParams
 
 
 class ReferencePlan(AttentionPlan):
-    """The step's sequences, each with the slots of its whole context in order."""
+    """The slots of each sequence's context, in order."""
 
     __slots__ = ("context_slots",)
 
@@ -30,7 +29,7 @@ class ReferencePlan(AttentionPlan):
         ]
 
     def sequences(self) -> Iterator[tuple[Tensor, list[tuple[int, int]]]]:
-        """Each sequence's slots, and for each of its new tokens (row, number of tokens up to and including it)."""
+        """Each sequence's slots, and its new tokens as (row, number of tokens up to and including it)."""
         first = 0
         for num_queries, slots in zip(self.metadata.query_lens, self.context_slots, strict=True):
             # A padded token has no context and is left out.
@@ -130,7 +129,7 @@ def _used(selected: Tensor) -> Tensor:
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
-    """[H * V] of one query [H, D] over the keys [length, K, D] and values [length, K, V] that it sees."""
+    """[H * V] of one query [H, D] over the keys [length, K, D] and values [length, K, V] it sees."""
     num_kv_heads, head_dim = keys.shape[1:]
     grouped = query.reshape(num_kv_heads, -1, head_dim) * params.scale
     scores = torch.bmm(grouped, keys.permute(1, 2, 0).contiguous())

@@ -1,4 +1,4 @@
-"""How a token's experts are chosen and weighted, by the rules of the supported families.
+"""How a token's experts are chosen and weighted.
 
 Source: arXiv:2401.04088, section 2.1 (Mixtral); 2405.04434, section 2.2.2 (groups of experts); 2412.19437, equations
 12 to 16 (sigmoid, correction bias); 2508.10925 (gpt-oss).
@@ -17,7 +17,7 @@ _EPSILON = 1e-20
 
 
 class RouterScore(Enum):
-    """The score by which an expert is chosen and from which its weight is derived."""
+    """What an expert is chosen by and its weight derived from."""
 
     # The softmax over all logits.
     SOFTMAX = "softmax"
@@ -29,13 +29,13 @@ class RouterScore(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroups:
-    """Runs of experts of equal length; experts are chosen from the best groups only."""
+    """Equal runs of experts; experts are chosen from the best groups only."""
 
     num_groups: int
     num_chosen: int
     """Groups per token."""
     num_judging: int
-    """How many of a group's best scores are summed for its own."""
+    """Its best scores that a group's score is the sum of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,12 @@ class RoutingRule:
     """Experts per token."""
     score: RouterScore
     correction: Tensor | None = None
-    """[E] float32, added to the scores for the choice but not for the weights."""
+    """[E] float32, added to scores for the choice but not for the weights."""
     groups: ExpertGroups | None = None
     renormalizes: bool = False
-    """Whether a token's weights are divided by their sum."""
+    """Whether weights are divided by their sum."""
     scale: float = 1.0
-    """The factor of the weights, applied last."""
+    """Multiplies the weights, last."""
 
 
 def route(logits: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
@@ -76,7 +76,7 @@ def _scores(logits: Tensor, score: RouterScore) -> Tensor:
 
 
 def _within_best_groups(preferences: Tensor, groups: ExpertGroups) -> Tensor:
-    """`preferences` [T, E] with -inf for all experts outside the best groups."""
+    """`preferences` [T, E] with -inf outside the best groups."""
     grouped = preferences.view(preferences.shape[0], groups.num_groups, -1)
     merits = grouped.topk(groups.num_judging, dim=-1).values.sum(dim=-1)
     is_out = torch.ones_like(merits, dtype=torch.bool).scatter_(-1, _best(merits, groups.num_chosen), False)
@@ -84,6 +84,6 @@ def _within_best_groups(preferences: Tensor, groups: ExpertGroups) -> Tensor:
 
 
 def _best(scores: Tensor, count: int) -> Tensor:
-    """Best first; among equal scores the lower column comes first."""
+    """Columns, best first, the lower among equals."""
     # Not `topk`, which returns any of equal values.
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]

@@ -1,7 +1,6 @@
 """The batch that a worker keeps between steps, and the inputs of each step made from it.
 
-Plain numpy on the host; only drafts may come from a model. Everything that came over the wire is checked here, before
-any tensor of the step is touched. A step that does not fit leaves the batch undefined, which ends its epoch.
+Plain numpy on the host; only drafts may come from a model.
 """
 
 from __future__ import annotations
@@ -29,11 +28,12 @@ _NO_SLOTS: Int32Column = np.empty(0, dtype=np.int32)
 class InputBatch:
     """The sequences of one epoch by slot: lengths, last tokens, block tables, sampling parameters.
 
+    Everything that came over the wire is checked here, before any tensor is touched. A step that does not fit leaves
+    the batch undefined, which ends its epoch.
+
     Invariant: `_num_tokens` counts a slot's known tokens, including sampled ones. After a step the cache holds the KV
     of all of them while `_num_later` more prompt tokens are to come, then of all but the last. KV left there by
     rejected drafts is overwritten before it is read.
-
-    `StepInput` draws the layout of a step's arrays.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class InputBatch:
         make_matcher: Callable[[str], GrammarMatcher] | None = None,
         drafter: Drafter | None = None,
     ) -> None:
-        """Without `make_matcher` no sequence may have a grammar; without `drafter` nothing is drafted."""
+        """Grammars need `make_matcher`, drafts `drafter`."""
         num_slots = limits.max_num_seqs
         self._limits = limits
         self._make_matcher = make_matcher
@@ -100,12 +100,12 @@ class InputBatch:
         return self._make_input(self._decodes(decode_slots, room), chunks)
 
     def record_sampled(self, slots: Int32Column, token_ids: Int32Column, counts: Int32Column | None = None) -> None:
-        """Append sampled tokens; each sequence's last one is the input of its next decode step.
+        """Append sampled tokens.
 
         Args:
             slots: [num_rows].
             token_ids: [sum of counts], row after row.
-            counts: [num_rows], tokens of each row, at least 1; None means one each.
+            counts: [num_rows], tokens of each row, at least 1; None: one each.
         """
         if self._drafter is not None:
             self._drafter.record(slots, token_ids, counts)
@@ -181,7 +181,7 @@ class InputBatch:
             self._tables.append(slots, block_ids)
 
     def _decode_slots(self, step: Step) -> Int32Column:
-        """Without entering sequences, which have no sampled token to start from."""
+        """Not entering sequences, which have no sampled token to start from."""
         if step.kind is StepKind.PREFILL:
             require(step.decode_slots is None, "decode_slots in a prefill step")
             return _NO_SLOTS
@@ -207,7 +207,7 @@ class InputBatch:
             self._drafter.extend(slot, chunk.token_ids)
 
     def _dummy(self, step: Step) -> StepInput:
-        """Apply the other changes of a step that computes no sequence."""
+        """Apply the changes of a step that computes no sequence."""
         require(not step.enters and not step.chunks, "a dummy step must not compute a prompt")
         require(step.decode_slots is None or not len(step.decode_slots), "a dummy step must not decode a sequence")
         self._append_blocks(step.append_slots, step.append_block_ids)
@@ -215,7 +215,7 @@ class InputBatch:
         return StepInput.dummy(self._sampling_rows(_NO_SLOTS, None), is_prefill=is_prefill)
 
     def _decodes(self, slots: Int32Column, room: int) -> _Decodes:
-        """Choose the sequences that are computed, and draft up to `room` tokens for them."""
+        """Choose the sequences to compute, and draft up to `room` tokens for them."""
         if self._drafter is None or not len(slots):
             return _Decodes(len(slots), None, slots, None)
         num_slots, numbers = len(slots), None
@@ -227,7 +227,7 @@ class InputBatch:
         return _Decodes(num_slots, numbers, slots, drafts if len(drafts.token_ids) else None)
 
     def _draft_room(self, slots: Int32Column) -> Int32Column:
-        """How many tokens may be drafted for each sequence; one more is drawn after them."""
+        """Drafts for which each sequence has room; one more token is drawn after them."""
         num_places = self._tables.num_blocks(slots) * self._limits.block_size
         # A sequence's last possible token is drawn but never computed. This also keeps drafts within the context.
         most = np.minimum(self._max_num_tokens[slots] - 1, num_places)
@@ -282,7 +282,7 @@ class InputBatch:
         )
 
     def _check_lengths(self, slots: Int32Column, context_lens: Int32Column) -> Int32Column:
-        """How many blocks each context needs; refuse the step if a sequence does not have them."""
+        """Blocks that each context needs; refuse the step if a sequence does not have them."""
         require(
             int(context_lens.max(initial=0)) <= self._limits.context_length,
             "a sequence is longer than the context",
@@ -353,13 +353,13 @@ class InputBatch:
 @dataclass(frozen=True, slots=True)
 class _Decodes:
     num_slots: int
-    """All sequences, including full ones, which are not computed."""
+    """With full sequences, which are not computed."""
     numbers: npt.NDArray[np.int64] | None
-    """The computed sequences; None means all."""
+    """The computed sequences; None: all."""
     slots: Int32Column
-    """The slots of the computed ones."""
+    """Slots of the computed ones."""
     drafts: Drafts | None
-    """For `slots`; None means no sequence has any."""
+    """For `slots`; None: no sequence has any."""
 
     def row_numbers(self, num_rows: int) -> npt.NDArray[np.int64] | None:
         """[num_rows], the result's row of each computed row, these decodes first; None: the same."""

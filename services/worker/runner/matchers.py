@@ -1,4 +1,4 @@
-"""Makes grammar matchers; if the tokenizer is unusable, ones that end the text at once."""
+"""Makes grammar matchers, even if the tokenizer is unusable."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class GrammarMatchers:
-    """Makes matchers for one model; reads its tokenizer when the first one is made."""
+    """Makes matchers for one model; reads its tokenizer for the first one."""
 
     def __init__(self, model_dir: Path, logits_width: int, eos_token_ids: Sequence[int]) -> None:
         self._model_dir = model_dir
@@ -31,7 +31,7 @@ class GrammarMatchers:
     def make(self, grammar: str) -> GrammarMatcher:
         """A matcher at the beginning of `grammar`.
 
-        If the tokenizer cannot be read, it has failed from the start: raising would fail the whole step.
+        If the tokenizer cannot be read, it only lets the text end: raising would fail the whole step.
         """
         try:
             return self._get_compiler().matcher(grammar)

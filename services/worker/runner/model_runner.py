@@ -1,4 +1,4 @@
-"""Runs steps on the device, one at a time: update the batch, run the model, sample."""
+"""Runs steps on the device."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ModelRunner:
     """One model on one device, with its KV cache, batch and sampler.
 
     One thread calls `attach` and `run_step`; any thread may read the facts. Invariant: between steps the batch holds
-    the token to compute next for every sequence that can be decoded.
+    the next input token of every sequence that can be decoded.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class ModelRunner:
 
     @property
     def progress(self) -> int:
-        """Layers and steps computed so far, over all epochs. From any thread."""
+        """Layers and steps computed, over all epochs. From any thread."""
         return self._progress.count
 
     @property
@@ -113,7 +113,7 @@ class ModelRunner:
         return num_blocks_for(self._kv_cache_size.memory_bytes, KvCacheSpec(layers), block_size)
 
     def attach(self, *, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> int:
-        """Start an epoch with an empty batch and a KV cache, which needs at least one block (see `num_blocks`).
+        """Start an epoch with an empty batch and a KV cache of at least one block (see `num_blocks`).
 
         Returns:
             The id of the last step run in any epoch; 0 if there was none.
@@ -139,7 +139,7 @@ class ModelRunner:
         return self._last_step_id
 
     def run_step(self, step: Step) -> StepOutput:
-        """Compute a step.
+        """Update the batch, run the model, sample.
 
         Raises:
             StepMismatchError: the step does not fit the batch; nothing was computed.
@@ -184,7 +184,7 @@ class ModelRunner:
         )
 
     def _dp_metadata(self, step: Step, num_tokens: int) -> DpMetadata:
-        """What the coupled ranks compute in this step, checked against this rank's own `num_tokens`.
+        """What coupled ranks compute in this step, checked against this rank's `num_tokens`.
 
         If it differed, partners would be left waiting in a collective.
 
@@ -253,7 +253,7 @@ class ModelRunner:
 
 
 def build_model_runner(settings: WorkerSettings, on_progress: Callable[[float], None]) -> ModelRunner:
-    """Meet the other ranks, load the model and make it ready to run.
+    """Meet the other ranks and load the model.
 
     Args:
         on_progress: Called with the loaded part of the weights, 0 to 1; raising in it ends the loading.
@@ -302,13 +302,13 @@ def numerics_fingerprint(loaded: LoadedModel, ops: Ops, layout: RankLayout = _AL
 
 
 def _layout_numerics(layout: RankLayout, *, is_exact: bool) -> str:
-    """What results depend on; on an exact backend that is not the placement of experts."""
+    """On an exact backend results do not depend on the placement of experts."""
     has_spread_experts = layout.has_expert_parallel and not is_exact
     return f"tp-{layout.tp_size} ep-{layout.ep_size if has_spread_experts else 1}"
 
 
 def _usable_tokens(sampled: SampledTokens) -> Int32Column:
-    """Inputs of the next step: meaningless tokens are replaced by token 0, which every model has."""
+    """As inputs of the next step: token 0, which every model has, for meaningless ones."""
     if not len(sampled.not_finite_rows):
         return sampled.token_ids
     # A row that is not finite has one token.
@@ -329,5 +329,5 @@ def _result_counts(step_input: StepInput, sampled: SampledTokens) -> Int32Column
 
 
 def _result_rows(step_input: StepInput, rows: Int32Column) -> Int32Column:
-    """Map computed rows to rows of the result."""
+    """Map computed rows to the result's."""
     return rows if step_input.row_numbers is None else step_input.row_numbers[rows].astype(np.int32)

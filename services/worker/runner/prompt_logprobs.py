@@ -1,4 +1,4 @@
-"""Prompt log-probabilities: each token's hidden state gives those of the next token."""
+"""Prompt log-probabilities: each token's hidden state gives those of the next one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_ROWS = 128
 
 
 class PromptScorer:
-    """Scores prompts chunk by chunk in order, each prompt token but the first exactly once.
+    """Scores prompts chunk by chunk, each token but the first exactly once.
 
     Invariant: while a prompt is incomplete, its last token's hidden state is kept, by slot. One left over from a
     sequence that left early is dropped when the next prompt begins there.
@@ -32,14 +32,14 @@ class PromptScorer:
     def score(
         self, chunks: Sequence[ScoredChunk], token_ids: npt.NDArray[np.int64], hidden: Tensor
     ) -> tuple[tuple[int, Logprobs], ...]:
-        """Score one step's chunks, which are from different slots.
+        """Score a step's chunks, which are from different slots.
 
         Args:
             token_ids: [num_tokens].
             hidden: [num_tokens, hidden].
 
         Returns:
-            (slot, log-probabilities by position in the prompt), except for a chunk that is only a prompt's first token.
+            (slot, log-probabilities by position in the prompt); none for a chunk with only a prompt's first token.
         """
         scores = ((chunk.slot, self._score_chunk(chunk, token_ids, hidden)) for chunk in chunks)
         return tuple((slot, logprobs) for slot, logprobs in scores if logprobs is not None)

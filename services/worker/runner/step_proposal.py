@@ -1,4 +1,4 @@
-"""Step sizes that a worker proposes when none are configured; they depend on its device."""
+"""Step sizes that a worker proposes when none are configured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StepProposal:
-    """What a worker proposes to the scheduler."""
+    """What a worker proposes, depending on its device."""
 
     num_prompt_tokens: int
     """Most prompt tokens in a step."""
@@ -23,5 +23,5 @@ _CPU_STEPS = StepProposal(512, mixes=True)
 
 
 def propose_steps(device_type: str) -> StepProposal:
-    """Propose for a torch device type, such as "cpu" or "cuda"."""
+    """For a torch device type, such as "cpu" or "cuda"."""
     return _CPU_STEPS if device_type == "cpu" else _GPU_STEPS

@@ -1,4 +1,4 @@
-"""Draws one token from one row of logits: temperature, min-p, top-k, top-p, then counter-based noise.
+"""Draws one token from one row of logits.
 
 Plain numpy on the row alone: a token cannot depend on the batch. Ties go to the lower token id.
 """
@@ -26,10 +26,10 @@ _TokenIds = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class TokenDraw:
-    """How a sequence's tokens are drawn."""
+    """How a sequence's tokens are drawn: temperature, min-p, top-k, top-p, then counter-based noise."""
 
     temperature: float
-    """Finite; below 1e-5 the draw is greedy."""
+    """Finite; below 1e-5 greedy."""
     top_k: int
     """0 keeps all tokens."""
     top_p: float
@@ -40,7 +40,7 @@ class TokenDraw:
     choice: int
 
     def token(self, logits: _FloatRow, position: int) -> int:
-        """Draw the most likely token if greedy, otherwise by the Gumbel-max trick.
+        """The most likely token if greedy, otherwise a draw by the Gumbel-max trick.
 
         Args:
             logits: [vocabulary], the largest of them finite; not written.
@@ -77,7 +77,7 @@ class TokenDraw:
 
 
 def _above_share(scaled: _Floats, min_p: float) -> _TokenIds:
-    """Entries at least `min_p` times as probable as the most probable one, ascending.
+    """Entries at least `min_p` times as probable as the best, ascending.
 
     Source: Nguyen et al., arXiv:2407.01082, section 3.
     """
@@ -89,7 +89,7 @@ def _above_share(scaled: _Floats, min_p: float) -> _TokenIds:
 
 
 def _in_nucleus(scaled: _Floats, top_p: float) -> _TokenIds:
-    """The fewest most probable entries with a total probability of at least `top_p`, ascending.
+    """The fewest most probable entries that together reach `top_p`, ascending.
 
     Source: Holtzman et al., arXiv:1904.09751, section 3.1.
     """

@@ -1,4 +1,4 @@
-"""Follows sequences that have a grammar: which tokens may come next.
+"""Follows sequences that have a grammar.
 
 Threads compile grammars and compute masks while the device computes; the library releases the GIL. A mask takes about
 20 µs, occasionally a millisecond.
@@ -66,13 +66,13 @@ class GrammarCompiler:
             return self._compiled[grammar].deep_copy()
 
     def mask(self, matcher: LLMatcher | None) -> npt.NDArray[np.bool_]:
-        """The tokens that `matcher` allows, [logits_width]; without one, only the end-of-sequence tokens."""
+        """The tokens that `matcher` allows, [logits_width]; without one, only end-of-sequence tokens."""
         if matcher is None:
             return self._only_the_end
         return self._library.allowed_tokens(matcher)
 
     def prepare(self, matcher: GrammarMatcher) -> None:
-        """Queue its next mask for computation in another thread."""
+        """Queue the next mask for computation in another thread."""
         self._wanted.put(matcher)
 
     def _prepare_wanted(self) -> None:
@@ -81,7 +81,7 @@ class GrammarCompiler:
 
 
 class GrammarMatcher:
-    """Follows one sequence's completion. Used by one thread; masks requested with `prepare` are computed in others."""
+    """Follows one completion. Used by one thread; masks requested with `prepare` are computed in others."""
 
     def __init__(self, compiler: GrammarCompiler, grammar: str) -> None:
         self._compiler = compiler
@@ -90,8 +90,8 @@ class GrammarMatcher:
         self._mask: npt.NDArray[np.bool_] | None = None
         self._lock = threading.Lock()
         self.has_failed = False
-        """Whether the text has to end although the grammar does not allow it: no token fits, or parsing costs too
-        much. Rare for a grammar that the tokenizer service has tried out.
+        """Whether the text must end although the grammar does not allow it: no token fits, or parsing costs too much.
+        Rare for a grammar that the tokenizer service has tried out.
         """
 
     def mask(self) -> npt.NDArray[np.bool_]:

@@ -1,4 +1,4 @@
-"""The largest entries of a vocabulary-sized row; ties go to the lower index."""
+"""The largest entries of a vocabulary-sized row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _NUM_PARTS = 64
 
 
 def largest(values: npt.NDArray[np.floating], count: int) -> _Indexes:
-    """Indices of the `count` largest values, ascending. No value may be NaN; `count` is at most `len(values)`."""
+    """Indices of the `count` largest values, ascending, the lower among equals.
+
+    No value may be NaN; `count` is at most `len(values)`.
+    """
     if count == 0:
         return np.empty(0, np.int64)
     width = len(values) // _NUM_PARTS

@@ -1,6 +1,4 @@
-"""Log-probabilities of tokens in the model's own distribution, row by row in a fixed order, independent of the
-batch.
-"""
+"""Log-probabilities in the model's own distribution, computed row by row in a fixed order."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ def token_logprobs(logits: Tensor, token_ids: Int32Column, indexes: Int32Column,
 
 
 def join_logprobs(parts: Sequence[Logprobs]) -> Logprobs:
-    """Concatenate at least one part."""
+    """At least one part."""
     return Logprobs(
         indexes=np.concatenate([part.indexes for part in parts]),
         ranks=np.concatenate([part.ranks for part in parts]),

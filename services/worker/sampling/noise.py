@@ -1,13 +1,11 @@
-"""Counter-based noise: a pure function of request, position, purpose and vocabulary column.
+"""Counter-based noise: a pure function of request, position, purpose and vocabulary column, the same in every process.
 
-Every process that draws a token draws the same one. Philox4x64-10 (Salmon et al., "Parallel random numbers: as easy as
-1, 2, 3", SC 2011, section 4.3) with
+Philox4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 4.3) with
 
     key     = (seed, purpose << 32 | choice)
     counter = (column // 4, position, 0, 0)
 
-whose four 64-bit words serve the columns 4 * (column // 4) + 0 … 3. Triton has the same variant, so a GPU backend can
-reproduce it.
+whose four 64-bit words serve the columns 4 * (column // 4) + 0 … 3. Triton has the same variant, for a GPU backend.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ _WORD = 2**64
 
 
 class NoisePurpose(enum.IntEnum):
-    """What the noise is used for: two uses at one position must not share it."""
+    """What noise is used for: two uses at one position must not share it."""
 
     TOKEN = 0
 
@@ -29,7 +27,7 @@ class NoisePurpose(enum.IntEnum):
 def noise_words(
     seed: int, position: int, num_columns: int, *, purpose: NoisePurpose = NoisePurpose.TOKEN, choice: int = 0
 ) -> npt.NDArray[np.uint64]:
-    """The words of columns 0 to `num_columns` - 1, [num_columns].
+    """The words of the first columns, [num_columns].
 
     Args:
         seed: An unsigned 64-bit number.

@@ -1,7 +1,6 @@
 """Draws the tokens of a step's rows, each only from its own logits, parameters, options and noise.
 
-A draft is accepted exactly when it is the token that would have been drawn without it: drafts change when tokens
-arrive, never which.
+A draft is accepted exactly when it would have been drawn without it: drafts change when tokens arrive, never which.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _NO_TOKENS: Int32Column = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """How each row of a step is sampled; a row is a sequence that gets tokens."""
+    """How each row is sampled; a row is a sequence that gets tokens."""
 
     temperature: npt.NDArray[np.float32]  # [num_rows], finite; below 1e-5 greedy
     top_k: npt.NDArray[np.int32]  # [num_rows], 0: all
@@ -32,7 +31,7 @@ class SamplingRows:
     choice: npt.NDArray[np.uint32]  # [num_rows], which of its request's choices a row is
     position: npt.NDArray[np.int64]  # [num_rows], absolute position of the first token drawn: the length so far
     states: dict[int, SamplingState] = field(default_factory=dict)
-    """By row, for sequences that have options."""
+    """By row, for sequences with options."""
     draft_token_ids: Int32Column = field(default_factory=lambda: _NO_TOKENS)  # [num_drafts], row after row
     draft_counts: Int32Column | None = None  # [num_rows], drafts of each row; None: no row has any
 
@@ -52,7 +51,7 @@ class SampledTokens:
 
 
 class Sampler:
-    """Draws tokens: plain greedy ones with the backend, others row by row with counter-based noise."""
+    """Draws plain greedy tokens with the backend, others row by row with counter-based noise."""
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
@@ -87,12 +86,12 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """Where each row's logits are, and which tokens must be drawn for the row to continue with its next logits."""
+    """Where each row's logits are, and which drawn tokens let the row continue with its next logits."""
 
     first: npt.NDArray[np.int64]  # [num_rows], each row's first logits
     is_good: npt.NDArray[np.bool_]  # [num_rows], whether those are finite
     wanted: npt.NDArray[np.int32]  # [num_logits]
-    """The draft that the row's next logits were computed with: they are valid only if this token is drawn here.
+    """The draft that the row's next logits were computed with, which must be drawn here for them to be valid.
     -1 if there is no such draft, or if these or the next logits are not finite.
     """
 
@@ -111,7 +110,7 @@ class _Runs:
         return cls(first, is_finite[first], wanted)
 
     def counts(self, token_ids: Int32Column) -> Int32Column:
-        """How many of its drawn tokens each row gets: up to and including the first unwanted one."""
+        """How many drawn tokens each row gets: up to and including the first unwanted one."""
         ends = np.flatnonzero(token_ids != self.wanted)
         counts: npt.NDArray[np.int64] = ends[ends.searchsorted(self.first)] - self.first + 1
         return counts.astype(np.int32)
@@ -125,7 +124,7 @@ class _Runs:
 
 
 def _is_drawn(rows: SamplingRows) -> npt.NDArray[np.bool_]:
-    """[num_rows], False for rows that simply get the most likely tokens."""
+    """[num_rows], False for rows that get the most likely tokens."""
     is_drawn: npt.NDArray[np.bool_] = rows.temperature >= GREEDY_TEMPERATURE
     for row, state in rows.states.items():
         is_drawn[row] |= state.changes_logits
@@ -137,7 +136,7 @@ def _draw_run(
 ) -> bool:
     """Draw one row's tokens into their places in `token_ids`, until one differs from its draft.
 
-    Returns False if the row has a grammar that could not be followed that far.
+    Returns False if the row's grammar could not be followed that far.
     """
     state = rows.states.get(row)
     draw = TokenDraw(

@@ -1,4 +1,4 @@
-"""What the rarer sampling options keep for one sequence, and how they change its logits."""
+"""What rarer sampling options keep for one sequence, and how they change its logits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LIMITS = np.finfo(np.float32)
 
 
 class GrammarMatcher(Protocol):
-    """Follows one sequence's completion through its grammar."""
+    """Follows one completion through its grammar."""
 
     has_failed: bool
     """Whether the latest mask allows only the end because the grammar cannot be followed further."""
@@ -38,10 +38,9 @@ class GrammarMatcher(Protocol):
 
 
 class SamplingState:
-    """One sequence's options and what they need to know of its tokens. A sequence without options has no state.
+    """One sequence's options and what they need of its tokens. A sequence without options has no state.
 
     Invariant: with `SamplingOptions.needs_all_tokens`, every token was passed to `extend` or `append` once, in order.
-    Other options need none.
     """
 
     def __init__(
@@ -88,11 +87,11 @@ class SamplingState:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the row last made by `process` ends the text only because the grammar could not be followed."""
+        """Whether the last result of `process` ends the text only because the grammar could not be followed."""
         return self._matcher is not None and self._matcher.has_failed
 
     def extend(self, token_ids: Int32Column) -> None:
-        """Add known tokens: the prompt's, then, in a resumed sequence, the completion's so far."""
+        """Add known tokens: the prompt's, then a resumed sequence's completion."""
         num_of_prompt = min(max(self.num_prompt_tokens - self._num_known, 0), len(token_ids))
         self._num_known += len(token_ids)
         if self._seen is not None:
@@ -119,7 +118,7 @@ class SamplingState:
             self._matcher.advance(token_id)
 
     def prepare(self) -> None:
-        """Start computing what the next token needs besides its logits."""
+        """Start computing what the next token needs besides logits."""
         if self._matcher is not None:
             self._matcher.prepare()
 
@@ -144,7 +143,7 @@ class SamplingState:
         return processed
 
     def _masked(self, logits: _FloatRow, position: int) -> _FloatRow:
-        """A new row with -Inf for tokens that must not be drawn. If none were left, only the grammar applies."""
+        """A new row, -Inf for tokens that must not be drawn. If none were left, only the grammar applies."""
         allowed = logits.copy() if self._matcher is None else _only(self._matcher.mask(), logits)
         banned = self._banned_ids(position)
         values = allowed[banned]
@@ -187,7 +186,7 @@ class TokenCounts:
 
 
 class _BadWords:
-    """Token sequences that must not occur in the completion, and the completion's last tokens."""
+    """Token sequences that must not occur, and the completion's last tokens."""
 
     def __init__(self, words: tuple[tuple[int, ...], ...]) -> None:
         self._always = tuple(word[0] for word in words if len(word) == 1)
@@ -198,7 +197,7 @@ class _BadWords:
         self._end.extend(token_ids)
 
     def banned_ids(self) -> _TokenIds:
-        """The tokens that would complete a bad word, ascending."""
+        """Tokens that would complete a bad word, ascending."""
         end = tuple(self._end)
         completing = {last for before, last in self._runs if end[-len(before) :] == before}
         return np.array(sorted(completing.union(self._always)), np.int64)
@@ -220,7 +219,7 @@ def _check_options(options: SamplingOptions, logits_width: int) -> None:
 
 
 def _only(mask: npt.NDArray[np.bool_], logits: _FloatRow) -> _FloatRow:
-    """Allowed tokens' logits, the others -Inf, as a new row; a mask that allows none is ignored."""
+    """A new row, -Inf for tokens not allowed; a mask that allows none is ignored."""
     allowed: _FloatRow = np.where(mask, logits, np.float32(-np.inf))
     if allowed.max() > -np.inf:
         return allowed

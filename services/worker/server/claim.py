@@ -1,7 +1,7 @@
 """Which scheduler holds the group, and which steps may be launched: the epoch rules, without streams or a clock.
 
-tests/simulation model-checks `ClaimLedger` together with the scheduler's side. Streams are numbers chosen by the
-caller, each used once. Epochs over time:
+tests/simulation model-checks them together with the scheduler's side. Streams are numbers chosen by the caller, each
+used once. Epochs over time:
 
     epoch   0 ── offer(1, A) ──────────────────────────────── offer(2, B) ─────────────────
     holder  ""   A                                            B
@@ -52,10 +52,10 @@ class ClaimLedger:
     def offer(self, epoch: int, scheduler_instance_id: str, now: float) -> None:
         """Begin an epoch (Attach); steps of older ones are no longer launched.
 
-        Nothing has changed if it raises. Offering epoch 0 only asks which scheduler holds the group.
+        Changes nothing if it raises. Offering epoch 0 only asks which scheduler holds the group.
 
         Raises:
-            StaleEpochError: the epoch is not above the current one; 0 never is.
+            StaleEpochError: the epoch is not above the current one.
             GroupHeldError: another scheduler has a live stream and was heard within the lease.
         """
         if epoch <= self.epoch:
@@ -67,9 +67,9 @@ class ClaimLedger:
         self.is_open, self.stream, self.next_step_id = True, None, 1
 
     def hear(self, stream: int, epoch: int, scheduler_instance_id: str, now: float) -> None:
-        """Record a heartbeat on an Execute stream; the first one makes it the epoch's stream.
+        """Record a heartbeat; the first one makes its stream the epoch's.
 
-        The epoch alone does not identify the scheduler: after a restart of the group a number may be used again.
+        An epoch alone does not identify its scheduler: after a restart of the group a number may be used again.
 
         Raises:
             StaleEpochError: it is from another epoch or scheduler, or the epoch's stream has ended.
@@ -82,7 +82,7 @@ class ClaimLedger:
         self.stream, self.heard_at = stream, now
 
     def launch(self, stream: int, epoch: int, step_id: int, now: float) -> None:
-        """Record a step on an Execute stream; launch it only if this returns.
+        """Record a step; it may be launched only if this returns.
 
         Raises:
             StaleEpochError: it is from another epoch, or the epoch's stream has ended.
@@ -100,7 +100,7 @@ class ClaimLedger:
         self.last_launched = LaunchedStep(epoch, step_id)
 
     def end_stream(self, stream: int) -> None:
-        """Record that a stream has ended; the end of the epoch's stream ends the claim at once."""
+        """The end of the epoch's stream ends the claim at once."""
         if self.stream == stream:
             self.is_open = False
 
@@ -108,7 +108,7 @@ class ClaimLedger:
         """Let only the holder restart the process.
 
         Raises:
-            StaleEpochError: the caller does not hold the group under this epoch.
+            StaleEpochError: the caller is not the holder.
         """
         if not epoch or (epoch, scheduler_instance_id) != (self.epoch, self.holder):
             raise StaleEpochError("the caller does not hold the group under this epoch", epoch=self.epoch)
@@ -119,7 +119,7 @@ class ClaimLedger:
         return self.holder if is_live else ""
 
     def stale(self, message: str, now: float) -> StaleEpochError:
-        """Make an error that names the current epoch, and its live holder."""
+        """Make an error that names the current epoch and its live holder."""
         return StaleEpochError(message, epoch=self.epoch, holder=self.live_holder(now))
 
     def _held(self, message: str, now: float) -> GroupHeldError:

@@ -1,4 +1,4 @@
-"""A TP group's leader, which serves the scheduler and its followers."""
+"""A TP group's leader."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Leader:
-    """Serves the scheduler and followers; in coupled groups it follows the leader of DP rank 0."""
+    """Serves the scheduler and its followers; in coupled groups it follows the leader of DP rank 0."""
 
     service_names: tuple[str, ...] = (SERVICE_NAME,)
 
@@ -43,6 +43,6 @@ class Leader:
         self._servicer.open(steps)
 
     async def close(self) -> None:
-        """Say goodbye to its own leader; its followers learn of it from their Join streams."""
+        """Say goodbye to its own leader; its followers learn from their Join streams."""
         if self._link is not None:
             await self._link.close()

@@ -48,12 +48,12 @@ _MAX_SIZES = {"block_size": 4096, "max_num_seqs": 1 << 16, "max_num_batched_toke
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """Serves one group to one scheduler at a time.
 
-    Invariant: only steps that the claim ledger allows are launched, and an epoch's empty batch is queued on the device
-    before its first step.
+    Invariant: only steps that the claim ledger allows are launched, each epoch's after its empty batch is queued on the
+    device.
     """
 
     def __init__(self, layout: RankLayout, group: GroupServicer, end: DomainEnd, *, stuck_s: float = STUCK_S) -> None:
-        """A step that has not returned within `stuck_s` is stuck."""
+        """A step is stuck if it has not returned within `stuck_s`."""
         self._layout = layout
         self._group = group
         self._end = end
@@ -68,7 +68,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server)
 
     def open(self, steps: DeviceSteps) -> None:
-        """Let schedulers claim the group, once the weights are loaded and the members have joined."""
+        """Let schedulers claim the group, once weights are loaded and members have joined."""
         self._steps = steps
 
     async def Attach(
@@ -151,7 +151,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def _answer(self, stream: StepStream, epoch: Epoch, context: grpc.aio.ServicerContext) -> None:
         """Write results and heartbeats until the scheduler has ended its side.
 
-        The first heartbeat is sent at once, to show that the stream is open.
+        The first heartbeat, sent at once, shows that the stream is open.
         """
         # A call allows one write at a time.
         writing = asyncio.Lock()
@@ -205,7 +205,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
 
 async def _fewest(blocks: list[asyncio.Future[int]]) -> int:
-    """The fewest KV blocks of any process, which is what the group can use.
+    """The fewest KV blocks of any process, which the group can use.
 
     Raises:
         InvalidRequestError: a process has none.

@@ -12,11 +12,11 @@ from services.worker.step import StepOutput
 class Epoch:
     """One epoch, from its Attach until a later one supersedes it.
 
-    `ready` completes with the number of KV blocks when the group holds the epoch's empty batch.
+    `ready` completes with the number of KV blocks when the group holds its empty batch.
     """
 
     def __init__(self, number: int, ready: asyncio.Future[int], last_launched: LaunchedStep) -> None:
-        """`last_launched` is the last step of earlier epochs."""
+        """`last_launched`: the last step of earlier epochs."""
         self.number = number
         self.ready = ready
         self.last_launched = last_launched
@@ -35,13 +35,13 @@ class Epoch:
         self._streams.discard(stream)
 
     def supersede(self) -> None:
-        """End the streams: steps of this epoch are no longer launched."""
+        """End the streams; their steps are no longer launched."""
         for stream in self._streams:
             stream.cut()
 
 
 class StepStream:
-    """The steps of one Execute stream that were launched and not answered yet, in order."""
+    """Steps of one Execute stream, launched and not yet answered, in order."""
 
     def __init__(self, number: int) -> None:
         """`number` identifies the stream in the claim ledger."""
@@ -51,7 +51,7 @@ class StepStream:
         self._reader: asyncio.Task[None] | None = None
 
     def read_by(self, reader: asyncio.Task[None]) -> None:
-        """Set the task that adds the steps; when it is done, `next_step` returns None after the last one."""
+        """Set the task that adds steps; when it is done, `next_step` returns None after the last one."""
         self._reader = reader
         reader.add_done_callback(retrieve)
         reader.add_done_callback(lambda _: self._steps.put_nowait(None))
@@ -85,6 +85,6 @@ class StepStream:
 
 
 def retrieve(future: asyncio.Future[Any]) -> None:
-    """Mark an exception as retrieved, because it was reported elsewhere and asyncio would log it again."""
+    """Mark an exception as retrieved: it was reported elsewhere, and asyncio would log it again."""
     if not future.cancelled():
         future.exception()

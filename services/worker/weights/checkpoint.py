@@ -36,7 +36,7 @@ _NOT_FINITE = "not finite"
 class CheckpointWeights:
     """See `ModelWeights`. No backend here computes in a packed format, so every layer is dequantised.
 
-    Invariant: after the first problem tensors are not read any more; only headers are checked.
+    Invariant: after the first problem only headers are checked.
     """
 
     def __init__(
@@ -135,21 +135,20 @@ class CheckpointWeights:
             )
 
     def _is_empty(self, name: str) -> bool:
-        """transformers writes tensors without values for parts that a model does not have."""
+        """transformers writes empty tensors for parts that a model does not have."""
         header = self._files.header(name)
         return header is not None and 0 in header.shape
 
     def _linear_format(self, name: str) -> LayerFormat:
-        """Plain if the matrix is stored in a float dtype, whatever the configuration says."""
+        """Plain if stored in a float dtype, whatever the configuration says."""
         header = self._files.header(f"{name}.weight")
         return PLAIN if header is not None and header.dtype in FLOAT_DTYPES else self._config.linear_format(name)
 
     def _find(self, name: str, wanted: tuple[StoredTensor, ...], *, num_values: int) -> dict[str, str]:
-        """Look up a layer's tensors, record what is wrong with them, and return the names of those found, by role.
+        """Record what is wrong with a layer's tensors, and return the names of those found, by role.
 
         Raises:
-            ModelDirectoryError: layers that are not read any more need too much memory, with this one's `num_values`
-                values.
+            ModelDirectoryError: unread layers need too much memory, with this one's `num_values` values.
         """
         found = {}
         for tensor in wanted:
@@ -176,7 +175,7 @@ class CheckpointWeights:
             self._problems.add("wrong dtype", name, f"has dtype {header.dtype}, not {' or '.join(wanted.dtypes)}")
 
     def _refuse_beyond_limit(self, num_bytes: int) -> None:
-        """Raise if the model needs much more memory than is stored: the configuration is another model's."""
+        """Raise if much more memory is needed than is stored: the configuration is another model's."""
         limit = max(_MAX_UNREAD_RATIO * self._files.num_bytes, _MIN_UNREAD_BYTES)
         if num_bytes > limit:
             self._problems.add("too small", "all files together", f"have {self._files.num_bytes} bytes")
@@ -205,11 +204,11 @@ class _Layer:
     name: str
     layer_format: LayerFormat
     stored: Mapping[str, str]
-    """The names of its tensors, by role."""
+    """Names of tensors, by role."""
     shape: tuple[int, ...]
 
     def share(self, region: Region) -> float:
-        """The fraction that `region` covers, 0 to 1."""
+        """The fraction that `region` covers."""
         return region.num_values / max(prod(self.shape), 1)
 
 

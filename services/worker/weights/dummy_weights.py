@@ -1,8 +1,4 @@
-"""Dummy weights: seeded random values that need only a configuration, for performance work.
-
-A tensor's values do not depend on the order and slices of reading. They are windows into one run of random numbers, as
-copying is several times faster than drawing; its prime length keeps rows and tensors from starting at the same place.
-"""
+"""Dummy weights: seeded random values that need only a configuration, for performance work."""
 
 from __future__ import annotations
 
@@ -22,10 +18,11 @@ _BIAS_SPREAD = 0.02
 
 
 class DummyWeights:
-    """See `ModelWeights`. Every tensor exists.
+    """See `ModelWeights`. Every tensor exists, with values that do not depend on the order and slices of reading.
 
-    Values have mean 0 and standard deviation 1 / sqrt(in_features), so that activations keep their magnitude; norms'
-    weights are about 1.
+    They have mean 0 and standard deviation 1 / sqrt(in_features), so that activations keep their magnitude; norms'
+    weights are about 1. Tensors are windows into one run of random numbers, as copying is several times faster than
+    drawing; its prime length keeps rows and tensors from starting at the same place.
     """
 
     def __init__(

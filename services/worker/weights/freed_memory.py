@@ -1,4 +1,4 @@
-"""Where freed memory goes: back to the system while a model loads, to the next allocation while it runs."""
+"""Where freed memory goes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RUNNING_THRESHOLD = 32 << 20
 
 @contextmanager
 def return_freed_memory() -> Iterator[None]:
-    """Return the memory of large tensors to the system as soon as they are freed. Does nothing without glibc.
+    """Return large tensors' memory to the system as soon as it is freed. Does nothing without glibc.
 
     By default glibc keeps it as holes between the remaining weights, measured at a fifth of their size.
     """

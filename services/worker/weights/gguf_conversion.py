@@ -61,7 +61,7 @@ class UnsupportedGgufError(Exception):
 
 
 def convert(gguf_path: Path, result_dir: Path) -> str:
-    """Convert the model into the new directory `result_dir`, in float32; returns its `WeightFiles.digest()`.
+    """Convert into the new directory `result_dir`, in float32; returns its `WeightFiles.digest()`.
 
     Raises:
         UnsupportedGgufError: the file cannot be read, is not supported, or would lose some of its contents.
@@ -136,7 +136,7 @@ class _Source:
 
 
 def _convert_weights(source: _Source, result_dir: Path) -> None:
-    """Write configuration, generation configuration and weights.
+    """Write configurations and weights.
 
     Uses transformers one level below `from_pretrained`, which needs accelerate and returns a model on which
     `save_pretrained` fails.

@@ -39,7 +39,7 @@ class ImportFailedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class KnownSource:
-    """A source whose import has been checked against other implementations."""
+    """A source whose import was checked against other implementations."""
 
     name: str
     weights_digest: str
@@ -56,7 +56,7 @@ KNOWN_SOURCES = {
 
 
 def import_model(source: Path, out_dir: Path) -> None:
-    """Import `source` into `out_dir`, or verify that it has been imported.
+    """Import `source`, or verify that it has been imported.
 
     Raises:
         ImportFailedError: the source is missing, unsupported or not what its name promises, or `out_dir` contains files
@@ -85,7 +85,7 @@ def import_model(source: Path, out_dir: Path) -> None:
 
 
 def is_imported(out_dir: Path, source_sha256: str) -> bool:
-    """Whether `out_dir` holds a complete, unchanged import of this source. Reads every file."""
+    """Whether `out_dir` holds a complete, unchanged import. Reads every file."""
     try:
         manifest = read_json(out_dir, MANIFEST)
         if manifest["version"] != MANIFEST_VERSION or manifest["source"]["sha256"] != source_sha256:
@@ -102,7 +102,7 @@ def sha256_of(path: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
+    """Return the exit status."""
     parser = argparse.ArgumentParser(prog="lockstep import", description=__doc__)
     parser.add_argument("source", type=Path, help="a .gguf file, or a wheel that contains one")
     parser.add_argument("out_dir", type=Path, help="the model directory to create")

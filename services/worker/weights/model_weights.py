@@ -1,4 +1,4 @@
-"""The interface through which model files read their weights, implemented by `checkpoint` and `dummy_weights`."""
+"""How model files read their weights; see `checkpoint` and `dummy_weights`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ ALL = slice(None)
 
 
 class ModelWeights(Protocol):
-    """The weights of a model, in the dtype it runs in, whatever format they are stored in.
+    """A model's weights, in the dtype it runs in, whatever format they are stored in.
 
     A problem with a tensor (missing, another shape or dtype, values that are not finite) does not stop a read: it is
     recorded, a tensor of the right shape with arbitrary values is returned, and `check_complete` raises one error that
     lists all problems. So a layer never sees a wrong shape, and must not judge values.
 
-    The caller owns every tensor returned and may write to it. All are contiguous except those from `stacked`. Slices
-    have a step of 1 and need not be aligned to a format's blocks or groups. Only the selected part is read.
+    The caller owns every tensor returned. All are contiguous except those from `stacked`. Slices have a step of 1 and
+    need not be aligned to a format's blocks or groups. Only the selected part is read.
     """
 
     dtype: torch.dtype
@@ -44,7 +44,7 @@ class ModelWeights(Protocol):
             name: The full name.
             shape: The whole tensor's.
             rows: The part of the first dimension to read.
-            dtype: The result's; None means the model's.
+            dtype: The result's; None: the model's.
 
         Raises:
             ModelDirectoryError: too much is missing to continue; as from `check_complete`.
@@ -60,7 +60,7 @@ class ModelWeights(Protocol):
             shape: (out_features, in_features) of the whole matrix.
             rows: Output features to read.
             columns: Input features to read.
-            out: Written and returned; has the selected part's shape, any float dtype and strides. None for new memory.
+            out: Written and returned; has the selected part's shape, any float dtype and strides. None: new memory.
 
         Raises:
             ModelDirectoryError: as in `read`.
@@ -94,7 +94,7 @@ class ModelWeights(Protocol):
         """Allow tensors with such names to stay unread; any other unread tensor is an error."""
 
     def check_complete(self) -> None:
-        """End the load: check that every stored tensor was read or ignored, and that all reads were correct.
+        """End the load, once every stored tensor was read or ignored, and all reads were correct.
 
         Raises:
             ModelDirectoryError: lists all problems.

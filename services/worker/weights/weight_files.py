@@ -1,4 +1,4 @@
-"""A model directory's safetensors files: mapped, checked and hashed, but never copied as a whole.
+"""A model directory's safetensors files: mapped, checked and hashed, never copied as a whole.
 
 Other formats are not read, as they can run code.
 """
@@ -96,8 +96,8 @@ class WeightFiles:
     def read(self, name: str) -> Tensor:
         """A view of the mapped file, in its dtype. Reports progress.
 
-        The whole tensor is hashed when it is first read, even if a rank needs only part of it, so that all ranks have
-        the same digest.
+        The first read hashes the whole tensor even if a rank needs only part of it, so that all ranks have the same
+        digest.
         """
         tensor: Tensor = self._name_to_file[name].get_tensor(name)
         if name not in self._entries:
@@ -109,7 +109,7 @@ class WeightFiles:
     def digest(self) -> str:
         """SHA-256 over name, dtype, shape and bytes of every tensor read, in hex.
 
-        It does not depend on the split into files, or on how much of each tensor was used.
+        Independent of the split into files, and of how much of each tensor was used.
         """
         lines = "".join(self._entries[name] for name in sorted(self._entries))
         return hashlib.sha256(lines.encode()).hexdigest()

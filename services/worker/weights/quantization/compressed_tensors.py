@@ -31,7 +31,7 @@ _SUPPORTED = (
 
 
 def compressed_tensors_rules(values: Mapping[str, Any]) -> FormatRules:
-    """Parse a `quantization_config` with quant_method compressed-tensors.
+    """Parse the `quantization_config`.
 
     Raises:
         UnsupportedFormatError: a scheme is not supported.

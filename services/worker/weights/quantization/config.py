@@ -30,7 +30,7 @@ class QuantizationConfig:
     """The formats of a checkpoint's layers."""
 
     def __init__(self, rules: FormatRules | None = None, *, has_mxfp4: bool = False) -> None:
-        """`rules` None means that nothing is quantised."""
+        """`rules` None: nothing is quantised."""
         self._rules = rules or FormatRules()
         self._has_mxfp4 = has_mxfp4
         self.unused_suffixes = self._rules.unused_suffixes
@@ -61,5 +61,5 @@ class QuantizationConfig:
         return self._rules.format_of(layer) or PLAIN
 
     def stack_format(self, *, is_plain: bool) -> LayerFormat:
-        """The format of a stack of experts; `is_plain` if a tensor of its own name is stored."""
+        """`is_plain` if a tensor of the stack's own name is stored."""
         return _MXFP4_STACK if self._has_mxfp4 and not is_plain else _PLAIN_STACK

@@ -1,4 +1,4 @@
-"""Converts a layer's stored tensors into a part of its matrix in floating point."""
+"""Converts stored tensors into a part of a layer's matrix in floating point."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _CHUNK_VALUES = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A part of a matrix, or of several matrices of a stack."""
+    """A part of a matrix, or of several in a stack."""
 
     matrices: range | None
-    """None: the layer is a single matrix."""
+    """None: a single matrix."""
     rows: range
     columns: range
 
@@ -46,7 +46,7 @@ def dequantize(layer_format: LayerFormat, parts: Mapping[str, Tensor], region: R
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether no value is infinite or NaN. Costs a tenth of hashing."""
+    """Costs a tenth of hashing."""
     return not values.numel() or all(math.isfinite(extreme) for extreme in torch.aminmax(values))
 
 

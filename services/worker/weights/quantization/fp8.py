@@ -13,7 +13,7 @@ _SCALE_SUFFIXES = (".weight_scale_inv", ".weight_scale")
 
 
 def fp8_rules(values: Mapping[str, Any]) -> FormatRules:
-    """Parse a `quantization_config` with quant_method fp8.
+    """Parse `quant_method` fp8.
 
     Raises:
         KeyError, TypeError, ValueError: the configuration is malformed.
@@ -30,7 +30,7 @@ def fp8_rules(values: Mapping[str, Any]) -> FormatRules:
 
 
 def fbgemm_fp8_rules(values: Mapping[str, Any]) -> FormatRules:
-    """Parse a `quantization_config` with quant_method fbgemm_fp8: a scale per output channel."""
+    """Parse `quant_method` fbgemm_fp8: a scale per output channel."""
     return _rules(values, ScaledFormat("fp8", FP8_DTYPES, (CHANNEL,)))
 
 

@@ -1,7 +1,4 @@
-"""How one layer is stored: the interface of formats, and the plain one.
-
-A format only describes tensors and how they become floating point; `CheckpointWeights` reads them.
-"""
+"""How one layer is stored: the interface of formats, and the plain one. `CheckpointWeights` does the reading."""
 
 from __future__ import annotations
 
@@ -28,9 +25,9 @@ class StoredTensor:
     suffixes: tuple[str, ...]
     """What may follow the layer's name; the first one stored is used."""
     shapes: tuple[tuple[int, ...], ...]
-    """The allowed ones."""
+    """Allowed ones."""
     dtypes: tuple[str, ...]
-    """The allowed ones, by safetensors' names."""
+    """Allowed ones, by safetensors' names."""
     is_optional: bool = False
 
 
@@ -46,7 +43,7 @@ class LayerFormat(Protocol):
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Suffixes of tensors that such a layer may have but does not need."""
+        """Suffixes of tensors that the layer may have but does not need."""
 
     @property
     def is_transposed(self) -> bool:

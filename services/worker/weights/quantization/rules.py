@@ -1,4 +1,4 @@
-"""Rules that select a layer's format by its name."""
+"""Selects a layer's format by its name."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class FormatRules:
 
     rules: tuple[tuple[Callable[[str], bool], LayerFormat | None], ...] = ()
     unused_suffixes: tuple[str, ...] = _CACHE_SCALES
-    """Suffixes of tensors that belong to no layer loaded here and are not needed."""
+    """Suffixes of tensors that no layer loaded here needs."""
 
     def format_of(self, layer: str) -> LayerFormat | None:
-        """The format of a linear layer; None means plain floats."""
+        """None: plain floats."""
         return next((layer_format for applies, layer_format in self.rules if applies(layer)), None)
 
 
 def is_listed(patterns: Sequence[str]) -> Callable[[str], bool]:
-    """A predicate: whether a layer's name ends with one of `patterns`, or starts with it as a regular expression.
+    """Whether a layer's name ends with one of `patterns`, or starts with it as a regular expression.
 
     A match at the start must end at a dot or the end of the name: `mlp.gate` does not match `mlp.gate_proj`.
 

@@ -28,7 +28,7 @@ class Granularity:
     columns: int | None
 
     def scale_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """The possible shapes of a matrix's scales, the two-dimensional one first."""
+        """Possible shapes of a matrix's scales, the two-dimensional one first."""
         num_rows = 1 if self.rows is None else -(-shape[0] // self.rows)
         num_columns = 1 if self.columns is None else -(-shape[1] // self.columns)
         full = (num_rows, num_columns)
@@ -37,7 +37,7 @@ class Granularity:
         return (full, (num_rows,)) if self.rows is not None else (full, (1,), ())
 
     def expand(self, scales: Tensor, rows: range, columns: range) -> Tensor:
-        """The scales of a part of the matrix, float32, in a shape that broadcasts to the part's."""
+        """A part's scales, float32, in a shape that broadcasts to it."""
         scales = scales.reshape(1, 1) if scales.dim() == 0 else scales.reshape(scales.shape[0], -1)
         return _repeat(_repeat(scales.float(), 0, self.rows, rows), 1, self.columns, columns)
 
@@ -53,7 +53,7 @@ class ScaledFormat:
     label: str
     dtypes: tuple[str, ...]
     granularities: tuple[Granularity, ...]
-    """The allowed ones: plain "fp8" may have a scale per tensor or per channel."""
+    """Allowed ones: plain "fp8" may have a scale per tensor or per channel."""
     scale_suffixes: tuple[str, ...] = (".weight_scale",)
     has_zero_point: bool = False
     unused: tuple[str, ...] = field(
@@ -104,7 +104,7 @@ def _to_float32(weight: Tensor) -> Tensor:
 
 
 def _repeat(scales: Tensor, dim: int, size: int | None, places: range) -> Tensor:
-    """The scale of each index in `places` along `dim`, where `size` consecutive ones share a scale; None: all do."""
+    """Scales of the indexes `places` along `dim`, where `size` consecutive ones share a scale; None: all do."""
     if size is None:
         return scales
     first = places.start // size
