@@ -115,7 +115,6 @@ class Rotary:
 
 
 def _parameters(config: Mapping[str, Any], default_theta: float, default_partial_factor: float) -> dict[str, Any]:
-    """Flatten the parameters, from either of the configuration's two spellings."""
     values: dict[str, Any] = {"rope_theta": default_theta, "partial_rotary_factor": default_partial_factor}
     values |= {name: config[name] for name in values if config.get(name) is not None}
     for spelling in ("rope_scaling", "rope_parameters"):

@@ -1,4 +1,4 @@
-"""Reads config.json value by value; an error names the wrong value."""
+"""Reads config.json; an error names the wrong value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class ConfigValues:
     A method that takes several names uses the first one present. Without a default the value is required.
 
     Raises:
-        ModelDirectoryError: by every method, when a value is missing, malformed or out of range.
+        ModelDirectoryError: by every method, and by functions that read from it, when a value is missing, malformed,
+            not supported, out of range or contradicts another.
     """
 
     def __init__(self, json: Mapping[str, Any]) -> None:

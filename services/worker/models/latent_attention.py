@@ -50,11 +50,7 @@ class LatentAttentionConfig:
     def from_json(
         cls, values: ConfigValues, config: DecoderConfig, *, indexer: IndexerConfig | None = None
     ) -> LatentAttentionConfig:
-        """Read and check the sizes.
-
-        Raises:
-            ModelDirectoryError: a size is missing or malformed, or they contradict each other.
-        """
+        """Read the sizes."""
         sizes = LatentSizes(
             num_heads=values.size("num_attention_heads"),
             plain_dim=values.size("qk_nope_head_dim"),

@@ -35,11 +35,7 @@ class MtpLayer:
 
     @classmethod
     def load(cls, shard: Shard, config: DecoderConfig, layer: int, *, block: DecoderLayer) -> MtpLayer:
-        """Load a layer of the checkpoint around its decoder layer.
-
-        Raises:
-            ModelDirectoryError: see `ModelWeights`.
-        """
+        """Load a layer of the checkpoint around its decoder layer."""
         prefix, size = f"model.layers.{layer}", config.hidden_size
         return cls(
             embedding_norm=load_norm(shard, config, f"{prefix}.enorm"),
@@ -76,9 +72,6 @@ def mtp_layers_to_load(values: ConfigValues, config: DecoderConfig, weights: Mod
     """The numbers of the layers to load, after the model's own; empty if not requested or not stored.
 
     Tensors that will not be read are marked as ignored in `weights`.
-
-    Raises:
-        ModelDirectoryError: the configured number of layers is malformed.
     """
     num_layers = values.count("num_nextn_predict_layers", "num_mtp_layers", default=0)
     numbers = range(config.num_layers, config.num_layers + num_layers)
@@ -94,11 +87,7 @@ def mtp_layers_to_load(values: ConfigValues, config: DecoderConfig, weights: Mod
 def load_mtp(
     shard: Shard, config: DecoderConfig, model: DecoderModel, *, blocks: Sequence[DecoderLayer]
 ) -> DecoderMtpLayers | None:
-    """Load the layers around `blocks`, which follow the model's own; None if there are none.
-
-    Raises:
-        ModelDirectoryError: see `ModelWeights`.
-    """
+    """Load the layers around `blocks`, which follow the model's own; None if there are none."""
     layers = [
         MtpLayer.load(shard, config, number, block=block)
         for number, block in enumerate(blocks, start=config.num_layers)

@@ -31,11 +31,7 @@ class AttentionHeads:
 
     @classmethod
     def from_json(cls, values: ConfigValues, *, default_head_dim: int | None = None) -> AttentionHeads:
-        """Read and check the heads; `default_head_dim` None: the hidden size divided by `num_heads`.
-
-        Raises:
-            ModelDirectoryError: a value is missing or malformed, or they contradict each other.
-        """
+        """Read the heads; `default_head_dim` None: the hidden size divided by `num_heads`."""
         num_heads = values.size("num_attention_heads")
         num_kv_heads = values.size("num_key_value_heads", default=num_heads)
         hidden_size = values.size("hidden_size")
@@ -70,11 +66,7 @@ class AttentionConfig:
 
 
 def windows_by_type(values: ConfigValues, window: int | None, default: Sequence[str]) -> list[int | None]:
-    """Each layer's window: `window` for layers of type `SLIDING`; `default` stands in for absent `layer_types`.
-
-    Raises:
-        ModelDirectoryError: a type is unknown, or a layer has type `SLIDING` but there is no `window`.
-    """
+    """Each layer's window: `window` for layers of type `SLIDING`; `default` stands in for absent `layer_types`."""
     types = values.texts("layer_types", len(default)) or default
     if unknown := set(types) - {FULL, SLIDING}:
         raise ModelDirectoryError(f"config.json: layer_types {sorted(unknown)} are not supported")

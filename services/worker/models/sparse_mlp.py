@@ -51,11 +51,7 @@ class SparseConfig:
 
     @classmethod
     def corrected_sigmoid(cls, values: ConfigValues) -> SparseConfig:
-        """DeepSeek-V3, V3.2 and GLM-4-MoE: sigmoid scores with a correction bias, and groups.
-
-        Raises:
-            ModelDirectoryError: a value is missing or malformed, or they contradict each other.
-        """
+        """DeepSeek-V3, V3.2 and GLM-4-MoE: sigmoid scores with a correction bias, and groups."""
         values.choice("scoring_func", ("sigmoid",), default="sigmoid")
         values.choice("topk_method", ("noaux_tc",), default="noaux_tc")
         inner_size = values.size("moe_intermediate_size")
@@ -77,11 +73,7 @@ class SparseConfig:
 
 
 def read_groups(values: ConfigValues, *, num_judging: int) -> ExpertGroups | None:
-    """The groups that experts are chosen from; None if there is only one.
-
-    Raises:
-        ModelDirectoryError: a value is missing or malformed.
-    """
+    """The groups that experts are chosen from; None if there is only one."""
     num_groups = values.size("n_group")
     return ExpertGroups(num_groups, values.size("topk_group"), num_judging) if num_groups > 1 else None
 
@@ -143,11 +135,7 @@ class FeedForwardConfig:
         *,
         has_dense_bias: bool = False,
     ) -> FeedForwardConfig:
-        """Read the size of the dense layers.
-
-        Raises:
-            ModelDirectoryError: a value is missing or malformed.
-        """
+        """Read the size of the dense layers."""
         dense_size = values.size("intermediate_size") if dense_layers else 0
         return cls(dense_layers, dense_size, sparse, has_dense_bias)
 
@@ -162,7 +150,6 @@ class FeedForwardConfig:
 def _expert_reader(
     weights: ModelWeights, prefix: str, names: ExpertNames, sparse: SparseConfig, config: DecoderConfig
 ) -> ReadExpert:
-    """Experts are stored one by one."""
     gate, up, down = names
     inner_shape, down_shape = (sparse.inner_size, config.hidden_size), (config.hidden_size, sparse.inner_size)
 

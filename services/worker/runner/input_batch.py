@@ -207,7 +207,6 @@ class InputBatch:
             self._drafter.extend(slot, chunk.token_ids)
 
     def _dummy(self, step: Step) -> StepInput:
-        """Apply the changes of a step that computes no sequence."""
         require(not step.enters and not step.chunks, "a dummy step must not compute a prompt")
         require(step.decode_slots is None or not len(step.decode_slots), "a dummy step must not decode a sequence")
         self._append_blocks(step.append_slots, step.append_block_ids)
@@ -215,7 +214,6 @@ class InputBatch:
         return StepInput.dummy(self._sampling_rows(_NO_SLOTS, None), is_prefill=is_prefill)
 
     def _decodes(self, slots: Int32Column, room: int) -> _Decodes:
-        """Choose the sequences to compute, and draft up to `room` tokens for them."""
         if self._drafter is None or not len(slots):
             return _Decodes(len(slots), None, slots, None)
         num_slots, numbers = len(slots), None

@@ -49,8 +49,6 @@ class GrammarMatchers:
 
 
 class _FailedMatcher:
-    """Allows only the end-of-sequence tokens."""
-
     has_failed = True
 
     def __init__(self, logits_width: int, eos_token_ids: Sequence[int]) -> None:

@@ -329,5 +329,4 @@ def _result_counts(step_input: StepInput, sampled: SampledTokens) -> Int32Column
 
 
 def _result_rows(step_input: StepInput, rows: Int32Column) -> Int32Column:
-    """Map computed rows to the result's."""
     return rows if step_input.row_numbers is None else step_input.row_numbers[rows].astype(np.int32)

@@ -201,7 +201,6 @@ class _DraftedSequence:
 
     @property
     def token_ids(self) -> Int32Column:
-        """All known tokens, as a view."""
         return self._token_ids[: self._num_tokens]
 
     def extend(self, token_ids: Int32Column) -> None:
@@ -218,7 +217,6 @@ class _DraftedSequence:
         return min(max_tokens, self._most_drafted)
 
     def learn(self, num_accepted: int) -> None:
-        """Adapt to how many of the drafted tokens were right."""
         if not self.num_drafted:
             return
         if num_accepted:

@@ -208,7 +208,6 @@ class _Layer:
     shape: tuple[int, ...]
 
     def share(self, region: Region) -> float:
-        """The fraction that `region` covers."""
         return region.num_values / max(prod(self.shape), 1)
 
 

@@ -77,8 +77,6 @@ def convert(gguf_path: Path, result_dir: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A GGUF file that can be converted."""
-
     path: Path
     architecture: str
     metadata: dict[str, Any]
@@ -173,7 +171,6 @@ def _correct(config: Any, source: _Source) -> None:
 
 
 def _converted_names(source: _Source, model: Any) -> frozenset[str]:
-    """The file's tensors that transformers' conversion uses."""
     processor = TENSOR_PROCESSORS.get(source.architecture, TensorProcessor)(config=vars(model.config))
     names = get_gguf_hf_weights_map(model, processor)
     # Experts are mapped by their name without ".weight".
