@@ -1,7 +1,7 @@
 """Measures how often a recomputed completion would come out the same: the price of inexact recovery.
 
-Recomputing a resumed sequence's KV also gives the logits for its completion. In a greedy sequence each token should be
-the most likely one; the last ones are checked.
+Recomputing a resumed sequence's KV also gives logits, by which each greedy token should be the most likely one. The
+last ones are checked.
 """
 
 from __future__ import annotations

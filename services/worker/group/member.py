@@ -38,14 +38,14 @@ class Member:
         self._steps: DeviceSteps | None = None
 
     async def open(self, runner: ModelRunner) -> None:
-        """Join the group, once the weights are loaded; returns when the leader has accepted this process."""
+        """See `Role`."""
         self._steps = DeviceSteps(
             self._device, runner, self._end, is_alone=False, fail_on_token=self._settings.fail_on_token
         )
         await self._link.open(runner, self)
 
     async def close(self) -> None:
-        """Say goodbye to the leader."""
+        """See `Role`."""
         await self._link.close()
 
     def take(self, message: worker_pb2.JoinResponse) -> None:

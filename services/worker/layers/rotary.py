@@ -22,7 +22,6 @@ class RopeConfig:
     """A model's rotary position embeddings."""
 
     theta: float
-    """Base of the frequencies."""
     scaling: RopeScaling = _PLAIN
     partial_rotary_factor: float = 1.0
     """Rotated fraction of a head, in (0, 1]."""

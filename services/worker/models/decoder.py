@@ -38,7 +38,6 @@ class DecoderConfig:
     hidden_size: int
     num_layers: int
     context_length: int
-    """The most tokens in a sequence."""
     rms_norm_eps: float
     rope: RopeConfig
     tie_embeddings: bool
@@ -47,11 +46,7 @@ class DecoderConfig:
     def from_json(
         cls, values: ConfigValues, *, default_theta: float = 10000.0, default_partial_factor: float = 1.0
     ) -> DecoderConfig:
-        """Read and check the common values; the defaults are the family's.
-
-        Raises:
-            ModelDirectoryError: a value is missing, malformed or not supported.
-        """
+        """Read the common values; the defaults are the family's."""
         values.choice("hidden_act", ("silu",), default="silu")
         rope = RopeConfig.from_json(
             values.json, default_theta=default_theta, default_partial_factor=default_partial_factor

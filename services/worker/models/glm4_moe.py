@@ -17,7 +17,7 @@ _PARTIAL_ROTARY_FACTOR = 0.5
 
 
 def load_glm4_moe(config: Mapping[str, Any], shard: Shard, *, with_mtp: bool = False) -> DecoderModel:
-    """Load GLM-4-MoE; `with_mtp` as in `load_deepseek_v3`. See `ModelLoader`."""
+    """See `load_deepseek_v3` and `ModelLoader`."""
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values, default_partial_factor=_PARTIAL_ROTARY_FACTOR)
     mtp_numbers = mtp_layers_to_load(values, common, shard.weights, with_mtp=with_mtp)

@@ -34,7 +34,7 @@ _LIMIT = 7.0
 
 
 def load_gpt_oss(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
-    """Load gpt-oss. See `ModelLoader`."""
+    """See `ModelLoader`."""
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values, default_theta=_ROPE_THETA)
     has_bias = values.flag("attention_bias", default=True)

@@ -15,7 +15,7 @@ from services.worker.ops import RouterScore, RoutingRule
 
 
 def load_qwen3_moe(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
-    """Load Qwen3-MoE. See `ModelLoader`."""
+    """See `ModelLoader`."""
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values)
     has_bias = values.flag("attention_bias", default=False)
@@ -46,7 +46,7 @@ def _read_sparse(values: ConfigValues) -> SparseConfig:
 
 
 def _dense_layers(values: ConfigValues, num_layers: int) -> frozenset[int]:
-    """All but every `decoder_sparse_step`-th one, plus those in `mlp_only_layers`."""
+    """Layers except every `decoder_sparse_step`-th one, plus those in `mlp_only_layers`."""
     step = values.size("decoder_sparse_step", default=1)
     sparse_layers = frozenset(range(step - 1, num_layers, step)) - frozenset(values.counts("mlp_only_layers"))
     return frozenset(range(num_layers)) - sparse_layers

@@ -162,7 +162,7 @@ def _written(slot_mapping: Tensor) -> tuple[Tensor | None, Tensor]:
 
 
 def _split(metadata: AttentionMetadata, window: int | None) -> tuple[list[_Piece], list[_Piece]]:
-    """Into whole prompts, and pieces that need context from the cache."""
+    """Split into whole prompts, and pieces that need context from the cache."""
     prompts: list[_Piece] = []
     pieces: list[_Piece] = []
     start = 0

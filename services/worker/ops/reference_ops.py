@@ -1,7 +1,7 @@
 """The `reference` backend: exact, because it computes every row alone and in a fixed order.
 
-A row's inputs have the same shape in every batch, step and block size: one row of activations, or one context copied
-into fresh memory. So kernels take the same path. All weights are read for every row: only for tests.
+A row's inputs always have the same shape: one row of activations, or one context copied into fresh memory. So kernels
+take the same path. All weights are read for every row: only for tests.
 """
 
 from __future__ import annotations

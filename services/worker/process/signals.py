@@ -14,7 +14,7 @@ def call_at_stop_signals(on_signal: Callable[[], None]) -> None:
     """Call `on_signal` on its own thread at the first stop signal. Call once, from the main thread.
 
     Python runs signal handlers only in the main thread, which a signal delivered to another thread does not wake from a
-    lock. A byte in the wakeup fd, written at once in any thread, wakes its reader.
+    lock. A byte in the wakeup fd wakes its reader.
     """
     # Never closed: needed as long as the process runs.
     reader, writer = os.pipe()

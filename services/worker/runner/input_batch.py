@@ -181,7 +181,7 @@ class InputBatch:
             self._tables.append(slots, block_ids)
 
     def _decode_slots(self, step: Step) -> Int32Column:
-        """Not entering sequences, which have no sampled token to start from."""
+        """Entering sequences are not decoded: they have no sampled token to start from."""
         if step.kind is StepKind.PREFILL:
             require(step.decode_slots is None, "decode_slots in a prefill step")
             return _NO_SLOTS

@@ -308,7 +308,7 @@ def _layout_numerics(layout: RankLayout, *, is_exact: bool) -> str:
 
 
 def _usable_tokens(sampled: SampledTokens) -> Int32Column:
-    """As inputs of the next step: token 0, which every model has, for meaningless ones."""
+    """Meaningless tokens are replaced by token 0, which every model has."""
     if not len(sampled.not_finite_rows):
         return sampled.token_ids
     # A row that is not finite has one token.

@@ -20,8 +20,8 @@ _MAX_ROWS = 128
 class PromptScorer:
     """Scores prompts chunk by chunk, each token but the first exactly once.
 
-    Invariant: while a prompt is incomplete, its last token's hidden state is kept, by slot. One left over from a
-    sequence that left early is dropped when the next prompt begins there.
+    Invariant: while a prompt is incomplete, its last token's hidden state is kept, by slot. The next prompt that begins
+    there drops one left over.
     """
 
     def __init__(self, compute_logits: Callable[[Tensor], Tensor]) -> None:

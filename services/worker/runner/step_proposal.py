@@ -23,5 +23,5 @@ _CPU_STEPS = StepProposal(512, mixes=True)
 
 
 def propose_steps(device_type: str) -> StepProposal:
-    """For a torch device type, such as "cpu" or "cuda"."""
+    """Propose for a torch device type, such as "cpu" or "cuda"."""
     return _CPU_STEPS if device_type == "cpu" else _GPU_STEPS

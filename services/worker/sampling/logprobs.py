@@ -36,7 +36,7 @@ def token_logprobs(logits: Tensor, token_ids: Int32Column, indexes: Int32Column,
 
 
 def join_logprobs(parts: Sequence[Logprobs]) -> Logprobs:
-    """At least one part."""
+    """Concatenate at least one part."""
     return Logprobs(
         indexes=np.concatenate([part.indexes for part in parts]),
         ranks=np.concatenate([part.ranks for part in parts]),

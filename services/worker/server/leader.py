@@ -32,7 +32,7 @@ class Leader:
         self.servicers: tuple[Servicer, ...] = (self._servicer, self._group)
 
     async def open(self, runner: ModelRunner) -> None:
-        """Accept followers, once the weights are loaded; returns when the group can be claimed."""
+        """Accept followers; returns when the group can be claimed. See `Role`."""
         await self._group.open(runner)
         if self._link is not None:
             await self._link.open(runner)

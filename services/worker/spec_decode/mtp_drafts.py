@@ -31,9 +31,9 @@ class MtpProposer(DraftProposer):
     tokens, and a chunk's tokens except the last, whose hidden state waits for the next chunk. Drafting starts from the
     states left there and continues layer by layer, repeating the last one.
 
-    In a prefix from the prefix cache the last token's KV depends on the next token of the sequence that was there
-    first. An entry that was never written is zero, or left from an earlier sequence. This may spoil drafts, but never
-    the output: the model's own layers do not read it.
+    In a prefix from the prefix cache the last token's KV depends on what followed in the sequence that was there first.
+    Entries never written are zero, or left from an earlier sequence. This may spoil drafts, but never the output: the
+    model's own layers do not read it.
 
     Source: DeepSeek-V3, arXiv:2412.19437, section 2.2; vLLM's `EagleProposer`, which also repeats layers.
     """

@@ -22,7 +22,7 @@ class DummyWeights:
 
     They have mean 0 and standard deviation 1 / sqrt(in_features), so that activations keep their magnitude; norms'
     weights are about 1. Tensors are windows into one run of random numbers, as copying is several times faster than
-    drawing; its prime length keeps rows and tensors from starting at the same place.
+    drawing. Its prime length keeps rows from starting at the same place.
     """
 
     def __init__(

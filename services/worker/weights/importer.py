@@ -122,7 +122,7 @@ def _exit_on_signal(signum: int, _frame: FrameType | None) -> None:
 
 @contextmanager
 def _temporary_directory(out_dir: Path) -> Iterator[Path]:
-    """Next to `out_dir`, on the same file system; deleted on exit."""
+    """A directory next to `out_dir`, on the same file system, deleted on exit."""
     with tempfile.TemporaryDirectory(dir=out_dir.parent, prefix=f".{out_dir.name}.importing-") as name:
         yield Path(name)
 

@@ -46,7 +46,7 @@ def dequantize(layer_format: LayerFormat, parts: Mapping[str, Tensor], region: R
 
 
 def is_finite(values: Tensor) -> bool:
-    """Costs a tenth of hashing."""
+    """Whether all values are finite. Costs a tenth of hashing."""
     return not values.numel() or all(math.isfinite(extreme) for extreme in torch.aminmax(values))
 
 

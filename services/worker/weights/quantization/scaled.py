@@ -90,8 +90,8 @@ def _to_float32(weight: Tensor) -> Tensor:
     """`weight.float()`, for e4m3fn several times as fast as torch 2.13 on a CPU.
 
     A float16 has the same fields with more bits in each, and an exponent bias larger by 8. So a code shifted into its
-    fields has the right value, subnormal or not, except for a factor of 256. NaN, the highest code of each sign,
-    becomes 480, which is above E4M3's maximum.
+    fields has the right value, subnormal or not, but for a factor of 256. NaN, the highest code of each sign, becomes
+    480, above E4M3's maximum.
     """
     if weight.dtype != torch.float8_e4m3fn:
         return weight.float()
