@@ -18,7 +18,7 @@ class BlockTables:
 
     Invariant: every id is below `num_pool_blocks`; after a slot's last block its row is 0.
 
-    The width grows with the longest table so far: 512 rows for contexts of 131072 one-token blocks would take 268 MB.
+    The width grows with the longest table so far; at full width the rows could take hundreds of MB.
     """
 
     def __init__(self, *, num_slots: int, num_pool_blocks: int, max_blocks_per_sequence: int) -> None:

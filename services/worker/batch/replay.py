@@ -1,7 +1,6 @@
 """Measures how often a recomputed completion would come out the same: the price of inexact recovery.
 
-Recomputing a resumed sequence's KV also gives logits, by which each greedy token should be the most likely one. The
-last ones are checked.
+In a greedy sequence each token should be the most likely one; a resumed sequence's last ones are checked.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class ReplayedChunk:
 
     replay: Replay
     first_token: int
-    """Their start among the step's tokens."""
+    """First index among the step's tokens."""
     num_tokens: int
     """At least 1."""
     position: int
@@ -63,7 +62,7 @@ class Replays:
         return bool(self._by_slot)
 
     def enter(self, enter: EnteringSequence) -> None:
-        """Add a greedy sequence without options that change logits, if it has a completion."""
+        """Add a greedy sequence without options that change logits, if it has a completion. Its slot must be free."""
         num_tokens = enter.num_cached_tokens + len(enter.chunk.token_ids) + enter.chunk.num_later_tokens
         if num_tokens > enter.num_prompt_tokens:
             self._by_slot[enter.chunk.slot] = Replay(max(enter.num_prompt_tokens, num_tokens - _MAX_TOKENS))

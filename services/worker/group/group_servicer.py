@@ -79,7 +79,6 @@ class GroupServicer(worker_pb2_grpc.GroupServiceServicer):
     """
 
     def __init__(self, layout: RankLayout, domain_start_id: str, end: DomainEnd, silence_s: float) -> None:
-        """A partner that is silent for `silence_s` counts as lost."""
         self._layout = layout
         self._domain_start_id = domain_start_id
         self._end = end

@@ -65,7 +65,6 @@ class ExpertParallel:
             num_experts: On all ranks.
             tp: The ranks with the same tokens.
             ep: All ranks of the cell.
-            tokens_per_round: Per rank.
         """
         self._ops = ops
         self._parts = list(parts)

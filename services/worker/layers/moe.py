@@ -40,7 +40,6 @@ class SplitExperts:
     """One layer's experts, each split over the TP ranks. See `Experts`."""
 
     def __init__(self, kernel: ExpertsKernel, tp: Communicator) -> None:
-        """`kernel` computes this rank's parts."""
         self._kernel = kernel
         self._tp = tp
 

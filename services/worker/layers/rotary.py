@@ -66,8 +66,8 @@ class RopeConfig:
         return size
 
     def context_length(self, max_positions: int) -> int:
-        """The most tokens in a sequence: with dynamic NTK, which begins to scale at `max_positions`, `factor` times as
-        many.
+        """The most tokens in a sequence: `max_positions`, or `factor` times as many with dynamic NTK, which scales
+        beyond it.
         """
         return (
             int(max_positions * self.scaling.factor) if isinstance(self.scaling, DynamicNtkScaling) else max_positions

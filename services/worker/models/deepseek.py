@@ -31,11 +31,7 @@ def load_deepseek(
     feed_forward: FeedForwardConfig,
     mtp_layers: range = range(0),
 ) -> DecoderModel:
-    """Load a DeepSeek model, with its MTP layers.
-
-    Raises:
-        ModelDirectoryError: see `ModelWeights`, or a dimension cannot be split over the ranks.
-    """
+    """Load a DeepSeek model, with its layers for multi-token prediction."""
 
     def load_layer(layer: int) -> DecoderLayer:
         return DecoderLayer.load(

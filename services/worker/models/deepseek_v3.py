@@ -24,12 +24,7 @@ def load_deepseek_v3(
     with_mtp: bool = False,
     indexer: IndexerConfig | None = None,
 ) -> DecoderModel:
-    """Load DeepSeek-V3. See `ModelLoader`.
-
-    Args:
-        with_mtp: Whether to load layers for multi-token prediction, if they are stored.
-        indexer: V3.2's; None: tokens attend to all tokens before them.
-    """
+    """See `ModelLoader`; `with_mtp` as in `loader_for`. Without `indexer` attention is dense."""
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values)
     dense_layers = read_dense_layers(values, common.num_layers, default_count=_NUM_DENSE_LAYERS)

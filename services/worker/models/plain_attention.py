@@ -56,11 +56,7 @@ class AttentionConfig:
     has_sinks: bool = False
 
     def kv_layers(self, shard: Shard) -> list[LayerCache]:
-        """What a token keeps in this rank's cache, by layer.
-
-        Raises:
-            ModelDirectoryError: see `Shard.kv_heads`.
-        """
+        """What a token keeps in this rank's cache, by layer."""
         num_heads = len(shard.kv_heads(self.heads.num_kv_heads))
         return [attention_cache(num_heads, self.heads.head_dim, shard.weights.dtype)] * len(self.windows)
 

@@ -36,6 +36,7 @@ class RopeRows:
     sin: Tensor
     positions: Tensor
     is_interleaved: bool
+    """See `Ops.prepare_rope`."""
 
 
 @dataclass(frozen=True, slots=True)

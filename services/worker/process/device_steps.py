@@ -35,7 +35,6 @@ class DeviceSteps:
         is_alone: bool,
         fail_on_token: int | None = None,
     ) -> None:
-        """`is_alone`: the process is a failure domain by itself."""
         self.runner = runner
         self._device = device
         self._end = end

@@ -49,7 +49,6 @@ class DomainEnd:
     """
 
     def __init__(self, device: DeviceLoop, end: Callable[..., None] = end_process) -> None:
-        """`end` ends the process."""
         self._device = device
         self._end = end
         # Once it is set, links inside the domain say goodbye.

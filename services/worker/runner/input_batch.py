@@ -355,7 +355,6 @@ class _Decodes:
     numbers: npt.NDArray[np.int64] | None
     """The computed sequences; None: all."""
     slots: Int32Column
-    """Slots of the computed ones."""
     drafts: Drafts | None
     """For `slots`; None: no sequence has any."""
 

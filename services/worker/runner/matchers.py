@@ -31,7 +31,7 @@ class GrammarMatchers:
     def make(self, grammar: str) -> GrammarMatcher:
         """A matcher at the beginning of `grammar`.
 
-        If the tokenizer cannot be read, it only lets the text end: raising would fail the whole step.
+        If the tokenizer cannot be read, the matcher only lets the text end: raising would fail the whole step.
         """
         try:
             return self._get_compiler().matcher(grammar)

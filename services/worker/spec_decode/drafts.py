@@ -128,7 +128,6 @@ class Drafter:
     """
 
     def __init__(self, proposer: DraftProposer, num_draft_tokens: int) -> None:
-        """`num_draft_tokens`: the most for one sequence in one step."""
         self._proposer = proposer
         self._num_draft_tokens = num_draft_tokens
         self._sequences: dict[int, _DraftedSequence] = {}

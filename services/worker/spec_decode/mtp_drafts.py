@@ -28,8 +28,9 @@ class MtpProposer(DraftProposer):
 
     A layer combines a token's hidden state (from the previous layer; for the first layer, from the model) with the next
     token. So after each step the layers compute every token with a successor that became known: a row's accepted
-    tokens, and a chunk's tokens except the last, whose hidden state waits for the next chunk. Drafting starts from the
-    states left there and continues layer by layer, repeating the last one.
+    tokens, and a chunk's tokens except the last, whose hidden state waits for the next chunk. Between steps they have
+    computed all known tokens but the last. Drafting starts from the states left there and continues layer by layer,
+    repeating the last one.
 
     In a prefix from the prefix cache the last token's KV depends on what followed in the sequence that was there first.
     Entries never written are zero, or left from an earlier sequence. This may spoil drafts, but never the output: the

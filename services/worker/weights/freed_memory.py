@@ -1,4 +1,4 @@
-"""Where freed memory goes."""
+"""Returns freed memory to the system while a model loads, and keeps it for reuse while it runs."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ class ModelWeights(Protocol):
     recorded, a tensor of the right shape with arbitrary values is returned, and `check_complete` raises one error that
     lists all problems. So a layer never sees a wrong shape, and must not judge values.
 
-    The caller owns every tensor returned. All are contiguous except those from `stacked`. Slices have a step of 1 and
-    need not be aligned to a format's blocks or groups. Only the selected part is read.
+    The caller owns every tensor returned and may write to it. All are contiguous except those from `stacked`. Slices
+    have a step of 1 and need not be aligned to a format's blocks or groups. Only the selected part is read.
     """
 
     dtype: torch.dtype
