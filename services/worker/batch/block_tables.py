@@ -65,7 +65,7 @@ class BlockTables:
         self._num_blocks[slots] = columns + 1
 
     def clear(self, slots: Int32Column) -> None:
-        """Empty tables."""
+        """Empty these slots' tables."""
         self._ids[slots, : self._num_blocks[slots].max(initial=0)] = 0
         self._num_blocks[slots] = 0
 

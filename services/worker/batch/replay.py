@@ -42,7 +42,7 @@ class ReplayedChunk:
     num_tokens: int
     """At least 1."""
     position: int
-    """Position of the first one."""
+    """The first token's position in its sequence."""
     is_last: bool
     """Whether the sequence so far ends here."""
 

@@ -24,7 +24,7 @@ class ScoredChunk:
     num_tokens: int
     """At least 1; completion tokens are not counted."""
     position: int
-    """Position of the first one."""
+    """The first token's position in its sequence."""
     num_prompt_tokens: int
     num_top: int
     """Most likely tokens to report at each position."""

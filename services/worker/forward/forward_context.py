@@ -45,7 +45,7 @@ class AttentionPlan:
 
 
 class AttentionPlanner(Protocol):
-    """See `Ops`."""
+    """The part of `Ops` that plans attention."""
 
     def plan_attention(self, metadata: AttentionMetadata, kv_cache: KvCache) -> AttentionPlan:
         """See `Ops.plan_attention`."""

@@ -20,7 +20,7 @@ class CacheTensor:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes in this tensor."""
+        """Bytes of a token in this tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -28,7 +28,7 @@ LayerCache = tuple[CacheTensor, ...]
 
 
 def attention_cache(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> LayerCache:
-    """Keys and values."""
+    """What ordinary attention stores: keys and values."""
     heads = CacheTensor((num_kv_heads, head_dim), dtype)
     return heads, heads
 
@@ -41,7 +41,7 @@ class KvCacheSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes in all layers."""
+        """Bytes of a token in all layers."""
         return sum(tensor.bytes_per_token for layer in self.layers for tensor in layer)
 
 

@@ -50,7 +50,7 @@ class JoinedLink:
         self._link: Link[worker_pb2.JoinRequest] | None = None
 
     def send(self, message: worker_pb2.JoinRequest) -> None:
-        """Only after `open`."""
+        """Send to the leader. Only after `open`."""
         assert self._link is not None
         self._link.send(message)
 

@@ -37,7 +37,7 @@ class Head:
     """The projection onto the vocabulary."""
 
     def __init__(self, linear: Linear, parts: Sequence[Part], tp: Communicator) -> None:
-        """`linear` projects onto this rank's one of `parts`."""
+        """`linear` projects onto this rank's part; `parts` are all ranks'."""
         self._linear = linear
         self._sizes = tuple(len(part) for part in parts)
         self._tp = tp

@@ -34,7 +34,7 @@ def local_experts(num_experts: int, ep_rank: int, ep_size: int) -> range:
 
 
 def nth_run(total: int, number: int, num_runs: int) -> range:
-    """One of `num_runs` runs of [0, total); the first ones are longer by 1 if there is a remainder."""
+    """Run `number` of the `num_runs` runs of [0, total); a remainder makes the first ones longer by 1."""
     length, rest = divmod(total, num_runs)
     start = number * length + min(number, rest)
     return range(start, start + length + (number < rest))

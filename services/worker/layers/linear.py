@@ -51,5 +51,5 @@ class Linear:
 
 
 def sum_over_ranks(layer: Callable[[Tensor], Tensor], tp: Communicator) -> Callable[[Tensor], Tensor]:
-    """Sum the new tensors that a layer returns with its inputs split over `tp`; they may be written."""
+    """Sum the results of a layer with inputs split over `tp`. It must return new tensors, which may be written."""
     return layer if tp.size == 1 else lambda x: tp.all_reduce(layer(x))

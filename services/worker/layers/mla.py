@@ -40,12 +40,12 @@ class LatentSizes:
 
     @property
     def head_dim(self) -> int:
-        """A query head's."""
+        """Width of a query head."""
         return self.plain_dim + self.rope_dim
 
     @property
     def cached_dim(self) -> int:
-        """A cache row's."""
+        """Width of a cache row."""
         return self.latent_dim + self.rope_dim
 
 

@@ -146,7 +146,7 @@ def _absorbed_weights(weights: ModelWeights, name: str, sizes: LatentSizes, head
 
 
 def _load_indexer(shard: Shard, config: DecoderConfig, prefix: str, attention: LatentAttentionConfig) -> Indexer:
-    """Load the indexer in full, its columns in the order that the attention's rotation expects.
+    """Load the indexer in full on every rank, its columns in the order that the attention's rotation expects.
 
     In checkpoints its rotated pairs are rope_dim / 2 columns apart even where the attention's are adjacent. Reordering
     queries and keys alike leaves their products unchanged.

@@ -70,7 +70,7 @@ def qwen_window(values: ConfigValues) -> int | None:
 def load_dense_model(
     shard: Shard, values: ConfigValues, common: DecoderConfig, *, attention: AttentionConfig
 ) -> DecoderModel:
-    """All layers have equal gated feed-forward networks."""
+    """Load a model with equal gated feed-forward networks in all layers."""
     inner_size, has_bias = values.size("intermediate_size"), values.flag("mlp_bias", default=False)
 
     def load_feed_forward(layer: int) -> FeedForward:

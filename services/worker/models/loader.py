@@ -79,7 +79,8 @@ def load_model(
     """Load a model directory, or a rank's part of it; about a second for half a gigabyte.
 
     Args:
-        model_dir: In Hugging Face's layout; config.json is enough for dummy weights.
+        model_dir: config.json, tokenizer.json, model.safetensors or shards with an index; config.json is enough for
+            dummy weights.
         on_progress: Called on this thread with the fraction of bytes read, 0 to 1, 1.0 last. An exception from it
             aborts the load.
 

@@ -46,7 +46,7 @@ def _read_sparse(values: ConfigValues) -> SparseConfig:
 
 
 def _dense_layers(values: ConfigValues, num_layers: int) -> frozenset[int]:
-    """Layers except every `decoder_sparse_step`-th one, plus those in `mlp_only_layers`."""
+    """All layers except every `decoder_sparse_step`-th one, plus those in `mlp_only_layers`."""
     step = values.size("decoder_sparse_step", default=1)
     sparse_layers = frozenset(range(step - 1, num_layers, step)) - frozenset(values.counts("mlp_only_layers"))
     return frozenset(range(num_layers)) - sparse_layers

@@ -51,7 +51,7 @@ class SparseConfig:
 
     @classmethod
     def corrected_sigmoid(cls, values: ConfigValues) -> SparseConfig:
-        """DeepSeek-V3, V3.2 and GLM-4-MoE: sigmoid scores with a correction bias, and groups."""
+        """The mixture of DeepSeek-V3, V3.2 and GLM-4-MoE: sigmoid scores with a correction bias, and groups."""
         values.choice("scoring_func", ("sigmoid",), default="sigmoid")
         values.choice("topk_method", ("noaux_tc",), default="noaux_tc")
         inner_size = values.size("moe_intermediate_size")

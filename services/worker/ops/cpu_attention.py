@@ -115,7 +115,7 @@ def in_step_order(outputs: list[Tensor], layout: AttentionLayout) -> Tensor:
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, bucket: CausalBucket, params: AttentionParams
 ) -> Tensor:
-    """Prompts' query [T, H, D], key [T, K, D], value [T, K, V] to [bucket's tokens, H * V]."""
+    """Causal attention of prompts: query [T, H, D], key [T, K, D], value [T, K, V] to [bucket's tokens, H * V]."""
 
     def padded(x: Tensor) -> Tensor:
         rows = take(x, bucket.token_rows)
@@ -216,7 +216,7 @@ def _attend(
     mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Tensor:
-    """[B, H, Q, V] of query [B, H, Q, D], or of [B, K, H / K * Q, D] with each group's heads stacked."""
+    """Attention [B, H, Q, V] of query [B, H, Q, D], or of [B, K, H / K * Q, D] with each group's heads stacked."""
     if params.sinks is None:
         return F.scaled_dot_product_attention(
             query, keys, values, attn_mask=mask, is_causal=is_causal, scale=params.scale, enable_gqa=True
@@ -239,7 +239,7 @@ def _attend(
 def _attend_with_all_scores(
     query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor, *, mask: Tensor | None
 ) -> Tensor:
-    """[B, H, Q, V] of the scaled query [B, H, Q, D], with `sinks` [H, Q]. Keeps all scores in memory."""
+    """Attention [B, H, Q, V] of the scaled query [B, H, Q, D], with `sinks` [H, Q]. Keeps all scores in memory."""
     group_size = query.shape[1] // keys.shape[1]
     scores = query @ keys.repeat_interleave(group_size, dim=1).transpose(-1, -2)
     if mask is not None:

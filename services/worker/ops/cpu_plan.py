@@ -118,7 +118,7 @@ class CpuPlan(AttentionPlan):
         return blocks.long() * block_size + positions % block_size
 
     def _of_each_token(self, values: Tensor) -> Tensor:
-        """[T] int64: each token's sequence's entry of `values` [num_seqs]."""
+        """[T] int64: for each token, its sequence's entry of `values` [num_seqs]."""
         return values.long().repeat_interleave(self.metadata.cu_seqlens_q.diff())
 
 
@@ -210,7 +210,7 @@ class _Group:
 
 
 def _in_groups(pieces: list[_Piece], max_tokens: int) -> list[list[_Piece]]:
-    """A piece longer than `max_tokens` is alone."""
+    """Group similar sizes; a piece longer than `max_tokens` is alone."""
     groups: list[_Group] = []
     for piece in sorted(pieces, key=_size, reverse=True):
         if not groups or not groups[-1].try_add(piece, max_tokens):

@@ -136,7 +136,7 @@ class Ops(Protocol):
 
         Args:
             cos: [max_positions, rotary_dim / 2], float32: cosines of position times frequency.
-            sin: Likewise.
+            sin: Likewise, the sines.
             is_interleaved: Whether columns 2 i and 2 i + 1 form a pair (GPT-J); otherwise i and i + rotary_dim / 2
                 (NeoX).
         """
@@ -189,7 +189,7 @@ class Ops(Protocol):
         plan: AttentionPlan,
         params: AttentionParams,
     ) -> Tensor:
-        """Causal attention of new tokens over their cached prefix and the new tokens up to themselves.
+        """Causal attention of new tokens over their sequence: its cached prefix and the new tokens up to themselves.
 
         Query head h reads key/value head h // (H / K). Called after `write_kv` with the same `key`, `value` and
         `cache`; a backend may read new tokens from either place.

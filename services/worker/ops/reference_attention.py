@@ -129,7 +129,7 @@ def _used(selected: Tensor) -> Tensor:
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
-    """[H * V] of one query [H, D] over the keys [length, K, D] and values [length, K, V] it sees."""
+    """Attention [H * V] of one query [H, D] over the keys [length, K, D] and values [length, K, V] it sees."""
     num_kv_heads, head_dim = keys.shape[1:]
     grouped = query.reshape(num_kv_heads, -1, head_dim) * params.scale
     scores = torch.bmm(grouped, keys.permute(1, 2, 0).contiguous())

@@ -17,7 +17,7 @@ _EPSILON = 1e-20
 
 
 class RouterScore(Enum):
-    """What an expert is chosen by and its weight derived from."""
+    """The score by which an expert is chosen and from which its weight is derived."""
 
     # The softmax over all logits.
     SOFTMAX = "softmax"
@@ -35,7 +35,7 @@ class ExpertGroups:
     num_chosen: int
     """Groups per token."""
     num_judging: int
-    """Its best scores that a group's score is the sum of."""
+    """A group's score is the sum of this many best scores in it."""
 
 
 @dataclass(frozen=True, slots=True)

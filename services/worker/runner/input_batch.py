@@ -351,7 +351,7 @@ class InputBatch:
 @dataclass(frozen=True, slots=True)
 class _Decodes:
     num_slots: int
-    """With full sequences, which are not computed."""
+    """All of them, including full ones, which are not computed."""
     numbers: npt.NDArray[np.int64] | None
     """The computed sequences; None: all."""
     slots: Int32Column

@@ -41,7 +41,7 @@ class ClaimLedger:
     epoch: int = 0
     holder: str = ""
     last_launched: LaunchedStep = NOTHING_LAUNCHED
-    """Under any epoch."""
+    """The last step launched, under any epoch."""
     is_open: bool = False
     """Whether steps of the epoch may be launched."""
     stream: int | None = None
@@ -108,7 +108,7 @@ class ClaimLedger:
         """Let only the holder restart the process.
 
         Raises:
-            StaleEpochError: the caller is not the holder.
+            StaleEpochError: the caller does not hold the group under this epoch.
         """
         if not epoch or (epoch, scheduler_instance_id) != (self.epoch, self.holder):
             raise StaleEpochError("the caller does not hold the group under this epoch", epoch=self.epoch)

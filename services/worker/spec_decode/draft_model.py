@@ -21,12 +21,13 @@ from services.worker.step import Int32Column
 class DraftModelProposer(DraftProposer):
     """Lets a draft model continue each sequence greedily, up to its own context length.
 
-    Its KV cache has the large model's blocks and block tables. `observe` computes a step's prompt chunks at once, so
-    that sequences that share their blocks find the KV there; `propose` the tokens that a sequence got since then.
+    Its KV cache has the large model's blocks and block tables. `observe` computes a step's prompt chunks right after
+    it, so that sequences that share their blocks find the KV there; `propose` the tokens that a sequence got since
+    then.
 
     Invariant: the first `_num_computed` tokens of each slot need no more computing. Their KV is in the cache, except
-    perhaps the end of a cached prefix, if its sequence was not drafted for since. Entries never written are zero, or
-    left from an earlier sequence. This may spoil drafts, but never the output.
+    perhaps the end of a cached prefix, if the sequence that computed it was not drafted for since. Entries never
+    written are zero, or left from an earlier sequence. This may spoil drafts, but never the output.
     """
 
     def __init__(self, model: CausalLM, ops: Ops) -> None:

@@ -107,7 +107,7 @@ class DraftProposer:
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """What a `Drafter` is made of."""
+    """How a worker drafts; see `Drafter`."""
 
     proposer: DraftProposer
     num_draft_tokens: int
@@ -186,7 +186,7 @@ class _DraftedSequence:
     """One sequence's known tokens, and how many tokens to draft for it.
 
     One more than were right the last time, or twice as many if all were. If none was, drafting pauses for some steps,
-    twice as many from one failure to the next.
+    a number that doubles from one failure to the next.
     """
 
     def __init__(self, max_num_tokens: int) -> None:

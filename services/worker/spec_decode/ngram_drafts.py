@@ -43,7 +43,7 @@ class NgramProposer(LookupProposer):
     """
 
     def __init__(self, *, min_ngram: int = 2, max_ngram: int = 8) -> None:
-        """1 <= `min_ngram` <= `max_ngram`."""
+        """A match has at least `min_ngram` tokens; 1 <= `min_ngram` <= `max_ngram`."""
         assert 1 <= min_ngram <= max_ngram
         self._min_ngram = min_ngram
         self._max_ngram = max_ngram

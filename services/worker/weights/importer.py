@@ -102,7 +102,7 @@ def sha256_of(path: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit status."""
+    """Run the command; returns its exit status."""
     parser = argparse.ArgumentParser(prog="lockstep import", description=__doc__)
     parser.add_argument("source", type=Path, help="a .gguf file, or a wheel that contains one")
     parser.add_argument("out_dir", type=Path, help="the model directory to create")

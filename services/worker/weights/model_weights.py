@@ -91,10 +91,10 @@ class ModelWeights(Protocol):
         """
 
     def ignore(self, *, prefixes: Sequence[str] = (), suffixes: Sequence[str] = ()) -> None:
-        """Allow tensors with such names to stay unread; any other unread tensor is an error."""
+        """Allow tensors with these prefixes or suffixes to stay unread; any other unread tensor is an error."""
 
     def check_complete(self) -> None:
-        """End the load, once every stored tensor was read or ignored, and all reads were correct.
+        """End the load: check that every stored tensor was read or ignored, and all reads were correct.
 
         Raises:
             ModelDirectoryError: lists all problems.
