@@ -1,1 +1,1 @@
-"""One step in host arrays, and the checks on what enters the batch."""
+"""One step in host arrays."""

@@ -1,4 +1,4 @@
-"""Checks on a sequence that enters the batch: everything in it came over the wire."""
+"""Checks on a sequence that enters the batch: it came over the wire."""
 
 from __future__ import annotations
 

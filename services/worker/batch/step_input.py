@@ -1,4 +1,4 @@
-"""The inputs of one step, for the model. Plain numpy on the host."""
+"""The inputs of one step. Plain numpy on the host."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A forward pass's attention metadata and KV cache."""
+"""A forward pass's context and KV cache."""

@@ -1,1 +1,1 @@
-"""The processes of one TP group: the leader relays its steps to the members."""
+"""The processes of one TP group."""

@@ -1,4 +1,4 @@
-"""A process that runs the steps its TP group's leader relays, and serves only health."""
+"""A member of a TP group, which serves only health."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Member:
-    """Runs epochs and steps in the order in which the leader launches them."""
+    """Runs the epochs and steps that the leader relays, in order."""
 
     servicers: tuple[Servicer, ...] = ()
     service_names: tuple[str, ...] = ()

@@ -1,1 +1,1 @@
-"""The layers that models are built from, sharded over TP and EP ranks."""
+"""The layers that models are built from."""

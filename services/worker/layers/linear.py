@@ -1,4 +1,4 @@
-"""Linear layers, prepared once at load, maybe split over ranks."""
+"""Linear layers."""
 
 from __future__ import annotations
 

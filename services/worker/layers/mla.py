@@ -68,7 +68,7 @@ class LatentProjections:
 
 
 class LatentAttention:
-    """One layer's attention, with its cache writes."""
+    """One layer's attention."""
 
     def __init__(
         self,

@@ -49,7 +49,7 @@ class RopeConfig:
 
     @property
     def score_factor(self) -> float:
-        """Multiplies the softmax scale in multi-head latent attention."""
+        """See `YarnScaling.score_factor`."""
         return self.scaling.score_factor if isinstance(self.scaling, YarnScaling) else 1.0
 
     def rotary_dim(self, head_dim: int) -> int:

@@ -1,4 +1,4 @@
-"""What a rank builds its layers from, and which part of each dimension it holds."""
+"""Which part of each dimension a rank holds."""
 
 from __future__ import annotations
 

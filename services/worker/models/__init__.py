@@ -1,1 +1,1 @@
-"""The model architectures, and how one is selected and loaded."""
+"""The model architectures."""

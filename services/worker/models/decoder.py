@@ -1,4 +1,4 @@
-"""The decoder that every family builds on, adding attention and feed-forward networks."""
+"""The decoder that every family builds on."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ class DecoderLayer:
 
     @property
     def has_experts(self) -> bool:
-        """Whether the feed-forward network is a mixture of experts."""
+        """Whether `mlp` is a mixture of experts."""
         return isinstance(self._mlp, SparseMlp)
 
     @classmethod
     def load(
         cls, shard: Shard, config: DecoderConfig, layer: int, *, attention: SelfAttention, mlp: FeedForward
     ) -> DecoderLayer:
-        """Load a layer's norms around its attention and feed-forward network."""
+        """Load the norms around `attention` and `mlp`."""
         prefix = f"model.layers.{layer}"
         return cls(
             attention_norm=load_norm(shard, config, f"{prefix}.input_layernorm"),

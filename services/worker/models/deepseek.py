@@ -31,7 +31,7 @@ def load_deepseek(
     feed_forward: FeedForwardConfig,
     mtp_layers: range = range(0),
 ) -> DecoderModel:
-    """Load a DeepSeek model, with its layers for multi-token prediction."""
+    """Load a DeepSeek model, with `mtp_layers`."""
 
     def load_layer(layer: int) -> DecoderLayer:
         return DecoderLayer.load(

@@ -23,7 +23,7 @@ _MAX_WINDOW_LAYERS = 28
 
 
 def load_llama(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
-    """Load Llama, whose biases are settings. See `ModelLoader`."""
+    """Biases are settings. See `ModelLoader`."""
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values)
     has_bias = values.flag("attention_bias", default=False)
@@ -37,7 +37,7 @@ def load_llama(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
 
 
 def load_mistral(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
-    """Load Mistral; all layers have the same window, none if it is null. See `ModelLoader`."""
+    """All layers have the same window, none if it is null. See `ModelLoader`."""
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values)
     window = values.optional_size("sliding_window") if "sliding_window" in config else _WINDOW
@@ -46,7 +46,7 @@ def load_mistral(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
 
 
 def load_qwen2(config: Mapping[str, Any], shard: Shard) -> DecoderModel:
-    """Load Qwen2: biases of query, key and value, maybe windows in upper layers. See `ModelLoader`."""
+    """Query, key and value have biases, upper layers maybe windows. See `ModelLoader`."""
     values = ConfigValues(config)
     common = DecoderConfig.from_json(values)
     windows = qwen_windows(values, common.num_layers)

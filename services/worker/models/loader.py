@@ -30,7 +30,7 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the rest of the cell needs to know about a model."""
+    """What the rest of the cell needs to know."""
 
     context_length: int
     logits_width: int

@@ -47,7 +47,7 @@ class MtpLayer:
 
 
 class DecoderMtpLayers:
-    """A checkpoint's layers, with the model's embedding, head and rotation. See `MtpLayers`."""
+    """A checkpoint's layers. Embedding, head and rotation are the model's. See `MtpLayers`."""
 
     def __init__(self, model: DecoderModel, layers: Sequence[MtpLayer]) -> None:
         self.num_layers = len(layers)

@@ -1,4 +1,4 @@
-"""Which function loads the architecture that config.json names."""
+"""Selects the function that loads an architecture."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def load_routed_experts(
 
 @dataclass(frozen=True, slots=True)
 class FeedForwardConfig:
-    """Feed-forward networks: dense in some layers, mixtures of experts in the others."""
+    """Dense networks in some layers, mixtures of experts in the others."""
 
     dense_layers: frozenset[int]
     """All others have experts, including MTP layers."""

@@ -24,7 +24,7 @@ _HAS_PACKED_LINEAR = all(hasattr(torch.ops.mkldnn, op) for op in ("_reorder_line
 
 
 class CpuOps(CpuMla):
-    """See `Ops` for what each method computes."""
+    """See `Ops`."""
 
     name = "cpu"
     is_exact = False

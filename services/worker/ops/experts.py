@@ -1,4 +1,4 @@
-"""Experts' weights and activation, for all backends."""
+"""Experts, for all backends."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ExpertWeights:
 
 
 class Expert:
-    """One expert as a backend runs it."""
+    """One expert, as a backend runs it."""
 
     def __init__(self, weights: ExpertWeights, clamp: SwigluClamp | None, prepare_linear: PrepareLinear) -> None:
         self._gate_up = prepare_linear(weights.gate_up, weights.gate_up_bias)

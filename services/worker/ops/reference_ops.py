@@ -21,7 +21,7 @@ from services.worker.ops.routing import RoutingRule, route
 
 
 class ReferenceOps(ReferenceAttention):
-    """See `Ops` for what each method computes."""
+    """See `Ops`."""
 
     name = "reference"
     is_exact = True

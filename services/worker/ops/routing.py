@@ -40,7 +40,7 @@ class ExpertGroups:
 
 @dataclass(frozen=True, slots=True)
 class RoutingRule:
-    """How a layer chooses experts and computes their weights."""
+    """How a layer chooses and weights experts."""
 
     num_chosen: int
     """Experts per token."""

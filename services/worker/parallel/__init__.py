@@ -1,1 +1,1 @@
-"""Collectives between the ranks that serve one model."""
+"""Collectives between the ranks of one model."""

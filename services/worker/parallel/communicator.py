@@ -1,4 +1,4 @@
-"""How the ranks that serve one model exchange tensors."""
+"""How ranks exchange tensors."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The worker process: its device loop, its RPC thread, and how it ends."""
+"""The worker process: its two threads, and how it ends."""

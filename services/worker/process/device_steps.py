@@ -1,4 +1,4 @@
-"""Hands epochs and steps to the device."""
+"""Epochs and steps as device work."""
 
 from __future__ import annotations
 

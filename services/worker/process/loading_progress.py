@@ -1,4 +1,4 @@
-"""Shows the loading of the weights."""
+"""Shows how much is loaded."""
 
 from __future__ import annotations
 

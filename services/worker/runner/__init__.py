@@ -1,1 +1,1 @@
-"""The batch that the worker keeps between steps, and the runner that computes its steps."""
+"""The batch, and the runner that computes its steps."""

@@ -1,7 +1,4 @@
-"""The batch that a worker keeps between steps, and the inputs of each step made from it.
-
-Plain numpy on the host; only drafts may come from a model.
-"""
+"""The batch that a worker keeps between steps. Plain numpy on the host; only drafts may come from a model."""
 
 from __future__ import annotations
 
@@ -225,7 +222,7 @@ class InputBatch:
         return _Decodes(num_slots, numbers, slots, drafts if len(drafts.token_ids) else None)
 
     def _draft_room(self, slots: Int32Column) -> Int32Column:
-        """Drafts for which each sequence has room; one more token is drawn after them."""
+        """Drafts each sequence has room for; one more token is drawn after them."""
         num_places = self._tables.num_blocks(slots) * self._limits.block_size
         # A sequence's last possible token is drawn but never computed. This also keeps drafts within the context.
         most = np.minimum(self._max_num_tokens[slots] - 1, num_places)
@@ -280,7 +277,7 @@ class InputBatch:
         )
 
     def _check_lengths(self, slots: Int32Column, context_lens: Int32Column) -> Int32Column:
-        """Blocks that each context needs; refuse the step if a sequence does not have them."""
+        """Blocks each context needs; refuse the step if a sequence lacks them."""
         require(
             int(context_lens.max(initial=0)) <= self._limits.context_length,
             "a sequence is longer than the context",

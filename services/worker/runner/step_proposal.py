@@ -1,4 +1,4 @@
-"""Step sizes that a worker proposes when none are configured."""
+"""Step sizes that a worker proposes, depending on its device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StepProposal:
-    """What a worker proposes, depending on its device."""
+    """Used when the scheduler has no step sizes configured."""
 
     num_prompt_tokens: int
     """Most prompt tokens in a step."""

@@ -1,4 +1,4 @@
-"""What rarer sampling options keep for one sequence, and how they change its logits."""
+"""What rarer sampling options keep for one sequence."""
 
 from __future__ import annotations
 

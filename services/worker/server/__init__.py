@@ -1,1 +1,1 @@
-"""The RPCs that a scheduler calls, and which scheduler may call them."""
+"""The RPCs that a scheduler calls."""

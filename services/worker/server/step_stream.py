@@ -1,4 +1,4 @@
-"""An epoch's work on the RPC thread's event loop."""
+"""An epoch's streams of steps."""
 
 from __future__ import annotations
 

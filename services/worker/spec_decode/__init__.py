@@ -1,1 +1,1 @@
-"""Speculative decoding: what proposes draft tokens, and how many."""
+"""Speculative decoding."""

@@ -70,7 +70,7 @@ class DraftRows:
 
 @dataclass(frozen=True, slots=True)
 class ComputedStep:
-    """What a step computed, for proposers that use it."""
+    """What a step computed."""
 
     inputs: StepInput
     hidden: Tensor  # [num_tokens, hidden], the model's output for the step's tokens; must not be written
@@ -91,7 +91,7 @@ class DraftProposer:
         """Begin an epoch. `kv_cache` is the model's; block ids refer to it."""
 
     def forget(self, slots: Int32Column) -> None:
-        """Forget the sequences of these slots."""
+        """Forget sequences."""
 
     def observe(self, step: ComputedStep) -> None:
         """Take note of a step with at least one token."""
@@ -113,7 +113,7 @@ class Drafting:
     num_draft_tokens: int
 
     def begin(self, limits: BatchLimits, kv_cache: KvCache) -> Drafter:
-        """Make the drafter for a new epoch with an empty batch."""
+        """Make the drafter for a new epoch."""
         self.proposer.attach(limits, kv_cache)
         return Drafter(self.proposer, self.num_draft_tokens)
 

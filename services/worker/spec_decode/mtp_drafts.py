@@ -1,4 +1,4 @@
-"""Drafts from a checkpoint's multi-token prediction (MTP) layers."""
+"""Drafts from multi-token prediction (MTP) layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _IntArray = npt.NDArray[np.int64]
 
 
 class MtpProposer(DraftProposer):
-    """Lets multi-token prediction layers continue from the model's hidden states.
+    """Lets MTP layers continue from the model's hidden states.
 
     A layer combines a token's hidden state (from the previous layer; for the first layer, from the model) with the next
     token. So after each step the layers compute every token with a successor that became known: a row's accepted

@@ -1,4 +1,4 @@
-"""Reads a checkpoint: every tensor is looked up, checked, dequantised and copied once."""
+"""Reads a checkpoint; every tensor is copied once."""
 
 from __future__ import annotations
 

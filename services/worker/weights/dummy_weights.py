@@ -1,4 +1,4 @@
-"""Dummy weights: seeded random values that need only a configuration, for performance work."""
+"""Seeded random weights for performance work, from a configuration alone."""
 
 from __future__ import annotations
 

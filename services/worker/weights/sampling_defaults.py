@@ -1,4 +1,4 @@
-"""A model's default sampling parameters, from its generation configuration."""
+"""Default sampling parameters, from the generation configuration."""
 
 from __future__ import annotations
 

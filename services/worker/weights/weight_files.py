@@ -42,7 +42,7 @@ _DTYPE_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """What a file's header says about a tensor."""
+    """A tensor's header."""
 
     dtype: str
     """safetensors' name: F32, BF16, F8_E4M3, I32 and so on."""

@@ -1,4 +1,4 @@
-"""Collects a checkpoint's problems into one message of bounded length."""
+"""Collects a checkpoint's problems."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 class WeightProblems:
-    """Collects problems by sort. Tensors whose names differ only in layer and expert numbers are one kind."""
+    """Collects problems by sort, for one message of bounded length.
+
+    Tensors whose names differ only in layer and expert numbers are one kind.
+    """
 
     def __init__(self) -> None:
         self._sort_to_problems: defaultdict[str, dict[str, str]] = defaultdict(dict)

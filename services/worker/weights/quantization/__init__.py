@@ -1,1 +1,1 @@
-"""Quantized weights: formats, and their conversion to plain tensors."""
+"""Quantized weights."""

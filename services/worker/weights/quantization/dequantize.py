@@ -1,4 +1,4 @@
-"""Converts stored tensors into a part of a layer's matrix in floating point."""
+"""Converts stored tensors into floating point."""
 
 from __future__ import annotations
 
