@@ -14,7 +14,7 @@ _MLP_TYPES = ("dense", "sparse")
 
 
 def read_dense_layers(values: ConfigValues, num_layers: int, *, default_count: int) -> frozenset[int]:
-    """The layers without experts: by `mlp_layer_types`, or else the first `first_k_dense_replace`."""
+    """The layers without experts: by `mlp_layer_types`, or else the first `first_k_dense_replace` (`default_count`)."""
     kinds = values.texts("mlp_layer_types", num_layers)
     if kinds is None:
         return frozenset(range(min(values.count("first_k_dense_replace", default=default_count), num_layers)))
