@@ -117,7 +117,7 @@ class WorkerSettings(ServiceSettings):
 
     @property
     def weights_seed(self) -> int | None:
-        """None: weights are loaded from the model directories."""
+        """None means that weights are loaded from the model directories."""
         return self.dummy_seed if self.load_format == "dummy" else None
 
     @property

@@ -70,7 +70,7 @@ class Step:
     """Parallel to `append_block_ids`; a slot that gets several blocks occurs several times."""
     append_block_ids: Int32Column
     decode_slots: Int32Column | None
-    """None: all complete sequences already in the batch, in the order they entered."""
+    """None means all complete sequences already in the batch, in the order they entered."""
     chunks: tuple[PrefillChunk, ...]
     """Next tokens of incomplete sequences that entered before."""
     is_dummy: bool = False
@@ -106,7 +106,7 @@ class StepOutput:
     not_finite_rows: Int32Column
     """Rows (not slots) with logits that were not finite; their token is meaningless."""
     device_time_us: int
-    counts: Int32Column | None = None  # [num_rows], tokens of each row; None: one each
+    counts: Int32Column | None = None  # [num_rows], tokens of each row; None means one each
     num_draft_tokens: int = 0
     logprobs: Logprobs | None = None
     """`indexes` are places in `token_ids`."""

@@ -53,9 +53,11 @@ class StepInput:
     """These come first; the others compute a part of their prompt."""
     slots: Int32Column  # [num_seqs]
     num_result_rows: int
-    row_numbers: npt.NDArray[np.int64] | None  # [num_rows], the rows' places in the result; None: they are all of it
+    row_numbers: (
+        npt.NDArray[np.int64] | None
+    )  # [num_rows], the rows' places in the result; None means that they are all of it
     row_slots: Int32Column  # [num_rows]
-    row_indexes: npt.NDArray[np.int64] | None  # [num_rows], the rows' sequences, ascending; None: all, in order
+    row_indexes: npt.NDArray[np.int64] | None  # [num_rows], the rows' sequences, ascending; None means all, in order
     token_ids: npt.NDArray[np.int64]  # [num_tokens], possibly none
     positions: npt.NDArray[np.int64]  # [num_tokens], each token's position in its sequence
     slot_mapping: npt.NDArray[np.int64]  # [num_tokens], block_id * block_size + offset; -1: its KV is not stored
@@ -99,7 +101,7 @@ class StepInput:
         return np.arange(len(self.slots)) if self.row_indexes is None else self.row_indexes
 
     def logit_tokens(self) -> npt.NDArray[np.int64] | None:
-        """Indexes of the tokens whose logits `sampling` needs, row after row; None: all."""
+        """Indexes of the tokens whose logits `sampling` needs, row after row; None means all."""
         if self.row_indexes is None:
             return None
         ends = self.cu_seqlens_q[1:][self.row_indexes].astype(np.int64)

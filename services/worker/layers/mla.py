@@ -36,7 +36,7 @@ class LatentSizes:
     value_dim: int
     latent_dim: int
     query_latent_dim: int | None
-    """None: queries are projected from the hidden state."""
+    """None means that queries are projected from the hidden state."""
 
     @property
     def head_dim(self) -> int:
@@ -86,7 +86,7 @@ class LatentAttention:
             layer: Index in the cache.
             sizes: With this rank's number of heads.
             scale: Multiplies the products of queries and keys.
-            indexer: None: each token attends to all tokens up to itself.
+            indexer: None means that each token attends to all tokens up to itself.
         """
         self._ops = ops
         self._layer = layer

@@ -125,7 +125,7 @@ class YarnScaling:
     factor: float
     original_max_positions: int
     given_attention_factor: float | None = None
-    """None: computed; see `attention_factor`."""
+    """None means that it is computed; see `attention_factor`."""
     attn_factor: float = 1.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0

@@ -44,7 +44,7 @@ class LatentAttentionConfig:
     is_interleaved: bool
     """Whether rotated pairs are adjacent columns; otherwise they are rope_dim / 2 apart."""
     indexer: IndexerConfig | None = None
-    """None: dense attention."""
+    """None means dense attention."""
 
     @classmethod
     def from_json(

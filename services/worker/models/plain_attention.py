@@ -31,7 +31,7 @@ class AttentionHeads:
 
     @classmethod
     def from_json(cls, values: ConfigValues, *, default_head_dim: int | None = None) -> AttentionHeads:
-        """Read the heads; `default_head_dim` None: the hidden size divided by `num_heads`."""
+        """Read the heads; `default_head_dim` None means the hidden size divided by `num_heads`."""
         num_heads = values.size("num_attention_heads")
         num_kv_heads = values.size("num_key_value_heads", default=num_heads)
         hidden_size = values.size("hidden_size")
@@ -49,7 +49,7 @@ class AttentionConfig:
 
     heads: AttentionHeads
     windows: Sequence[int | None]
-    """How many tokens each layer's tokens see, including themselves; None: all up to themselves."""
+    """How many tokens each layer's tokens see, including themselves; None means all up to themselves."""
     has_qkv_bias: bool = False
     has_output_bias: bool = False
     has_head_norms: bool = False

@@ -31,7 +31,7 @@ class SparseConfig:
     """Without its correction, which differs between layers."""
     has_correction: bool = False
     router_dtype: torch.dtype | None = None
-    """The dtype of the router's logits; None: the model's."""
+    """The dtype of the router's logits; None means the model's."""
     shared_size: int = 0
     """Inner size of the shared expert; 0 if there is none."""
     has_shared_bias: bool = False

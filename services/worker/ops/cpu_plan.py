@@ -70,7 +70,7 @@ class GatherBucket:
     slots: Rows
     """num_rows * length slots of the cache."""
     mask: Tensor | None
-    """[num_rows, 1, num_queries, length], 0 or -inf; None: every query sees everything."""
+    """[num_rows, 1, num_queries, length], 0 or -inf; None means that every query sees everything."""
     num_before: int = 0
     """For a single piece without a window, the tokens before its queries; otherwise 0."""
 
@@ -86,7 +86,7 @@ class AttentionLayout:
 
 
 class CpuPlan(AttentionPlan):
-    """One step's attention. Cache writes store the tokens `written_rows` (None: all) in `written_slots`."""
+    """One step's attention. Cache writes store the tokens `written_rows` (None means all) in `written_slots`."""
 
     __slots__ = ("_kv_cache", "_layouts", "written_rows", "written_slots")
 

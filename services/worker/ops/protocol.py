@@ -46,7 +46,7 @@ class AttentionParams:
     scale: float
     """Multiplies the products of queries and keys."""
     window: int | None = None
-    """A token sees itself and the `window` - 1 tokens before it; None: all tokens before it."""
+    """A token sees itself and the `window` - 1 tokens before it; None means all tokens before it."""
     sinks: Tensor | None = None
     """[H] float32: a logit per query head that joins the softmax's sum without a value. Source: arXiv:2508.10925."""
 
@@ -237,7 +237,7 @@ class Ops(Protocol):
             latent_cache: [num_blocks, block_size, L], read by `block_tables` up to `context_lens`.
             scale: Multiplies the products of queries and keys.
             value_dim: R; a key's first R elements are its value.
-            selected: From `select_context`; None: every token attends to all tokens up to itself.
+            selected: From `select_context`; None means that every token attends to all tokens up to itself.
 
         Returns:
             [T, H, R], contiguous. Padded tokens' rows are undefined.
@@ -294,7 +294,7 @@ class Ops(Protocol):
         Args:
             experts: In order of their numbers. Each may be freed when the next one is read, so memory need not hold all
                 of them twice.
-            clamp: None: the activation is `silu(gate) * up`.
+            clamp: None means the activation is `silu(gate) * up`.
 
         Source: arXiv:1701.06538, equation 1; AITER `fused_moe`, whose w1 is gate | up too.
         """

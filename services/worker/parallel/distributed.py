@@ -74,7 +74,7 @@ class Rendezvous:
     start_id: str
     """Ranks of another start of the domain are never met."""
     collective_host: str | None = None
-    """Local address for collectives; None: the one on the route to `address`."""
+    """Local address for collectives; None means the one on the route to `address`."""
     timeout: timedelta = COLLECTIVE_TIMEOUT
     """How long ranks wait for each other, here and in a collective."""
 

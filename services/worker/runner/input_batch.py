@@ -102,7 +102,7 @@ class InputBatch:
         Args:
             slots: [num_rows].
             token_ids: [sum of counts], row after row.
-            counts: [num_rows], tokens of each row, at least 1; None: one each.
+            counts: [num_rows], tokens of each row, at least 1; None means one each.
         """
         if self._drafter is not None:
             self._drafter.record(slots, token_ids, counts)
@@ -350,13 +350,13 @@ class _Decodes:
     num_slots: int
     """All of them, including full ones, which are not computed."""
     numbers: npt.NDArray[np.int64] | None
-    """The computed sequences; None: all."""
+    """The computed sequences; None means all."""
     slots: Int32Column
     drafts: Drafts | None
-    """For `slots`; None: no sequence has any."""
+    """For `slots`; None means that no sequence has any."""
 
     def row_numbers(self, num_rows: int) -> npt.NDArray[np.int64] | None:
-        """[num_rows], the result's row of each computed row, these decodes first; None: the same."""
+        """[num_rows], the result's row of each computed row, these decodes first; None means the same."""
         if self.numbers is None:
             return None
         num_others = num_rows - len(self.numbers)

@@ -52,7 +52,7 @@ class KvCacheSize:
 
     memory_bytes: int
     num_blocks: int | None = None
-    """None: as many as `memory_bytes` holds."""
+    """None means as many as `memory_bytes` holds."""
 
 
 class ModelRunner:

@@ -33,7 +33,7 @@ class SamplingRows:
     states: dict[int, SamplingState] = field(default_factory=dict)
     """By row, for sequences with options."""
     draft_token_ids: Int32Column = field(default_factory=lambda: _NO_TOKENS)  # [num_drafts], row after row
-    draft_counts: Int32Column | None = None  # [num_rows], drafts of each row; None: no row has any
+    draft_counts: Int32Column | None = None  # [num_rows], drafts of each row; None means that no row has any
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class SampledTokens:
     token_ids: Int32Column  # [sum of counts], row after row; meaningless in a row that is not finite
     not_finite_rows: Int32Column
     """Rows with NaN, +Inf or nothing above -Inf in their first logits."""
-    counts: Int32Column | None = None  # [num_rows], at least 1: accepted drafts and one more; None: one each
+    counts: Int32Column | None = None  # [num_rows], at least 1: accepted drafts and one more; None means one each
     logprobs: Logprobs | None = None
     """For finite rows that ask for them; `indexes` are places in `token_ids`."""
     failed_grammar_rows: Int32Column = field(default_factory=lambda: _NO_TOKENS)

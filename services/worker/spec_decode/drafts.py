@@ -75,7 +75,7 @@ class ComputedStep:
     inputs: StepInput
     hidden: Tensor  # [num_tokens, hidden], the model's output for the step's tokens; must not be written
     token_ids: Int32Column  # [sum of counts], row after row, as inputs for the next step
-    counts: Int32Column | None  # [num_rows], tokens of each row; None: one each
+    counts: Int32Column | None  # [num_rows], tokens of each row; None means one each
 
 
 class DraftProposer:

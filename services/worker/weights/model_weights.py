@@ -44,7 +44,7 @@ class ModelWeights(Protocol):
             name: The full name.
             shape: The whole tensor's.
             rows: The part of the first dimension to read.
-            dtype: The result's; None: the model's.
+            dtype: The result's; None means the model's.
 
         Raises:
             ModelDirectoryError: too much is missing to continue; as from `check_complete`.
@@ -60,7 +60,7 @@ class ModelWeights(Protocol):
             shape: (out_features, in_features) of the whole matrix.
             rows: Output features to read.
             columns: Input features to read.
-            out: Written and returned; has the selected part's shape, any float dtype and strides. None: new memory.
+            out: Written and returned; has the selected part's shape, any float dtype and strides. None means new memory.
 
         Raises:
             ModelDirectoryError: as in `read`.

@@ -17,7 +17,7 @@ _NEUTRAL = SamplingParams(max_tokens=1)
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """None: no default. Units and ranges are those of `lockstep.v1.SamplingParams`."""
+    """None means no default. Units and ranges are those of `lockstep.v1.SamplingParams`."""
 
     max_tokens: int | None = None
     temperature: float | None = None

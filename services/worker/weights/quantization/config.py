@@ -30,7 +30,7 @@ class QuantizationConfig:
     """The formats of a checkpoint's layers."""
 
     def __init__(self, rules: FormatRules | None = None, *, has_mxfp4: bool = False) -> None:
-        """`rules` None: nothing is quantised."""
+        """`rules` None means that nothing is quantised."""
         self._rules = rules or FormatRules()
         self._has_mxfp4 = has_mxfp4
         self.unused_suffixes = self._rules.unused_suffixes

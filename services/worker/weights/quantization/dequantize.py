@@ -20,7 +20,7 @@ class Region:
     """A part of a matrix, or of several in a stack."""
 
     matrices: range | None
-    """None: a single matrix."""
+    """None means a single matrix."""
     rows: range
     columns: range
 

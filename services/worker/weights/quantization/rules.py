@@ -28,7 +28,7 @@ class FormatRules:
     """Suffixes of tensors that no layer loaded here needs."""
 
     def format_of(self, layer: str) -> LayerFormat | None:
-        """None: plain floats."""
+        """None means plain floats."""
         return next((layer_format for applies, layer_format in self.rules if applies(layer)), None)
 
 

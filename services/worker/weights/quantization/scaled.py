@@ -104,7 +104,7 @@ def _to_float32(weight: Tensor) -> Tensor:
 
 
 def _repeat(scales: Tensor, dim: int, size: int | None, places: range) -> Tensor:
-    """Scales of the indexes `places` along `dim`, where `size` consecutive ones share a scale; None: all do."""
+    """Scales of the indexes `places` along `dim`, where `size` consecutive ones share a scale; None means all do."""
     if size is None:
         return scales
     first = places.start // size
