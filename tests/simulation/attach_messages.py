@@ -80,10 +80,10 @@ class State(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A possible next state, and the event that leads there: `what` happens to `whom`."""
+    """A possible next state, and the event that leads there: `what` happens to `subject`."""
 
     what: str
-    whom: object
+    subject: object
     state: State
     is_fault: bool = False
     """A fault may happen but need not, so fairness does not require it."""

@@ -135,7 +135,7 @@ class AttachSearch:
                 if move.is_fault:
                     continue
                 if is_served and not self._model.is_served(move.state):
-                    raise ProtocolError(f"{move.whom} {move.what}, and the cell is no longer served")
+                    raise ProtocolError(f"{move.subject} {move.what}, and the cell is no longer served")
                 self._froms.append(position)
                 self._tos.append(number)
         except ProtocolError as error:
@@ -165,7 +165,7 @@ class AttachSearch:
     def _moves_alone(self, number: int) -> Iterator[tuple[Hashable, int]]:
         for move in self._model.moves(self._states[number]):
             if not move.is_fault and self._model.is_alone(move.state):
-                yield (move.what, move.whom), self._numbers[move.state]
+                yield (move.what, move.subject), self._numbers[move.state]
 
     def _edges(self) -> Iterator[tuple[int, int]]:
         return zip(self._froms, self._tos, strict=True)
@@ -176,6 +176,6 @@ class AttachSearch:
             origin = self._origins[number]
             state = self._states[number]
             move = next(move for move in self._model.moves(self._states[origin]) if move.state == state)
-            lines.append(f"{move.whom} {move.what}")
+            lines.append(f"{move.subject} {move.what}")
             number = origin
         return "\n".join(reversed(lines))

@@ -18,7 +18,7 @@ from shared.errors import ServiceError
 from tests.simulation.clock import Clock
 from tests.simulation.faults import Fault, FaultMix
 from tests.simulation.network import Pipe, Trouble
-from tests.simulation.replica import Told
+from tests.simulation.replica import ChoiceRecord
 from tests.simulation.virtual_loop import VirtualLoop
 from tests.simulation.workload import RequestPlan
 from tests.support.engine_driver import Scores
@@ -151,7 +151,7 @@ class DirectClient:
         mix: FaultMix,
         *,
         find_server: Callable[[], Server | None],
-        on_over: Callable[[Told], None],
+        on_over: Callable[[ChoiceRecord], None],
     ) -> None:
         """Begin the first call.
 
@@ -167,7 +167,9 @@ class DirectClient:
         self._on_over = on_over
         self._call: DirectCall | None = None
         deadline = None if plan.patience_s is None else clock.now + plan.patience_s
-        self.told = [Told(plan, choice, 0, num_cached_tokens=0, deadline=deadline) for choice in range(plan.n)]
+        self.records = [
+            ChoiceRecord(plan, choice, 0, num_cached_tokens=0, deadline=deadline) for choice in range(plan.n)
+        ]
         self._send()
         if deadline is not None:
             clock.at(deadline + rng.uniform(*_DEADLINE_SKEW_S), lambda: self._give_up("DEADLINE_PASSED"))
@@ -175,8 +177,8 @@ class DirectClient:
             clock.after(plan.cancel_after_s, lambda: self._give_up(None))
 
     @property
-    def _open(self) -> list[Told]:
-        return [told for told in self.told if not told.is_over]
+    def _open(self) -> list[ChoiceRecord]:
+        return [record for record in self.records if not record.is_over]
 
     def _send(self) -> None:
         if not self._open:
@@ -185,13 +187,13 @@ class DirectClient:
         if server is None:
             self._retry()
             return
-        if not self.told[0].tokens:
+        if not self.records[0].tokens:
             # A call without tokens so far gets the prompt's log-probabilities from the start.
-            self.told[0].prompt_scores.clear()
+            self.records[0].prompt_scores.clear()
         self._call = DirectCall(
             server, self._clock, self._rng, self._mix, on_message=self._on_message, on_lost=self._on_lost
         )
-        deadline = self.told[0].deadline
+        deadline = self.records[0].deadline
         self._call.begin(self._make_request(), None if deadline is None else deadline - self._clock.now)
 
     def _retry(self) -> None:
@@ -220,9 +222,10 @@ class DirectClient:
             cache_salt=plan.cache_salt.decode(),
             determinism=common_pb2.DETERMINISM_EXACT if plan.is_exact else common_pb2.DETERMINISM_ORDINARY,
         )
-        if any(told.tokens or told.is_over for told in self.told):
+        if any(record.tokens or record.is_over for record in self.records):
             request.choices_so_far.extend(
-                scheduler_pb2.ChoiceSoFar(token_ids=told.tokens, is_finished=told.is_over) for told in self.told
+                scheduler_pb2.ChoiceSoFar(token_ids=record.tokens, is_finished=record.is_over)
+                for record in self.records
             )
         return request
 
@@ -235,23 +238,23 @@ class DirectClient:
             self._retry()
         else:
             assert (message is None) == (not self._open), "a call ends with a choice open, or fails when all are over"
-            for told in self._open:
-                self._end(told, error=message.reason if message is not None else None)
+            for record in self._open:
+                self._end(record, error=message.reason if message is not None else None)
 
     def _on_lost(self, call: DirectCall) -> None:
         if call is self._call:
             self._retry()
 
     def _take(self, response: Response) -> None:
-        told = self.told[response.choice]
-        told.prompt_scores += _scores_of(response.prompt_logprobs, len(told.prompt_scores) + 1)
-        told.scores += _scores_of(response.logprobs, len(told.tokens))
-        told.tokens += response.token_ids
+        record = self.records[response.choice]
+        record.prompt_scores += _scores_of(response.prompt_logprobs, len(record.prompt_scores) + 1)
+        record.scores += _scores_of(response.logprobs, len(record.tokens))
+        record.tokens += response.token_ids
         if response.HasField("finish"):
             finish = response.finish
-            told.num_completion_tokens = finish.usage.num_completion_tokens
+            record.num_completion_tokens = finish.usage.num_completion_tokens
             stop_token_id = finish.stop_token_id if finish.HasField("stop_token_id") else None
-            self._end(told, finish=Finish(_FINISH_REASONS[finish.reason], stop_token_id))
+            self._end(record, finish=Finish(_FINISH_REASONS[finish.reason], stop_token_id))
 
     def _give_up(self, error: str | None) -> None:
         """End all open choices with `error`, or as cancelled if None, and cancel the call."""
@@ -260,14 +263,14 @@ class DirectClient:
         if self._call is not None:
             self._call.cancel()
             self._call = None
-        for told in self._open:
-            told.is_cancelled = error is None
-            self._end(told, error=error)
+        for record in self._open:
+            record.is_cancelled = error is None
+            self._end(record, error=error)
 
-    def _end(self, told: Told, *, finish: Finish | None = None, error: str | None = None) -> None:
-        assert told.over_at is None, "a choice ends twice"
-        told.finish, told.error, told.over_at = finish, error, self._clock.now
-        self._on_over(told)
+    def _end(self, record: ChoiceRecord, *, finish: Finish | None = None, error: str | None = None) -> None:
+        assert record.over_at is None, "a choice ends twice"
+        record.finish, record.error, record.over_at = finish, error, self._clock.now
+        self._on_over(record)
         if finish is not None and self._open and self._mix.strikes(Fault.CANCEL, self._rng):
             # A client may cancel the rest once it has one complete answer.
             self._clock.after(self._rng.uniform(*_DELAY_S), lambda: self._give_up(None))

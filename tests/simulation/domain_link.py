@@ -111,7 +111,7 @@ class DomainLink:
         """Drop an epoch on behalf of the engine."""
         self._on_event(Dropped(epoch))
 
-    def fall_behind(self) -> None:
+    def delay_steps(self) -> None:
         """Delay the steps sent from now on, so that another scheduler may hold the workers when they arrive."""
         for stream in self._streams.values():
             stream.steps.delay(self._rng.uniform(*_DETOUR_S))

@@ -153,7 +153,7 @@ class EpochWatch:
         self._num_steps = 0
         self._num_entered = 0
         # The step that first reported a sequence as not finite, by the sequence's number.
-        self._told_not_finite: dict[int, int] = {}
+        self._reported_not_finite: dict[int, int] = {}
         self._block_to_salt: dict[int, bytes] = {}
         # For each aged request: the requests that were ever ahead of it, and the steps sent since it aged.
         self._ahead_of: dict[Entry, set[Entry]] = {}
@@ -226,10 +226,10 @@ class EpochWatch:
             entry.num_in_flight -= 1
         for row, spoiler in zip(not_finite_rows, answer.spoilers, strict=True):
             reader = step.rows[row]
-            told_by = self._told_not_finite.get(spoiler)
-            is_spread = spoiler != reader.number and told_by is not None and told_by <= reader.after_step
+            reported_at = self._reported_not_finite.get(spoiler)
+            is_spread = spoiler != reader.number and reported_at is not None and reported_at <= reader.after_step
             assert not is_spread, "KV known to be bad is shared"
-            self._told_not_finite.setdefault(reader.number, step.step.step_id)
+            self._reported_not_finite.setdefault(reader.number, step.step.step_id)
         return step
 
     def _send(self, sent: SentStep) -> None:
@@ -312,8 +312,8 @@ class EpochWatch:
                 case QueuePolicy.FCFS:
                     assert other.arrived_at >= entry.arrived_at, "an older request is overtaken"
                 case QueuePolicy.PRIORITY:
-                    is_behind = (other.plan.priority, other.arrived_at) >= (entry.plan.priority, entry.arrived_at)
-                    assert is_behind, "an older or more urgent request is overtaken"
+                    is_later = (other.plan.priority, other.arrived_at) >= (entry.plan.priority, entry.arrived_at)
+                    assert is_later, "an older or more urgent request is overtaken"
                 case QueuePolicy.LONGEST_PREFIX:
                     pass
 

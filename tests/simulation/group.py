@@ -132,8 +132,8 @@ class SimulatedGroup:
         self._answering = None
         request = worker_pb2.AttachRequest(epoch=epoch, block_size=1, max_num_seqs=1, max_num_batched_tokens=1)
         with self.life.loop.running():
-            told = asyncio.gather(*self.servicer.relay_attach(request))
-        told.add_done_callback(lambda blocks: self._on_attached(epoch, blocks))
+            relayed = asyncio.gather(*self.servicer.relay_attach(request))
+        relayed.add_done_callback(lambda blocks: self._on_attached(epoch, blocks))
 
     def holds(self, epoch: int) -> bool:
         """Whether all members hold an epoch and have ended the one before."""

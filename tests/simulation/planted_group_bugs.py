@@ -30,15 +30,15 @@ def _a_group_can_be_claimed_before_its_members_have_joined(patch: Patch) -> None
 
 
 @_planted(Fault.LINK_BREAK, Fault.RESULT_NONSENSE)
-def _a_group_holds_an_epoch_that_its_members_were_only_told(patch: Patch) -> None:
+def _an_attach_is_answered_before_the_members(patch: Patch) -> None:
     """A leader answers an offer before its members have ended the previous epoch."""
     relay_attach = GroupServicer.relay_attach
 
-    def wait_for_nobody(self: GroupServicer, request: worker_pb2.AttachRequest) -> list[asyncio.Task[int]]:
+    def wait_for_none(self: GroupServicer, request: worker_pb2.AttachRequest) -> list[asyncio.Task[int]]:
         relay_attach(self, request)
         return []
 
-    patch.setattr(GroupServicer, "relay_attach", wait_for_nobody)
+    patch.setattr(GroupServicer, "relay_attach", wait_for_none)
 
 
 @_planted(Fault.WORKER_HANG, Fault.MEMBER_HANG)
@@ -83,12 +83,12 @@ def _what_members_drew_in_old_epochs_counts(patch: Patch) -> None:
 
 
 @_planted(Fault.MEMBER_CRASH, Fault.MEMBER_LINK_BREAK)
-def _a_broken_link_ends_nobody(patch: Patch) -> None:
+def _a_broken_link_ends_no_process(patch: Patch) -> None:
     """A process dies, and the rest of the group wait for it."""
     patch.setattr(DomainEnd, "fail", lambda *_, **__: None)
 
 
 @_planted(Fault.MEMBER_STOP, Fault.MEMBER_LINK_SILENT)
-def _silence_ends_nobody(patch: Patch) -> None:
+def _silence_ends_no_process(patch: Patch) -> None:
     """A process is stopped or cut off, and the rest of the group wait for it."""
     patch.setattr(Silence, "beat", lambda _: False)

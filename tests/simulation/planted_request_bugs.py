@@ -119,13 +119,13 @@ def _log_probabilities_keep_their_numbers(patch: Patch) -> None:
 
 
 @_planted()
-def _log_probabilities_of_wasted_tokens_are_told(patch: Patch) -> None:
+def _log_probabilities_of_wasted_tokens_are_sent(patch: Patch) -> None:
     """Log-probabilities of discarded rows go to a client."""
     patch.setattr(Logprobs, "select", lambda self, _: self)
 
 
 @_planted(Fault.LINK_BREAK)
-def _prompts_are_told_again(patch: Patch) -> None:
+def _prompt_log_probabilities_are_sent_again(patch: Patch) -> None:
     """When a prompt is recomputed, its log-probabilities are sent again from the start."""
     patch.setattr(Logprobs, "after", lambda self, _: self)
 
@@ -162,7 +162,7 @@ def _prompts_are_charged_for_good(patch: Patch) -> None:
 
 
 @_planted(Fault.GRAMMAR_FAILURE)
-def _tokens_behind_a_grammars_end_are_told(patch: Patch) -> None:
+def _tokens_of_a_failed_grammar_are_sent(patch: Patch) -> None:
     """A row whose grammar has failed delivers its token like any other."""
     postprocess = Postprocessor.postprocess
     no_rows = np.empty(0, np.int32)
@@ -183,7 +183,7 @@ def _exactness_is_promised_by_all(patch: Patch) -> None:
 
 
 @_planted(Fault.EXACT, Fault.LINK_BREAK)
-def _exact_resumes_are_told_as_others(patch: Patch) -> None:
+def _exact_resumes_are_reported_as_inexact(patch: Patch) -> None:
     """A resume between bitwise identical ranks is reported as inexact."""
     patch.setattr(Numerics, "is_continued_by", lambda *_: False)
 
@@ -273,7 +273,7 @@ def _earlier_attempts_run_on(patch: Patch) -> None:
 
 
 @_planted(Fault.SAME_ID, Fault.STREAM_BREAK)
-def _a_superseded_client_is_told_nothing(patch: Patch) -> None:
+def _a_superseded_client_gets_no_error(patch: Patch) -> None:
     """A client whose request was superseded by another client never gets an answer."""
 
     def supersede(self: RequestManager, earlier: Request, _client: int, _outputs: OutputsByClient, now: float) -> None:

@@ -33,7 +33,7 @@ _SILENT_ENDS = (FinishReason.EOS, FinishReason.STOP_TOKEN)
 
 
 @dataclass(slots=True)
-class Told:
+class ChoiceRecord:
     """What a client has received of one choice; at the end `finish`, `error` or `is_cancelled` is set."""
 
     plan: RequestPlan
@@ -63,7 +63,7 @@ class Told:
 class Replica:
     """One tokenizer process with its clients and its `Exchange` stream.
 
-    Invariant: a choice is in `_told` exactly as long as it is in the ledger.
+    Invariant: a choice is in `_records` exactly as long as it is in the ledger.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Replica:
         rng: Random,
         *,
         connect: Callable[[Replica], ExchangeStream | None],
-        on_over: Callable[[Told], None],
+        on_over: Callable[[ChoiceRecord], None],
     ) -> None:
         """Connect to the scheduler, or keep trying.
 
@@ -86,7 +86,7 @@ class Replica:
         self._connect = connect
         self._on_over = on_over
         self._ledger = RequestLedger(_LOST_AFTER_S, clock.now)
-        self._told: dict[int, Told] = {}
+        self._records: dict[int, ChoiceRecord] = {}
         self._was_submitted: set[int] = set()
         # New requests are sent once the cell info has arrived; some replicas resubmit earlier requests before that.
         self._resubmits_at_once = rng.random() < 0.5
@@ -111,9 +111,9 @@ class Replica:
 
     def is_serving(self, request_id: str) -> bool:
         """Whether a request with this id is in progress here; a replica refuses a second one."""
-        return any(told.plan.request_id == request_id for told in self._told.values())
+        return any(record.plan.request_id == request_id for record in self._records.values())
 
-    def serve(self, plan: RequestPlan) -> list[Told]:
+    def serve(self, plan: RequestPlan) -> list[ChoiceRecord]:
         """Accept a client's request; returns the records of its choices, which fill up as answers arrive."""
         request = Request(
             plan.request_id,
@@ -126,8 +126,8 @@ class Replica:
         )
         deadline_at = None if plan.patience_s is None else self._clock.now + plan.patience_s
         handle = self._ledger.add(request, arrived_at=self._clock.now, deadline_at=deadline_at)
-        choices = [Told(plan, choice, handle, deadline=deadline_at) for choice in range(plan.n)]
-        self._told.update(enumerate(choices, handle))
+        choices = [ChoiceRecord(plan, choice, handle, deadline=deadline_at) for choice in range(plan.n)]
+        self._records.update(enumerate(choices, handle))
         if self._knows_cell:
             self._submit(handle)
         if plan.cancel_after_s is not None:
@@ -187,7 +187,7 @@ class Replica:
         if not self._is_open:
             self._open_stream(stream)
         self._knows_cell = True
-        for handle in sorted({told.request for told in self._told.values()} - self._was_submitted):
+        for handle in sorted({record.request for record in self._records.values()} - self._was_submitted):
             self._submit(handle)
         self._arm_timer()
 
@@ -211,28 +211,28 @@ class Replica:
         if self._ledger.remove(handle):
             self._send(exchange_pb2.ExchangeRequest(abort_handles=encode_handles([handle])))
         for choice in choices:
-            told = self._told.pop(choice)
-            told.is_cancelled, told.over_at = True, self._clock.now
-            self._on_over(told)
+            record = self._records.pop(choice)
+            record.is_cancelled, record.over_at = True, self._clock.now
+            self._on_over(record)
         self._submit_released()
 
     def _on_outputs(self, stream: ExchangeStream, outputs: exchange_pb2.Outputs) -> None:
         number = stream.ledger_number
         for start in outputs.starts:
             if self._ledger.begin(number, start.handle):
-                self._told[start.handle].num_cached_tokens = start.num_cached_tokens
+                self._records[start.handle].num_cached_tokens = start.num_cached_tokens
         for message in outputs.prompt_logprobs:
             logprobs = read_prompt_logprobs(message.logprobs)
             num_new = self._ledger.receive_prompt(number, message.handle, int(logprobs.indexes[0]), len(logprobs))
             if num_new:
-                self._told[message.handle].prompt_scores += _scores_of(logprobs.last(num_new))
+                self._records[message.handle].prompt_scores += _scores_of(logprobs.last(num_new))
         handle_to_logprobs = read_row_logprobs(outputs) if outputs.HasField("logprobs") else {}
         ends = {end.handle: end for end in outputs.ends}
         for handle, first_index, token_ids in read_rows(outputs):
             news = self._ledger.receive(number, handle, first_index, token_ids)
             if news:
                 if handle in handle_to_logprobs:
-                    self._told[handle].scores += _scores_of(handle_to_logprobs[handle].last(len(news)))
+                    self._records[handle].scores += _scores_of(handle_to_logprobs[handle].last(len(news)))
                 self._deliver(stream, handle, news, ends.pop(handle, None))
         for handle, end in ends.items():
             self._deliver(stream, handle, (), end)
@@ -243,27 +243,27 @@ class Replica:
     ) -> None:
         if end is not None and not self._ledger.end(stream.ledger_number, handle):
             return
-        told = self._told[handle]
+        record = self._records[handle]
         finish = _finish_of(end)
-        for num_behind, token_id in zip(reversed(range(len(token_ids))), token_ids, strict=True):
-            told.tokens.append(token_id)
-            is_silent = not num_behind and finish is not None and finish.reason in _SILENT_ENDS
-            if token_id == told.plan.text_stop_token and not is_silent:
-                self._stop_at(handle, told, is_over=end is not None)
+        for num_left, token_id in zip(reversed(range(len(token_ids))), token_ids, strict=True):
+            record.tokens.append(token_id)
+            is_silent = not num_left and finish is not None and finish.reason in _SILENT_ENDS
+            if token_id == record.plan.text_stop_token and not is_silent:
+                self._stop_at(handle, record, is_over=end is not None)
                 return
         if end is not None and end.HasField("error"):
             self._end(handle, error=_reason_of(end))
         elif end is not None:
-            told.num_completion_tokens = end.num_completion_tokens
+            record.num_completion_tokens = end.num_completion_tokens
             self._end(handle, finish=finish)
 
-    def _stop_at(self, handle: int, told: Told, *, is_over: bool) -> None:
+    def _stop_at(self, handle: int, record: ChoiceRecord, *, is_over: bool) -> None:
         """End a choice at a stop string; the cell is notified unless the choice has ended there too."""
-        del told.scores[len(told.tokens) :]
+        del record.scores[len(record.tokens) :]
         if not is_over and self._ledger.stop(handle):
-            stop_at = exchange_pb2.StopAt(handle=handle, num_tokens=len(told.tokens))
+            stop_at = exchange_pb2.StopAt(handle=handle, num_tokens=len(record.tokens))
             self._send(exchange_pb2.ExchangeRequest(stop_ats=[stop_at]))
-        told.num_completion_tokens = len(told.tokens)
+        record.num_completion_tokens = len(record.tokens)
         self._end(handle, finish=Finish(FinishReason.STOP_STRING))
 
     def _send(self, message: exchange_pb2.ExchangeRequest) -> None:
@@ -271,10 +271,10 @@ class Replica:
             self._stream.send_request(message)
 
     def _end(self, handle: int, *, finish: Finish | None = None, error: str | None = None) -> None:
-        told = self._told.pop(handle)
-        assert not told.is_over, "a choice ends twice"
-        told.finish, told.error, told.over_at = finish, error, self._clock.now
-        self._on_over(told)
+        record = self._records.pop(handle)
+        assert not record.is_over, "a choice ends twice"
+        record.finish, record.error, record.over_at = finish, error, self._clock.now
+        self._on_over(record)
 
     def _expire(self) -> None:
         self._fail_each(self._ledger.expire(self._clock.now))

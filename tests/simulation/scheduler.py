@@ -183,7 +183,7 @@ class SchedulerProcess:
     def become_zombie(self) -> None:
         """Break its replicas' streams and delay its steps without its noticing, as if it had been replaced."""
         for link in self._links:
-            link.fall_behind()
+            link.delay_steps()
         self.lose_replicas()
 
     def lose_replicas(self) -> None:

@@ -13,7 +13,7 @@ from tests.simulation.direct_calls import DirectClient
 from tests.simulation.domain import SimulatedDomain
 from tests.simulation.exchange import MAX_CLOSE_S, MAX_UNREAD_S, Ends, ExchangeStream
 from tests.simulation.faults import Fault, FaultMix
-from tests.simulation.replica import Replica, Told
+from tests.simulation.replica import ChoiceRecord, Replica
 from tests.simulation.scheduler import SchedulerProcess
 from tests.simulation.watch import EngineWatch
 from tests.simulation.workload import CellSettings, RequestPlan, Workload
@@ -125,7 +125,7 @@ class Simulation:
         oracle = FallibleOracle(self._rng, share_right=self._settings.share_right)
         self._workload = Workload(self._rng, self._mix, oracle, self._settings)
         self._plans: list[RequestPlan] = []
-        self._told: list[Told] = []
+        self._records: list[ChoiceRecord] = []
         self._num_live = 0
         self._is_paused = False
         topology = self._settings.topology
@@ -147,8 +147,8 @@ class Simulation:
             assert self.clock.num_events < _MAX_EVENTS, "the run does not come to an end"
         assert self._scheduler is not None
         self._scheduler.check_end()
-        for told in self._told:
-            self._check_told(told)
+        for record in self._records:
+            self._check_record(record)
         schedulers = [*self._old_schedulers, self._scheduler]
         counters = [scheduler.engine.state().counters for scheduler in schedulers]
         return Report(
@@ -166,8 +166,8 @@ class Simulation:
             len(schedulers),
             sum(one.num_preemptions for one in counters),
             sum(one.num_accepted_tokens for one in counters),
-            max(told.num_completion_tokens for told in self._told),
-            Counter(_describe_end(told) for told in self._told),
+            max(record.num_completion_tokens for record in self._records),
+            Counter(_describe_end(record) for record in self._records),
             self._mix.counts,
         )
 
@@ -197,13 +197,13 @@ class Simulation:
             plan = replace(plan, request_id=plan.own_id)
         self._plans.append(plan)
         self._num_live += plan.n
-        self._told += self._serve(plan)
+        self._records += self._serve(plan)
         if plan.abort_call_after_s is not None:
             self.clock.after(plan.abort_call_after_s, lambda: self._abort_request(plan))
         self._disturb()
         self.clock.after(self._rng.expovariate(1.0 / self._settings.mean_gap_s), self._arrive)
 
-    def _serve(self, plan: RequestPlan) -> list[Told]:
+    def _serve(self, plan: RequestPlan) -> list[ChoiceRecord]:
         """Serve a request through a replica, or through a direct call if it needs no text.
 
         Requests that share an id are served by different replicas.
@@ -214,7 +214,7 @@ class Simulation:
             return self._rng.choice(replicas).serve(plan)
         return DirectClient(
             plan, self.clock, self._rng, self._mix, find_server=lambda: self._scheduler, on_over=self._on_over
-        ).told
+        ).records
 
     def _disturb(self) -> None:
         if self._strikes(Fault.SCHEDULER_RESTART):
@@ -317,7 +317,7 @@ class Simulation:
         scheduler.connect(stream)
         return stream
 
-    def _on_over(self, _: Told) -> None:
+    def _on_over(self, _: ChoiceRecord) -> None:
         self._num_live -= 1
         if self._is_paused:
             self._is_paused = False
@@ -330,58 +330,58 @@ class Simulation:
         """Whether this request, or another one with its id, is aborted by a call."""
         return any(one.abort_call_after_s is not None for one in self._plans if one.request_id == plan.request_id)
 
-    def _check_told(self, told: Told) -> None:
+    def _check_record(self, record: ChoiceRecord) -> None:
         """Check a client's answer against the answer of an undisturbed run."""
-        plan, expected = told.plan, told.plan.by_text[told.choice]
-        assert told.over_at is not None, f"{plan.request_id} was never answered"
-        assert told.tokens == expected.tokens[: len(told.tokens)], f"{plan.request_id} got wrong tokens"
+        plan, expected = record.plan, record.plan.by_text[record.choice]
+        assert record.over_at is not None, f"{plan.request_id} was never answered"
+        assert record.tokens == expected.tokens[: len(record.tokens)], f"{plan.request_id} got wrong tokens"
         # Several schedulers may be stopped one after the other, and a replica may not read.
         grace_s = _GRACE_S + _SCHEDULER_SILENCE_S * self._mix.counts[Fault.SCHEDULER_STOP]
         grace_s += (MAX_UNREAD_S + MAX_CLOSE_S) * self._mix.counts[Fault.REPLICA_STALL]
-        is_late = told.deadline is not None and told.over_at > told.deadline + grace_s
+        is_late = record.deadline is not None and record.over_at > record.deadline + grace_s
         assert not is_late, f"{plan.request_id} outlived its deadline"
-        assert not told.tokens or told.num_cached_tokens is not None, "tokens without a start"
-        _check_scores(told)
-        if told.finish is not None:
-            answer = (told.tokens, told.finish, told.num_completion_tokens)
+        assert not record.tokens or record.num_cached_tokens is not None, "tokens without a start"
+        _check_scores(record)
+        if record.finish is not None:
+            answer = (record.tokens, record.finish, record.num_completion_tokens)
             assert answer == (expected.tokens, expected.finish, len(expected.tokens)), f"{plan.request_id} ended early"
-        elif told.error is not None:
-            fault = _CAUSES[told.error]
+        elif record.error is not None:
+            fault = _CAUSES[record.error]
             if fault is Fault.POISON and not plan.is_poison:
                 # It was alone in two crashed steps, whatever the cause, or suspected after the deaths of schedulers.
                 is_spared = self._mix.spares_suspects and not any(self._mix.counts[one] for one in _SCHEDULER_ENDS)
                 assert not is_spared, f"{plan.request_id} is innocent"
                 return
-            assert fault in self._kinds, f"{plan.request_id} got {told.error} without a cause"
+            assert fault in self._kinds, f"{plan.request_id} got {record.error} without a cause"
             assert fault is not Fault.DEADLINE or plan.patience_s is not None, "a deadline that the client did not set"
             is_refused = plan.is_exact and not self._settings.is_exact
             assert fault is not Fault.EXACT or is_refused, "exactness is refused although the ranks are exact"
             # The cell does not see text: it may report the grammar failure while the token with the stop is missing.
-            has_gap = told.tokens != expected.tokens and any(self._mix.counts[one] for one in _GAPS)
-            fails = (plan.by_cell[told.choice] if has_gap else expected).finish is None
+            has_gap = record.tokens != expected.tokens and any(self._mix.counts[one] for one in _GAPS)
+            fails = (plan.by_cell[record.choice] if has_gap else expected).finish is None
             assert fault is not Fault.GRAMMAR_FAILURE or fails, "its grammar could be followed"
             assert fault is not Fault.ABORT_CALL or self._may_be_aborted(plan), "it was not aborted by a call"
 
 
-def _check_scores(told: Told) -> None:
+def _check_scores(record: ChoiceRecord) -> None:
     """Check that log-probabilities match the tokens and the prompt, each once and in order."""
-    prompt, options = told.plan.prompt, told.plan.options
+    prompt, options = record.plan.prompt, record.plan.options
     num_top, scores = options.num_logprobs, []
     if num_top is not None:
-        scores = expected_scores(told.tokens, num_top, start=len(prompt))
+        scores = expected_scores(record.tokens, num_top, start=len(prompt))
     # Their indexes count from the start of each message, so they are not compared.
-    assert [one[1:] for one in told.scores] == [one[1:] for one in scores], "wrong log-probabilities of tokens"
+    assert [one[1:] for one in record.scores] == [one[1:] for one in scores], "wrong log-probabilities of tokens"
     num_top, scores = options.num_prompt_logprobs, []
-    if num_top is not None and not told.choice:
+    if num_top is not None and not record.choice:
         scores = expected_scores(prompt[1:], num_top, start=1, offset=1)
-    num_told = len(told.prompt_scores)
-    assert told.prompt_scores == scores[:num_told], "wrong log-probabilities of the prompt"
-    assert num_told == len(scores) or not told.tokens, (
+    num_sent = len(record.prompt_scores)
+    assert record.prompt_scores == scores[:num_sent], "wrong log-probabilities of the prompt"
+    assert num_sent == len(scores) or not record.tokens, (
         "a completion begins before all prompt log-probabilities were sent"
     )
 
 
-def _describe_end(told: Told) -> str:
-    if told.finish is not None:
-        return told.finish.reason.value
-    return told.error or "cancelled"
+def _describe_end(record: ChoiceRecord) -> str:
+    if record.finish is not None:
+        return record.finish.reason.value
+    return record.error or "cancelled"

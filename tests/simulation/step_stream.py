@@ -42,7 +42,7 @@ class StreamEnds:
 
 
 class StepStream:
-    """Carries steps to a rank, answers back, and heartbeats both ways. Either end may close it; the other is told."""
+    """Carries steps to a rank, answers back, and heartbeats both ways. Closing either end notifies the other."""
 
     def __init__(
         self, number: int, claimed: Holder, ends: StreamEnds, *, steps: Pipe[bytes], answers: Pipe[Answer]

@@ -27,8 +27,8 @@ def serve_one_after_the_other(num_steps: int) -> None:
             num_dummies += sum(step.batch.is_dummy for step in newest)
             for rank in range(DP_SIZE):
                 driver.step(rank)
-        told = driver.told.pop((1, num_served))
-        assert told.tokens == expected_completion(PROMPT, num_served, MAX_TOKENS)
+        output = driver.choices.pop((1, num_served))
+        assert output.tokens == expected_completion(PROMPT, num_served, MAX_TOKENS)
         num_served += 1
         state = driver.engine.state()
         assert (state.num_used_blocks, state.num_running, state.num_waiting) == (0, 0, 0)

@@ -41,7 +41,7 @@ def serve_all(seed: int, admission_policy: AdmissionPolicy) -> Outcome:
         chunks = [enter.chunk for enter in driver.sent[0].batch.enters]
         duration_s += duration_of_step_s(sum(chunk.num_tokens for chunk in chunks))
         driver.step()
-    num_tokens = sum(len(told.tokens) for told in driver.told.values())
+    num_tokens = sum(len(output.tokens) for output in driver.choices.values())
     return Outcome(driver.engine.state().counters.num_preemptions, num_tokens / duration_s)
 
 

@@ -34,7 +34,7 @@ from services.scheduler.server.direct_clients import DIRECT_CLIENT
 from shared.limits import TOKEN_DTYPE
 from tests.simulation.epoch_watch import Entry, EpochWatch, Key, Number, SentStep
 from tests.simulation.lockstep_watch import check_lockstep
-from tests.simulation.said import Said
+from tests.simulation.responses import Responses
 from tests.simulation.step_stream import Answer
 from tests.simulation.suspect_watch import SuspectWatch
 from tests.simulation.workload import CellSettings, RequestPlan, number_of
@@ -90,18 +90,18 @@ class EngineWatch:
         if self._epochs and now - self._last_beat_at > _LEASE_S:
             assert [type(action) for action in actions] == [Exit], "it continues after its lease has run out"
             return
-        must = Said()
+        due = Responses()
         self._ended.clear()
         # A request whose deadline passes at the moment a rank is dropped ends before the drop.
-        self._expire(must, now)
+        self._expire(due, now)
         for action in actions:
             if isinstance(action, DropDomain) and action.reason.startswith("rank "):
                 # The engine checks its ranks before it handles the event.
                 assert self._is_overdue(action.domain, now), "the engine drops a healthy rank"
-                self._drop(action.domain, action.epoch, must)
-        self._take_in(event, must, now)
-        said = self._take_actions(actions, now)
-        assert said == must, f"the engine sent {said}, expected {must}"
+                self._drop(action.domain, action.epoch, due)
+        self._take_in(event, due, now)
+        sent = self._take_actions(actions, now)
+        assert sent == due, f"the engine sent {sent}, expected {due}"
         if self.suspects:
             self.suspects.keep({entry.plan.request_id for entry in self._live.values()})
         if any(isinstance(action, SendStep) for action in actions):
@@ -119,18 +119,18 @@ class EngineWatch:
             "sequences or blocks are left over"
         )
 
-    def _take_actions(self, actions: list[Action], now: float) -> Said:
+    def _take_actions(self, actions: list[Action], now: float) -> Responses:
         """Check the steps that are sent; returns what clients receive and which domains are dropped."""
-        said = Said()
+        responses = Responses()
         for action in actions:
             match action:
                 case Deliver(client, outputs):
-                    said.take_in(client, outputs)
+                    responses.take_in(client, outputs)
                     self._check_resumes(client, outputs)
                 case CloseClient(client):
-                    said.closed.add(client)
+                    responses.closed.add(client)
                 case DropDomain(domain):
-                    said.dropped.add(domain)
+                    responses.dropped.add(domain)
                 case SendStep(rank, step):
                     assert rank in self._epochs, "a step for a rank that is not attached"
                     self._epochs[rank].check_step(step, now)
@@ -140,7 +140,7 @@ class EngineWatch:
                     self._last_beat_at = now
                 case Exit(reason):
                     raise AssertionError(f"the engine wants to exit: {reason}")
-        return said
+        return responses
 
     def _check_resumes(self, client: int, outputs: Outputs) -> None:
         """Check that each end reports the number of lost epochs in which the choice lost computed work."""
@@ -152,30 +152,30 @@ class EngineWatch:
                     "a resume is inexact although all ranks are exact"
                 )
 
-    def _expire(self, must: Said, now: float) -> None:
+    def _expire(self, due: Responses, now: float) -> None:
         for entry in list(self._live.values()):
             if entry.deadline is not None and entry.deadline <= now:
-                self._end(entry, must, "DEADLINE_PASSED")
+                self._end(entry, due, "DEADLINE_PASSED")
 
-    def _take_in(self, event: Event, must: Said, now: float) -> None:
+    def _take_in(self, event: Event, due: Responses, now: float) -> None:
         match event:
             case ClientMessage():
-                self._take_message(event, must, now)
+                self._take_message(event, due, now)
             case ClientGone(client):
                 self._forget_all(lambda entry: entry.key[0] == client)
             case AbortRequest(request_id):
                 for entry in list(self._live.values()):
                     if entry.plan.request_id == request_id:
-                        self._end(entry, must, "ABORTED_BY_CALL")
+                        self._end(entry, due, "ABORTED_BY_CALL")
             case DomainAttached(domain, facts):
-                self._attach(domain, facts[0].epoch, must, now)
+                self._attach(domain, facts[0].epoch, due, now)
             case DomainLost(domain, epoch):
                 if self._epoch_of(domain) == epoch:
-                    self._lose(domain, must)
+                    self._lose(domain, due)
             case WorkerHeard(rank, epoch, progress):
                 self._hear(rank, epoch, progress, now)
             case StepReturned(rank, result):
-                self._take_result(rank, result, must, now)
+                self._take_result(rank, result, due, now)
 
     def _hear(self, rank: int, epoch: int, progress: int, now: float) -> None:
         if rank in self._epochs and self._epochs[rank].number == epoch:
@@ -185,23 +185,23 @@ class EngineWatch:
         for entry in [entry for entry in self._live.values() if is_gone(entry)]:
             self._forget(entry)
 
-    def _take_message(self, message: ClientMessage, must: Said, now: float) -> None:
+    def _take_message(self, message: ClientMessage, due: Responses, now: float) -> None:
         for submission in message.submissions:
             handles = range(submission.handle, submission.handle + submission.n)
             if any((message.client, handle) in self._entries for handle in handles):
-                must.closed.add(message.client)
+                due.closed.add(message.client)
                 return
-            self._submit(message.client, submission, must, now)
+            self._submit(message.client, submission, due, now)
         for handle, num_tokens in message.stop_ats:
             entry = self._entries.get((message.client, handle))
             if entry is not None:
                 # If the submission and the stop were both repeated, the stop may be past the tokens there are.
                 num_known = min(num_tokens, entry.num_tokens)
-                self._end(entry, must, (Finish(FinishReason.STOP_STRING), num_known))
+                self._end(entry, due, (Finish(FinishReason.STOP_STRING), num_known))
         requests = {(message.client, handle) for handle in message.aborts}
         self._forget_all(lambda entry: entry.request_key in requests)
 
-    def _submit(self, client: int, submission: Submission, must: Said, now: float) -> None:
+    def _submit(self, client: int, submission: Submission, due: Responses, now: float) -> None:
         plan = self._plans[number_of(submission.params.seed)]
         if client != DIRECT_CLIENT:
             _check_times(submission, plan)
@@ -209,10 +209,10 @@ class EngineWatch:
         earlier = [entry for entry in self._live.values() if entry.plan.request_id == plan.request_id]
         refusal = self._find_refusal(client, submission, plan, earlier)
         if refusal is not None:
-            must.ends.update(((client, submission.handle + choice), refusal) for choice in submission.open_choices)
+            due.ends.update(((client, submission.handle + choice), refusal) for choice in submission.open_choices)
             return
         for entry in earlier:
-            self._end(entry, must, "ABORTED_BY_CALL" if entry.key[0] == client else "DUPLICATE_REQUEST")
+            self._end(entry, due, "ABORTED_BY_CALL" if entry.key[0] == client else "DUPLICATE_REQUEST")
         is_charged = 0 in submission.open_choices and not _num_tokens_so_far(submission, 0)
         for choice in submission.open_choices:
             entry = Entry(
@@ -255,12 +255,12 @@ class EngineWatch:
         is_charged = plan.num_prompt_logprob_bytes > 0
         return is_charged and num_bytes + plan.num_prompt_logprob_bytes > policy.max_prompt_logprob_bytes
 
-    def _attach(self, domain: int, number: int, must: Said, now: float) -> None:
+    def _attach(self, domain: int, number: int, due: Responses, now: float) -> None:
         self._had_worker = True
         for entry in list(self._live.values()):
             # Submitted before the ranks had reported whether they are exact.
             if entry.plan.is_exact and not self._settings.is_exact:
-                self._end(entry, must, "EXACT_UNAVAILABLE")
+                self._end(entry, due, "EXACT_UNAVAILABLE")
         for rank in self._settings.topology.ranks_of(domain):
             assert rank not in self._epochs, "a domain is attached twice"
             waits_here = partial(self._waits_at, rank)
@@ -270,13 +270,13 @@ class EngineWatch:
         epoch = self._epochs.get(self._settings.topology.ranks_of(domain).start)
         return None if epoch is None else epoch.number
 
-    def _lose(self, domain: int, must: Said, *, accuses_rows: bool = True) -> None:
+    def _lose(self, domain: int, due: Responses, *, accuses_rows: bool = True) -> None:
         """End a domain's epoch; the requests in its steps in flight become suspects if `accuses_rows`."""
         lost = [self._epochs.pop(rank) for rank in self._settings.topology.ranks_of(domain)]
         in_flight = {entry.plan.request_id for epoch in lost for entry in epoch.lose() if entry.is_live}
         poison = self.suspects.accuse(in_flight) if accuses_rows else None
         for entry in [entry for entry in self._live.values() if entry.plan.request_id == poison]:
-            self._end(entry, must, "POISON_REQUEST")
+            self._end(entry, due, "POISON_REQUEST")
 
     def _waits_at(self, rank: int, entry: Entry) -> bool:
         """Whether a choice waits in the queue to enter the batch of this rank."""
@@ -286,7 +286,7 @@ class EngineWatch:
         assert self._engine is not None
         return self._settings.topology.dp_size == 1 or rank_of(self._engine, entry.key) == rank
 
-    def _take_result(self, rank: int, result: StepResult, must: Said, now: float) -> None:
+    def _take_result(self, rank: int, result: StepResult, due: Responses, now: float) -> None:
         answer, epoch = self._answer, self._epochs.get(rank)
         assert answer is not None
         if epoch is None or answer.epoch != epoch.number:
@@ -295,7 +295,7 @@ class EngineWatch:
             return
         if answer.is_nonsense or not epoch.is_due(answer):
             # The worker itself is at fault, not the requests it computed.
-            self._drop(self._settings.topology.domain_of(rank), epoch.number, must, accuses_rows=False)
+            self._drop(self._settings.topology.domain_of(rank), epoch.number, due, accuses_rows=False)
             return
         epoch.signs.heard_at = epoch.signs.got_on_at = now
         not_finite_rows, failed_grammar_rows = result.not_finite_rows.tolist(), result.failed_grammar_rows.tolist()
@@ -304,17 +304,17 @@ class EngineWatch:
             self._clear_suspects(step)
         for entered, end in step.chunks:
             if entered.is_scored and entered.entry.is_live:
-                self._take_prompt(entered.entry, end, must)
+                self._take_prompt(entered.entry, end, due)
         counts = [1] * len(step.rows) if result.counts is None else result.counts.tolist()
         for row, (entered, count) in enumerate(zip(step.rows, counts, strict=True)):
             if not entered.entry.is_live:
                 continue
             if row in not_finite_rows:
-                self._end(entered.entry, must, "NUMERIC_ERROR")
+                self._end(entered.entry, due, "NUMERIC_ERROR")
             elif row in failed_grammar_rows:
-                self._take_failed(entered.entry, count, must)
+                self._take_failed(entered.entry, count, due)
             else:
-                self._take_tokens(entered.entry, count, must)
+                self._take_tokens(entered.entry, count, due)
 
     def _clear_suspects(self, step: SentStep) -> None:
         """Clear the requests of a decode step. A superseded attempt's row clears nothing: the present one is tried."""
@@ -323,52 +323,50 @@ class EngineWatch:
             if entered.entry.request_key in present:
                 self.suspects.clear(entered.entry.plan.request_id)
 
-    def _take_prompt(self, entry: Entry, end: int, must: Said) -> None:
+    def _take_prompt(self, entry: Entry, end: int, due: Responses) -> None:
         """A chunk returns log-probabilities of the next prompt positions; those already sent are not sent again."""
         num_top, start = entry.plan.options.num_prompt_logprobs, entry.num_prompt_positions
         if num_top is None or end <= start:
             return
-        must.prompt_scores[entry.key] = expected_scores(
-            entry.plan.prompt[start:end], num_top, start=start, offset=start
-        )
+        due.prompt_scores[entry.key] = expected_scores(entry.plan.prompt[start:end], num_top, start=start, offset=start)
         entry.num_prompt_positions = end
 
-    def _take_tokens(self, entry: Entry, count: int, must: Said) -> None:
+    def _take_tokens(self, entry: Entry, count: int, due: Responses) -> None:
         """A row returns the next tokens of the choice's only possible answer; tokens after its end are discarded."""
         assert count, "a row returns no token for a request that has not ended"
         expected, first, num_top = entry.expected, entry.num_tokens, entry.plan.options.num_logprobs
         tokens = expected.tokens[first : first + count]
-        must.tokens[entry.key] = (first, tokens)
+        due.tokens[entry.key] = (first, tokens)
         if num_top is not None:
             start = len(entry.plan.prompt) + first
-            must.scores[entry.key] = expected_scores(tokens, num_top, start=start, offset=first)
+            due.scores[entry.key] = expected_scores(tokens, num_top, start=start, offset=first)
         if not first:
-            must.starts[entry.key] = entry.num_cached_tokens
+            due.starts[entry.key] = entry.num_cached_tokens
         entry.num_tokens += len(tokens)
         if entry.num_tokens == len(expected.tokens) and expected.finish is not None:
-            self._end(entry, must, (expected.finish, entry.num_tokens))
+            self._end(entry, due, (expected.finish, entry.num_tokens))
 
-    def _take_failed(self, entry: Entry, count: int, must: Said) -> None:
+    def _take_failed(self, entry: Entry, count: int, due: Responses) -> None:
         """The row's grammar has failed, so its last token is void; a stop among the earlier tokens takes precedence."""
         if count > 1:
-            self._take_tokens(entry, count - 1, must)
+            self._take_tokens(entry, count - 1, due)
         if entry.is_live:
             is_due = entry.expected.finish is None and entry.num_tokens == len(entry.expected.tokens)
             assert is_due, "a grammar fails although it could be followed"
-            self._end(entry, must, "INVALID_REQUEST")
+            self._end(entry, due, "INVALID_REQUEST")
 
-    def _drop(self, domain: int, epoch: int, must: Said, *, accuses_rows: bool = True) -> None:
+    def _drop(self, domain: int, epoch: int, due: Responses, *, accuses_rows: bool = True) -> None:
         assert self._epoch_of(domain) == epoch, "the engine drops an epoch that it does not have"
-        must.dropped.add(domain)
-        self._lose(domain, must, accuses_rows=accuses_rows)
+        due.dropped.add(domain)
+        self._lose(domain, due, accuses_rows=accuses_rows)
 
     def _is_overdue(self, domain: int, now: float) -> bool:
         epochs = [self._epochs[rank] for rank in self._settings.topology.ranks_of(domain) if rank in self._epochs]
         silence_s = self._settings.policy.worker_silence_s
         return any(epoch.is_overdue(now, silence_s=silence_s) for epoch in epochs)
 
-    def _end(self, entry: Entry, must: Said, end: tuple[Finish | None, int] | str) -> None:
-        must.ends[entry.key] = end
+    def _end(self, entry: Entry, due: Responses, end: tuple[Finish | None, int] | str) -> None:
+        due.ends[entry.key] = end
         self._ended[entry.key] = entry
         self._forget(entry)
 

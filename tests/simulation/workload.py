@@ -211,7 +211,7 @@ class RequestPlan:
     cancel_after_s: float | None
     abort_call_after_s: float | None
     by_cell: list[Expected]
-    """What the cell computes, by choice, unless it is told of a stop string."""
+    """What the cell computes, by choice, unless a client reports a stop string."""
     by_text: list[Expected]
     """What the client receives, by choice: a stop string may end it earlier than the cell would."""
     request_id: str

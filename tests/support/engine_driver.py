@@ -114,12 +114,12 @@ def scores_by_row(outputs: Outputs) -> dict[int, list[Scores]]:
 
 def expected_scores(tokens: list[int], num_top: int, *, start: int, offset: int = 0) -> list[Scores]:
     """The expected log-probabilities of tokens from position `start` on, numbered from `offset`."""
-    told = [logprobs_of(token_id, start + index, num_top) for index, token_id in enumerate(tokens)]
-    return [(offset + index, one.rank, one.entries) for index, one in enumerate(told)]
+    logprobs = [logprobs_of(token_id, start + index, num_top) for index, token_id in enumerate(tokens)]
+    return [(offset + index, one.rank, one.entries) for index, one in enumerate(logprobs)]
 
 
 @dataclass
-class Told:
+class ChoiceOutput:
     """The output of one choice; `scores` are those of its tokens, `prompt_scores` those of its prompt."""
 
     tokens: list[int] = field(default_factory=list)
@@ -177,7 +177,7 @@ class EngineDriver:
         self.sent_to: dict[int, list[Step]] = {rank: [] for rank in ranks}
         self.epochs: dict[int, int] = {}
         self.delivered: list[Deliver] = []
-        self.told: dict[tuple[int, int], Told] = {}
+        self.choices: dict[tuple[int, int], ChoiceOutput] = {}
         self.actions: list[Action] = []
         self.num_beats = 0
         if attach:
@@ -287,7 +287,7 @@ class EngineDriver:
 
     def resume(self, client: int, submission: Submission, output: list[int]) -> list[Action]:
         """Submit a later attempt of a request whose client already has `output`."""
-        self.told[client, submission.handle] = Told(list(output), num_cached_tokens=0 if output else None)
+        self.choices[client, submission.handle] = ChoiceOutput(list(output), num_cached_tokens=0 if output else None)
         return self.on_event(ClientMessage(client, [submission]))
 
     def step(self, rank: int = 0) -> StepResult:
@@ -320,21 +320,21 @@ class EngineDriver:
     def _take(self, action: Deliver) -> None:
         outputs = action.outputs
         for start in outputs.starts:
-            told = self.told.setdefault((action.client, start.handle), Told())
-            assert (told.num_cached_tokens, told.tokens) == (None, []), "a choice starts twice, or late"
-            told.num_cached_tokens = start.num_cached_tokens
+            choice = self.choices.setdefault((action.client, start.handle), ChoiceOutput())
+            assert (choice.num_cached_tokens, choice.tokens) == (None, []), "a choice starts twice, or late"
+            choice.num_cached_tokens = start.num_cached_tokens
         for handle, logprobs in outputs.prompt_logprobs:
-            self.told.setdefault((action.client, handle), Told()).prompt_scores += scores_of(logprobs)
+            self.choices.setdefault((action.client, handle), ChoiceOutput()).prompt_scores += scores_of(logprobs)
         scores = scores_by_row(outputs)
         for handle, first_index, token_ids in rows_of(outputs):
-            told = self.told.setdefault((action.client, handle), Told())
-            assert told.end is None, "a token after the end"
-            assert first_index == len(told.tokens), "a gap or a repeat"
-            assert told.num_cached_tokens is not None, "a token before the start"
-            told.tokens += token_ids
-            told.scores += scores.pop(handle, [])
+            choice = self.choices.setdefault((action.client, handle), ChoiceOutput())
+            assert choice.end is None, "a token after the end"
+            assert first_index == len(choice.tokens), "a gap or a repeat"
+            assert choice.num_cached_tokens is not None, "a token before the start"
+            choice.tokens += token_ids
+            choice.scores += scores.pop(handle, [])
         assert not scores, "log-probabilities without a token"
         for end in outputs.ends:
-            told = self.told.setdefault((action.client, end.handle), Told())
-            assert told.end is None, "two ends"
-            told.end = end
+            choice = self.choices.setdefault((action.client, end.handle), ChoiceOutput())
+            assert choice.end is None, "two ends"
+            choice.end = end

@@ -29,7 +29,7 @@ class TextWriter:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    def matcher_behind(self, grammar: str, token_ids: list[int]) -> GrammarMatcher:
+    def matcher_after(self, grammar: str, token_ids: list[int]) -> GrammarMatcher:
         """A matcher advanced by these tokens."""
         matcher = self.compiler.matcher(grammar)
         for token_id in token_ids:

@@ -146,14 +146,14 @@ def walk(
     num_steps = 0
     while active := [n for n, tokens in enumerate(known) if len(tokens) < len(prompt) + num_tokens]:
         drafts = None if propose is None else [list(propose(n, known[n])) for n in active]
-        behind = [[known[n][-1], *(drafts[row] if drafts else ())] for row, n in enumerate(active)]
+        inputs = [[known[n][-1], *(drafts[row] if drafts else ())] for row, n in enumerate(active)]
         rows = make_rows(
             [recipes[n] for n in active],
             [len(known[n]) for n in active],
             states={row: state for row, n in enumerate(active) if (state := states[n]) is not None},
             drafts=drafts,
         )
-        sampled = sample(table[torch.tensor([token_id for row in behind for token_id in row])], rows)
+        sampled = sample(table[torch.tensor([token_id for row in inputs for token_id in row])], rows)
         for n, tokens in zip(active, tokens_of_rows(sampled, len(active)), strict=True):
             known[n] += tokens
         num_steps += 1

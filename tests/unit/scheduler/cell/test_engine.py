@@ -26,14 +26,14 @@ def make_prompt(length: int, start: int = 11) -> list[int]:
 
 
 def finish_of(driver: EngineDriver, handle: int, client: int = 1) -> tuple[FinishReason, int]:
-    end = driver.told[client, handle].end
+    end = driver.choices[client, handle].end
     assert end is not None
     assert end.finish is not None
     return end.finish.reason, end.num_completion_tokens
 
 
 def error_of(driver: EngineDriver, handle: int, client: int = 1) -> str:
-    end = driver.told[client, handle].end
+    end = driver.choices[client, handle].end
     assert end is not None
     assert end.error is not None
     return end.error.reason
@@ -47,7 +47,7 @@ def test_a_request_gets_its_tokens_and_its_end() -> None:
     driver = EngineDriver()
     driver.submit(1, make_prompt(20), max_tokens=30)
     driver.run()
-    assert driver.told[1, 1].tokens == expected_completion(make_prompt(20), 0, 30)
+    assert driver.choices[1, 1].tokens == expected_completion(make_prompt(20), 0, 30)
     assert finish_of(driver, 1) == (FinishReason.MAX_TOKENS, 30)
     assert used_blocks(driver) == 0
 
@@ -57,7 +57,7 @@ def test_a_step_is_sent_before_its_predecessor_returned() -> None:
     driver.submit(1, make_prompt(20), max_tokens=4)
     assert [step.batch.kind for step in driver.sent] == [StepKind.PREFILL, StepKind.DECODE]
     driver.run()
-    assert driver.told[1, 1].tokens == expected_completion(make_prompt(20), 0, 4)
+    assert driver.choices[1, 1].tokens == expected_completion(make_prompt(20), 0, 4)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
@@ -77,7 +77,7 @@ def test_a_row_behind_a_stop_is_wasted_and_reaches_nobody(depth: int) -> None:
     driver = EngineDriver(depth=depth)
     driver.submit(1, prompt, max_tokens=50, stop_token_ids=(tokens[4],))
     driver.run()
-    assert driver.told[1, 1].tokens == tokens
+    assert driver.choices[1, 1].tokens == tokens
     assert driver.worker.num_computed_tokens == 20 + 4 + depth - 1
     assert used_blocks(driver) == 0
 
@@ -96,7 +96,9 @@ def test_a_row_sits_out_while_its_block_is_only_coming() -> None:
     assert rows == [1]
     assert driver.engine.state().counters.num_preemptions == 0
     for handle, (prompt_length, max_tokens) in lengths.items():
-        assert driver.told[1, handle].tokens == expected_completion(make_prompt(prompt_length, handle), 0, max_tokens)
+        assert driver.choices[1, handle].tokens == expected_completion(
+            make_prompt(prompt_length, handle), 0, max_tokens
+        )
 
 
 def test_a_parked_sequence_that_ends_with_what_returns_does_not_wait_again() -> None:
@@ -111,7 +113,7 @@ def test_a_parked_sequence_that_ends_with_what_returns_does_not_wait_again() -> 
             num_entered += len(driver.sent[0].batch.enters)
             driver.step()
         assert finish_of(driver, 2) == (FinishReason.STOP_TOKEN, count)
-        assert driver.told[1, 1].tokens == expected_completion(make_prompt(14), 0, 20)
+        assert driver.choices[1, 1].tokens == expected_completion(make_prompt(14), 0, 20)
         num_preemptions = driver.engine.state().counters.num_preemptions
         num_ended_parked += num_preemptions - (num_entered - 2)
     # Whether its last token was on its way when it was preempted depends on the count.
@@ -129,7 +131,7 @@ def test_a_parked_sequence_can_be_aborted(at: int) -> None:
         driver.step()
     driver.on_event(ClientMessage(1, aborts=[2]))
     driver.run()
-    assert driver.told[1, 1].tokens == expected_completion(make_prompt(16), 0, 40)
+    assert driver.choices[1, 1].tokens == expected_completion(make_prompt(16), 0, 40)
     assert used_blocks(driver) == 0
 
 
@@ -171,7 +173,7 @@ def test_outputs_do_not_depend_on_neighbours_blocks_caching_preemption_overlap_o
                 driver.step()
     driver.run()
     for handle, (prompt, noise_seed, max_tokens) in requests.items():
-        assert driver.told[1 + handle % 2, handle].tokens == expected_completion(prompt, noise_seed, max_tokens)
+        assert driver.choices[1 + handle % 2, handle].tokens == expected_completion(prompt, noise_seed, max_tokens)
     state = driver.engine.state()
     assert state.counters.num_preemptions > 0
     assert (state.num_used_blocks, state.num_running, state.num_waiting) == (0, 0, 0)
@@ -198,7 +200,7 @@ def test_a_preempted_request_reports_the_cached_tokens_of_its_first_prefill() ->
     driver.submit(2, make_prompt(16, 500), max_tokens=40)
     driver.run()
     assert driver.engine.state().counters.num_preemptions > 0
-    assert driver.told[1, 2].num_cached_tokens == 0
+    assert driver.choices[1, 2].num_cached_tokens == 0
 
 
 def test_a_second_equal_prompt_computes_only_what_is_not_cached() -> None:
@@ -210,7 +212,7 @@ def test_a_second_equal_prompt_computes_only_what_is_not_cached() -> None:
     driver.run()
     # The last block is full and cached, but one token must be computed.
     assert driver.worker.num_computed_tokens - before == 16
-    assert driver.told[1, 2].num_cached_tokens == 32
+    assert driver.choices[1, 2].num_cached_tokens == 32
 
 
 def first_tokens(prompt: list[int], count: int) -> list[int]:
@@ -255,7 +257,7 @@ def test_eos_ends_a_request_unless_ignored() -> None:
     driver.submit(3, prompt, stop_token_ids=(EOS,))
     driver.run()
     assert finish_of(driver, 1) == (FinishReason.EOS, count)
-    assert driver.told[1, 1].tokens[-1] == EOS
+    assert driver.choices[1, 1].tokens[-1] == EOS
     assert finish_of(driver, 2) == (FinishReason.MAX_TOKENS, 8)
     assert finish_of(driver, 3) == (FinishReason.STOP_TOKEN, count)
 
@@ -284,7 +286,7 @@ def test_a_stop_string_ends_the_request_at_once_and_its_blocks_with_the_step() -
     assert used_blocks(driver) == 2
     driver.step()
     assert used_blocks(driver) == 0
-    assert len(driver.told[1, 1].tokens) == 5
+    assert len(driver.choices[1, 1].tokens) == 5
 
 
 def test_a_stop_string_for_what_has_ended_is_ignored() -> None:
@@ -307,8 +309,8 @@ def test_an_aborted_neighbour_gives_its_blocks_back_with_its_step_and_disturbs_n
     driver.step()
     assert used_blocks(driver) == 2
     driver.run()
-    assert driver.told[1, 1].tokens == expected_completion(make_prompt(20), 0, 20)
-    assert driver.told[1, 2].end is None
+    assert driver.choices[1, 1].tokens == expected_completion(make_prompt(20), 0, 20)
+    assert driver.choices[1, 2].end is None
 
 
 def test_an_aborted_waiting_request_is_forgotten() -> None:
@@ -318,7 +320,7 @@ def test_an_aborted_waiting_request_is_forgotten() -> None:
     driver.on_event(ClientMessage(1, aborts=[2]))
     assert driver.engine.state().num_waiting == 0
     driver.run()
-    assert (1, 2) not in driver.told
+    assert (1, 2) not in driver.choices
 
 
 def test_a_client_that_leaves_takes_only_its_own_requests_along() -> None:
@@ -328,7 +330,7 @@ def test_a_client_that_leaves_takes_only_its_own_requests_along() -> None:
     driver.step()
     driver.on_event(ClientGone(1))
     driver.run()
-    assert driver.told[2, 1].tokens == expected_completion(make_prompt(20, 5), 0, 9)
+    assert driver.choices[2, 1].tokens == expected_completion(make_prompt(20, 5), 0, 9)
     assert used_blocks(driver) == 0
     driver.submit(1, make_prompt(3), client=3, request_id="1-1", max_tokens=1)
     driver.run()
@@ -360,7 +362,7 @@ def test_a_bad_request_is_refused_and_its_neighbour_goes_on(
     driver.submit(2, prompt, **params)
     assert error_of(driver, 2) == reason
     driver.run()
-    assert driver.told[1, 1].tokens == expected_completion(make_prompt(10), 0, 6)
+    assert driver.choices[1, 1].tokens == expected_completion(make_prompt(10), 0, 6)
 
 
 def test_a_request_of_the_whole_pool_runs() -> None:
@@ -443,7 +445,7 @@ def test_a_prompt_beyond_the_budget_is_computed_in_chunks_and_yields_a_token_wit
         (decode, [], 2),
         (decode, [], 2),
     ]
-    assert driver.told[1, 1].tokens == expected_completion(make_prompt(150), 0, 3)
+    assert driver.choices[1, 1].tokens == expected_completion(make_prompt(150), 0, 3)
 
 
 def test_a_prompt_that_fits_a_step_waits_for_one_and_is_not_cut() -> None:
@@ -464,7 +466,7 @@ def test_a_prompt_in_chunks_holds_all_its_blocks_from_the_first_one_on() -> None
     assert used_blocks(driver) == 13
     driver.submit(2, make_prompt(100, 300), max_tokens=2)
     driver.run()
-    assert driver.told[1, 2].tokens == expected_completion(make_prompt(100, 300), 0, 2)
+    assert driver.choices[1, 2].tokens == expected_completion(make_prompt(100, 300), 0, 2)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -479,8 +481,8 @@ def test_a_prompt_aborted_between_chunks_gives_its_blocks_back_and_leaves_what_i
     assert used_blocks(driver) == 0
     driver.submit(2, make_prompt(150), max_tokens=5)
     driver.run()
-    assert driver.told[1, 2].tokens == expected_completion(make_prompt(150), 0, 5)
-    num_cached = driver.told[1, 2].num_cached_tokens
+    assert driver.choices[1, 2].tokens == expected_completion(make_prompt(150), 0, 5)
+    num_cached = driver.choices[1, 2].num_cached_tokens
     assert num_cached is not None
     assert num_cached >= min(at, 4) * 32
 
@@ -497,9 +499,9 @@ def test_a_preempted_prompt_in_chunks_starts_again_from_what_is_cached() -> None
     driver.submit(2, make_prompt(210, 300), max_tokens=4)
     driver.run()
     assert driver.engine.state().counters.num_preemptions > 0
-    assert driver.told[1, 1].tokens == expected_completion(make_prompt(26), 0, 60)
-    assert driver.told[1, 2].tokens == expected_completion(make_prompt(210, 300), 0, 4)
-    assert driver.told[1, 2].num_cached_tokens == 0
+    assert driver.choices[1, 1].tokens == expected_completion(make_prompt(26), 0, 60)
+    assert driver.choices[1, 2].tokens == expected_completion(make_prompt(210, 300), 0, 4)
+    assert driver.choices[1, 2].num_cached_tokens == 0
 
 
 def test_decodes_join_a_prefill_in_mixed_steps_and_the_budget_holds() -> None:
@@ -515,7 +517,7 @@ def test_decodes_join_a_prefill_in_mixed_steps_and_the_budget_holds() -> None:
         assert sum(chunk_lengths(driver)) + len(batch.decode_slots) <= 32
         driver.step()
     assert kinds[:4] == [StepKind.MIXED] * 3 + [StepKind.DECODE]
-    assert driver.told[1, 2].tokens == expected_completion(make_prompt(70, 300), 0, 3)
+    assert driver.choices[1, 2].tokens == expected_completion(make_prompt(70, 300), 0, 3)
 
 
 def test_preempted_requests_wait_in_front_of_new_ones() -> None:
@@ -526,6 +528,6 @@ def test_preempted_requests_wait_in_front_of_new_ones() -> None:
     ends = []
     while driver.sent:
         driver.step()
-        ends += [handle for (_, handle), told in driver.told.items() if told.end and handle not in ends]
+        ends += [handle for (_, handle), output in driver.choices.items() if output.end and handle not in ends]
     assert ends == [1, 2, 3]
     assert driver.engine.state().counters.num_preemptions > 0

@@ -19,7 +19,7 @@ def abort(driver: EngineDriver, request_id: str) -> list[Outputs]:
 
 
 def assert_aborted(driver: EngineDriver, handle: int, client: int = 1) -> None:
-    end = driver.told[client, handle].end
+    end = driver.choices[client, handle].end
     assert end is not None
     assert end.error is not None
     assert (end.error.code, end.error.reason) == (ErrorCode.CANCELLED, "ABORTED_BY_CALL")
@@ -37,7 +37,7 @@ def test_a_waiting_request_ends_at_once_and_computes_nothing() -> None:
     assert_aborted(driver, 2)
     assert driver.engine.state().num_waiting == 0
     driver.run()
-    assert driver.told[1, 1].tokens == expected_completion(prompt(20), 0, 3)
+    assert driver.choices[1, 1].tokens == expected_completion(prompt(20), 0, 3)
     assert driver.worker.num_computed_tokens == 20 + 2
 
 
@@ -48,13 +48,13 @@ def test_a_running_request_ends_behind_its_tokens_and_its_neighbour_goes_on(dept
     driver.submit(1, prompt(40, 300), client=2, max_tokens=20)
     for _ in range(6):
         driver.step()
-    told = list(driver.told[2, 1].tokens)
-    assert told == expected_completion(prompt(40, 300), 0, len(told))
+    tokens = list(driver.choices[2, 1].tokens)
+    assert tokens == expected_completion(prompt(40, 300), 0, len(tokens))
     abort(driver, "2-1")
     assert_aborted(driver, 1, client=2)
     driver.run()
-    assert driver.told[2, 1].tokens == told
-    assert driver.told[1, 1].tokens == expected_completion(prompt(20), 0, 20)
+    assert driver.choices[2, 1].tokens == tokens
+    assert driver.choices[1, 1].tokens == expected_completion(prompt(20), 0, 20)
     assert driver.engine.state().num_used_blocks == 0
 
 
@@ -70,7 +70,7 @@ def test_a_preempted_request_ends_whether_parked_or_waiting(at: int) -> None:
     abort(driver, "1-2")
     assert_aborted(driver, 2)
     driver.run()
-    assert driver.told[1, 1].tokens == expected_completion(prompt(16), 0, 40)
+    assert driver.choices[1, 1].tokens == expected_completion(prompt(16), 0, 40)
     assert driver.engine.state().num_used_blocks == 0
 
 
@@ -80,7 +80,7 @@ def test_nothing_happens_when_no_request_has_the_id() -> None:
     driver.submit(1, prompt(5), max_tokens=2)
     driver.run()
     assert abort(driver, "1-1") == []
-    end = driver.told[1, 1].end
+    end = driver.choices[1, 1].end
     assert end is not None
     assert end.error is None
 
@@ -91,7 +91,7 @@ def test_the_id_of_an_aborted_request_can_be_used_again() -> None:
     abort(driver, "same")
     driver.submit(2, prompt(5), request_id="same", max_tokens=9)
     driver.run()
-    assert driver.told[1, 2].tokens == expected_completion(prompt(5), 0, 9)
+    assert driver.choices[1, 2].tokens == expected_completion(prompt(5), 0, 9)
 
 
 def test_what_waited_behind_an_aborted_request_is_sent_at_once() -> None:
@@ -103,7 +103,7 @@ def test_what_waited_behind_an_aborted_request_is_sent_at_once() -> None:
     abort(driver, "1-2")
     assert len(driver.sent) == 2
     driver.run()
-    assert driver.told[1, 3].tokens == expected_completion(prompt(5, 700), 0, 4)
+    assert driver.choices[1, 3].tokens == expected_completion(prompt(5, 700), 0, 4)
 
 
 def test_the_blocks_of_an_aborted_request_let_the_next_one_in() -> None:
@@ -113,4 +113,4 @@ def test_the_blocks_of_an_aborted_request_let_the_next_one_in() -> None:
     assert driver.engine.state().num_waiting == 1
     abort(driver, "1-1")
     driver.run()
-    assert driver.told[1, 2].tokens == expected_completion(prompt(50, 400), 0, 4)
+    assert driver.choices[1, 2].tokens == expected_completion(prompt(50, 400), 0, 4)

@@ -24,7 +24,7 @@ from services.scheduler.core.policy import SchedulerPolicy
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
 from shared.limits import SamplingParams
 from tests.support.cell_model import expected_completion
-from tests.support.engine_driver import EngineDriver, Told, attached, token_bytes, worker_facts
+from tests.support.engine_driver import ChoiceOutput, EngineDriver, attached, token_bytes, worker_facts
 
 # Two full blocks of 16 and a part of a third.
 PROMPT = list(range(100, 140))
@@ -36,7 +36,7 @@ def completion(choice: int, num_tokens: int, prompt: list[int] = PROMPT) -> list
 
 def end_of(driver: EngineDriver, handle: int) -> FinishReason | str | None:
     """Why a choice finished, or the reason of its error; None while it goes on."""
-    end = driver.told[1, handle].end if (1, handle) in driver.told else None
+    end = driver.choices[1, handle].end if (1, handle) in driver.choices else None
     if end is None:
         return None
     if end.finish is not None:
@@ -54,7 +54,7 @@ def resume(driver: EngineDriver, resumed: Submission) -> None:
     """Submit a later attempt under other handles; its client knows what it brings."""
     for choice, so_far in enumerate(resumed.choices_so_far):
         output = np.frombuffer(so_far.output, np.int32).tolist()
-        driver.told[1, resumed.handle + choice] = Told(output, num_cached_tokens=0 if output else None)
+        driver.choices[1, resumed.handle + choice] = ChoiceOutput(output, num_cached_tokens=0 if output else None)
     driver.on_event(ClientMessage(1, [resumed]))
 
 
@@ -76,9 +76,9 @@ def test_every_choice_has_an_answer_of_its_own_under_its_own_handle(depth: int) 
     driver.submit(8, PROMPT[:20], max_tokens=10)
     driver.run()
     for choice in range(3):
-        assert driver.told[1, 5 + choice].tokens == completion(choice, 10)
+        assert driver.choices[1, 5 + choice].tokens == completion(choice, 10)
         assert end_of(driver, 5 + choice) is FinishReason.MAX_TOKENS
-    assert driver.told[1, 8].tokens == completion(0, 10, PROMPT[:20])
+    assert driver.choices[1, 8].tokens == completion(0, 10, PROMPT[:20])
     assert driver.engine.state().num_used_blocks == 0
     assert driver.engine.state().counters.num_finished == 4
 
@@ -88,7 +88,7 @@ def test_choices_enter_together_and_compute_the_full_blocks_of_their_prompt_once
     driver = EngineDriver(policy=SchedulerPolicy(queue_policy=queue_policy))
     driver.submit(1, PROMPT, n=4, max_tokens=2)
     assert entered(driver) == [[(0, 0), (1, 32), (2, 32), (3, 32)]]
-    assert [driver.told[1, 1 + choice].num_cached_tokens for choice in range(4)] == [0, 32, 32, 32]
+    assert [driver.choices[1, 1 + choice].num_cached_tokens for choice in range(4)] == [0, 32, 32, 32]
     assert driver.worker.num_computed_tokens == 40 + 3 * 8 + 4
 
 
@@ -112,21 +112,21 @@ def test_no_choice_enters_before_the_prompt_of_the_first_is_sent_whole(enable_mi
     # The last chunk leaves 14 tokens of the budget: enough for one partial block.
     assert entered(driver)[:3] == [[(0, 0)], [], [(1, 32), *([(2, 32)] if enable_mixed_steps else [])]]
     for choice in range(3):
-        assert driver.told[1, 1 + choice].tokens == completion(choice, 12)
+        assert driver.choices[1, 1 + choice].tokens == completion(choice, 12)
 
 
 def test_a_leader_that_gives_way_in_the_middle_of_its_prompt_leads_again() -> None:
     policy = SchedulerPolicy(max_num_seqs=4, max_num_batched_tokens=4, enable_mixed_steps=True)
     driver = EngineDriver(num_blocks=5, policy=policy)
     driver.submit(9, PROMPT[:30], max_tokens=18)
-    while not driver.told:
+    while not driver.choices:
         driver.step()
     # It takes the last three blocks for its whole prompt, and the neighbour soon needs one.
     driver.submit(1, PROMPT[::-1], n=2, max_tokens=5)
     choices = [choice for step in entered(driver) for choice, _ in step]
     assert (choices, driver.engine.state().counters.num_preemptions) == ([0, 0, 1], 1)
     for choice in range(2):
-        assert driver.told[1, 1 + choice].tokens == completion(choice, 5, PROMPT[::-1])
+        assert driver.choices[1, 1 + choice].tokens == completion(choice, 5, PROMPT[::-1])
 
 
 def test_each_choice_is_preempted_alone() -> None:
@@ -135,7 +135,7 @@ def test_each_choice_is_preempted_alone() -> None:
     driver.run()
     assert driver.engine.state().counters.num_preemptions > 0
     for choice in range(3):
-        assert driver.told[1, 1 + choice].tokens == completion(choice, 40)
+        assert driver.choices[1, 1 + choice].tokens == completion(choice, 40)
 
 
 def test_each_choice_must_fit_the_pool_alone() -> None:
@@ -157,7 +157,7 @@ def test_a_stop_in_the_text_of_one_choice_ends_that_one(at: int) -> None:
         driver.on_event(ClientMessage(1, stop_ats=[(handle, 2)]))
         assert end_of(driver, handle) is FinishReason.STOP_STRING
     driver.run()
-    assert driver.told[1, 2].tokens == completion(1, 10)
+    assert driver.choices[1, 2].tokens == completion(1, 10)
     assert driver.engine.state().num_used_blocks == 0
 
 
@@ -211,7 +211,7 @@ def test_a_lost_worker_is_a_pause_for_every_choice(steps: int) -> None:
     driver.on_event(attached(worker_facts(epoch=2)))
     driver.run()
     for choice in range(3):
-        assert driver.told[1, 1 + choice].tokens == completion(choice, 6)
+        assert driver.choices[1, 1 + choice].tokens == completion(choice, 6)
 
 
 @pytest.mark.parametrize("bad_choice", range(3))
@@ -229,9 +229,9 @@ def test_a_choice_whose_logits_are_not_finite_fails_alone(bad_choice: int) -> No
         driver.on_event(StepReturned(0, replace(driver.worker.run(step), not_finite_rows=bad_rows)))
     for choice in range(3):
         if choice == bad_choice:
-            assert (driver.told[1, 1 + choice].tokens, end_of(driver, 1 + choice)) == ([], "NUMERIC_ERROR")
+            assert (driver.choices[1, 1 + choice].tokens, end_of(driver, 1 + choice)) == ([], "NUMERIC_ERROR")
         else:
-            assert driver.told[1, 1 + choice].tokens == completion(choice, 6)
+            assert driver.choices[1, 1 + choice].tokens == completion(choice, 6)
 
 
 def test_a_later_attempt_goes_on_with_the_choices_that_have_not_ended() -> None:
@@ -241,7 +241,7 @@ def test_a_later_attempt_goes_on_with_the_choices_that_have_not_ended() -> None:
     driver.run()
     assert end_of(driver, 1) is None
     for choice in (1, 2):
-        assert driver.told[1, 1 + choice].tokens == completion(choice, 10)
+        assert driver.choices[1, 1 + choice].tokens == completion(choice, 10)
         assert end_of(driver, 1 + choice) is FinishReason.MAX_TOKENS
     assert driver.engine.state().counters.num_finished == 2
 
@@ -252,7 +252,7 @@ def test_choices_go_on_behind_their_own_outputs_and_share_what_is_equal() -> Non
     resume(driver, submission(attempt=2, choices_so_far=so_far))
     assert entered(driver) == [[(0, 0), (1, 32), (2, 32)]]
     for choice in range(3):
-        assert driver.told[1, 1 + choice].tokens == completion(choice, 10)
+        assert driver.choices[1, 1 + choice].tokens == completion(choice, 10)
 
 
 def test_choices_whose_output_shows_that_they_ended_are_told_so_and_the_others_go_on() -> None:
@@ -261,7 +261,7 @@ def test_choices_whose_output_shows_that_they_ended_are_told_so_and_the_others_g
     resume(driver, submission(n=2, attempt=2, choices_so_far=so_far))
     assert [end_of(driver, handle) for handle in (1, 2)] == [FinishReason.MAX_TOKENS, None]
     driver.run()
-    assert driver.told[1, 2].tokens == completion(1, 10)
+    assert driver.choices[1, 2].tokens == completion(1, 10)
 
 
 def test_a_request_whose_choices_have_all_ended_is_answered_by_nothing() -> None:
@@ -276,13 +276,13 @@ def test_a_later_attempt_takes_the_place_of_every_choice_of_the_earlier_one() ->
     driver.on_event(ClientMessage(1, [submission(1)]))
     for _ in range(4):
         driver.step()
-    so_far = tuple(ChoiceSoFar(token_bytes(driver.told[1, 1 + choice].tokens)) for choice in range(3))
+    so_far = tuple(ChoiceSoFar(token_bytes(driver.choices[1, 1 + choice].tokens)) for choice in range(3))
     resume(driver, submission(21, attempt=2, choices_so_far=so_far))
     driver.run()
     for choice in range(3):
         # One client goes on with its own request.
         assert end_of(driver, 1 + choice) == "ABORTED_BY_CALL"
-        assert driver.told[1, 21 + choice].tokens == completion(choice, 10)
+        assert driver.choices[1, 21 + choice].tokens == completion(choice, 10)
 
 
 def test_a_new_scheduler_checks_each_choice_once_it_has_a_worker() -> None:
@@ -297,7 +297,7 @@ def test_a_new_scheduler_checks_each_choice_once_it_has_a_worker() -> None:
     driver.run()
     ends = [end_of(driver, handle) for handle in (1, 2, 3)]
     assert ends == [FinishReason.MAX_TOKENS, "INVALID_REQUEST", FinishReason.MAX_TOKENS]
-    assert driver.told[1, 3].tokens == completion(2, 10)
+    assert driver.choices[1, 3].tokens == completion(2, 10)
 
 
 def test_a_refused_request_gets_an_end_for_each_of_its_choices() -> None:
@@ -342,7 +342,9 @@ def test_a_request_with_more_choices_than_may_wait_is_taken_when_nothing_waits()
     driver.submit(11, PROMPT)
     assert end_of(driver, 11) == "QUEUE_FULL"
     driver.run()
-    assert [driver.told[1, 1 + choice].tokens for choice in range(5)] == [completion(choice, 2) for choice in range(5)]
+    assert [driver.choices[1, 1 + choice].tokens for choice in range(5)] == [
+        completion(choice, 2) for choice in range(5)
+    ]
 
 
 def test_a_request_with_one_choice_sends_nothing_that_it_did_not_send_before() -> None:

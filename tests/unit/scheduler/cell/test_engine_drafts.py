@@ -20,7 +20,7 @@ PROMPT = list(range(100, 120))
 
 
 def end_of(driver: EngineDriver, handle: int) -> RequestEnd:
-    end = driver.told[1, handle].end
+    end = driver.choices[1, handle].end
     assert end is not None
     return end
 
@@ -42,7 +42,7 @@ def test_accepted_drafts_save_steps_and_change_no_token(depth: int, num_draft_to
     driver = EngineDriver(depth=depth, num_draft_tokens=num_draft_tokens)
     driver.submit(1, PROMPT, max_tokens=41)
     driver.run()
-    assert driver.told[1, 1].tokens == expected_completion(PROMPT, 0, 41)
+    assert driver.choices[1, 1].tokens == expected_completion(PROMPT, 0, 41)
     assert (reason_of(driver, 1), end_of(driver, 1).num_completion_tokens) == (FinishReason.MAX_TOKENS, 41)
     # The prefill brings the first token. With steps in flight some turn out to have been needless.
     num_needed = -(-40 // (num_draft_tokens + 1))
@@ -66,7 +66,7 @@ def test_rejected_drafts_change_no_token_even_where_blocks_run_out(depth: int, b
     driver.run()
     assert driver.engine.state().counters.num_preemptions > 0
     for handle in range(8):
-        assert driver.told[1, handle].tokens == expected_completion(PROMPT[handle:], handle, 40)
+        assert driver.choices[1, handle].tokens == expected_completion(PROMPT[handle:], handle, 40)
 
 
 @pytest.mark.parametrize("depth", [1, 3])
@@ -75,7 +75,7 @@ def test_a_stop_within_a_run_ends_the_request_there(depth: int) -> None:
     completion = expected_completion(PROMPT, 0, 30)
     driver.submit(1, PROMPT, max_tokens=30, stop_token_ids=(completion[4],))
     driver.run()
-    assert driver.told[1, 1].tokens == completion[:5]
+    assert driver.choices[1, 1].tokens == completion[:5]
     assert (reason_of(driver, 1), end_of(driver, 1).num_completion_tokens) == (FinishReason.STOP_TOKEN, 5)
 
 
@@ -85,7 +85,7 @@ def test_of_several_stops_in_a_run_the_first_one_counts() -> None:
     driver = EngineDriver(num_draft_tokens=8)
     driver.submit(1, PROMPT, max_tokens=9, stop_token_ids=(completion[5],), stop_token_sequences=sequences)
     driver.run()
-    assert (driver.told[1, 1].tokens, reason_of(driver, 1)) == (completion[:4], FinishReason.STOP_SEQUENCE)
+    assert (driver.choices[1, 1].tokens, reason_of(driver, 1)) == (completion[:4], FinishReason.STOP_SEQUENCE)
 
 
 def test_a_stop_sequence_may_begin_in_one_run_and_end_in_the_next() -> None:
@@ -94,7 +94,7 @@ def test_a_stop_sequence_may_begin_in_one_run_and_end_in_the_next() -> None:
     # The first token is the prefill's; then come runs of four.
     driver.submit(1, PROMPT, max_tokens=20, stop_token_sequences=(tuple(completion[3:7]),))
     driver.run()
-    assert (driver.told[1, 1].tokens, reason_of(driver, 1)) == (completion[:7], FinishReason.STOP_SEQUENCE)
+    assert (driver.choices[1, 1].tokens, reason_of(driver, 1)) == (completion[:7], FinishReason.STOP_SEQUENCE)
 
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 3, 8])
@@ -109,8 +109,8 @@ def test_a_failed_grammar_takes_no_token_that_came_before(num_draft_tokens: int,
     error = end_of(driver, 1).error
     assert error is not None
     assert error.reason == "INVALID_REQUEST"
-    assert driver.told[1, 1].tokens == completion[:fails_after]
-    assert len(driver.told[1, 1].scores) == fails_after
+    assert driver.choices[1, 1].tokens == completion[:fails_after]
+    assert len(driver.choices[1, 1].scores) == fails_after
 
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 3, 8])
@@ -121,7 +121,7 @@ def test_a_stop_before_the_failure_of_a_grammar_ends_the_request(num_draft_token
     driver.oracle.learn(PROMPT, completion)
     driver.submit(1, PROMPT, max_tokens=20, options=options, ignore_eos=True, stop_token_ids=(completion[5],))
     driver.run()
-    assert driver.told[1, 1].tokens == completion[: completion.index(completion[5]) + 1]
+    assert driver.choices[1, 1].tokens == completion[: completion.index(completion[5]) + 1]
     assert reason_of(driver, 1) is FinishReason.STOP_TOKEN
 
 
@@ -134,8 +134,8 @@ def test_no_stop_counts_before_min_tokens_within_a_run_or_without() -> None:
         driver.submit(1, PROMPT, max_tokens=20, stop_token_sequences=sequences, options=options)
         driver.submit(2, PROMPT, max_tokens=20, stop_token_sequences=sequences, options=replace(options, min_tokens=7))
         driver.run()
-        assert driver.told[1, 1].tokens == completion[:6]
-        assert driver.told[1, 2].tokens == completion[:10]
+        assert driver.choices[1, 1].tokens == completion[:6]
+        assert driver.choices[1, 2].tokens == completion[:10]
 
 
 def test_a_row_that_was_sent_before_its_request_ended_brings_nothing() -> None:
@@ -147,7 +147,7 @@ def test_a_row_that_was_sent_before_its_request_ended_brings_nothing() -> None:
         result = driver.step()
         counts.append(1 if result.counts is None else int(result.counts[0]))
     assert counts == [1, 9, 2, 0]
-    assert driver.told[1, 1].tokens == expected_completion(PROMPT, 0, 12)
+    assert driver.choices[1, 1].tokens == expected_completion(PROMPT, 0, 12)
 
 
 def test_no_row_is_sent_that_could_not_bring_a_token() -> None:
@@ -176,7 +176,7 @@ def test_drafts_and_how_many_of_them_were_right_are_counted() -> None:
     driver.oracle.learn([*PROMPT, *completion[:2]], [completion[2] + 1])
     driver.run()
     counters = driver.engine.state().counters
-    assert driver.told[1, 1].tokens == completion
+    assert driver.choices[1, 1].tokens == completion
     assert (counters.num_draft_tokens, counters.num_accepted_tokens) == (2 + 4 + 2, 1 + 4 + 2)
 
 
@@ -190,8 +190,8 @@ def test_what_drafts_left_behind_is_shared_with_nobody() -> None:
     driver.submit(2, [*known, 1, 2, 3], seed=9)
     driver.run()
     # The cell of its last token was never computed as a known one.
-    assert driver.told[1, 2].num_cached_tokens == (len(known) - 1) // 16 * 16 == 32
-    assert driver.told[1, 2].tokens == expected_completion([*known, 1, 2, 3], 9, 8)
+    assert driver.choices[1, 2].num_cached_tokens == (len(known) - 1) // 16 * 16 == 32
+    assert driver.choices[1, 2].tokens == expected_completion([*known, 1, 2, 3], 9, 8)
 
 
 def test_a_row_that_may_yet_fit_waits_for_its_steps_and_preempts_nobody() -> None:
@@ -208,7 +208,7 @@ def test_a_row_that_may_yet_fit_waits_for_its_steps_and_preempts_nobody() -> Non
     assert [step.batch.kind for step in driver.sent] == [StepKind.PREFILL]
     driver.run()
     assert driver.engine.state().counters.num_preemptions == 0
-    assert [driver.told[1, handle].tokens for handle in (0, 1)] == [completion[:2] for completion in completions]
+    assert [driver.choices[1, handle].tokens for handle in (0, 1)] == [completion[:2] for completion in completions]
 
 
 @pytest.mark.parametrize("block_size", [1, 16])
@@ -235,8 +235,8 @@ def test_drafts_take_what_prompts_leave_of_a_steps_budget() -> None:
     driver.step()
     assert counts_of_last(driver) is None
     driver.run()
-    assert driver.told[1, 1].tokens == expected_completion(PROMPT[:4], 0, 40)
-    assert driver.told[1, 2].tokens == expected_completion(PROMPT, 0, 2)
+    assert driver.choices[1, 1].tokens == expected_completion(PROMPT[:4], 0, 40)
+    assert driver.choices[1, 2].tokens == expected_completion(PROMPT, 0, 2)
 
 
 def test_a_worker_that_drafts_more_than_there_is_room_for_is_refused() -> None:
@@ -254,7 +254,7 @@ def test_a_number_of_tokens_that_cannot_be_ends_the_epoch(change: str) -> None:
     result = driver.worker.run(driver.sent.pop(0))
     token_ids = {"too many": [5, 6, 7, 8], "none": [], "of no draft": [5, 6, VOCABULARY]}[change]
     counts = np.array([len(token_ids)], np.int32)
-    told = list(driver.told[1, 1].tokens)
+    tokens = list(driver.choices[1, 1].tokens)
     actions = driver.on_event(StepReturned(0, replace(result, token_ids=np.array(token_ids, np.int32), counts=counts)))
     assert [type(action) for action in actions] == [DropDomain, Deliver]
-    assert driver.told[1, 1].tokens == told
+    assert driver.choices[1, 1].tokens == tokens

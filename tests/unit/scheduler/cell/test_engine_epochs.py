@@ -47,7 +47,7 @@ def attempt(number: int, handle: int, output: list[int], *, request_id: str = "r
 
 
 def end_of(driver: EngineDriver, handle: int, client: int = 1) -> RequestEnd:
-    end = driver.told[client, handle].end
+    end = driver.choices[client, handle].end
     assert end is not None
     return end
 
@@ -71,21 +71,21 @@ def test_a_lost_worker_is_a_pause_for_its_requests(depth: int) -> None:
     driver.submit(1, PROMPT[:7], max_tokens=12, client=2)
     for _ in range(4):
         driver.step()
-    known = list(driver.told[1, 1].tokens)
-    told = driver.on_event(DomainLost(0, 1))
+    known = list(driver.choices[1, 1].tokens)
+    actions = driver.on_event(DomainLost(0, 1))
     # A replica that finds a stop string ends the choice by itself: it must know by then.
-    assert [(action.client, action.outputs.resumes) for action in told if isinstance(action, Deliver)] == [
+    assert [(action.client, action.outputs.resumes) for action in actions if isinstance(action, Deliver)] == [
         (1, [(1, 1)]),
         (2, [(1, 1)]),
     ]
-    assert len(told) == 2
+    assert len(actions) == 2
     state = driver.engine.state()
     assert (state.ready, state.num_waiting, state.num_running, state.num_blocks) == (False, 2, 0, 0)
     driver.on_event(attached(worker_facts(epoch=2)))
     driver.run()
-    assert driver.told[1, 1].tokens[: len(known)] == known
-    assert driver.told[1, 1].tokens == expected_completion(PROMPT, 0, 12)
-    assert driver.told[2, 1].tokens == expected_completion(PROMPT[:7], 0, 12)
+    assert driver.choices[1, 1].tokens[: len(known)] == known
+    assert driver.choices[1, 1].tokens == expected_completion(PROMPT, 0, 12)
+    assert driver.choices[2, 1].tokens == expected_completion(PROMPT[:7], 0, 12)
     assert driver.engine.state().counters.num_lost_epochs == 1
 
 
@@ -98,10 +98,10 @@ def test_requests_wait_while_the_worker_is_away_but_not_before_the_first_one() -
     driver = EngineDriver()
     driver.on_event(DomainLost(0, 1))
     driver.submit(1, PROMPT, max_tokens=3)
-    assert driver.told == {}
+    assert driver.choices == {}
     driver.on_event(attached(worker_facts(epoch=2)))
     driver.run()
-    assert driver.told[1, 1].tokens == expected_completion(PROMPT, 0, 3)
+    assert driver.choices[1, 1].tokens == expected_completion(PROMPT, 0, 3)
 
 
 def test_results_of_an_epoch_that_ended_and_repeated_ones_are_dropped() -> None:
@@ -115,7 +115,7 @@ def test_results_of_an_epoch_that_ended_and_repeated_ones_are_dropped() -> None:
     assert driver.on_event(StepReturned(0, late)) == []
     assert driver.engine.state().counters.num_late_results == 2
     driver.run()
-    assert driver.told[1, 1].tokens == expected_completion(PROMPT, 0, 6)
+    assert driver.choices[1, 1].tokens == expected_completion(PROMPT, 0, 6)
 
 
 def test_a_late_result_with_rows_that_are_not_finite_concerns_nobody() -> None:
@@ -126,7 +126,7 @@ def test_a_late_result_with_rows_that_are_not_finite_concerns_nobody() -> None:
     driver.on_event(attached(worker_facts(epoch=2)))
     driver.on_event(StepReturned(0, StepResult(1, late.step_id, late.token_ids, np.array([0], np.int32))))
     driver.run()
-    assert driver.told[1, 1].tokens == expected_completion(PROMPT, 0, 6)
+    assert driver.choices[1, 1].tokens == expected_completion(PROMPT, 0, 6)
 
 
 def test_a_result_that_skips_a_step_ends_the_epoch() -> None:
@@ -170,7 +170,7 @@ def test_a_step_that_takes_too_long_ends_the_epoch() -> None:
     assert driver.on_event(StepReturned(0, late)) == []
     driver.attach()
     driver.run()
-    assert driver.told[1, 1].tokens == expected_completion(PROMPT, 0, 20)
+    assert driver.choices[1, 1].tokens == expected_completion(PROMPT, 0, 20)
 
 
 def test_a_worker_that_is_slow_by_its_own_measure_is_given_its_time() -> None:
@@ -207,7 +207,7 @@ def test_a_silent_worker_is_lost_whether_it_has_a_step_or_not(has_work: bool) ->
     driver.attach()
     driver.silent_ranks = set()
     driver.run()
-    assert ((1, 1) in driver.told) == has_work
+    assert ((1, 1) in driver.choices) == has_work
 
 
 def test_a_deadline_that_passes_in_the_moment_in_which_a_worker_is_lost_comes_first() -> None:
@@ -265,7 +265,7 @@ def test_what_a_stopped_engine_did_not_hear_is_not_held_against_its_worker() -> 
     driver.now += 9.0
     assert all(not isinstance(action, DropDomain) for action in driver.engine.on_event(TimePassed(), driver.now))
     driver.run()
-    assert driver.told[1, 1].tokens == expected_completion(PROMPT, 0, 20)
+    assert driver.choices[1, 1].tokens == expected_completion(PROMPT, 0, 20)
 
 
 def test_a_worker_that_comes_back_with_another_model_is_sent_away() -> None:
@@ -285,7 +285,7 @@ def test_a_smaller_pool_ends_what_can_never_fit_it() -> None:
     driver.on_event(attached(worker_facts(epoch=2, num_blocks=8)))
     assert reason_of(driver, 1) == "KV_CAPACITY_EXCEEDED"
     driver.run()
-    assert driver.told[1, 2].tokens == expected_completion(PROMPT, 0, 4)
+    assert driver.choices[1, 2].tokens == expected_completion(PROMPT, 0, 4)
 
 
 def test_a_request_that_ended_while_its_step_was_in_flight_is_not_queued_again() -> None:
@@ -302,7 +302,7 @@ def test_a_later_attempt_goes_on_behind_the_output_it_brings() -> None:
     driver = EngineDriver()
     driver.resume(1, attempt(2, 1, expected[:5]), expected[:5])
     driver.run()
-    assert driver.told[1, 1].tokens == expected
+    assert driver.choices[1, 1].tokens == expected
     assert finish_of(driver, 1) == (FinishReason.MAX_TOKENS, 12)
 
 
@@ -312,12 +312,12 @@ def test_a_later_attempt_takes_the_place_of_an_earlier_one() -> None:
     driver.on_event(ClientMessage(1, [attempt(1, 1, [])]))
     driver.step()
     driver.step()
-    told = len(driver.told[1, 1].tokens)
+    num_tokens = len(driver.choices[1, 1].tokens)
     driver.resume(2, attempt(2, 7, expected[:1]), expected[:1])
     driver.run()
-    assert driver.told[2, 7].tokens == expected
+    assert driver.choices[2, 7].tokens == expected
     # Whoever waits for the earlier one learns that it gets no more.
-    assert (reason_of(driver, 1), len(driver.told[1, 1].tokens)) == ("DUPLICATE_REQUEST", told)
+    assert (reason_of(driver, 1), len(driver.choices[1, 1].tokens)) == ("DUPLICATE_REQUEST", num_tokens)
     assert driver.engine.state().num_used_blocks == 0
 
 
@@ -329,7 +329,7 @@ def test_a_later_attempt_that_is_refused_leaves_the_earlier_one_alone() -> None:
     driver.on_event(ClientMessage(2, [attempt(2, 7, [5000])]))
     assert reason_of(driver, 7, client=2) == "INVALID_REQUEST"
     driver.run()
-    assert driver.told[1, 1].tokens == expected
+    assert driver.choices[1, 1].tokens == expected
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -339,7 +339,7 @@ def test_an_attempt_that_is_not_later_is_refused(number: int) -> None:
     driver.on_event(ClientMessage(2, [attempt(number, 1, [])]))
     assert reason_of(driver, 1, client=2) == "DUPLICATE_REQUEST"
     driver.run()
-    assert driver.told[1, 1].tokens == expected_completion(PROMPT, 0, 12)
+    assert driver.choices[1, 1].tokens == expected_completion(PROMPT, 0, 12)
 
 
 def test_a_new_scheduler_takes_resubmissions_before_it_has_a_worker() -> None:
@@ -350,7 +350,7 @@ def test_a_new_scheduler_takes_resubmissions_before_it_has_a_worker() -> None:
     driver.on_event(ClientMessage(1, [attempt(2, 3, [5000], request_id="nonsense")]))
     driver.on_event(attached(worker_facts()))
     driver.run()
-    assert driver.told[1, 1].tokens == expected
+    assert driver.choices[1, 1].tokens == expected
     assert finish_of(driver, 2) == (FinishReason.MAX_TOKENS, 12)
     assert reason_of(driver, 3) == "INVALID_REQUEST"
 
@@ -372,7 +372,7 @@ def test_later_attempts_keep_their_place_by_age_and_skip_the_bound() -> None:
     order: list[int] = []
     while driver.sent:
         driver.step()
-        order += [handle for (_, handle), told in driver.told.items() if told.tokens and handle not in order]
+        order += [handle for (_, handle), output in driver.choices.items() if output.tokens and handle not in order]
     assert order == [1, 4, 2]
 
 
@@ -395,9 +395,9 @@ def test_nothing_is_computed_for_a_request_after_its_deadline() -> None:
     driver.now = 2.5
     driver.on_event(TimePassed())
     assert reason_of(driver, 1) == "DEADLINE_PASSED"
-    assert driver.told[1, 1].tokens == expected_completion(PROMPT, 0, 1)
+    assert driver.choices[1, 1].tokens == expected_completion(PROMPT, 0, 1)
     driver.run()
-    assert driver.told[1, 3].tokens == expected_completion(PROMPT, 0, 3)
+    assert driver.choices[1, 3].tokens == expected_completion(PROMPT, 0, 3)
     assert driver.engine.state().num_used_blocks == 0
 
 

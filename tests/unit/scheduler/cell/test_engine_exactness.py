@@ -21,14 +21,14 @@ TWO_RANKS = CellTopology(dp_size=2)
 
 
 def end_of(driver: EngineDriver, handle: int) -> RequestEnd:
-    end = driver.told[1, handle].end
+    end = driver.choices[1, handle].end
     assert end is not None
     return end
 
 
 def reason_of(driver: EngineDriver, handle: int) -> str | None:
-    told = driver.told.get((1, handle))
-    return told.end.error.reason if told and told.end and told.end.error else None
+    output = driver.choices.get((1, handle))
+    return output.end.error.reason if output and output.end and output.end.error else None
 
 
 def make_driver(*ranks: dict[str, object], topology: CellTopology = TWO_RANKS, **changes: object) -> EngineDriver:
@@ -69,8 +69,8 @@ def test_what_is_queued_when_a_rank_of_other_numerics_comes_ends_and_what_runs_g
     driver.attach(1, **OTHER_EXACT)
     assert [reason_of(driver, handle) for handle in (1, 2, 3)] == [None, "EXACT_UNAVAILABLE", None]
     driver.run()
-    assert driver.told[1, 1].tokens == expected_completion(PROMPT, 0, 4)
-    assert driver.told[1, 3].tokens == expected_completion(PROMPT, 0, 4)
+    assert driver.choices[1, 1].tokens == expected_completion(PROMPT, 0, 4)
+    assert driver.choices[1, 3].tokens == expected_completion(PROMPT, 0, 4)
 
 
 def test_what_ran_on_a_rank_that_is_lost_does_not_go_on_under_other_numerics() -> None:
@@ -170,7 +170,7 @@ def test_a_recovery_lasts_until_the_last_of_its_sequences_has_another_token_or_a
         driver.submit(handle, [handle, *PROMPT], max_tokens=9)
     for _ in range(4):
         driver.step()
-    num_tokens = len(driver.told[1, 2].tokens)
+    num_tokens = len(driver.choices[1, 2].tokens)
     lost_at = driver.now
     driver.lose()
     counters = driver.engine.state().counters
@@ -178,11 +178,11 @@ def test_a_recovery_lasts_until_the_last_of_its_sequences_has_another_token_or_a
     driver.attach(0, **EXACT)
     driver.on_event(ClientMessage(1, aborts=[3]))
     while not counters.num_recoveries:
-        assert len(driver.told[1, 2].tokens) == num_tokens
+        assert len(driver.choices[1, 2].tokens) == num_tokens
         driver.step()
     assert counters.recovery_s == pytest.approx(driver.now - lost_at)
     assert sum(counters.recoveries_by_s) == 1
-    assert len(driver.told[1, 2].tokens) == num_tokens + 1
+    assert len(driver.choices[1, 2].tokens) == num_tokens + 1
     driver.run()
     assert counters.num_recoveries == 1
 

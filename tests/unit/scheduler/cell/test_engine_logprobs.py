@@ -37,7 +37,7 @@ def of_prompt(prompt: list[int], num_top: int) -> list[Any]:
 
 
 def error_of(driver: EngineDriver, handle: int) -> str:
-    end = driver.told[1, handle].end
+    end = driver.choices[1, handle].end
     assert end is not None
     assert end.error is not None
     return end.error.reason
@@ -56,10 +56,10 @@ def test_tokens_come_with_theirs_whatever_stands_beside_them(depth: int, num_dra
         driver.submit(handle, prompt, client=handle % 2, max_tokens=20, stop_token_ids=(stop,), options=options)
     driver.run()
     for handle, num_top in wanted.items():
-        told = driver.told[handle % 2, handle]
-        assert told.tokens == expected_completion(PROMPT[handle:], 0, 3 + handle)
-        scores = [] if num_top is None else expected_scores(told.tokens, num_top, start=40 - handle)
-        assert told.scores == scores
+        output = driver.choices[handle % 2, handle]
+        assert output.tokens == expected_completion(PROMPT[handle:], 0, 3 + handle)
+        scores = [] if num_top is None else expected_scores(output.tokens, num_top, start=40 - handle)
+        assert output.scores == scores
 
 
 def test_a_row_that_is_not_finite_takes_nobody_elses() -> None:
@@ -74,7 +74,7 @@ def test_a_row_that_is_not_finite_takes_nobody_elses() -> None:
     assert error_of(driver, 1) == "NUMERIC_ERROR"
     for handle in (2, 3):
         tokens = expected_completion(PROMPT[handle:], 0, 5)
-        assert driver.told[1, handle].scores == expected_scores(tokens, 2, start=40 - handle)
+        assert driver.choices[1, handle].scores == expected_scores(tokens, 2, start=40 - handle)
 
 
 def test_a_step_without_any_carries_none() -> None:
@@ -92,8 +92,8 @@ def test_a_prompt_comes_once_and_in_order_over_its_chunks(depth: int, length: in
     driver = EngineDriver(depth=depth, policy=CHUNKED)
     driver.submit(1, PROMPT[:length], max_tokens=3, options=prompt_top(2))
     driver.run()
-    assert driver.told[1, 1].prompt_scores == of_prompt(PROMPT[:length], 2)
-    assert driver.told[1, 1].tokens == expected_completion(PROMPT[:length], 0, 3)
+    assert driver.choices[1, 1].prompt_scores == of_prompt(PROMPT[:length], 2)
+    assert driver.choices[1, 1].tokens == expected_completion(PROMPT[:length], 0, 3)
 
 
 def test_a_prompt_is_computed_though_it_is_cached_and_others_find_what_it_computed() -> None:
@@ -102,14 +102,14 @@ def test_a_prompt_is_computed_though_it_is_cached_and_others_find_what_it_comput
     driver.run()
     driver.submit(2, PROMPT, max_tokens=2, options=prompt_top(0))
     driver.run()
-    assert (driver.told[1, 2].num_cached_tokens, driver.told[1, 2].prompt_scores) == (0, of_prompt(PROMPT, 0))
+    assert (driver.choices[1, 2].num_cached_tokens, driver.choices[1, 2].prompt_scores) == (0, of_prompt(PROMPT, 0))
     driver.engine.flush_prefix_cache()
     driver.submit(3, PROMPT, max_tokens=2, options=prompt_top(0), cache_salt=b"salt")
     driver.run()
     driver.submit(4, PROMPT, max_tokens=2, cache_salt=b"salt")
     driver.submit(5, PROMPT, max_tokens=2)
     driver.run()
-    assert [driver.told[1, handle].num_cached_tokens for handle in (3, 4, 5)] == [0, 32, 0]
+    assert [driver.choices[1, handle].num_cached_tokens for handle in (3, 4, 5)] == [0, 32, 0]
 
 
 def test_of_several_choices_the_first_brings_the_prompt_for_all() -> None:
@@ -118,9 +118,9 @@ def test_of_several_choices_the_first_brings_the_prompt_for_all() -> None:
     options = [enter.params.options for enter in driver.sent[0].batch.enters]
     assert options == [prompt_top(1), None, None]
     driver.run()
-    told = [driver.told[1, handle] for handle in (1, 2, 3)]
-    assert [each.prompt_scores for each in told] == [of_prompt(PROMPT, 1), [], []]
-    assert [each.num_cached_tokens for each in told] == [0, 32, 32]
+    outputs = [driver.choices[1, handle] for handle in (1, 2, 3)]
+    assert [each.prompt_scores for each in outputs] == [of_prompt(PROMPT, 1), [], []]
+    assert [each.num_cached_tokens for each in outputs] == [0, 32, 32]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -128,12 +128,12 @@ def test_a_prompt_that_is_computed_again_repeats_nothing(depth: int) -> None:
     policy = SchedulerPolicy(max_num_seqs=4, max_num_batched_tokens=4, enable_mixed_steps=True)
     driver = EngineDriver(num_blocks=5, depth=depth, policy=policy)
     driver.submit(9, PROMPT[:27], max_tokens=21)
-    while not driver.told:
+    while not driver.choices:
         driver.step()
     driver.submit(1, PROMPT[::-1], max_tokens=5, options=prompt_top(1))
     driver.run()
     assert driver.engine.state().counters.num_preemptions == 1
-    assert driver.told[1, 1].prompt_scores == of_prompt(PROMPT[::-1], 1)
+    assert driver.choices[1, 1].prompt_scores == of_prompt(PROMPT[::-1], 1)
 
 
 @pytest.mark.parametrize("steps", range(5))
@@ -149,8 +149,8 @@ def test_a_prompt_that_a_lost_worker_had_begun_repeats_nothing(steps: int) -> No
     assert enter.params.options is not None
     assert (enter.params.options.num_prompt_logprobs is None) == (steps >= 3)
     driver.run()
-    told = driver.told[1, 1]
-    assert (told.prompt_scores, told.scores) == (of_prompt(PROMPT, 1), expected_scores(told.tokens, 1, start=40))
+    output = driver.choices[1, 1]
+    assert (output.prompt_scores, output.scores) == (of_prompt(PROMPT, 1), expected_scores(output.tokens, 1, start=40))
 
 
 def test_a_preempted_request_with_tokens_shares_its_prompt_again() -> None:
@@ -163,7 +163,7 @@ def test_a_preempted_request_with_tokens_shares_its_prompt_again() -> None:
         driver.step()
     assert driver.engine.state().counters.num_preemptions > 0
     assert (cached[:2], min(cached[2:]) > 0) == ([0, 0], True)
-    assert driver.told[1, 2].prompt_scores == of_prompt(PROMPT[::-1], 0)
+    assert driver.choices[1, 2].prompt_scores == of_prompt(PROMPT[::-1], 0)
 
 
 def test_a_request_that_is_aborted_in_the_middle_of_its_prompt_is_told_nothing_more() -> None:
@@ -172,7 +172,7 @@ def test_a_request_that_is_aborted_in_the_middle_of_its_prompt_is_told_nothing_m
     driver.step()
     driver.on_event(ClientMessage(1, aborts=[1]))
     driver.run()
-    assert driver.told[1, 1].prompt_scores == of_prompt(PROMPT, 0)[:17]
+    assert driver.choices[1, 1].prompt_scores == of_prompt(PROMPT, 0)[:17]
 
 
 def test_prompts_are_taken_as_far_as_their_bytes_may_come_to() -> None:
@@ -184,14 +184,14 @@ def test_prompts_are_taken_as_far_as_their_bytes_may_come_to() -> None:
     driver.submit(13, PROMPT, options=prompt_top(4))
     driver.submit(14, PROMPT, options=top(20))
     assert [error_of(driver, handle) for handle in (12, 13)] == ["QUEUE_FULL", "INVALID_REQUEST"]
-    end = driver.told[1, 12].end
+    end = driver.choices[1, 12].end
     assert end is not None
     assert end.error is not None
     assert end.error.retry_delay_s is not None
     driver.run()
     driver.submit(21, PROMPT, options=prompt_top(3))
     driver.run()
-    assert driver.told[1, 21].prompt_scores == of_prompt(PROMPT, 3)
+    assert driver.choices[1, 21].prompt_scores == of_prompt(PROMPT, 3)
 
 
 def column(*values: int) -> Any:
@@ -241,7 +241,7 @@ def test_columns_that_make_no_sense_end_the_epoch(spoil: Callable[[Logprobs], Lo
     assert result.logprobs is not None
     assert len(result.logprobs.indexes) == 2
     assert_dropped(driver, replace(result, logprobs=spoil(result.logprobs)))
-    assert [len(driver.told[1, handle].tokens) for handle in (1, 2)] == [1, 1]
+    assert [len(driver.choices[1, handle].tokens) for handle in (1, 2)] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_prompts_that_make_no_sense_end_the_epoch(spoil: Callable[[Logprobs], Lo
     result = driver.worker.run(driver.sent.pop(0))
     [(slot, logprobs)] = result.prompt_logprobs
     assert_dropped(driver, replace(result, prompt_logprobs=((slot, spoil(logprobs)),)))
-    assert driver.told == {}
+    assert driver.choices == {}
 
 
 def test_a_prompt_that_was_not_asked_for_or_comes_twice_or_from_nowhere_ends_the_epoch() -> None:

@@ -21,7 +21,7 @@ def order_of_first_tokens(driver: EngineDriver) -> list[int]:
     """Run to the end; the handles in the order in which they got their first tokens."""
     order: list[int] = []
     while True:
-        order += [handle for (_, handle), told in driver.told.items() if told.tokens and handle not in order]
+        order += [handle for (_, handle), output in driver.choices.items() if output.tokens and handle not in order]
         if not driver.sent:
             return order
         driver.step()
@@ -49,11 +49,11 @@ def test_a_higher_class_preempts_a_lower_one_when_places_run_out(depth: int) -> 
     driver.submit(4, prompt(5, 11), priority=Priority.LOW, max_tokens=3)
     for _ in range(depth + 3):
         driver.step()
-    assert driver.told[1, 3].end is not None
+    assert driver.choices[1, 3].end is not None
     assert driver.engine.state().counters.num_preemptions == 1
     driver.run()
-    assert driver.told[1, 1].tokens == expected_completion(prompt(5), 0, 30)
-    assert driver.told[1, 2].tokens == expected_completion(prompt(5, 7), 0, 30)
+    assert driver.choices[1, 1].tokens == expected_completion(prompt(5), 0, 30)
+    assert driver.choices[1, 2].tokens == expected_completion(prompt(5, 7), 0, 30)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -68,7 +68,7 @@ def test_a_higher_class_preempts_as_few_as_needed_when_blocks_run_out(depth: int
     assert driver.engine.state().counters.num_preemptions == 1
     assert order_of_first_tokens(driver) == [1, 2, 3, 4]
     for handle in (1, 2, 3):
-        assert driver.told[1, handle].tokens == expected_completion(prompt(20, handle), 0, 10)
+        assert driver.choices[1, handle].tokens == expected_completion(prompt(20, handle), 0, 10)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -82,13 +82,13 @@ def test_a_row_that_others_made_way_for_does_not_give_way_to_their_growth(
     driver.step()
     driver.submit(4, prompt(40, 100), priority=Priority.HIGH, max_tokens=20)
     num_entries = 0
-    while (1, 4) not in driver.told or driver.told[1, 4].end is None:
+    while (1, 4) not in driver.choices or driver.choices[1, 4].end is None:
         num_entries += sum(entering.num_prompt_tokens == 40 for entering in driver.sent[0].batch.enters)
         driver.step()
     assert num_entries == 1
     driver.run()
     for handle in (1, 2, 3):
-        assert driver.told[1, handle].tokens == expected_completion(prompt(20, handle), 0, 70)
+        assert driver.choices[1, handle].tokens == expected_completion(prompt(20, handle), 0, 70)
 
 
 def test_nobody_is_preempted_when_it_would_not_be_enough() -> None:
@@ -100,7 +100,7 @@ def test_nobody_is_preempted_when_it_would_not_be_enough() -> None:
     driver.step()
     assert driver.engine.state().counters.num_preemptions == 0
     driver.run()
-    assert driver.told[1, 3].tokens == expected_completion(prompt(100, 7), 0, 8)
+    assert driver.choices[1, 3].tokens == expected_completion(prompt(100, 7), 0, 8)
 
 
 def test_a_class_does_not_preempt_its_own_nor_under_another_policy() -> None:
@@ -146,7 +146,7 @@ def test_looking_ahead_avoids_preemptions_that_the_plain_rule_runs_into() -> Non
         driver.run()
         preemptions[admission] = driver.engine.state().counters.num_preemptions
         for handle in range(8):
-            assert driver.told[1, handle].tokens == expected_completion(prompt(17, handle), 0, 60)
+            assert driver.choices[1, handle].tokens == expected_completion(prompt(17, handle), 0, 60)
     assert preemptions[AdmissionPolicy.LOOK_AHEAD] < preemptions[AdmissionPolicy.PLAIN]
 
 
@@ -165,7 +165,7 @@ def test_outputs_do_not_depend_on_who_gives_way(retraction: RetractionPolicy, de
         driver.step()
     driver.run()
     for handle in range(6):
-        assert driver.told[1, handle].tokens == expected_completion(prompt(20 + 5 * handle, handle), 0, 50)
+        assert driver.choices[1, handle].tokens == expected_completion(prompt(20 + 5 * handle, handle), 0, 50)
     assert driver.engine.state().counters.num_preemptions > 0
 
 
@@ -180,9 +180,9 @@ def test_who_has_generated_least_gives_way() -> None:
         driver.step()
     # The first to enter has most, and goes on.
     assert driver.engine.state().num_running == 1
-    before = len(driver.told[1, 1].tokens)
+    before = len(driver.choices[1, 1].tokens)
     driver.step()
-    assert len(driver.told[1, 1].tokens) == before + 1
+    assert len(driver.choices[1, 1].tokens) == before + 1
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -196,7 +196,7 @@ def test_a_common_prefix_is_computed_once(share: bool) -> None:
     assert len(driver.sent[0].batch.enters) == (2 if share else 1)
     driver.run()
     assert driver.worker.num_computed_tokens == 5 + 8 + 64 + 3 + 1 + 3
-    assert driver.told[1, 3].num_cached_tokens == 64
+    assert driver.choices[1, 3].num_cached_tokens == 64
 
 
 def test_salts_keep_prefixes_apart() -> None:
@@ -204,7 +204,7 @@ def test_salts_keep_prefixes_apart() -> None:
     for handle, salt in [(1, b""), (2, b"a"), (3, b"b"), (4, b"a"), (5, b"")]:
         driver.submit(handle, prompt(40), cache_salt=salt, max_tokens=1)
         driver.run()
-    assert [driver.told[1, handle].num_cached_tokens for handle in (1, 2, 3, 4, 5)] == [0, 0, 0, 32, 32]
+    assert [driver.choices[1, handle].num_cached_tokens for handle in (1, 2, 3, 4, 5)] == [0, 0, 0, 32, 32]
 
 
 def test_a_flushed_cache_is_found_by_nobody() -> None:
@@ -218,5 +218,5 @@ def test_a_flushed_cache_is_found_by_nobody() -> None:
     for handle, start in [(3, 0), (4, 7)]:
         driver.submit(handle, prompt(40, start), max_tokens=1)
         driver.run()
-        assert driver.told[1, handle].num_cached_tokens == 0
-    assert driver.told[1, 2].tokens == expected_completion(prompt(40, 7), 0, 30)
+        assert driver.choices[1, handle].num_cached_tokens == 0
+    assert driver.choices[1, 2].tokens == expected_completion(prompt(40, 7), 0, 30)

@@ -30,12 +30,12 @@ def submit_many(driver: EngineDriver, count: int, *, max_tokens: int = 12, first
         driver.submit(handle, make_prompt(5 + handle % 40, start=7 * handle), max_tokens=max_tokens, seed=handle)
 
 
-def check_told(driver: EngineDriver, handle: int, max_tokens: int = 12) -> None:
+def check_answer(driver: EngineDriver, handle: int, max_tokens: int = 12) -> None:
     """A request was told all of its answer."""
-    told = driver.told[1, handle]
-    assert told.tokens == expected_completion(make_prompt(5 + handle % 40, start=7 * handle), handle, max_tokens)
-    assert told.end is not None
-    assert told.end.error is None
+    output = driver.choices[1, handle]
+    assert output.tokens == expected_completion(make_prompt(5 + handle % 40, start=7 * handle), handle, max_tokens)
+    assert output.end is not None
+    assert output.end.error is None
 
 
 def running_on(driver: EngineDriver) -> list[int]:
@@ -76,7 +76,7 @@ def test_every_request_gets_its_tokens_whichever_rank_it_is_on(topology: CellTop
     assert all(driver.sent_to.values())
     driver.run()
     for handle in range(1, 8):
-        check_told(driver, handle)
+        check_answer(driver, handle)
     assert driver.engine.state().num_used_blocks == 0
 
 
@@ -86,8 +86,8 @@ def test_uncoupled_ranks_step_by_themselves() -> None:
     for _ in range(5):
         driver.step(0)
     assert [len(sent) for sent in driver.sent_to.values()] == [1, 1, 0]
-    assert len(driver.told[1, 1].tokens) == 5
-    assert (1, 2) not in driver.told
+    assert len(driver.choices[1, 1].tokens) == 5
+    assert (1, 2) not in driver.choices
 
 
 def test_the_choices_of_a_request_share_a_rank() -> None:
@@ -98,7 +98,7 @@ def test_the_choices_of_a_request_share_a_rank() -> None:
     assert running_on(driver) == [4, 4, 0]
     driver.run()
     for choice in range(4):
-        assert driver.told[1, 1 + choice].tokens == expected_completion(make_prompt(40), 0, 6, choice)
+        assert driver.choices[1, 1 + choice].tokens == expected_completion(make_prompt(40), 0, 6, choice)
 
 
 def test_a_lost_rank_gives_its_sequences_to_the_others() -> None:
@@ -115,7 +115,7 @@ def test_a_lost_rank_gives_its_sequences_to_the_others() -> None:
     # The rank never comes back: another one tries them when it has nothing else to do, or they have waited for long.
     driver.run()
     for handle in range(1, 10):
-        check_told(driver, handle)
+        check_answer(driver, handle)
     state = driver.engine.state()
     assert (state.num_suspects, state.counters.num_suspect_trials) == (0, 2)
 
@@ -131,7 +131,7 @@ def test_requests_wait_while_no_rank_is_attached_and_go_on_with_the_first_that_i
     assert len(driver.sent_to[2]) == 1
     driver.run()
     for handle in range(1, 5):
-        check_told(driver, handle)
+        check_answer(driver, handle)
 
 
 def test_a_coupled_domain_is_lost_and_comes_back_as_a_whole() -> None:
@@ -144,20 +144,20 @@ def test_a_coupled_domain_is_lost_and_comes_back_as_a_whole() -> None:
     driver.attach()
     driver.run()
     for handle in range(1, 7):
-        check_told(driver, handle)
+        check_answer(driver, handle)
 
 
 def test_the_bounds_of_what_waits_hold_for_the_cell() -> None:
     policy = SchedulerPolicy(max_num_seqs=1, max_waiting_requests=2)
     driver = EngineDriver(topology=UNCOUPLED, policy=policy)
     submit_many(driver, 6)
-    error = driver.told[1, 6].end
+    error = driver.choices[1, 6].end
     assert error is not None
     assert error.error is not None
     assert error.error.reason == "QUEUE_FULL"
     driver.run()
     for handle in range(1, 6):
-        check_told(driver, handle)
+        check_answer(driver, handle)
 
 
 def test_the_smallest_pool_of_any_rank_bounds_a_request() -> None:
@@ -168,7 +168,7 @@ def test_the_smallest_pool_of_any_rank_bounds_a_request() -> None:
     assert limits is not None
     assert limits.num_pool_tokens == 4 * 16
     driver.submit(1, make_prompt(60), max_tokens=5)
-    end = driver.told[1, 1].end
+    end = driver.choices[1, 1].end
     assert end is not None
     assert end.error is not None
     assert end.error.reason == "KV_CAPACITY_EXCEEDED"
@@ -215,7 +215,7 @@ def test_a_request_that_ran_on_one_of_two_ranks_lost_in_one_moment_is_not_tried_
     driver.silent_ranks = set()
     driver.attach(0)
     driver.run()
-    check_told(driver, 1)
+    check_answer(driver, 1)
 
 
 def test_an_idle_rank_takes_newcomers_that_wait_on_another() -> None:
@@ -228,7 +228,7 @@ def test_an_idle_rank_takes_newcomers_that_wait_on_another() -> None:
     while driver.sent_to[0]:
         driver.step(0)
     # Rank 0 had the first and the third; rank 1 still has the second.
-    assert [handle for _, handle in driver.told] == [1, 3, 4]
+    assert [handle for _, handle in driver.choices] == [1, 3, 4]
     assert len(driver.sent_to[1]) == 1
 
 
@@ -262,10 +262,10 @@ def test_whatever_dies_and_whenever_nothing_is_lost_or_repeated(topology: CellTo
             driver.on_event(ClientMessage(1, aborts=[handle]))
     assert run_to_the_end(driver) == 0
     for handle in set(range(1, num_submitted + 1)) - aborted:
-        end = driver.told[1, handle].end
+        end = driver.choices[1, handle].end
         # Who is killed alone twice in a row may as well be the killer.
         if end is None or end.error is None or end.error.reason != "POISON_REQUEST":
-            check_told(driver, handle)
+            check_answer(driver, handle)
     state = driver.engine.state()
     assert (state.num_used_blocks, state.num_suspects) == (0, 0)
 
@@ -282,12 +282,12 @@ def test_a_poison_request_ends_alone_after_few_deaths(topology: CellTopology, co
     driver = EngineDriver(topology=topology, depth=depth, poison={victim: position}, num_blocks=256, policy=policy)
     submit_many(driver, count)
     num_deaths = run_to_the_end(driver)
-    end = driver.told[1, victim].end
+    end = driver.choices[1, victim].end
     assert end is not None
     assert end.error is not None
     assert end.error.reason == "POISON_REQUEST"
     assert num_deaths <= 3 + math.log2(count)
     for handle in set(range(1, count + 1)) - {victim}:
-        check_told(driver, handle)
+        check_answer(driver, handle)
     state = driver.engine.state()
     assert (state.num_suspects, state.counters.num_poison_requests) == (0, 1)

@@ -30,4 +30,4 @@ def test_a_step_whose_decodes_all_sit_out_is_one_of_prompts_alone() -> None:
     # 1 needs a block that is only coming, from 2, whose last row is in flight; the rest of 3 needs none.
     driver.run()
     for handle, prompt in prompts.items():
-        assert driver.told[1, handle].tokens == expected_completion(prompt, 0, max_tokens[handle])
+        assert driver.choices[1, handle].tokens == expected_completion(prompt, 0, max_tokens[handle])

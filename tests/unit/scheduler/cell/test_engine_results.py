@@ -18,7 +18,7 @@ def make_prompt(length: int, start: int = 11) -> list[int]:
 
 
 def error_of(driver: EngineDriver, handle: int) -> str:
-    end = driver.told[1, handle].end
+    end = driver.choices[1, handle].end
     assert end is not None
     assert end.error is not None
     return end.error.reason
@@ -36,7 +36,7 @@ def test_an_answer_that_makes_no_sense_reaches_no_client_and_ends_the_epoch(
     result = StepResult(1, step_id, np.array(tokens, np.int32), np.array(bad_rows, np.int32))
     actions = driver.on_event(StepReturned(0, result))
     assert any(isinstance(action, DropDomain) for action in actions)
-    assert (1, 1) not in driver.told
+    assert (1, 1) not in driver.choices
     state = driver.engine.state()
     assert (state.ready, state.num_waiting, state.counters.num_lost_epochs) == (False, 1, 1)
 
@@ -56,7 +56,7 @@ def test_a_row_that_is_not_finite_fails_alone_and_its_blocks_leave_the_cache() -
     driver.submit(3, make_prompt(33, 300), max_tokens=1)
     driver.run()
     assert driver.engine.state().counters.num_prefix_hit_tokens == hits
-    assert driver.told[1, 1].tokens == expected_completion(make_prompt(48), 0, 9)
+    assert driver.choices[1, 1].tokens == expected_completion(make_prompt(48), 0, 9)
 
 
 def test_a_row_number_of_a_failed_grammar_that_makes_no_sense_ends_the_epoch() -> None:
@@ -76,14 +76,14 @@ def test_a_row_whose_grammar_failed_fails_alone_and_its_blocks_stay_in_the_cache
     driver.step()
     result = driver.worker.run(driver.sent.pop(0))
     row = np.array([len(result.token_ids) - 1], np.int32)
-    num_told = len(driver.told[1, 2].tokens)
+    num_told = len(driver.choices[1, 2].tokens)
     driver.on_event(StepReturned(0, replace(result, failed_grammar_rows=row)))
     assert error_of(driver, 2) == "INVALID_REQUEST"
-    assert len(driver.told[1, 2].tokens) == num_told
+    assert len(driver.choices[1, 2].tokens) == num_told
     driver.submit(3, make_prompt(33, 300), max_tokens=1)
     driver.run()
-    assert driver.told[1, 3].num_cached_tokens == 32
-    assert driver.told[1, 1].tokens == expected_completion(make_prompt(48), 0, 9)
+    assert driver.choices[1, 3].num_cached_tokens == 32
+    assert driver.choices[1, 1].tokens == expected_completion(make_prompt(48), 0, 9)
 
 
 @pytest.mark.parametrize("is_aborted", [False, True])
@@ -96,5 +96,5 @@ def test_bad_kv_leaves_the_cache_also_when_its_request_ended_before_anybody_knew
     driver.on_event(StepReturned(0, replace(result, not_finite_rows=np.array([0], np.int32))))
     driver.submit(2, make_prompt(48), max_tokens=1)
     driver.run()
-    assert driver.told[1, 2].num_cached_tokens == 0
-    assert ((1, 1) in driver.told) is not is_aborted
+    assert driver.choices[1, 2].num_cached_tokens == 0
+    assert ((1, 1) in driver.choices) is not is_aborted

@@ -171,12 +171,12 @@ def test_ranks_stay_in_step_under_any_load_and_nobody_starves(seed: int) -> None
         if ranks:
             rank = rng.choice(ranks)
             step = driver.sent_to[rank][0]
-            told = seen.setdefault(step.step_id, {})
-            told[step.num_tokens_across_dp] = told.get(step.num_tokens_across_dp, 0) + 1
+            counts = seen.setdefault(step.step_id, {})
+            counts[step.num_tokens_across_dp] = counts.get(step.num_tokens_across_dp, 0) + 1
             assert step.num_tokens_across_dp[rank] == max(1, step.batch.num_tokens)
             driver.step(rank)
             assert driver.workers[rank].last_num_tokens == step.num_tokens_across_dp[rank]
-    assert all(list(told.values()) == [dp_size] for told in seen.values()), "ranks were told other things"
+    assert all(list(counts.values()) == [dp_size] for counts in seen.values()), "ranks got different plans"
     for handle, prompt in prompts.items():
-        assert driver.told[1, handle].tokens == expected_completion(prompt, 0, 8)
+        assert driver.choices[1, handle].tokens == expected_completion(prompt, 0, 8)
     assert driver.engine.state().num_used_blocks == 0

@@ -68,7 +68,7 @@ def test_a_request_goes_where_its_prefix_is_cached() -> None:
     driver.submit(1, [*LONG, 1], max_tokens=50)
     assert load(driver) == [0, 1]
     driver.run()
-    assert driver.told[1, 1].num_cached_tokens == 320
+    assert driver.choices[1, 1].num_cached_tokens == 320
 
 
 @pytest.mark.parametrize(("tokens_per_seq", "num_others"), [(50, 6), (200, 1), (1000, 0)])
@@ -125,4 +125,4 @@ def test_those_who_wait_for_a_rank_keep_their_order() -> None:
         driver.submit(handle, distinct(handle), max_tokens=2)
     driver.attach(1)
     driver.run()
-    assert [handle for _, handle in driver.told] == [1, 2, 3, 4]
+    assert [handle for _, handle in driver.choices] == [1, 2, 3, 4]

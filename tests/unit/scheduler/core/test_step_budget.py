@@ -45,7 +45,7 @@ def test_whoever_decodes_gets_a_token_in_every_step_while_long_prompts_are_compu
     handles = range(1, 1 + NUM_DECODES)
     for handle in handles:
         driver.submit(handle, short_prompt(handle), max_tokens=300)
-    while len(driver.told) < NUM_DECODES:
+    while len(driver.choices) < NUM_DECODES:
         driver.step()
     for handle, prompt in enumerate(LONG_PROMPTS, 100):
         driver.submit(handle, prompt, max_tokens=2, options=SamplingOptions(num_prompt_logprobs=1))
@@ -55,19 +55,19 @@ def test_whoever_decodes_gets_a_token_in_every_step_while_long_prompts_are_compu
     num_steps = 0
     while driver.sent[0].batch.kind is StepKind.MIXED:
         batch = driver.sent[0].batch
-        before = [len(driver.told[1, handle].tokens) for handle in handles]
+        before = [len(driver.choices[1, handle].tokens) for handle in handles]
         assert len(batch.decode_slots) >= NUM_DECODES
         # Decodes take nothing of the prompts' budget: but for the last, a step has all of it.
         assert num_prompt_tokens(batch) == min(32, sum(map(len, LONG_PROMPTS)) - 32 * num_steps)
         driver.step()
-        assert all(len(driver.told[1, handle].tokens) > old for handle, old in zip(handles, before, strict=True))
+        assert all(len(driver.choices[1, handle].tokens) > old for handle, old in zip(handles, before, strict=True))
         num_steps += 1
     assert num_steps == -(-sum(map(len, LONG_PROMPTS)) // 32)
     driver.run()
     for handle, prompt in enumerate(LONG_PROMPTS, 100):
-        assert driver.told[1, handle].tokens == expected_completion(prompt, 0, 2)
-        assert driver.told[1, handle].prompt_scores == expected_scores(prompt[1:], 1, start=1, offset=1)
-    assert driver.told[1, 1].tokens == expected_completion(short_prompt(1), 0, 300)
+        assert driver.choices[1, handle].tokens == expected_completion(prompt, 0, 2)
+        assert driver.choices[1, handle].prompt_scores == expected_scores(prompt[1:], 1, start=1, offset=1)
+    assert driver.choices[1, 1].tokens == expected_completion(short_prompt(1), 0, 300)
 
 
 def test_on_coupled_ranks_decodes_go_on_beside_an_own_and_another_ranks_long_prompt() -> None:
@@ -85,7 +85,7 @@ def test_on_coupled_ranks_decodes_go_on_beside_an_own_and_another_ranks_long_pro
         assert [len(one.batch.decode_slots) for one in step] == [1, 1]
         assert {one.num_tokens_across_dp for one in step} == {tuple(one.batch.num_tokens for one in step)}
     driver.run()
-    assert driver.told[1, 3].tokens == expected_completion(LONG_PROMPTS[0], 0, 2)
+    assert driver.choices[1, 3].tokens == expected_completion(LONG_PROMPTS[0], 0, 2)
 
 
 def run_together(driver: EngineDriver) -> list[Step]:

@@ -91,9 +91,9 @@ def test_every_end_is_allowed_exactly_where_the_text_may_end(model_dir: Path) ->
 
 
 def test_behind_the_end_and_behind_the_last_character_only_the_end_is_allowed(writer: TextWriter) -> None:
-    matcher = writer.matcher_behind(regex_grammar("ab?"), writer.encode("ab"))
+    matcher = writer.matcher_after(regex_grammar("ab?"), writer.encode("ab"))
     assert ids(matcher.mask()) == [IM_END_ID]
-    open_matcher = writer.matcher_behind(regex_grammar("a+"), writer.encode("a"))
+    open_matcher = writer.matcher_after(regex_grammar("a+"), writer.encode("a"))
     for _ in range(3):
         open_matcher.advance(IM_END_ID)
         assert ids(open_matcher.mask()) == [IM_END_ID]
@@ -102,7 +102,7 @@ def test_behind_the_end_and_behind_the_last_character_only_the_end_is_allowed(wr
 
 @pytest.mark.parametrize("stranger", ["b", "<|im_start|>", VOCABULARY_SIZE + 1, WIDTH - 1])
 def test_behind_a_token_that_does_not_fit_only_the_end_is_allowed(writer: TextWriter, stranger: str | int) -> None:
-    matcher = writer.matcher_behind(regex_grammar("a+"), writer.encode("a"))
+    matcher = writer.matcher_after(regex_grammar("a+"), writer.encode("a"))
     matcher.advance(stranger if isinstance(stranger, int) else writer.encode(stranger)[0])
     for _ in range(3):
         assert ids(matcher.mask()) == [IM_END_ID]
@@ -131,7 +131,7 @@ def test_a_matcher_that_is_given_the_text_so_far_goes_on_like_the_one_that_wrote
     token_ids = writer.encode('{"a": "né", "b": 12}')
     first = writer.compiler.matcher(grammar)
     for index, token_id in enumerate(token_ids):
-        assert np.array_equal(writer.matcher_behind(grammar, token_ids[:index]).mask(), first.mask())
+        assert np.array_equal(writer.matcher_after(grammar, token_ids[:index]).mask(), first.mask())
         first.advance(token_id)
     assert writer.may_end(first)
 
@@ -151,8 +151,8 @@ def test_masks_that_are_prepared_are_the_same(writer: TextWriter) -> None:
 
 def test_matchers_of_one_grammar_do_not_know_of_each_other(writer: TextWriter) -> None:
     grammar = regex_grammar("ab|cd")
-    behind_a = writer.matcher_behind(grammar, writer.encode("a"))
-    behind_c = writer.matcher_behind(grammar, writer.encode("c"))
+    behind_a = writer.matcher_after(grammar, writer.encode("a"))
+    behind_c = writer.matcher_after(grammar, writer.encode("c"))
     assert ids(behind_a.mask()) == writer.encode("b")
     assert ids(behind_c.mask()) == writer.encode("d")
     assert writer.fits(grammar, "ab")

@@ -215,7 +215,7 @@ def test_only_newcomers_count_and_only_they_drain_the_queue() -> None:
 
 
 def refusal(driver: EngineDriver, handle: int) -> QueueFullError:
-    end = driver.told[1, handle].end
+    end = driver.choices[1, handle].end
     assert end is not None
     assert isinstance(end.error, QueueFullError)
     return end.error
@@ -226,13 +226,13 @@ def test_a_full_queue_refuses_at_once_and_disturbs_nobody() -> None:
     for handle in range(5):
         driver.submit(handle, [handle], max_tokens=3)
     # One runs, two wait.
-    assert [handle for (_, handle), told in driver.told.items() if told.end] == [3, 4]
+    assert [handle for (_, handle), output in driver.choices.items() if output.end] == [3, 4]
     assert refusal(driver, 3).values["num_waiting"] == "2"
     driver.run()
-    assert all(len(driver.told[1, handle].tokens) == 3 for handle in range(3))
+    assert all(len(driver.choices[1, handle].tokens) == 3 for handle in range(3))
     driver.submit(5, [5], max_tokens=1)
     driver.run()
-    assert len(driver.told[1, 5].tokens) == 1
+    assert len(driver.choices[1, 5].tokens) == 1
 
 
 def test_prompt_tokens_are_bounded_but_one_large_prompt_is_taken_alone() -> None:
@@ -242,7 +242,7 @@ def test_prompt_tokens_are_bounded_but_one_large_prompt_is_taken_alone() -> None
     driver.submit(3, [3], max_tokens=2)
     assert refusal(driver, 3).values["num_waiting_tokens"] == "150"
     driver.run()
-    assert len(driver.told[1, 2].tokens) == 2
+    assert len(driver.choices[1, 2].tokens) == 2
 
 
 def test_aborted_requests_make_room() -> None:
@@ -252,7 +252,7 @@ def test_aborted_requests_make_room() -> None:
     driver.on_event(ClientMessage(1, aborts=[2]))
     driver.submit(3, [3], max_tokens=2)
     driver.run()
-    assert len(driver.told[1, 3].tokens) == 2
+    assert len(driver.choices[1, 3].tokens) == 2
 
 
 def test_preempted_sequences_do_not_count_against_the_bound() -> None:
@@ -263,7 +263,7 @@ def test_preempted_sequences_do_not_count_against_the_bound() -> None:
         driver.step()
     driver.submit(3, [3], max_tokens=2)
     driver.run()
-    assert len(driver.told[1, 3].tokens) == 2
+    assert len(driver.choices[1, 3].tokens) == 2
 
 
 def test_the_delay_follows_the_measured_rate() -> None:

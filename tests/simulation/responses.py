@@ -11,7 +11,7 @@ from tests.support.engine_driver import Scores, rows_of, scores_by_row, scores_o
 
 
 @dataclass(slots=True)
-class Said:
+class Responses:
     """What clients receive because of one event.
 
     Each choice has at most one run of tokens with their log-probabilities, one start and one end; each request has at
