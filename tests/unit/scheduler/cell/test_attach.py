@@ -1,4 +1,4 @@
-"""What a domain's attach says to each thing that can happen; every order of them is left to the model checker."""
+"""How a domain's attach reacts to single events; the model checker covers every order of them."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def accepted(group: int, epoch: int = 1, *, place: GroupPlace | None = None, **f
 
 
 def newcomer(instance_id: str = "me", *, num_groups: int = 2) -> SchedulerClaim:
-    """A scheduler that never held a domain, and draws the middle of what it might."""
+    """A scheduler that has never held a domain; its random draws are in the middle of their range."""
     return SchedulerClaim(instance_id, num_groups, lambda: 0.5)
 
 
 def former_holder() -> SchedulerClaim:
-    """One that did, and holds none now."""
+    """A scheduler that once held a domain and holds none now."""
     claim = newcomer()
     claim.has_held = True
     return claim
@@ -55,12 +55,12 @@ def refused(group: int, epoch: int, held_epoch: int, holder: str = "") -> Refuse
 
 
 def free(group: int) -> Refused:
-    """What a group that was just started answers to the question."""
+    """The answer of a freshly started group to the question."""
     return refused(group, QUESTION, 0)
 
 
 def offered(claim: SchedulerClaim | None = None) -> DomainAttach:
-    """Two coupled groups that have been offered epoch 1, after the question."""
+    """Two coupled groups that were offered epoch 1 after answering the question."""
     attach = DomainAttach(0, COUPLED, claim or newcomer())
     assert attach.on_event(RetryDue(), 0.0) == [Offer(0, QUESTION), Offer(1, QUESTION)]
     assert attach.on_event(free(1), 0.0) == []
@@ -69,7 +69,7 @@ def offered(claim: SchedulerClaim | None = None) -> DomainAttach:
 
 
 def opening() -> DomainAttach:
-    """Both have accepted it."""
+    """Both groups have accepted the offer."""
     attach = offered()
     assert attach.on_event(accepted(1), 0.0) == []
     assert attach.on_event(accepted(0), 0.0) == [OpenStreams(1)]
@@ -86,18 +86,18 @@ def attached() -> DomainAttach:
 
 
 def retry_of(commands: list[Command]) -> RetryAt:
-    """The last command, which is another round after the delay."""
+    """The last command, which schedules another round after the delay."""
     retry = commands[-1]
     assert isinstance(retry, RetryAt)
     assert retry.when == 5.0 + RETRY_DELAY_S
     return retry
 
 
-def test_a_domain_is_attached_when_every_group_lets_steps_come() -> None:
+def test_a_domain_is_attached_when_every_group_opens_its_stream() -> None:
     attached()
 
 
-def test_a_domain_that_was_lost_is_told_once_and_offered_the_next_epoch() -> None:
+def test_a_lost_domain_is_reported_once_and_offered_the_next_epoch() -> None:
     attach = attached()
     commands = attach.on_event(StreamBroken(1, 1), 5.0)
     assert commands[:-1] == [CloseStreams(1), DomainLost(0, 1)]
@@ -106,20 +106,20 @@ def test_a_domain_that_was_lost_is_told_once_and_offered_the_next_epoch() -> Non
     assert attach.on_event(RetryDue(), 5.5) == [Offer(0, 2), Offer(1, 2)]
 
 
-def test_streams_that_break_before_all_are_open_attach_nothing() -> None:
+def test_nothing_is_attached_if_a_stream_breaks_before_all_are_open() -> None:
     attach = opening()
     attach.on_event(StreamOpened(0, 1), 0.0)
     assert [type(command) for command in attach.on_event(StreamBroken(1, 1), 5.0)] == [CloseStreams, RetryAt]
     assert attach.on_event(StreamOpened(1, 1), 5.0) == []
 
 
-def test_an_epoch_that_the_engine_gives_up_is_closed_and_not_told_back() -> None:
+def test_an_epoch_that_the_engine_drops_is_closed_and_not_reported_back() -> None:
     attach = attached()
     assert attach.on_event(Dropped(2), 5.0) == []
     assert [type(command) for command in attach.on_event(Dropped(1), 5.0)] == [CloseStreams, RetryAt]
 
 
-def test_another_round_waits_for_all_answers_and_is_above_the_highest_epoch() -> None:
+def test_the_next_round_waits_for_all_answers_and_exceeds_the_highest_epoch() -> None:
     attach = attached()
     retry_of(attach.on_event(Dropped(1), 5.0))
     attach.on_event(RetryDue(), 5.5)
@@ -137,7 +137,7 @@ def test_an_epoch_that_every_group_refused_is_offered_again() -> None:
         retry_of(attach.on_event(refused(1, 1, 0), 5.0))
 
 
-def test_answers_of_an_earlier_round_count_for_nothing() -> None:
+def test_answers_of_an_earlier_round_are_ignored() -> None:
     attach = DomainAttach(0, COUPLED, former_holder())
     attach.on_event(RetryDue(), 0.0)
     attach.on_event(Refused(0, 1, "no answer"), 0.0)
@@ -151,7 +151,7 @@ def test_answers_of_an_earlier_round_count_for_nothing() -> None:
     ("changes", "reason"),
     [({"is_stuck": True}, "stuck"), ({"last_step": (1, 8)}, "differ")],
 )
-def test_groups_that_can_run_nothing_together_are_restarted(changes: dict[str, Any], reason: str) -> None:
+def test_groups_that_cannot_run_together_are_restarted(changes: dict[str, Any], reason: str) -> None:
     attach = offered()
     attach.on_event(accepted(0, last_step=(1, 9)), 5.0)
     commands = attach.on_event(accepted(1, **{"last_step": (1, 9), **changes}), 5.0)
@@ -165,7 +165,7 @@ def test_a_stuck_group_is_restarted_though_its_partner_is_gone() -> None:
     assert attach.on_event(accepted(1, is_stuck=True), 5.0)[:-1] == [Restart(1, 1)]
 
 
-def test_uncoupled_groups_are_attached_each_for_itself() -> None:
+def test_uncoupled_groups_are_attached_independently() -> None:
     attach = DomainAttach(1, CellTopology(2), former_holder())
     assert attach.on_event(RetryDue(), 0.0) == [Offer(1, 1)]
     answer = accepted(1, place=GroupPlace(1, 2, 1, False), last_step=(7, 7))
@@ -177,7 +177,7 @@ def test_uncoupled_groups_are_attached_each_for_itself() -> None:
     "place",
     [GroupPlace(0, 2, 1, True), GroupPlace(1, 3, 1, True), GroupPlace(1, 2, 2, True), GroupPlace(1, 2, 1, False)],
 )
-def test_a_group_that_stands_elsewhere_is_not_used(place: GroupPlace) -> None:
+def test_a_group_with_the_wrong_layout_is_not_used(place: GroupPlace) -> None:
     attach = offered()
     attach.on_event(accepted(0), 5.0)
     commands = attach.on_event(accepted(1, place=place), 5.0)
@@ -203,7 +203,7 @@ def test_groups_that_differ_in_what_they_must_share_are_not_used(change: dict[st
     assert next(iter(change)) in retry_of(commands).reason
 
 
-def test_groups_may_differ_in_their_pools_and_their_numerics() -> None:
+def test_groups_may_differ_in_pool_size_and_numerics() -> None:
     attach = offered()
     attach.on_event(accepted(0), 5.0)
     other = accepted(1)
@@ -212,7 +212,7 @@ def test_groups_may_differ_in_their_pools_and_their_numerics() -> None:
 
 
 @pytest.mark.parametrize(("drawn", "delay_s"), [(0.0, 0.5 * RETRY_DELAY_S), (1.0, 1.5 * RETRY_DELAY_S)])
-def test_rounds_begin_at_moments_that_are_drawn(drawn: float, delay_s: float) -> None:
+def test_rounds_begin_after_random_delays(drawn: float, delay_s: float) -> None:
     attach = DomainAttach(0, COUPLED, SchedulerClaim("me", 2, lambda: drawn))
     attach.on_event(RetryDue(), 0.0)
     attach.on_event(refused(0, QUESTION, 3, "other"), 5.0)
@@ -232,7 +232,7 @@ def test_a_newcomer_asks_until_no_group_names_a_live_holder_and_then_offers_the_
     assert attach.on_event(Refused(1, QUESTION, "UNAVAILABLE"), 5.0) == [Offer(0, 8), Offer(1, 8)]
 
 
-def test_a_newcomer_asks_all_groups_of_the_cell_before_it_offers_one_of_them() -> None:
+def test_a_newcomer_asks_all_groups_of_the_cell_before_it_offers_any() -> None:
     claim = newcomer()
     first, second = (DomainAttach(domain, CellTopology(2), claim) for domain in range(2))
     first.on_event(RetryDue(), 5.0)
@@ -243,7 +243,7 @@ def test_a_newcomer_asks_all_groups_of_the_cell_before_it_offers_one_of_them() -
     assert "other" in retry_of(first.on_event(free(0), 5.0)).reason
 
 
-def test_one_that_held_a_domain_offers_the_others_at_once() -> None:
+def test_a_scheduler_that_has_held_a_domain_offers_the_others_at_once() -> None:
     claim = newcomer()
     first, second = (DomainAttach(domain, CellTopology(2), claim) for domain in range(2))
     for domain in (first, second):
@@ -256,14 +256,14 @@ def test_one_that_held_a_domain_offers_the_others_at_once() -> None:
 
 
 def refuse_until(attach: DomainAttach, times: list[float], refusal: Refused) -> list[Command]:
-    """Let rounds begin at these moments, each of which a group refuses for a live rival; returns the last commands."""
+    """Run rounds at these times, each refused by a group for a live rival; returns the last commands."""
     for now in times:
         assert attach.on_event(RetryDue(), now) == [Offer(0, refusal.epoch)]
         commands = attach.on_event(refusal, now)
     return commands
 
 
-def test_two_refusals_a_lease_apart_for_the_same_live_rival_end_one_that_held_a_domain() -> None:
+def test_a_former_holder_exits_after_two_refusals_a_lease_apart_for_the_same_live_rival() -> None:
     attach = DomainAttach(0, CellTopology(1), former_holder())
     attach.on_event(RetryDue(), 0.0)
     attach.on_event(refused(0, 1, 9, "other"), 0.0)
@@ -274,7 +274,7 @@ def test_two_refusals_a_lease_apart_for_the_same_live_rival_end_one_that_held_a_
     assert attach.on_event(RetryDue(), 30.0) == []
 
 
-def test_a_stream_that_a_rival_cut_is_the_first_refusal_and_not_the_last() -> None:
+def test_a_stream_cut_by_a_rival_counts_as_the_first_refusal_but_not_the_last() -> None:
     attach = attached()
     retry_of(attach.on_event(StreamBroken(1, 1, 9, "other"), 5.0))
     assert attach.on_event(RetryDue(), 5.5) == [Offer(0, 10), Offer(1, 10)]
@@ -296,7 +296,7 @@ def test_refusals_count_from_the_last_answer_that_named_another_holder_or_none(b
     assert isinstance(attach.on_event(last, 5.0 + LEASE_S)[-1], RetryAt)
 
 
-def test_an_answer_that_was_under_way_for_long_is_no_refusal_after_the_lease() -> None:
+def test_an_answer_that_was_delayed_past_the_lease_is_no_second_refusal() -> None:
     attach = DomainAttach(0, CellTopology(1), former_holder())
     attach.on_event(RetryDue(), 0.0)
     attach.on_event(refused(0, 1, 9, "other"), 0.0)
@@ -305,7 +305,7 @@ def test_an_answer_that_was_under_way_for_long_is_no_refusal_after_the_lease() -
     assert isinstance(retry[-1], RetryAt)
 
 
-def test_of_two_that_hold_parts_of_a_cell_exactly_one_ends() -> None:
+def test_exactly_one_of_two_schedulers_that_hold_parts_of_a_cell_exits() -> None:
     mine, other = newcomer("a"), newcomer("b")
     for claim in (mine, other):
         claim.has_held = True

@@ -1,4 +1,4 @@
-"""Deadlines pass in their order, and those that were forgotten never do."""
+"""Deadlines pass in order; discarded ones never do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from services.scheduler.cell.deadlines import Deadlines
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=60), st.integers(0, 9))
-def test_those_that_passed_come_out_earliest_first_unless_they_were_forgotten(
+def test_passed_deadlines_are_returned_earliest_first_unless_discarded(
     requests: list[tuple[int, bool]], now: int
 ) -> None:
     deadlines = Deadlines()
@@ -27,13 +27,13 @@ def test_those_that_passed_come_out_earliest_first_unless_they_were_forgotten(
     assert deadlines.pop_passed(now) == []
 
 
-def test_a_request_without_a_deadline_is_forgotten_without_a_trace() -> None:
+def test_discarding_a_request_without_a_deadline_does_nothing() -> None:
     deadlines = Deadlines()
     deadlines.discard((1, 1))
     assert (len(deadlines), deadlines.first) == (0, None)
 
 
-def test_a_handle_may_come_again_with_another_deadline() -> None:
+def test_a_handle_can_be_reused_with_another_deadline() -> None:
     deadlines = Deadlines()
     deadlines.add((1, 1), 5.0)
     deadlines.discard((1, 1))
@@ -42,7 +42,7 @@ def test_a_handle_may_come_again_with_another_deadline() -> None:
     assert deadlines.pop_passed(9.0) == [(1, 1)]
 
 
-def test_short_requests_with_long_deadlines_leave_nothing_behind() -> None:
+def test_short_requests_with_long_deadlines_leave_no_entries() -> None:
     deadlines = Deadlines()
     for handle in range(10_000):
         deadlines.add((1, handle), 3600.0 + handle)

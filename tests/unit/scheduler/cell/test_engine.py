@@ -1,4 +1,4 @@
-"""The engine against a worker model: what clients are told, whatever the scheduler does."""
+"""The engine against a worker model: what clients receive, whatever the scheduler does."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def used_blocks(driver: EngineDriver) -> int:
     return driver.engine.state().num_used_blocks
 
 
-def test_a_request_gets_its_tokens_and_its_end() -> None:
+def test_a_request_gets_its_tokens_and_its_finish() -> None:
     driver = EngineDriver()
     driver.submit(1, make_prompt(20), max_tokens=30)
     driver.run()
@@ -52,7 +52,7 @@ def test_a_request_gets_its_tokens_and_its_end() -> None:
     assert used_blocks(driver) == 0
 
 
-def test_a_step_is_sent_before_its_predecessor_returned() -> None:
+def test_a_step_is_sent_before_the_previous_one_has_returned() -> None:
     driver = EngineDriver(depth=2)
     driver.submit(1, make_prompt(20), max_tokens=4)
     assert [step.batch.kind for step in driver.sent] == [StepKind.PREFILL, StepKind.DECODE]
@@ -61,17 +61,17 @@ def test_a_step_is_sent_before_its_predecessor_returned() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_a_row_whose_length_is_known_gets_no_row_too_many(depth: int) -> None:
+def test_a_request_of_known_length_gets_no_wasted_rows(depth: int) -> None:
     driver = EngineDriver(depth=depth)
     driver.submit(1, make_prompt(20), max_tokens=6)
     driver.submit(2, make_prompt(20, 300), max_tokens=9)
     driver.run()
-    # Two prefills of their own, then a row a token.
+    # Two separate prefills, then one row per token.
     assert driver.worker.num_computed_tokens == 20 + 20 + 5 + 8
 
 
 @pytest.mark.parametrize("depth", [2, 3])
-def test_a_row_behind_a_stop_is_wasted_and_reaches_nobody(depth: int) -> None:
+def test_a_row_after_a_stop_is_discarded(depth: int) -> None:
     prompt = make_prompt(20)
     tokens = first_tokens(prompt, 5)
     driver = EngineDriver(depth=depth)
@@ -82,7 +82,7 @@ def test_a_row_behind_a_stop_is_wasted_and_reaches_nobody(depth: int) -> None:
     assert used_blocks(driver) == 0
 
 
-def test_a_row_sits_out_while_its_block_is_only_coming() -> None:
+def test_a_row_sits_out_while_its_block_is_about_to_be_freed() -> None:
     driver = EngineDriver(num_blocks=5, depth=2, policy=SchedulerPolicy(max_num_batched_tokens=600))
     lengths = {1: (30, 20), 2: (3, 12), 3: (29, 2)}
     for handle, (prompt_length, max_tokens) in lengths.items():
@@ -92,7 +92,7 @@ def test_a_row_sits_out_while_its_block_is_only_coming() -> None:
         if driver.sent[0].batch.skips_rows:
             rows.append(len(driver.sent[0].batch.row_slots))
         driver.step()
-    # The third request was about to end: its blocks were waited for, and nobody was preempted.
+    # The third request was about to end: the row waited for its blocks, and no request was preempted.
     assert rows == [1]
     assert driver.engine.state().counters.num_preemptions == 0
     for handle, (prompt_length, max_tokens) in lengths.items():
@@ -101,7 +101,7 @@ def test_a_row_sits_out_while_its_block_is_only_coming() -> None:
         )
 
 
-def test_a_parked_sequence_that_ends_with_what_returns_does_not_wait_again() -> None:
+def test_a_parked_sequence_that_ends_with_a_result_in_flight_is_not_queued_again() -> None:
     prompt = make_prompt(16, 500)
     num_ended_parked = 0
     for count in range(1, 8):
@@ -116,7 +116,7 @@ def test_a_parked_sequence_that_ends_with_what_returns_does_not_wait_again() -> 
         assert driver.choices[1, 1].tokens == expected_completion(make_prompt(14), 0, 20)
         num_preemptions = driver.engine.state().counters.num_preemptions
         num_ended_parked += num_preemptions - (num_entered - 2)
-    # Whether its last token was on its way when it was preempted depends on the count.
+    # Whether its last token was in flight when it was preempted depends on the count.
     assert num_ended_parked > 0
 
 
@@ -135,7 +135,7 @@ def test_a_parked_sequence_can_be_aborted(at: int) -> None:
     assert used_blocks(driver) == 0
 
 
-def test_a_pure_decode_step_carries_only_the_blocks_that_opened() -> None:
+def test_a_pure_decode_step_carries_only_newly_opened_blocks() -> None:
     driver = EngineDriver()
     for handle in range(4):
         driver.submit(handle, make_prompt(14 + handle, handle), max_tokens=4)
@@ -143,7 +143,7 @@ def test_a_pure_decode_step_carries_only_the_blocks_that_opened() -> None:
         driver.step()
     batch = driver.sent[0].batch
     assert (batch.enters, batch.leave_slots) == ([], [])
-    # Only the prompts of 16 and 17 tokens stand at the edge of a block: 17 took its second block with the prefill.
+    # Only the prompts of 16 and 17 tokens are at a block boundary: 17 got its second block with the prefill.
     assert len(batch.append_slots) == 1
 
 
@@ -180,7 +180,7 @@ def test_outputs_do_not_depend_on_neighbours_blocks_caching_preemption_overlap_o
     assert (state.counters.num_prefix_hit_tokens > 0) is enable_prefix_caching
 
 
-def test_at_most_one_message_a_step_and_client() -> None:
+def test_a_client_gets_at_most_one_message_per_step() -> None:
     driver = EngineDriver()
     for handle in range(6):
         driver.submit(handle, make_prompt(10, handle), client=1 + handle % 2, max_tokens=5)
@@ -219,7 +219,7 @@ def first_tokens(prompt: list[int], count: int) -> list[int]:
     return expected_completion(prompt, 0, count)
 
 
-def test_stop_order_is_sequence_then_eos_then_stop_token_then_length() -> None:
+def test_stops_are_checked_in_the_order_sequence_eos_stop_token_length() -> None:
     prompt = make_prompt(5)
     tokens = first_tokens(prompt, 3)
     driver = EngineDriver()
@@ -232,7 +232,7 @@ def test_stop_order_is_sequence_then_eos_then_stop_token_then_length() -> None:
     assert finish_of(driver, 3) == (FinishReason.MAX_TOKENS, 3)
 
 
-def test_a_stop_sequence_does_not_reach_into_the_prompt() -> None:
+def test_a_stop_sequence_does_not_match_prompt_tokens() -> None:
     prompt = make_prompt(5)
     driver = EngineDriver()
     driver.submit(1, prompt, max_tokens=4, stop_token_sequences=((prompt[-1], first_tokens(prompt, 1)[0]),))
@@ -262,7 +262,7 @@ def test_eos_ends_a_request_unless_ignored() -> None:
     assert finish_of(driver, 3) == (FinishReason.STOP_TOKEN, count)
 
 
-def test_many_stop_tokens_and_few_stand_side_by_side() -> None:
+def test_requests_with_many_and_with_no_stop_tokens_share_a_batch() -> None:
     prompt = make_prompt(5)
     tokens = first_tokens(prompt, 6)
     others = [token_id for token_id in range(200, 263) if token_id not in tokens]
@@ -274,7 +274,7 @@ def test_many_stop_tokens_and_few_stand_side_by_side() -> None:
     assert finish_of(driver, 2) == (FinishReason.STOP_TOKEN, 4)
 
 
-def test_a_stop_string_ends_the_request_at_once_and_its_blocks_with_the_step() -> None:
+def test_a_stop_string_ends_the_request_at_once_and_frees_its_blocks_with_the_step() -> None:
     driver = EngineDriver()
     driver.submit(1, make_prompt(20), max_tokens=50)
     for _ in range(5):
@@ -289,7 +289,7 @@ def test_a_stop_string_ends_the_request_at_once_and_its_blocks_with_the_step() -
     assert len(driver.choices[1, 1].tokens) == 5
 
 
-def test_a_stop_string_for_what_has_ended_is_ignored() -> None:
+def test_a_stop_string_for_a_finished_request_is_ignored() -> None:
     driver = EngineDriver()
     driver.submit(1, make_prompt(20), max_tokens=2)
     driver.run()
@@ -297,7 +297,7 @@ def test_a_stop_string_for_what_has_ended_is_ignored() -> None:
     assert finish_of(driver, 1) == (FinishReason.MAX_TOKENS, 2)
 
 
-def test_an_aborted_neighbour_gives_its_blocks_back_with_its_step_and_disturbs_nobody() -> None:
+def test_an_aborted_request_frees_its_blocks_with_its_step_and_does_not_affect_others() -> None:
     driver = EngineDriver()
     driver.submit(1, make_prompt(20), max_tokens=20)
     driver.submit(2, make_prompt(40, 300), max_tokens=20)
@@ -313,7 +313,7 @@ def test_an_aborted_neighbour_gives_its_blocks_back_with_its_step_and_disturbs_n
     assert driver.choices[1, 2].end is None
 
 
-def test_an_aborted_waiting_request_is_forgotten() -> None:
+def test_an_aborted_waiting_request_is_removed() -> None:
     driver = EngineDriver(policy=SchedulerPolicy(max_num_seqs=1))
     driver.submit(1, make_prompt(20), max_tokens=3)
     driver.submit(2, make_prompt(20), max_tokens=3)
@@ -323,7 +323,7 @@ def test_an_aborted_waiting_request_is_forgotten() -> None:
     assert (1, 2) not in driver.choices
 
 
-def test_a_client_that_leaves_takes_only_its_own_requests_along() -> None:
+def test_a_disconnected_client_loses_only_its_own_requests() -> None:
     driver = EngineDriver()
     driver.submit(1, make_prompt(20), client=1, max_tokens=9)
     driver.submit(1, make_prompt(20, 5), client=2, max_tokens=9)
@@ -354,7 +354,7 @@ def test_a_client_that_leaves_takes_only_its_own_requests_along() -> None:
         ([1] * 200, {"max_tokens": 57}, "KV_CAPACITY_EXCEEDED"),
     ],
 )
-def test_a_bad_request_is_refused_and_its_neighbour_goes_on(
+def test_a_bad_request_is_refused_and_its_neighbour_continues(
     prompt: list[int], params: dict[str, Any], reason: str
 ) -> None:
     driver = EngineDriver(num_blocks=16)
@@ -365,7 +365,7 @@ def test_a_bad_request_is_refused_and_its_neighbour_goes_on(
     assert driver.choices[1, 1].tokens == expected_completion(make_prompt(10), 0, 6)
 
 
-def test_a_request_of_the_whole_pool_runs() -> None:
+def test_a_request_that_fills_the_whole_pool_runs() -> None:
     driver = EngineDriver(num_blocks=16)
     driver.submit(1, make_prompt(200), max_tokens=56)
     driver.run()
@@ -390,13 +390,13 @@ def test_a_handle_used_twice_ends_the_stream() -> None:
     assert [type(action) for action in actions] == [CloseClient]
 
 
-def test_without_chunks_a_context_above_the_token_budget_is_refused_at_attach() -> None:
+def test_without_chunked_prefill_a_context_above_the_token_budget_is_refused_at_attach() -> None:
     driver = EngineDriver(policy=SchedulerPolicy(max_num_batched_tokens=600, enable_chunked_prefill=False))
     actions = driver.on_event(attached(worker_facts(context_length=601, epoch=2)))
     assert [type(action) for action in actions] == [Exit]
 
 
-def test_the_delay_gate_holds_a_prefill_back_until_the_oldest_waited_long_enough() -> None:
+def test_the_delay_gate_holds_a_prefill_until_the_oldest_request_has_waited_long_enough() -> None:
     driver = EngineDriver(policy=SchedulerPolicy(delay_factor=2.5))
     driver.submit(1, make_prompt(5), max_tokens=20)
     driver.step()
@@ -409,7 +409,7 @@ def test_the_delay_gate_holds_a_prefill_back_until_the_oldest_waited_long_enough
     assert kinds == [StepKind.DECODE, StepKind.DECODE, StepKind.PREFILL, StepKind.DECODE]
 
 
-def test_prefills_come_first_and_keep_to_the_token_budget_and_the_places() -> None:
+def test_prefills_come_first_and_respect_the_token_budget_and_max_num_seqs() -> None:
     driver = EngineDriver(policy=SchedulerPolicy(max_num_seqs=3, max_num_batched_tokens=512))
     driver.submit(1, make_prompt(5), max_tokens=20)
     for handle, length in ((2, 300), (3, 212), (4, 1)):
@@ -422,13 +422,13 @@ def test_prefills_come_first_and_keep_to_the_token_budget_and_the_places() -> No
 
 
 def chunk_lengths(driver: EngineDriver) -> list[int]:
-    """Tokens of prompts in the oldest step in flight, chunk by chunk."""
+    """The prompt tokens of each chunk in the oldest step in flight."""
     batch = driver.sent[0].batch
     chunks = [*batch.chunks, *(entering.chunk for entering in batch.enters)]
     return [len(chunk.token_bytes) // 4 for chunk in chunks]
 
 
-def test_a_prompt_beyond_the_budget_is_computed_in_chunks_and_yields_a_token_with_the_last() -> None:
+def test_a_prompt_beyond_the_budget_is_computed_in_chunks_and_the_last_one_yields_a_token() -> None:
     driver = EngineDriver(policy=SchedulerPolicy(max_num_batched_tokens=64))
     driver.submit(1, make_prompt(150), max_tokens=3)
     driver.submit(2, make_prompt(10, 300), max_tokens=3)
@@ -437,7 +437,7 @@ def test_a_prompt_beyond_the_budget_is_computed_in_chunks_and_yields_a_token_wit
         steps.append((driver.sent[0].batch.kind, chunk_lengths(driver), len(driver.sent[0].batch.row_slots)))
         driver.step()
     prefill, decode = StepKind.PREFILL, StepKind.DECODE
-    # The rest of the last chunk's budget is the next prompt's; nobody decodes in between.
+    # The next prompt uses the rest of the last chunk's budget; nothing is decoded in between.
     assert steps == [
         (prefill, [64], 0),
         (prefill, [64], 0),
@@ -448,7 +448,7 @@ def test_a_prompt_beyond_the_budget_is_computed_in_chunks_and_yields_a_token_wit
     assert driver.choices[1, 1].tokens == expected_completion(make_prompt(150), 0, 3)
 
 
-def test_a_prompt_that_fits_a_step_waits_for_one_and_is_not_cut() -> None:
+def test_a_prompt_that_fits_in_one_step_is_not_split() -> None:
     driver = EngineDriver(policy=SchedulerPolicy(max_num_batched_tokens=64))
     driver.submit(1, make_prompt(3), max_tokens=1)
     driver.submit(2, make_prompt(40, 300), max_tokens=1)
@@ -460,7 +460,7 @@ def test_a_prompt_that_fits_a_step_waits_for_one_and_is_not_cut() -> None:
     assert lengths == [[3], [40], [40]]
 
 
-def test_a_prompt_in_chunks_holds_all_its_blocks_from_the_first_one_on() -> None:
+def test_a_chunked_prompt_holds_all_its_blocks_from_the_first_chunk_on() -> None:
     driver = EngineDriver(num_blocks=16, policy=SchedulerPolicy(max_num_batched_tokens=32))
     driver.submit(1, make_prompt(200), max_tokens=2)
     assert used_blocks(driver) == 13
@@ -471,7 +471,7 @@ def test_a_prompt_in_chunks_holds_all_its_blocks_from_the_first_one_on() -> None
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("at", range(5))
-def test_a_prompt_aborted_between_chunks_gives_its_blocks_back_and_leaves_what_is_computed(depth: int, at: int) -> None:
+def test_a_prompt_aborted_between_chunks_frees_its_blocks_and_keeps_them_cached(depth: int, at: int) -> None:
     driver = EngineDriver(depth=depth, policy=SchedulerPolicy(max_num_batched_tokens=32))
     driver.submit(1, make_prompt(150), max_tokens=5)
     for _ in range(at):
@@ -487,7 +487,7 @@ def test_a_prompt_aborted_between_chunks_gives_its_blocks_back_and_leaves_what_i
     assert num_cached >= min(at, 4) * 32
 
 
-def test_a_preempted_prompt_in_chunks_starts_again_from_what_is_cached() -> None:
+def test_a_preempted_chunked_prompt_restarts_from_what_is_cached() -> None:
     driver = EngineDriver(
         num_blocks=16,
         depth=2,
@@ -504,7 +504,7 @@ def test_a_preempted_prompt_in_chunks_starts_again_from_what_is_cached() -> None
     assert driver.choices[1, 2].num_cached_tokens == 0
 
 
-def test_decodes_join_a_prefill_in_mixed_steps_and_the_budget_holds() -> None:
+def test_decodes_join_a_prefill_in_mixed_steps_within_the_budget() -> None:
     driver = EngineDriver(policy=SchedulerPolicy(max_num_batched_tokens=32, enable_mixed_steps=True))
     driver.submit(1, make_prompt(5), max_tokens=20)
     driver.step()
@@ -520,7 +520,7 @@ def test_decodes_join_a_prefill_in_mixed_steps_and_the_budget_holds() -> None:
     assert driver.choices[1, 2].tokens == expected_completion(make_prompt(70, 300), 0, 3)
 
 
-def test_preempted_requests_wait_in_front_of_new_ones() -> None:
+def test_preempted_requests_wait_ahead_of_new_ones() -> None:
     driver = EngineDriver(num_blocks=4, policy=SchedulerPolicy(max_num_batched_tokens=600))
     driver.submit(1, make_prompt(16), max_tokens=40)
     driver.submit(2, make_prompt(16, 500), max_tokens=40)

@@ -1,4 +1,4 @@
-"""A request that another call ends by its id, wherever the request is."""
+"""A request that another call aborts by its id, in every state that the request can be in."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.engine_driver import EngineDriver
 
 
 def abort(driver: EngineDriver, request_id: str) -> list[Outputs]:
-    """What clients are told at once."""
+    """Abort a request; returns the outputs sent at once."""
     actions = driver.on_event(AbortRequest(request_id))
     return [action.outputs for action in actions if isinstance(action, Deliver)]
 
@@ -42,7 +42,7 @@ def test_a_waiting_request_ends_at_once_and_computes_nothing() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_running_request_ends_behind_its_tokens_and_its_neighbour_goes_on(depth: int) -> None:
+def test_a_running_request_ends_after_its_tokens_and_its_neighbour_continues(depth: int) -> None:
     driver = EngineDriver(depth=depth)
     driver.submit(1, prompt(20), client=1, max_tokens=20)
     driver.submit(1, prompt(40, 300), client=2, max_tokens=20)
@@ -74,7 +74,7 @@ def test_a_preempted_request_ends_whether_parked_or_waiting(at: int) -> None:
     assert driver.engine.state().num_used_blocks == 0
 
 
-def test_nothing_happens_when_no_request_has_the_id() -> None:
+def test_an_unknown_request_id_is_ignored() -> None:
     driver = EngineDriver()
     assert abort(driver, "nobody") == []
     driver.submit(1, prompt(5), max_tokens=2)
@@ -85,7 +85,7 @@ def test_nothing_happens_when_no_request_has_the_id() -> None:
     assert end.error is None
 
 
-def test_the_id_of_an_aborted_request_can_be_used_again() -> None:
+def test_the_id_of_an_aborted_request_can_be_reused() -> None:
     driver = EngineDriver()
     driver.submit(1, prompt(5), request_id="same", max_tokens=9)
     abort(driver, "same")
@@ -94,7 +94,7 @@ def test_the_id_of_an_aborted_request_can_be_used_again() -> None:
     assert driver.choices[1, 2].tokens == expected_completion(prompt(5), 0, 9)
 
 
-def test_what_waited_behind_an_aborted_request_is_sent_at_once() -> None:
+def test_requests_queued_behind_an_aborted_one_are_sent_at_once() -> None:
     driver = EngineDriver(num_blocks=4, depth=2)
     driver.submit(1, prompt(40), max_tokens=1)
     driver.submit(2, prompt(60, 400), max_tokens=4)
@@ -106,7 +106,7 @@ def test_what_waited_behind_an_aborted_request_is_sent_at_once() -> None:
     assert driver.choices[1, 3].tokens == expected_completion(prompt(5, 700), 0, 4)
 
 
-def test_the_blocks_of_an_aborted_request_let_the_next_one_in() -> None:
+def test_the_blocks_of_an_aborted_request_admit_the_next_one() -> None:
     driver = EngineDriver(num_blocks=4)
     driver.submit(1, prompt(60), max_tokens=4)
     driver.submit(2, prompt(50, 400), max_tokens=4)

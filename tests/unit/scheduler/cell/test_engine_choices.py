@@ -1,4 +1,4 @@
-"""Requests with several choices: each is a sequence of its own, and they share their prompt."""
+"""Requests with several choices: each choice is a separate sequence, and they share their prompt."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shared.limits import SamplingParams
 from tests.support.cell_model import expected_completion
 from tests.support.engine_driver import ChoiceOutput, EngineDriver, attached, token_bytes, worker_facts
 
-# Two full blocks of 16 and a part of a third.
+# Two full blocks of 16 and part of a third.
 PROMPT = list(range(100, 140))
 
 
@@ -35,7 +35,7 @@ def completion(choice: int, num_tokens: int, prompt: list[int] = PROMPT) -> list
 
 
 def end_of(driver: EngineDriver, handle: int) -> FinishReason | str | None:
-    """Why a choice finished, or the reason of its error; None while it goes on."""
+    """Why a choice finished, or the reason of its error; None while it is running."""
     end = driver.choices[1, handle].end if (1, handle) in driver.choices else None
     if end is None:
         return None
@@ -51,7 +51,7 @@ def submission(handle: int = 1, n: int = 3, **changes: object) -> Submission:
 
 
 def resume(driver: EngineDriver, resumed: Submission) -> None:
-    """Submit a later attempt under other handles; its client knows what it brings."""
+    """Submit a later attempt under other handles; its client already has the output so far."""
     for choice, so_far in enumerate(resumed.choices_so_far):
         output = np.frombuffer(so_far.output, np.int32).tolist()
         driver.choices[1, resumed.handle + choice] = ChoiceOutput(output, num_cached_tokens=0 if output else None)
@@ -59,7 +59,7 @@ def resume(driver: EngineDriver, resumed: Submission) -> None:
 
 
 def entered(driver: EngineDriver) -> list[list[tuple[int, int]]]:
-    """Run to the end; of each step with prompts, the choices that enter and their cached tokens."""
+    """Run to the end; for each step with prompts, returns the choices that enter and their cached tokens."""
     steps = []
     while driver.sent:
         enters = driver.sent[0].batch.enters
@@ -70,7 +70,7 @@ def entered(driver: EngineDriver) -> list[list[tuple[int, int]]]:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_every_choice_has_an_answer_of_its_own_under_its_own_handle(depth: int) -> None:
+def test_every_choice_has_its_own_answer_under_its_own_handle(depth: int) -> None:
     driver = EngineDriver(depth=depth)
     driver.submit(5, PROMPT, n=3, max_tokens=10)
     driver.submit(8, PROMPT[:20], max_tokens=10)
@@ -92,7 +92,7 @@ def test_choices_enter_together_and_compute_the_full_blocks_of_their_prompt_once
     assert driver.worker.num_computed_tokens == 40 + 3 * 8 + 4
 
 
-def test_where_blocks_of_the_same_step_are_not_shared_the_others_enter_with_the_next_one() -> None:
+def test_without_sharing_in_a_step_the_other_choices_enter_with_the_next_step() -> None:
     driver = EngineDriver(policy=SchedulerPolicy(share_in_step=False))
     driver.submit(1, PROMPT, n=3, max_tokens=2)
     assert entered(driver) == [[(0, 0)], [(1, 32), (2, 32)]]
@@ -105,7 +105,7 @@ def test_without_prefix_caching_each_choice_computes_the_prompt() -> None:
 
 
 @pytest.mark.parametrize("enable_mixed_steps", [False, True])
-def test_no_choice_enters_before_the_prompt_of_the_first_is_sent_whole(enable_mixed_steps: bool) -> None:
+def test_no_choice_enters_before_the_first_choices_prompt_is_sent_whole(enable_mixed_steps: bool) -> None:
     policy = SchedulerPolicy(max_num_seqs=8, max_num_batched_tokens=18, enable_mixed_steps=enable_mixed_steps)
     driver = EngineDriver(policy=policy)
     driver.submit(1, PROMPT, n=3, max_tokens=12)
@@ -115,7 +115,7 @@ def test_no_choice_enters_before_the_prompt_of_the_first_is_sent_whole(enable_mi
         assert driver.choices[1, 1 + choice].tokens == completion(choice, 12)
 
 
-def test_a_leader_that_gives_way_in_the_middle_of_its_prompt_leads_again() -> None:
+def test_a_leading_choice_preempted_during_its_prompt_leads_again() -> None:
     policy = SchedulerPolicy(max_num_seqs=4, max_num_batched_tokens=4, enable_mixed_steps=True)
     driver = EngineDriver(num_blocks=5, policy=policy)
     driver.submit(9, PROMPT[:30], max_tokens=18)
@@ -148,7 +148,7 @@ def test_each_choice_must_fit_the_pool_alone() -> None:
 
 
 @pytest.mark.parametrize("at", range(5))
-def test_a_stop_in_the_text_of_one_choice_ends_that_one(at: int) -> None:
+def test_a_stop_string_in_one_choice_ends_only_that_choice(at: int) -> None:
     driver = EngineDriver(depth=2)
     driver.submit(1, PROMPT, n=3, max_tokens=10)
     for _ in range(at):
@@ -162,14 +162,14 @@ def test_a_stop_in_the_text_of_one_choice_ends_that_one(at: int) -> None:
 
 
 @pytest.mark.parametrize("at", range(6))
-def test_an_abort_by_the_requests_handle_ends_every_choice_that_goes_on(at: int) -> None:
+def test_an_abort_by_the_requests_handle_ends_every_running_choice(at: int) -> None:
     stop = completion(0, 3)[-1]
     driver = EngineDriver(depth=2)
     driver.submit(1, PROMPT, n=3, max_tokens=10, stop_token_ids=(stop,))
     for _ in range(at):
         driver.step()
     ended = [handle for handle in (1, 2, 3) if end_of(driver, handle)]
-    # The choice that the request's handle names may have ended before.
+    # The choice that has the request's handle may have ended already.
     assert (1 in ended) == (at >= 3)
     driver.on_event(ClientMessage(1, aborts=[1]))
     driver.run()
@@ -178,7 +178,7 @@ def test_an_abort_by_the_requests_handle_ends_every_choice_that_goes_on(at: int)
     assert driver.engine.state().num_used_blocks == 0
 
 
-def test_what_ends_a_request_for_others_ends_every_choice_with_an_error() -> None:
+def test_aborts_by_id_and_deadlines_end_every_choice_with_an_error() -> None:
     driver = EngineDriver(policy=SchedulerPolicy(max_num_seqs=2))
     driver.on_event(ClientMessage(1, [submission(), submission(11, request_id="late", time_left_s=5.0)]))
     driver.step()
@@ -191,7 +191,7 @@ def test_what_ends_a_request_for_others_ends_every_choice_with_an_error() -> Non
     assert driver.engine.state().num_used_blocks == 0
 
 
-def test_a_client_that_is_gone_takes_all_choices_with_it() -> None:
+def test_a_disconnected_client_loses_all_its_choices() -> None:
     driver = EngineDriver(policy=SchedulerPolicy(max_num_seqs=2))
     driver.submit(1, PROMPT, n=5)
     driver.step()
@@ -202,7 +202,7 @@ def test_a_client_that_is_gone_takes_all_choices_with_it() -> None:
 
 
 @pytest.mark.parametrize("steps", range(6))
-def test_a_lost_worker_is_a_pause_for_every_choice(steps: int) -> None:
+def test_a_lost_worker_pauses_every_choice(steps: int) -> None:
     driver = EngineDriver(depth=2, policy=SchedulerPolicy(max_num_seqs=8, max_num_batched_tokens=18))
     driver.submit(1, PROMPT, n=3, max_tokens=6)
     for _ in range(steps):
@@ -215,7 +215,7 @@ def test_a_lost_worker_is_a_pause_for_every_choice(steps: int) -> None:
 
 
 @pytest.mark.parametrize("bad_choice", range(3))
-def test_a_choice_whose_logits_are_not_finite_fails_alone(bad_choice: int) -> None:
+def test_a_choice_with_non_finite_logits_fails_alone(bad_choice: int) -> None:
     driver = EngineDriver(policy=SchedulerPolicy(max_num_seqs=8, max_num_batched_tokens=18))
     driver.submit(1, PROMPT, n=3, max_tokens=6)
     bad_slot = None
@@ -223,7 +223,7 @@ def test_a_choice_whose_logits_are_not_finite_fails_alone(bad_choice: int) -> No
         step = driver.sent.pop(0)
         for enter in step.batch.enters:
             bad_slot = enter.chunk.slot if enter.choice == bad_choice else bad_slot
-        # In its first row.
+        # Only in its first row.
         bad_rows = np.flatnonzero(step.batch.row_slots == bad_slot).astype(np.int32)
         bad_slot = None if bad_rows.size else bad_slot
         driver.on_event(StepReturned(0, replace(driver.worker.run(step), not_finite_rows=bad_rows)))
@@ -234,7 +234,7 @@ def test_a_choice_whose_logits_are_not_finite_fails_alone(bad_choice: int) -> No
             assert driver.choices[1, 1 + choice].tokens == completion(choice, 6)
 
 
-def test_a_later_attempt_goes_on_with_the_choices_that_have_not_ended() -> None:
+def test_a_later_attempt_continues_the_unfinished_choices() -> None:
     driver = EngineDriver()
     so_far = (ChoiceSoFar(token_bytes(completion(0, 10)), has_ended=True), ChoiceSoFar(), ChoiceSoFar())
     resume(driver, submission(attempt=2, choices_so_far=so_far))
@@ -246,7 +246,7 @@ def test_a_later_attempt_goes_on_with_the_choices_that_have_not_ended() -> None:
     assert driver.engine.state().counters.num_finished == 2
 
 
-def test_choices_go_on_behind_their_own_outputs_and_share_what_is_equal() -> None:
+def test_choices_continue_after_their_own_outputs_and_share_equal_prefixes() -> None:
     driver = EngineDriver()
     so_far = tuple(ChoiceSoFar(token_bytes(completion(choice, 3 * choice))) for choice in range(3))
     resume(driver, submission(attempt=2, choices_so_far=so_far))
@@ -255,7 +255,7 @@ def test_choices_go_on_behind_their_own_outputs_and_share_what_is_equal() -> Non
         assert driver.choices[1, 1 + choice].tokens == completion(choice, 10)
 
 
-def test_choices_whose_output_shows_that_they_ended_are_told_so_and_the_others_go_on() -> None:
+def test_choices_whose_output_is_complete_finish_at_once_and_the_others_continue() -> None:
     driver = EngineDriver()
     so_far = (ChoiceSoFar(token_bytes(completion(0, 10))), ChoiceSoFar(token_bytes(completion(1, 4))))
     resume(driver, submission(n=2, attempt=2, choices_so_far=so_far))
@@ -264,14 +264,14 @@ def test_choices_whose_output_shows_that_they_ended_are_told_so_and_the_others_g
     assert driver.choices[1, 2].tokens == completion(1, 10)
 
 
-def test_a_request_whose_choices_have_all_ended_is_answered_by_nothing() -> None:
+def test_a_resubmission_whose_choices_have_all_ended_gets_no_answer() -> None:
     driver = EngineDriver()
     resume(driver, submission(n=2, attempt=2, choices_so_far=(ChoiceSoFar(b"", has_ended=True),) * 2))
     assert [end_of(driver, handle) for handle in (1, 2)] == [None, None]
     assert (driver.sent, driver.engine.state().num_waiting) == ([], 0)
 
 
-def test_a_later_attempt_takes_the_place_of_every_choice_of_the_earlier_one() -> None:
+def test_a_later_attempt_replaces_every_choice_of_the_earlier_one() -> None:
     driver = EngineDriver(depth=2)
     driver.on_event(ClientMessage(1, [submission(1)]))
     for _ in range(4):
@@ -280,7 +280,7 @@ def test_a_later_attempt_takes_the_place_of_every_choice_of_the_earlier_one() ->
     resume(driver, submission(21, attempt=2, choices_so_far=so_far))
     driver.run()
     for choice in range(3):
-        # One client goes on with its own request.
+        # The earlier handles of the same client end with this error.
         assert end_of(driver, 1 + choice) == "ABORTED_BY_CALL"
         assert driver.choices[1, 21 + choice].tokens == completion(choice, 10)
 
@@ -300,21 +300,21 @@ def test_a_new_scheduler_checks_each_choice_once_it_has_a_worker() -> None:
     assert driver.choices[1, 3].tokens == completion(2, 10)
 
 
-def test_a_refused_request_gets_an_end_for_each_of_its_choices() -> None:
+def test_a_refused_request_gets_an_end_for_each_choice() -> None:
     driver = EngineDriver()
     driver.submit(1, [], n=3)
     assert [end_of(driver, handle) for handle in (1, 2, 3)] == ["INVALID_REQUEST"] * 3
 
 
 @pytest.mark.parametrize(("handle", "n"), [(1, 1), (3, 1), (0, 2), (2, 8)])
-def test_a_handle_of_any_choice_cannot_be_used_again(handle: int, n: int) -> None:
+def test_a_handle_of_any_choice_cannot_be_reused(handle: int, n: int) -> None:
     driver = EngineDriver()
     driver.submit(1, PROMPT, n=3)
     actions = driver.submit(handle, PROMPT, n=n, request_id="other")
     assert [action.client for action in actions if isinstance(action, CloseClient)] == [1]
 
 
-def test_the_handle_of_a_request_is_taken_as_long_as_one_of_its_choices_goes_on() -> None:
+def test_a_requests_handle_is_taken_while_any_of_its_choices_is_running() -> None:
     driver = EngineDriver()
     driver.submit(1, PROMPT, n=2)
     driver.on_event(ClientMessage(1, stop_ats=[(1, 1)]))
@@ -322,7 +322,7 @@ def test_the_handle_of_a_request_is_taken_as_long_as_one_of_its_choices_goes_on(
     assert [type(action) for action in actions] == [CloseClient]
 
 
-def test_choices_take_a_place_each_in_the_queue_and_their_prompt_counts_once() -> None:
+def test_each_choice_takes_a_queue_slot_and_the_prompt_counts_once() -> None:
     policy = SchedulerPolicy(max_num_seqs=1, max_waiting_requests=6, max_waiting_tokens=100)
     driver = EngineDriver(policy=policy)
     driver.submit(1, PROMPT, max_tokens=50)
@@ -330,13 +330,13 @@ def test_choices_take_a_place_each_in_the_queue_and_their_prompt_counts_once() -
     driver.submit(21, PROMPT, n=3)
     assert [end_of(driver, handle) for handle in (21, 22, 23)] == ["QUEUE_FULL"] * 3
     driver.submit(31, PROMPT)
-    # 80 prompt tokens wait.
+    # 80 prompt tokens are waiting.
     driver.submit(41, PROMPT[:21])
     driver.submit(51, PROMPT[:20])
     assert [end_of(driver, handle) for handle in (31, 41, 51)] == [None, "QUEUE_FULL", None]
 
 
-def test_a_request_with_more_choices_than_may_wait_is_taken_when_nothing_waits() -> None:
+def test_a_request_with_more_choices_than_the_queue_bound_is_accepted_when_the_queue_is_empty() -> None:
     driver = EngineDriver(policy=SchedulerPolicy(max_num_seqs=1, max_waiting_requests=2))
     driver.submit(1, PROMPT, n=5, max_tokens=2)
     driver.submit(11, PROMPT)
@@ -347,7 +347,7 @@ def test_a_request_with_more_choices_than_may_wait_is_taken_when_nothing_waits()
     ]
 
 
-def test_a_request_with_one_choice_sends_nothing_that_it_did_not_send_before() -> None:
+def test_a_request_with_one_choice_sends_no_extra_fields() -> None:
     driver = EngineDriver()
     [action] = driver.submit(1, PROMPT, max_tokens=2)
     assert isinstance(action, SendStep)

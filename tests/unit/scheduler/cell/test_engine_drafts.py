@@ -1,4 +1,4 @@
-"""A worker that drafts: steps bring several tokens a row, and nobody is told anything else than without."""
+"""A worker that drafts: steps return several tokens per row, and clients receive the same as without drafts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_accepted_drafts_save_steps_and_change_no_token(depth: int, num_draft_to
     driver.run()
     assert driver.choices[1, 1].tokens == expected_completion(PROMPT, 0, 41)
     assert (reason_of(driver, 1), end_of(driver, 1).num_completion_tokens) == (FinishReason.MAX_TOKENS, 41)
-    # The prefill brings the first token. With steps in flight some turn out to have been needless.
+    # The prefill returns the first token. With steps in flight, some turn out to be wasted.
     num_needed = -(-40 // (num_draft_tokens + 1))
     num_steps = driver.engine.state().ranks[0].num_steps.decode
     assert num_steps == num_needed if depth == 1 else num_needed <= num_steps < num_needed + depth
@@ -52,7 +52,7 @@ def test_accepted_drafts_save_steps_and_change_no_token(depth: int, num_draft_to
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
 @pytest.mark.parametrize("block_size", [1, 16])
-def test_rejected_drafts_change_no_token_even_where_blocks_run_out(depth: int, block_size: int) -> None:
+def test_rejected_drafts_change_no_token_even_when_blocks_run_out(depth: int, block_size: int) -> None:
     driver = EngineDriver(
         num_blocks=160 // block_size,
         block_size=block_size,
@@ -79,7 +79,7 @@ def test_a_stop_within_a_run_ends_the_request_there(depth: int) -> None:
     assert (reason_of(driver, 1), end_of(driver, 1).num_completion_tokens) == (FinishReason.STOP_TOKEN, 5)
 
 
-def test_of_several_stops_in_a_run_the_first_one_counts() -> None:
+def test_the_first_of_several_stops_in_a_run_counts() -> None:
     completion = expected_completion(PROMPT, 0, 9)
     sequences = (tuple(completion[2:4]),)
     driver = EngineDriver(num_draft_tokens=8)
@@ -91,7 +91,7 @@ def test_of_several_stops_in_a_run_the_first_one_counts() -> None:
 def test_a_stop_sequence_may_begin_in_one_run_and_end_in_the_next() -> None:
     completion = expected_completion(PROMPT, 0, 20)
     driver = EngineDriver(num_draft_tokens=3)
-    # The first token is the prefill's; then come runs of four.
+    # The first token is from the prefill; runs of four follow.
     driver.submit(1, PROMPT, max_tokens=20, stop_token_sequences=(tuple(completion[3:7]),))
     driver.run()
     assert (driver.choices[1, 1].tokens, reason_of(driver, 1)) == (completion[:7], FinishReason.STOP_SEQUENCE)
@@ -99,7 +99,7 @@ def test_a_stop_sequence_may_begin_in_one_run_and_end_in_the_next() -> None:
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 3, 8])
 @pytest.mark.parametrize("fails_after", [0, 1, 5, 7])
-def test_a_failed_grammar_takes_no_token_that_came_before(num_draft_tokens: int, fails_after: int) -> None:
+def test_a_failed_grammar_keeps_the_tokens_before_the_failure(num_draft_tokens: int, fails_after: int) -> None:
     driver = EngineDriver(num_draft_tokens=num_draft_tokens)
     options = SamplingOptions(grammar=str(fails_after), num_logprobs=1)
     completion = expected_completion(PROMPT, 0, 20, grammar=HashGrammar(options.grammar))
@@ -114,7 +114,7 @@ def test_a_failed_grammar_takes_no_token_that_came_before(num_draft_tokens: int,
 
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 3, 8])
-def test_a_stop_before_the_failure_of_a_grammar_ends_the_request(num_draft_tokens: int) -> None:
+def test_a_stop_before_a_grammar_failure_ends_the_request(num_draft_tokens: int) -> None:
     driver = EngineDriver(num_draft_tokens=num_draft_tokens)
     options = SamplingOptions(grammar="7")
     completion = expected_completion(PROMPT, 0, 20, grammar=HashGrammar(options.grammar))
@@ -125,7 +125,7 @@ def test_a_stop_before_the_failure_of_a_grammar_ends_the_request(num_draft_token
     assert reason_of(driver, 1) is FinishReason.STOP_TOKEN
 
 
-def test_no_stop_counts_before_min_tokens_within_a_run_or_without() -> None:
+def test_no_stop_counts_before_min_tokens_within_or_across_runs() -> None:
     completion = expected_completion(PROMPT, 0, 20)
     for num_draft_tokens in (0, 8):
         driver = EngineDriver(num_draft_tokens=num_draft_tokens)
@@ -138,10 +138,10 @@ def test_no_stop_counts_before_min_tokens_within_a_run_or_without() -> None:
         assert driver.choices[1, 2].tokens == completion[:10]
 
 
-def test_a_row_that_was_sent_before_its_request_ended_brings_nothing() -> None:
+def test_a_row_sent_before_its_request_ended_returns_no_tokens() -> None:
     driver = EngineDriver(depth=3, num_draft_tokens=8)
     driver.submit(1, PROMPT, max_tokens=12)
-    # The prefill's token, nine, two, and one row that nobody knew to be needless.
+    # The prefill's token, nine, two, and one row that could not yet be known to be wasted.
     counts = []
     while driver.sent:
         result = driver.step()
@@ -150,14 +150,14 @@ def test_a_row_that_was_sent_before_its_request_ended_brings_nothing() -> None:
     assert driver.choices[1, 1].tokens == expected_completion(PROMPT, 0, 12)
 
 
-def test_no_row_is_sent_that_could_not_bring_a_token() -> None:
+def test_no_row_is_sent_that_could_not_return_a_token() -> None:
     driver = EngineDriver(depth=4, num_draft_tokens=8)
     driver.submit(1, PROMPT, max_tokens=3)
     driver.run()
     assert driver.engine.state().ranks[0].num_steps == StepCounts(prefill=1, decode=2)
 
 
-def test_counts_are_told_only_where_a_row_has_several_tokens() -> None:
+def test_counts_are_sent_only_when_a_row_has_several_tokens() -> None:
     driver = EngineDriver(num_draft_tokens=2)
     driver.submit(1, PROMPT, max_tokens=4)
     driver.submit(2, PROMPT[:3], max_tokens=2)
@@ -168,11 +168,11 @@ def test_counts_are_told_only_where_a_row_has_several_tokens() -> None:
     assert counts_of_last(driver) == [3, 1]
 
 
-def test_drafts_and_how_many_of_them_were_right_are_counted() -> None:
+def test_drafts_and_accepted_drafts_are_counted() -> None:
     driver = EngineDriver(num_draft_tokens=4)
     completion = expected_completion(PROMPT, 0, 11)
     driver.submit(1, PROMPT, max_tokens=11)
-    # Of the first four the second is wrong.
+    # The second of the first four is wrong.
     driver.oracle.learn([*PROMPT, *completion[:2]], [completion[2] + 1])
     driver.run()
     counters = driver.engine.state().counters
@@ -180,23 +180,23 @@ def test_drafts_and_how_many_of_them_were_right_are_counted() -> None:
     assert (counters.num_draft_tokens, counters.num_accepted_tokens) == (2 + 4 + 2, 1 + 4 + 2)
 
 
-def test_what_drafts_left_behind_is_shared_with_nobody() -> None:
+def test_kv_of_wrong_drafts_is_never_shared() -> None:
     driver = EngineDriver(depth=3, num_draft_tokens=8)
     completion = expected_completion(PROMPT, 0, 40)
-    # Wasted rows are in flight when it stops, and write behind its last token.
+    # Wasted rows are in flight when it stops, and write after its last token.
     driver.submit(1, PROMPT, max_tokens=40, stop_token_ids=(completion[12],))
     driver.run()
     known = [*PROMPT, *completion[:13]]
     driver.submit(2, [*known, 1, 2, 3], seed=9)
     driver.run()
-    # The cell of its last token was never computed as a known one.
+    # The cell of its last token was never computed as a known token.
     assert driver.choices[1, 2].num_cached_tokens == (len(known) - 1) // 16 * 16 == 32
     assert driver.choices[1, 2].tokens == expected_completion([*known, 1, 2, 3], 9, 8)
 
 
-def test_a_row_that_may_yet_fit_waits_for_its_steps_and_preempts_nobody() -> None:
+def test_a_row_that_may_still_fit_waits_for_its_steps_and_preempts_no_other() -> None:
     driver = EngineDriver(num_blocks=2, depth=2, num_draft_tokens=4)
-    # Each stops with the last place of its block: nobody knows before.
+    # Each stops with the last slot of its block, which is not known beforehand.
     prompts = [PROMPT[:14], PROMPT[2:16]]
     completions = [expected_completion(prompt, 0, 18) for prompt in prompts]
     submissions = [
@@ -204,7 +204,7 @@ def test_a_row_that_may_yet_fit_waits_for_its_steps_and_preempts_nobody() -> Non
         for handle, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
     ]
     driver.on_event(ClientMessage(1, submissions))
-    # With the tokens that the prefill brings they have 15 each, and might have 19.
+    # With the prefill's tokens they have 15 each, and might have 19.
     assert [step.batch.kind for step in driver.sent] == [StepKind.PREFILL]
     driver.run()
     assert driver.engine.state().counters.num_preemptions == 0
@@ -212,7 +212,7 @@ def test_a_row_that_may_yet_fit_waits_for_its_steps_and_preempts_nobody() -> Non
 
 
 @pytest.mark.parametrize("block_size", [1, 16])
-def test_drafts_preempt_nobody(block_size: int) -> None:
+def test_drafts_preempt_no_sequence(block_size: int) -> None:
     # Both requests fit exactly, without a token to spare.
     driver = EngineDriver(num_blocks=64 // block_size, block_size=block_size, depth=2, num_draft_tokens=8)
     driver.submit(1, PROMPT[:8], max_tokens=24)
@@ -223,7 +223,7 @@ def test_drafts_preempt_nobody(block_size: int) -> None:
     assert counters.num_accepted_tokens > 0
 
 
-def test_drafts_take_what_prompts_leave_of_a_steps_budget() -> None:
+def test_drafts_use_what_prompts_leave_of_a_steps_budget() -> None:
     policy = SchedulerPolicy(max_num_seqs=4, max_num_batched_tokens=16, enable_mixed_steps=True)
     driver = EngineDriver(policy=policy, num_draft_tokens=8)
     driver.submit(1, PROMPT[:4], max_tokens=40)
@@ -231,7 +231,7 @@ def test_drafts_take_what_prompts_leave_of_a_steps_budget() -> None:
     driver.submit(2, PROMPT, max_tokens=2)
     driver.step()
     assert counts_of_last(driver) == [9]
-    # Of the next step's 16 tokens 15 are the prompt's.
+    # 15 of the next step's 16 tokens belong to the prompt.
     driver.step()
     assert counts_of_last(driver) is None
     driver.run()
@@ -247,7 +247,7 @@ def test_a_worker_that_drafts_more_than_there_is_room_for_is_refused() -> None:
 
 
 @pytest.mark.parametrize("change", ["too many", "none", "of no draft"])
-def test_a_number_of_tokens_that_cannot_be_ends_the_epoch(change: str) -> None:
+def test_an_impossible_number_of_tokens_ends_the_epoch(change: str) -> None:
     driver = EngineDriver(num_draft_tokens=2)
     driver.submit(1, PROMPT, max_tokens=20)
     driver.step()

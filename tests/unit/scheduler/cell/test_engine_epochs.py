@@ -1,4 +1,4 @@
-"""What becomes of requests when a worker is lost, hangs or answers late, and when a replica submits again."""
+"""What happens to requests when a worker is lost, hangs or answers late, and when a replica resubmits them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROMPT = list(range(100, 120))
 
 
 def attempt(number: int, handle: int, output: list[int], *, request_id: str = "r", **changes: object) -> Submission:
-    """An attempt of a request, with what its client has."""
+    """An attempt of a request, with the output that its client already has."""
     fields = {"params": SamplingParams(max_tokens=12, ignore_eos=True), **changes}
     so_far = (ChoiceSoFar(token_bytes(output)),) if output else ()
     return Submission(
@@ -65,7 +65,7 @@ def finish_of(driver: EngineDriver, handle: int) -> tuple[FinishReason, int]:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_lost_worker_is_a_pause_for_its_requests(depth: int) -> None:
+def test_a_lost_worker_pauses_its_requests(depth: int) -> None:
     driver = EngineDriver(depth=depth)
     driver.submit(1, PROMPT, max_tokens=12, client=1)
     driver.submit(1, PROMPT[:7], max_tokens=12, client=2)
@@ -73,7 +73,7 @@ def test_a_lost_worker_is_a_pause_for_its_requests(depth: int) -> None:
         driver.step()
     known = list(driver.choices[1, 1].tokens)
     actions = driver.on_event(DomainLost(0, 1))
-    # A replica that finds a stop string ends the choice by itself: it must know by then.
+    # A replica that finds a stop string ends the choice itself: it must know of the resume by then.
     assert [(action.client, action.outputs.resumes) for action in actions if isinstance(action, Deliver)] == [
         (1, [(1, 1)]),
         (2, [(1, 1)]),
@@ -89,7 +89,7 @@ def test_a_lost_worker_is_a_pause_for_its_requests(depth: int) -> None:
     assert driver.engine.state().counters.num_lost_epochs == 1
 
 
-def test_requests_wait_while_the_worker_is_away_but_not_before_the_first_one() -> None:
+def test_requests_wait_while_the_worker_is_away_but_not_before_the_first_worker() -> None:
     engine = Engine(SchedulerPolicy(), CacheSettings())
     *_, refused = engine.on_event(ClientMessage(1, [attempt(1, 1, [])]), 0.0)
     assert isinstance(refused, Deliver)
@@ -104,7 +104,7 @@ def test_requests_wait_while_the_worker_is_away_but_not_before_the_first_one() -
     assert driver.choices[1, 1].tokens == expected_completion(PROMPT, 0, 3)
 
 
-def test_results_of_an_epoch_that_ended_and_repeated_ones_are_dropped() -> None:
+def test_late_and_repeated_results_are_dropped() -> None:
     driver = EngineDriver(depth=2)
     driver.submit(1, PROMPT, max_tokens=6)
     repeated = driver.step()
@@ -118,7 +118,7 @@ def test_results_of_an_epoch_that_ended_and_repeated_ones_are_dropped() -> None:
     assert driver.choices[1, 1].tokens == expected_completion(PROMPT, 0, 6)
 
 
-def test_a_late_result_with_rows_that_are_not_finite_concerns_nobody() -> None:
+def test_a_late_result_with_non_finite_rows_affects_no_request() -> None:
     driver = EngineDriver(depth=2)
     driver.submit(1, PROMPT, max_tokens=6)
     late = driver.worker.run(driver.sent.pop(0))
@@ -140,19 +140,19 @@ def test_a_result_that_skips_a_step_ends_the_epoch() -> None:
 
 
 def pass_time(driver: EngineDriver, duration_s: float) -> list[DropDomain]:
-    """Let so much time pass; returns what was dropped meanwhile."""
+    """Advance the clock; returns the domains dropped meanwhile."""
     num_before = len(driver.actions)
     driver.now += duration_s
     driver.on_event(TimePassed())
     return [action for action in driver.actions[num_before:] if isinstance(action, DropDomain)]
 
 
-def test_a_first_step_of_its_kind_may_compile() -> None:
+def test_the_first_step_of_each_kind_may_compile() -> None:
     driver = EngineDriver()
     driver.submit(1, PROMPT, max_tokens=20)
     assert pass_time(driver, FIRST_STEP_S - 2.0) == []
     driver.step()
-    # The decode after the prefill is one again.
+    # The first decode after the prefill is the first of its kind, too.
     assert pass_time(driver, FIRST_STEP_S - 0.1) == []
     assert len(pass_time(driver, 0.1 + HEARTBEAT_S)) == 1
 
@@ -173,7 +173,7 @@ def test_a_step_that_takes_too_long_ends_the_epoch() -> None:
     assert driver.choices[1, 1].tokens == expected_completion(PROMPT, 0, 20)
 
 
-def test_a_worker_that_is_slow_by_its_own_measure_is_given_its_time() -> None:
+def test_a_worker_that_is_known_to_be_slow_gets_more_time() -> None:
     driver = EngineDriver()
     driver.submit(1, PROMPT, max_tokens=20)
     driver.step()
@@ -184,7 +184,7 @@ def test_a_worker_that_is_slow_by_its_own_measure_is_given_its_time() -> None:
     assert len(pass_time(driver, 0.1 + HEARTBEAT_S)) == 1
 
 
-def test_a_step_is_no_hang_while_its_worker_gets_on() -> None:
+def test_a_step_is_no_hang_while_its_worker_makes_progress() -> None:
     driver = EngineDriver()
     driver.submit(1, PROMPT, max_tokens=20)
     driver.step()
@@ -196,7 +196,7 @@ def test_a_step_is_no_hang_while_its_worker_gets_on() -> None:
 
 
 @pytest.mark.parametrize("has_work", [True, False])
-def test_a_silent_worker_is_lost_whether_it_has_a_step_or_not(has_work: bool) -> None:
+def test_a_silent_worker_is_lost_with_or_without_a_step(has_work: bool) -> None:
     policy = SchedulerPolicy(worker_silence_s=3.0)
     driver = EngineDriver(policy=policy)
     if has_work:
@@ -210,7 +210,7 @@ def test_a_silent_worker_is_lost_whether_it_has_a_step_or_not(has_work: bool) ->
     assert ((1, 1) in driver.choices) == has_work
 
 
-def test_a_deadline_that_passes_in_the_moment_in_which_a_worker_is_lost_comes_first() -> None:
+def test_a_deadline_that_passes_at_the_moment_a_worker_is_lost_takes_effect_first() -> None:
     driver = EngineDriver()
     given_up_at = 3.0 + HEARTBEAT_S
     driver.on_event(ClientMessage(1, [attempt(1, 1, [], time_left_s=given_up_at)]))
@@ -220,7 +220,7 @@ def test_a_deadline_that_passes_in_the_moment_in_which_a_worker_is_lost_comes_fi
     assert not driver.engine.state().num_suspects
 
 
-def test_signs_of_life_of_an_epoch_that_ended_count_for_nothing() -> None:
+def test_heartbeats_of_an_ended_epoch_are_ignored() -> None:
     driver = EngineDriver()
     driver.attach()
     driver.silent_ranks = {0}
@@ -230,7 +230,7 @@ def test_signs_of_life_of_an_epoch_that_ended_count_for_nothing() -> None:
     assert len(pass_time(driver, 2 * HEARTBEAT_S)) == 1
 
 
-def test_the_engine_beats_and_tells_how_many_steps_it_sent() -> None:
+def test_the_engine_sends_heartbeats_with_the_number_of_steps_sent() -> None:
     driver = EngineDriver(depth=2)
     driver.submit(1, PROMPT, max_tokens=20)
     num_beats = driver.num_beats
@@ -250,25 +250,25 @@ def test_an_engine_that_was_stopped_for_longer_than_its_lease_exits_and_does_not
         assert isinstance(action, Exit)
 
 
-def test_a_lease_that_nobody_gave_cannot_run_out() -> None:
+def test_an_engine_without_a_lease_does_not_exit() -> None:
     driver = EngineDriver(attach=False)
     driver.engine.on_event(TimePassed(), 0.0)
     assert driver.engine.on_event(TimePassed(), 100.0) == [Beat(0)]
 
 
-def test_what_a_stopped_engine_did_not_hear_is_not_held_against_its_worker() -> None:
+def test_a_paused_engine_does_not_count_its_own_pause_as_worker_silence() -> None:
     driver = EngineDriver()
     driver.submit(1, PROMPT, max_tokens=20)
     driver.step()
     driver.step()
-    # For nine seconds nobody calls it. Then the worker's signs come, behind the timer.
+    # The engine is not called for nine seconds. Then the worker's heartbeats arrive, after the timer.
     driver.now += 9.0
     assert all(not isinstance(action, DropDomain) for action in driver.engine.on_event(TimePassed(), driver.now))
     driver.run()
     assert driver.choices[1, 1].tokens == expected_completion(PROMPT, 0, 20)
 
 
-def test_a_worker_that_comes_back_with_another_model_is_sent_away() -> None:
+def test_a_worker_that_returns_with_another_model_is_dropped() -> None:
     driver = EngineDriver()
     driver.on_event(DomainLost(0, 1))
     drop, *_ = driver.on_event(attached(WorkerFacts(2, "other", 512, 1000, (EOS,), 64)))
@@ -276,7 +276,7 @@ def test_a_worker_that_comes_back_with_another_model_is_sent_away() -> None:
     assert not driver.engine.is_ready
 
 
-def test_a_smaller_pool_ends_what_can_never_fit_it() -> None:
+def test_a_smaller_pool_ends_requests_that_can_no_longer_fit() -> None:
     driver = EngineDriver()
     driver.submit(1, list(range(100)), max_tokens=50)
     driver.submit(2, PROMPT, max_tokens=4)
@@ -297,7 +297,7 @@ def test_a_request_that_ended_while_its_step_was_in_flight_is_not_queued_again()
     assert driver.engine.state().num_waiting == 0
 
 
-def test_a_later_attempt_goes_on_behind_the_output_it_brings() -> None:
+def test_a_later_attempt_continues_after_its_output() -> None:
     expected = expected_completion(PROMPT, 0, 12)
     driver = EngineDriver()
     driver.resume(1, attempt(2, 1, expected[:5]), expected[:5])
@@ -306,7 +306,7 @@ def test_a_later_attempt_goes_on_behind_the_output_it_brings() -> None:
     assert finish_of(driver, 1) == (FinishReason.MAX_TOKENS, 12)
 
 
-def test_a_later_attempt_takes_the_place_of_an_earlier_one() -> None:
+def test_a_later_attempt_replaces_an_earlier_one() -> None:
     expected = expected_completion(PROMPT, 0, 12)
     driver = EngineDriver()
     driver.on_event(ClientMessage(1, [attempt(1, 1, [])]))
@@ -316,12 +316,12 @@ def test_a_later_attempt_takes_the_place_of_an_earlier_one() -> None:
     driver.resume(2, attempt(2, 7, expected[:1]), expected[:1])
     driver.run()
     assert driver.choices[2, 7].tokens == expected
-    # Whoever waits for the earlier one learns that it gets no more.
+    # The client of the earlier attempt learns that it gets no more.
     assert (reason_of(driver, 1), len(driver.choices[1, 1].tokens)) == ("DUPLICATE_REQUEST", num_tokens)
     assert driver.engine.state().num_used_blocks == 0
 
 
-def test_a_later_attempt_that_is_refused_leaves_the_earlier_one_alone() -> None:
+def test_a_refused_later_attempt_leaves_the_earlier_one_alone() -> None:
     expected = expected_completion(PROMPT, 0, 12)
     driver = EngineDriver()
     driver.on_event(ClientMessage(1, [attempt(1, 1, [])]))
@@ -342,7 +342,7 @@ def test_an_attempt_that_is_not_later_is_refused(number: int) -> None:
     assert driver.choices[1, 1].tokens == expected_completion(PROMPT, 0, 12)
 
 
-def test_a_new_scheduler_takes_resubmissions_before_it_has_a_worker() -> None:
+def test_a_new_scheduler_accepts_resubmissions_before_it_has_a_worker() -> None:
     expected = expected_completion(PROMPT, 0, 12)
     driver = EngineDriver(attach=False)
     driver.resume(1, attempt(2, 1, expected[:3]), expected[:3])
@@ -362,7 +362,7 @@ def test_an_output_that_ends_the_request_is_answered_at_once() -> None:
     assert driver.engine.state().num_waiting == 0
 
 
-def test_later_attempts_keep_their_place_by_age_and_skip_the_bound() -> None:
+def test_later_attempts_are_ordered_by_age_and_skip_the_queue_bound() -> None:
     driver = EngineDriver(policy=SchedulerPolicy(max_num_seqs=1, max_waiting_requests=1))
     driver.now = 100.0
     for handle in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""When exactness is promised, what ends with it, and what clients are told about recoveries."""
+"""When exactness is promised, what ends when it no longer is, and what clients learn about recoveries."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def make_driver(*ranks: dict[str, object], topology: CellTopology = TWO_RANKS, *
         ([EXACT, OTHER_EXACT], ""),
     ],
 )
-def test_exactness_is_had_where_all_attached_ranks_are_exact_alike(
+def test_exactness_is_promised_when_all_attached_ranks_share_an_exact_fingerprint(
     ranks: list[dict[str, object]], fingerprint: str
 ) -> None:
     driver = make_driver(*ranks)
@@ -61,7 +61,7 @@ def test_exactness_is_had_where_all_attached_ranks_are_exact_alike(
     assert reason_of(driver, 2) is None
 
 
-def test_what_is_queued_when_a_rank_of_other_numerics_comes_ends_and_what_runs_goes_on() -> None:
+def test_when_a_rank_with_other_numerics_attaches_queued_exact_requests_end_and_running_ones_continue() -> None:
     driver = make_driver(EXACT, policy=SchedulerPolicy(max_num_seqs=1))
     for handle in (1, 2):
         driver.submit(handle, PROMPT, max_tokens=4, is_exact=True)
@@ -73,7 +73,7 @@ def test_what_is_queued_when_a_rank_of_other_numerics_comes_ends_and_what_runs_g
     assert driver.choices[1, 3].tokens == expected_completion(PROMPT, 0, 4)
 
 
-def test_what_ran_on_a_rank_that_is_lost_does_not_go_on_under_other_numerics() -> None:
+def test_an_exact_request_of_a_lost_rank_does_not_continue_under_other_numerics() -> None:
     driver = make_driver(EXACT, OTHER_EXACT)
     driver.lose(1)
     driver.submit(1, PROMPT, max_tokens=9, is_exact=True)
@@ -84,12 +84,12 @@ def test_what_ran_on_a_rank_that_is_lost_does_not_go_on_under_other_numerics() -
     assert reason_of(driver, 1) == "EXACT_UNAVAILABLE"
 
 
-def test_exactness_survives_a_worker_that_comes_back_with_the_same_numerics() -> None:
+def test_exactness_survives_a_worker_that_returns_with_the_same_numerics() -> None:
     driver = make_driver(EXACT, topology=CellTopology())
     driver.submit(1, PROMPT, max_tokens=9, is_exact=True)
     driver.step()
     driver.lose()
-    # As long as nobody knows better, it is promised as before.
+    # Until another worker attaches, it is promised as before.
     assert driver.engine.exact_fingerprint == "a"
     driver.attach(0, **EXACT)
     driver.run()
@@ -97,7 +97,7 @@ def test_exactness_survives_a_worker_that_comes_back_with_the_same_numerics() ->
     assert (end.error, end.num_resumes, end.is_resume_exact) == (None, 1, True)
 
 
-def test_a_resubmission_before_the_first_rank_is_checked_when_that_comes() -> None:
+def test_a_resubmission_before_the_first_rank_is_checked_when_it_attaches() -> None:
     driver = make_driver(topology=CellTopology())
     params = SamplingParams(max_tokens=6, ignore_eos=True)
     driver.on_event(
@@ -118,7 +118,7 @@ def test_a_resubmission_before_the_first_rank_is_checked_when_that_comes() -> No
     ("first", "second", "is_resume_exact"),
     [(EXACT, EXACT, True), (EXACT, OTHER_EXACT, False), (ORDINARY, ORDINARY, False), (EXACT, ORDINARY, False)],
 )
-def test_an_end_tells_how_often_a_choice_was_resumed_and_whether_exactly(
+def test_an_end_reports_how_often_a_choice_was_resumed_and_whether_exactly(
     first: dict[str, object], second: dict[str, object], is_resume_exact: bool
 ) -> None:
     driver = make_driver(first, topology=CellTopology(), policy=SchedulerPolicy(max_num_seqs=1))
@@ -130,11 +130,11 @@ def test_an_end_tells_how_often_a_choice_was_resumed_and_whether_exactly(
     driver.run()
     end, other = end_of(driver, 1), end_of(driver, 2)
     assert (end.num_resumes, end.is_resume_exact) == (1, is_resume_exact)
-    # It only waited.
+    # It was only waiting.
     assert (other.num_resumes, other.is_resume_exact) == (0, True)
 
 
-def test_a_choice_that_stops_while_it_waits_for_a_rank_was_continued_by_none() -> None:
+def test_a_choice_that_stops_while_waiting_for_a_rank_counts_as_resumed_exactly() -> None:
     driver = make_driver(EXACT, topology=CellTopology())
     driver.submit(1, PROMPT, max_tokens=20)
     for _ in range(3):
@@ -164,7 +164,7 @@ def test_recoveries_under_earlier_attempts_count() -> None:
     assert end_of(driver, 1).num_resumes == 4
 
 
-def test_a_recovery_lasts_until_the_last_of_its_sequences_has_another_token_or_an_end() -> None:
+def test_a_recovery_lasts_until_every_lost_sequence_has_another_token_or_an_end() -> None:
     driver = make_driver(EXACT, topology=CellTopology(), depth=2)
     for handle in (1, 2, 3):
         driver.submit(handle, [handle, *PROMPT], max_tokens=9)
@@ -187,7 +187,7 @@ def test_a_recovery_lasts_until_the_last_of_its_sequences_has_another_token_or_a
     assert counters.num_recoveries == 1
 
 
-def test_tokens_that_were_computed_again_are_counted_with_those_that_differ() -> None:
+def test_replayed_tokens_and_mismatches_are_counted() -> None:
     driver = make_driver(ORDINARY, topology=CellTopology())
     driver.submit(1, PROMPT, max_tokens=6)
     for num_mismatches in (1, 0):

@@ -1,4 +1,4 @@
-"""Log-probabilities through the engine: they belong to their tokens, and those of prompts come once and in order."""
+"""Log-probabilities through the engine: they match their tokens, and those of prompts arrive once and in order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def prompt_top(num_top: int) -> SamplingOptions:
 
 
 def of_prompt(prompt: list[int], num_top: int) -> list[Any]:
-    """What must be told of a prompt."""
+    """The expected log-probabilities of a prompt."""
     return expected_scores(prompt[1:], num_top, start=1, offset=1)
 
 
@@ -45,9 +45,9 @@ def error_of(driver: EngineDriver, handle: int) -> str:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("num_draft_tokens", [0, 3])
-def test_tokens_come_with_theirs_whatever_stands_beside_them(depth: int, num_draft_tokens: int) -> None:
+def test_tokens_get_their_own_log_probabilities_in_any_batch(depth: int, num_draft_tokens: int) -> None:
     driver = EngineDriver(depth=depth, num_draft_tokens=num_draft_tokens)
-    # Of two clients, with and without, ending at different times: rows leave the batch, and their numbers shift.
+    # Two clients, with and without, ending at different times: rows leave the batch, and row numbers shift.
     wanted = {1: None, 2: 3, 3: None, 4: 0, 5: 20, 6: 3}
     for handle, num_top in wanted.items():
         options = None if num_top is None else top(num_top)
@@ -62,7 +62,7 @@ def test_tokens_come_with_theirs_whatever_stands_beside_them(depth: int, num_dra
         assert output.scores == scores
 
 
-def test_a_row_that_is_not_finite_takes_nobody_elses() -> None:
+def test_a_non_finite_row_does_not_shift_its_neighbours_log_probabilities() -> None:
     driver = EngineDriver()
     for handle in range(1, 4):
         driver.submit(handle, PROMPT[handle:], max_tokens=5, options=top(2))
@@ -77,7 +77,7 @@ def test_a_row_that_is_not_finite_takes_nobody_elses() -> None:
         assert driver.choices[1, handle].scores == expected_scores(tokens, 2, start=40 - handle)
 
 
-def test_a_step_without_any_carries_none() -> None:
+def test_a_step_without_log_probabilities_carries_none() -> None:
     driver = EngineDriver()
     driver.submit(1, PROMPT)
     driver.submit(2, PROMPT, options=SamplingOptions(min_p=0.1))
@@ -88,7 +88,7 @@ def test_a_step_without_any_carries_none() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("length", [1, 2, 17, 18, 19, 40])
-def test_a_prompt_comes_once_and_in_order_over_its_chunks(depth: int, length: int) -> None:
+def test_a_prompts_log_probabilities_arrive_once_and_in_order_over_its_chunks(depth: int, length: int) -> None:
     driver = EngineDriver(depth=depth, policy=CHUNKED)
     driver.submit(1, PROMPT[:length], max_tokens=3, options=prompt_top(2))
     driver.run()
@@ -96,7 +96,7 @@ def test_a_prompt_comes_once_and_in_order_over_its_chunks(depth: int, length: in
     assert driver.choices[1, 1].tokens == expected_completion(PROMPT[:length], 0, 3)
 
 
-def test_a_prompt_is_computed_though_it_is_cached_and_others_find_what_it_computed() -> None:
+def test_a_scored_prompt_is_computed_though_it_is_cached_and_its_blocks_are_shared_afterwards() -> None:
     driver = EngineDriver()
     driver.submit(1, PROMPT, max_tokens=2)
     driver.run()
@@ -112,7 +112,7 @@ def test_a_prompt_is_computed_though_it_is_cached_and_others_find_what_it_comput
     assert [driver.choices[1, handle].num_cached_tokens for handle in (3, 4, 5)] == [0, 32, 0]
 
 
-def test_of_several_choices_the_first_brings_the_prompt_for_all() -> None:
+def test_the_first_of_several_choices_returns_the_prompts_log_probabilities() -> None:
     driver = EngineDriver()
     driver.submit(1, PROMPT, n=3, max_tokens=2, options=prompt_top(1))
     options = [enter.params.options for enter in driver.sent[0].batch.enters]
@@ -124,7 +124,7 @@ def test_of_several_choices_the_first_brings_the_prompt_for_all() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_prompt_that_is_computed_again_repeats_nothing(depth: int) -> None:
+def test_a_recomputed_prompt_sends_no_log_probabilities_twice(depth: int) -> None:
     policy = SchedulerPolicy(max_num_seqs=4, max_num_batched_tokens=4, enable_mixed_steps=True)
     driver = EngineDriver(num_blocks=5, depth=depth, policy=policy)
     driver.submit(9, PROMPT[:27], max_tokens=21)
@@ -137,14 +137,14 @@ def test_a_prompt_that_is_computed_again_repeats_nothing(depth: int) -> None:
 
 
 @pytest.mark.parametrize("steps", range(5))
-def test_a_prompt_that_a_lost_worker_had_begun_repeats_nothing(steps: int) -> None:
+def test_a_prompt_interrupted_by_a_lost_worker_sends_no_log_probabilities_twice(steps: int) -> None:
     driver = EngineDriver(depth=2, policy=CHUNKED)
     driver.submit(1, PROMPT, max_tokens=4, options=SamplingOptions(num_logprobs=1, num_prompt_logprobs=1))
     for _ in range(steps):
         driver.step()
     driver.on_event(DomainLost(0, 1))
     driver.on_event(attached(worker_facts(epoch=2)))
-    # Once a token is known, so is all of the prompt: what is cached is shared again.
+    # Once one token is known, the whole prompt has been scored, and cached blocks are shared again.
     [enter] = driver.sent[0].batch.enters
     assert enter.params.options is not None
     assert (enter.params.options.num_prompt_logprobs is None) == (steps >= 3)
@@ -166,7 +166,7 @@ def test_a_preempted_request_with_tokens_shares_its_prompt_again() -> None:
     assert driver.choices[1, 2].prompt_scores == of_prompt(PROMPT[::-1], 0)
 
 
-def test_a_request_that_is_aborted_in_the_middle_of_its_prompt_is_told_nothing_more() -> None:
+def test_a_request_aborted_during_its_prompt_receives_nothing_more() -> None:
     driver = EngineDriver(depth=2, policy=CHUNKED)
     driver.submit(1, PROMPT, options=prompt_top(0))
     driver.step()
@@ -175,8 +175,8 @@ def test_a_request_that_is_aborted_in_the_middle_of_its_prompt_is_told_nothing_m
     assert driver.choices[1, 1].prompt_scores == of_prompt(PROMPT, 0)[:17]
 
 
-def test_prompts_are_taken_as_far_as_their_bytes_may_come_to() -> None:
-    # 12 bytes for each of 2 entries of each of 40 positions.
+def test_scored_prompts_are_admitted_up_to_a_bound_on_their_bytes() -> None:
+    # 12 bytes for each of 2 entries at each of 40 positions.
     driver = EngineDriver(policy=SchedulerPolicy(max_prompt_logprob_bytes=2 * 40 * 2 * 12))
     driver.submit(1, PROMPT, max_tokens=2, options=prompt_top(1), n=3)
     driver.submit(11, PROMPT, max_tokens=2, options=prompt_top(1))
@@ -199,12 +199,12 @@ def column(*values: int) -> Any:
 
 
 def swap_tokens(logprobs: Logprobs) -> Logprobs:
-    """Each position's own token is another's."""
+    """Give each position another position's token."""
     return replace(logprobs, token_ids=logprobs.token_ids[::-1].copy())
 
 
 def leave_out(logprobs: Logprobs, number: int) -> Logprobs:
-    """Without one of the positions, which are counted from 1."""
+    """Remove one of the positions, counted from 1."""
     left = logprobs.select(~np.isin(np.arange(len(logprobs.indexes) + 1), [number + 1]))
     assert left is not None
     return left
@@ -231,7 +231,7 @@ def assert_dropped(driver: EngineDriver, result: StepResult) -> None:
 
 
 @pytest.mark.parametrize("spoil", [*WRONG, swap_tokens])
-def test_columns_that_make_no_sense_end_the_epoch(spoil: Callable[[Logprobs], Logprobs]) -> None:
+def test_malformed_log_probability_columns_end_the_epoch(spoil: Callable[[Logprobs], Logprobs]) -> None:
     driver = EngineDriver()
     for handle in (1, 2):
         driver.submit(handle, PROMPT[handle:], options=top(1))
@@ -252,7 +252,7 @@ def test_columns_that_make_no_sense_end_the_epoch(spoil: Callable[[Logprobs], Lo
         lambda good: replace(leave_out(good, 6), indexes=np.delete(good.indexes, 6)),
     ],
 )
-def test_prompts_that_make_no_sense_end_the_epoch(spoil: Callable[[Logprobs], Logprobs]) -> None:
+def test_malformed_prompt_log_probabilities_end_the_epoch(spoil: Callable[[Logprobs], Logprobs]) -> None:
     driver = EngineDriver(policy=CHUNKED)
     driver.submit(1, PROMPT, options=prompt_top(1))
     result = driver.worker.run(driver.sent.pop(0))
@@ -261,7 +261,7 @@ def test_prompts_that_make_no_sense_end_the_epoch(spoil: Callable[[Logprobs], Lo
     assert driver.choices == {}
 
 
-def test_a_prompt_that_was_not_asked_for_or_comes_twice_or_from_nowhere_ends_the_epoch() -> None:
+def test_unrequested_repeated_or_unassigned_prompt_log_probabilities_end_the_epoch() -> None:
     for slots in ([1], [0, 0], [5]):
         driver = EngineDriver()
         driver.submit(1, PROMPT, options=prompt_top(1))

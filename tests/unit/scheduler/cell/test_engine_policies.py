@@ -1,4 +1,4 @@
-"""Who goes first, who is let in and who gives way, by the policies that can be set."""
+"""Which request goes first, which is admitted and which is preempted, under each configurable policy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def prompt(num_tokens: int, start: int = 0) -> list[int]:
 
 
 def order_of_first_tokens(driver: EngineDriver) -> list[int]:
-    """Run to the end; the handles in the order in which they got their first tokens."""
+    """Run to the end; returns the handles in the order of their first tokens."""
     order: list[int] = []
     while True:
         order += [handle for (_, handle), output in driver.choices.items() if output.tokens and handle not in order]
@@ -31,7 +31,7 @@ def by_priority(**changes: object) -> SchedulerPolicy:
     return SchedulerPolicy(queue_policy=QueuePolicy.PRIORITY, **changes)  # type: ignore[arg-type]
 
 
-def test_more_urgent_classes_go_first_and_each_goes_by_arrival() -> None:
+def test_more_urgent_classes_go_first_each_in_order_of_arrival() -> None:
     driver = EngineDriver(policy=by_priority(max_num_seqs=1, max_age_s=1000.0))
     driver.submit(1, prompt(5), priority=Priority.HIGH)
     for handle, priority in [(2, Priority.LOW), (3, Priority.NORMAL), (4, Priority.HIGH), (5, Priority.NORMAL)]:
@@ -40,7 +40,7 @@ def test_more_urgent_classes_go_first_and_each_goes_by_arrival() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_higher_class_preempts_a_lower_one_when_places_run_out(depth: int) -> None:
+def test_a_higher_class_preempts_a_lower_one_when_slots_run_out(depth: int) -> None:
     driver = EngineDriver(policy=by_priority(max_num_seqs=2), depth=depth)
     driver.submit(1, prompt(5), priority=Priority.LOW, max_tokens=30)
     driver.submit(2, prompt(5, 7), priority=Priority.NORMAL, max_tokens=30)
@@ -62,7 +62,7 @@ def test_a_higher_class_preempts_as_few_as_needed_when_blocks_run_out(depth: int
     for handle in (1, 2, 3):
         driver.submit(handle, prompt(20, handle), priority=Priority.LOW, max_tokens=10)
     driver.step()
-    # Six blocks are taken; three are needed, so that one of the three must go.
+    # Six blocks are taken; three are needed, so one of the three must be preempted.
     driver.submit(4, prompt(40, 100), priority=Priority.NORMAL, max_tokens=8)
     driver.step()
     assert driver.engine.state().counters.num_preemptions == 1
@@ -73,7 +73,7 @@ def test_a_higher_class_preempts_as_few_as_needed_when_blocks_run_out(depth: int
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("retraction", RetractionPolicy)
-def test_a_row_that_others_made_way_for_does_not_give_way_to_their_growth(
+def test_a_row_for_which_others_were_preempted_is_not_preempted_when_they_grow(
     retraction: RetractionPolicy, depth: int
 ) -> None:
     driver = EngineDriver(num_blocks=8, policy=by_priority(retraction_policy=retraction), depth=depth)
@@ -91,7 +91,7 @@ def test_a_row_that_others_made_way_for_does_not_give_way_to_their_growth(
         assert driver.choices[1, handle].tokens == expected_completion(prompt(20, handle), 0, 70)
 
 
-def test_nobody_is_preempted_when_it_would_not_be_enough() -> None:
+def test_no_sequence_is_preempted_if_that_would_not_be_enough() -> None:
     driver = EngineDriver(num_blocks=8, policy=by_priority())
     driver.submit(1, prompt(40), priority=Priority.HIGH, max_tokens=20)
     driver.submit(2, prompt(20), priority=Priority.LOW, max_tokens=8)
@@ -103,7 +103,7 @@ def test_nobody_is_preempted_when_it_would_not_be_enough() -> None:
     assert driver.choices[1, 3].tokens == expected_completion(prompt(100, 7), 0, 8)
 
 
-def test_a_class_does_not_preempt_its_own_nor_under_another_policy() -> None:
+def test_a_class_preempts_only_lower_ones_and_only_under_the_priority_policy() -> None:
     for policy in (by_priority(max_num_seqs=1), SchedulerPolicy(max_num_seqs=1)):
         driver = EngineDriver(policy=policy)
         driver.submit(1, prompt(5), priority=Priority.NORMAL, max_tokens=20)
@@ -114,7 +114,7 @@ def test_a_class_does_not_preempt_its_own_nor_under_another_policy() -> None:
         assert driver.engine.state().counters.num_preemptions == 0
 
 
-def test_who_has_waited_too_long_goes_first_and_is_not_preempted_any_more() -> None:
+def test_a_request_that_has_waited_too_long_goes_first_and_is_no_longer_preempted() -> None:
     driver = EngineDriver(policy=by_priority(max_num_seqs=1, max_age_s=10.0))
     driver.submit(1, prompt(5), priority=Priority.HIGH, max_tokens=12)
     driver.submit(2, prompt(5, 9), priority=Priority.LOW, max_tokens=12)
@@ -137,7 +137,7 @@ def test_the_longest_cached_prefix_goes_first() -> None:
     assert order_of_first_tokens(driver) == [1, 2, 5, 4, 3]
 
 
-def test_looking_ahead_avoids_preemptions_that_the_plain_rule_runs_into() -> None:
+def test_looking_ahead_avoids_preemptions_that_the_plain_rule_causes() -> None:
     preemptions = {}
     for admission in AdmissionPolicy:
         driver = EngineDriver(num_blocks=16, policy=SchedulerPolicy(admission_policy=admission))
@@ -153,7 +153,9 @@ def test_looking_ahead_avoids_preemptions_that_the_plain_rule_runs_into() -> Non
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("retraction", RetractionPolicy)
 @pytest.mark.parametrize("block_size", [1, 16])
-def test_outputs_do_not_depend_on_who_gives_way(retraction: RetractionPolicy, depth: int, block_size: int) -> None:
+def test_outputs_do_not_depend_on_which_request_is_preempted(
+    retraction: RetractionPolicy, depth: int, block_size: int
+) -> None:
     driver = EngineDriver(
         num_blocks=160 // block_size,
         block_size=block_size,
@@ -169,7 +171,7 @@ def test_outputs_do_not_depend_on_who_gives_way(retraction: RetractionPolicy, de
     assert driver.engine.state().counters.num_preemptions > 0
 
 
-def test_who_has_generated_least_gives_way() -> None:
+def test_the_request_with_the_least_output_is_preempted() -> None:
     policy = SchedulerPolicy(retraction_policy=RetractionPolicy.FEWEST_OUTPUT_TOKENS, max_num_batched_tokens=600)
     driver = EngineDriver(num_blocks=5, policy=policy)
     driver.submit(1, prompt(15), max_tokens=50)
@@ -178,7 +180,7 @@ def test_who_has_generated_least_gives_way() -> None:
     driver.submit(2, prompt(30, 50), max_tokens=30)
     while not driver.engine.state().counters.num_preemptions:
         driver.step()
-    # The first to enter has most, and goes on.
+    # The first to enter has the most output, and continues.
     assert driver.engine.state().num_running == 1
     before = len(driver.choices[1, 1].tokens)
     driver.step()
@@ -188,7 +190,7 @@ def test_who_has_generated_least_gives_way() -> None:
 @pytest.mark.parametrize("share", [True, False])
 def test_a_common_prefix_is_computed_once(share: bool) -> None:
     driver = EngineDriver(policy=SchedulerPolicy(share_in_step=share))
-    # Both arrive while a step is in flight, so that the next step could take both.
+    # Both arrive while a step is in flight, so the next step could take both.
     driver.submit(1, prompt(5), max_tokens=9)
     driver.submit(2, prompt(64, 5), max_tokens=4)
     driver.submit(3, [*prompt(64, 5), 1], max_tokens=4)
@@ -207,7 +209,7 @@ def test_salts_keep_prefixes_apart() -> None:
     assert [driver.choices[1, handle].num_cached_tokens for handle in (1, 2, 3, 4, 5)] == [0, 0, 0, 32, 32]
 
 
-def test_a_flushed_cache_is_found_by_nobody() -> None:
+def test_a_flushed_prefix_is_never_matched() -> None:
     driver = EngineDriver()
     driver.submit(1, prompt(40), max_tokens=1)
     driver.run()

@@ -1,4 +1,4 @@
-"""Cells of several ranks: what clients are told, whichever ranks compute it, and whichever are lost."""
+"""Cells with several ranks: what clients receive, whichever ranks compute it and whichever are lost."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def make_prompt(length: int, start: int = 11) -> list[int]:
 
 
 def submit_many(driver: EngineDriver, count: int, *, max_tokens: int = 12, first: int = 1) -> None:
-    """Requests that share no prefix; their handle is their seed."""
+    """Submit requests that share no prefix; their handle is their seed."""
     for handle in range(first, first + count):
         driver.submit(handle, make_prompt(5 + handle % 40, start=7 * handle), max_tokens=max_tokens, seed=handle)
 
 
 def check_answer(driver: EngineDriver, handle: int, max_tokens: int = 12) -> None:
-    """A request was told all of its answer."""
+    """Check that a request received its whole answer."""
     output = driver.choices[1, handle]
     assert output.tokens == expected_completion(make_prompt(5 + handle % 40, start=7 * handle), handle, max_tokens)
     assert output.end is not None
@@ -43,13 +43,13 @@ def running_on(driver: EngineDriver) -> list[int]:
 
 
 def step_all(driver: EngineDriver) -> None:
-    """A step of each rank that has one."""
+    """Run one step of each rank that has one."""
     for rank in [rank for rank, sent in driver.sent_to.items() if sent]:
         driver.step(rank)
 
 
 def run_to_the_end(driver: EngineDriver) -> int:
-    """Run everything; domains that die come back after a while. Returns how many died."""
+    """Run everything; domains that die return after a while. Returns the number of deaths."""
     num_deaths = 0
     while any(driver.sent_to.values()) or driver.engine.state().num_waiting:
         for rank in range(driver.topology.dp_size):
@@ -70,7 +70,7 @@ def run_to_the_end(driver: EngineDriver) -> int:
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_every_request_gets_its_tokens_whichever_rank_it_is_on(topology: CellTopology, depth: int) -> None:
+def test_every_request_gets_its_tokens_on_any_rank(topology: CellTopology, depth: int) -> None:
     driver = EngineDriver(topology=topology, depth=depth)
     submit_many(driver, 7)
     assert all(driver.sent_to.values())
@@ -80,7 +80,7 @@ def test_every_request_gets_its_tokens_whichever_rank_it_is_on(topology: CellTop
     assert driver.engine.state().num_used_blocks == 0
 
 
-def test_uncoupled_ranks_step_by_themselves() -> None:
+def test_uncoupled_ranks_step_independently() -> None:
     driver = EngineDriver(topology=UNCOUPLED)
     submit_many(driver, 2)
     for _ in range(5):
@@ -101,7 +101,7 @@ def test_the_choices_of_a_request_share_a_rank() -> None:
         assert driver.choices[1, 1 + choice].tokens == expected_completion(make_prompt(40), 0, 6, choice)
 
 
-def test_a_lost_rank_gives_its_sequences_to_the_others() -> None:
+def test_the_sequences_of_a_lost_rank_move_to_the_others() -> None:
     driver = EngineDriver(topology=UNCOUPLED, depth=2, policy=SchedulerPolicy(max_num_seqs=2))
     submit_many(driver, 9)
     step_all(driver)
@@ -109,10 +109,10 @@ def test_a_lost_rank_gives_its_sequences_to_the_others() -> None:
     assert [rank.num_waiting for rank in state.ranks] == [1, 1, 1]
     driver.lose(0)
     state = driver.engine.state()
-    # Who was in a step that did not return waits for a trial; who only waited there goes on.
+    # Sequences in a step that did not return are suspects; those that were only waiting there continue.
     assert (state.num_suspects, sum(rank.num_waiting for rank in state.ranks)) == (2, 3)
     assert not state.ranks[0].is_attached
-    # The rank never comes back: another one tries them when it has nothing else to do, or they have waited for long.
+    # The rank never returns: another one retries the suspects when it is idle, or when they have waited for long.
     driver.run()
     for handle in range(1, 10):
         check_answer(driver, handle)
@@ -120,7 +120,7 @@ def test_a_lost_rank_gives_its_sequences_to_the_others() -> None:
     assert (state.num_suspects, state.counters.num_suspect_trials) == (0, 2)
 
 
-def test_requests_wait_while_no_rank_is_attached_and_go_on_with_the_first_that_is() -> None:
+def test_requests_wait_while_no_rank_is_attached_and_continue_with_the_first_that_is() -> None:
     driver = EngineDriver(topology=UNCOUPLED)
     for domain in range(3):
         driver.lose(domain)
@@ -134,7 +134,7 @@ def test_requests_wait_while_no_rank_is_attached_and_go_on_with_the_first_that_i
         check_answer(driver, handle)
 
 
-def test_a_coupled_domain_is_lost_and_comes_back_as_a_whole() -> None:
+def test_a_coupled_domain_is_lost_and_returns_as_a_whole() -> None:
     driver = EngineDriver(topology=COUPLED, depth=2)
     submit_many(driver, 6)
     step_all(driver)
@@ -147,7 +147,7 @@ def test_a_coupled_domain_is_lost_and_comes_back_as_a_whole() -> None:
         check_answer(driver, handle)
 
 
-def test_the_bounds_of_what_waits_hold_for_the_cell() -> None:
+def test_queue_bounds_apply_to_the_whole_cell() -> None:
     policy = SchedulerPolicy(max_num_seqs=1, max_waiting_requests=2)
     driver = EngineDriver(topology=UNCOUPLED, policy=policy)
     submit_many(driver, 6)
@@ -177,7 +177,7 @@ def test_the_smallest_pool_of_any_rank_bounds_a_request() -> None:
 @pytest.mark.parametrize(
     "change", [{"model_digest": "other"}, {"context_length": 8}, {"logits_width": 7}, {"eos_token_ids": (1,)}]
 )
-def test_a_rank_of_another_model_is_sent_away(change: dict[str, object]) -> None:
+def test_a_rank_with_another_model_is_dropped(change: dict[str, object]) -> None:
     driver = EngineDriver(topology=UNCOUPLED, attach=False)
     driver.attach(0)
     [drop] = driver.attach(1, **change)
@@ -185,7 +185,7 @@ def test_a_rank_of_another_model_is_sent_away(change: dict[str, object]) -> None
     assert [rank.is_attached for rank in driver.engine.state().ranks] == [True, False, False]
 
 
-def test_a_silent_rank_of_a_coupled_domain_ends_it() -> None:
+def test_a_silent_rank_ends_its_coupled_domain() -> None:
     driver = EngineDriver(topology=COUPLED)
     driver.silent_ranks = {1}
     driver.now = 5.0
@@ -196,7 +196,7 @@ def test_a_silent_rank_of_a_coupled_domain_ends_it() -> None:
     assert not driver.engine.is_ready
 
 
-def test_a_silent_rank_is_lost_alone_where_ranks_are_not_coupled() -> None:
+def test_a_silent_uncoupled_rank_is_lost_alone() -> None:
     driver = EngineDriver(topology=UNCOUPLED)
     driver.silent_ranks = {1}
     driver.now = 5.0
@@ -204,7 +204,7 @@ def test_a_silent_rank_is_lost_alone_where_ranks_are_not_coupled() -> None:
     assert [rank.is_attached for rank in driver.engine.state().ranks] == [True, False, True]
 
 
-def test_a_request_that_ran_on_one_of_two_ranks_lost_in_one_moment_is_not_tried_on_the_other() -> None:
+def test_a_request_of_a_lost_rank_is_not_moved_to_a_rank_lost_at_the_same_moment() -> None:
     driver = EngineDriver(topology=CellTopology(dp_size=2))
     submit_many(driver, 1)
     driver.silent_ranks = {0, 1}
@@ -218,7 +218,7 @@ def test_a_request_that_ran_on_one_of_two_ranks_lost_in_one_moment_is_not_tried_
     check_answer(driver, 1)
 
 
-def test_an_idle_rank_takes_newcomers_that_wait_on_another() -> None:
+def test_an_idle_rank_takes_new_requests_that_wait_on_another() -> None:
     driver = EngineDriver(topology=CellTopology(dp_size=2), policy=SchedulerPolicy(max_num_seqs=1))
     driver.submit(1, make_prompt(20), max_tokens=2)
     driver.submit(2, make_prompt(20, 100), max_tokens=30)
@@ -235,7 +235,7 @@ def test_an_idle_rank_takes_newcomers_that_wait_on_another() -> None:
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @given(seed=st.integers(0, 10_000))
 @settings(max_examples=25)
-def test_whatever_dies_and_whenever_nothing_is_lost_or_repeated(topology: CellTopology, seed: int) -> None:
+def test_no_death_at_any_time_loses_or_repeats_a_token(topology: CellTopology, seed: int) -> None:
     rng = Random(seed)
     policy = SchedulerPolicy(
         max_num_seqs=rng.choice([2, 4, 16]),
@@ -263,7 +263,7 @@ def test_whatever_dies_and_whenever_nothing_is_lost_or_repeated(topology: CellTo
     assert run_to_the_end(driver) == 0
     for handle in set(range(1, num_submitted + 1)) - aborted:
         end = driver.choices[1, handle].end
-        # Who is killed alone twice in a row may as well be the killer.
+        # A request that was alone in two crashed steps in a row may be failed as poison.
         if end is None or end.error is None or end.error.reason != "POISON_REQUEST":
             check_answer(driver, handle)
     state = driver.engine.state()

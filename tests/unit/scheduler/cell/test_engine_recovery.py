@@ -1,4 +1,4 @@
-"""What the simulation has found, each as small as it gets."""
+"""Bugs found by the simulation, each reduced to a minimal case."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def make_submission(handle: int, prompt: list[int], max_tokens: int) -> Submissi
     return Submission(handle, f"r{handle}", token_bytes(prompt), params)
 
 
-def test_a_step_whose_decodes_all_sit_out_is_one_of_prompts_alone() -> None:
-    """The worker refuses a prefill step that names decodes, and its epoch would end."""
+def test_a_step_whose_decodes_all_sit_out_has_prompts_only() -> None:
+    """The worker refuses a prefill step that names decodes, which would end its epoch."""
     policy = SchedulerPolicy(max_num_seqs=4, max_num_batched_tokens=32, enable_mixed_steps=True)
     driver = EngineDriver(policy=policy, num_blocks=5, depth=2)
     prompts = {1: make_prompt(15, 100), 2: make_prompt(15, 300), 3: make_prompt(40, 500)}
@@ -27,7 +27,7 @@ def test_a_step_whose_decodes_all_sit_out_is_one_of_prompts_alone() -> None:
     driver.on_event(
         ClientMessage(1, [make_submission(handle, prompt, max_tokens[handle]) for handle, prompt in prompts.items()])
     )
-    # 1 needs a block that is only coming, from 2, whose last row is in flight; the rest of 3 needs none.
+    # 1 needs a block that is about to be freed by 2, whose last row is in flight; the rest of 3 needs no block.
     driver.run()
     for handle, prompt in prompts.items():
         assert driver.choices[1, handle].tokens == expected_completion(prompt, 0, max_tokens[handle])

@@ -1,4 +1,4 @@
-"""The engine and results in which something is wrong: with the whole answer, or with some of its rows."""
+"""How the engine handles faulty results: invalid as a whole, or only in some rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def error_of(driver: EngineDriver, handle: int) -> str:
     ("step_id", "tokens", "bad_rows"),
     [(2, [1], []), (1, [1, 2], []), (1, [VOCABULARY], []), (1, [-1], []), (1, [], []), (1, [1], [1])],
 )
-def test_an_answer_that_makes_no_sense_reaches_no_client_and_ends_the_epoch(
+def test_an_invalid_result_reaches_no_client_and_ends_the_epoch(
     step_id: int, tokens: list[int], bad_rows: list[int]
 ) -> None:
     driver = EngineDriver()
@@ -41,7 +41,7 @@ def test_an_answer_that_makes_no_sense_reaches_no_client_and_ends_the_epoch(
     assert (state.ready, state.num_waiting, state.counters.num_lost_epochs) == (False, 1, 1)
 
 
-def test_a_row_that_is_not_finite_fails_alone_and_its_blocks_leave_the_cache() -> None:
+def test_a_non_finite_row_fails_alone_and_its_blocks_leave_the_cache() -> None:
     driver = EngineDriver()
     driver.submit(1, make_prompt(48), max_tokens=9)
     driver.step()
@@ -59,7 +59,7 @@ def test_a_row_that_is_not_finite_fails_alone_and_its_blocks_leave_the_cache() -
     assert driver.choices[1, 1].tokens == expected_completion(make_prompt(48), 0, 9)
 
 
-def test_a_row_number_of_a_failed_grammar_that_makes_no_sense_ends_the_epoch() -> None:
+def test_an_invalid_failed_grammar_row_ends_the_epoch() -> None:
     driver = EngineDriver()
     driver.submit(1, make_prompt(3))
     result = StepResult(1, 1, np.array([1], np.int32), np.array([], np.int32))
@@ -67,7 +67,7 @@ def test_a_row_number_of_a_failed_grammar_that_makes_no_sense_ends_the_epoch() -
     assert any(isinstance(action, DropDomain) for action in actions)
 
 
-def test_a_row_whose_grammar_failed_fails_alone_and_its_blocks_stay_in_the_cache() -> None:
+def test_a_row_with_a_failed_grammar_fails_alone_and_its_blocks_stay_cached() -> None:
     driver = EngineDriver()
     driver.submit(1, make_prompt(48), max_tokens=9)
     driver.step()
@@ -87,7 +87,7 @@ def test_a_row_whose_grammar_failed_fails_alone_and_its_blocks_stay_in_the_cache
 
 
 @pytest.mark.parametrize("is_aborted", [False, True])
-def test_bad_kv_leaves_the_cache_also_when_its_request_ended_before_anybody_knew(is_aborted: bool) -> None:
+def test_non_finite_kv_leaves_the_cache_even_if_its_request_ended_before_it_was_detected(is_aborted: bool) -> None:
     driver = EngineDriver()
     driver.submit(1, make_prompt(48), max_tokens=9)
     result = driver.worker.run(driver.sent.pop(0))

@@ -1,4 +1,4 @@
-"""The plan of coupled ranks: who runs what with a step, and what each is told of the others."""
+"""The plan of coupled ranks: what each rank runs in a step, and what each learns about the others."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def take_steps(driver: EngineDriver) -> list[Step]:
 
 
 def shape(steps: list[Step]) -> list[tuple[StepKind, int]]:
-    """What each rank does: the kind of its step and the sequences' tokens that it computes, 0 for a dummy."""
+    """The kind of each rank's step and the number of sequence tokens that it computes, 0 for a dummy."""
     return [(step.batch.kind, step.batch.num_tokens) for step in steps]
 
 
-def test_a_rank_with_nothing_runs_a_dummy_of_the_others_kind() -> None:
+def test_an_idle_rank_runs_a_dummy_of_the_same_kind() -> None:
     driver = coupled()
     driver.submit(1, make_prompt(20, 1), max_tokens=3)
     assert shape(take_steps(driver)) == [(PREFILL, 20), (PREFILL, 0), (PREFILL, 0)]
@@ -51,7 +51,7 @@ def test_a_rank_with_nothing_runs_a_dummy_of_the_others_kind() -> None:
     assert (busy, idle) == (StepCounts(prefill=1, decode=2), 2 * [StepCounts(dummy=3)])
 
 
-def test_a_rank_that_decodes_does_so_beside_another_ones_prefill() -> None:
+def test_a_rank_decodes_beside_another_ranks_prefill() -> None:
     driver = coupled(dp_size=2)
     driver.submit(1, make_prompt(20, 1))
     take_steps(driver)
@@ -62,7 +62,7 @@ def test_a_rank_that_decodes_does_so_beside_another_ones_prefill() -> None:
     assert {(step.num_tokens_across_dp, step.graph_batch_size) for step in steps} == {((1, 30), 0)}
 
 
-def test_all_ranks_are_told_the_same_of_each_other() -> None:
+def test_all_ranks_get_the_same_plan() -> None:
     driver = coupled(max_num_seqs=64)
     for handle in range(1, 8):
         driver.submit(handle, make_prompt(10 + handle, handle))
@@ -74,7 +74,7 @@ def test_all_ranks_are_told_the_same_of_each_other() -> None:
     assert {step.step_id for step in steps} == {3}
 
 
-def test_no_rank_has_work_and_there_is_no_step() -> None:
+def test_without_work_on_any_rank_no_step_is_sent() -> None:
     driver = coupled()
     assert not any(driver.sent_to.values())
     driver.submit(1, make_prompt(20, 1), max_tokens=1)
@@ -101,13 +101,13 @@ def test_rows_are_padded_to_the_next_captured_size(num_rows: int, size: int) -> 
     assert graph_batch_size(num_rows) == size
 
 
-def test_captured_sizes_are_atoms() -> None:
+def test_captured_sizes_are_those_of_atom() -> None:
     assert GRAPH_BATCH_SIZES[:6] == (1, 2, 4, 8, 16, 32)
     assert GRAPH_BATCH_SIZES[-1] == 512
 
 
 def waiting_driver(max_wait_steps: int) -> EngineDriver:
-    """Two ranks that decode, and one newcomer."""
+    """Two ranks that decode, and one new request."""
     driver = coupled(dp_size=2, max_prefill_wait_steps=max_wait_steps)
     driver.submit(11, make_prompt(20, 1), max_tokens=60)
     driver.submit(12, make_prompt(20, 2), max_tokens=60)
@@ -117,14 +117,14 @@ def waiting_driver(max_wait_steps: int) -> EngineDriver:
 
 
 @pytest.mark.parametrize("max_wait_steps", [0, 1, 4])
-def test_a_prefill_waits_for_others_for_so_many_steps(max_wait_steps: int) -> None:
+def test_a_prefill_waits_for_other_ranks_for_at_most_the_set_number_of_steps(max_wait_steps: int) -> None:
     driver = waiting_driver(max_wait_steps)
     kinds = [shape(take_steps(driver))[0][0] for _ in range(max_wait_steps + 2)]
-    # The first was in flight when it came.
+    # The first step was already in flight when the request arrived.
     assert kinds == [DECODE] * (max_wait_steps + 1) + [PREFILL]
 
 
-def test_a_prefill_waits_no_longer_once_every_rank_has_one() -> None:
+def test_a_prefill_stops_waiting_once_every_rank_has_one() -> None:
     driver = waiting_driver(50)
     take_steps(driver)
     assert shape(take_steps(driver)) == [(DECODE, 1), (DECODE, 1)]
@@ -133,7 +133,7 @@ def test_a_prefill_waits_no_longer_once_every_rank_has_one() -> None:
     assert shape(take_steps(driver)) == [(PREFILL, 20), (PREFILL, 20)]
 
 
-def test_a_prefill_of_a_rank_that_would_only_run_dummies_waits_for_nobody() -> None:
+def test_a_prefill_does_not_wait_for_ranks_that_would_only_run_dummies() -> None:
     driver = coupled(dp_size=2, max_prefill_wait_steps=50)
     driver.submit(1, make_prompt(20, 1), max_tokens=60)
     take_steps(driver)
@@ -144,7 +144,7 @@ def test_a_prefill_of_a_rank_that_would_only_run_dummies_waits_for_nobody() -> N
 
 @given(seed=st.integers(0, 10_000))
 @settings(max_examples=40)
-def test_ranks_stay_in_step_under_any_load_and_nobody_starves(seed: int) -> None:
+def test_ranks_stay_in_step_under_any_load_and_no_request_starves(seed: int) -> None:
     rng = Random(seed)
     dp_size = rng.choice([2, 3, 5])
     driver = EngineDriver(
@@ -166,7 +166,7 @@ def test_ranks_stay_in_step_under_any_load_and_nobody_starves(seed: int) -> None
         if waiting and (rng.random() < 0.3 or not any(driver.sent_to.values())):
             driver.submit(waiting[0], prompts[waiting.pop(0)], max_tokens=8)
         ranks = [rank for rank, sent in driver.sent_to.items() if sent]
-        # The other ranks get on meanwhile: a long step is no hang.
+        # The other ranks make progress meanwhile: a long step is no hang.
         driver.progress = dict.fromkeys(driver.sent_to, int(driver.now))
         if ranks:
             rank = rng.choice(ranks)

@@ -1,4 +1,4 @@
-"""Which DP rank a request goes to."""
+"""How requests are placed on DP ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make_driver(dp_size: int = 2, *, attach: bool = True, **policy: object) -> E
 
 
 def load(driver: EngineDriver) -> list[int]:
-    """How many sequences each rank has."""
+    """The number of sequences on each rank."""
     return [rank.num_waiting + rank.num_running for rank in driver.engine.state().ranks]
 
 
@@ -29,7 +29,7 @@ def distinct(handle: int, length: int = 20) -> list[int]:
     return [(7 * handle + 17 * index) % 1000 for index in range(length)]
 
 
-def test_newcomers_go_to_the_least_loaded_rank() -> None:
+def test_new_requests_go_to_the_least_loaded_rank() -> None:
     driver = make_driver(3)
     loads = []
     for handle in range(1, 8):
@@ -40,7 +40,7 @@ def test_newcomers_go_to_the_least_loaded_rank() -> None:
     assert sorted(loads[6]) == [2, 2, 3]
 
 
-def test_a_long_prompt_that_waits_is_work_too() -> None:
+def test_a_long_waiting_prompt_counts_as_load() -> None:
     driver = make_driver(2, max_num_seqs=1, placement_tokens_per_seq=1)
     for handle in (1, 2):
         driver.submit(handle, distinct(handle), max_tokens=50)
@@ -51,7 +51,7 @@ def test_a_long_prompt_that_waits_is_work_too() -> None:
 
 
 def warm_up(driver: EngineDriver, rank: int = 1) -> None:
-    """One rank computes the long prompt."""
+    """Let one rank compute the long prompt."""
     for domain in range(driver.topology.dp_size):
         if domain != rank:
             driver.lose(domain)
@@ -62,7 +62,7 @@ def warm_up(driver: EngineDriver, rank: int = 1) -> None:
             driver.attach(domain)
 
 
-def test_a_request_goes_where_its_prefix_is_cached() -> None:
+def test_a_request_goes_to_the_rank_that_has_its_prefix_cached() -> None:
     driver = make_driver()
     warm_up(driver)
     driver.submit(1, [*LONG, 1], max_tokens=50)
@@ -81,18 +81,18 @@ def test_a_cached_prefix_counts_until_its_rank_is_overloaded(tokens_per_seq: int
         driver.submit(handle, [*LONG, handle], max_tokens=50)
         while driver.engine.state().ranks[1].num_waiting:
             driver.step(1)
-    # As many share the rank as their cached tokens outweigh, then the other one has to compute the prompt.
+    # Requests share the rank until its load outweighs their cached tokens; then the other one computes the prompt.
     assert load(driver) == [1, num_others + 1]
 
 
-def test_a_prefix_of_another_tenant_counts_for_nothing() -> None:
+def test_another_tenants_prefix_is_ignored() -> None:
     driver = make_driver()
     warm_up(driver)
     driver.submit(1, [*LONG, 1], max_tokens=50, cache_salt=b"other")
     assert load(driver) == [1, 0]
 
 
-def test_whose_prompt_is_scored_shares_nothing_and_goes_to_the_least_loaded_rank() -> None:
+def test_a_scored_prompt_shares_nothing_and_goes_to_the_least_loaded_rank() -> None:
     driver = make_driver()
     warm_up(driver)
     driver.submit(1, [*LONG, 1], max_tokens=50, options=SamplingOptions(num_prompt_logprobs=0))
@@ -105,7 +105,7 @@ def test_choices_of_a_request_are_not_split() -> None:
     assert load(driver) == [5, 0, 0]
 
 
-def test_only_attached_ranks_take_requests() -> None:
+def test_only_attached_ranks_get_requests() -> None:
     driver = make_driver(3, attach=False)
     driver.attach(1)
     for handle in range(1, 5):
@@ -117,7 +117,7 @@ def test_only_attached_ranks_take_requests() -> None:
     assert load(driver) == [0, 4, 3]
 
 
-def test_those_who_wait_for_a_rank_keep_their_order() -> None:
+def test_requests_that_wait_for_a_rank_keep_their_order() -> None:
     driver = make_driver(2, max_num_seqs=1)
     driver.lose(0)
     driver.lose(1)
