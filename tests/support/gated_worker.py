@@ -11,11 +11,13 @@ from tests.support.worker_peer import WorkerPeer
 
 
 class GatedWorker(WorkerPeer):
-    """Answers `Attach` and steps only while its gate is open."""
+    """Answers `Attach` and steps only while its gate is open; it is closed at first unless `is_open`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_open: bool = False) -> None:
         super().__init__()
         self.gate = asyncio.Event()
+        if is_open:
+            self.gate.set()
 
     async def Attach(
         self, request: worker_pb2.AttachRequest, context: grpc.aio.ServicerContext

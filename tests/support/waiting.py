@@ -45,7 +45,7 @@ def nothing_cached(_: Sequence) -> int:
     return 0
 
 
-class AskedFor:
+class CacheQueries:
     """An empty prefix cache that records the sequences for which it was queried."""
 
     def __init__(self) -> None:

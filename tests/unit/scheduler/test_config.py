@@ -1,4 +1,4 @@
-"""Bad settings are refused at start by a message that names them."""
+"""Bad settings are refused at start with a message that names them."""
 
 from __future__ import annotations
 
@@ -51,31 +51,31 @@ def test_without_flags_the_workers_propose_the_token_budget_and_mixed_steps() ->
 
 
 @pytest.mark.parametrize(("value", "is_enabled"), [("true", True), ("false", False), ("on", True)])
-def test_flags_go_before_what_workers_propose(value: str, is_enabled: bool) -> None:
+def test_flags_override_the_workers_proposal(value: str, is_enabled: bool) -> None:
     flags = ["--max-num-batched-tokens=4096", f"--enable-mixed-steps={value}"]
     policy = load_settings(SchedulerSettings, flags).policy
     assert (policy.max_num_batched_tokens, policy.enable_mixed_steps) == (4096, is_enabled)
 
 
-def test_prompts_that_must_fit_a_step_have_a_budget_that_no_worker_lowers() -> None:
+def test_without_chunked_prefill_the_budget_does_not_depend_on_the_workers() -> None:
     flags = ["--no-enable-chunked-prefill", "--max-num-seqs"]
     assert load_settings(SchedulerSettings, [*flags, "512"]).policy.max_num_batched_tokens == 16384
     assert load_settings(SchedulerSettings, [*flags, "20000"]).policy.max_num_batched_tokens == 20000
 
 
-def test_mixed_steps_need_chunks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_mixed_steps_need_chunked_prefill(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         load_settings(SchedulerSettings, ["--enable-mixed-steps=true", "--no-enable-chunked-prefill"])
     assert "--enable-chunked-prefill" in capsys.readouterr().err
 
 
-def test_workers_are_given_by_rank_with_commas_between_them() -> None:
+def test_workers_are_listed_by_rank_separated_by_commas() -> None:
     settings = load_settings(SchedulerSettings, ["--workers", "unix:/a,127.0.0.1:2", "--coupled"])
     assert settings.workers == ("unix:/a", "127.0.0.1:2")
     assert settings.topology == CellTopology(2, is_coupled=True)
 
 
-def test_one_worker_is_coupled_with_nobody() -> None:
+def test_a_single_worker_is_not_coupled() -> None:
     assert load_settings(SchedulerSettings, ["--coupled"]).topology == CellTopology()
 
 
@@ -86,7 +86,7 @@ def test_two_ranks_at_one_address_are_refused(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 48])
-def test_block_sizes_that_kernels_can_use(block_size: int) -> None:
+def test_only_block_sizes_that_kernels_support_are_accepted(block_size: int) -> None:
     settings = load_settings(SchedulerSettings, ["--kv-cache-block-size", str(block_size)])
     assert settings.cache.block_size == block_size
 

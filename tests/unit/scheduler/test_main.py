@@ -1,4 +1,4 @@
-"""The service as a process of its own: what it refuses at start."""
+"""The service as a separate process: what it refuses at start, and how it ends."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def test_a_taken_address_is_named_and_refuses_the_start(flag: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("address", ["nowhere", "0.0.0.0:9100"])
-def test_a_metrics_address_that_is_none_or_open_to_others_is_named(address: str) -> None:
+def test_a_metrics_address_that_is_invalid_or_not_local_is_named(address: str) -> None:
     result = run_service(f"--metrics-listen={address}")
     assert result.returncode == 2
     assert "error: --metrics-listen (or LOCKSTEP_SCHEDULER_METRICS_LISTEN): " in result.stderr
 
 
-# The service with a lease so short that a rival soon has lasted.
+# The service with a lease so short that a rival soon outlasts it.
 WITH_SHORT_LEASE = """
 import sys
 from services.scheduler import __main__
@@ -69,7 +69,7 @@ attach.LEASE_S = 0.1
 sys.exit(__main__.main())
 """
 
-# The service with a bug: whatever a client submits makes its engine raise.
+# The service with a bug: any submission makes its engine raise.
 WITH_BUG = """
 import sys
 from services.scheduler import __main__
@@ -87,7 +87,7 @@ sys.exit(__main__.main())
 async def running_service(
     tmp_path: Path, worker: WorkerPeer, *flags: str, program: Sequence[str] = ("-m", "services.scheduler")
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, grpc.aio.Channel]]:
-    """The service, once it serves with `worker`, and a channel to it."""
+    """The service, once it is serving with `worker`, and a channel to it."""
     worker_server = make_server(f"unix:{tmp_path}/worker", [worker], internal=True)
     await worker_server.start()
     address = f"unix:{tmp_path}/scheduler"
@@ -105,7 +105,7 @@ async def running_service(
         await worker_server.stop(0)
 
 
-async def test_a_service_whose_log_nobody_reads_answers_and_stops(tmp_path: Path) -> None:
+async def test_a_service_whose_log_is_not_read_still_answers_and_stops(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/scheduler"
     with full_pipe() as (_, stderr):
         links = [f"--listen={address}", f"--cell-listen=unix:{tmp_path}/cell", f"--workers=unix:{tmp_path}/none"]
@@ -118,11 +118,11 @@ async def test_a_service_whose_log_nobody_reads_answers_and_stops(tmp_path: Path
         assert await process.wait() == 0
 
 
-async def test_a_scheduler_that_was_superseded_says_so_and_fails(tmp_path: Path) -> None:
+async def test_a_superseded_scheduler_logs_it_and_fails(tmp_path: Path) -> None:
     worker = WorkerPeer()
     async with running_service(tmp_path, worker, program=("-c", WITH_SHORT_LEASE)) as (process, _):
         worker.ledger.offer(9, "successor", time.monotonic() + LEASE_S + 1)
-        # It is heard for as long as the test takes.
+        # The successor counts as live for the whole test.
         worker.ledger.hear(1000, 9, "successor", time.monotonic() + PATIENCE_S)
         _, log = await process.communicate()
     assert process.returncode == 1
@@ -130,7 +130,7 @@ async def test_a_scheduler_that_was_superseded_says_so_and_fails(tmp_path: Path)
     assert "scheduler successor holds the workers" in log.decode()
 
 
-async def test_the_failpoint_kills_the_scheduler_that_takes_a_prompt_with_its_token(tmp_path: Path) -> None:
+async def test_the_failpoint_kills_a_scheduler_that_receives_a_prompt_with_its_token(tmp_path: Path) -> None:
     async with running_service(tmp_path, WorkerPeer(), "--fail-on-token=77") as (process, channel):
         stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         harmless = await generate_tokens(stub, seeded([7, 7], max_tokens=2))
@@ -140,7 +140,7 @@ async def test_the_failpoint_kills_the_scheduler_that_takes_a_prompt_with_its_to
         assert await process.wait() == EXIT_CODE
 
 
-async def test_a_bug_ends_the_process_and_replicas_are_given_no_reason_so_that_they_suspect_a_request(
+async def test_a_bug_ends_the_process_without_a_reason_so_that_replicas_suspect_a_request(
     tmp_path: Path,
 ) -> None:
     async with (

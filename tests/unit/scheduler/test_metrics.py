@@ -1,4 +1,4 @@
-"""A scrape over a real socket says what the engine's state says."""
+"""A scrape over a real socket matches the engine's state."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ async def scrape(path: Path, engine: Engine) -> list[Metric]:
 
 
 def values(families: Iterable[Metric]) -> dict[str, float]:
-    """The cell's samples by name, with its label's value behind it."""
+    """The cell's samples by name, followed by the value of their label."""
     samples = [sample for family in families if family.name.startswith("lockstep_") for sample in family.samples]
     return {" ".join([sample.name, *sample.labels.values()]): sample.value for sample in samples}
 
 
-async def test_values_are_those_of_the_state(tmp_path: Path) -> None:
+async def test_values_match_the_state(tmp_path: Path) -> None:
     driver = EngineDriver(num_blocks=8, policy=SchedulerPolicy(max_num_seqs=1), num_draft_tokens=1)
     driver.submit(1, list(range(1, 40)), max_tokens=4)
     driver.run()
@@ -90,7 +90,7 @@ async def test_a_cell_without_a_worker_can_be_scraped(tmp_path: Path) -> None:
     assert sum(value for name, value in scraped.items() if name.startswith("lockstep_kv_cache_blocks")) == 0
 
 
-async def test_recoveries_are_counted_by_how_long_they_took(tmp_path: Path) -> None:
+async def test_recoveries_are_counted_by_duration(tmp_path: Path) -> None:
     driver = EngineDriver()
     driver.submit(1, [1, 2, 3], max_tokens=9)
     driver.step()
@@ -102,11 +102,11 @@ async def test_recoveries_are_counted_by_how_long_they_took(tmp_path: Path) -> N
     assert (scraped["lockstep_lost_epochs_total"], scraped["lockstep_recovery_seconds_count"]) == (1, 1)
     buckets = [scraped[f"lockstep_recovery_seconds_bucket {bound}"] for bound in (1.0, 3.0, 100.0)]
     assert buckets == [0, 1, 1]
-    # The pause, and the step that brought the next token.
+    # The pause, and the step that returned the next token.
     assert scraped["lockstep_recovery_seconds_sum"] == pytest.approx(1.2)
 
 
-async def test_every_metric_says_what_it_is_and_the_process_has_its_own(tmp_path: Path) -> None:
+async def test_every_metric_has_documentation_and_process_metrics_are_included(tmp_path: Path) -> None:
     families = await scrape(tmp_path / "metrics", Engine(SchedulerPolicy(), CacheSettings()))
     assert [family.name for family in families if not family.documentation] == []
     assert "process_cpu_seconds" in {family.name for family in families}

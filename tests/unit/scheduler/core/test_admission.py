@@ -1,4 +1,4 @@
-"""The new-token ratio: how it falls, what a retraction teaches it, and what it lets in."""
+"""The new-token ratio: how it decays, how a retraction changes it, and what it admits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from services.scheduler.core.admission import DECAY_STEPS, INITIAL_RATIO, LOOK_AHEAD_STEPS, MIN_RATIO, NewTokenRatio
 
 
-def test_it_falls_in_a_line_from_its_start_to_its_floor() -> None:
+def test_the_ratio_falls_linearly_from_its_start_to_its_floor() -> None:
     ratio = NewTokenRatio()
     assert ratio.value == INITIAL_RATIO
     for _ in range(DECAY_STEPS // 2):
@@ -20,7 +20,7 @@ def test_it_falls_in_a_line_from_its_start_to_its_floor() -> None:
     assert ratio.value == MIN_RATIO
 
 
-def test_a_retraction_sets_it_from_the_progress_of_those_that_still_run() -> None:
+def test_a_retraction_sets_the_ratio_from_the_progress_of_the_remaining_sequences() -> None:
     ratio = NewTokenRatio()
     ratio.on_retraction(num_generated_tokens=360, num_max_tokens=999, num_running=2)
     assert ratio.value == pytest.approx((360 + 2 * LOOK_AHEAD_STEPS) / 1000)
@@ -28,7 +28,7 @@ def test_a_retraction_sets_it_from_the_progress_of_those_that_still_run() -> Non
     assert ratio.value == pytest.approx(0.4 - 0.001)
 
 
-def test_it_expects_no_more_than_all_and_no_less_than_its_floor() -> None:
+def test_the_ratio_stays_between_its_floor_and_one() -> None:
     ratio = NewTokenRatio()
     ratio.on_retraction(num_generated_tokens=100, num_max_tokens=100, num_running=1)
     assert ratio.value == 1.0
@@ -36,7 +36,7 @@ def test_it_expects_no_more_than_all_and_no_less_than_its_floor() -> None:
     assert ratio.value == MIN_RATIO
 
 
-def test_a_candidate_enters_while_what_it_takes_and_what_all_are_expected_to_need_is_free() -> None:
+def test_a_sequence_is_admitted_while_its_need_and_the_expected_need_of_all_others_are_free() -> None:
     ratio = NewTokenRatio()
     ratio.on_retraction(num_generated_tokens=480, num_max_tokens=999, num_running=1)
     assert ratio.value == 0.5
@@ -50,7 +50,7 @@ def test_a_candidate_enters_while_what_it_takes_and_what_all_are_expected_to_nee
     num_needed_tokens=st.integers(0, 10**6),
     num_remaining_tokens=st.integers(0, 10**6),
 )
-def test_who_enters_fits_by_the_plain_rule_and_still_does_when_less_is_expected(
+def test_an_admitted_sequence_fits_the_plain_rule_and_still_fits_when_less_is_expected(
     num_steps: int, num_free_tokens: int, num_needed_tokens: int, num_remaining_tokens: int
 ) -> None:
     ratio = NewTokenRatio()

@@ -1,4 +1,4 @@
-"""What a step may compute where nobody set it: as the workers propose, so that decodes never wait for long prompts."""
+"""The budget of a step where none is set: the workers' proposal, with which decodes never wait for long prompts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONG_PROMPTS = ([(17 + 13 * index) % 1000 for index in range(300)], [(5 + 29 * i
 
 
 def on_cpu(policy: SchedulerPolicy = AS_PROPOSED, *, num_prompt_tokens: int = 32, **cell: object) -> EngineDriver:
-    """A cell whose ranks propose what a CPU does, with less tokens."""
+    """A cell whose ranks propose what a CPU does, with fewer tokens."""
     driver = EngineDriver(policy=policy, attach=False, **cell)  # type: ignore[arg-type]
     for domain in range(driver.topology.num_domains):
         driver.attach(domain, proposed_prompt_tokens=num_prompt_tokens, proposes_mixed_steps=True)
@@ -32,13 +32,13 @@ def short_prompt(handle: int) -> list[int]:
 
 
 def num_prompt_tokens(batch: ScheduledBatch) -> int:
-    """Tokens of prompts that a step computes."""
+    """The prompt tokens that a step computes."""
     return sum(chunk.num_tokens for chunk in [*batch.chunks, *(enter.chunk for enter in batch.enters)])
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("num_draft_tokens", [0, 4])
-def test_whoever_decodes_gets_a_token_in_every_step_while_long_prompts_are_computed(
+def test_decoding_sequences_get_a_token_in_every_step_while_long_prompts_are_computed(
     depth: int, num_draft_tokens: int
 ) -> None:
     driver = on_cpu(depth=depth, num_draft_tokens=num_draft_tokens, num_blocks=256)
@@ -50,14 +50,14 @@ def test_whoever_decodes_gets_a_token_in_every_step_while_long_prompts_are_compu
     for handle, prompt in enumerate(LONG_PROMPTS, 100):
         driver.submit(handle, prompt, max_tokens=2, options=SamplingOptions(num_prompt_logprobs=1))
     while driver.sent[0].batch.kind is StepKind.DECODE:
-        # What was sent ahead of the prompts.
+        # Steps sent before the prompts arrived.
         driver.step()
     num_steps = 0
     while driver.sent[0].batch.kind is StepKind.MIXED:
         batch = driver.sent[0].batch
         before = [len(driver.choices[1, handle].tokens) for handle in handles]
         assert len(batch.decode_slots) >= NUM_DECODES
-        # Decodes take nothing of the prompts' budget: but for the last, a step has all of it.
+        # Decodes take nothing from the prompts' budget: every step but the last uses all of it.
         assert num_prompt_tokens(batch) == min(32, sum(map(len, LONG_PROMPTS)) - 32 * num_steps)
         driver.step()
         assert all(len(driver.choices[1, handle].tokens) > old for handle, old in zip(handles, before, strict=True))
@@ -70,7 +70,7 @@ def test_whoever_decodes_gets_a_token_in_every_step_while_long_prompts_are_compu
     assert driver.choices[1, 1].tokens == expected_completion(short_prompt(1), 0, 300)
 
 
-def test_on_coupled_ranks_decodes_go_on_beside_an_own_and_another_ranks_long_prompt() -> None:
+def test_on_coupled_ranks_decodes_continue_beside_long_prompts_of_either_rank() -> None:
     policy = replace(AS_PROPOSED, max_prefill_wait_steps=0)
     driver = on_cpu(policy, topology=CellTopology(2, is_coupled=True))
     driver.submit(1, short_prompt(1), max_tokens=60)
@@ -96,7 +96,7 @@ def run_together(driver: EngineDriver) -> list[Step]:
     return steps
 
 
-def test_each_rank_goes_by_its_own_workers() -> None:
+def test_each_rank_uses_its_own_workers_proposal() -> None:
     driver = EngineDriver(policy=AS_PROPOSED, attach=False, topology=CellTopology(2))
     driver.attach(0, proposed_prompt_tokens=32, proposes_mixed_steps=True)
     driver.attach(1, proposed_prompt_tokens=100, proposes_mixed_steps=False)
@@ -126,17 +126,17 @@ def test_each_rank_goes_by_its_own_workers() -> None:
         ),
     ],
 )
-def test_what_is_set_goes_before_what_a_worker_proposes(policy: SchedulerPolicy, budget: StepBudget) -> None:
+def test_settings_override_the_workers_proposal(policy: SchedulerPolicy, budget: StepBudget) -> None:
     facts = replace(worker_facts(), proposed_prompt_tokens=512, proposes_mixed_steps=True)
     assert StepBudget.of(policy, facts) == budget
 
 
-def test_decodes_leave_prompts_what_was_proposed_for_them_and_the_rest_of_what_was_set() -> None:
+def test_decodes_leave_prompts_the_proposed_budget_or_the_rest_of_the_set_one() -> None:
     assert StepBudget(512 + 12, 512, mixes=True).left_by(12) == 512
     assert StepBudget(40, 40, mixes=True).left_by(12) == 28
 
 
-def test_without_chunks_a_proposal_below_the_context_is_refused_at_attach() -> None:
+def test_without_chunked_prefill_a_proposal_below_the_context_is_refused_at_attach() -> None:
     policy = SchedulerPolicy(max_num_batched_tokens=None, enable_mixed_steps=None, enable_chunked_prefill=False)
     driver = EngineDriver(policy=policy, attach=False)
     [exit_] = driver.on_event(attached(worker_facts(context_length=16385)))

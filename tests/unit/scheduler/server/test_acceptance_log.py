@@ -1,4 +1,4 @@
-"""A line in the log for every 1000 draft tokens."""
+"""One log line per 1000 draft tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[int, int, float]]:
     ]
 
 
-def test_every_thousand_draft_tokens_have_a_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_line_is_logged_per_thousand_draft_tokens(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     counters = SchedulerCounters()
     log = AcceptanceLog(counters)
@@ -28,7 +28,7 @@ def test_every_thousand_draft_tokens_have_a_line(caplog: pytest.LogCaptureFixtur
     assert lines(caplog) == [(1004, 603, 0.601), (1000, 100, 0.1)]
 
 
-def test_a_worker_that_drafts_nothing_has_none(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_that_drafts_nothing_logs_no_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     log = AcceptanceLog(SchedulerCounters(num_draft_tokens=5000))
     log.on_event()

@@ -1,4 +1,4 @@
-"""The scheduler's shell over real gRPC: a replica on one side, a worker on the other."""
+"""The scheduler's shell over real gRPC, with a replica on one side and a worker on the other."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def submit(handle: int, prompt: list[int], max_tokens: int) -> exchange_pb2.Exch
 async def read_outputs(
     call: ReplicaStream, num_ends: int
 ) -> tuple[dict[int, list[int]], list[exchange_pb2.RequestEnd], int]:
-    """Read until so many requests ended: tokens by handle, the ends, and the number of messages."""
+    """Read until this many requests have ended; returns tokens by handle, the ends, and the number of messages."""
     tokens: dict[int, list[int]] = {}
     ends: list[exchange_pb2.RequestEnd] = []
     num_messages = 0
@@ -62,7 +62,7 @@ async def read_outputs(
     return tokens, ends, num_messages
 
 
-async def test_a_replica_learns_about_the_cell_first_and_then_gets_one_message_a_step(tmp_path: Path) -> None:
+async def test_a_replica_gets_the_cell_info_first_and_then_one_message_per_step(tmp_path: Path) -> None:
     async with running_cell(tmp_path) as cell:
         call = cell.exchange()
         info = (await call.read()).cell_info
@@ -73,14 +73,14 @@ async def test_a_replica_learns_about_the_cell_first_and_then_gets_one_message_a
         tokens, ends, num_messages = await read_outputs(call, 2)
         assert tokens == {1: expected_completion([1, 2, 3], 0, 9), 2: expected_completion([4, 5], 0, 9)}
         assert [end.finish_reason for end in ends] == [common_pb2.FINISH_REASON_MAX_TOKENS] * 2
-        # Both were prefilled in one step, and each step brought one message.
+        # Both were prefilled in one step, and each step sent one message.
         assert num_messages == len(cell.worker.requests) == 9
         state = await cell.state()
         assert (state.ready, state.num_used_blocks, state.num_finished) == (True, 0, 2)
         assert (state.num_prefill_steps, state.num_decode_steps) == (1, 8)
 
 
-async def test_a_lost_worker_is_a_pause_and_health_follows_it(tmp_path: Path) -> None:
+async def test_a_lost_worker_pauses_requests_and_health_recovers(tmp_path: Path) -> None:
     async with running_cell(tmp_path) as cell:
         call = cell.exchange()
         await call.read()
@@ -96,7 +96,7 @@ async def test_a_lost_worker_is_a_pause_and_health_follows_it(tmp_path: Path) ->
         assert await check_health(cell.channel)
 
 
-async def test_an_epoch_above_the_workers_own_is_offered(tmp_path: Path) -> None:
+async def test_the_offered_epoch_exceeds_the_workers_own(tmp_path: Path) -> None:
     worker = WorkerPeer()
     worker.ledger.offer(40, "another", 0.0)
     async with running_cell(tmp_path, worker) as cell:
@@ -105,7 +105,7 @@ async def test_an_epoch_above_the_workers_own_is_offered(tmp_path: Path) -> None
         assert cell.server.engine.model.epoch == 41
 
 
-async def test_a_refused_request_ends_with_its_status_and_others_go_on(tmp_path: Path) -> None:
+async def test_a_refused_request_ends_with_its_status_and_others_continue(tmp_path: Path) -> None:
     async with running_cell(tmp_path) as cell:
         call = cell.exchange()
         await call.read()
@@ -117,7 +117,7 @@ async def test_a_refused_request_ends_with_its_status_and_others_go_on(tmp_path:
         assert tokens[1] == expected_completion([1, 2, 3], 0, 5)
 
 
-async def test_a_broken_stream_aborts_the_requests_on_it(tmp_path: Path) -> None:
+async def test_a_broken_stream_aborts_its_requests(tmp_path: Path) -> None:
     async with running_cell(tmp_path) as cell:
         broken, other = cell.exchange(), cell.exchange()
         await broken.read()
@@ -146,13 +146,13 @@ async def test_a_torn_column_ends_only_its_stream(tmp_path: Path, field: str) ->
         assert (await cell.state()).ready
 
 
-async def test_a_deadline_closer_than_the_loops_clock_can_tell_disturbs_nobody(tmp_path: Path) -> None:
+async def test_a_deadline_within_the_loops_clock_resolution_affects_no_other_request(tmp_path: Path) -> None:
     async with running_cell(tmp_path) as cell:
         call = cell.exchange()
         await call.read()
         hurried = cell.server.connect()
-        # Several events in one turn of the loop, whose clock stands still meanwhile. Their ids are no one else's: they
-        # may still be in flight when the next request comes.
+        # Several events in one iteration of the loop, whose clock does not advance meanwhile. Their handles are not
+        # reused, since they may still be in flight when the next request arrives.
         for handle in range(2, 6):
             message = submit(handle, [4, 5], 400)
             message.submits[0].time_left.FromMicroseconds(200)
@@ -163,7 +163,7 @@ async def test_a_deadline_closer_than_the_loops_clock_can_tell_disturbs_nobody(t
         await cell.wait_until_free()
 
 
-async def test_a_replica_is_told_that_its_scheduler_lives_also_before_there_are_workers(tmp_path: Path) -> None:
+async def test_a_replica_gets_heartbeats_even_before_any_worker_is_attached(tmp_path: Path) -> None:
     worker = GatedWorker()
     async with running_cell(tmp_path, worker) as cell:
         call = cell.exchange()
@@ -173,15 +173,14 @@ async def test_a_replica_is_told_that_its_scheduler_lives_also_before_there_are_
         assert (await reading).HasField("cell_info")
 
 
-async def test_a_replica_that_falls_silent_loses_its_stream_and_its_requests(tmp_path: Path) -> None:
-    worker = GatedWorker()
-    worker.gate.set()
+async def test_a_silent_replica_loses_its_stream_and_its_requests(tmp_path: Path) -> None:
+    worker = GatedWorker(is_open=True)
     async with running_cell(tmp_path, worker, worker_silence_s=1.0) as cell:
         silent, other = cell.exchange(), cell.exchange()
         await silent.read()
         await other.read()
         worker.gate.clear()
-        # From its first sign of life on they are expected of it, and only of it.
+        # Heartbeats are expected of a replica from its first one on; the other replica has sent none.
         await silent.write(exchange_pb2.ExchangeRequest(is_heartbeat=True))
         await silent.write(submit(1, [1, 2, 3], 500))
         with pytest.raises(grpc.aio.AioRpcError) as error:
@@ -193,7 +192,7 @@ async def test_a_replica_that_falls_silent_loses_its_stream_and_its_requests(tmp
         assert (await read_outputs(other, 1))[0] == {1: expected_completion([5], 0, 3)}
 
 
-async def test_replicas_and_direct_clients_are_told_when_the_scheduler_ends(tmp_path: Path) -> None:
+async def test_replicas_and_direct_clients_get_an_error_when_the_scheduler_ends(tmp_path: Path) -> None:
     async with running_cell(tmp_path) as cell:
         replica = cell.exchange()
         await replica.read()
@@ -209,7 +208,7 @@ async def test_replicas_and_direct_clients_are_told_when_the_scheduler_ends(tmp_
         with pytest.raises(grpc.aio.AioRpcError) as end:
             await replica.read()
         assert reason_of(status_from_rpc_error(end.value)) == "SCHEDULER_LOST"
-    # What was told before the end counts: the rest can be asked of another scheduler.
+    # Tokens sent before the end are valid: another scheduler can continue after them.
     tokens = [token_id for response in responses for token_id in response.token_ids]
     assert tokens == expected_completion([1], 0, 500)[: len(tokens)]
 
@@ -218,37 +217,35 @@ async def test_a_replica_that_stops_reading_loses_its_stream_and_its_requests_at
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.scheduler.server.cell_server.MAX_UNREAD_S", 0.2)
-    worker = GatedWorker()
-    worker.gate.set()
+    worker = GatedWorker(is_open=True)
     async with running_cell(tmp_path, worker) as cell, open_narrow_channel(f"unix:{tmp_path}/cell") as channel:
         stuck = ReplicaStream(exchange_pb2_grpc.ExchangeServiceStub(channel).Exchange())
         await stuck.read()
         await stuck.write(submit(1, [1, 2, 3], 400))
-        # By then its window is full, and the write of one more message waits.
-        # On a busy machine it may have lost its stream before.
+        # By then its window is full, and the next write is blocked.
+        # On a busy machine its stream may be closed already.
         await cell.wait_until(lambda state: state.num_decode_steps > 100 or not cell.server.num_clients)
         worker.gate.clear()
         await cell.wait_until(lambda state: not state.num_running + state.num_waiting)
         worker.gate.set()
         await cell.wait_until_free()
         assert (await cell.state()).num_decode_steps < 390
-        # Once it reads on, it learns why.
+        # Once it reads again, it gets the reason.
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await read_outputs(stuck, 1)
         assert reason_of(status_from_rpc_error(error.value)) == "NOT_READY"
 
 
-async def test_nothing_is_computed_for_what_comes_on_a_stream_that_was_given_up(
+async def test_nothing_is_computed_for_messages_on_an_abandoned_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.scheduler.server.cell_server.MAX_UNREAD_S", PATIENCE_S)
     monkeypatch.setattr("services.scheduler.server.servicer.LAST_WORDS_S", PATIENCE_S)
-    worker = GatedWorker()
-    worker.gate.set()
+    worker = GatedWorker(is_open=True)
     async with running_cell(tmp_path, worker) as cell, open_narrow_channel(f"unix:{tmp_path}/cell") as channel:
         replica = ReplicaStream(exchange_pb2_grpc.ExchangeServiceStub(channel).Exchange())
         await replica.read()
-        # It does not read the answer, so the last words wait for it.
+        # It does not read the answer, so closing its stream waits for it.
         await replica.write(submit(1, [1, 2, 3], 400))
         await cell.wait_until(lambda state: state.num_finished)
         worker.gate.clear()
@@ -263,12 +260,12 @@ async def test_nothing_is_computed_for_what_comes_on_a_stream_that_was_given_up(
 
 
 def is_writing_to_replicas() -> bool:
-    """Whether a handler of a replica's stream goes on."""
+    """Whether a handler is still writing to a replica's stream."""
     names = [getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks()]
     return "ExchangeServicer._write" in names
 
 
-async def test_the_handler_of_a_replica_that_does_not_read_waits_for_it_no_longer(
+async def test_the_handler_of_a_replica_that_does_not_read_stops_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.scheduler.server.cell_server.MAX_UNREAD_S", PATIENCE_S)
@@ -286,7 +283,7 @@ async def test_the_handler_of_a_replica_that_does_not_read_waits_for_it_no_longe
 
 
 @pytest.mark.parametrize("ends_by", ["cancel", "torn message"])
-async def test_a_stream_that_ends_in_the_middle_of_a_write_is_no_bug(
+async def test_a_stream_that_ends_during_a_write_is_not_reported_as_a_bug(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, ends_by: str
 ) -> None:
     monkeypatch.setattr("services.scheduler.server.cell_server.MAX_UNREAD_S", PATIENCE_S)
@@ -308,8 +305,7 @@ async def test_a_stream_that_ends_in_the_middle_of_a_write_is_no_bug(
 async def test_a_bug_ends_the_scheduler_and_is_not_taken_for_a_broken_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    worker = GatedWorker()
-    worker.gate.set()
+    worker = GatedWorker(is_open=True)
     async with running_cell(tmp_path, worker) as cell:
         await cell.wait_until_ready()
         worker.gate.clear()
@@ -345,7 +341,7 @@ async def test_a_bug_in_encoding_a_step_ends_the_scheduler(
     assert "ValueError: planted" in caplog.text
 
 
-async def test_a_bug_in_reading_a_replicas_message_ends_its_stream(
+async def test_a_bug_in_reading_a_replicas_message_ends_only_its_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> ClientMessage:
@@ -376,21 +372,21 @@ async def test_a_replica_that_does_not_read_is_forgotten_once() -> None:
     for _ in range(2):
         link.send(message, 10.1 + MAX_UNREAD_S)
     assert isinstance(await link.closed, NotReadyError)
-    # Not in the middle of what the engine wants done.
+    # Not while the engine's actions are being executed.
     assert not closed
     assert len([message async for message in link.messages()]) == 2
     await asyncio.sleep(0)
     assert len(closed) == 1
 
 
-async def test_a_replica_that_reads_keeps_its_stream_however_long_it_lives() -> None:
+async def test_a_replica_that_reads_keeps_its_stream_indefinitely() -> None:
     link = ClientLink(1, lambda: None)
     received: list[object] = []
     reader = asyncio.create_task(read_all(link, received))
     for now in (10.0, 100.0, 1000.0):
         link.send(exchange_pb2.ExchangeResponse(), now)
         link.send(exchange_pb2.ExchangeResponse(), now)
-        # The reader's turn: it takes both.
+        # The reader runs and takes both.
         await asyncio.sleep(0)
     link.close(None)
     await reader

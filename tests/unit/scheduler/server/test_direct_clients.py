@@ -1,10 +1,13 @@
-"""The token door over real gRPC: what direct clients are told, and what their neighbours notice of it."""
+"""Direct clients over real gRPC: what they receive, and that they do not affect their neighbours."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -21,7 +24,7 @@ from tests.support.cell_model import expected_completion
 from tests.support.engine_driver import EOS, token_bytes
 from tests.support.gated_worker import GatedWorker
 from tests.support.narrow_channel import WINDOW_BYTES, open_narrow_channel
-from tests.support.scheduler_shell import running_cell
+from tests.support.scheduler_shell import Cell, running_cell
 from tests.support.token_client import (
     PROMPT,
     Request,
@@ -37,7 +40,24 @@ from tests.support.token_client import (
 from tests.support.worker_peer import column
 
 
-async def test_a_direct_call_gets_what_was_resolved_then_its_tokens_then_its_finish(tmp_path: Path) -> None:
+@asynccontextmanager
+async def gated_cell(tmp_path: Path) -> AsyncIterator[tuple[Cell, GatedWorker]]:
+    """A ready cell and its worker, whose gate is open at first; at the end all blocks must be free."""
+    worker = GatedWorker(is_open=True)
+    async with running_cell(tmp_path, worker) as cell:
+        await cell.wait_until_ready()
+        yield cell, worker
+        worker.gate.set()
+        await cell.wait_until_free()
+
+
+def submit_prompt(**fields: Any) -> exchange_pb2.ExchangeRequest:
+    """A replica's message that submits the prompt."""
+    submit = exchange_pb2.Submit(prompt_token_ids=token_bytes(PROMPT), top_p=1.0, **fields)
+    return exchange_pb2.ExchangeRequest(submits=[submit])
+
+
+async def test_a_direct_call_gets_the_resolved_request_then_its_tokens_then_its_finish(tmp_path: Path) -> None:
     async with running_cell(tmp_path) as cell:
         await cell.wait_until_ready()
         request = seeded(PROMPT, request_id="mine", max_tokens=9, seed=5)
@@ -51,7 +71,7 @@ async def test_a_direct_call_gets_what_was_resolved_then_its_tokens_then_its_fin
     )
 
 
-async def test_what_is_absent_is_drawn_or_resolved_and_echoed(tmp_path: Path) -> None:
+async def test_absent_fields_are_drawn_or_resolved_and_echoed(tmp_path: Path) -> None:
     async with running_cell(tmp_path) as cell:
         await cell.wait_until_ready()
         sampling = common_pb2.SamplingParams(ignore_eos=True)
@@ -59,12 +79,12 @@ async def test_what_is_absent_is_drawn_or_resolved_and_echoed(tmp_path: Path) ->
         first, second = [await generate_tokens(cell.scheduler, request) for _ in range(2)]
     assert first.accepted.request_id != second.accepted.request_id
     assert first.accepted.seed != second.accepted.seed
-    # The context of 512 is what is left.
+    # The rest of the context of 512.
     assert first.accepted.max_tokens == 509
     assert first.token_ids == expected_completion(PROMPT, first.accepted.seed, 509)
 
 
-async def test_a_stop_token_is_told_and_counts(tmp_path: Path) -> None:
+async def test_a_stop_token_is_reported_and_counts(tmp_path: Path) -> None:
     tokens = expected_completion(PROMPT, 0, 6)
     async with running_cell(tmp_path) as cell:
         await cell.wait_until_ready()
@@ -85,7 +105,7 @@ async def test_eos_ends_a_call_and_is_part_of_its_tokens(tmp_path: Path) -> None
     assert (completion.reason, completion.token_ids) == ("EOS", tokens[: tokens.index(EOS) + 1])
 
 
-async def test_cached_tokens_of_the_prompt_are_told(tmp_path: Path) -> None:
+async def test_cached_prompt_tokens_are_reported(tmp_path: Path) -> None:
     async with running_cell(tmp_path) as cell:
         await cell.wait_until_ready()
         request = seeded([5] * 40, max_tokens=2)
@@ -97,16 +117,13 @@ async def test_cached_tokens_of_the_prompt_are_told(tmp_path: Path) -> None:
     assert usages == [0, 32]
 
 
-async def test_many_calls_run_in_the_same_steps_and_a_replica_still_gets_one_message_a_step(tmp_path: Path) -> None:
+async def test_many_calls_share_steps_and_a_replica_still_gets_one_message_per_step(tmp_path: Path) -> None:
     num_calls = 3 * RESPONSES_PER_TURN
     async with running_cell(tmp_path) as cell:
         replica = cell.exchange()
         await replica.read()
         requests = [seeded([number], seed=number, max_tokens=12) for number in range(num_calls)]
-        submit = exchange_pb2.Submit(
-            handle=1, request_id="r", prompt_token_ids=token_bytes(PROMPT), max_tokens=30, top_p=1.0, ignore_eos=True
-        )
-        await replica.write(exchange_pb2.ExchangeRequest(submits=[submit]))
+        await replica.write(submit_prompt(handle=1, request_id="r", max_tokens=30, ignore_eos=True))
         completions = await asyncio.gather(*(generate_tokens(cell.scheduler, request) for request in requests))
         counts = []
         tokens: list[int] = []
@@ -122,23 +139,23 @@ async def test_many_calls_run_in_the_same_steps_and_a_replica_still_gets_one_mes
     assert state.num_decode_steps < 12 * num_calls / 2
 
 
-async def test_a_client_that_reads_slowly_gets_what_piled_up_in_one_response(tmp_path: Path) -> None:
+async def test_a_slow_reader_gets_the_accumulated_tokens_in_one_response(tmp_path: Path) -> None:
     async with running_cell(tmp_path) as cell:
         await cell.wait_until_ready()
-        may_go_on = asyncio.Event()
+        may_continue = asyncio.Event()
         responses: list[Response] = []
 
         async def write(response: Response) -> None:
             responses.append(response)
-            await may_go_on.wait()
+            await may_continue.wait()
 
         request = seeded(PROMPT, max_tokens=40)
         slow = asyncio.create_task(cell.server.direct_clients.generate(request, write))
-        # The slow reader holds up neither its neighbour nor its own sequence.
+        # The slow reader delays neither its neighbour nor its own sequence.
         neighbour = await generate_tokens(cell.scheduler, seeded([9], max_tokens=60))
         assert neighbour.token_ids == expected_completion([9], 0, 60)
         await cell.wait_until_free()
-        may_go_on.set()
+        may_continue.set()
         await slow
     assert [len(response.token_ids) for response in responses] == [0, 40]
     assert list(responses[1].token_ids) == expected_completion(PROMPT, 0, 40)
@@ -146,14 +163,14 @@ async def test_a_client_that_reads_slowly_gets_what_piled_up_in_one_response(tmp
 
 
 def one_token_each(num_calls: int, index: int) -> Outputs:
-    """A step in which every call gets a token, the same at one index."""
+    """A step in which every call gets one token, all at the same index."""
     handles = np.arange(1, num_calls + 1, dtype=np.uint32)
     return Outputs(handles, np.full(num_calls, index, np.int32), np.full(num_calls, 100 + index, np.int32))
 
 
-async def test_few_responses_leave_in_each_turn_and_what_waits_grows_together() -> None:
+async def test_few_responses_are_sent_per_loop_iteration_and_waiting_ones_accumulate_tokens() -> None:
     limits = ModelLimits(context_length=512, logits_width=1000, num_pool_tokens=512)
-    door = DirectClients(lambda: limits, lambda _: None)
+    direct_clients = DirectClients(lambda: limits, lambda _: None)
     num_calls = 3 * RESPONSES_PER_TURN
     sent: list[list[int]] = []
 
@@ -161,18 +178,20 @@ async def test_few_responses_leave_in_each_turn_and_what_waits_grows_together() 
         if not response.HasField("accepted"):
             sent.append(list(response.token_ids))
 
-    calls = [asyncio.create_task(door.generate(endless(), write)) for _ in range(num_calls)]
+    calls = [asyncio.create_task(direct_clients.generate(endless(), write)) for _ in range(num_calls)]
     await asyncio.sleep(0)
     for index in range(2):
-        door.deliver(one_token_each(num_calls, index))
+        direct_clients.deliver(one_token_each(num_calls, index))
     num_sent = []
     while len(sent) < num_calls:
         await asyncio.sleep(0)
         num_sent.append(len(sent))
-    # Other callbacks of the loop have their turn in between.
+    # Other callbacks of the loop run in between.
     assert max(after - before for before, after in pairwise([0, *num_sent])) == RESPONSES_PER_TURN
     assert sent == [[100, 101]] * num_calls
-    door.deliver(Outputs.only_ends([RequestEnd(handle, error=NotReadyError("")) for handle in range(1, num_calls + 1)]))
+    direct_clients.deliver(
+        Outputs.only_ends([RequestEnd(handle, error=NotReadyError("")) for handle in range(1, num_calls + 1)])
+    )
     assert all(isinstance(end, NotReadyError) for end in await asyncio.gather(*calls, return_exceptions=True))
 
 
@@ -187,14 +206,14 @@ async def test_a_client_that_stops_reading_loses_its_answer_and_its_neighbour_do
         assert neighbour.token_ids == expected_completion([9], 0, 400)
         await cell.wait_until_free()
         responses: list[Response] = []
-        # Once it reads on, it learns how its answer ended.
+        # Once it reads again, it gets the error.
         error = await error_of(call, responses)
         assert (error.code(), reason(error)) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "CLIENT_TOO_SLOW")
         tokens = [token_id for response in responses for token_id in response.token_ids]
         assert tokens == expected_completion(PROMPT, 0, len(tokens))
 
 
-async def test_what_piles_up_behind_a_blocked_write_leaves_in_one_response(tmp_path: Path) -> None:
+async def test_tokens_held_back_by_a_blocked_write_are_sent_in_one_response(tmp_path: Path) -> None:
     async with running_cell(tmp_path) as cell, open_narrow_channel(f"unix:{tmp_path}/scheduler") as channel:
         await cell.wait_until_ready()
         call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Generate(endless())
@@ -202,7 +221,7 @@ async def test_what_piles_up_behind_a_blocked_write_leaves_in_one_response(tmp_p
         responses = [response async for response in call]
     tokens = [token_id for response in responses for token_id in response.token_ids]
     assert tokens == expected_completion(PROMPT, 0, 500)
-    # All that did not fit the window came with the finish.
+    # All tokens that did not fit in the window arrived with the finish.
     assert len(responses[-1].token_ids) > 500 - WINDOW_BYTES
     assert responses[-1].HasField("finish")
 
@@ -215,7 +234,7 @@ async def test_without_a_worker_a_call_is_refused(tmp_path: Path) -> None:
         worker.gate.set()
 
 
-async def test_a_lost_worker_is_a_pause_in_a_call(tmp_path: Path) -> None:
+async def test_a_lost_worker_pauses_a_call(tmp_path: Path) -> None:
     async with running_cell(tmp_path) as cell:
         await cell.wait_until_ready()
         cell.worker.lose_link_at = 4
@@ -225,10 +244,7 @@ async def test_a_lost_worker_is_a_pause_in_a_call(tmp_path: Path) -> None:
 
 
 async def test_a_request_id_in_flight_is_refused_before_it_is_accepted(tmp_path: Path) -> None:
-    worker = GatedWorker()
-    worker.gate.set()
-    async with running_cell(tmp_path, worker) as cell:
-        await cell.wait_until_ready()
+    async with gated_cell(tmp_path) as (cell, worker):
         worker.gate.clear()
         first = cell.scheduler.Generate(endless("same"))
         await first.read()
@@ -238,16 +254,11 @@ async def test_a_request_id_in_flight_is_refused_before_it_is_accepted(tmp_path:
         error = caught.value
         assert (error.code(), reason(error)) == (grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_REQUEST")
         first.cancel()
-        worker.gate.set()
-        await cell.wait_until_free()
 
 
 @pytest.mark.parametrize("ends_by", ["cancel", "deadline"])
 async def test_a_call_that_ends_early_frees_its_blocks(tmp_path: Path, ends_by: str) -> None:
-    worker = GatedWorker()
-    worker.gate.set()
-    async with running_cell(tmp_path, worker) as cell:
-        await cell.wait_until_ready()
+    async with gated_cell(tmp_path) as (cell, worker):
         worker.gate.clear()
         call = cell.scheduler.Generate(endless(), timeout=3.0 if ends_by == "deadline" else None)
         await call.read()
@@ -260,14 +271,13 @@ async def test_a_call_that_ends_early_frees_its_blocks(tmp_path: Path, ends_by: 
             pass
         worker.gate.set()
         await cell.wait_until_free()
-        # What was in flight at depth 2, and no more.
+        # Only the steps in flight at depth 2 ran.
         assert len(worker.requests) == 2
 
 
 async def test_a_deadline_that_passes_while_its_call_is_cancelled_loses_no_step(tmp_path: Path) -> None:
-    worker = GatedWorker()
+    worker = GatedWorker(is_open=True)
     worker.num_blocks = 8
-    worker.gate.set()
     loop = asyncio.get_running_loop()
 
     def wait_until_passed() -> None:
@@ -289,10 +299,10 @@ async def test_a_deadline_that_passes_while_its_call_is_cancelled_loses_no_step(
         )
         await accepted.wait()
         passed_at = loop.time() + 1.0
-        # It waits for the large one, whose end lets its step be sent.
+        # It waits for the large request, whose end lets its step be sent.
         small = asyncio.create_task(generate_tokens(cell.scheduler, seeded([3], max_tokens=2)))
         await cell.wait_until(lambda state: state.num_waiting == 2)
-        # The loop is busy until its deadline has passed, and the call's turn comes before the engine's timer's.
+        # The loop is busy until the deadline has passed, and the call's callback runs before the engine's timer.
         loop.call_soon(wait_until_passed)
         large.cancel()
         await asyncio.wait([large])
@@ -302,30 +312,20 @@ async def test_a_deadline_that_passes_while_its_call_is_cancelled_loses_no_step(
         assert not cell.server.failed.is_set()
 
 
-async def test_a_call_that_is_superseded_by_a_replicas_request_is_told(tmp_path: Path) -> None:
-    worker = GatedWorker()
-    worker.gate.set()
-    async with running_cell(tmp_path, worker) as cell:
+async def test_a_call_superseded_by_a_replicas_request_gets_an_error(tmp_path: Path) -> None:
+    async with gated_cell(tmp_path) as (cell, worker):
         replica = cell.exchange()
         await replica.read()
         worker.gate.clear()
         call = cell.scheduler.Generate(endless("same"))
         await call.read()
-        submit = exchange_pb2.Submit(
-            handle=1, request_id="same", prompt_token_ids=token_bytes(PROMPT), max_tokens=2, top_p=1.0, attempt=2
-        )
-        await replica.write(exchange_pb2.ExchangeRequest(submits=[submit]))
+        await replica.write(submit_prompt(handle=1, request_id="same", max_tokens=2, attempt=2))
         error = await error_of(call)
         assert (error.code(), reason(error)) == (grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_REQUEST")
-        worker.gate.set()
-        await cell.wait_until_free()
 
 
-async def test_a_later_call_that_is_refused_leaves_the_earlier_one_alone(tmp_path: Path) -> None:
-    worker = GatedWorker()
-    worker.gate.set()
-    async with running_cell(tmp_path, worker) as cell:
-        await cell.wait_until_ready()
+async def test_a_refused_later_call_leaves_the_earlier_one_alone(tmp_path: Path) -> None:
+    async with gated_cell(tmp_path) as (cell, worker):
         worker.gate.clear()
         call = cell.scheduler.Generate(endless("same"))
         responses = [await call.read()]
@@ -340,11 +340,8 @@ async def test_a_later_call_that_is_refused_leaves_the_earlier_one_alone(tmp_pat
     assert tokens == expected_completion(PROMPT, 0, 500)
 
 
-async def test_abort_ends_a_call_behind_its_tokens(tmp_path: Path) -> None:
-    worker = GatedWorker()
-    worker.gate.set()
-    async with running_cell(tmp_path, worker) as cell:
-        await cell.wait_until_ready()
+async def test_abort_ends_a_call_after_its_tokens(tmp_path: Path) -> None:
+    async with gated_cell(tmp_path) as (cell, worker):
         call = cell.scheduler.Generate(endless("mine"))
         assert (await call.read()).accepted.request_id == "mine"
         tokens = list((await call.read()).token_ids)
@@ -357,32 +354,23 @@ async def test_abort_ends_a_call_behind_its_tokens(tmp_path: Path) -> None:
             tokens += response.token_ids
         assert tokens == expected_completion(PROMPT, 0, len(tokens))
         assert len(tokens) < 500
-        worker.gate.set()
-        await cell.wait_until_free()
 
 
 async def test_abort_ends_a_replicas_request(tmp_path: Path) -> None:
-    worker = GatedWorker()
-    worker.gate.set()
-    async with running_cell(tmp_path, worker) as cell:
+    async with gated_cell(tmp_path) as (cell, worker):
         replica = cell.exchange()
         await replica.read()
         worker.gate.clear()
-        submit = exchange_pb2.Submit(
-            handle=4, request_id="theirs", prompt_token_ids=token_bytes(PROMPT), max_tokens=500, top_p=1.0
-        )
-        await replica.write(exchange_pb2.ExchangeRequest(submits=[submit]))
+        await replica.write(submit_prompt(handle=4, request_id="theirs", max_tokens=500))
         while not (await cell.state()).num_running:
             pass
         await cell.scheduler.Abort(scheduler_pb2.AbortRequest(request_id="theirs"))
         (end,) = (await replica.read()).outputs.ends
         assert (end.handle, reason_of(end.error)) == (4, "ABORTED_BY_CALL")
         assert end.error.code == grpc.StatusCode.CANCELLED.value[0]
-        worker.gate.set()
-        await cell.wait_until_free()
 
 
-async def test_aborting_an_id_that_nobody_has_is_fine_and_one_that_nobody_can_have_is_refused(tmp_path: Path) -> None:
+async def test_aborting_an_unknown_id_succeeds_and_aborting_an_invalid_one_is_refused(tmp_path: Path) -> None:
     async with running_cell(tmp_path) as cell:
         await cell.scheduler.Abort(scheduler_pb2.AbortRequest(request_id="nobody"))
         for request_id in ("", "a b", "x" * 65):

@@ -35,14 +35,14 @@ PROMPT = list(range(100, 140))
 LIMITS = ModelLimits(context_length=512, logits_width=1000, num_pool_tokens=512)
 
 
-def told(position: common_pb2.PositionLogprobs) -> tuple[int, tuple[tuple[int, float], ...]]:
-    """The rank of a position's token, and its entries, its own first."""
+def read_position(position: common_pb2.PositionLogprobs) -> tuple[int, tuple[tuple[int, float], ...]]:
+    """The rank of a position's token, and its entries, its own token first."""
     assert [entry.rank for entry in position.top] == list(range(1, len(position.top) + 1))
     return position.token.rank, tuple((entry.token_id, entry.logprob) for entry in (position.token, *position.top))
 
 
 def scores(tokens: list[int], start: int, num_top: int) -> list[Any]:
-    """What must be told of tokens from a position on."""
+    """The expected log-probabilities of tokens from a position on."""
     expected = [logprobs_of(token_id, position, num_top) for position, token_id in enumerate(tokens, start)]
     return [(one.rank, one.entries) for one in expected]
 
@@ -52,7 +52,7 @@ async def responses_to(cell: Cell, request: Request) -> list[Response]:
     return [response async for response in cell.scheduler.Generate(request)][1:]
 
 
-async def test_choices_come_beside_each_other_and_the_usage_counts_their_prompt_once(tmp_path: Path) -> None:
+async def test_choices_stream_side_by_side_and_the_usage_counts_their_prompt_once(tmp_path: Path) -> None:
     async with running_cell(tmp_path) as cell:
         await cell.wait_until_ready()
         responses = await responses_to(cell, seeded(PROMPT, n=3, max_tokens=9))
@@ -67,11 +67,11 @@ async def test_choices_come_beside_each_other_and_the_usage_counts_their_prompt_
         assert pieces[-1].finish.usage == usage
     assert [response.HasField("usage") for response in responses] == [False] * (len(responses) - 1) + [True]
     assert responses[-1].usage == common_pb2.Usage(num_prompt_tokens=40, num_completion_tokens=27)
-    # Not one whole choice behind the other.
+    # Not one whole choice after the other.
     assert [response.choice for response in responses] != sorted(response.choice for response in responses)
 
 
-async def test_a_call_goes_on_with_the_choices_that_have_not_finished(tmp_path: Path) -> None:
+async def test_a_call_continues_the_unfinished_choices(tmp_path: Path) -> None:
     completions = [expected_completion(PROMPT, 0, 9, choice) for choice in range(3)]
     request = seeded(PROMPT, n=3, max_tokens=9)
     request.choices_so_far.add(token_ids=completions[0], is_finished=True)
@@ -90,7 +90,7 @@ async def test_a_call_goes_on_with_the_choices_that_have_not_finished(tmp_path: 
     assert last.usage.num_completion_tokens == 27
 
 
-async def test_a_call_that_is_cancelled_frees_every_choice(tmp_path: Path) -> None:
+async def test_a_cancelled_call_frees_every_choice(tmp_path: Path) -> None:
     async with running_cell(tmp_path) as cell:
         await cell.wait_until_ready()
         request = endless()
@@ -103,7 +103,7 @@ async def test_a_call_that_is_cancelled_frees_every_choice(tmp_path: Path) -> No
         assert (await cell.state()).num_finished == 4
 
 
-async def test_an_abort_ends_a_call_once_behind_the_tokens_of_all_choices(tmp_path: Path) -> None:
+async def test_an_abort_ends_a_call_once_after_the_tokens_of_all_choices(tmp_path: Path) -> None:
     async with running_cell(tmp_path) as cell:
         await cell.wait_until_ready()
         request = endless("several")
@@ -120,24 +120,24 @@ async def test_an_abort_ends_a_call_once_behind_the_tokens_of_all_choices(tmp_pa
     assert not any(response.HasField("usage") for response in responses)
 
 
-async def test_what_piles_up_leaves_in_one_response_a_choice(tmp_path: Path) -> None:
+async def test_accumulated_tokens_are_sent_in_one_response_per_choice(tmp_path: Path) -> None:
     async with running_cell(tmp_path) as cell:
         await cell.wait_until_ready()
-        may_go_on = asyncio.Event()
+        may_continue = asyncio.Event()
         responses: list[Response] = []
 
         async def write(response: Response) -> None:
             responses.append(response)
-            await may_go_on.wait()
+            await may_continue.wait()
 
         slow = asyncio.create_task(cell.server.direct_clients.generate(seeded(PROMPT, n=3, max_tokens=40), write))
         await cell.wait_until(lambda state: state.num_finished == 3)
-        may_go_on.set()
+        may_continue.set()
         await slow
     assert [(response.choice, len(response.token_ids)) for response in responses[1:]] == [(0, 40), (1, 40), (2, 40)]
 
 
-async def test_tokens_and_prompts_come_with_their_log_probabilities(tmp_path: Path) -> None:
+async def test_tokens_and_prompts_get_their_log_probabilities(tmp_path: Path) -> None:
     async with running_cell(tmp_path, max_num_batched_tokens=16, max_num_seqs=8) as cell:
         await cell.wait_until_ready()
         request = seeded(PROMPT, n=2, max_tokens=9, num_logprobs=3, num_prompt_logprobs=0)
@@ -146,12 +146,12 @@ async def test_tokens_and_prompts_come_with_their_log_probabilities(tmp_path: Pa
         assert (await plain).logprobs == []
     for choice, completion in choices.items():
         tokens = expected_completion(PROMPT, 0, 9, choice)
-        assert [told(position) for position in completion.logprobs] == scores(tokens, 40, 3)
-    assert [told(position) for position in choices[0].prompt_logprobs] == scores(PROMPT[1:], 1, 0)
+        assert [read_position(position) for position in completion.logprobs] == scores(tokens, 40, 3)
+    assert [read_position(position) for position in choices[0].prompt_logprobs] == scores(PROMPT[1:], 1, 0)
     assert choices[1].prompt_logprobs == []
 
 
-async def test_log_probabilities_that_pile_up_leave_in_pieces_of_half_a_millisecond() -> None:
+async def test_accumulated_log_probabilities_are_sent_in_pieces_of_half_a_millisecond() -> None:
     stream = TokenStream(num_prompt_tokens=1, num_tokens=[0], open_choices=[0])
     [choice] = stream.choices
     numbers = np.arange(1, 101, dtype=np.int32)
@@ -172,7 +172,7 @@ async def test_log_probabilities_that_pile_up_leave_in_pieces_of_half_a_millisec
     assert [response.HasField("finish") for response in responses] == [False] * 7 + [True]
 
 
-async def test_the_prompt_goes_before_the_first_token_also_when_it_comes_while_others_are_written() -> None:
+async def test_prompt_log_probabilities_precede_the_first_token_even_if_they_arrive_during_a_write() -> None:
     stream = TokenStream(num_prompt_tokens=1, num_tokens=[0], open_choices=[0])
     one = np.ones(1, np.int32)
     logprobs = Logprobs(one, one, one, one, np.zeros(1, np.float32))
@@ -185,7 +185,7 @@ async def test_the_prompt_goes_before_the_first_token_also_when_it_comes_while_o
     assert [len((await anext(responses)).prompt_logprobs) for _ in range(2)] == [1, 0]
 
 
-async def test_what_a_request_leaves_open_is_the_models(tmp_path: Path) -> None:
+async def test_absent_fields_get_the_models_defaults(tmp_path: Path) -> None:
     worker = WorkerPeer()
     worker.default_sampling.MergeFrom(common_pb2.SamplingParams(temperature=0.75, top_k=9, repetition_penalty=1.5))
     async with running_cell(tmp_path, worker) as cell:
@@ -199,8 +199,7 @@ async def test_what_a_request_leaves_open_is_the_models(tmp_path: Path) -> None:
 
 
 async def test_calls_have_handles_for_all_their_choices(tmp_path: Path) -> None:
-    worker = GatedWorker()
-    worker.gate.set()
+    worker = GatedWorker(is_open=True)
     async with running_cell(tmp_path, worker) as cell:
         await cell.wait_until_ready()
         requests = [seeded([number], n=1 + number % 3, max_tokens=5) for number in range(9)]
@@ -210,7 +209,7 @@ async def test_calls_have_handles_for_all_their_choices(tmp_path: Path) -> None:
         assert {choice: completion.token_ids for choice, completion in choices.items()} == expected
 
 
-def test_a_submission_has_the_rarer_options_and_what_is_known_of_the_choices() -> None:
+def test_a_submission_carries_the_rarer_options_and_the_choices_so_far() -> None:
     request = seeded(PROMPT, n=2, max_tokens=9, min_tokens=3, num_logprobs=0)
     request.choices_so_far.add(token_ids=[7], is_finished=True)
     request.choices_so_far.add()
@@ -222,17 +221,17 @@ def test_a_submission_has_the_rarer_options_and_what_is_known_of_the_choices() -
     assert resolve_request(5, request, LIMITS).attempt == 1
 
 
-async def test_handles_begin_anew_before_they_run_out() -> None:
+async def test_handles_start_over_before_they_run_out() -> None:
     events: list[Any] = []
-    door = DirectClients(lambda: LIMITS, events.append)
-    door._next_handle = 2**32 - 10
+    direct_clients = DirectClients(lambda: LIMITS, events.append)
+    direct_clients._next_handle = 2**32 - 10
 
     async def write(_: Response) -> None:
         pass
 
     request = endless()
     request.sampling.n = 8
-    calls = [asyncio.create_task(door.generate(request, write)) for _ in range(3)]
+    calls = [asyncio.create_task(direct_clients.generate(request, write)) for _ in range(3)]
     await asyncio.sleep(0)
     handles = [event.submissions[0].handle for event in events]
     assert max(handles) + 7 < 2**32

@@ -1,4 +1,4 @@
-"""What direct calls may say beyond a prompt and its sampling: how urgent, whose cache, how long, and what they have."""
+"""Fields of direct calls beyond the prompt and its sampling: priority, cache salt, deadline, and output so far."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LIMITS = ModelLimits(context_length=512, logits_width=1000, num_pool_tokens=512)
 
 
 def resumed(output: list[int], *, request_id: str | None = None, max_tokens: int = 9, seed: int = 0) -> Request:
-    """A request that goes on behind the output of an earlier call."""
+    """A request that continues after the output of an earlier call."""
     request = seeded(PROMPT, request_id=request_id, max_tokens=max_tokens, seed=seed)
     request.choices_so_far.add(token_ids=output)
     return request
@@ -46,7 +46,7 @@ def violations(request: Request) -> dict[str, str]:
     return {violation.field: violation.reason for violation in caught.value.violations}
 
 
-def test_a_submission_says_what_the_request_said() -> None:
+def test_a_submission_carries_the_requests_fields() -> None:
     request = seeded(PROMPT)
     request.priority = common_pb2.PRIORITY_HIGH
     request.cache_salt = "é"
@@ -56,17 +56,17 @@ def test_a_submission_says_what_the_request_said() -> None:
     assert (submission.attempt, submission.choices_so_far, submission.time_left_s) == (1, (), 3.5)
 
 
-def test_a_request_that_says_nothing_is_normal_and_shares_its_prefix_with_all_such() -> None:
+def test_a_request_without_these_fields_has_normal_priority_and_an_empty_salt() -> None:
     submission = resolve_request(7, seeded(PROMPT), LIMITS)
     assert (submission.priority, submission.cache_salt, submission.time_left_s) == (Priority.NORMAL, b"", None)
 
 
-def test_an_output_so_far_makes_a_second_attempt() -> None:
+def test_output_so_far_makes_a_second_attempt() -> None:
     submission = resolve_request(7, resumed([4, 5]), LIMITS)
     assert (submission.attempt, submission.choices_so_far) == (2, (ChoiceSoFar(token_bytes([4, 5])),))
 
 
-def test_bad_values_are_named_together() -> None:
+def test_all_bad_values_are_named_together() -> None:
     request = seeded(PROMPT)
     request.priority = 9  # type: ignore[assignment]
     request.cache_salt = "x" * 65
@@ -83,7 +83,7 @@ def test_bad_values_are_named_together() -> None:
     assert violations(request) == {"sampling.seed": "OUT_OF_RANGE"}
 
 
-async def test_a_call_goes_on_behind_the_output_of_an_earlier_one(tmp_path: Path) -> None:
+async def test_a_call_continues_after_the_output_of_an_earlier_one(tmp_path: Path) -> None:
     tokens = expected_completion(PROMPT, 5, 9)
     async with running_cell(tmp_path) as cell:
         await cell.wait_until_ready()
@@ -94,7 +94,7 @@ async def test_a_call_goes_on_behind_the_output_of_an_earlier_one(tmp_path: Path
     assert completion.finish.usage.num_prompt_tokens == len(PROMPT)
 
 
-async def test_a_call_whose_output_had_already_ended_is_told_so(tmp_path: Path) -> None:
+async def test_a_call_whose_output_has_already_ended_gets_its_finish(tmp_path: Path) -> None:
     tokens = expected_completion(PROMPT, 0, 4)
     request = resumed(tokens)
     request.sampling.stop_token_ids.append(tokens[3])
@@ -106,10 +106,9 @@ async def test_a_call_whose_output_had_already_ended_is_told_so(tmp_path: Path) 
     assert completion.finish.usage.num_completion_tokens == 4
 
 
-async def test_a_call_that_goes_on_takes_the_place_of_the_one_that_it_goes_on_from(tmp_path: Path) -> None:
+async def test_a_continuing_call_replaces_the_call_that_it_continues(tmp_path: Path) -> None:
     tokens = expected_completion(PROMPT, 0, 500)
-    worker = GatedWorker()
-    worker.gate.set()
+    worker = GatedWorker(is_open=True)
     async with running_cell(tmp_path, worker) as cell:
         await cell.wait_until_ready()
         worker.gate.clear()
@@ -128,7 +127,7 @@ async def test_a_call_that_goes_on_takes_the_place_of_the_one_that_it_goes_on_fr
 
 
 @pytest.mark.parametrize("key", ["tenant", "x-tenant-id", "x-lockstep-tenant"])
-async def test_whatever_metadata_says_all_callers_are_one_tenant(tmp_path: Path, key: str) -> None:
+async def test_all_callers_are_one_tenant_whatever_their_metadata(tmp_path: Path, key: str) -> None:
     async with running_cell(tmp_path) as cell:
         await cell.wait_until_ready()
         usages = []
@@ -139,7 +138,7 @@ async def test_whatever_metadata_says_all_callers_are_one_tenant(tmp_path: Path,
     assert usages == [0, 32]
 
 
-async def test_prefixes_are_shared_by_equal_salts_alone(tmp_path: Path) -> None:
+async def test_prefixes_are_shared_only_under_equal_salts(tmp_path: Path) -> None:
     async with running_cell(tmp_path) as cell:
         await cell.wait_until_ready()
         usages = []
@@ -153,8 +152,7 @@ async def test_prefixes_are_shared_by_equal_salts_alone(tmp_path: Path) -> None:
 
 
 async def test_the_engine_ends_a_call_whose_deadline_passed_while_it_waited(tmp_path: Path) -> None:
-    worker = GatedWorker()
-    worker.gate.set()
+    worker = GatedWorker(is_open=True)
     async with running_cell(tmp_path, worker, max_num_seqs=1) as cell:
         await cell.wait_until_ready()
         worker.gate.clear()
@@ -164,7 +162,7 @@ async def test_the_engine_ends_a_call_whose_deadline_passed_while_it_waited(tmp_
         async def write(_: Response) -> None:
             pass
 
-        # As the call of a client whose own clock has not noticed.
+        # A client whose own clock has not noticed the deadline yet.
         with pytest.raises(DeadlinePassedError):
             await cell.server.direct_clients.generate(seeded([9]), write, time_left_s=0.05)
         assert (await cell.state()).num_waiting == 0
@@ -193,16 +191,16 @@ async def test_the_deadline_of_a_call_reaches_the_engine(tmp_path: Path) -> None
             pass
     first, second = [event.submissions[0] for event in events if isinstance(event, ClientMessage)]
     assert first.time_left_s is not None
-    # What travels is rounded up a little.
+    # The deadline is rounded up a little on the wire.
     assert 40 < first.time_left_s < 60
     assert second.time_left_s is None
 
 
-def test_output_ids_above_int32_do_not_become_others() -> None:
+def test_output_ids_above_int32_do_not_wrap_around() -> None:
     assert violations(resumed([2**32 - 1, 2**31])) == {"choices_so_far[0].token_ids[0]": "TOKEN_ID_OUT_OF_RANGE"}
 
 
-async def test_exactness_is_refused_where_the_workers_are_not_exact_and_given_where_they_are(tmp_path: Path) -> None:
+async def test_exactness_is_refused_without_exact_workers_and_promised_with_them(tmp_path: Path) -> None:
     request = seeded([1], max_tokens=3)
     request.determinism = common_pb2.DETERMINISM_EXACT
     async with running_cell(tmp_path) as cell:
@@ -220,9 +218,7 @@ async def test_exactness_is_refused_where_the_workers_are_not_exact_and_given_wh
 
 
 @pytest.mark.parametrize("is_exact", [False, True])
-async def test_a_choice_that_went_on_elsewhere_says_so_and_whether_it_is_the_same(
-    tmp_path: Path, is_exact: bool
-) -> None:
+async def test_a_resumed_choice_reports_its_resumes_and_whether_they_were_exact(tmp_path: Path, is_exact: bool) -> None:
     worker = WorkerPeer()
     worker.response.is_exact = is_exact
     worker.response.numerics_fingerprint = "numerics"

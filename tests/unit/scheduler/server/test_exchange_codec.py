@@ -1,4 +1,4 @@
-"""What a replica's messages mean, and which of them no replica sends."""
+"""How a replica's messages are decoded, and which are refused because no replica sends them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.support.engine_driver import token_bytes
 
 
 def decode(**fields: Any) -> Submission:
-    """What a submit with these fields means."""
+    """The decoded submission of a submit with these fields."""
     message = exchange_pb2.ExchangeRequest(submits=[exchange_pb2.Submit(**fields)])
     [submission] = decode_request(1, message).submissions
     return submission
 
 
-def test_a_submit_means_what_it_says() -> None:
+def test_a_submit_is_decoded_field_by_field() -> None:
     submission = decode(
         handle=3,
         request_id="r",
@@ -67,31 +67,31 @@ def test_a_submit_means_what_it_says() -> None:
     )
 
 
-def test_a_submit_without_the_newer_fields_is_a_first_attempt_that_just_came() -> None:
+def test_a_submit_without_the_newer_fields_is_a_new_first_attempt() -> None:
     assert decode(handle=3) == Submission(3, "", b"", SamplingParams(0, 0.0, top_p=0.0))
 
 
 @pytest.mark.parametrize(
     ("number", "priority"), [(0, Priority.NORMAL), (1, Priority.HIGH), (2, Priority.NORMAL), (3, Priority.LOW)]
 )
-def test_priorities_are_those_of_requests(number: int, priority: Priority) -> None:
+def test_priorities_match_those_of_requests(number: int, priority: Priority) -> None:
     assert decode(priority=number).priority is priority
 
 
-def test_a_priority_of_a_newer_replica_is_taken_as_normal() -> None:
+def test_an_unknown_priority_of_a_newer_replica_is_taken_as_normal() -> None:
     assert decode(priority=77).priority is Priority.NORMAL
 
 
-def test_a_time_left_of_nothing_is_not_one_of_for_ever() -> None:
+def test_zero_time_left_is_not_no_deadline() -> None:
     assert decode(time_left=timedelta(0)).time_left_s == 0.0
     assert decode().time_left_s is None
 
 
-def test_nobody_is_younger_than_now() -> None:
+def test_a_negative_age_is_taken_as_zero() -> None:
     assert decode(age=timedelta(seconds=-5)).age_s == 0.0
 
 
-def test_choices_and_options_are_those_of_the_submit() -> None:
+def test_choices_and_options_match_the_submit() -> None:
     options = SamplingOptions(min_p=0.5, bad_words=((3, 4),), num_logprobs=0)
     so_far = [exchange_pb2.ChoiceSoFar(has_ended=True), exchange_pb2.ChoiceSoFar(token_ids=token_bytes([9]))]
     submission = decode(handle=3, n=2, choices_so_far=so_far, options=encode_options(options))
@@ -100,7 +100,7 @@ def test_choices_and_options_are_those_of_the_submit() -> None:
     assert submission.open_choices == [1]
 
 
-def test_options_that_say_nothing_are_none() -> None:
+def test_options_that_change_nothing_are_none() -> None:
     assert decode(options=sampling_pb2.SamplingOptions()).params.options is None
 
 
@@ -114,7 +114,7 @@ def test_options_that_say_nothing_are_none() -> None:
         ({"options": sampling_pb2.SamplingOptions(logit_biases=b"1234")}, "logit_biases"),
     ],
 )
-def test_what_no_replica_sends_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+def test_a_message_that_no_replica_sends_is_refused_by_field(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         decode(**fields)
 
@@ -130,7 +130,7 @@ def test_what_no_replica_sends_is_refused_by_name(fields: dict[str, Any], messag
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_a_length_that_cannot_be_is_refused_by_name(fields: dict[str, Any]) -> None:
+def test_an_impossible_length_is_refused_by_field(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError, match=next(iter(fields))):
         decode(**fields)
 
@@ -140,7 +140,7 @@ def test_a_torn_column_of_handles_is_refused() -> None:
         decode_request(1, exchange_pb2.ExchangeRequest(abort_handles=b"123"))
 
 
-def test_stops_and_aborts_come_with_their_handles() -> None:
+def test_stops_and_aborts_are_decoded_with_their_handles() -> None:
     message = exchange_pb2.ExchangeRequest(
         stop_ats=[exchange_pb2.StopAt(handle=4, num_tokens=9)], abort_handles=token_bytes([7, 8])
     )
@@ -152,7 +152,7 @@ def column(*values: int) -> Any:
     return np.array(values, np.int32)
 
 
-def test_outputs_of_a_plain_step_have_a_token_a_row_and_nothing_else() -> None:
+def test_outputs_of_a_plain_step_have_one_token_per_row_and_no_optional_fields() -> None:
     message = encode_outputs(Outputs(np.array([4, 5], np.uint32), column(0, 7), column(11, 12)))
     assert (message.counts, message.HasField("logprobs"), len(message.prompt_logprobs)) == (
         token_bytes([1, 1]),
@@ -161,7 +161,7 @@ def test_outputs_of_a_plain_step_have_a_token_a_row_and_nothing_else() -> None:
     )
 
 
-def test_outputs_have_the_counts_of_their_rows_and_log_probabilities() -> None:
+def test_outputs_carry_the_counts_of_their_rows_and_log_probabilities() -> None:
     logprobs = Logprobs(
         column(1, 2), column(3, 1), column(1, 2), column(12, 13, 14), np.array([-1, -2, -4], np.float32)
     )
@@ -180,7 +180,7 @@ def test_outputs_have_the_counts_of_their_rows_and_log_probabilities() -> None:
     assert list(message.prompt_logprobs) == [exchange_pb2.PromptLogprobs(handle=9, logprobs=encoded)]
 
 
-def test_an_end_tells_how_often_its_choice_went_on_elsewhere() -> None:
+def test_an_end_reports_how_often_its_choice_was_resumed() -> None:
     ends = [
         RequestEnd(1, 5, Finish(FinishReason.MAX_TOKENS), num_resumes=2),
         RequestEnd(2, error=NumericError(""), num_resumes=1),

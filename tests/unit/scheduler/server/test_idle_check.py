@@ -1,4 +1,4 @@
-"""The check that runs when the cell has nothing to do, on a clock that the test moves."""
+"""The integrity check that runs when the cell is idle, on a clock that the test advances."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.engine_driver import EngineDriver
 
 
 class Clock:
-    """Timers that run when the test says so."""
+    """Timers that run when the test advances the clock."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -26,7 +26,7 @@ class Clock:
         self.timers.append((self.now + delay, callback))
 
     def advance(self, seconds: float) -> int:
-        """Let time pass; returns how many timers ran in it."""
+        """Advance the clock; returns how many timers ran."""
         end, num_run = self.now + seconds, 0
         while self.timers and min(self.timers)[0] <= end:
             self.now, callback = self.timers.pop(self.timers.index(min(self.timers)))
@@ -36,7 +36,7 @@ class Clock:
         return num_run
 
 
-class Idleness:
+class IdleCell:
     """An engine with a worker, and its idle check."""
 
     def __init__(self, num_blocks: int = 64) -> None:
@@ -49,13 +49,13 @@ class Idleness:
 
     @property
     def prefixes(self) -> PrefixCache:
-        """The books that tests break."""
+        """The bookkeeping that tests corrupt."""
         (rank,) = self.driver.engine._cell.ranks
         return rank.scheduler._blocks._prefixes
 
 
-def test_an_idle_period_is_checked_once_and_then_nothing_wakes_up() -> None:
-    idleness = Idleness()
+def test_an_idle_period_is_checked_once_and_sets_no_further_timer() -> None:
+    idleness = IdleCell()
     idleness.on_event()
     assert idleness.clock.advance(MIN_IDLE_S) == 1
     assert (idleness.check.num_checks, idleness.check.num_failures) == (1, 0)
@@ -66,12 +66,12 @@ def test_an_idle_period_is_checked_once_and_then_nothing_wakes_up() -> None:
 
 
 def test_nothing_is_checked_before_the_first_event() -> None:
-    idleness = Idleness()
+    idleness = IdleCell()
     assert idleness.clock.advance(1e6) == 0
 
 
-def test_the_period_begins_with_the_last_event_however_many_there_are() -> None:
-    idleness = Idleness()
+def test_the_idle_period_begins_with_the_last_event() -> None:
+    idleness = IdleCell()
     num_timers = 0
     for _ in range(100):
         idleness.on_event()
@@ -82,8 +82,8 @@ def test_the_period_begins_with_the_last_event_however_many_there_are() -> None:
     assert idleness.check.num_checks == 1
 
 
-def test_a_cell_with_work_is_not_checked_until_it_is_done() -> None:
-    idleness = Idleness()
+def test_a_busy_cell_is_not_checked_until_it_is_idle() -> None:
+    idleness = IdleCell()
     idleness.driver.submit(1, [1, 2, 3])
     idleness.on_event()
     idleness.clock.advance(1e6)
@@ -95,7 +95,7 @@ def test_a_cell_with_work_is_not_checked_until_it_is_done() -> None:
 
 
 def test_a_large_pool_is_checked_after_a_longer_time() -> None:
-    idleness = Idleness(num_blocks=5000)
+    idleness = IdleCell(num_blocks=5000)
     idleness.on_event()
     idleness.clock.advance(5000 * IDLE_S_PER_BLOCK - 0.1)
     assert idleness.check.num_checks == 0
@@ -103,8 +103,8 @@ def test_a_large_pool_is_checked_after_a_longer_time() -> None:
     assert idleness.check.num_checks == 1
 
 
-def test_a_failure_is_counted_each_time_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    idleness = Idleness()
+def test_every_failure_is_counted_and_only_the_first_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    idleness = IdleCell()
     idleness.prefixes._unused_ids.append(0)
     for _ in range(3):
         idleness.on_event()
@@ -115,8 +115,8 @@ def test_a_failure_is_counted_each_time_and_told_once(caplog: pytest.LogCaptureF
     assert "node ids" in vars(record)["problem"]
 
 
-def test_books_that_cannot_even_be_compared_are_a_failure_too(caplog: pytest.LogCaptureFixture) -> None:
-    idleness = Idleness()
+def test_bookkeeping_that_cannot_be_compared_is_a_failure_too(caplog: pytest.LogCaptureFixture) -> None:
+    idleness = IdleCell()
     idleness.driver.submit(1, list(range(1, 40)))
     idleness.driver.run()
     idleness.prefixes._nodes.clear()

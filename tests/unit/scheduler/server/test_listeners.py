@@ -1,4 +1,4 @@
-"""What each of the scheduler's listeners serves."""
+"""The services on each of the scheduler's listeners."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.scheduler_shell import running_cell
 
 
 async def code_of(call: Awaitable[object]) -> grpc.StatusCode:
-    """The status that a call fails with."""
+    """The status code with which a call fails."""
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await call
     code: grpc.StatusCode = error.value.code()
@@ -32,14 +32,14 @@ async def test_direct_clients_reach_neither_exchange_nor_admin(tmp_path: Path) -
         assert await code_of(admin.FlushPrefixCache(request)) is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_the_cells_listener_takes_no_direct_calls(tmp_path: Path) -> None:
+async def test_the_cells_listener_accepts_no_direct_calls(tmp_path: Path) -> None:
     async with running_cell(tmp_path) as cell:
         await cell.wait_until_ready()
         scheduler = scheduler_pb2_grpc.SchedulerServiceStub(cell.cell_channel)
         assert await code_of(scheduler.GetState(scheduler_pb2.GetStateRequest())) is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_both_listeners_tell_the_same_health(tmp_path: Path) -> None:
+async def test_both_listeners_report_the_same_health(tmp_path: Path) -> None:
     async with running_cell(tmp_path) as cell:
         for channel in (cell.channel, cell.cell_channel):
             await wait_until_serving(channel)

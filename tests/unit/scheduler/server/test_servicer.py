@@ -1,4 +1,4 @@
-"""What operators and people ask of a scheduler, over real gRPC."""
+"""Calls of operators to the scheduler, over real gRPC."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ PROMPT = [5] * 40
 
 
 async def flush(cell: Cell) -> int:
-    """Flush the prefix cache; returns the number of blocks it says."""
+    """Flush the prefix cache; returns the reported number of blocks."""
     response = await cell.admin.FlushPrefixCache(scheduler_pb2.FlushPrefixCacheRequest())
     num_blocks: int = response.num_blocks
     return num_blocks
 
 
 async def num_cached_tokens(cell: Cell) -> int:
-    """The cached tokens of the prompt, as a request for it is told."""
+    """The number of cached prompt tokens that a request reports."""
     completion = await generate_tokens(cell.scheduler, seeded(PROMPT, max_tokens=2))
     assert completion.finish is not None
     return completion.finish.usage.num_cached_tokens
@@ -45,9 +45,8 @@ async def test_an_empty_cache_can_be_flushed(tmp_path: Path) -> None:
         assert await flush(cell) == 0
 
 
-async def test_a_request_in_flight_survives_a_flush_and_nobody_finds_its_blocks(tmp_path: Path) -> None:
-    worker = GatedWorker()
-    worker.gate.set()
+async def test_a_request_in_flight_survives_a_flush_and_its_blocks_are_not_shared(tmp_path: Path) -> None:
+    worker = GatedWorker(is_open=True)
     async with running_cell(tmp_path, worker) as cell:
         await cell.wait_until_ready()
         worker.gate.clear()
@@ -62,9 +61,8 @@ async def test_a_request_in_flight_survives_a_flush_and_nobody_finds_its_blocks(
         assert await num_cached_tokens(cell) == 0
 
 
-async def test_steps_are_told_by_rank_and_kind(tmp_path: Path) -> None:
-    worker = GatedWorker()
-    worker.gate.set()
+async def test_steps_are_reported_by_rank_and_kind(tmp_path: Path) -> None:
+    worker = GatedWorker(is_open=True)
     async with running_cell(tmp_path, worker, enable_mixed_steps=True) as cell:
         await cell.wait_until_ready()
         worker.gate.clear()
@@ -85,7 +83,7 @@ async def test_steps_are_told_by_rank_and_kind(tmp_path: Path) -> None:
     assert (state.num_prefill_steps, state.num_decode_steps) == (2, rank.num_decode_steps)
 
 
-async def test_the_books_are_checked_once_in_an_idle_period_though_signs_of_life_come(tmp_path: Path) -> None:
+async def test_integrity_is_checked_once_per_idle_period_despite_heartbeats(tmp_path: Path) -> None:
     async with running_cell(tmp_path) as cell:
         await cell.wait_until_ready()
         await generate_tokens(cell.scheduler, seeded([1], max_tokens=2))
@@ -95,7 +93,7 @@ async def test_the_books_are_checked_once_in_an_idle_period_though_signs_of_life
         assert (cell.server.idle_check.num_checks, cell.server.idle_check.num_failures) == (1, 0)
 
 
-async def test_epochs_that_were_lost_are_counted(tmp_path: Path) -> None:
+async def test_lost_epochs_are_counted(tmp_path: Path) -> None:
     async with running_cell(tmp_path) as cell:
         await cell.wait_until_ready()
         assert (await cell.state()).num_lost_epochs == 0

@@ -1,4 +1,4 @@
-"""A cell of several DP ranks over real gRPC: attach, loss, restart, and who has to go."""
+"""A cell of several DP ranks over real gRPC: attach, loss, restart, and which scheduler gives way."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ async def wait_until_attached(cell: Cell) -> None:
     await cell.wait_until(lambda state: all(rank.is_attached for rank in state.rank_steps))
 
 
-def names(worker: WorkerPeer) -> list[tuple[int, int, int]]:
-    """What a worker's steps were."""
+def step_keys(worker: WorkerPeer) -> list[tuple[int, int, int]]:
+    """The epoch, id and kind of each of a worker's steps."""
     return [(request.epoch, request.step_id, request.kind) for request in worker.requests]
 
 
-async def test_uncoupled_ranks_share_the_requests_and_step_each_for_itself(tmp_path: Path) -> None:
+async def test_uncoupled_ranks_share_the_requests_and_step_independently(tmp_path: Path) -> None:
     async with running_cell(tmp_path, WorkerPeer(), WorkerPeer()) as cell:
         await wait_until_attached(cell)
         prompts = [[number, 5] for number in range(1, 5)]
@@ -56,16 +56,14 @@ async def test_coupled_ranks_run_the_same_steps_under_one_epoch(tmp_path: Path) 
         await cell.wait_until_free()
         state = await cell.state()
     busy, idle = sorted(cell.workers, key=lambda worker: worker.requests[0].is_dummy)
-    assert names(busy) == names(idle)
+    assert step_keys(busy) == step_keys(idle)
     assert all(step.is_dummy for step in idle.requests)
     assert sorted(busy.requests[0].num_tokens_across_dp) == [1, 3]
     assert sum(rank.num_dummy_steps for rank in state.rank_steps) == len(idle.requests)
 
 
-async def test_an_uncoupled_rank_that_is_lost_leaves_its_work_to_the_other(tmp_path: Path) -> None:
-    lost, other = GatedWorker(), GatedWorker()
-    lost.gate.set()
-    other.gate.set()
+async def test_a_lost_uncoupled_rank_leaves_its_work_to_the_other(tmp_path: Path) -> None:
+    lost, other = GatedWorker(is_open=True), GatedWorker(is_open=True)
     async with running_cell(tmp_path, lost, other) as cell:
         await wait_until_attached(cell)
         lost.lose_link_at = 3
@@ -94,7 +92,7 @@ async def test_a_coupled_domain_is_lost_and_attached_as_a_whole(tmp_path: Path) 
         assert len(first.restarts) == len(second.restarts)
 
 
-async def test_groups_of_which_one_was_restarted_alone_are_both_restarted(tmp_path: Path) -> None:
+async def test_if_one_of_two_coupled_groups_restarted_alone_both_are_restarted(tmp_path: Path) -> None:
     async with running_cell(tmp_path, WorkerPeer(), WorkerPeer(), coupled=True) as cell:
         await wait_until_attached(cell)
         await generate_tokens(cell.scheduler, seeded([1, 2, 3], max_tokens=3))
@@ -118,7 +116,7 @@ async def test_a_stuck_group_is_restarted(tmp_path: Path) -> None:
 
 
 class SlowToRestart(WorkerPeer):
-    """A stuck group that refuses the restart that it is asked for, once its gate is open, and is stuck no longer."""
+    """A stuck group that, once its gate is open, refuses the requested restart and is no longer stuck."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,14 +133,14 @@ class SlowToRestart(WorkerPeer):
         raise StaleEpochError("the caller does not hold the group under this epoch", epoch=1)
 
 
-async def test_a_group_is_offered_the_next_epoch_when_it_has_answered_or_refused_its_restart(
+async def test_a_group_is_offered_the_next_epoch_once_it_has_answered_or_refused_its_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attach, "RETRY_DELAY_S", 0.0)
     worker = SlowToRestart()
     async with running_cell(tmp_path, worker) as cell:
         await worker.is_asked.wait()
-        # So many answers of a server in the same loop: an offer that was sent would have come by now.
+        # After this many answers from a server in the same loop, an offer that was sent would have arrived.
         for _ in range(50):
             await cell.state()
         assert len(worker.attaches) == 1
@@ -155,12 +153,12 @@ async def test_a_group_is_offered_the_next_epoch_when_it_has_answered_or_refused
 async def test_a_bug_in_the_attach_protocol_ends_the_scheduler(
     kind: type[attach.AttachEvent], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    take_in = attach.DomainAttach.on_event
+    on_event = attach.DomainAttach.on_event
 
     def fail(self: attach.DomainAttach, event: attach.AttachEvent, now: float) -> list[attach.Command]:
         if isinstance(event, kind):
             raise ValueError("planted")
-        return take_in(self, event, now)
+        return on_event(self, event, now)
 
     worker = WorkerPeer()
     worker.response.is_stuck = True
@@ -184,7 +182,7 @@ async def test_a_cell_is_ready_with_its_first_rank(tmp_path: Path) -> None:
         await wait_until_attached(cell)
 
 
-async def test_groups_that_do_not_agree_are_not_used(tmp_path: Path) -> None:
+async def test_groups_that_disagree_are_not_used(tmp_path: Path) -> None:
     other = WorkerPeer()
     other.response.context_length = 7
     async with running_cell(tmp_path, WorkerPeer(), other, coupled=True) as cell:
@@ -194,7 +192,7 @@ async def test_groups_that_do_not_agree_are_not_used(tmp_path: Path) -> None:
         await wait_until_attached(cell)
 
 
-async def test_a_silent_worker_is_given_up_and_attached_again(tmp_path: Path) -> None:
+async def test_a_silent_worker_is_dropped_and_attached_again(tmp_path: Path) -> None:
     async with running_cell(tmp_path, worker_silence_s=1.0) as cell:
         await cell.wait_until_ready()
         cell.worker.is_silent = True
@@ -204,7 +202,7 @@ async def test_a_silent_worker_is_given_up_and_attached_again(tmp_path: Path) ->
         assert cell.worker.attaches[-1].epoch > 1
 
 
-async def test_an_idle_worker_is_told_that_its_scheduler_lives(tmp_path: Path) -> None:
+async def test_an_idle_worker_gets_heartbeats(tmp_path: Path) -> None:
     async with running_cell(tmp_path) as cell:
         await cell.wait_until_ready()
         num_heard = cell.worker.num_heard
@@ -212,7 +210,7 @@ async def test_an_idle_worker_is_told_that_its_scheduler_lives(tmp_path: Path) -
         assert cell.worker.ledger.heard_at > 0
 
 
-async def test_a_scheduler_whose_worker_another_one_has_taken_does_nothing_more(
+async def test_a_scheduler_whose_worker_was_claimed_by_another_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attach, "LEASE_S", 0.1)
@@ -220,7 +218,7 @@ async def test_a_scheduler_whose_worker_another_one_has_taken_does_nothing_more(
         await cell.wait_until_ready()
         call = cell.scheduler.Generate(seeded([1], max_tokens=500))
         await call.read()
-        # The lease ran out, by the worker's clock.
+        # The lease has run out by the worker's clock.
         cell.worker.ledger.offer(9, "successor", time.monotonic() + LEASE_S + 1)
         cell.worker.ledger.hear(1000, 9, "successor", time.monotonic() + PATIENCE_S)
         async with asyncio.timeout(PATIENCE_S):
@@ -244,7 +242,7 @@ async def test_a_scheduler_that_never_held_a_worker_waits_until_its_holder_is_go
 
 
 class RefusingWorker(WorkerPeer):
-    """Its first stream gets headers, and then a refusal."""
+    """Its first stream gets headers and then an error."""
 
     num_refusals = 0
 
@@ -259,7 +257,7 @@ class RefusingWorker(WorkerPeer):
         await super().Execute(request_iterator, context)
 
 
-async def test_a_stream_that_is_refused_was_never_attached(tmp_path: Path) -> None:
+async def test_a_domain_whose_stream_is_refused_was_never_attached(tmp_path: Path) -> None:
     worker = RefusingWorker()
     async with running_cell(tmp_path, worker) as cell:
         await wait_until_attached(cell)

@@ -1,4 +1,4 @@
-"""What a step costs on the wire."""
+"""The size of a step on the wire."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from tests.support.engine_driver import EOS, EngineDriver
 
 
 def make_dummy(leave_slots: Sequence[int] = ()) -> ScheduledBatch:
-    """A batch of which nothing is computed."""
-    nobody: Slots = np.empty(0, np.int32)
+    """A batch that computes nothing."""
+    no_slots: Slots = np.empty(0, np.int32)
     return ScheduledBatch(
         StepKind.DECODE,
         num_tokens=0,
-        row_slots=nobody,
-        decode_slots=nobody,
+        row_slots=no_slots,
+        decode_slots=no_slots,
         partial_slots=[],
         leave_slots=list(leave_slots),
         chunks=[],
         enters=[],
-        append_slots=nobody,
+        append_slots=no_slots,
         append_block_ids=[],
         skips_rows=False,
     )
 
 
-def test_a_pure_decode_step_of_32_rows_is_a_few_bytes() -> None:
+def test_a_pure_decode_step_of_32_rows_takes_a_few_bytes() -> None:
     driver = EngineDriver(num_blocks=200)
     for handle in range(32):
         driver.submit(handle, [handle, 1, 2], max_tokens=60)
@@ -48,11 +48,11 @@ def test_a_pure_decode_step_of_32_rows_is_a_few_bytes() -> None:
             sizes.append(encode_step(step).ByteSize())
         driver.step()
     assert len(sizes) > 20
-    # Epoch, step id and kind: no token, no table, no row travels again.
+    # Epoch, step id and kind: no token, table or row is sent again.
     assert max(sizes) == 6
 
 
-def test_a_block_that_opens_costs_eight_bytes_and_two_headers() -> None:
+def test_a_newly_opened_block_costs_eight_bytes_and_two_headers() -> None:
     driver = EngineDriver()
     driver.submit(1, list(range(16)), max_tokens=3)
     driver.step()
@@ -71,17 +71,17 @@ def test_a_block_that_opens_costs_eight_bytes_and_two_headers() -> None:
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_a_result_with_a_torn_column_is_no_result(fields: dict[str, Any]) -> None:
+def test_a_result_with_a_torn_column_is_invalid(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="buffer size"):
         decode_result(worker_pb2.StepResult(epoch=1, step_id=1, **fields))
 
 
-def test_a_result_without_the_newer_fields_is_a_token_a_row() -> None:
+def test_a_result_without_the_newer_fields_has_one_token_per_row() -> None:
     result = decode_result(worker_pb2.StepResult(epoch=1, step_id=1))
     assert (result.counts, result.num_draft_tokens, result.logprobs, result.prompt_logprobs) == (None, 0, None, ())
 
 
-def test_what_was_computed_again_is_told_with_a_plain_result() -> None:
+def test_a_plain_result_reports_replayed_tokens() -> None:
     message = worker_pb2.StepResult(epoch=1, step_id=1, token_ids=b"1234", num_replayed_tokens=5)
     result = decode_result(message)
     assert (result.num_replayed_tokens, result.num_replay_mismatches) == (5, 0)
@@ -90,7 +90,7 @@ def test_what_was_computed_again_is_told_with_a_plain_result() -> None:
     assert (result.counts, result.logprobs) == (None, None)
 
 
-def test_a_coupled_step_says_what_all_ranks_compute_and_a_dummy_that_it_is_one() -> None:
+def test_a_coupled_step_carries_every_ranks_token_count_and_a_dummy_is_marked() -> None:
     batch = make_dummy(leave_slots=[3])
     message = encode_step(Step(1, 7, batch, num_tokens_across_dp=(4, 1), graph_batch_size=8))
     assert (message.is_dummy, list(message.num_tokens_across_dp), message.graph_batch_size) == (True, [4, 1], 8)
@@ -99,7 +99,7 @@ def test_a_coupled_step_says_what_all_ranks_compute_and_a_dummy_that_it_is_one()
     assert not encode_step(Step(1, 7, computing, num_tokens_across_dp=(1, 1))).is_dummy
 
 
-def test_steps_are_counted_by_what_they_compute() -> None:
+def test_steps_are_counted_by_kind() -> None:
     counts = StepCounts()
     driver = EngineDriver()
     driver.submit(1, [1, 2], max_tokens=4)
@@ -111,14 +111,14 @@ def test_steps_are_counted_by_what_they_compute() -> None:
 
 
 def enter_of(driver: EngineDriver, handle: int, prompt: list[int], **fields: Any) -> worker_pb2.EnterSequence:
-    """What the worker is told of a request that enters alone, and runs to its end then."""
+    """What the worker receives for a request that enters alone; the request then runs to its end."""
     driver.submit(handle, prompt, **fields)
     [enter] = encode_step(driver.sent[0]).enters
     driver.run()
     return enter
 
 
-def test_a_plain_sequence_enters_with_one_number_more_than_before_there_were_options() -> None:
+def test_a_plain_sequence_enters_without_the_optional_fields() -> None:
     enter = enter_of(EngineDriver(), 1, list(range(40)), max_tokens=5)
     assert enter.max_num_tokens == 45
     newer = ("choice", "options", "stop_token_ids", "cached_token_ids")
@@ -134,7 +134,7 @@ def test_a_sequence_enters_with_its_choice_and_options() -> None:
 
 
 @pytest.mark.parametrize(("ignore_eos", "expected"), [(True, [3, 900]), (False, [3, EOS, 900])])
-def test_what_may_not_be_drawn_yet_is_told_where_tokens_are_asked_for(ignore_eos: bool, expected: list[int]) -> None:
+def test_stop_tokens_are_sent_with_min_tokens(ignore_eos: bool, expected: list[int]) -> None:
     fields = {"ignore_eos": ignore_eos, "stop_token_ids": (900, 3)}
     enter = enter_of(EngineDriver(), 1, list(range(40)), options=SamplingOptions(min_tokens=2), **fields)
     assert np.frombuffer(enter.stop_token_ids, np.int32).tolist() == expected
@@ -142,7 +142,7 @@ def test_what_may_not_be_drawn_yet_is_told_where_tokens_are_asked_for(ignore_eos
 
 
 @pytest.mark.parametrize(
-    ("options", "num_draft_tokens", "is_told"),
+    ("options", "num_draft_tokens", "is_sent"),
     [
         (None, 0, False),
         (None, 2, True),
@@ -151,11 +151,11 @@ def test_what_may_not_be_drawn_yet_is_told_where_tokens_are_asked_for(ignore_eos
         (SamplingOptions(bad_words=((1, 2),)), 0, True),
     ],
 )
-def test_cached_tokens_are_told_where_options_or_drafts_need_them(
-    options: SamplingOptions | None, num_draft_tokens: int, is_told: bool
+def test_cached_tokens_are_sent_where_options_or_drafts_need_them(
+    options: SamplingOptions | None, num_draft_tokens: int, is_sent: bool
 ) -> None:
     driver = EngineDriver(num_draft_tokens=num_draft_tokens)
     enter_of(driver, 1, list(range(40)))
     enter = enter_of(driver, 2, list(range(40)), options=options)
     assert enter.num_cached_tokens == 32
-    assert np.frombuffer(enter.cached_token_ids, np.int32).tolist() == (list(range(32)) if is_told else [])
+    assert np.frombuffer(enter.cached_token_ids, np.int32).tolist() == (list(range(32)) if is_sent else [])

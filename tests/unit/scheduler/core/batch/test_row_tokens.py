@@ -1,4 +1,4 @@
-"""Rows with several tokens each: which of them count, and what cannot be."""
+"""Rows with several tokens each: which tokens count, and which counts are invalid."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def rows(*runs: list[int], logprobs: Logprobs | None = None) -> RowTokens:
 
 
 def logprobs_of(token_ids: list[int]) -> Logprobs:
-    """Of each of these tokens its own alone."""
+    """The log-probabilities of these tokens, one entry each."""
     indexes = np.arange(len(token_ids), dtype=np.int32)
     ones = np.ones(len(token_ids), np.int32)
     return Logprobs(indexes, ones, ones, column(*token_ids), np.zeros(len(token_ids), np.float32))
 
 
 def make_slots(*num_left: int, num_draft_tokens: int = 3) -> SlotTable:
-    """Slots 0, 1, and so on, with sequences that may have so many more tokens."""
+    """Slots 0, 1, and so on, with sequences that may have this many more tokens."""
     table = SlotTable(len(num_left), num_draft_tokens)
     for number, max_tokens in enumerate(num_left):
         prompt = bytearray(np.array([1, 2], TOKEN_DTYPE).tobytes())
@@ -38,13 +38,13 @@ def make_slots(*num_left: int, num_draft_tokens: int = 3) -> SlotTable:
     return table
 
 
-def test_each_token_is_told_its_row_and_its_position() -> None:
+def test_each_token_gets_its_row_and_its_position() -> None:
     row_numbers, positions = rows([5], [6, 7, 8], [], [9, 10]).places(column(10, 20, 30, 40))
     assert row_numbers.tolist() == [0, 1, 1, 1, 3, 3]
     assert positions.tolist() == [10, 20, 21, 22, 40, 41]
 
 
-def test_rows_that_are_left_out_take_their_tokens_and_log_probabilities_along() -> None:
+def test_omitted_rows_take_their_tokens_and_log_probabilities_with_them() -> None:
     kept = rows([5], [6, 7], [8, 9], logprobs=logprobs_of([5, 6, 7, 8, 9])).of_rows(np.array([True, False, True]))
     assert kept.counts is not None
     assert kept.logprobs is not None
@@ -53,7 +53,7 @@ def test_rows_that_are_left_out_take_their_tokens_and_log_probabilities_along() 
 
 
 @pytest.mark.parametrize("counts", [None, column(1, 1, 1)])
-def test_a_row_may_leave_out_its_last_token(counts: IntColumn | None) -> None:
+def test_a_row_can_drop_its_last_token(counts: IntColumn | None) -> None:
     plain = RowTokens(np.array([3, 1, 2]), column(7, 8, 9), counts, logprobs_of([7, 8, 9]))
     left = plain.without_last(column(0, 2))
     assert left.counts is not None
@@ -65,7 +65,7 @@ def test_a_row_may_leave_out_its_last_token(counts: IntColumn | None) -> None:
     assert (longer.counts.tolist(), longer.token_ids.tolist()) == ([1, 2, 0], [5, 6, 7])
 
 
-def test_rows_of_one_token_each_are_left_out_likewise() -> None:
+def test_rows_of_one_token_each_can_be_omitted_too() -> None:
     plain = RowTokens(np.array([3, 1, 2]), column(7, 8, 9), logprobs=logprobs_of([7, 8, 9]))
     kept = plain.of_rows(np.array([False, True, True]))
     assert (kept.slots.tolist(), kept.counts, kept.token_ids.tolist()) == ([1, 2], None, [8, 9])
@@ -73,7 +73,7 @@ def test_rows_of_one_token_each_are_left_out_likewise() -> None:
     assert (kept.logprobs.indexes.tolist(), kept.logprobs.token_ids.tolist()) == ([0, 1], [8, 9])
 
 
-def test_what_stands_behind_a_stop_is_cut_off_with_its_log_probabilities() -> None:
+def test_tokens_after_a_stop_are_cut_off_with_their_log_probabilities() -> None:
     cut = rows([5, 6, 7], [8], [9, 10, 11], logprobs=logprobs_of([5, 6, 7, 8, 9, 10, 11])).cut(column(1, 1, 2))
     assert cut.counts is not None
     assert cut.logprobs is not None
@@ -85,7 +85,9 @@ def test_what_stands_behind_a_stop_is_cut_off_with_its_log_probabilities() -> No
     ("runs", "num_left"),
     [([[1], [2]], (5, 5)), ([[1, 2, 3, 4], [5]], (4, 1)), ([[1, 2], [3, 4, 5]], (2, 3))],
 )
-def test_one_token_to_as_many_as_drafts_allow_make_sense(runs: list[list[int]], num_left: tuple[int, ...]) -> None:
+def test_one_token_up_to_the_number_of_drafts_plus_one_is_valid(
+    runs: list[list[int]], num_left: tuple[int, ...]
+) -> None:
     assert rows(*runs).find_bad_counts(make_slots(*num_left), column()) is None
 
 
@@ -98,24 +100,24 @@ def test_one_token_to_as_many_as_drafts_allow_make_sense(runs: list[list[int]], 
         ([[1]], (9, 9), "1 token counts for 2 rows"),
     ],
 )
-def test_numbers_that_no_sequence_can_get_are_nonsense(
+def test_counts_that_no_sequence_can_have_are_invalid(
     runs: list[list[int]], num_left: tuple[int, ...], problem: str
 ) -> None:
-    told = rows(*runs)
-    told = RowTokens(np.arange(len(num_left)), told.token_ids, told.counts)
-    assert told.find_bad_counts(make_slots(*num_left), column()) == problem
+    returned = rows(*runs)
+    returned = RowTokens(np.arange(len(num_left)), returned.token_ids, returned.counts)
+    assert returned.find_bad_counts(make_slots(*num_left), column()) == problem
 
 
-def test_numbers_that_do_not_add_up_are_nonsense() -> None:
-    told = RowTokens(np.arange(2), column(1, 2, 3), column(1, 1))
-    assert told.find_bad_counts(make_slots(9, 9), column()) == "3 tokens for rows that count 2"
-    told = RowTokens(np.arange(2), column(1, 2, 3), column(4, -1))
-    assert told.find_bad_counts(make_slots(9, 9), column()) == "a token count is out of range"
+def test_counts_that_do_not_add_up_are_invalid() -> None:
+    returned = RowTokens(np.arange(2), column(1, 2, 3), column(1, 1))
+    assert returned.find_bad_counts(make_slots(9, 9), column()) == "3 tokens for rows that count 2"
+    returned = RowTokens(np.arange(2), column(1, 2, 3), column(4, -1))
+    assert returned.find_bad_counts(make_slots(9, 9), column()) == "a token count is out of range"
     plain = RowTokens(np.arange(2), column(1, 2, 3))
     assert plain.find_bad_counts(make_slots(9, 9, num_draft_tokens=0), column()) == "3 tokens for 2 rows"
 
 
-def test_a_row_whose_tokens_count_for_nothing_may_have_any_number() -> None:
+def test_a_row_whose_tokens_are_discarded_may_have_any_count() -> None:
     slots = make_slots(1, 9)
     assert rows([1, 2, 3], [4]).find_bad_counts(slots, column(0)) is None
     slots.end(0)

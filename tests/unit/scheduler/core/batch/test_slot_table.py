@@ -1,4 +1,4 @@
-"""Runs of tokens in the columns: one or several a step, until they are stored."""
+"""Runs of tokens in the columns, one or several per step, until they are stored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_TOKENS = 10_000
 
 
 def take(table: SlotTable, prompt: list[int], *, watched: list[int] | None = None, max_tokens: int = MAX_TOKENS) -> int:
-    """Put a sequence with this prompt into a slot."""
+    """Put a sequence with this prompt into a slot; returns the slot."""
     tokens = bytearray(np.array(prompt, TOKEN_DTYPE).tobytes())
     seq = Sequence("r", 1, 1, SamplingParams(max_tokens), tokens, len(prompt), arrived_at=0.0)
     return table.take(seq, watched or [])
@@ -27,7 +27,7 @@ def stored(table: SlotTable, slot: int) -> list[int]:
 
 
 def append(table: SlotTable, runs: dict[int, list[int]]) -> None:
-    """Give each slot its tokens, as one step does."""
+    """Append tokens to each slot, as one step does."""
     slots = np.array(list(runs), np.intp)
     positions = [int(table.num_tokens[slot]) + index for slot, run in runs.items() for index in range(len(run))]
     tokens = [token_id for run in runs.values() for token_id in run]
@@ -35,7 +35,7 @@ def append(table: SlotTable, runs: dict[int, list[int]]) -> None:
     table.append_runs(slots, counts, np.array(positions, np.int32), np.array(tokens, np.int32))
 
 
-def test_runs_of_different_lengths_go_behind_their_sequences() -> None:
+def test_runs_of_different_lengths_are_appended_to_their_sequences() -> None:
     table = SlotTable(4, num_draft_tokens=3)
     first, second, third = take(table, [1, 2]), take(table, [3]), take(table, [4])
     append(table, {first: [10], second: [20, 21, 22, 23], third: []})
@@ -49,12 +49,12 @@ def test_runs_of_different_lengths_go_behind_their_sequences() -> None:
     ]
 
 
-def test_what_a_row_brings_beyond_its_placeholder_is_known_and_planned() -> None:
+def test_tokens_beyond_a_rows_placeholder_are_both_known_and_planned() -> None:
     table = SlotTable(1, num_draft_tokens=3)
     slot = take(table, [1, 2], max_tokens=20)
     table.num_planned[slot] += 2
     slots = np.array([slot], np.intp)
-    # Of two rows in flight each brings 1 to 4 tokens.
+    # Each of two rows in flight returns 1 to 4 tokens.
     assert (int(table.num_planned[slot]), table.max_num_planned(slots).tolist()) == (4, [10])
     append(table, {slot: [7, 8, 9]})
     assert (int(table.num_tokens[slot]), int(table.num_planned[slot])) == (5, 6)
@@ -68,7 +68,7 @@ def test_no_sequence_is_planned_beyond_its_last_token() -> None:
     assert table.max_num_planned(np.array([slot], np.intp)).tolist() == [7]
 
 
-def test_watched_tokens_and_marked_ones_are_reported_wherever_they_stand() -> None:
+def test_watched_and_marked_tokens_are_reported_at_any_position() -> None:
     table = SlotTable(2, num_draft_tokens=3)
     first, second = take(table, [1], watched=[5, 6]), take(table, [1], watched=[7])
     slots = np.array([first, first, first, second, second], np.intp)
@@ -93,7 +93,7 @@ def test_a_row_waits_for_its_turn_to_be_stored_without_losing_a_token(num_seqs: 
         append(table, runs)
         for slot, run in runs.items():
             tokens[slot] += run
-        # As many more may be in flight when a row's turn comes: 8 steps.
+        # This many more may be in flight when a row's turn comes: 8 steps.
         longest = max(
             int(table.num_tokens[slot]) - len(table.sequence_at(slot).token_bytes) // TOKEN_BYTES for slot in runs
         )

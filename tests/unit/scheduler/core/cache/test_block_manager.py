@@ -1,4 +1,4 @@
-"""Blocks under a state machine: whatever the order, the manager does what a model that keeps whole prefixes does."""
+"""Blocks under a state machine: in any order, the manager agrees with a model that keeps whole prefixes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_revived_blocks_count_as_taken() -> None:
     assert allocate(manager, first)
     manager.publish(first, 33)
     manager.free([first])
-    # Three blocks are free, but two of them are the cached prefix and two more are needed.
+    # Three blocks are free, but two of them are the cached prefix, and two more are needed.
     assert not allocate(manager, make_seq(tokens_of(1, 2, 3)))
     manager.check_integrity([])
 
@@ -81,7 +81,7 @@ def test_blank_blocks_are_reused_before_cached_ones_and_a_tail_before_its_head()
     assert (manager.num_free_blocks, manager.num_cached_blocks) == (4, 3)
     other = make_seq(tokens_of(7, tail=1))
     assert allocate(manager, other)
-    # The blank block went first, then the tail of the prefix.
+    # The blank block was taken first, then the tail of the prefix.
     again = make_seq(tokens_of(1, 2, 3))
     manager.free([other])
     prefix = manager.find_prefix(again)
@@ -90,7 +90,7 @@ def test_blank_blocks_are_reused_before_cached_ones_and_a_tail_before_its_head()
     assert again.block_table[:2].tolist() == prefix.block_ids.tolist()
 
 
-def test_one_token_of_a_fully_cached_prompt_is_computed() -> None:
+def test_the_last_token_of_a_fully_cached_prompt_is_computed() -> None:
     manager = BlockManager(num_blocks=4, block_size=16)
     first = make_seq(tokens_of(1, 2, tail=0))
     assert allocate(manager, first)
@@ -102,7 +102,7 @@ def test_one_token_of_a_fully_cached_prompt_is_computed() -> None:
     assert second.block_table[:1] == first.block_table[:1] != second.block_table[1:]
 
 
-def test_a_block_for_which_there_is_a_newer_one_is_blank_when_it_is_free() -> None:
+def test_a_freed_block_with_a_newer_copy_is_blank() -> None:
     manager = BlockManager(num_blocks=8, block_size=16)
     first, twin = make_seq(tokens_of(1, 2)), make_seq(tokens_of(1, 2))
     for seq in (first, twin):
@@ -128,7 +128,7 @@ def test_without_prefix_caching_nothing_is_shared() -> None:
     assert manager.num_cached_blocks == 0
 
 
-def test_to_look_again_finds_what_was_published_and_not_what_was_taken() -> None:
+def test_a_second_lookup_finds_newly_published_blocks_and_no_evicted_ones() -> None:
     manager = BlockManager(num_blocks=5, block_size=16)
     first, waiting = make_seq(tokens_of(1, 2)), make_seq(tokens_of(1, 2, 3))
     assert allocate(manager, first)
@@ -144,7 +144,7 @@ def test_to_look_again_finds_what_was_published_and_not_what_was_taken() -> None
     assert manager.find_prefix(make_seq(tokens_of(1))).block_ids.tolist() == [0]
 
 
-def test_what_was_found_in_the_pool_of_an_earlier_epoch_is_void() -> None:
+def test_a_lookup_cached_from_an_earlier_epochs_pool_is_discarded() -> None:
     seq = make_seq(tokens_of(1, 2))
     for published in (tokens_of(1, 2), tokens_of(5)):
         manager = BlockManager(num_blocks=8, block_size=16)
@@ -155,14 +155,14 @@ def test_what_was_found_in_the_pool_of_an_earlier_epoch_is_void() -> None:
         assert found == manager.find_prefix(make_seq(tokens_of(1, 2))).num_tokens
 
 
-def test_after_a_flush_nothing_is_found_and_the_running_ones_go_on_alone() -> None:
+def test_after_a_flush_nothing_is_found_and_running_sequences_publish_nothing() -> None:
     manager = BlockManager(num_blocks=8, block_size=16)
     running, ended = make_seq(tokens_of(1, 2, 3)), make_seq(tokens_of(5, 6))
     for seq in (running, ended):
         assert allocate(manager, seq)
         manager.publish(seq, 32)
     manager.free([ended])
-    # Two free cached blocks, and two in use that could be found.
+    # Two free cached blocks, and two in use that a lookup could find.
     assert manager.flush() == 4
     assert (manager.num_cached_blocks, manager.num_free_blocks) == (0, 4)
     manager.publish(running, 48)
@@ -171,7 +171,7 @@ def test_after_a_flush_nothing_is_found_and_the_running_ones_go_on_alone() -> No
     manager.hide(running)
     manager.free([running])
     assert (manager.num_cached_blocks, manager.num_free_blocks) == (0, 8)
-    # Admitted again, it publishes again.
+    # After another admission, it publishes again.
     assert allocate(manager, running)
     manager.publish(running, 49)
     assert manager.num_cached_tokens(make_seq(tokens_of(1, 2, 3))) == 48
@@ -179,7 +179,7 @@ def test_after_a_flush_nothing_is_found_and_the_running_ones_go_on_alone() -> No
     assert manager.flush() == 3
 
 
-def test_the_tokens_of_block_size_one_are_cached_one_by_one() -> None:
+def test_with_block_size_one_tokens_are_cached_one_by_one() -> None:
     manager = BlockManager(num_blocks=16, block_size=1)
     first = make_seq([1, 2, 3, 4])
     assert allocate(manager, first)
@@ -188,13 +188,13 @@ def test_the_tokens_of_block_size_one_are_cached_one_by_one() -> None:
     assert manager.num_cached_tokens(make_seq([1, 2, 3, 4])) == 3
 
 
-# So few that prompts meet.
+# Few enough that prompts often share prefixes.
 FIRST_BLOCKS = [[1] * 16] * 3 + [[1] * 15 + [2]]
 LATER_BLOCKS = [[1] * 16] * 2 + [[2] * 16]
 SALTS = [b""] * 6 + [b"tenant"]
 
 Key = tuple[bytes, bytes]
-"""A salt, and the tokens of a block with all before them."""
+"""A salt, and the tokens of a block with all tokens before it."""
 
 
 def key_of(seq: Sequence, number: int) -> Key:
@@ -202,13 +202,13 @@ def key_of(seq: Sequence, number: int) -> Key:
 
 
 class Model:
-    """What is cached, by whole prefixes instead of paths."""
+    """The expected cache contents, as whole prefixes instead of paths."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blank = num_blocks
-        # Free blocks with a content, the next one to be taken first.
+        # Free blocks with contents, in the order in which they are taken.
         self.cached: list[int] = []
-        # What each block with a content was computed under, and the newest block for each.
+        # The key under which each block with contents was computed, and the newest block for each key.
         self.written: dict[int, Key] = {}
         self.holders: dict[Key, int] = {}
 
@@ -228,7 +228,7 @@ class Model:
         num_evicted = max(0, len(blocks) - self.num_blank)
         self.num_blank -= len(blocks) - num_evicted
         evicted, self.cached = self.cached[:num_evicted], self.cached[num_evicted:]
-        assert blocks[len(blocks) - num_evicted :] == evicted, "not the least recently freed ones"
+        assert blocks[len(blocks) - num_evicted :] == evicted, "blocks other than the least recently freed"
         for block in evicted:
             self.hide(block)
         assert not any(block in self.written for block in blocks), "a block that is in use"
@@ -266,7 +266,7 @@ NUM_BLOCKS = 8
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
-    """Random lives of sequences on a small pool."""
+    """Random sequences that enter, grow and leave a small pool."""
 
     waiting = Bundle("waiting")
     live = Bundle("live")
@@ -277,7 +277,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.model = Model(NUM_BLOCKS)
         self.waiting_sequences: list[Sequence] = []
         self.sequences: list[Sequence] = []
-        # Those that were running at the last flush: they publish nothing.
+        # Sequences that were running at the last flush: they publish nothing.
         self.before_flush: list[Sequence] = []
 
     @rule(
@@ -390,7 +390,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def evict_a_parent_and_compute_it_again(self, parent: list[int], child: list[int], salt: bytes) -> None:
         self.reuse_blocks(NUM_BLOCKS)
         family, twin = make_seq([*parent, *child, 5], salt), make_seq([*parent, 5], salt)
-        # Neither finds the other's parent block; the twin's is the newer one and goes away.
+        # Neither finds the other's parent block; the twin's is the newer one and is evicted.
         self.admit(family, 0)
         self.admit(twin, 0)
         self.publish(family, 2)

@@ -1,4 +1,4 @@
-"""Free blocks come back in order: blank ones, then the cached one that was freed the longest time ago."""
+"""Free blocks are taken in order: blank ones, then the cached block that was freed first."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_new_pool_is_taken_in_order() -> None:
     assert len(free) == 1
 
 
-def test_blank_blocks_go_first_then_cached_ones_as_they_came() -> None:
+def test_blank_blocks_are_taken_first_then_cached_ones_in_order_of_release() -> None:
     free = FreeBlocks(4)
     free.take_blank(4)
     free.add_cached(as_block_ids([3, 1]))
@@ -47,7 +47,7 @@ def test_a_revived_block_goes_to_the_end_when_it_is_freed_again() -> None:
     assert take(free, 2) == ([], [1, 0])
 
 
-def test_blocks_made_blank_are_cached_no_more() -> None:
+def test_blocks_made_blank_are_no_longer_cached() -> None:
     free = FreeBlocks(3)
     free.take_blank(2)
     free.add_cached(as_block_ids([1, 0]))

@@ -1,4 +1,4 @@
-"""Whatever is published, split, displaced and forgotten: a prefix is found under exactly its own tokens and salt."""
+"""However nodes are published, split, displaced and forgotten, a prefix is found only under its own tokens and salt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def block_ids(*blocks: int) -> BlockIds:
 
 
 def tokens_of(contents: str) -> bytearray:
-    """The tokens of a chain: a block for each character."""
+    """The tokens of a chain: one block per character."""
     return bytearray(token_bytes([ord(content) * 1000 + index for content in contents for index in range(BLOCK_SIZE)]))
 
 
@@ -38,7 +38,7 @@ def match(cache: PrefixCache, contents: str, salt: bytes = b"") -> list[int]:
 def publish(
     cache: PrefixCache, contents: str, *blocks: int, cursor: PrefixCursor | None = None, salt: bytes = b""
 ) -> list[int]:
-    """Publish a chain behind a cursor, from the root without one; returns the blocks that lost their contents."""
+    """Publish a chain after a cursor, or from the root without one; returns the blocks that lost their contents."""
     cursor = find(cache, "", salt).cursor if cursor is None else cursor
     displaced = cache.publish(cursor, block_ids(*blocks), tokens=tokens_of(contents), num_blocks=len(contents))
     assert cursor.num_blocks == len(contents)
@@ -55,7 +55,7 @@ def check(cache: PrefixCache) -> None:
     cache.check_integrity([], [])
 
 
-def test_the_first_miss_makes_all_later_blocks_misses() -> None:
+def test_all_blocks_after_the_first_miss_are_misses() -> None:
     cache = make_cache()
     publish(cache, "abc", 0, 1, 2)
     assert match(cache, "abc") == [0, 1, 2]
@@ -75,7 +75,7 @@ def test_a_block_that_differs_in_its_last_token_is_a_miss() -> None:
         assert cache.find(b"", tokens, max_blocks=2).block_ids.tolist() == [0][: position // 16]
 
 
-def test_chains_that_part_share_what_is_before() -> None:
+def test_chains_that_diverge_share_their_common_prefix() -> None:
     cache = make_cache()
     publish(cache, "abcd", 0, 1, 2, 3)
     cursor = find(cache, "abxy").cursor
@@ -87,7 +87,7 @@ def test_chains_that_part_share_what_is_before() -> None:
     assert [match(cache, contents) for contents in ("abcd", "abxy", "az")] == [[0, 1, 2, 3], [0, 1, 4, 5], [0, 6]]
 
 
-def test_a_chain_grows_behind_what_was_found_and_what_was_published() -> None:
+def test_a_chain_grows_after_what_was_found_and_what_was_published() -> None:
     cache = make_cache()
     publish(cache, "ab", 0, 1)
     cursor = find(cache, "abcd").cursor
@@ -96,14 +96,14 @@ def test_a_chain_grows_behind_what_was_found_and_what_was_published() -> None:
     assert match(cache, "abcde") == [0, 1, 2, 3]
 
 
-def test_a_cursor_survives_that_others_part_before_it() -> None:
+def test_a_cursor_survives_a_split_before_it() -> None:
     cache = make_cache()
     cursor = find(cache, "").cursor
     publish(cache, "abcd", 0, 1, 2, 3, cursor=cursor)
     publish(cache, "axcd", 4, 5, 6, 7)
     publish(cache, "abxd", 8, 9, 10, 11)
     publish(cache, "abcdef", 0, 1, 2, 3, 12, 13, cursor=cursor)
-    # The newest block of a content is found.
+    # The newest block with these contents is found.
     assert match(cache, "abcdef") == [8, 9, 2, 3, 12, 13]
     assert match(cache, "axcd") == [8, 5, 6, 7]
 
@@ -116,7 +116,7 @@ def test_different_salts_share_nothing() -> None:
     assert [match(cache, "a", salt) for salt in (b"", b"a", b"b", b"c")] == [[0], [1], [2], []]
 
 
-def test_a_salt_that_nothing_needs_is_forgotten_and_begins_anew() -> None:
+def test_an_unused_salt_is_forgotten_and_can_be_used_again() -> None:
     cache = make_cache()
     publish(cache, "a", 0, salt=b"s")
     cursor = find(cache, "z", b"s").cursor
@@ -126,7 +126,7 @@ def test_a_salt_that_nothing_needs_is_forgotten_and_begins_anew() -> None:
     assert (match(cache, "z", b"s"), match(cache, "z", b"t"), match(cache, "a", b"t")) == ([2], [], [1])
 
 
-def test_a_head_computed_again_leads_to_the_tails_that_are_still_there() -> None:
+def test_a_recomputed_head_leads_to_the_remaining_tails() -> None:
     cache = make_cache()
     publish(cache, "abcd", 0, 1, 2, 3)
     forget(cache, 0, 2)
@@ -137,7 +137,7 @@ def test_a_head_computed_again_leads_to_the_tails_that_are_still_there() -> None
     assert match(cache, "abcd") == [6, 7, 8, 3]
 
 
-def test_what_nothing_needs_is_dropped() -> None:
+def test_unused_nodes_are_dropped() -> None:
     cache = make_cache()
     publish(cache, "abc", 0, 1, 2)
     publish(cache, "abx", 3, 4, 5)
@@ -150,7 +150,7 @@ def test_what_nothing_needs_is_dropped() -> None:
     assert cache.flush().size == 0
 
 
-def test_the_newest_block_of_a_content_wins_and_the_older_one_holds_nothing_any_more() -> None:
+def test_the_newest_block_with_the_same_contents_wins_and_the_older_one_is_blank() -> None:
     cache = make_cache()
     publish(cache, "ab", 0, 1)
     assert publish(cache, "ab", 2, 3) == [0, 1]
@@ -160,7 +160,7 @@ def test_the_newest_block_of_a_content_wins_and_the_older_one_holds_nothing_any_
     assert match(cache, "ab") == []
 
 
-def test_a_chain_within_another_takes_its_place_there() -> None:
+def test_a_chain_within_another_replaces_its_blocks() -> None:
     cache = make_cache()
     publish(cache, "abcd", 0, 1, 2, 3)
     cursor = find(cache, "ab").cursor
@@ -170,7 +170,7 @@ def test_a_chain_within_another_takes_its_place_there() -> None:
     assert (match(cache, "abcd"), match(cache, "abcx")) == ([0, 1, 4, 3], [0, 1, 4, 5])
 
 
-def test_a_long_chain_goes_block_by_block_from_its_end_and_comes_again() -> None:
+def test_a_long_chain_is_forgotten_block_by_block_from_its_end_and_can_be_published_again() -> None:
     cache = make_cache()
     contents = "abcdefghij"
     publish(cache, contents, *range(10))
@@ -181,21 +181,21 @@ def test_a_long_chain_goes_block_by_block_from_its_end_and_comes_again() -> None
     assert match(cache, contents) == [0, *range(11, 20)]
 
 
-def test_a_cursor_whose_blocks_were_displaced_and_reused_goes_on_behind_a_gap() -> None:
+def test_a_cursor_whose_blocks_were_displaced_and_reused_continues_after_a_gap() -> None:
     cache = make_cache()
     cursor = find(cache, "").cursor
     publish(cache, "ab", 0, 1, cursor=cursor)
-    # Somebody else computed the same, and was reused.
+    # Another sequence computed the same, and its blocks were reused.
     publish(cache, "ab", 2, 3)
     forget(cache, 3, 2)
     publish(cache, "abcd", 0, 1, 4, 5, cursor=cursor)
-    # What it published before is not published again: it may have been taken out for a reason.
+    # Blocks that it published before are not published again: they may have been hidden for a reason.
     assert match(cache, "abcd") == []
     publish(cache, "ab", 6, 7)
     assert match(cache, "abcd") == [6, 7, 4, 5]
 
 
-def test_what_was_found_does_not_change_with_the_cache() -> None:
+def test_a_found_prefix_does_not_change_with_the_cache() -> None:
     cache = make_cache()
     publish(cache, "abc", 0, 1, 2)
     prefix = find(cache, "abc")
@@ -206,7 +206,7 @@ def test_what_was_found_does_not_change_with_the_cache() -> None:
     assert prefix.version is not cache.version
 
 
-def test_nothing_from_before_a_flush_is_found_nor_what_is_computed_after_it() -> None:
+def test_neither_blocks_from_before_a_flush_nor_later_ones_of_their_sequences_are_found() -> None:
     cache = make_cache()
     cursor = find(cache, "").cursor
     publish(cache, "ab", 0, 1, cursor=cursor)
@@ -227,7 +227,7 @@ def test_a_cursor_of_another_cache_publishes_nothing() -> None:
     assert match(other, "ab") == []
 
 
-def test_block_size_one_tells_tokens_apart() -> None:
+def test_block_size_one_distinguishes_tokens() -> None:
     cache = PrefixCache(64, 1)
     tokens = bytearray(token_bytes([*range(40)]))
     cache.publish(

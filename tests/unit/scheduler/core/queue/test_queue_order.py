@@ -1,4 +1,4 @@
-"""The orders behind the waiting queue: against a list, and what they cost with many waiting."""
+"""The orders of the waiting queue: compared with a list, and their cost with many requests waiting."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from services.scheduler.core.batch.sequence import Priority, Sequence
 from services.scheduler.core.queue.queue_order import WINDOW, Key, PrefixOrder, SortedQueue
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
-from tests.support.waiting import MAX_AGE_S, AskedFor, add_all, make_queue, make_seq, nothing_cached, take_next
+from tests.support.waiting import MAX_AGE_S, CacheQueries, add_all, make_queue, make_seq, nothing_cached, take_next
 
-# Against a list
+# Compared with a list
 
 
 @dataclass
 class NaiveQueue:
-    """What `WaitingQueue` does, by looking at everything each time."""
+    """A reference for `WaitingQueue` that looks at every sequence each time."""
 
     policy: QueuePolicy
     waiting: list[Sequence] = field(default_factory=list)
@@ -63,7 +63,7 @@ class NaiveQueue:
 
 
 class Pair:
-    """The queue and the naive one, told the same. Times are multiples of 1/4, so that sums of them are exact."""
+    """The queue and the reference under the same operations. Times are multiples of 1/4, so that sums are exact."""
 
     def __init__(self, policy: QueuePolicy) -> None:
         self.queue = make_queue(policy)
@@ -72,7 +72,7 @@ class Pair:
         self.running: list[Sequence] = []
 
     def arrive(self, number: int) -> None:
-        """A newcomer, some of them older than they look, as resubmitted ones are."""
+        """Add a new sequence; some have an earlier arrival time, as resubmitted ones do."""
         age_s = number % 7 if number % 3 == 0 else 0
         attempt = 2 if number % 6 == 0 else 1
         seq = make_seq(
@@ -80,18 +80,18 @@ class Pair:
         )
         self._add(seq)
 
-    def come_back(self, number: int) -> None:
-        """A running one is preempted."""
+    def preempt(self, number: int) -> None:
+        """Preempt a running sequence."""
         if self.running:
             self._add(self.running.pop(number % len(self.running)))
 
     def ask(self, number: int) -> None:
-        """The next one, which is refused."""
+        """Look at the next sequence without admitting it."""
         if len(self.queue):
             assert self._next(number) is self.naive.next(self.now, self._cached(number))
 
     def admit(self, number: int) -> None:
-        """The next one is admitted, and several more."""
+        """Admit the next sequence, and up to two more."""
         for _ in range(min(1 + number % 3, len(self.queue))):
             seq = self.naive.next(self.now, self._cached(number))
             assert self._next(number) is seq
@@ -104,7 +104,7 @@ class Pair:
             self.running.append(seq)
 
     def end(self, number: int) -> None:
-        """One that waits ends."""
+        """End a waiting sequence."""
         if len(self.queue):
             seq = self.naive.waiting[number % len(self.queue)]
             self.queue.remove(seq, self.now)
@@ -128,17 +128,17 @@ class Pair:
         return self.queue.next(self.now, self._cached(number))
 
     def _cached(self, number: int) -> Callable[[Sequence], int]:
-        # What is cached changes from step to step.
+        # The cached tokens change from step to step.
         return lambda seq: (seq.num_prompt_tokens * (1 + number)) % 5
 
 
-OPERATIONS = (Pair.arrive, Pair.arrive, Pair.come_back, Pair.ask, Pair.admit, Pair.end, Pair.wait)
+OPERATIONS = (Pair.arrive, Pair.arrive, Pair.preempt, Pair.ask, Pair.admit, Pair.end, Pair.wait)
 
 
 @pytest.mark.parametrize("policy", list(QueuePolicy))
 @settings(max_examples=300)
 @given(operations=st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 99)), max_size=80))
-def test_it_does_what_a_list_would(
+def test_the_queue_agrees_with_a_list(
     policy: QueuePolicy, operations: list[tuple[Callable[[Pair, int], None], int]]
 ) -> None:
     pair = Pair(policy)
@@ -155,7 +155,7 @@ def test_it_does_what_a_list_would(
         st.tuples(st.sampled_from(["push", "push", "remove", "first"]), st.integers(0, 99)), max_size=60
     )
 )
-def test_a_window_holds_who_arrived_first(operations: list[tuple[str, int]]) -> None:
+def test_the_window_holds_the_earliest_arrivals(operations: list[tuple[str, int]]) -> None:
     order = PrefixOrder(window=3)
     waiting: list[tuple[Key, Sequence]] = []
     for step, (operation, number) in enumerate(operations):
@@ -167,9 +167,9 @@ def test_a_window_holds_who_arrived_first(operations: list[tuple[str, int]]) -> 
             _, seq = waiting.pop(number % len(waiting))
             order.remove(seq)
         elif operation == "first" and waiting:
-            asked = AskedFor()
-            first = order.first(step, asked)
-            assert set(asked.seqs) == {seq for _, seq in sorted(waiting)[:3]}
+            queries = CacheQueries()
+            first = order.first(step, queries)
+            assert set(queries.seqs) == {seq for _, seq in sorted(waiting)[:3]}
             order.remove(first)
             waiting = [item for item in waiting if item[1] is not first]
         assert len(order) == len(waiting)
@@ -178,7 +178,7 @@ def test_a_window_holds_who_arrived_first(operations: list[tuple[str, int]]) -> 
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 99)), max_size=300))
-def test_a_sorted_queue_gives_the_smallest_of_what_is_in_it(operations: list[tuple[bool, int]]) -> None:
+def test_a_sorted_queue_returns_the_smallest_of_its_items(operations: list[tuple[bool, int]]) -> None:
     queue = SortedQueue()
     inside: list[tuple[Key, Sequence]] = []
     for step, (adds, number) in enumerate(operations):
@@ -208,11 +208,11 @@ def test_removing_most_of_a_sorted_queue_leaves_the_others_in_order() -> None:
     assert [queue.pop() for _ in range(len(queue))] == staying
 
 
-# What it costs
+# Cost
 
 
 class CountedTime(float):
-    """A time that counts how often it is compared."""
+    """A time that counts its comparisons."""
 
     num_comparisons = 0
 
@@ -236,7 +236,7 @@ class CountedTime(float):
 
 
 def comparisons_per_round(policy: QueuePolicy, num_waiting: int, *, is_shuffled: bool, num_rounds: int = 300) -> float:
-    """Comparisons of times that two arrivals, an admission and an end in the middle cost while so many wait."""
+    """The time comparisons of two arrivals, an admission and a removal in the middle while this many sequences wait."""
     queue = make_queue(policy)
     waiting = [make_seq(CountedTime(-num_waiting + number)) for number in range(num_waiting)]
     # Admissions take from the front, so these wait until they are removed.
@@ -260,14 +260,14 @@ def test_a_round_costs_the_same_with_twenty_thousand_waiting(policy: QueuePolicy
 
 
 @pytest.mark.parametrize("policy", list(QueuePolicy))
-def test_a_round_costs_little_more_when_twenty_thousand_came_in_disorder(policy: QueuePolicy) -> None:
+def test_a_round_costs_little_more_when_twenty_thousand_arrive_out_of_order(policy: QueuePolicy) -> None:
     many, few = (comparisons_per_round(policy, number, is_shuffled=True) for number in (20_000, 10))
     # A heap of 20,000 is 11 levels higher than one of 10.
     assert many < few + 11 * 6
 
 
 @pytest.mark.parametrize("policy", list(QueuePolicy))
-def test_all_aged_at_once_cost_no_step_much(policy: QueuePolicy) -> None:
+def test_ageing_all_at_once_makes_no_step_expensive(policy: QueuePolicy) -> None:
     queue = make_queue(policy)
     for number in range(10_000):
         queue.add(make_seq(CountedTime(number / 10_000)), CountedTime(number / 10_000))
@@ -276,13 +276,13 @@ def test_all_aged_at_once_cost_no_step_much(policy: QueuePolicy) -> None:
     assert CountedTime.num_comparisons < 100
 
 
-def test_only_the_window_is_ranked_however_many_wait() -> None:
+def test_only_the_window_is_ranked_however_many_are_waiting() -> None:
     queue = make_queue(QueuePolicy.LONGEST_PREFIX)
     add_all(queue, *(make_seq() for _ in range(10_000)))
-    asked = AskedFor()
+    queries = CacheQueries()
     for step in range(10):
-        take_next(queue, step / 10, asked)
-    assert len(asked.seqs) == 10 * WINDOW
+        take_next(queue, step / 10, queries)
+    assert len(queries.seqs) == 10 * WINDOW
 
 
 def num_sequences_alive() -> int:
@@ -290,7 +290,7 @@ def num_sequences_alive() -> int:
 
 
 @pytest.mark.parametrize("policy", list(QueuePolicy))
-def test_sequences_that_left_are_not_kept_behind_one_that_waits(policy: QueuePolicy) -> None:
+def test_sequences_that_left_are_not_kept_alive_by_one_that_waits(policy: QueuePolicy) -> None:
     queue = make_queue(policy)
     num_before = num_sequences_alive()
     queue.add(make_seq(priority=Priority.HIGH, num_prompt_tokens=2), 0.0)

@@ -1,4 +1,4 @@
-"""Who comes next by each policy, ageing, the bounds of the queue, and the delay that a refused client is told."""
+"""Which request is next under each policy, ageing, the bounds of the queue, and the retry delay of a refused client."""
 
 from __future__ import annotations
 
@@ -12,12 +12,21 @@ from services.scheduler.core.queue.queue_order import WINDOW
 from services.scheduler.core.queue.waiting_queue import QueuePolicy, max_steps_to_admission
 from shared.errors import QueueFullError
 from tests.support.engine_driver import EngineDriver
-from tests.support.waiting import MAX_AGE_S, AskedFor, add_all, drain, make_queue, make_seq, nothing_cached, take_next
+from tests.support.waiting import (
+    MAX_AGE_S,
+    CacheQueries,
+    add_all,
+    drain,
+    make_queue,
+    make_seq,
+    nothing_cached,
+    take_next,
+)
 
-# The order
+# Order
 
 
-def test_first_come_is_first_served_whatever_the_order_of_adding() -> None:
+def test_requests_are_served_by_arrival_whatever_the_order_of_adding() -> None:
     first, second, third = make_seq(1.0), make_seq(2.0), make_seq(3.0)
     queue = make_queue()
     for seq in (second, third, first):
@@ -25,7 +34,7 @@ def test_first_come_is_first_served_whatever_the_order_of_adding() -> None:
     assert drain(queue, 3.0) == [first, second, third]
 
 
-def test_equal_arrivals_come_as_they_were_added() -> None:
+def test_requests_with_equal_arrival_are_served_in_the_order_of_adding() -> None:
     seqs = [make_seq() for _ in range(5)]
     queue = make_queue()
     add_all(queue, *seqs)
@@ -34,7 +43,7 @@ def test_equal_arrivals_come_as_they_were_added() -> None:
 
 
 @pytest.mark.parametrize("policy", [QueuePolicy.FCFS, QueuePolicy.LONGEST_PREFIX])
-def test_a_preempted_sequence_comes_before_newcomers_that_arrived_with_it(policy: QueuePolicy) -> None:
+def test_a_preempted_sequence_goes_before_new_ones_with_the_same_arrival(policy: QueuePolicy) -> None:
     preempted, waiting = make_seq(), make_seq()
     queue = make_queue(policy)
     add_all(queue, preempted, waiting)
@@ -43,7 +52,7 @@ def test_a_preempted_sequence_comes_before_newcomers_that_arrived_with_it(policy
     assert drain(queue, 1.0) == [preempted, waiting]
 
 
-def test_the_most_urgent_class_comes_first_and_each_by_arrival() -> None:
+def test_the_most_urgent_class_goes_first_each_in_order_of_arrival() -> None:
     low, late_normal, normal, high = (
         make_seq(1.0, priority=Priority.LOW),
         make_seq(3.0),
@@ -56,14 +65,14 @@ def test_the_most_urgent_class_comes_first_and_each_by_arrival() -> None:
     assert drain(queue, 4.0) == [high, normal, late_normal, low]
 
 
-def test_the_longest_prefix_comes_first_and_equal_ones_by_arrival() -> None:
+def test_the_longest_prefix_goes_first_and_equal_ones_by_arrival() -> None:
     seqs = [make_seq(float(number), num_prompt_tokens=length) for number, length in enumerate([1, 8, 4, 8])]
     queue = make_queue(QueuePolicy.LONGEST_PREFIX)
     add_all(queue, *seqs)
     assert drain(queue, 4.0, lambda seq: seq.num_prompt_tokens) == [seqs[1], seqs[3], seqs[2], seqs[0]]
 
 
-def test_a_long_prefix_behind_the_window_waits_until_it_is_inside() -> None:
+def test_a_long_prefix_outside_the_window_waits_until_it_is_inside() -> None:
     seqs = [make_seq(number / 100) for number in range(WINDOW + 2)]
     queue = make_queue(QueuePolicy.LONGEST_PREFIX)
     add_all(queue, *seqs)
@@ -72,24 +81,24 @@ def test_a_long_prefix_behind_the_window_waits_until_it_is_inside() -> None:
     assert taken == [seqs[0], seqs[1], last]
 
 
-def test_the_window_is_ranked_once_a_step_and_not_at_all_while_the_chosen_one_waits() -> None:
+def test_the_window_is_ranked_once_per_step_and_not_while_the_chosen_sequence_waits() -> None:
     seqs = [make_seq() for _ in range(3)]
-    asked = AskedFor()
+    queries = CacheQueries()
     queue = make_queue(QueuePolicy.LONGEST_PREFIX)
     add_all(queue, *seqs)
-    chosen = queue.next(1.0, asked)
-    assert len(asked.seqs) == 3
-    # Refused for want of room, and asked for again: neither time nor newcomers change the choice.
+    chosen = queue.next(1.0, queries)
+    assert len(queries.seqs) == 3
+    # There was no room for it, and it is queries for again: neither time nor new requests change the choice.
     add_all(queue, make_seq(2.0))
-    assert all(queue.next(now, asked) is chosen for now in (1.0, 2.0, 3.0))
-    assert len(asked.seqs) == 3
+    assert all(queue.next(now, queries) is chosen for now in (1.0, 2.0, 3.0))
+    assert len(queries.seqs) == 3
     queue.take(chosen, 3.0)
-    queue.take(queue.next(3.0, asked), 3.0)
-    queue.next(3.0, asked)
-    assert len(asked.seqs) == 6
+    queue.take(queue.next(3.0, queries), 3.0)
+    queue.next(3.0, queries)
+    assert len(queries.seqs) == 6
 
 
-def test_a_choice_that_ended_is_replaced() -> None:
+def test_a_chosen_sequence_that_ended_is_replaced() -> None:
     seqs = [make_seq(num_prompt_tokens=length) for length in (3, 2, 1)]
     queue = make_queue(QueuePolicy.LONGEST_PREFIX)
     add_all(queue, *seqs)
@@ -103,18 +112,18 @@ def test_a_choice_that_ended_is_replaced() -> None:
 
 
 @pytest.mark.parametrize("policy", list(QueuePolicy))
-def test_who_has_waited_too_long_comes_before_all_others_by_arrival(policy: QueuePolicy) -> None:
+def test_aged_requests_go_before_all_others_by_arrival(policy: QueuePolicy) -> None:
     old = [make_seq(0.0, priority=Priority.LOW), make_seq(1.0)]
     fresh = make_seq(9.0, priority=Priority.HIGH, num_prompt_tokens=9)
     queue = make_queue(policy)
     add_all(queue, *old, fresh)
-    # At exactly the limit nobody has aged.
+    # At exactly the limit, no request has aged.
     assert not queue.is_aged(old[0], 10.0)
     assert queue.is_aged(old[0], 10.5)
     assert drain(queue, 11.5, lambda seq: seq.num_prompt_tokens) == [*old, fresh]
 
 
-def test_waiting_counts_over_all_stays_and_running_does_not() -> None:
+def test_waiting_time_adds_up_over_all_stays_and_excludes_running() -> None:
     seq = make_seq()
     queue = make_queue()
     queue.add(seq, 0.0)
@@ -125,11 +134,11 @@ def test_waiting_counts_over_all_stays_and_running_does_not() -> None:
     assert not queue.is_aged(seq, 1004.0)
     assert queue.is_aged(seq, 1004.5)
     queue.take(seq, 1005.0)
-    # One that was admitted as an aged one stays aged.
+    # A sequence that had aged when it was admitted stays aged.
     assert queue.is_aged(seq, 1005.0)
 
 
-def test_one_that_ran_does_not_hide_the_aged_that_arrived_after_it() -> None:
+def test_a_preempted_sequence_does_not_hide_aged_ones_that_arrived_after_it() -> None:
     ran, others = make_seq(0.0), [make_seq(1.0), make_seq(2.0), make_seq(3.0)]
     queue = make_queue()
     queue.add(ran, 0.0)
@@ -139,11 +148,11 @@ def test_one_that_ran_does_not_hide_the_aged_that_arrived_after_it() -> None:
     assert queue.next(11.0, nothing_cached) is ran
     assert take_next(queue, 12.5) is others[0]
     assert queue.oldest_arrived_at() == 0.0
-    # The third has not aged yet, so it comes after the one that arrived before it.
+    # The third has not aged yet, so it is served after the one that arrived before it.
     assert drain(queue, 12.5) == [others[1], ran, others[2]]
 
 
-def test_the_aged_keep_their_order_when_the_one_before_them_is_gone() -> None:
+def test_aged_requests_keep_their_order_when_the_one_before_them_is_removed() -> None:
     ran, others = make_seq(0.0), [make_seq(1.0), make_seq(2.0), make_seq(8.0)]
     queue = make_queue()
     queue.add(ran, 0.0)
@@ -156,7 +165,7 @@ def test_the_aged_keep_their_order_when_the_one_before_them_is_gone() -> None:
     assert drain(queue, 18.5) == others
 
 
-def test_a_flood_of_urgent_requests_starves_nobody() -> None:
+def test_a_flood_of_urgent_requests_starves_no_request() -> None:
     queue = make_queue(QueuePolicy.PRIORITY)
     low = make_seq(0.0, priority=Priority.LOW)
     queue.add(low, 0.0)
@@ -169,17 +178,17 @@ def test_a_flood_of_urgent_requests_starves_nobody() -> None:
     assert now == MAX_AGE_S + 1
 
 
-def test_the_bound_on_waiting_follows_from_who_is_ahead() -> None:
+def test_the_waiting_time_is_bounded_by_the_requests_ahead() -> None:
     assert max_steps_to_admission(0, 4096, 16384) == 0
-    # A prompt is one step: each step brings one of those ahead a token.
+    # A prompt takes one step: each step returns one token of a request ahead.
     assert max_steps_to_admission(3, 4096, 4096) == 3 * 4096
     assert max_steps_to_admission(3, 4096, 1024) == 3 * 4096 * 7
 
 
-# The bounds
+# Bounds
 
 
-def test_a_full_queue_refuses_and_says_when_to_come_again() -> None:
+def test_a_full_queue_refuses_and_returns_a_retry_delay() -> None:
     queue = make_queue(max_requests=2)
     for step in range(120):
         add_all(queue, make_seq(float(step)))
@@ -192,7 +201,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_again() -> None:
     assert refusal.value.retry_delay_s == pytest.approx(1.0, rel=0.05)
 
 
-def test_only_newcomers_count_and_only_they_drain_the_queue() -> None:
+def test_only_new_requests_count_and_only_they_drain_the_queue() -> None:
     preempted, resubmitted = make_seq(), make_seq(attempt=2)
     queue = make_queue(max_requests=1)
     queue.add(preempted, 0.0)
@@ -221,7 +230,7 @@ def refusal(driver: EngineDriver, handle: int) -> QueueFullError:
     return end.error
 
 
-def test_a_full_queue_refuses_at_once_and_disturbs_nobody() -> None:
+def test_a_full_queue_refuses_at_once_and_does_not_affect_others() -> None:
     driver = EngineDriver(policy=SchedulerPolicy(max_num_seqs=1, max_waiting_requests=2))
     for handle in range(5):
         driver.submit(handle, [handle], max_tokens=3)
@@ -235,7 +244,7 @@ def test_a_full_queue_refuses_at_once_and_disturbs_nobody() -> None:
     assert len(driver.choices[1, 5].tokens) == 1
 
 
-def test_prompt_tokens_are_bounded_but_one_large_prompt_is_taken_alone() -> None:
+def test_prompt_tokens_are_bounded_but_one_large_prompt_is_accepted_alone() -> None:
     driver = EngineDriver(policy=SchedulerPolicy(max_num_seqs=1, max_waiting_tokens=100))
     driver.submit(1, [1], max_tokens=2)
     driver.submit(2, [2] * 150, max_tokens=2)
@@ -271,15 +280,15 @@ def test_the_delay_follows_the_measured_rate() -> None:
     assert rate.delay_s(1, 0.0) == MAX_DELAY_S
     for second in range(1, 121):
         rate.note(4, float(second))
-    # Four places a second.
+    # Four admissions per second.
     assert rate.delay_s(8, 120.0) == pytest.approx(2.0, rel=0.05)
     assert rate.delay_s(1, 120.0) == pytest.approx(0.25, rel=0.05)
-    # It fades when nobody leaves any more.
+    # The rate decays while no request is admitted.
     assert rate.delay_s(1, 150.0) > 0.6
     assert rate.delay_s(1, 1000.0) == MAX_DELAY_S
 
 
-def test_the_delay_is_neither_nothing_nor_for_ever() -> None:
+def test_the_delay_is_neither_zero_nor_unbounded() -> None:
     rate = DrainRate()
     rate.note(1_000_000, 1.0)
     assert rate.delay_s(1, 1.0) == MIN_DELAY_S
