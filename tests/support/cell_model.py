@@ -164,7 +164,7 @@ def logprobs_of(token_id: int, position: int, num_top: int) -> TokenLogprobs:
 
 def _row_logprobs(inputs: StepInput, runs: list[list[int]], not_finite_rows: list[int]) -> Logprobs | None:
     """The log-probabilities of the tokens in finite rows that request them."""
-    told: list[TokenLogprobs] = []
+    logprobs: list[TokenLogprobs] = []
     indexes: list[int] = []
     start = 0
     for row, run in enumerate(runs):
@@ -172,10 +172,10 @@ def _row_logprobs(inputs: StepInput, runs: list[list[int]], not_finite_rows: lis
         num_top = None if state is None or row in not_finite_rows else state.options.num_logprobs
         if num_top is not None:
             first = int(inputs.sampling.position[row])
-            told += [logprobs_of(token_id, position, num_top) for position, token_id in enumerate(run, first)]
+            logprobs += [logprobs_of(token_id, position, num_top) for position, token_id in enumerate(run, first)]
             indexes += range(start, start + len(run))
         start += len(run)
-    return _to_columns(told, indexes) if told else None
+    return _to_columns(logprobs, indexes) if logprobs else None
 
 
 def _prompt_logprobs(inputs: StepInput) -> tuple[tuple[int, Logprobs], ...]:
@@ -183,22 +183,22 @@ def _prompt_logprobs(inputs: StepInput) -> tuple[tuple[int, Logprobs], ...]:
     by_slot = []
     for chunk in inputs.scored_chunks:
         tokens = inputs.token_ids[chunk.first_token : chunk.first_token + chunk.num_tokens].tolist()
-        told = [
+        logprobs = [
             logprobs_of(token_id, position, chunk.num_top)
             for position, token_id in enumerate(tokens, chunk.position)
             if position
         ]
-        if told:
-            by_slot.append((chunk.slot, _to_columns(told, [one.position for one in told])))
+        if logprobs:
+            by_slot.append((chunk.slot, _to_columns(logprobs, [one.position for one in logprobs])))
     return tuple(by_slot)
 
 
-def _to_columns(told: list[TokenLogprobs], indexes: list[int]) -> Logprobs:
-    entries = [entry for one in told for entry in one.entries]
+def _to_columns(logprobs: list[TokenLogprobs], indexes: list[int]) -> Logprobs:
+    entries = [entry for one in logprobs for entry in one.entries]
     return Logprobs(
         np.array(indexes, np.int32),
-        np.array([one.rank for one in told], np.int32),
-        np.array([len(one.entries) for one in told], np.int32),
+        np.array([one.rank for one in logprobs], np.int32),
+        np.array([len(one.entries) for one in logprobs], np.int32),
         np.array([token_id for token_id, _ in entries], np.int32),
         np.array([value for _, value in entries], np.float32),
     )

@@ -13,12 +13,12 @@ from tests.support.settings_table import BEGIN, END, SETTINGS_FILE, render_table
 
 pytestmark = pytest.mark.process
 
-# Writing the tables needs no torch, and should not wait for its import.
+# Writing the tables needs no torch and must not wait for its import.
 CHECK_IMPORTS = "import sys, tests.support.settings_table; print('torch' in sys.modules, 'transformers' in sys.modules)"
 
 
 def rows_of(title: str) -> Iterator[list[str]]:
-    """The cells of the table under a title."""
+    """The cells of the table below a title."""
     _, _, rest = render_tables().partition(f"**{title}")
     table, _, _ = rest.partition("\n\n**")
     for line in table.splitlines()[4:]:
@@ -30,7 +30,7 @@ def test_the_document_is_up_to_date() -> None:
     assert with_tables(document) == document, "run `make settings`"
 
 
-def test_a_setting_stands_under_its_service_with_default_and_choices() -> None:
+def test_a_setting_is_listed_under_its_service_with_default_and_choices() -> None:
     worker = {row[0]: row[1:] for row in rows_of("Worker")}
     assert worker["`--ops-backend`"][0] == "`cpu`"
     assert worker["`--ops-backend`"][1].endswith("One of `cpu`, `reference`.")
@@ -40,12 +40,12 @@ def test_a_setting_stands_under_its_service_with_default_and_choices() -> None:
     assert {row[0]: row[1] for row in rows_of("Scheduler")}["`--enable-prefix-caching`"] == "on"
 
 
-def test_what_services_share_is_told_once() -> None:
+def test_settings_of_all_services_are_listed_once() -> None:
     assert render_tables().count("`--log-level`") == 1
     assert render_tables().count("`--listen`") == 4
 
 
-def test_what_stands_around_the_tables_is_kept_and_an_outdated_table_goes() -> None:
+def test_text_around_the_tables_is_kept_and_outdated_tables_are_replaced() -> None:
     assert with_tables(f"before\n{BEGIN}| old |\n{END}after\n") == f"before\n{BEGIN}\n{render_tables()}{END}after\n"
 
 
@@ -55,7 +55,7 @@ def test_a_document_without_the_marks_is_refused(document: str) -> None:
         with_tables(document)
 
 
-def test_the_models_are_read_without_torch() -> None:
+def test_the_settings_models_import_no_torch() -> None:
     command = [sys.executable, "-c", CHECK_IMPORTS]
     result = subprocess.run(command, cwd=ROOT, env=module_environment(), capture_output=True, text=True, check=True)
     assert result.stdout == "False False\n"

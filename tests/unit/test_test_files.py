@@ -1,4 +1,4 @@
-"""Every module has a test file where one looks for it, or is named here beside the file that tests it."""
+"""Every module has a test file in the expected place, or is listed here with the file that tests it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.support.processes import ROOT
 
 UNIT = ROOT / "tests" / "unit"
 
-# What a module is tested through, where it has no file of its own: paths below tests/.
+# The tests of modules without their own test file: paths below tests/.
 TESTED_BY = {
     "unit/scheduler/cell/test_engine.py": (
         "services/scheduler/cell/cell.py",
@@ -187,7 +187,7 @@ def test_every_module_has_a_test_file() -> None:
     assert not untested, f"no test file, and none named in TESTED_BY: {untested}"
 
 
-def test_the_table_names_what_there_is() -> None:
+def test_the_table_lists_only_existing_files() -> None:
     assert [test for test in TESTED_BY if not (ROOT / "tests" / test).exists()] == []
     named = [module for modules in TESTED_BY.values() for module in modules]
     assert [module for module in named if not (ROOT / module).exists() or has_test_file(module)] == []
@@ -201,7 +201,7 @@ def modules() -> list[str]:
 
 
 def has_test_file(module: str) -> bool:
-    """Whether tests/unit has a file, or several, named after a module, in a folder named after the module's."""
+    """Whether tests/unit has one or more files named after a module, in a folder named after the module's."""
     path = Path(module.removeprefix("services/"))
     name = "main" if path.stem == "__main__" else path.stem
     return any((UNIT / path.parent).glob(f"test_{name}*.py"))

@@ -1,4 +1,4 @@
-"""Settings: flag over environment over default, and a wrong value is named."""
+"""Settings: flags override the environment, which overrides the defaults, and an invalid value is named."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ExampleSettings(ServiceSettings):
         return self
 
 
-def test_a_flag_wins_over_the_environment_and_that_over_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flag_overrides_the_environment_which_overrides_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_settings(ExampleSettings, []).num_things == 3
     monkeypatch.setenv("LOCKSTEP_EXAMPLE_NUM_THINGS", "4")
     assert load_settings(ExampleSettings, []).num_things == 4
@@ -47,7 +47,7 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_default(monkeypatch:
         (["--no-such-thing=1"], "--no-such-thing"),
     ],
 )
-def test_a_wrong_value_is_named_and_ends_the_process(
+def test_an_invalid_value_is_named_and_ends_the_process(
     args: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -57,7 +57,7 @@ def test_a_wrong_value_is_named_and_ends_the_process(
     assert message in capsys.readouterr().err
 
 
-def test_a_wrong_value_of_the_environment_is_named(
+def test_an_invalid_value_in_the_environment_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LOCKSTEP_EXAMPLE_NUM_THINGS", "none")
@@ -68,7 +68,7 @@ def test_a_wrong_value_of_the_environment_is_named(
     assert "LOCKSTEP_EXAMPLE_NUM_THINGS" in capsys.readouterr().err
 
 
-def test_settings_do_not_change() -> None:
+def test_settings_are_immutable() -> None:
     settings = load_settings(ExampleSettings, [])
 
     with pytest.raises(ValidationError):
@@ -81,14 +81,14 @@ def test_a_local_address_is_a_unix_socket_or_loopback(address: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:1", "example.org:1", "[::]:1", "127.0.0.2.example.org:1"])
-def test_an_address_that_others_can_reach_is_no_local_one(address: str) -> None:
+def test_an_address_that_other_machines_can_reach_is_not_local(address: str) -> None:
     assert check_address(address) == address
     with pytest.raises(ValueError, match="--insecure-bind"):
         check_local_address(address)
 
 
 @pytest.mark.parametrize("address", ["", "unix:", "localhost", ":1", "localhost:", "localhost:65536", "localhost:x"])
-def test_what_is_no_address_is_refused(address: str) -> None:
+def test_an_invalid_address_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match="unix:"):
         check_address(address)
 

@@ -1,4 +1,4 @@
-"""The table of errors: which situation has which code and reason."""
+"""The table of errors: the code and reason for each situation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from shared.errors import ErrorCode, InvalidRequestError, ServiceError, Violatio
         (errors.InternalError, ErrorCode.INTERNAL, "INTERNAL"),
     ],
 )
-def test_an_error_has_its_code_and_reason(error_type: type[ServiceError], code: ErrorCode, reason: str) -> None:
+def test_each_error_has_its_code_and_reason(error_type: type[ServiceError], code: ErrorCode, reason: str) -> None:
     error = error_type("what happened", limit=3)
 
     assert (error.code, error.reason) == (code, reason)
@@ -54,7 +54,7 @@ def test_one_error_names_every_violation() -> None:
 
 
 @pytest.mark.process
-def test_the_domains_modules_load_no_transport() -> None:
+def test_the_error_and_limit_modules_import_no_transport() -> None:
     code = (
         "import sys, shared.errors, shared.limits; print([name for name in ('grpc', 'google') if name in sys.modules])"
     )

@@ -1,4 +1,4 @@
-"""A server says through the standard health service when it can be used."""
+"""A server reports through the standard health service when it is ready."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def wait_for_state(channel: grpc.aio.Channel, wanted: grpc.ChannelConnecti
         await channel.wait_for_state_change(state)
 
 
-async def test_a_server_is_not_serving_until_it_says_so(tmp_path: Path) -> None:
+async def test_a_server_is_not_serving_until_it_is_set_to_serving(tmp_path: Path) -> None:
     address = f"unix:{tmp_path / 'x'}"
     health = Health(("some.Service",))
     async with running_server(address, health), make_channel(address) as channel:
@@ -58,7 +58,7 @@ async def test_each_service_has_the_servers_health(tmp_path: Path) -> None:
         assert (await stub.Check(request)).status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_a_process_is_known_by_its_own_answer_only(tmp_path: Path) -> None:
+async def test_a_process_is_identified_only_by_its_own_answer(tmp_path: Path) -> None:
     address = f"unix:{tmp_path / 'x'}"
     health = Health(())
     async with make_channel(address) as channel:
@@ -70,12 +70,12 @@ async def test_a_process_is_known_by_its_own_answer_only(tmp_path: Path) -> None
             assert await ask_process(channel, os.getppid(), PATIENCE_S) is None
 
 
-async def test_a_server_that_is_absent_is_not_serving(tmp_path: Path) -> None:
+async def test_an_absent_server_is_not_serving(tmp_path: Path) -> None:
     async with make_channel(f"unix:{tmp_path / 'x'}") as channel:
         assert not await check_health(channel)
 
 
-async def test_waiting_spans_a_server_that_comes_late_and_gets_ready_later(tmp_path: Path) -> None:
+async def test_waiting_covers_a_server_that_starts_late_and_becomes_ready_later(tmp_path: Path) -> None:
     address = f"unix:{tmp_path / 'x'}"
     health = Health(())
     async with make_channel(address, internal=True) as channel:

@@ -1,4 +1,4 @@
-"""Which requests are refused, with which error, and what it names."""
+"""Which requests are refused, with which error, and which fields it names."""
 
 from __future__ import annotations
 
@@ -119,12 +119,12 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str, str]] = [
 
 
 def with_options(**options: Any) -> SamplingParams:
-    """Parameters with rarer options; at most 9 tokens."""
+    """Parameters with rarer options, and at most 9 tokens."""
     return SamplingParams(max_tokens=9, options=SamplingOptions(**options))
 
 
 @pytest.mark.parametrize("options", OPTION_EDGES, ids=lambda options: next(iter(options)))
-def test_options_at_the_edges_are_accepted(options: dict[str, Any]) -> None:
+def test_options_at_their_limits_are_accepted(options: dict[str, Any]) -> None:
     check_sampling(with_options(**options), LIMITS)
 
 
@@ -136,14 +136,14 @@ def test_a_bad_option_is_refused_by_name(options: dict[str, Any], field: str, re
     assert [(v.field, v.reason) for v in caught.value.violations] == [(f"sampling.{field}", reason)]
 
 
-def test_of_many_bad_values_the_first_are_named() -> None:
+def test_only_the_first_of_many_bad_values_are_named() -> None:
     with pytest.raises(InvalidRequestError) as caught:
         check_sampling(with_options(logit_bias=((99, 999.0),) * 1024), LIMITS)
 
     assert len(caught.value.violations) == 16
 
 
-def test_min_tokens_are_held_to_what_max_tokens_became() -> None:
+def test_min_tokens_is_checked_against_the_resolved_max_tokens() -> None:
     check_min_tokens(with_options(min_tokens=9))
     check_min_tokens(SamplingParams(max_tokens=1))
 
@@ -167,7 +167,7 @@ def test_min_tokens_are_held_to_what_max_tokens_became() -> None:
         num_prompt_logprobs=st.none() | st.integers(0, 2**32 - 1),
     )
 )
-def test_what_passes_is_in_range(options: SamplingOptions) -> None:
+def test_accepted_options_are_in_range(options: SamplingOptions) -> None:
     try:
         check_sampling(SamplingParams(max_tokens=9, options=options), LIMITS)
     except InvalidRequestError:
@@ -197,12 +197,12 @@ def test_what_passes_is_in_range(options: SamplingOptions) -> None:
         ({"grammar": "x"}, True),
     ],
 )
-def test_only_options_that_look_at_tokens_need_them(options: dict[str, Any], needs_all: bool) -> None:
+def test_only_options_that_depend_on_tokens_need_them(options: dict[str, Any], needs_all: bool) -> None:
     assert dataclasses.replace(NO_OPTIONS, **options).needs_all_tokens == needs_all
 
 
 @pytest.mark.parametrize("changes", EDGES, ids=str)
-def test_values_at_the_edges_are_accepted(changes: dict[str, Any]) -> None:
+def test_values_at_their_limits_are_accepted(changes: dict[str, Any]) -> None:
     check_sampling(dataclasses.replace(GOOD, **changes), LIMITS)
 
 
@@ -252,7 +252,7 @@ def test_the_first_bad_token_id_is_named_by_its_index() -> None:
     assert [violation.field for violation in caught.value.violations] == ["token_ids[2]"]
 
 
-def test_unsigned_ids_above_every_int32_are_refused() -> None:
+def test_unsigned_ids_above_int32_are_refused() -> None:
     with pytest.raises(InvalidRequestError):
         check_token_ids(np.array([2**32 - 1], dtype=np.uint32), 50, field="token_ids")
 

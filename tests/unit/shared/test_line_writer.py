@@ -1,4 +1,4 @@
-"""Whoever writes to stderr never waits for its reader."""
+"""Writing to stderr never waits for its reader."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.processes import module_environment
 
 WAIT_S = 60.0
 
-# A process that logs much more than a pipe and the buffer take, and ends by an exception.
+# A process that logs much more than a pipe and the buffer can hold, and ends with an exception.
 TALKER = """
 import logging
 from shared.logging import configure_logging
@@ -43,12 +43,12 @@ def test_lines_are_written_in_order_and_drained() -> None:
     os.close(reader)
 
 
-def test_what_does_not_fit_is_dropped_and_counted_in_its_place() -> None:
+def test_lines_that_do_not_fit_are_dropped_and_counted_in_place() -> None:
     line = b"x" * 1023 + b"\n"
     num_kept = MAX_WAITING_BYTES // len(line)
     with full_pipe() as (reader, fd):
         writer = make_writer(fd)
-        # The first may be with the thread already, which waits.
+        # The writing thread may already have taken the first line, and be blocked on it.
         for _ in range(num_kept + 100):
             writer.write(line)
         lines: list[str] = []
@@ -62,7 +62,7 @@ def test_what_does_not_fit_is_dropped_and_counted_in_its_place() -> None:
     assert len(kept) in (num_kept, num_kept + 1)
 
 
-def test_lines_that_nobody_can_read_any_more_are_counted_too() -> None:
+def test_lines_written_without_a_reader_are_counted_too() -> None:
     reader, fd = os.pipe()
     writer = make_writer(fd)
     os.close(reader)
@@ -79,10 +79,10 @@ def test_lines_that_nobody_can_read_any_more_are_counted_too() -> None:
     os.close(reader)
 
 
-def test_a_status_stays_below_the_lines_until_there_is_none() -> None:
+def test_a_status_stays_below_the_lines_until_it_is_cleared() -> None:
     reader, fd = os.pipe()
     writer = make_writer(fd)
-    # Each by itself: else the writer may not have come to the status yet that the next one replaces.
+    # One at a time: otherwise a status might be replaced before the writer has shown it.
     writer.show("50 %")
     writer.drain(WAIT_S)
     writer.write(b"a line\n")
@@ -94,7 +94,7 @@ def test_a_status_stays_below_the_lines_until_there_is_none() -> None:
         os.close(number)
 
 
-def test_a_stream_writes_whole_lines_and_what_is_flushed() -> None:
+def test_a_stream_writes_whole_lines_and_flushed_text() -> None:
     reader, fd = os.pipe()
     writer = make_writer(fd)
     stream = ErrorStream(writer, fd)
@@ -110,7 +110,7 @@ def test_a_stream_writes_whole_lines_and_what_is_flushed() -> None:
         os.close(number)
 
 
-def test_a_file_that_somebody_made_non_blocking_loses_nothing() -> None:
+def test_a_file_made_non_blocking_by_another_process_loses_nothing() -> None:
     with full_pipe() as (reader, fd):
         os.set_blocking(fd, False)
         writer = make_writer(fd)
@@ -123,7 +123,7 @@ def test_a_file_that_somebody_made_non_blocking_loses_nothing() -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("is_closed", [False, True])
-def test_a_process_whose_stderr_nobody_reads_ends(is_closed: bool) -> None:
+def test_a_process_whose_stderr_is_not_read_ends(is_closed: bool) -> None:
     with full_pipe() as (reader, fd):
         process = subprocess.Popen(TALKING, stderr=fd, env=module_environment())
         if is_closed:
@@ -138,7 +138,7 @@ def test_a_process_without_stderr_ends() -> None:
 
 
 @pytest.mark.process
-def test_a_process_tells_its_last_words_whole() -> None:
+def test_the_last_line_of_a_process_is_written_whole() -> None:
     result = subprocess.run(TALKING, stderr=subprocess.PIPE, env=module_environment(), check=False)
     *records, last = result.stderr.decode().splitlines()
     assert last == "the end"

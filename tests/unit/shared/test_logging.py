@@ -1,4 +1,4 @@
-"""How log records look."""
+"""The format of log records."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def make_record(**fields: object) -> logging.LogRecord:
     return record
 
 
-def test_a_text_record_is_one_line_with_its_fields_behind() -> None:
+def test_a_text_record_is_one_line_followed_by_its_fields() -> None:
     line = TextFormatter("scheduler").format(make_record(request_id="r1", num_tokens=3))
 
     assert line.endswith(" INFO scheduler: request finished request_id=r1 num_tokens=3")
@@ -50,7 +50,7 @@ def test_a_json_record_of_an_error_is_still_one_line() -> None:
     assert "\n" not in line
 
 
-def test_a_field_that_json_does_not_know_is_written_as_text() -> None:
+def test_a_field_that_is_not_json_serializable_is_written_as_text() -> None:
     line = JsonFormatter("scheduler").format(make_record(error=ValueError("odd")))
 
     assert json.loads(line)["error"] == "odd"

@@ -1,4 +1,4 @@
-"""The metrics page over real sockets: what it answers, and what a client cannot do to it."""
+"""The metrics page over real sockets: its answers, and its resistance to misbehaving clients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def serving(tmp_path: Path, *, request_timeout_s: float = REQUEST_TIMEOUT_
 
 
 async def exchange(path: Path, request: bytes) -> tuple[str, dict[str, str], str]:
-    """Send bytes and read to the end: status line, headers, body."""
+    """Send bytes and read to the end; returns the status line, the headers and the body."""
     reader, writer = await asyncio.open_unix_connection(path)
     writer.write(request)
     head, _, body = (await reader.read()).decode().partition("\r\n\r\n")
@@ -36,7 +36,7 @@ async def exchange(path: Path, request: bytes) -> tuple[str, dict[str, str], str
     return status, dict(line.split(": ", 1) for line in lines), body
 
 
-async def test_a_get_is_answered_with_the_page_as_prometheus_reads_it(tmp_path: Path) -> None:
+async def test_a_get_is_answered_with_the_page_in_prometheus_format(tmp_path: Path) -> None:
     async with serving(tmp_path) as path:
         request = b"GET /metrics?x=1 HTTP/1.1\r\nHost: a\r\nAccept: application/openmetrics-text\r\n\r\n"
         status, headers, body = await exchange(path, request)
@@ -67,20 +67,20 @@ async def test_anything_else_is_refused(tmp_path: Path, request_line: bytes, sta
     assert headers.get("Allow") == ("GET" if status.startswith("405") else None)
 
 
-async def test_a_request_without_end_is_refused_at_its_bound(tmp_path: Path) -> None:
+async def test_an_endless_request_is_refused_at_its_size_limit(tmp_path: Path) -> None:
     async with serving(tmp_path) as path:
         status, _, _ = await exchange(path, b"GET /metrics HTTP/1.1\r\nX: ".ljust(MAX_REQUEST_BYTES + 4, b"x"))
     assert status == "HTTP/1.1 431 Request Header Fields Too Large"
 
 
-async def test_a_client_that_says_nothing_is_cut(tmp_path: Path) -> None:
+async def test_a_silent_client_is_disconnected(tmp_path: Path) -> None:
     async with serving(tmp_path, request_timeout_s=0.05) as path:
         reader, writer = await asyncio.open_unix_connection(path)
         assert await reader.read() == b""
         writer.close()
 
 
-async def test_a_client_that_hangs_up_disturbs_nobody(tmp_path: Path) -> None:
+async def test_a_client_that_disconnects_affects_no_other(tmp_path: Path) -> None:
     problems: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
     async with serving(tmp_path) as path:
@@ -94,7 +94,7 @@ async def test_a_client_that_hangs_up_disturbs_nobody(tmp_path: Path) -> None:
     assert problems == []
 
 
-async def test_connections_are_answered_side_by_side(tmp_path: Path) -> None:
+async def test_connections_are_served_concurrently(tmp_path: Path) -> None:
     async with serving(tmp_path) as path:
         _, silent = await asyncio.open_unix_connection(path)
         status, _, _ = await exchange(path, b"GET /metrics HTTP/1.1\r\n\r\n")

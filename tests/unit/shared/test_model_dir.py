@@ -19,7 +19,7 @@ def write_model(model_dir: Path, *, config: object = None, generation: object = 
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "1", "\xff"])
-def test_a_file_that_holds_no_json_object_is_named(tmp_path: Path, text: str) -> None:
+def test_a_file_without_a_json_object_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
 
     with pytest.raises(ModelDirectoryError, match=r"config\.json"):
@@ -64,7 +64,7 @@ def test_bytes_that_move_between_the_files_change_the_digest(tmp_path: Path) -> 
         ({}, None, ()),
     ],
 )
-def test_the_generation_configuration_names_the_eos_tokens_first(
+def test_eos_tokens_of_the_generation_configuration_take_precedence(
     tmp_path: Path, config: object, generation: object, expected: tuple[int, ...]
 ) -> None:
     assert eos_token_ids(write_model(tmp_path, config=config, generation=generation)) == expected
@@ -79,7 +79,7 @@ def test_the_generation_configuration_names_the_eos_tokens_first(
         ({"vocab_size": "10", "eos_token_id": 1}, None, r"config\.json: vocab_size is '10'"),
     ],
 )
-def test_an_eos_token_that_the_model_does_not_know_is_refused_by_name(
+def test_an_eos_token_outside_the_vocabulary_is_refused_by_name(
     tmp_path: Path, config: object, generation: object, message: str
 ) -> None:
     with pytest.raises(ModelDirectoryError, match=message):
@@ -87,6 +87,6 @@ def test_an_eos_token_that_the_model_does_not_know_is_refused_by_name(
 
 
 @pytest.mark.parametrize("value", ["2", [2, "3"], -1, 2.5, True])
-def test_an_eos_token_that_is_no_id_is_refused(tmp_path: Path, value: object) -> None:
+def test_an_eos_token_that_is_not_an_id_is_refused(tmp_path: Path, value: object) -> None:
     with pytest.raises(ModelDirectoryError, match="eos_token_id"):
         eos_token_ids(write_model(tmp_path, config={"eos_token_id": value}))

@@ -1,4 +1,4 @@
-"""What reflection tells of a server, in both of its versions."""
+"""What reflection reports about a server, in both versions of its service."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEALTH = "grpc.health.v1.Health"
 async def ask(
     channel: grpc.aio.Channel, version: str, request: reflection_pb2.ServerReflectionRequest
 ) -> reflection_pb2.ServerReflectionResponse:
-    """One question to the reflection service of a version; the messages are the same in both."""
+    """Send one question to a version of the reflection service; the messages are the same in both."""
     call = channel.stream_stream(
         f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
         request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,

@@ -1,4 +1,4 @@
-"""What both doors of a cell read from a request. The table of bad values is the one of `limits`."""
+"""What both services of a cell read from a request. The table of bad values is that of `limits`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Choice = scheduler_pb2.ChoiceSoFar
 LIMITS = ModelLimits(context_length=100, logits_width=50, num_pool_tokens=80)
 
 
-def test_an_absent_id_is_drawn_and_a_given_one_stays() -> None:
+def test_an_absent_id_is_drawn_and_a_given_one_is_kept() -> None:
     violations: list[Violation] = []
     first, second = read_request_id(None, violations), read_request_id(None, violations)
     assert first != second
@@ -49,20 +49,20 @@ def test_an_absent_id_is_drawn_and_a_given_one_stays() -> None:
 
 
 @pytest.mark.parametrize("request_id", ["", "a b", "a\n", "é", "x" * 65])
-def test_an_id_that_nobody_may_have_is_named(request_id: str) -> None:
+def test_an_invalid_id_is_named(request_id: str) -> None:
     violations: list[Violation] = []
     read_request_id(request_id, violations)
     assert [violation.field for violation in violations] == ["request_id"]
 
 
 @pytest.mark.parametrize("token_id", [50, 2**31 - 1, 2**31, 2**31 + 5, 2**32 - 1])
-def test_an_id_that_would_be_another_as_int32_is_named(token_id: int) -> None:
+def test_a_token_id_above_int32_is_named(token_id: int) -> None:
     violations: list[Violation] = []
     read_prompt_token_ids([1, token_id, 2], LIMITS, violations, field="ids")
     assert [(violation.field, violation.reason) for violation in violations] == [("ids[1]", "TOKEN_ID_OUT_OF_RANGE")]
 
 
-def test_a_prompt_is_looked_at_only_when_its_length_is_right() -> None:
+def test_a_prompts_tokens_are_only_checked_if_its_length_is_valid() -> None:
     with pytest.raises(PromptTooLongError):
         read_prompt_token_ids([2**32 - 1] * 100, LIMITS, [], field="ids")
     violations: list[Violation] = []
@@ -70,7 +70,7 @@ def test_a_prompt_is_looked_at_only_when_its_length_is_right() -> None:
     assert [violation.reason for violation in violations] == ["PROMPT_EMPTY"]
 
 
-def test_a_good_prompt_comes_back() -> None:
+def test_a_valid_prompt_is_returned() -> None:
     violations: list[Violation] = []
     prompt = read_prompt_token_ids([1, 49] * 40, LIMITS, violations, field="ids")
     assert (prompt.tolist(), prompt.dtype, violations) == ([1, 49] * 40, np.dtype(np.uint32), [])
@@ -85,7 +85,7 @@ def test_absent_sampling_gets_defaults_and_a_drawn_seed() -> None:
 
 
 def read(defaults: common_pb2.SamplingParams | None = None, **sampling: Any) -> SamplingParams:
-    """What is read of good sampling parameters."""
+    """Read valid sampling parameters."""
     violations: list[Violation] = []
     message = common_pb2.SamplingParams(**{"seed": 0, **sampling})
     params = read_sampling(message, LIMITS, violations, defaults=defaults)
@@ -125,11 +125,11 @@ def test_options_that_change_nothing_are_none() -> None:
 
 
 @pytest.mark.parametrize("option", [{"num_logprobs": 0}, {"num_prompt_logprobs": 0}, {"logit_bias": {1: 0.0}}])
-def test_a_zero_that_asks_for_something_is_an_option(option: dict[str, Any]) -> None:
+def test_a_meaningful_zero_is_an_option(option: dict[str, Any]) -> None:
     assert read(**option).options is not None
 
 
-def test_the_models_defaults_fill_in_what_is_absent() -> None:
+def test_the_models_defaults_fill_absent_fields() -> None:
     defaults = common_pb2.SamplingParams(
         temperature=0.5, top_k=7, top_p=0.75, max_tokens=20, min_p=0.25, repetition_penalty=1.5
     )
@@ -139,14 +139,14 @@ def test_the_models_defaults_fill_in_what_is_absent() -> None:
     assert given == SamplingParams(max_tokens=9)
 
 
-def test_a_default_of_max_tokens_is_cut_to_the_room() -> None:
+def test_a_default_of_max_tokens_is_capped_at_the_remaining_room() -> None:
     params = read(common_pb2.SamplingParams(max_tokens=2**32 - 1))
     assert resolve_max_tokens(params, 30, LIMITS, has_max_tokens=False).max_tokens == 50
     params = read(common_pb2.SamplingParams(max_tokens=20))
     assert resolve_max_tokens(params, 30, LIMITS, has_max_tokens=False).max_tokens == 20
 
 
-def test_min_tokens_are_refused_when_the_room_is_less() -> None:
+def test_min_tokens_above_the_remaining_room_is_refused() -> None:
     params = read(min_tokens=51)
     assert resolve_max_tokens(params, 29, LIMITS, has_max_tokens=False).max_tokens == 51
     with pytest.raises(InvalidRequestError) as caught:
@@ -174,20 +174,20 @@ def test_a_bad_option_is_named(sampling: dict[str, Any], field: str) -> None:
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, 1), (1, 1), (8, 8)])
-def test_a_request_has_one_choice_unless_it_says(given: int | None, expected: int) -> None:
+def test_a_request_has_one_choice_by_default(given: int | None, expected: int) -> None:
     violations: list[Violation] = []
     assert read_num_choices(common_pb2.SamplingParams(n=given), violations) == expected
     assert violations == []
 
 
 @pytest.mark.parametrize("n", [0, 9, 2**32 - 1])
-def test_too_many_choices_and_none_are_named(n: int) -> None:
+def test_zero_choices_and_too_many_are_named(n: int) -> None:
     violations: list[Violation] = []
     read_num_choices(common_pb2.SamplingParams(n=n), violations)
     assert [(violation.field, violation.reason) for violation in violations] == [("sampling.n", "OUT_OF_RANGE")]
 
 
-def test_a_zero_that_was_given_is_no_absence() -> None:
+def test_an_explicit_zero_is_not_absent() -> None:
     sampling = common_pb2.SamplingParams(max_tokens=0, temperature=0, top_p=0, seed=0)
     violations: list[Violation] = []
     params = read_sampling(sampling, LIMITS, violations)
@@ -197,7 +197,7 @@ def test_a_zero_that_was_given_is_no_absence() -> None:
         raise_violations(violations)
 
 
-def test_absent_max_tokens_is_the_room_that_is_left() -> None:
+def test_absent_max_tokens_is_the_remaining_room() -> None:
     params = SamplingParams(max_tokens=DEFAULT_MAX_TOKENS)
     wide = ModelLimits(context_length=100_000, logits_width=50, num_pool_tokens=100_000)
     resolved = [resolve_max_tokens(params, 30, limits, has_max_tokens=False) for limits in (LIMITS, wide)]
@@ -210,7 +210,7 @@ def test_absent_max_tokens_is_the_room_that_is_left() -> None:
     ("num_prompt_tokens", "max_tokens", "error"),
     [(60, 41, ContextExceededError), (60, 21, KvCapacityExceededError), (80, None, KvCapacityExceededError)],
 )
-def test_what_can_never_fit_is_refused(
+def test_a_request_that_can_never_fit_is_refused(
     num_prompt_tokens: int, max_tokens: int | None, error: type[ServiceError]
 ) -> None:
     params = SamplingParams(max_tokens=max_tokens or DEFAULT_MAX_TOKENS)
@@ -227,15 +227,15 @@ def test_what_can_never_fit_is_refused(
         (common_pb2.PRIORITY_LOW, common_pb2.PRIORITY_LOW),
     ],
 )
-def test_a_request_is_of_normal_urgency_unless_it_says(given: common_pb2.Priority, meant: common_pb2.Priority) -> None:
+def test_a_request_has_normal_priority_by_default(given: common_pb2.Priority, meant: common_pb2.Priority) -> None:
     violations: list[Violation] = []
     assert read_priority(given, violations) == meant
     assert violations == []
 
 
 @pytest.mark.parametrize("number", [-1, 4, 2**31 - 1])
-def test_a_priority_that_nobody_knows_is_named(number: int) -> None:
-    # Enums are open on the wire: any number may come.
+def test_an_unknown_priority_is_named(number: int) -> None:
+    # Enums are open on the wire: any number can arrive.
     request = scheduler_pb2.SchedulerServiceGenerateRequest(priority=number)  # type: ignore[arg-type]
     violations: list[Violation] = []
     read_priority(request.priority, violations)
@@ -250,21 +250,21 @@ def test_a_priority_that_nobody_knows_is_named(number: int) -> None:
         (common_pb2.DETERMINISM_EXACT, True),
     ],
 )
-def test_an_answer_is_ordinary_unless_it_is_to_be_exact(given: common_pb2.Determinism, is_exact: bool) -> None:
+def test_an_answer_is_ordinary_unless_exactness_is_requested(given: common_pb2.Determinism, is_exact: bool) -> None:
     violations: list[Violation] = []
     assert read_determinism(given, violations) is is_exact
     assert violations == []
 
 
 @pytest.mark.parametrize("number", [-1, 3, 2**31 - 1])
-def test_a_determinism_that_nobody_knows_is_named(number: int) -> None:
+def test_an_unknown_determinism_is_named(number: int) -> None:
     request = scheduler_pb2.SchedulerServiceGenerateRequest(determinism=number)  # type: ignore[arg-type]
     violations: list[Violation] = []
     read_determinism(request.determinism, violations)
     assert [(violation.field, violation.reason) for violation in violations] == [("determinism", "OUT_OF_RANGE")]
 
 
-def test_only_exactness_that_is_not_to_be_had_is_refused() -> None:
+def test_exactness_is_refused_only_if_it_is_unavailable() -> None:
     check_exactness("", is_exact=False)
     check_exactness("fingerprint", is_exact=True)
     with pytest.raises(ExactUnavailableError):
@@ -281,46 +281,46 @@ def test_a_cache_salt_is_measured_in_bytes() -> None:
 
 
 def read_so_far(*choices: Choice, **sampling: Any) -> tuple[list[list[int]], list[tuple[str, str]]]:
-    """What is read of choices so far, and the violations."""
+    """The choices so far as read, and the violations."""
     violations: list[Violation] = []
     outputs = read_choices_so_far(choices, common_pb2.SamplingParams(**sampling), LIMITS, violations)
     return [output.tolist() for output in outputs], [(violation.field, violation.reason) for violation in violations]
 
 
-def test_choices_so_far_come_with_the_limit_and_the_seed_of_the_call_they_are_from() -> None:
+def test_choices_so_far_need_the_max_tokens_and_seed_of_the_earlier_call() -> None:
     assert read_so_far(Choice(token_ids=[4, 5]), max_tokens=3, seed=0) == ([[4, 5]], [])
     assert read_so_far() == ([], [])
     assert read_so_far(Choice(token_ids=[4]), max_tokens=3) == ([], [("sampling.seed", "OUT_OF_RANGE")])
     assert read_so_far(Choice(token_ids=[4]), seed=0) == ([], [("sampling.max_tokens", "OUT_OF_RANGE")])
 
 
-def test_there_is_none_or_one_for_each_choice() -> None:
+def test_the_number_of_choices_so_far_is_zero_or_n() -> None:
     some, finished = Choice(token_ids=[4]), Choice(token_ids=[5, 6, 7], is_finished=True)
     assert read_so_far(some, finished, Choice(), max_tokens=3, seed=0, n=3) == ([[4], [5, 6, 7], []], [])
     for choices, n in (([some], 2), ([some, some], 1), ([some] * 1000, 2)):
         assert read_so_far(*choices, max_tokens=3, seed=0, n=n) == ([], [("choices_so_far", "OUT_OF_RANGE")])
 
 
-def test_one_choice_is_not_finished() -> None:
+def test_choices_so_far_that_are_all_finished_are_refused() -> None:
     finished = Choice(token_ids=[4], is_finished=True)
     _, violations = read_so_far(finished, finished, max_tokens=3, seed=0, n=2)
     assert violations == [("choices_so_far", "OUT_OF_RANGE")]
 
 
 @pytest.mark.parametrize(("num_tokens", "is_finished"), [(3, False), (4, True)])
-def test_a_choice_so_far_is_short_of_the_limit(num_tokens: int, is_finished: bool) -> None:
+def test_a_choice_so_far_that_reaches_max_tokens_is_refused(num_tokens: int, is_finished: bool) -> None:
     choice = Choice(token_ids=[4] * num_tokens, is_finished=is_finished)
     _, violations = read_so_far(Choice(), choice, max_tokens=3, seed=0, n=2)
     assert violations == [("choices_so_far[1].token_ids", "OUT_OF_RANGE")]
 
 
 @pytest.mark.parametrize("token_id", [50, 2**31, 2**32 - 1])
-def test_a_choice_so_far_has_the_models_ids(token_id: int) -> None:
+def test_an_invalid_token_id_in_a_choice_so_far_is_named(token_id: int) -> None:
     _, violations = read_so_far(Choice(token_ids=[4, token_id]), max_tokens=9, seed=0)
     assert violations == [("choices_so_far[0].token_ids[1]", "TOKEN_ID_OUT_OF_RANGE")]
 
 
-def test_a_caller_waits_for_an_hour_at_most_or_for_ever() -> None:
+def test_a_caller_waits_for_at_most_an_hour_or_without_limit() -> None:
     assert read_time_left(None) is None
     assert read_time_left(9e9) == read_time_left(MAX_TIME_LEFT_S) == 3600.0
     assert read_time_left(0.0) == 0.0

@@ -9,7 +9,7 @@ from shared.response_writer import ResponseWriter
 
 
 class Call:
-    """A call whose client reads while it is told to."""
+    """A call whose client reads only when the test lets it."""
 
     def __init__(self, *, reads: bool) -> None:
         self.reads = asyncio.Event()
@@ -24,7 +24,7 @@ class Call:
         self.written.append(response)
 
 
-async def test_what_a_client_reads_is_written() -> None:
+async def test_responses_are_written_while_the_client_reads() -> None:
     call = Call(reads=True)
     writer = ResponseWriter(call, 60.0)
     await writer.write("a")
@@ -32,7 +32,7 @@ async def test_what_a_client_reads_is_written() -> None:
     assert call.written == ["a", "b"]
 
 
-async def test_a_client_that_reads_late_has_time() -> None:
+async def test_a_client_that_reads_slowly_has_time() -> None:
     call = Call(reads=False)
     write = asyncio.create_task(ResponseWriter(call, 60.0).write("a"))
     await call.begun.wait()
@@ -41,17 +41,17 @@ async def test_a_client_that_reads_late_has_time() -> None:
     assert call.written == ["a"]
 
 
-async def test_a_client_that_does_not_read_in_time_is_given_up() -> None:
+async def test_a_client_that_does_not_read_in_time_is_dropped() -> None:
     call = Call(reads=False)
     with pytest.raises(ClientTooSlowError):
         await ResponseWriter(call, 0.01).write("a")
     call.reads.set()
     await asyncio.sleep(0)
-    # The write was given up too.
+    # The write was cancelled, too.
     assert call.written == []
 
 
-async def test_a_call_that_is_cancelled_in_a_blocked_write_ends_as_cancelled() -> None:
+async def test_a_call_cancelled_during_a_blocked_write_ends_as_cancelled() -> None:
     call = Call(reads=False)
     write = asyncio.create_task(ResponseWriter(call, 60.0).write("a"))
     await call.begun.wait()

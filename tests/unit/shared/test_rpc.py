@@ -24,7 +24,7 @@ Failure = Callable[[grpc.aio.ServicerContext], Awaitable[None]]
 
 
 class FailingServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
-    """Answers every call by failing; a stream gives one response before it does."""
+    """Fails every call; a stream first gives one response."""
 
     def __init__(self, failure: Failure) -> None:
         self._failure = failure
@@ -85,7 +85,7 @@ async def test_a_service_error_carries_its_reason_values_and_violations(tmp_path
     assert (violation.field, violation.reason, violation.description) == ("top_p", "OUT_OF_RANGE", "bad")
 
 
-async def test_a_stream_fails_behind_what_it_has_sent(tmp_path: Path) -> None:
+async def test_a_stream_fails_after_the_responses_it_has_sent(tmp_path: Path) -> None:
     async with failing_stub(tmp_path, raising(KvCapacityExceededError("never fits"))) as stub:
         call = stub.Generate(tokenizer_pb2.GenerateRequest())
         assert (await call.read()).text == "a"
@@ -96,7 +96,7 @@ async def test_a_stream_fails_behind_what_it_has_sent(tmp_path: Path) -> None:
     assert reason_of(status_from_rpc_error(caught.value)) == "KV_CAPACITY_EXCEEDED"
 
 
-async def test_an_unknown_error_is_logged_and_tells_the_client_nothing(
+async def test_an_unknown_error_is_logged_and_not_revealed_to_the_client(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.ERROR, logger="shared.rpc"):
@@ -107,7 +107,7 @@ async def test_an_unknown_error_is_logged_and_tells_the_client_nothing(
     assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == ["the secret"]
 
 
-async def test_a_status_of_another_service_goes_on_unchanged(tmp_path: Path) -> None:
+async def test_another_services_status_is_passed_on_unchanged(tmp_path: Path) -> None:
     original = status_pb2.Status(code=code_pb2.UNAVAILABLE, message="gone")
     original.details.add().Pack(error_details_pb2.ErrorInfo(reason="SCHEDULER_LOST", domain="lockstep"))
 
@@ -126,13 +126,13 @@ async def test_a_method_may_abort_by_itself(tmp_path: Path) -> None:
 
 
 class LackingServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
-    """Has none of its methods."""
+    """Implements none of its methods."""
 
     def add_to(self, server: grpc.aio.Server) -> None:
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(self, server)
 
 
-async def test_a_method_that_a_servicer_lacks_is_not_supported_and_no_bug(
+async def test_a_method_missing_from_a_servicer_is_unsupported_and_not_a_bug(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     address = f"unix:{tmp_path / 'x'}"
@@ -150,7 +150,7 @@ async def test_a_method_that_a_servicer_lacks_is_not_supported_and_no_bug(
     assert not caplog.records
 
 
-async def test_a_method_that_is_not_implemented_within_is_a_bug(
+async def test_a_not_implemented_error_inside_a_method_is_a_bug(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     code, status = await fail_unary(tmp_path, raising(NotImplementedError("abstract")))
@@ -160,7 +160,7 @@ async def test_a_method_that_is_not_implemented_within_is_a_bug(
 
 
 class EchoServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
-    """Waits until it may answer, and counts the calls that wait."""
+    """Waits until it may answer, and counts the waiting calls."""
 
     def __init__(self) -> None:
         self.may_answer = asyncio.Event()
@@ -196,7 +196,7 @@ async def echo_channel(
         await server.stop(None)
 
 
-# A string field of one byte that is no UTF-8, and a field that is longer than the message.
+# A string field of one byte that is not UTF-8, and a field that is longer than the message.
 UNPARSABLE = [b"\x0a\x01\xff", b"\x0a\x7fx"]
 
 
@@ -226,7 +226,7 @@ async def test_a_stream_ends_at_a_message_that_cannot_be_parsed(tmp_path: Path, 
         assert reason_of(status_from_rpc_error(caught.value)) == "INVALID_REQUEST"
 
 
-async def test_calls_above_the_bound_are_told_when_to_come_back_and_health_answers_all_the_same(
+async def test_calls_above_the_limit_get_a_retry_delay_and_health_still_answers(
     tmp_path: Path,
 ) -> None:
     async with echo_channel(tmp_path, max_open_calls=2) as (servicer, channel):
@@ -269,7 +269,7 @@ async def test_two_servers_do_not_share_a_port() -> None:
     await first.stop(None)
 
 
-async def test_a_socket_is_refused_while_its_server_lives_and_replaced_when_it_is_dead(tmp_path: Path) -> None:
+async def test_a_socket_is_refused_while_its_server_is_running_and_replaced_afterwards(tmp_path: Path) -> None:
     address = f"unix:{tmp_path / 'x'}"
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(tmp_path / "x"))
@@ -282,7 +282,7 @@ async def test_a_socket_is_refused_while_its_server_lives_and_replaced_when_it_i
     await server.stop(None)
 
 
-async def test_a_message_above_4_mib_is_refused_by_the_library(tmp_path: Path) -> None:
+async def test_grpc_refuses_messages_above_4_mib(tmp_path: Path) -> None:
     async with failing_stub(tmp_path, raising(RuntimeError("must not be reached"))) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Tokenize(tokenizer_pb2.TokenizeRequest(text="x" * 5 * 1024 * 1024))

@@ -1,4 +1,4 @@
-"""What `--help` says of settings."""
+"""What `--help` prints about settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.worker.config import WorkerSettings
 from shared.cli.serve_settings import ServeSettings
 from shared.config import load_settings
 
-# What no person types.
+# Text that a user would never type.
 PYTHON = re.compile(r"\b(str|int|float|bool|tuple|None|Path|True|False|Annotated|Literal)\b|\(\)")
 
 
@@ -25,14 +25,14 @@ def help_of(settings_type: type[BaseSettings], capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("settings_type", [ServeSettings, SchedulerSettings, TokenizerSettings, WorkerSettings])
-def test_help_has_no_words_of_python(settings_type: type[BaseSettings], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_contains_no_python_terms(settings_type: type[BaseSettings], capsys: pytest.CaptureFixture[str]) -> None:
     text = help_of(settings_type, capsys)
 
     assert text.startswith(f"usage: {settings_type.model_config['cli_prog_name']} ")
     assert PYTHON.findall(text) == []
 
 
-def test_help_says_what_a_flag_takes_and_what_it_is_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_what_a_flag_takes_and_its_default(capsys: pytest.CaptureFixture[str]) -> None:
     text = help_of(ServeSettings, capsys)
 
     assert "--tp N Workers" in text
@@ -49,5 +49,5 @@ def test_help_says_what_a_flag_takes_and_what_it_is_otherwise(capsys: pytest.Cap
     assert "arguments: MODEL_DIR Model directory" in text
 
 
-def test_a_required_flag_is_told_as_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_required_flag_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
     assert "in the Hugging Face layout. (required)" in help_of(TokenizerSettings, capsys)

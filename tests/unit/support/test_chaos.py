@@ -1,4 +1,4 @@
-"""What the chaos tests would see: an answer that lost, repeated or changed anything."""
+"""The chaos tests notice any answer that lost, repeated or changed something."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def damage_by(facts: Facts) -> Damage:
     return damage
 
 
-def test_the_same_answer_is_no_damage() -> None:
+def test_an_equal_answer_is_no_damage() -> None:
     assert damage_by({(0, 0): replace(EXPECTED)}) == Damage()
 
 
@@ -41,18 +41,18 @@ def test_the_same_answer_is_no_damage() -> None:
         ({"logprobs": (b"x",)}, "changed"),
     ],
 )
-def test_an_answer_that_differs_is_told_by_kind(change: dict[str, object], kind: str) -> None:
+def test_a_different_answer_is_reported_by_kind(change: dict[str, object], kind: str) -> None:
     damage = damage_by({(0, 0): replace(EXPECTED, **change)})  # type: ignore[arg-type]
 
     assert [name for name in ("lost", "missing", "repeated", "changed") if getattr(damage, name)] == [kind]
 
 
-def test_a_choice_too_few_or_too_many_is_damage() -> None:
+def test_a_missing_or_extra_choice_is_damage() -> None:
     assert damage_by({}).changed
     assert damage_by({(0, 0): EXPECTED, (0, 1): EXPECTED}).changed
 
 
-def test_a_load_has_requests_of_every_kind_that_are_the_same_every_time() -> None:
+def test_a_load_always_has_the_same_requests_of_every_kind() -> None:
     requests = mixed_requests(16)
 
     assert requests == mixed_requests(16)
@@ -61,5 +61,5 @@ def test_a_load_has_requests_of_every_kind_that_are_the_same_every_time() -> Non
     assert any(request.HasField("structured_output") for request in requests)
 
 
-def test_a_workers_rank_is_in_its_name() -> None:
+def test_a_workers_rank_is_read_from_its_name() -> None:
     assert [dp_rank_of(name) for name in ("worker", "worker 0.1", "worker 3.0")] == [0, 0, 3]

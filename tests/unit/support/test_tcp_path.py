@@ -1,4 +1,4 @@
-"""The path that chaos tests cut."""
+"""The path that the chaos tests cut."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def _path_to_echo() -> AsyncIterator[tuple[TcpPath, asyncio.StreamReader, 
 
 
 @pytest.mark.parametrize("direction", [{"to_client": False}, {"to_server": False}, {}], ids=["up", "down", "both"])
-async def test_what_is_sent_into_a_cut_arrives_when_the_path_is_whole(direction: dict[str, bool]) -> None:
+async def test_data_sent_during_a_cut_arrives_when_the_path_is_healed(direction: dict[str, bool]) -> None:
     async with _path_to_echo() as (path, reader, writer):
         writer.write(b"before")
         assert await reader.readexactly(6) == b"before"

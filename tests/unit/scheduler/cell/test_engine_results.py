@@ -76,10 +76,10 @@ def test_a_row_with_a_failed_grammar_fails_alone_and_its_blocks_stay_cached() ->
     driver.step()
     result = driver.worker.run(driver.sent.pop(0))
     row = np.array([len(result.token_ids) - 1], np.int32)
-    num_told = len(driver.choices[1, 2].tokens)
+    num_tokens = len(driver.choices[1, 2].tokens)
     driver.on_event(StepReturned(0, replace(result, failed_grammar_rows=row)))
     assert error_of(driver, 2) == "INVALID_REQUEST"
-    assert len(driver.choices[1, 2].tokens) == num_told
+    assert len(driver.choices[1, 2].tokens) == num_tokens
     driver.submit(3, make_prompt(33, 300), max_tokens=1)
     driver.run()
     assert driver.choices[1, 3].num_cached_tokens == 32

@@ -1,4 +1,4 @@
-"""A cell of several DP ranks over real gRPC: attach, loss, restart, and which scheduler gives way."""
+"""A cell of several DP ranks over real gRPC: attach, loss, restart, and competing schedulers."""
 
 from __future__ import annotations
 

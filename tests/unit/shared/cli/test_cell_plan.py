@@ -1,4 +1,4 @@
-"""Which processes a cell consists of, and what each is told."""
+"""The processes of a cell, and the flags of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RUNTIME_DIR = Path("/run/x")
 
 
 def plan(*flags: str, service_flags: Mapping[str, Sequence[str]] | None = None) -> dict[str, ServiceCommand]:
-    """The commands by their names, in the order of their start."""
+    """The commands by name, in starting order."""
     settings = load_settings(ServeSettings, ["models/m", *flags])
     return {command.name: command for command in plan_services(settings, service_flags or {}, RUNTIME_DIR)}
 
@@ -30,7 +30,7 @@ def workers_of(commands: Mapping[str, ServiceCommand]) -> dict[str, dict[str, st
     }
 
 
-def test_services_are_linked_by_sockets_and_start_worker_first() -> None:
+def test_services_are_linked_by_sockets_and_the_worker_starts_first() -> None:
     commands = plan(
         "--listen=127.0.0.1:7",
         "--log-format=json",
@@ -52,7 +52,7 @@ def test_services_are_linked_by_sockets_and_start_worker_first() -> None:
     ]
 
 
-def test_a_scheduler_with_an_address_keeps_the_cells_own_private() -> None:
+def test_a_scheduler_with_a_public_address_keeps_the_cells_socket_private() -> None:
     commands = plan("--scheduler-listen=127.0.0.1:8")
 
     assert commands["scheduler"].address == "127.0.0.1:8"
@@ -61,7 +61,7 @@ def test_a_scheduler_with_an_address_keeps_the_cells_own_private() -> None:
     assert "--scheduler=unix:/run/x/cell.sock" in commands["tokenizer"].flags
 
 
-def test_only_the_tokenizer_is_opened_to_other_machines() -> None:
+def test_only_the_tokenizer_is_exposed_to_other_machines() -> None:
     commands = plan("--insecure-bind=0.0.0.0:7", "--dp=2")
 
     assert [name for name, command in commands.items() if "--insecure-bind=0.0.0.0:7" in command.flags] == ["tokenizer"]
@@ -76,7 +76,7 @@ def test_only_the_tokenizer_is_opened_to_other_machines() -> None:
         (["--draft-proposer=mtp"], ["--draft-proposer=mtp"]),
     ],
 )
-def test_the_worker_learns_who_drafts(flags: list[str], worker_flags: list[str]) -> None:
+def test_the_worker_gets_the_drafting_flags(flags: list[str], worker_flags: list[str]) -> None:
     drafting = [(c.role, flag) for c in plan(*flags).values() for flag in c.flags if flag.startswith("--draft")]
 
     assert drafting == [("worker", flag) for flag in worker_flags]
@@ -101,14 +101,14 @@ def test_every_worker_knows_its_place_and_its_groups_leader() -> None:
     ]
 
 
-def test_the_scheduler_is_told_of_the_leaders_only() -> None:
+def test_the_scheduler_gets_the_addresses_of_the_leaders_only() -> None:
     scheduler = plan("--tp=2", "--dp=2")["scheduler"]
 
     assert "--workers=unix:/run/x/worker-0.0.sock,unix:/run/x/worker-1.0.sock" in scheduler.flags
     assert "--coupled" not in scheduler.flags
 
 
-def test_replicas_with_expert_parallelism_are_one_domain_behind_the_first_leader() -> None:
+def test_replicas_with_expert_parallelism_form_one_domain_that_follows_the_first_leader() -> None:
     commands = plan("--tp=2", "--dp=2", "--ep")
 
     workers = workers_of(commands)
@@ -123,7 +123,7 @@ def test_replicas_with_expert_parallelism_are_one_domain_behind_the_first_leader
     assert "--coupled" in commands["scheduler"].flags
 
 
-def test_experts_split_over_one_replica_leave_its_scheduler_as_it_is() -> None:
+def test_experts_split_over_one_replica_do_not_couple_the_scheduler() -> None:
     commands = plan("--tp=2", "--ep")
 
     assert "--coupled" not in commands["scheduler"].flags
@@ -139,7 +139,7 @@ def test_workers_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("given", [["--num-threads=5"], ["--num-threads", "5"]])
-def test_threads_that_were_given_are_not_divided(given: list[str]) -> None:
+def test_an_explicit_number_of_threads_is_not_divided(given: list[str]) -> None:
     worker = plan("--dp=2", service_flags={"worker": given})["worker 1.0"]
 
     assert [flag for flag in worker.flags if flag.startswith("--num-threads")] == given[:1]
@@ -154,7 +154,7 @@ def test_workers_started_elsewhere_are_only_linked(flags: list[str], is_coupled:
     assert ("--coupled" in commands["scheduler"].flags) is is_coupled
 
 
-def test_each_start_of_a_domain_is_told_apart_from_all_others() -> None:
+def test_each_start_of_a_domain_has_a_unique_id() -> None:
     domain = [command for command in plan("--tp=2").values() if command.role == "worker"]
 
     starts = [make_start_flags(domain) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""What `lockstep chat` asks from turn to turn, and what it says of a wrong address."""
+"""What `lockstep chat` sends in each turn, and its errors for a wrong address."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Tokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
 
 
 class Screen(io.StringIO):
-    """Tells when something stands on it."""
+    """Signals when something was printed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ async def channel(tokenizer: Tokenizer, tmp_path: Path) -> AsyncIterator[grpc.ai
 SYSTEM, USER, ASSISTANT = tokenizer_pb2.ROLE_SYSTEM, tokenizer_pb2.ROLE_USER, tokenizer_pb2.ROLE_ASSISTANT
 
 
-async def test_each_turn_is_asked_with_those_before_it(channel: grpc.aio.Channel, tokenizer: Tokenizer) -> None:
+async def test_each_turn_is_sent_with_the_previous_ones(channel: grpc.aio.Channel, tokenizer: Tokenizer) -> None:
     conversation = Conversation(channel, tokenizer_pb2.GenerateRequest(), "be brief")
     await conversation.answer("one")
     await conversation.answer("two")
@@ -84,7 +84,7 @@ async def test_each_turn_is_asked_with_those_before_it(channel: grpc.aio.Channel
     assert tokenizer.chats[-1] == [(USER, "three")]
 
 
-async def test_a_turn_that_fails_keeps_the_conversation(channel: grpc.aio.Channel, tokenizer: Tokenizer) -> None:
+async def test_a_failed_turn_keeps_the_conversation(channel: grpc.aio.Channel, tokenizer: Tokenizer) -> None:
     conversation = Conversation(channel, tokenizer_pb2.GenerateRequest())
     await conversation.answer("one")
     with pytest.raises(grpc.aio.AioRpcError):
@@ -93,7 +93,7 @@ async def test_a_turn_that_fails_keeps_the_conversation(channel: grpc.aio.Channe
     assert tokenizer.chats[-1] == [(USER, "one"), (ASSISTANT, "1"), (USER, "two")]
 
 
-async def test_an_answer_that_is_stopped_is_kept_as_far_as_it_came(
+async def test_a_stopped_answer_is_kept_up_to_that_point(
     channel: grpc.aio.Channel, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     screen = Screen()
@@ -108,14 +108,14 @@ async def test_an_answer_that_is_stopped_is_kept_as_far_as_it_came(
     assert tokenizer.chats[-1] == [(USER, "long"), (ASSISTANT, "1"), (USER, "two")]
 
 
-async def test_another_services_address_is_told_with_the_way_to_the_right_one(channel: grpc.aio.Channel) -> None:
+async def test_another_services_address_is_reported_with_the_command_for_it(channel: grpc.aio.Channel) -> None:
     stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
     with pytest.raises(WrongServiceError, match=r"^HERE is the tokenizer's address: `lockstep top` asks the scheduler"):
         async with explain_wrong_service(channel, "HERE", SCHEDULER):
             await stub.GetState(scheduler_pb2.GetStateRequest())
 
 
-async def test_what_the_right_service_cannot_do_stays_as_it_is(channel: grpc.aio.Channel) -> None:
+async def test_an_error_of_the_right_service_is_not_rewritten(channel: grpc.aio.Channel) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async with explain_wrong_service(channel, "HERE", TOKENIZER):
             await tokenizer_pb2_grpc.TokenizerServiceStub(channel).GetModelInfo(tokenizer_pb2.GetModelInfoRequest())

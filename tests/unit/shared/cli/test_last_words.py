@@ -23,7 +23,7 @@ from shared.cli.last_words import LastWords
         ("x" * 5000, "x" * 1000),
     ],
 )
-def test_the_last_line_that_tells_of_trouble_is_kept(output: str, words: str | None) -> None:
+def test_the_last_line_that_reports_a_problem_is_kept(output: str, words: str | None) -> None:
     last_words = LastWords()
     for line in output.split("\n"):
         last_words.add(line.encode())
@@ -31,7 +31,7 @@ def test_the_last_line_that_tells_of_trouble_is_kept(output: str, words: str | N
     assert last_words.text == words
 
 
-def test_bytes_that_are_no_text_do_no_harm() -> None:
+def test_invalid_utf8_is_harmless() -> None:
     last_words = LastWords()
     last_words.add(b"\xff!")
 

@@ -1,4 +1,4 @@
-"""One bar for all workers that load."""
+"""One progress bar for all workers that are loading."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def line(percent: int) -> bytes:
     return f"12:00:01 INFO worker: loading weights percent={percent}".encode()
 
 
-def test_the_bar_is_the_slowest_workers_and_goes_when_all_have_loaded() -> None:
+def test_the_bar_shows_the_slowest_worker_and_disappears_when_all_have_loaded() -> None:
     shown: list[str] = []
     bar = LoadingBar(shown.append)
 
@@ -20,7 +20,7 @@ def test_the_bar_is_the_slowest_workers_and_goes_when_all_have_loaded() -> None:
     assert shown[-1] == ""
 
 
-def test_a_worker_that_ends_holds_no_bar_up() -> None:
+def test_a_worker_that_has_ended_does_not_hold_up_the_bar() -> None:
     shown: list[str] = []
     bar = LoadingBar(shown.append)
     bar.drop("a")
@@ -30,7 +30,7 @@ def test_a_worker_that_ends_holds_no_bar_up() -> None:
     assert shown[-1] == ""
 
 
-def test_a_bar_that_was_ended_does_not_come_back() -> None:
+def test_a_removed_bar_does_not_reappear() -> None:
     shown: list[str] = []
     bar = LoadingBar(shown.append)
     bar.take("a", line(30))
@@ -40,7 +40,7 @@ def test_a_bar_that_was_ended_does_not_come_back() -> None:
     assert shown[-1] == ""
 
 
-def test_other_lines_are_none_of_its_business() -> None:
+def test_other_lines_do_not_affect_the_bar() -> None:
     shown: list[str] = []
     bar = LoadingBar(shown.append)
     for other in (

@@ -1,4 +1,4 @@
-"""What the `lockstep` command does before anything runs: its arguments, and how it tells failures."""
+"""What the `lockstep` command does before anything runs: its arguments, and how it reports failures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_rpc_error(code: grpc.StatusCode, message: str, trailing: grpc.aio.Metad
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details=message)
 
 
-def test_a_services_flags_are_passed_on_unread() -> None:
+def test_a_services_flags_are_passed_on_unparsed() -> None:
     own, role_to_flags = split_service_flags(
         ["MODEL", "--worker.a=1", "--listen", "x:1", "--scheduler.b", "2", "--tokenizer.c", "--log-level=info"]
     )
@@ -40,7 +40,7 @@ def test_a_services_flags_are_passed_on_unread() -> None:
     assert role_to_flags == {"worker": ["--a=1"], "scheduler": ["--b", "2"], "tokenizer": ["--c"]}
 
 
-def test_what_follows_a_flag_with_its_value_is_the_launchers() -> None:
+def test_flags_after_a_service_flag_with_a_value_belong_to_the_launcher() -> None:
     assert split_service_flags(["--worker.a=1", "MODEL"])[0] == ["MODEL"]
     assert split_service_flags(["--worker.a", "1", "MODEL"])[0] == ["MODEL"]
 
@@ -65,14 +65,14 @@ def test_absent_sampling_flags_stay_absent_and_zeros_are_sent() -> None:
     assert not sampling.HasField("max_tokens")
 
 
-def test_priority_and_cache_salt_are_sent_when_they_are_given() -> None:
+def test_priority_and_cache_salt_are_sent_when_given() -> None:
     assert parse_request() == tokenizer_pb2.GenerateRequest(sampling=common_pb2.SamplingParams())
     request = parse_request("--priority=low", "--cache-salt=mine")
     assert (request.priority, request.cache_salt) == (common_pb2.PRIORITY_LOW, "mine")
 
 
 @pytest.mark.parametrize("name", ["exact", "ordinary"])
-def test_determinism_is_sent_when_it_is_given(name: str) -> None:
+def test_determinism_is_sent_when_given(name: str) -> None:
     request = parse_request(f"--determinism={name}")
     assert common_pb2.Determinism.Name(request.determinism) == f"DETERMINISM_{name.upper()}"
 
@@ -85,7 +85,7 @@ def test_determinism_is_sent_when_it_is_given(name: str) -> None:
         (common_pb2.Recovery(resume_count=3, resume_exact=True), "resumed 3 times after a failure; the answer is"),
     ],
 )
-def test_an_answer_that_was_resumed_is_noted_beside_it(
+def test_a_resumed_answer_gets_a_note_on_stderr(
     recovery: common_pb2.Recovery | None, note: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     note_recovery(tokenizer_pb2.Finish(recovery=recovery))
@@ -131,14 +131,14 @@ def test_every_option_has_a_flag(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [["--logit-bias=7"], ["--json-schema=/nowhere"], ["--regex=a", "--grammar=/nowhere"]])
-def test_a_flag_that_makes_no_sense_is_named(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_flag_is_named(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_request(*flags)
 
     assert flags[-1].partition("=")[0] in capsys.readouterr().err
 
 
-def test_log_probabilities_are_told_token_by_token() -> None:
+def test_log_probabilities_are_printed_token_by_token() -> None:
     own, other = [common_pb2.TokenLogprob(logprob=value, text=text) for value, text in ((-0.25, " a"), (-12.5, "\n"))]
     text = describe_logprobs([common_pb2.PositionLogprobs(token=own, top=[own, other])] * 2)
     assert text.splitlines() == ["  -0.250 ' a'    -0.250 ' a'   -12.500 '\\n'"] * 2
@@ -154,7 +154,7 @@ def test_a_number_that_no_message_can_carry_is_named(flag: str, capsys: pytest.C
     assert flag.partition("=")[0] in capsys.readouterr().err
 
 
-def test_a_failed_call_is_told_as_status_reason_and_message(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_call_is_reported_as_status_reason_and_message(capsys: pytest.CaptureFixture[str]) -> None:
     status = to_status(NotReadyError("not yet"))
     trailing = grpc.aio.Metadata((STATUS_DETAILS_KEY, status.SerializeToString()))
 
@@ -166,7 +166,7 @@ def test_a_failed_call_is_told_as_status_reason_and_message(capsys: pytest.Captu
 
 
 @pytest.mark.process
-def test_a_reader_that_has_enough_ends_a_command_quietly() -> None:
+def test_a_reader_that_closes_the_pipe_ends_a_command_quietly() -> None:
     script = "from shared.cli.client import run_client\nraise SystemExit(run_client(lambda: print('x' * 1_000_000)))"
     command = [sys.executable, "-c", script]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -178,7 +178,7 @@ def test_a_reader_that_has_enough_ends_a_command_quietly() -> None:
     assert process.returncode == 0
 
 
-def test_a_failure_without_a_reason_has_none() -> None:
+def test_a_failure_without_a_reason_shows_none() -> None:
     error = make_rpc_error(grpc.StatusCode.UNAVAILABLE, "connection refused", grpc.aio.Metadata())
 
     assert describe_failure(error) == "UNAVAILABLE: connection refused"
@@ -190,7 +190,7 @@ def test_an_unknown_command_shows_the_usage(argv: list[str], capsys: pytest.Capt
     assert "lockstep COMMAND" in capsys.readouterr().err
 
 
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--version"]) == 0
     assert re.fullmatch(r"lockstep \d+\.\d+\.\d+\n", capsys.readouterr().out)
 

@@ -1,4 +1,4 @@
-"""What `lockstep serve` checks before it starts anything."""
+"""What `lockstep serve` checks before it starts any process."""
 
 from __future__ import annotations
 
@@ -24,48 +24,48 @@ def check(model_dir: Path) -> None:
     check_model_dir(model_dir, ["config.json", "tokenizer.json"])
 
 
-def test_a_models_directory_is_fine(model_dir: Path) -> None:
+def test_a_model_directory_is_accepted(model_dir: Path) -> None:
     check(model_dir)
 
 
-def test_a_directory_that_is_none_is_named(tmp_path: Path) -> None:
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="nowhere is not a directory"):
         check(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
-def test_a_file_that_is_missing_is_named(model_dir: Path, name: str) -> None:
+def test_a_missing_file_is_named(model_dir: Path, name: str) -> None:
     (model_dir / name).unlink()
     with pytest.raises(RefusedError, match=f"model is not a model directory: it has no {name}"):
         check(model_dir)
 
 
-def test_a_configuration_that_cannot_be_read_is_named(model_dir: Path) -> None:
+def test_an_unreadable_configuration_is_named(model_dir: Path) -> None:
     (model_dir / "config.json").write_text("[")
     with pytest.raises(RefusedError, match=r"config\.json: Expecting value"):
         check(model_dir)
 
 
-def test_addresses_that_nobody_listens_on_are_fine(tmp_path: Path) -> None:
+def test_unused_addresses_are_accepted(tmp_path: Path) -> None:
     check_addresses([f"unix:{tmp_path}/socket", "127.0.0.1:0", "localhost:0", "0.0.0.0:0"])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_services_on_one_port_are_refused_however_it_is_named() -> None:
+def test_two_services_on_one_port_are_refused_however_the_host_is_written() -> None:
     port = free_port()
     with pytest.raises(RefusedError, match=f"cannot listen on localhost:{port}: Address already in use"):
         check_addresses([f"127.0.0.1:{port}", f"localhost:{port}"])
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
-def test_a_port_that_somebody_listens_on_is_named(host: str) -> None:
+def test_a_port_in_use_is_named(host: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"{host}:{other.getsockname()[1]}"
         with pytest.raises(RefusedError, match=f"cannot listen on {address}: Address already in use"):
             check_addresses([address])
 
 
-def test_a_socket_that_somebody_listens_on_is_named_and_a_dead_one_is_fine(tmp_path: Path) -> None:
+def test_a_socket_in_use_is_named_and_a_stale_one_is_accepted(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/socket"
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(f"{tmp_path}/socket")
@@ -78,6 +78,6 @@ def test_a_socket_that_somebody_listens_on_is_named_and_a_dead_one_is_fine(tmp_p
 @pytest.mark.parametrize(
     "address", ["unix:/nowhere/socket", f"unix:/tmp/{'x' * 200}", "192.0.2.1:7", "no-host.invalid:7"]
 )
-def test_an_address_that_cannot_be_used_is_named(address: str) -> None:
+def test_an_unusable_address_is_named(address: str) -> None:
     with pytest.raises(RefusedError, match=f"cannot listen on {address}: (?!Unknown error)"):
         check_addresses([address])

@@ -1,4 +1,4 @@
-"""Commands find the cells of this user that run."""
+"""Commands find the running cells of this user."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.processes import ROOT, module_environment
 
 OLD, NEW = (RunningCell(name, f"unix:/{name}/tokenizer", f"unix:/{name}/scheduler") for name in ("old", "new"))
 
-# A launcher that is killed.
+# A launcher that will be killed.
 LAUNCHER = """
 import os, signal, sys
 from pathlib import Path
@@ -38,7 +38,7 @@ def make_directory(temp_dir: Path, name: str) -> Path:
     return directory
 
 
-def test_cells_that_run_are_found_newest_first_and_gone_after_their_end(temp_dir: Path) -> None:
+def test_running_cells_are_found_newest_first_and_not_after_their_end(temp_dir: Path) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(publish_cell(make_directory(temp_dir, "1"), OLD))
         os.utime(temp_dir / "lockstep-1" / "cell.json", (1, 1))
@@ -49,7 +49,7 @@ def test_cells_that_run_are_found_newest_first_and_gone_after_their_end(temp_dir
 
 
 @pytest.mark.process
-def test_what_a_killed_launcher_left_is_no_cell(temp_dir: Path) -> None:
+def test_the_files_of_a_killed_launcher_are_not_a_cell(temp_dir: Path) -> None:
     directory = make_directory(temp_dir, "killed")
     subprocess.run([sys.executable, "-c", LAUNCHER, str(directory)], cwd=ROOT, env=module_environment(), check=False)
     assert (directory / "cell.json").exists()
@@ -57,16 +57,16 @@ def test_what_a_killed_launcher_left_is_no_cell(temp_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"model": "x"}'])
-def test_a_file_that_is_no_cells_is_passed_over(temp_dir: Path, text: str) -> None:
+def test_an_unrelated_file_is_skipped(temp_dir: Path, text: str) -> None:
     directory = make_directory(temp_dir, "odd")
     with publish_cell(directory, OLD):
         (directory / "cell.json").write_text(text)
         assert find_cells() == []
 
 
-def test_another_users_directory_is_not_looked_into(temp_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_users_directory_is_not_read(temp_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = make_directory(temp_dir, "theirs")
-    # Opening it would wait for a writer.
+    # Opening the pipe would wait for a writer.
     os.mkfifo(directory / "cell.json")
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     assert find_cells() == []

@@ -1,4 +1,4 @@
-"""The flags of `lockstep serve` itself: which go together."""
+"""The flags of `lockstep serve` itself: which can be combined."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def load(*flags: str) -> ServeSettings:
     return load_settings(ServeSettings, ["m", *flags])
 
 
-def test_the_prompt_is_not_among_the_settings_that_are_logged() -> None:
+def test_the_prompt_is_not_among_the_logged_settings() -> None:
     settings = load("--prompt=a secret")
 
     assert settings.prompt == "a secret"
     assert "a secret" not in str(settings.model_dump())
 
 
-def test_a_model_has_its_directorys_name_however_that_is_told() -> None:
+def test_the_model_name_is_its_directorys_name_however_the_path_is_written() -> None:
     settings = load_settings(ServeSettings, ["."])
     assert settings.model_name == Path.cwd().name != ""
 
@@ -48,9 +48,7 @@ def test_a_model_has_its_directorys_name_however_that_is_told() -> None:
         (["--dp=0"], "--dp (or LOCKSTEP_SERVE_DP)"),
     ],
 )
-def test_flags_that_make_no_sense_together_are_refused(
-    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_conflicting_flags_are_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         load(*flags)
 
@@ -59,7 +57,7 @@ def test_flags_that_make_no_sense_together_are_refused(
 
 
 @pytest.mark.parametrize("flags", [[], ["--dp=2"]])
-def test_workers_started_elsewhere_say_how_many_replicas_there_are(flags: list[str]) -> None:
+def test_external_workers_determine_the_number_of_replicas(flags: list[str]) -> None:
     settings = load("--workers=10.0.0.1:1,10.0.0.2:2", *flags)
 
     assert settings.workers == ("10.0.0.1:1", "10.0.0.2:2")

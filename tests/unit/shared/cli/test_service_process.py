@@ -1,4 +1,4 @@
-"""A service's process as the launcher holds it."""
+"""A service's process as the launcher sees it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.process
 COMMAND = ServiceCommand("worker", (), "unix:/nowhere", domain="worker")
 
 
-async def test_who_has_just_ended_can_be_killed() -> None:
+async def test_killing_a_process_that_has_just_ended_is_harmless() -> None:
     lines: list[bytes] = []
     process = await asyncio.create_subprocess_exec(
         "echo", "done", stdout=asyncio.subprocess.PIPE, start_new_session=True

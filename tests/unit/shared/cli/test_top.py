@@ -1,4 +1,4 @@
-"""What `lockstep top` shows: a function of two states and the time between them."""
+"""What `lockstep top` prints: a function of two states and the time between them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def changed(**fields: Any) -> scheduler_pb2.GetStateResponse:
     return state
 
 
-def test_a_snapshot_without_an_earlier_one_has_totals_alone() -> None:
+def test_a_first_snapshot_has_totals_only() -> None:
     assert top.render("127.0.0.1:50052", STATE) == (
         "scheduler 127.0.0.1:50052: ready\n"
         "\n"
@@ -57,7 +57,7 @@ def test_a_snapshot_without_an_earlier_one_has_totals_alone() -> None:
     )
 
 
-def test_what_happened_since_the_earlier_one_is_told_by_the_second() -> None:
+def test_rates_are_per_second_since_the_previous_snapshot() -> None:
     later = changed(
         num_prefill_steps=13,
         num_decode_steps=540,
@@ -81,7 +81,7 @@ def test_what_happened_since_the_earlier_one_is_told_by_the_second() -> None:
     ]
 
 
-def test_a_share_of_nothing_is_none() -> None:
+def test_a_share_of_nothing_is_a_dash() -> None:
     nothing = scheduler_pb2.GetStateResponse()
     text = top.render("x:1", nothing, nothing, elapsed_s=1.0)
     assert text.startswith("scheduler x:1: no worker is attached\n")
@@ -89,13 +89,13 @@ def test_a_share_of_nothing_is_none() -> None:
     assert text.endswith("prefix hit rate              -   -\ndrafts accepted              -   -\n")
 
 
-def test_a_scheduler_that_started_anew_is_not_compared_with_its_predecessor() -> None:
+def test_a_restarted_scheduler_is_not_compared_with_its_predecessor() -> None:
     restarted = changed(instance_id="b")
     assert top.render("x:1", restarted, STATE, elapsed_s=1.0) == top.render("x:1", restarted)
 
 
 @pytest.mark.parametrize("interval", ["0", "-1", "nan", "inf", "soon"])
-def test_an_interval_that_is_none_is_refused(interval: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_interval_is_refused(interval: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         top.main([f"--interval={interval}"])
     assert caught.value.code == 2

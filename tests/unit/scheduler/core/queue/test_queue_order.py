@@ -246,10 +246,10 @@ def comparisons_per_round(policy: QueuePolicy, num_waiting: int, *, is_shuffled:
     CountedTime.num_comparisons = 0
     for number in range(num_rounds):
         now = CountedTime(number / num_rounds)
-        newcomers = [make_seq(now, priority=Priority(1 + number % 3)) for _ in range(2)]
-        add_all(queue, *newcomers)
+        arrivals = [make_seq(now, priority=Priority(1 + number % 3)) for _ in range(2)]
+        add_all(queue, *arrivals)
         queue.take(queue.next(now, nothing_cached), now)
-        queue.remove(ending[number] if number < len(ending) else newcomers[1], now)
+        queue.remove(ending[number] if number < len(ending) else arrivals[1], now)
     return CountedTime.num_comparisons / num_rounds
 
 

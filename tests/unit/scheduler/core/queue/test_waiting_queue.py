@@ -208,9 +208,9 @@ def test_only_new_requests_count_and_only_they_drain_the_queue() -> None:
     take_next(queue, 0.0)
     add_all(queue, preempted, resubmitted)
     assert (len(queue), queue.num_new, queue.num_new_tokens) == (2, 0, 0)
-    newcomer = make_seq(1.0)
+    waiting = make_seq(1.0)
     queue.check_room(1, 1.0)
-    queue.add(newcomer, 1.0)
+    queue.add(waiting, 1.0)
 
     def retry_delay_s(now: float) -> float | None:
         with pytest.raises(QueueFullError) as refusal:
