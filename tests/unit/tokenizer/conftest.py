@@ -1,4 +1,4 @@
-"""A tiny model, and the tokenizer service linked to a played scheduler."""
+"""A tiny model, and the tokenizer service linked to a fake scheduler."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ def load(*flags: str) -> TokenizerSettings:
     return load_settings(TokenizerSettings, flags)
 
 
-def test_the_model_is_named_like_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_is_named_after_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / "smol"
     directory.mkdir()
     monkeypatch.chdir(directory)
@@ -20,11 +20,11 @@ def test_the_model_is_named_like_its_directory(tmp_path: Path, monkeypatch: pyte
     assert load("--model-dir=.").served_model_name == "smol"
 
 
-def test_a_given_name_comes_first() -> None:
+def test_a_given_name_takes_precedence() -> None:
     assert load("--model-dir=/models/a", "--model-name=b").served_model_name == "b"
 
 
-def test_flags_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_override_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_TOKENIZER_MODEL_DIR", "/models/a")
     monkeypatch.setenv("LOCKSTEP_TOKENIZER_NUM_ENCODE_THREADS", "3")
     settings = load("--num-encode-threads=1")
@@ -33,11 +33,11 @@ def test_flags_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("flags", [["--scheduler=unix:a,unix:b"], ["--scheduler=unix:a", "--scheduler=unix:b"]])
-def test_schedulers_are_named_with_commas_between_them_or_one_by_one(flags: list[str]) -> None:
+def test_schedulers_are_separated_by_commas_or_given_one_by_one(flags: list[str]) -> None:
     assert load("--model-dir=/models/a", *flags).scheduler == ("unix:a", "unix:b")
 
 
-def test_the_environment_names_schedulers_with_commas_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_lists_schedulers_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_TOKENIZER_SCHEDULER", "unix:a,127.0.0.1:5")
     assert load("--model-dir=/models/a").scheduler == ("unix:a", "127.0.0.1:5")
 
@@ -57,7 +57,7 @@ def test_the_environment_names_schedulers_with_commas_between_them(monkeypatch: 
         ("--listen=0.0.0.0:1", "--listen"),
     ],
 )
-def test_a_wrong_value_is_refused_by_name(flag: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_value_is_refused_by_name(flag: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         load("--model-dir=/models/a", flag)
     assert caught.value.code == 2

@@ -1,4 +1,4 @@
-"""The service as a process of its own."""
+"""The service as a separate process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.process
 
 ENVIRONMENT = module_environment()
 
-# After everything that rendering and serving imports.
+# After everything that rendering and serving import.
 CHECK_IMPORTS = """
 import sys
 from pathlib import Path
@@ -39,13 +39,13 @@ def run_service(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
-def test_the_process_has_no_torch(model_dir: Path) -> None:
+def test_the_process_does_not_import_torch(model_dir: Path) -> None:
     command = [sys.executable, "-c", CHECK_IMPORTS, str(model_dir)]
     result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     assert result.stdout == "False\n"
 
 
-def test_a_template_that_fails_refuses_the_start(tmp_path: Path) -> None:
+def test_a_failing_template_prevents_the_start(tmp_path: Path) -> None:
     write_tiny_tokenizer(tmp_path, chat_template="{{ messages[1].content }}")
     result = run_service(f"--model-dir={tmp_path}", f"--listen=unix:{tmp_path}/sock")
     assert result.returncode == 1
@@ -54,7 +54,7 @@ def test_a_template_that_fails_refuses_the_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", ["tokenizer.json", "config.json"])
-def test_a_missing_file_refuses_the_start(tmp_path: Path, missing: str) -> None:
+def test_a_missing_file_prevents_the_start(tmp_path: Path, missing: str) -> None:
     write_tiny_tokenizer(tmp_path)
     (tmp_path / missing).unlink()
     result = run_service(f"--model-dir={tmp_path}", f"--listen=unix:{tmp_path}/sock")
@@ -63,7 +63,7 @@ def test_a_missing_file_refuses_the_start(tmp_path: Path, missing: str) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_a_malformed_tokenizer_refuses_the_start(tmp_path: Path) -> None:
+def test_a_malformed_tokenizer_prevents_the_start(tmp_path: Path) -> None:
     write_tiny_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     result = run_service(f"--model-dir={tmp_path}", f"--listen=unix:{tmp_path}/sock")
@@ -72,7 +72,7 @@ def test_a_malformed_tokenizer_refuses_the_start(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_a_taken_address_for_metrics_is_named_and_refuses_the_start(model_dir: Path, tmp_path: Path) -> None:
+def test_a_taken_metrics_address_is_named_and_prevents_the_start(model_dir: Path, tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(f"{tmp_path}/taken")
         other.listen()

@@ -1,4 +1,4 @@
-"""A scrape over a real socket says what has happened to the replica."""
+"""A scrape over a real socket matches what has happened to the replica."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_TOKENS = common_pb2.FINISH_REASON_MAX_TOKENS
 
 
 async def scrape(path: Path) -> dict[str, float]:
-    """The replica's samples by name, with its label's value behind it."""
+    """The replica's samples by name, followed by the value of their label."""
     reader, writer = await asyncio.open_unix_connection(path)
     writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
     page = (await reader.read()).decode()
@@ -26,14 +26,14 @@ async def scrape(path: Path) -> dict[str, float]:
 
 
 async def answer_after(service: Service, num_resumes: int) -> None:
-    """Have a request go on so often by the cell's word, and end."""
+    """Let a request end after the cell reports this many resumes."""
     call, submit = await service.begin(tokenizer_pb2.GenerateRequest(text="The fox"))
     end = make_end(submit.handle, MAX_TOKENS, 1, num_resumes=num_resumes)
     service.peer.send(Row(submit.handle, 0, [70]), ends=[end])
     await read_rest(call)
 
 
-async def test_losses_and_what_became_of_them_are_counted(model_dir: Path, tmp_path: Path) -> None:
+async def test_lost_links_and_the_fate_of_their_requests_are_counted(model_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "metrics.sock"
     async with run_tokenizer_service(
         model_dir, tmp_path, exact_fingerprint="a", metrics_listen=f"unix:{path}"

@@ -17,7 +17,7 @@ from services.tokenizer.request.prompts import PromptEncoder
 from services.tokenizer.text.encoder import Encoder
 from tests.support.tiny_tokenizer import ENDOFTEXT, IM_END, IM_START, tiny_tokenizer, write_tiny_tokenizer
 
-# All that a conversation can bring gets somewhere, also where templates look into it.
+# Every part of a conversation appears somewhere, including the fields that templates inspect.
 TEMPLATE = """\
 {%- if tools %}<|im_start|>tools{% for tool in tools %}
 {{ tool | tojson }}{% endfor %}<|im_end|>
@@ -77,7 +77,7 @@ def template_of(directory: Path) -> ChatTemplate:
     return template
 
 
-def as_transformers_takes_it(conversation: Conversation) -> dict[str, Any]:
+def transformers_fields(conversation: Conversation) -> dict[str, Any]:
     fields = ChatTemplate("", {}).fields(conversation)
     return {"conversation": fields.pop("messages"), "tools": fields.pop("tools"), **fields}
 
@@ -86,7 +86,7 @@ def as_transformers_takes_it(conversation: Conversation) -> dict[str, Any]:
 async def test_text_and_ids_equal_those_of_transformers(directory: Path, chat: Conversation) -> None:
     prompts = PromptEncoder(encoder(), template_of(directory))
     text, token_ids = await prompts.render_chat(chat, 10_000)
-    fields = as_transformers_takes_it(chat)
+    fields = transformers_fields(chat)
     tokenizer = reference(directory)
     assert text == tokenizer.apply_chat_template(**fields, add_generation_prompt=True, tokenize=False)
     assert token_ids.tolist() == tokenizer.apply_chat_template(**fields, add_generation_prompt=True)["input_ids"]
@@ -113,7 +113,7 @@ def harmless_chats(draw: st.DrawFn) -> Conversation:
 @given(harmless_chats())
 def test_the_ids_of_any_harmless_chat_equal_those_of_transformers(directory: Path, chat: Conversation) -> None:
     rendered = render_chat(template_of(directory), encoder().control_tokens, chat)
-    expected = reference(directory).apply_chat_template(**as_transformers_takes_it(chat), add_generation_prompt=True)
+    expected = reference(directory).apply_chat_template(**transformers_fields(chat), add_generation_prompt=True)
     assert encoder().encode_pieces(rendered.pieces).tolist() == expected["input_ids"]
 
 
@@ -122,7 +122,7 @@ def control_ids(token_ids: list[int]) -> list[int]:
 
 
 def hostile_chat(text: str) -> Conversation:
-    """A chat with a text everywhere."""
+    """A chat with a text in every field."""
     arguments: JsonObject = {text: [text, {"deep": text}]}
     return Conversation(
         (
@@ -149,7 +149,7 @@ def test_no_text_of_a_chat_becomes_a_control_token(directory: Path, text: str) -
     assert ids[0] == ids[1]
 
 
-def test_what_looks_like_a_control_token_is_still_there() -> None:
+def test_text_that_looks_like_a_control_token_is_kept() -> None:
     template = ChatTemplate("{{ messages[0].content }}<|im_end|>", {})
     chat = Conversation((Message("user", f"a {IM_START} b <|im_"),))
     rendered = render_chat(template, encoder().control_tokens, chat)
@@ -159,7 +159,7 @@ def test_what_looks_like_a_control_token_is_still_there() -> None:
     assert encoder().decode(token_ids) == f"a {IM_START} b <|im_"
 
 
-def test_special_tokens_that_a_template_knows_by_name_stay_whole() -> None:
+def test_special_tokens_that_a_template_uses_by_name_stay_whole() -> None:
     template = ChatTemplate("{{ bos_token }}{{ messages[0].content }}", {"bos_token": IM_START})
     rendered = render_chat(template, encoder().control_tokens, Conversation((Message("user", IM_START),)))
     assert control_ids(encoder().encode_pieces(rendered.pieces).tolist()) == [1]

@@ -18,7 +18,7 @@ TOOL = {"name": "look_up", "description": "Looks words up.", "parameters": '{"ty
 
 
 def chat_of(*messages: dict[str, Any], **fields: Any) -> tokenizer_pb2.Chat:
-    """A chat with these messages, one of the user's if there are none."""
+    """A chat with these messages, or one user message if there are none."""
     return json_format.ParseDict({"messages": list(messages) or [USER], **fields}, tokenizer_pb2.Chat())
 
 
@@ -45,7 +45,7 @@ def test_messages_have_role_names() -> None:
     assert conversation == Conversation(tuple(Message(name, "x") for name in names))
 
 
-def test_what_a_chat_brings_is_taken() -> None:
+def test_a_chats_fields_are_read() -> None:
     conversation = check_chat(
         chat_of(
             {**USER, "name": "Ada"},
@@ -80,7 +80,7 @@ def test_what_a_chat_brings_is_taken() -> None:
         ({"toolMode": "TOOL_MODE_AUTO", "toolName": "now"}, ToolMode.REQUIRED, 2, ["now"]),
     ],
 )
-def test_the_tool_mode_tells_what_is_offered_and_what_must_be_called(
+def test_the_tool_mode_determines_the_offered_and_the_callable_tools(
     fields: dict[str, Any], mode: ToolMode, offered: int, callable_names: list[str]
 ) -> None:
     conversation = check_chat(chat_of(tools=[TOOL, {"name": "now"}], **fields))
@@ -89,7 +89,7 @@ def test_the_tool_mode_tells_what_is_offered_and_what_must_be_called(
     assert [tool.name for tool in conversation.callable_tools] == callable_names
 
 
-def test_a_call_without_arguments_has_none() -> None:
+def test_a_call_without_arguments_has_an_empty_object() -> None:
     conversation = check_chat(chat_of(USER, calling()))
     assert conversation.messages[1].tool_calls == (ToolCall("", "look_up", {}),)
 
@@ -162,13 +162,13 @@ def test_a_bad_field_is_named(chat: tokenizer_pb2.Chat, field: str) -> None:
     assert refused(chat) == [f"chat.{field}"]
 
 
-def test_violations_stand_behind_the_field_of_the_chat() -> None:
+def test_violations_are_prefixed_with_the_field_of_the_chat() -> None:
     violations: list[Violation] = []
     read_chat(tokenizer_pb2.Chat(), violations, field="prompts.prompts[3].chat")
     assert [violation.field for violation in violations] == ["prompts.prompts[3].chat.messages"]
 
 
-def test_all_bad_fields_are_named_together_and_what_they_hold_is_not_repeated() -> None:
+def test_all_bad_fields_are_named_together_without_their_contents() -> None:
     chat = chat_of(
         {"role": 9, "content": "secret"},
         calling(name="secret" * 99, arguments="secret"),
@@ -190,7 +190,7 @@ def test_all_bad_fields_are_named_together_and_what_they_hold_is_not_repeated() 
     assert "secret" not in str(to_status(caught.value))
 
 
-def test_a_chat_of_nothing_but_mistakes_is_not_read_to_its_end() -> None:
+def test_a_chat_full_of_errors_is_not_read_to_its_end() -> None:
     violations: list[Violation] = []
     read_chat(chat_of(*[{"toolCalls": [{}] * 128}] * 1024), violations)
     assert len(violations) < 1000

@@ -38,7 +38,7 @@ def render(template: ChatTemplate | None, *messages: Message, tools: tuple[Tool,
     return template.render(template.fields(Conversation(messages, tools)))
 
 
-def test_a_template_has_what_transformers_gives_it() -> None:
+def test_a_template_gets_what_transformers_provides() -> None:
     source = """\
 {% for m in messages %}
     {% if loop.index0 > 0 %}
@@ -61,7 +61,7 @@ def test_a_message_has_only_the_fields_that_are_set() -> None:
             "role": "assistant",
             "content": "",
             "reasoning_content": "Hm.",
-            # The name by which transformers hands it to gpt-oss.
+            # The name under which transformers passes it to gpt-oss.
             "thinking": "Hm.",
             "tool_calls": [
                 {"type": "function", "id": "c1", "function": {"name": "get_weather", "arguments": {"city": "Aix"}}}
@@ -71,14 +71,14 @@ def test_a_message_has_only_the_fields_that_are_set() -> None:
     ]
 
 
-def test_tools_are_functions_and_none_without_any() -> None:
+def test_tools_are_functions_or_none() -> None:
     template = ChatTemplate("{{ tools | tojson }}", {})
     function = {"name": "get_weather", "description": "Tells the weather.", "parameters": SCHEMA}
     assert json.loads(render(template, USER, tools=(TOOL,))) == [{"type": "function", "function": function}]
     assert render(template, USER) == "null"
 
 
-def test_the_template_is_not_told_of_tools_that_must_not_be_called() -> None:
+def test_a_template_does_not_see_tools_that_must_not_be_called() -> None:
     template = ChatTemplate("{{ tools is none }}", {})
     fields = template.fields(Conversation((USER,), (TOOL,), ToolMode.NONE))
     assert template.render(fields) == "True"
@@ -90,7 +90,7 @@ def test_variables_reach_the_template() -> None:
     assert template.render(template.fields(Conversation((USER,), variables=variables))) == "False A </s>"
 
 
-def test_calls_come_in_the_form_that_the_template_wants() -> None:
+def test_calls_have_the_form_that_the_template_expects() -> None:
     features = TemplateFeatures(arguments_are_text=True, empty_content_is_none=True)
     template = ChatTemplate("{{ messages | tojson }}", {}, features=features)
     empty, full = json.loads(render(template, CALL, Message("assistant", "So:", CALL.tool_calls)))
@@ -98,7 +98,7 @@ def test_calls_come_in_the_form_that_the_template_wants() -> None:
     assert empty["tool_calls"][0]["function"]["arguments"] == '{"city": "Aix"}'
 
 
-def test_a_conversation_with_tools_may_have_a_template_of_its_own() -> None:
+def test_a_conversation_with_tools_can_have_a_separate_template() -> None:
     template = ChatTemplate("plain", {}, tools_source="with tools")
     assert (render(template, USER), render(template, USER, tools=(TOOL,))) == ("plain", "with tools")
     assert (template.text, ChatTemplate("plain", {}).text) == ("plain\nwith tools", "plain")
@@ -113,13 +113,13 @@ def test_special_tokens_come_from_the_configuration(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "template", ["from the configuration", [{"name": "default", "template": "from the configuration"}]]
 )
-def test_the_configuration_may_hold_the_template(tmp_path: Path, template: object) -> None:
+def test_the_configuration_can_contain_the_template(tmp_path: Path, template: object) -> None:
     write_tiny_tokenizer(tmp_path, chat_template=None)
     write_config(tmp_path, chat_template=template)
     assert render(load(tmp_path), USER) == "from the configuration"
 
 
-def test_the_configuration_may_hold_a_template_for_tools(tmp_path: Path) -> None:
+def test_the_configuration_can_contain_a_template_for_tools(tmp_path: Path) -> None:
     write_tiny_tokenizer(tmp_path, chat_template=None)
     names = {"default": "plain", "tool_use": "{{ tools[0].function.name }}", "rag": "{{ unclosed"}
     write_config(tmp_path, chat_template=[{"name": name, "template": text} for name, text in names.items()])
@@ -127,13 +127,13 @@ def test_the_configuration_may_hold_a_template_for_tools(tmp_path: Path) -> None
     assert (render(template, USER), render(template, USER, tools=(TOOL,))) == ("plain", "get_weather")
 
 
-def test_the_templates_own_file_comes_first(tmp_path: Path) -> None:
+def test_a_template_file_takes_precedence(tmp_path: Path) -> None:
     write_tiny_tokenizer(tmp_path, chat_template="from the file")
     write_config(tmp_path, chat_template="from the configuration")
     assert render(load(tmp_path), USER) == "from the file"
 
 
-async def test_a_model_without_a_template_takes_no_conversations(tmp_path: Path) -> None:
+async def test_a_model_without_a_template_accepts_no_conversations(tmp_path: Path) -> None:
     write_tiny_tokenizer(tmp_path, chat_template=None)
     prompts = PromptEncoder(Encoder(tiny_tokenizer()), load(tmp_path))
     assert not prompts.has_chat_template
@@ -141,7 +141,7 @@ async def test_a_model_without_a_template_takes_no_conversations(tmp_path: Path)
         await prompts.encode(Conversation((USER,)), 256)
 
 
-def test_a_template_that_is_no_text_is_refused(tmp_path: Path) -> None:
+def test_a_template_that_is_not_a_string_is_refused(tmp_path: Path) -> None:
     write_tiny_tokenizer(tmp_path, chat_template=None)
     write_config(tmp_path, chat_template=7)
     with pytest.raises(ModelDirectoryError):
@@ -151,7 +151,9 @@ def test_a_template_that_is_no_text_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "failure", ["{{ raise_exception('no ' + messages[0].content) }}", "{{ messages[7].content.x }}", "{{ 1 / 0 }}"]
 )
-def test_messages_that_make_the_template_fail_are_to_blame(failure: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_messages_that_make_the_template_fail_are_an_invalid_request(
+    failure: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.DEBUG)
     template = ChatTemplate(f"{{% if messages | length > 1 %}}{failure}{{% endif %}}", {})
     with pytest.raises(InvalidRequestError) as caught:
@@ -161,7 +163,7 @@ def test_messages_that_make_the_template_fail_are_to_blame(failure: str, caplog:
     assert "secret" not in caught.value.message + caplog.text
 
 
-def test_a_later_render_knows_nothing_of_an_earlier_one() -> None:
+def test_a_render_does_not_see_state_of_an_earlier_one() -> None:
     template = ChatTemplate(CHATML, {})
     first = render(template, USER)
     render(template, Message("system", "other"), USER)

@@ -15,13 +15,13 @@ from services.tokenizer.chat.template_trial import TemplateFeatures, try_templat
 from shared.model_dir import ModelDirectoryError
 from tests.support.processes import ROOT, module_environment
 
-# One that never ends.
+# A template that never ends.
 PARENT = """
 from services.tokenizer.chat.template_trial import try_template
 try_template("{% for i in range(10 ** 4) %}{% for j in range(10 ** 5) %}{% endfor %}{% endfor %}", (), timeout_s=600)
 """
 
-# The forms in which templates write the calls of a message: Qwen3's, DeepSeek-V3's, and one that writes none.
+# The forms in which templates write a message's calls: Qwen3's, DeepSeek-V3's, and one that writes none.
 CALLS_AS_OBJECTS = """\
 {% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
 {% for m in messages %}{{ m.content }}{% for call in m.tool_calls %}
@@ -50,7 +50,7 @@ def attempt(source: str, timeout_s: float = 60.0) -> TemplateFeatures:
         ("{{ bos_token }}{{ raise_exception('no tools') if tools else '' }}", TemplateFeatures()),
     ],
 )
-def test_a_trial_tells_how_a_template_takes_tools(source: str, features: TemplateFeatures) -> None:
+def test_a_trial_finds_out_how_a_template_takes_tools(source: str, features: TemplateFeatures) -> None:
     assert attempt(source) == features
 
 
@@ -85,7 +85,7 @@ def test_a_template_that_does_not_end_is_refused_in_time(source: str) -> None:
         attempt(source, timeout_s=1.0)
 
 
-def test_a_template_that_eats_memory_is_refused() -> None:
+def test_a_template_that_uses_too_much_memory_is_refused() -> None:
     source = "{% set ns = namespace(a=['x']) %}{% for _ in range(64) %}{% set ns.a = ns.a + ns.a %}{% endfor %}"
     with pytest.raises(ModelDirectoryError, match="MemoryError"):
         attempt(source)
@@ -101,7 +101,7 @@ def test_a_trial_ends_with_its_parent() -> None:
 
 
 def test_a_trial_may_wait_for_a_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Stops itself before it starts, as a process does for which a busy machine has no time.
+    # It stops itself before it starts, like a process that a busy machine does not schedule.
     pids, interpreter = tmp_path / "pids", tmp_path / "python"
     os.mkfifo(pids)
     interpreter.write_text(f'#!/bin/sh\necho $$ > {pids}\nkill -STOP $$\nexec {sys.executable} "$@"\n')
@@ -119,7 +119,7 @@ def test_a_trial_may_wait_for_a_processor(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 class Clock:
-    """What `subprocess` goes by: the real time and what the test has pass."""
+    """The clock of `subprocess`: the real time plus the time that the test adds."""
 
     def __init__(self) -> None:
         self.passed_s = 0.0

@@ -1,4 +1,4 @@
-"""Requests in the cell, and what becomes of them when streams come and go."""
+"""Requests in the cell, and what happens to them when streams break and open."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_a_submit_carries_everything_about_its_request() -> None:
     )
 
 
-async def test_without_a_deadline_no_time_is_told() -> None:
+async def test_without_a_deadline_no_time_left_is_sent() -> None:
     requests = Requests()
     requests.add(Sink())
     assert not (await requests.next_submit()).HasField("time_left")
@@ -95,7 +95,7 @@ async def test_rows_and_ends_reach_their_receivers() -> None:
     assert (second.token_ids, second.num_cached_tokens, second.ends) == ([7], [2], [])
 
 
-async def test_an_end_may_come_without_tokens() -> None:
+async def test_an_end_can_arrive_without_tokens() -> None:
     requests = Requests()
     sink = Sink()
     end = make_end(await requests.begin_request(sink), MAX_TOKENS, 0)
@@ -103,7 +103,7 @@ async def test_an_end_may_come_without_tokens() -> None:
     assert sink.ends == [end]
 
 
-async def test_a_stop_found_in_text_and_an_abort_are_told() -> None:
+async def test_a_stop_found_in_text_and_an_abort_are_sent() -> None:
     requests = Requests()
     stopped, aborted = [await requests.begin_request(sink) for sink in (Sink(stop_at=2), Sink())]
     requests.on_outputs(make_outputs(Row(stopped, 0, [1, 1])))
@@ -122,7 +122,7 @@ async def test_a_request_aborted_before_it_was_sent_is_not_sent() -> None:
     assert message.abort_handles == b""
 
 
-async def test_what_comes_for_requests_that_are_over_is_dropped() -> None:
+async def test_outputs_for_finished_requests_are_dropped() -> None:
     requests = Requests()
     ended, stopped, aborted = Sink(), Sink(stop_at=1), Sink()
     handles = [await requests.begin_request(sink) for sink in (ended, stopped, aborted)]
@@ -135,7 +135,7 @@ async def test_what_comes_for_requests_that_are_over_is_dropped() -> None:
     assert (len(ended.ends), stopped.ends, aborted.ends) == (1, [], [])
 
 
-async def test_aborting_a_request_that_ended_sends_nothing() -> None:
+async def test_aborting_a_finished_request_sends_nothing() -> None:
     requests = Requests()
     handle = await requests.begin_request(Sink())
     requests.on_outputs(make_outputs(ends=[make_end(handle, EOS, 0)]))
@@ -144,7 +144,7 @@ async def test_aborting_a_request_that_ended_sends_nothing() -> None:
     assert (await requests.next_message()).abort_handles == b""
 
 
-async def test_a_lost_stream_pauses_a_request_and_the_next_one_goes_on_behind_its_tokens() -> None:
+async def test_a_lost_stream_pauses_a_request_and_the_next_one_continues_after_its_tokens() -> None:
     requests = Requests()
     sink = Sink()
     handle = await requests.begin_request(sink)
@@ -158,7 +158,7 @@ async def test_a_lost_stream_pauses_a_request_and_the_next_one_goes_on_behind_it
     assert (sink.token_ids, sink.num_cached_tokens, len(sink.ends)) == ([5, 6, 7], [2], 1)
 
 
-async def test_resubmissions_go_up_in_their_order() -> None:
+async def test_resubmissions_are_sent_in_order() -> None:
     requests = Requests()
     waiting, running = [await requests.begin_request(Sink()) for _ in range(2)]
     requests.on_outputs(make_outputs(Row(running, 0, [5])))
@@ -170,7 +170,7 @@ async def test_resubmissions_go_up_in_their_order() -> None:
     assert [submit.handle for submit in submits] == [running, waiting]
 
 
-async def test_a_request_that_is_over_while_it_waits_is_not_submitted_again() -> None:
+async def test_a_request_that_ends_while_waiting_is_not_submitted_again() -> None:
     requests = Requests()
     gone, stays = [await requests.begin_request(Sink()) for _ in range(2)]
     requests.lose_stream(requests.link)
@@ -180,7 +180,7 @@ async def test_a_request_that_is_over_while_it_waits_is_not_submitted_again() ->
     assert submit.handle == stays
 
 
-async def test_a_resubmission_meant_for_a_stream_that_was_lost_leaves_on_the_next_one_alone() -> None:
+async def test_a_resubmission_meant_for_a_lost_stream_is_sent_only_on_the_next_one() -> None:
     requests = Requests()
     handle = await requests.begin_request(Sink())
     requests.lose_stream(requests.link)
@@ -191,14 +191,14 @@ async def test_a_resubmission_meant_for_a_stream_that_was_lost_leaves_on_the_nex
     assert [message async for message in lost.messages()] == []
 
 
-async def test_without_a_stream_nothing_is_taken() -> None:
+async def test_without_a_stream_no_request_is_accepted() -> None:
     requests = Requests()
     requests.lose_stream(requests.link)
     with pytest.raises(NotReadyError):
         requests.add(Sink())
 
 
-async def test_a_scheduler_that_stays_away_ends_what_waits_for_it() -> None:
+async def test_a_scheduler_that_does_not_return_ends_the_waiting_requests() -> None:
     requests = Requests(lost_after_s=0.05)
     sink = Sink()
     await requests.begin_request(sink)
@@ -208,7 +208,7 @@ async def test_a_scheduler_that_stays_away_ends_what_waits_for_it() -> None:
     assert isinstance(sink.error, SchedulerLostError)
 
 
-async def test_with_no_time_to_wait_requests_end_with_their_stream() -> None:
+async def test_without_any_time_to_wait_requests_end_with_their_stream() -> None:
     requests = Requests(lost_after_s=0.0)
     sink = Sink()
     await requests.begin_request(sink)
@@ -225,7 +225,7 @@ async def test_a_deadline_ends_a_request_that_waits_for_a_scheduler() -> None:
     assert isinstance(sink.error, DeadlinePassedError)
 
 
-async def test_when_all_fail_each_is_told_once() -> None:
+async def test_fail_all_fails_each_request_once() -> None:
     requests = Requests()
     sink = Sink()
     handle = await requests.begin_request(sink)
@@ -239,7 +239,7 @@ async def test_when_all_fail_each_is_told_once() -> None:
     assert (await requests.next_submit()).request_id == "next"
 
 
-async def test_every_option_travels() -> None:
+async def test_every_option_is_sent() -> None:
     requests = Requests()
     options = SamplingOptions(
         min_p=0.25,
@@ -261,7 +261,7 @@ async def test_every_option_travels() -> None:
     assert not (await requests.next_submit()).HasField("options")
 
 
-async def test_choices_answer_under_handles_in_a_row() -> None:
+async def test_choices_use_consecutive_handles() -> None:
     requests = Requests()
     first, second = Sink(), Sink()
     handle = await requests.begin_choices(first, second)
@@ -273,7 +273,7 @@ async def test_choices_answer_under_handles_in_a_row() -> None:
     assert (second.token_ids, second.num_cached_tokens, second.ends) == ([7], [2], [])
 
 
-async def test_a_stop_found_in_text_is_told_for_its_choice_and_an_abort_for_the_others() -> None:
+async def test_a_stop_found_in_text_is_sent_for_its_choice_and_an_abort_for_the_others() -> None:
     requests = Requests()
     stopped, other = Sink(stop_at=1), Sink()
     handle = await requests.begin_choices(other, stopped)
@@ -287,7 +287,7 @@ async def test_a_stop_found_in_text_is_told_for_its_choice_and_an_abort_for_the_
     assert (other.token_ids, stopped.token_ids) == ([5], [6])
 
 
-async def test_aborting_a_request_whose_choices_all_ended_sends_nothing() -> None:
+async def test_aborting_a_request_whose_choices_have_all_ended_sends_nothing() -> None:
     requests = Requests()
     handle = await requests.begin_choices(Sink(stop_at=1), Sink())
     requests.on_outputs(make_outputs(Row(handle, 0, [5]), ends=[make_end(handle + 1, EOS, 0)]))
@@ -297,7 +297,7 @@ async def test_aborting_a_request_whose_choices_all_ended_sends_nothing() -> Non
     assert (await requests.next_message()).abort_handles == b""
 
 
-async def test_choices_that_ended_by_a_stop_in_text_are_told_to_the_next_scheduler() -> None:
+async def test_the_next_scheduler_learns_which_choices_ended_by_a_stop_string() -> None:
     requests = Requests()
     handle = await requests.begin_choices(Sink(stop_at=2), Sink(), Sink())
     requests.on_outputs(
@@ -307,11 +307,11 @@ async def test_choices_that_ended_by_a_stop_in_text_are_told_to_the_next_schedul
     requests.open_link()
     submit = await requests.next_submit()
     assert (submit.handle, submit.n, submit.attempt) == (handle, 3, 2)
-    told = [(read_column(choice.token_ids), choice.has_ended) for choice in submit.choices_so_far]
-    assert told == [([5, 6], True), ([7], False), ([], True)]
+    choices = [(read_column(choice.token_ids), choice.has_ended) for choice in submit.choices_so_far]
+    assert choices == [([5, 6], True), ([7], False), ([], True)]
 
 
-async def test_when_all_fail_each_choice_is_told() -> None:
+async def test_fail_all_fails_each_open_choice() -> None:
     requests = Requests()
     ended, first, second = Sink(), Sink(), Sink()
     handle = await requests.begin_choices(ended, first, second)
@@ -325,7 +325,7 @@ def positions(*token_ids: int) -> list[Position]:
     return [Position(1, [(token_id, -0.5), (9, -1.0)]) for token_id in token_ids]
 
 
-async def test_log_probabilities_come_just_before_their_tokens() -> None:
+async def test_log_probabilities_arrive_just_before_their_tokens() -> None:
     requests = Requests()
     with_some, without = Sink(), Sink()
     handles = [await requests.begin_request(sink) for sink in (without, with_some)]
@@ -348,19 +348,19 @@ async def test_log_probabilities_of_repeated_tokens_are_dropped_with_them() -> N
     assert (sink.token_ids, sink.logprobs) == ([5, 6, 7], [(0, [5, 6]), (2, [7])])
 
 
-async def test_each_position_of_a_prompt_is_told_once() -> None:
+async def test_each_prompt_position_is_delivered_once() -> None:
     requests = Requests()
     sink, other = Sink(), Sink()
     handle = await requests.begin_choices(sink, other)
     requests.on_outputs(make_outputs(prompts=[PromptRow(handle, 1, positions(2))]))
-    # Preempted, the prompt is computed again.
+    # After a preemption, the prompt is computed again.
     requests.on_outputs(make_outputs(prompts=[PromptRow(handle, 1, positions(2, 3))]))
     requests.on_outputs(make_outputs(prompts=[PromptRow(handle, 1, positions(2, 3)), PromptRow(99, 1, positions(5))]))
     assert (sink.prompt_logprobs, other.prompt_logprobs) == ([2, 3], [])
 
 
 def outputs(**columns: Sequence[int]) -> exchange_pb2.Outputs:
-    """Outputs of one row, but for the columns given."""
+    """Outputs of one row, except for the given columns."""
     row: dict[str, Sequence[int]] = {"handles": [1], "first_indexes": [0], "counts": [1], "token_ids": [5]}
     message = exchange_pb2.Outputs()
     for name, values in (row | columns).items():
@@ -381,7 +381,7 @@ def prompt_with(logprobs: sampling_pb2.Logprobs) -> exchange_pb2.Outputs:
 
 
 def broken(**columns: bytes) -> sampling_pb2.Logprobs:
-    """Log-probabilities of two tokens, but for the columns given."""
+    """Log-probabilities of two tokens, except for the given columns."""
     logprobs = make_logprobs(dict(enumerate(positions(5, 6))))
     for name, data in columns.items():
         setattr(logprobs, name, data)
@@ -405,7 +405,7 @@ def broken(**columns: bytes) -> sampling_pb2.Logprobs:
     ],
     ids=["order", "beyond", "negative", "ranks", "empty", "entries", "bytes", "half-a-row", "none", "gap", "missing"],
 )
-async def test_log_probabilities_that_make_no_sense_are_refused_before_anybody_gets_them(
+async def test_malformed_log_probabilities_are_refused_before_any_receiver_gets_them(
     message: exchange_pb2.Outputs,
 ) -> None:
     requests = Requests()
@@ -429,14 +429,14 @@ async def test_log_probabilities_that_make_no_sense_are_refused_before_anybody_g
     ],
     ids=["rows", "tokens", "negative", "negative-sum", "indexes", "gap", "bytes"],
 )
-async def test_outputs_that_make_no_sense_are_refused(message: exchange_pb2.Outputs) -> None:
+async def test_malformed_outputs_are_refused(message: exchange_pb2.Outputs) -> None:
     requests = Requests()
     assert await requests.begin_request(Sink()) == 1
     with pytest.raises(ExchangeError):
         requests.on_outputs(message)
 
 
-async def test_receivers_are_told_how_often_their_request_went_on() -> None:
+async def test_receivers_learn_how_often_their_request_was_resumed() -> None:
     requests = Requests(exact_fingerprint="a")
     first, second = Sink(), Sink()
     handle = await requests.begin_choices(first, second)

@@ -6,7 +6,7 @@ from tests.support.exchange_peer import column, read_column
 
 
 def make_submit(handle: int) -> exchange_pb2.Submit | None:
-    """The submit of an odd handle; requests with even ones have ended."""
+    """The submit of a request with an odd handle; those with even handles have ended."""
     return exchange_pb2.Submit(handle=handle, prompt_token_ids=column([5])) if handle % 2 else None
 
 
@@ -14,7 +14,7 @@ async def next_message(link: ExchangeLink) -> exchange_pb2.ExchangeRequest:
     return await anext(link.messages())
 
 
-async def test_what_piles_up_goes_up_in_one_message() -> None:
+async def test_accumulated_messages_are_sent_as_one() -> None:
     link = ExchangeLink(make_submit)
     link.submit(3)
     link.submit(5)
@@ -26,7 +26,7 @@ async def test_what_piles_up_goes_up_in_one_message() -> None:
     assert read_column(message.abort_handles) == [7]
 
 
-async def test_what_was_sent_is_not_sent_again() -> None:
+async def test_sent_items_are_not_sent_again() -> None:
     link = ExchangeLink(make_submit)
     link.submit(3)
     link.stop_at(1, 2)
@@ -38,7 +38,7 @@ async def test_what_was_sent_is_not_sent_again() -> None:
     assert (len(message.stop_ats), message.abort_handles) == (0, b"")
 
 
-async def test_submits_are_made_when_they_leave() -> None:
+async def test_submits_are_built_when_they_are_sent() -> None:
     outputs: dict[int, bytes] = {}
     link = ExchangeLink(lambda handle: exchange_pb2.Submit(handle=handle, prompt_token_ids=outputs[handle]))
     link.submit(1)
@@ -54,7 +54,7 @@ async def test_a_request_that_ended_before_it_was_sent_is_not_sent() -> None:
     assert [submit.handle for submit in message.submits] == [3]
 
 
-async def test_when_nothing_is_left_to_send_nothing_is_sent() -> None:
+async def test_no_empty_message_is_sent() -> None:
     link = ExchangeLink(make_submit)
     messages = link.messages()
     link.submit(2)
@@ -66,7 +66,7 @@ async def test_when_nothing_is_left_to_send_nothing_is_sent() -> None:
     assert [message async for message in messages] == []
 
 
-async def test_submits_of_long_prompts_and_outputs_go_in_several_messages() -> None:
+async def test_submits_with_long_prompts_and_outputs_are_split_over_several_messages() -> None:
     column_of_6_mb = bytes(6_000_000)
     link = ExchangeLink(
         lambda handle: exchange_pb2.Submit(
@@ -81,7 +81,7 @@ async def test_submits_of_long_prompts_and_outputs_go_in_several_messages() -> N
     assert sent == [[1, 2], [3, 4], [5]]
 
 
-async def test_a_sign_of_life_goes_up_by_itself_or_with_what_piled_up() -> None:
+async def test_a_heartbeat_is_sent_alone_or_with_accumulated_items() -> None:
     link = ExchangeLink(make_submit)
     link.beat()
     assert await next_message(link) == exchange_pb2.ExchangeRequest(is_heartbeat=True)

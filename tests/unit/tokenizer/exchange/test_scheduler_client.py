@@ -15,7 +15,7 @@ HELLO = tokenizer_pb2.GenerateRequest(text="The fox")
 EOS, MAX_TOKENS = common_pb2.FINISH_REASON_EOS, common_pb2.FINISH_REASON_MAX_TOKENS
 
 
-async def test_signs_of_life_go_up_before_and_behind_the_link(service: Service) -> None:
+async def test_heartbeats_are_sent_before_and_after_the_cell_info(service: Service) -> None:
     for _ in range(3):
         await service.peer.heartbeats.get()
     call, submit = await service.begin(HELLO)
@@ -25,7 +25,7 @@ async def test_signs_of_life_go_up_before_and_behind_the_link(service: Service) 
     assert (token_ids, service.peer.num_streams) == ([70], 1)
 
 
-async def test_where_the_first_scheduler_is_dead_the_second_serves(model_dir: Path, tmp_path: Path) -> None:
+async def test_if_the_first_scheduler_is_dead_the_second_serves(model_dir: Path, tmp_path: Path) -> None:
     async with run_tokenizer_service(model_dir, tmp_path, num_schedulers=2) as service:
         await service.peer_servers[0].stop(grace=0)
         await service.link(1)
@@ -37,7 +37,7 @@ async def test_where_the_first_scheduler_is_dead_the_second_serves(model_dir: Pa
         assert not finish.HasField("recovery")
 
 
-async def test_when_a_scheduler_dies_the_next_one_goes_on_at_the_right_place(
+async def test_when_a_scheduler_dies_the_next_one_continues_at_the_right_place(
     model_dir: Path, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     async with run_tokenizer_service(model_dir, tmp_path, num_schedulers=2, exact_fingerprint="a") as service:
@@ -51,7 +51,7 @@ async def test_when_a_scheduler_dies_the_next_one_goes_on_at_the_right_place(
         await service.peer_servers[0].stop(grace=0)
         again = await second.submits.get()
         assert (again.attempt, read_column(again.choices_so_far[0].token_ids)) == (2, ids[:2])
-        # A repeated token is dropped; the end has what the workers did meanwhile.
+        # A repeated token is dropped; the end includes the resumes that the workers caused meanwhile.
         end = make_end(again.handle, MAX_TOKENS, len(ids), num_resumes=3)
         second.send(Row(again.handle, 1, ids[1:]), ends=[end])
         text, token_ids, finish = await read_rest(call)
@@ -59,7 +59,7 @@ async def test_when_a_scheduler_dies_the_next_one_goes_on_at_the_right_place(
         assert finish.recovery == common_pb2.Recovery(resume_count=3, resume_exact=True)
 
 
-async def test_a_silent_scheduler_loses_the_link_to_the_next_and_what_it_says_late_is_not_mixed_in(
+async def test_a_silent_scheduler_loses_the_link_to_the_next_and_its_late_outputs_are_ignored(
     model_dir: Path, tmp_path: Path
 ) -> None:
     async with run_tokenizer_service(model_dir, tmp_path, num_schedulers=2, scheduler_silence_s=1.0) as service:
@@ -77,14 +77,14 @@ async def test_a_silent_scheduler_loses_the_link_to_the_next_and_what_it_says_la
         assert (token_ids, finish.reason) == ([70, 71], MAX_TOKENS)
 
 
-async def test_one_that_lives_and_does_not_serve_is_left_for_the_next(model_dir: Path, tmp_path: Path) -> None:
+async def test_a_scheduler_that_is_live_but_not_serving_is_left_for_the_next(model_dir: Path, tmp_path: Path) -> None:
     async with run_tokenizer_service(model_dir, tmp_path, num_schedulers=2, scheduler_silence_s=1.0) as service:
         await service.peers[0].heartbeats.get()
         await service.link(1)
         assert service.peers[0].num_streams > 0
 
 
-async def test_the_only_scheduler_is_waited_for_as_long_as_it_lives(model_dir: Path, tmp_path: Path) -> None:
+async def test_the_only_scheduler_is_waited_for_while_it_is_live(model_dir: Path, tmp_path: Path) -> None:
     async with run_tokenizer_service(model_dir, tmp_path, scheduler_silence_s=1.0) as service:
         for _ in range(5):
             await service.peer.heartbeats.get()
@@ -97,7 +97,7 @@ async def test_a_scheduler_that_waits_for_its_workers_is_not_lost(model_dir: Pat
         await service.link()
         call, _ = await service.begin(HELLO)
         service.peer.end_stream()
-        # Twice a second.
+        # Two heartbeats per second.
         for _ in range(7):
             await service.peer.heartbeats.get()
         service.peer.attach()
@@ -116,11 +116,11 @@ async def test_schedulers_are_tried_in_turn_until_one_serves(model_dir: Path, tm
         assert [peer.num_streams for peer in service.peers] == [3, 3]
 
 
-async def test_a_pause_of_our_own_is_not_taken_for_the_schedulers_silence(model_dir: Path, tmp_path: Path) -> None:
+async def test_the_clients_own_pause_is_not_taken_for_the_schedulers_silence(model_dir: Path, tmp_path: Path) -> None:
     async with run_tokenizer_service(model_dir, tmp_path, scheduler_silence_s=1.0) as service:
         await service.link()
-        # The pause itself: nothing on this event loop runs.
-        time.sleep(1.5)  # noqa: ASYNC251 - nothing else stands still like this
+        # The pause: nothing on this event loop runs.
+        time.sleep(1.5)  # noqa: ASYNC251 - only a blocking call pauses the loop
         for _ in range(3):
             await service.peer.heartbeats.get()
         assert service.peer.num_streams == 1

@@ -1,4 +1,4 @@
-"""Requests that are in flight when schedulers die: the one that kills them is found, and the others are answered."""
+"""Requests in flight when schedulers die: the one that kills them is found, and the others are answered."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ MAX_TOKENS = common_pb2.FINISH_REASON_MAX_TOKENS
 
 @pytest.fixture
 def no_jitter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is submitted again is so at once."""
+    """Resubmit requests at once."""
     monkeypatch.setattr(cell_requests, "LONGEST_JITTER_S", 0.0)
 
 
 class Deaths:
-    """Has one scheduler after the other die, or end otherwise."""
+    """Lets schedulers die, or end in other ways, one after the other."""
 
     def __init__(self, requests: Requests) -> None:
         self.num_deaths = 0
         self._requests = requests
 
     async def die(self, *, is_explained: bool = False, is_same: bool = False) -> None:
-        """Lose the stream, and get the next one."""
+        """Lose the stream, and open the next one."""
         self.num_deaths += 1
         died_at = None if is_explained else time.monotonic()
         self._requests.lose_stream(self._requests.link, died_at=died_at)
         self._requests.open_link("same" if is_same else f"instance {self.num_deaths}")
-        # What goes up at once is there.
+        # Wait until immediate resubmissions are queued.
         await asyncio.sleep(0)
 
 
 @pytest.mark.usefixtures("no_jitter")
-async def test_of_200_requests_the_one_that_kills_schedulers_fails_and_the_others_are_answered() -> None:
+async def test_one_of_200_requests_kills_schedulers_and_only_that_one_fails() -> None:
     requests = Requests()
     sinks = [Sink() for _ in range(200)]
     poison = Sink()
-    # Some have tokens, when the one comes that kills.
+    # Half of them have tokens when the poison request arrives.
     handles = [await requests.begin_request(sink) for sink in sinks]
     requests.on_outputs(make_outputs(*(Row(handle, 0, [5]) for handle in handles[::2])))
     poisonous = requests.add(poison)
@@ -67,9 +67,7 @@ async def test_of_200_requests_the_one_that_kills_schedulers_fails_and_the_other
 
 @pytest.mark.usefixtures("no_jitter")
 @pytest.mark.parametrize(("is_explained", "is_same"), [(True, False), (False, True)])
-async def test_a_scheduler_that_says_why_it_ends_or_is_met_again_has_not_died(
-    is_explained: bool, is_same: bool
-) -> None:
+async def test_a_scheduler_that_gives_a_reason_or_reappears_has_not_died(is_explained: bool, is_same: bool) -> None:
     requests = Requests()
     sink = Sink()
     handle = requests.add(sink)
@@ -77,13 +75,13 @@ async def test_a_scheduler_that_says_why_it_ends_or_is_met_again_has_not_died(
     for _ in range(9):
         assert (await requests.next_submit()).handle == handle
         await deaths.die(is_explained=is_explained, is_same=is_same)
-    # The first one was another than the next.
+    # The next one has another instance id than the first.
     assert (await requests.next_submit()).handle == handle
     assert sink.error is None
 
 
 @pytest.mark.usefixtures("no_jitter")
-async def test_what_comes_during_a_trial_joins_behind_it() -> None:
+async def test_requests_that_arrive_while_suspects_are_tested_are_submitted_afterwards() -> None:
     requests = Requests()
     suspect = await requests.begin_request(Sink())
     deaths = Deaths(requests)
@@ -102,7 +100,7 @@ async def test_what_comes_during_a_trial_joins_behind_it() -> None:
 
 
 @pytest.mark.usefixtures("no_jitter")
-async def test_a_trial_ends_when_its_request_is_gone_or_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_suspects_test_ends_with_its_request_or_after_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submit_suspects, "SUSPICION_S", 1.0)
     requests = Requests()
     tried, other = [await requests.begin_request(Sink()) for _ in range(2)]

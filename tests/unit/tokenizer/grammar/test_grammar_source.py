@@ -1,4 +1,4 @@
-"""Which texts a client's form allows, once it is a grammar."""
+"""The texts that a client's form allows once it is a grammar."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def library(model_dir: Path) -> GrammarLibrary:
 
 
 def fits(library: GrammarLibrary, grammar: str, text: str) -> bool:
-    """Whether the text is one of the grammar."""
+    """Whether the grammar allows the text."""
     matcher = library.compile(grammar)
     token_ids = library.tokenizer.tokenize_str(text)
     return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
@@ -73,20 +73,20 @@ def test_a_form_allows_what_it_describes(
     assert [text for text in bad if fits(library, grammar, text)] == []
 
 
-def test_choices_allow_each_text_as_it_is(library: GrammarLibrary) -> None:
+def test_choices_allow_each_text_literally(library: GrammarLibrary) -> None:
     grammar = grammar_source("choices", json.dumps(AWKWARD_TEXTS))
     assert [text for text in AWKWARD_TEXTS if not fits(library, grammar, text)] == []
     assert [text for text in ("", "abc", "a b", "aa") if fits(library, grammar, text)] == []
 
 
-def test_json_may_be_indented_but_not_for_ever(library: GrammarLibrary) -> None:
+def test_json_may_be_indented_up_to_a_limit(library: GrammarLibrary) -> None:
     grammar = grammar_source("json_schema", '{"type": "object", "properties": {"a": {"type": "integer"}}}')
     assert fits(library, grammar, '{\n        "a" :\t1\n}')
     assert not fits(library, grammar, "{" + " " * 65 + '"a": 1}')
 
 
 @pytest.mark.parametrize("name", [r"\u0061", r"a\u000a"])
-def test_a_property_cannot_be_had_under_a_different_spelling(library: GrammarLibrary, name: str) -> None:
+def test_a_property_cannot_be_written_with_escapes(library: GrammarLibrary, name: str) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string"}, "a\n": {"type": "string"}}}
     grammar = grammar_source("json_schema", json.dumps({**schema, "additionalProperties": {"type": "integer"}}))
     assert fits(library, grammar, '{"a": "x", "b": 1}')
@@ -96,7 +96,7 @@ def test_a_property_cannot_be_had_under_a_different_spelling(library: GrammarLib
 @pytest.mark.parametrize(
     ("least", "required", "is_fine"), [(0, 0, True), (1, 0, True), (2, 0, False), (2, 1, True), (3, 1, False)]
 )
-def test_a_number_of_properties_is_promised_only_where_no_name_can_be_counted_twice(
+def test_min_properties_is_supported_only_where_no_name_can_be_counted_twice(
     library: GrammarLibrary, least: int, required: int, is_fine: bool
 ) -> None:
     schema = {"type": "object", "minProperties": least, "required": [f"r{number}" for number in range(required)]}
@@ -127,6 +127,6 @@ def test_a_number_of_properties_is_promised_only_where_no_name_can_be_counted_tw
         ("grammar", ' {"grammars": [{"lark_grammar": "start: /a/"}]}', "begins with a rule"),
     ],
 )
-def test_what_cannot_be_read_is_refused(kind: str, source: str, message: str) -> None:
+def test_an_unreadable_form_is_refused(kind: str, source: str, message: str) -> None:
     with pytest.raises(GrammarError, match=message):
         grammar_source(kind, source)

@@ -1,4 +1,4 @@
-"""What a grammar's trial finds out."""
+"""What a trial of a grammar detects."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def trial(model_dir: Path) -> GrammarTrial:
         ("choices", json.dumps([f"choice {number}" for number in range(1024)])),
     ],
 )
-def test_a_grammar_that_works_passes(trial: GrammarTrial, kind: str, text: str) -> None:
+def test_a_working_grammar_passes(trial: GrammarTrial, kind: str, text: str) -> None:
     assert trial.run(kind, text) == trial.run(kind, text) != ""
 
 
@@ -49,7 +49,7 @@ def test_a_grammar_that_works_passes(trial: GrammarTrial, kind: str, text: str) 
     ],
     ids=json.dumps,
 )
-def test_a_schema_that_a_grammar_cannot_promise_is_refused(trial: GrammarTrial, schema: object) -> None:
+def test_a_schema_that_a_grammar_cannot_guarantee_is_refused(trial: GrammarTrial, schema: object) -> None:
     with pytest.raises(GrammarError, match=r"Unimplemented|Unknown|supported|Invalid type|not present|Unsatisfiable"):
         trial.run("json_schema", json.dumps(schema))
 
@@ -61,7 +61,7 @@ def test_a_schema_that_a_grammar_cannot_promise_is_refused(trial: GrammarTrial, 
         ("grammar", "start: a\na: b\nb: a"),
     ],
 )
-def test_a_grammar_that_no_text_fits_is_refused(trial: GrammarTrial, kind: str, text: str) -> None:
+def test_a_grammar_that_matches_no_text_is_refused(trial: GrammarTrial, kind: str, text: str) -> None:
     with pytest.raises(GrammarError, match="no text fits"):
         trial.run(kind, text)
 
@@ -96,7 +96,7 @@ def test_a_grammar_that_costs_too_much_is_refused(trial: GrammarTrial, kind: str
         ('{"oneOf": [{"type": "integer"}, {"minimum": 2}]}', '"oneOf" is supported only where'),
     ],
 )
-def test_a_schema_is_refused_with_what_is_wrong_and_no_advice_that_only_we_could_follow(
+def test_a_refused_schema_is_reported_with_its_error_and_no_library_internals(
     trial: GrammarTrial, schema: str, message: str
 ) -> None:
     with pytest.raises(GrammarError, match=message) as caught:

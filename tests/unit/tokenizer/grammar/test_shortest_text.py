@@ -1,4 +1,4 @@
-"""How short a form's texts can be, and what is said of forms whose texts fit no context."""
+"""The length of a form's shortest text, and the refusal of forms whose texts fit no context."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_regular_expression_has_a_shortest_match(pattern: str, length: int) ->
 @pytest.mark.parametrize("unit", ["[", "[[:a", "[a\\", "(?<", "(?a", r"\x{", r"\u{", r"\p{", "{1", "(a{2}"])
 @pytest.mark.parametrize("end", ["", "\\", "["])
 def test_a_hostile_regular_expression_is_read_once(unit: str, end: str) -> None:
-    # Read again from each of its characters it would take an hour.
+    # If it were read again from each character, it would take an hour.
     assert shortest_match((unit * 100_000)[:100_000] + end) >= 0
 
 
@@ -97,7 +97,7 @@ def test_a_schema_has_a_shortest_text(schema: JsonValue, size: int) -> None:
     assert shortest_json(schema) == size
 
 
-def test_references_upon_references_are_followed_in_little_time() -> None:
+def test_nested_references_are_followed_quickly() -> None:
     links = [array(10, {"$ref": f"#/$defs/d{number + 1}"}) for number in range(3000)]
     definitions: dict[str, Any] = {f"d{number}": link for number, link in enumerate(links)}
     assert shortest_json({"$defs": definitions, "$ref": "#/$defs/d0"}) > BILLION
@@ -129,7 +129,7 @@ _SCHEMAS = st.recursive(
 
 
 @given(schema=_SCHEMAS, value=_VALUES)
-def test_no_text_that_fits_is_shorter(schema: dict[str, Any], value: Any) -> None:
+def test_no_valid_text_is_shorter(schema: dict[str, Any], value: Any) -> None:
     if jsonschema.Draft202012Validator(schema).is_valid(value):
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
         assert shortest_json(schema) <= len(text.encode())
@@ -161,7 +161,7 @@ def test_every_form_has_a_shortest_text(kind: str, text: str, size: int) -> None
 
 
 async def refusal(service: Service, request: Request) -> str:
-    """The message of a request that is refused as too complex."""
+    """The message with which a request is refused as too complex."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await service.stub.Generate(request).read()
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
@@ -169,7 +169,7 @@ async def refusal(service: Service, request: Request) -> str:
     return str(caught.value.details())
 
 
-async def test_what_fits_no_context_is_refused_and_what_fits_is_not(tmp_path: Path) -> None:
+async def test_only_forms_that_fit_no_context_are_refused(tmp_path: Path) -> None:
     model_dir = tmp_path / "model"
     model_dir.mkdir()
     write_tiny_tokenizer(model_dir, chat_template=CHATML + "{# <tool_call> tools #}")

@@ -1,4 +1,4 @@
-"""Grammars are tried in other processes: what they cost, and what is said of those that are refused."""
+"""Grammars are tried in separate processes: their limits, and the errors for refused grammars."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from tests.support.processes import module_environment
 MIB = 2**20
 LIMITS = TrialLimits(cpu_s=2.0, memory_bytes=1024 * MIB)
 YES_NO = tokenizer_pb2.StructuredOutput(grammar='start: "yes" | "no"')
-# Ten seconds and 400 MiB.
-DEAR = tokenizer_pb2.StructuredOutput(json_schema='{"type": "integer", "multipleOf": 999983}')
+# Takes ten seconds and 400 MiB.
+EXPENSIVE = tokenizer_pb2.StructuredOutput(json_schema='{"type": "integer", "multipleOf": 999983}')
 # An orphan must not outlive its parent, whatever it is doing.
 PARENT = """
 import asyncio, sys
@@ -54,7 +54,7 @@ Form = tokenizer_pb2.StructuredOutput
 
 @contextmanager
 def outputs_for(model_dir: Path, limits: TrialLimits = LIMITS) -> Iterator[StructuredOutputs]:
-    """What compiles for the model of a directory."""
+    """The compiler of forms for the model in a directory."""
     outputs = StructuredOutputs(model_dir, limits)
     try:
         yield outputs
@@ -68,20 +68,20 @@ def children() -> list[psutil.Process]:
 
 
 def wait_for_end(child: psutil.Process) -> None:
-    """Wait until a process has ended, and leave it to the event loop to take note."""
+    """Wait until a process has ended, and leave it to the event loop to reap it."""
     with contextlib.suppress(ChildProcessError):
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
 
 
 def pass_time(monkeypatch: pytest.MonkeyPatch, passed_s: float) -> None:
-    """Have the event loop's clock show so much more."""
+    """Advance the event loop's clock."""
     loop = asyncio.get_running_loop()
     now = loop.time
     monkeypatch.setattr(loop, "time", lambda: now() + passed_s)
 
 
 async def violation_of(outputs: StructuredOutputs, form: Form, *, field: str = "structured_output") -> Violation:
-    """Why a form is refused."""
+    """The violation with which a form is refused."""
     with pytest.raises(InvalidRequestError) as caught:
         await outputs.compile(form, field=field)
     (violation,) = caught.value.violations
@@ -122,7 +122,7 @@ async def test_a_form_becomes_a_grammar(model_dir: Path, form: Form) -> None:
         (Form(grammar='start: s\ns: s s | "a"'), ".grammar", "GRAMMAR_TOO_COMPLEX", "items"),
     ],
 )
-async def test_a_form_that_cannot_be_had_is_refused_with_the_reason(
+async def test_an_unsupported_form_is_refused_with_the_reason(
     model_dir: Path, form: Form, field: str, reason: str, text: str
 ) -> None:
     with outputs_for(model_dir) as outputs:
@@ -131,7 +131,7 @@ async def test_a_form_that_cannot_be_had_is_refused_with_the_reason(
     assert text in violation.description
 
 
-async def test_what_is_said_of_a_grammar_is_not_long(model_dir: Path) -> None:
+async def test_an_error_about_a_grammar_is_bounded_in_length(model_dir: Path) -> None:
     with outputs_for(model_dir) as outputs:
         violation = await violation_of(
             outputs, Form(json_schema=json.dumps({"x" * 10_000: 1, "$ref": "#/" + "y" * 10_000}))
@@ -140,7 +140,7 @@ async def test_what_is_said_of_a_grammar_is_not_long(model_dir: Path) -> None:
     assert len(violation.description) == 500
 
 
-async def test_a_violation_names_the_field_that_it_is_told(model_dir: Path) -> None:
+async def test_a_violation_names_the_given_field(model_dir: Path) -> None:
     with outputs_for(model_dir) as outputs:
         violation = await violation_of(outputs, Form(grammar="?"), field="chat.tools[1]")
     assert violation.field == "chat.tools[1].grammar"
@@ -153,18 +153,18 @@ async def test_a_violation_names_the_field_that_it_is_told(model_dir: Path) -> N
         (TrialLimits(cpu_s=60.0, memory_bytes=256 * MIB), "256 MiB of memory"),
     ],
 )
-async def test_a_grammar_that_costs_too_much_is_given_up_and_the_next_one_compiles(
+async def test_a_grammar_that_costs_too_much_is_abandoned_and_the_next_one_compiles(
     model_dir: Path, limits: TrialLimits, text: str
 ) -> None:
     with outputs_for(model_dir, limits) as outputs:
-        violation = await violation_of(outputs, DEAR)
+        violation = await violation_of(outputs, EXPENSIVE)
         assert violation.reason == "GRAMMAR_TOO_COMPLEX"
         assert text in violation.description
-        # A process that is only starting may take its time.
+        # The time to start a new process does not count.
         assert "yes" in await outputs.compile(YES_NO)
 
 
-async def test_hostile_grammars_at_once_disturb_no_other(model_dir: Path) -> None:
+async def test_concurrent_hostile_grammars_do_not_affect_others(model_dir: Path) -> None:
     hostile = [Form(grammar=f'start: s "{number}"\ns: s s | "a"') for number in range(4)]
     hostile += [
         Form(json_schema=f'{{"type": "integer", "multipleOf": 999983, "title": "{number}"}}') for number in range(4)
@@ -179,16 +179,16 @@ async def test_hostile_grammars_at_once_disturb_no_other(model_dir: Path) -> Non
     assert reasons == ["GRAMMAR_TOO_COMPLEX"] * 8 + ["GRAMMAR_INVALID"] * 29
 
 
-async def test_a_form_that_was_tried_is_not_tried_again(model_dir: Path) -> None:
+async def test_a_form_is_tried_only_once(model_dir: Path) -> None:
     bad = Form(regex="(")
     with outputs_for(model_dir) as outputs:
         grammar, violation = await outputs.compile(YES_NO), await violation_of(outputs, bad)
-    # Nobody is there to try anything.
+    # There are no processes left to try anything.
     assert await outputs.compile(YES_NO) == grammar
     assert await violation_of(outputs, bad) == violation
 
 
-def test_a_process_without_a_processor_has_a_minute_and_then_its_grammar_may_be_tried_again(
+def test_a_process_without_cpu_time_has_a_minute_and_its_grammar_may_be_tried_again(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others = children()
@@ -196,7 +196,7 @@ def test_a_process_without_a_processor_has_a_minute_and_then_its_grammar_may_be_
     async def try_without_processor(outputs: StructuredOutputs) -> None:
         await outputs.compile(YES_NO)
         (child,) = [child for child in children() if child not in others]
-        # As a machine does that has other work.
+        # As on a machine that is busy with other work.
         child.suspend()
         trial = asyncio.ensure_future(outputs.compile(Form(regex="[a-c]")))
         await asyncio.sleep(0)
@@ -211,14 +211,12 @@ def test_a_process_without_a_processor_has_a_minute_and_then_its_grammar_may_be_
         assert (await refused).description == "it takes more than 60 s"
         assert "[d-f]" in await outputs.compile(Form(regex="[d-f]"))
 
-    # Not uvloop, whose clock cannot be turned.
+    # Not uvloop, whose clock cannot be patched.
     with outputs_for(model_dir) as outputs, asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
         runner.run(try_without_processor(outputs))
 
 
-async def test_forms_that_are_not_remembered_any_more_are_compiled_again(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_forgotten_forms_are_compiled_again(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured_output, "_MAX_REMEMBERED", 2)
     with outputs_for(model_dir) as outputs:
         for _ in range(2):
@@ -227,25 +225,25 @@ async def test_forms_that_are_not_remembered_any_more_are_compiled_again(
     assert len(outputs._outcomes._key_to_outcome) == 2
 
 
-async def test_a_request_too_many_is_told_so(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_beyond_the_queue_limit_are_refused(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured_output, "_MAX_WAITING", 3)
     with outputs_for(model_dir) as outputs:
         trials = [asyncio.ensure_future(outputs.compile(Form(regex=f"r{number}"))) for number in range(10)]
         results = await asyncio.gather(*trials, return_exceptions=True)
         refused = [result for result in results if isinstance(result, QueueFullError)]
-        # Two are being tried, three wait.
+        # Two are being tried, three are waiting.
         assert len(refused) == 5
         assert all(error.retry_delay_s for error in refused)
         assert sum(isinstance(result, str) for result in results) == 5
         assert "yes" in await outputs.compile(YES_NO)
 
 
-async def test_a_request_that_is_given_up_takes_its_process_with_it(model_dir: Path) -> None:
+async def test_a_cancelled_request_ends_its_process(model_dir: Path) -> None:
     others = children()
     with outputs_for(model_dir, TrialLimits(cpu_s=60.0, memory_bytes=1024 * MIB)) as outputs:
         await outputs.compile(YES_NO)
         (child,) = [child for child in children() if child not in others]
-        trial = asyncio.ensure_future(outputs.compile(DEAR))
+        trial = asyncio.ensure_future(outputs.compile(EXPENSIVE))
         await asyncio.sleep(0)
         trial.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -254,7 +252,7 @@ async def test_a_request_that_is_given_up_takes_its_process_with_it(model_dir: P
         assert "b" in await outputs.compile(Form(regex="b"))
 
 
-async def test_a_process_that_was_killed_while_it_waited_is_replaced(model_dir: Path) -> None:
+async def test_a_process_killed_while_idle_is_replaced(model_dir: Path) -> None:
     others = children()
     with outputs_for(model_dir) as outputs:
         await outputs.compile(YES_NO)
@@ -265,7 +263,7 @@ async def test_a_process_that_was_killed_while_it_waited_is_replaced(model_dir: 
 
 
 async def test_processes_are_started_when_needed_and_kept(model_dir: Path) -> None:
-    # Those of other tests may not be gone yet.
+    # Processes of other tests may still be running.
     others = children()
     with outputs_for(model_dir) as outputs:
         for letter in "abc":
@@ -285,6 +283,6 @@ def test_a_process_dies_with_its_parent(model_dir: Path) -> None:
     assert psutil.wait_procs([child], timeout=PATIENCE_S)[1] == []
 
 
-async def test_a_process_that_does_not_get_ready_is_no_fault_of_the_request(tmp_path: Path) -> None:
+async def test_a_process_that_fails_to_start_is_not_blamed_on_the_request(tmp_path: Path) -> None:
     with outputs_for(tmp_path) as outputs, pytest.raises(RuntimeError, match="ended with 1"):
         await outputs.compile(YES_NO)

@@ -55,7 +55,7 @@ def test_anything_else_is_refused(text: str) -> None:
         ('{"' + "a" * 100 + '": NaN}', "NaN is not a JSON value, at $." + "a" * 58 + "…"),
     ],
 )
-def test_what_is_wrong_is_told_with_its_place(text: str, message: str) -> None:
+def test_an_error_is_reported_with_its_location(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=r".+") as caught:
         read_json(text, max_depth=2 if "[[[" in text else 8)
     assert str(caught.value) == message

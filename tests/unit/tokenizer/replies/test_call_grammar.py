@@ -1,4 +1,4 @@
-"""Grammars of forced calls: whatever they let a model write must be calls, read by the family's own parser."""
+"""Grammars of forced calls: every text that they allow must be read as calls by the family's own parser."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TOOLS = (PLAN, tool("now"))
 
 @cache
 def tokenizer(*, has_markup: bool) -> Tokenizer:
-    """The tiny tokenizer, with the markup of all families as tokens or without."""
+    """The tiny tokenizer, with or without the markup of all families as tokens."""
     made = tiny_tokenizer()
     if has_markup:
         for name in FAMILIES:
@@ -67,7 +67,7 @@ def request(
 
 
 def walk(grammar: str, seed: int, *, has_markup: bool = True, begin: str = "") -> str:
-    """A text that the grammar allows: `begin`, and then drawn at random with a lean towards what ends it."""
+    """A random text that the grammar allows: it starts with `begin`, and favours tokens that end it."""
     vocabulary = tokenizer(has_markup=has_markup)
     matcher = llguidance.LLMatcher(masking_tokenizer(has_markup=has_markup), grammar)
     assert not matcher.is_error(), matcher.get_error()
@@ -91,7 +91,7 @@ def walk(grammar: str, seed: int, *, has_markup: bool = True, begin: str = "") -
 
 
 def fits(arguments: dict[str, Any]) -> bool:
-    """Whether these are arguments of `PLAN`."""
+    """Whether these are valid arguments of `PLAN`."""
     known: dict[str, Callable[[Any], bool]] = {
         "city": lambda value: isinstance(value, str) and 1 <= len(value) <= 5,
         "days": lambda value: isinstance(value, int) and 0 <= value <= 9,
@@ -105,7 +105,7 @@ def fits(arguments: dict[str, Any]) -> bool:
 
 
 def calls_in(parts: list[ReplyPart]) -> list[ToolCallPart]:
-    """The calls of a reply that has nothing else but reasoning before them."""
+    """The calls of a reply that contains nothing else but reasoning before them."""
     calls = [part for part in parts if isinstance(part, ToolCallPart)]
     assert parts[len(parts) - len(calls) :] == calls
     assert all(isinstance(part, ReasoningPart) for part in parts[: len(parts) - len(calls)])
@@ -118,11 +118,11 @@ def calls_in(parts: list[ReplyPart]) -> list[ToolCallPart]:
     [
         *((name, True, V31_TEMPLATE) for name in FAMILIES),
         ("deepseek_v3", True, V3_TEMPLATE),
-        # The markup of gpt-oss is always made of tokens.
+        # The markup of gpt-oss always consists of tokens.
         *((name, False, V31_TEMPLATE) for name in FAMILIES if name != "harmony"),
     ],
 )
-def test_what_is_written_are_calls_that_fit_their_schemas(
+def test_texts_of_the_grammar_are_calls_that_fit_their_schemas(
     name: str, has_markup: bool, template: str, seed: int
 ) -> None:
     grammar = tool_call_grammar(name, request(template=template, has_markup=has_markup))
@@ -134,7 +134,7 @@ def test_what_is_written_are_calls_that_fit_their_schemas(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_one_call_is_one_call_of_that_tool(name: str) -> None:
+def test_one_call_is_exactly_one_call_of_that_tool(name: str) -> None:
     grammar = tool_call_grammar(name, request(TOOLS[1:], one_call=True))
     for seed in range(5):
         (call,) = calls_in(parse(name, [walk(grammar, seed)], tools=TOOLS))
@@ -151,11 +151,11 @@ def test_reasoning_that_the_prompt_opened_comes_before_the_calls(name: str, has_
     assert calls_in(parse(name, [text], tools=TOOLS, prompt_text=prompt))
 
 
-def test_a_model_that_thinks_may_think_unless_it_was_told_not_to() -> None:
+def test_a_reasoning_model_may_think_unless_the_prompt_closed_the_reasoning() -> None:
     free = request(template="<think>")
-    told = request(template="<think>", prompt="<think>\n\n</think>\n\n")
+    closed = request(template="<think>", prompt="<think>\n\n</think>\n\n")
     assert "<think>" in tool_call_grammar("hermes", free)
-    assert "<think>" not in tool_call_grammar("hermes", told)
+    assert "<think>" not in tool_call_grammar("hermes", closed)
 
 
 def test_gpt_oss_may_think_first() -> None:
@@ -165,13 +165,13 @@ def test_gpt_oss_may_think_first() -> None:
     assert all(calls_in(parse("harmony", [text], tools=TOOLS)) for text in texts)
 
 
-def test_a_model_without_a_form_of_calls_cannot_be_forced() -> None:
+def test_a_model_without_a_call_format_cannot_be_forced() -> None:
     with pytest.raises(InvalidRequestError) as caught:
         tool_call_grammar("none", request())
     assert [violation.field for violation in caught.value.violations] == ["chat.tool_mode"]
 
 
-def test_glm_takes_only_schemas_of_plain_properties() -> None:
+def test_glm_supports_only_schemas_of_plain_properties() -> None:
     schema = Tool("t", "", {"anyOf": [{"properties": {"a": {}}}]})
     with pytest.raises(InvalidRequestError) as caught:
         tool_call_grammar("glm4", request((schema,)))
@@ -180,14 +180,14 @@ def test_glm_takes_only_schemas_of_plain_properties() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_options_for_the_library_are_not_taken(name: str) -> None:
+def test_options_for_the_library_are_refused(name: str) -> None:
     schema = tool("t", a={"type": "object", "x-guidance": {"lenient": True}})
     with pytest.raises(InvalidRequestError) as caught:
         tool_call_grammar(name, request((schema,)))
     assert [violation.reason for violation in caught.value.violations] == ["GRAMMAR_INVALID"]
 
 
-def test_arguments_that_a_schema_does_not_name_are_not_written_unless_it_says_so() -> None:
+def test_additional_arguments_are_allowed_only_if_the_schema_says_so() -> None:
     closed, opened = tool("t", a=DIGIT), Tool("t", "", {"type": "object", "additionalProperties": DIGIT})
     assert '"additionalProperties": false' in tool_call_grammar("hermes", request((closed,)))
     assert '"additionalProperties": false' not in tool_call_grammar("hermes", request((opened,)))

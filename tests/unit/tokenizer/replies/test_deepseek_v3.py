@@ -1,4 +1,4 @@
-"""Replies as DeepSeek-V3, R1 and V3.1 write them: as in their templates, and in reports of parsers that failed."""
+"""Replies as DeepSeek-V3, R1 and V3.1 write them: from their templates, and from reports of parsers that failed."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def v31(name: str, arguments: str) -> str:
             f"Let me check the weather for you.{CALLS}{v3('get_weather', TOKYO)}{END_CALLS}",
             [said("Let me check the weather for you."), called("get_weather", TOKYO)],
         ),
-        # A line break before the end of the call, and of the calls.
+        # A line break before the end of the call and of the calls.
         (
             f"{CALLS}{v3('get_weather', TOKYO)}{END_CALLS}".replace("```<", "```\n<").replace(
                 END_CALLS, "\n" + END_CALLS
             ),
             [called("get_weather", TOKYO)],
         ),
-        # R1 leaves the end of the calls out; some replies begin without that of the calls.
+        # R1 omits the end of the calls; some replies begin without the start of the calls.
         (f"{CALLS}{v3('get_weather', TOKYO)}", [called("get_weather", TOKYO)]),
         (f"{v3('get_weather', TOKYO)} And more.", [called("get_weather", TOKYO), said(" And more.")]),
         # V3.1.
@@ -59,7 +59,7 @@ def v31(name: str, arguments: str) -> str:
             f"<think>\nThe user wants the weather.\n</think>\n\n{CALLS}{v3('get_weather', TOKYO)}{END_CALLS}",
             [thought("The user wants the weather."), called("get_weather", TOKYO)],
         ),
-        # A tool of that name.
+        # A tool with that name.
         (f"{CALLS}{v31('function', '{}')}{END_CALLS}", [called("function", "{}")]),
     ],
 )
@@ -78,11 +78,11 @@ def test_recorded_replies(text: str, parts: list[ReplyPart]) -> None:
         CALLS,
     ],
 )
-def test_what_is_no_call_is_text(text: str) -> None:
+def test_text_that_is_not_a_call_is_returned_as_text(text: str) -> None:
     assert parse_every_way("deepseek_v3", text) == [said(text)]
 
 
-def test_what_breaks_a_call_that_has_gone_out_is_text() -> None:
+def test_text_that_breaks_a_call_already_sent_is_returned_as_text() -> None:
     broken = v3("get_weather", '{"city": "Tokyo"')
     text = f"{CALLS}{broken}{END_CALLS}"
     assert parse_every_way("deepseek_v3", text) == [
@@ -91,13 +91,13 @@ def test_what_breaks_a_call_that_has_gone_out_is_text() -> None:
     ]
 
 
-def test_the_template_may_have_opened_the_reasoning_or_closed_it() -> None:
+def test_the_template_may_have_opened_or_closed_the_reasoning() -> None:
     parts = parse_every_way("deepseek_v3", "Hm.\n</think>\n\nYes.", prompt_text="<｜Assistant｜><think>\n")
     assert parts == [thought("Hm."), said("Yes.")]
     assert parse_every_way("deepseek_v3", "Yes.", prompt_text="<｜Assistant｜></think>") == [said("Yes.")]
 
 
-def test_special_tokens_are_dropped_where_the_markup_is_made_of_them() -> None:
+def test_special_tokens_are_dropped_when_the_markup_consists_of_them() -> None:
     special = DeepseekV3Parser.markup | {"<｜end▁of▁sentence｜>"}
     text = f"{CALLS}{v3('search', '{}')}{END_CALLS}<｜end▁of▁sentence｜>"
     assert parse_every_way("deepseek_v3", text, special_tokens=special) == [called("search", "{}")]

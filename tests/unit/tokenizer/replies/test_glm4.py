@@ -1,4 +1,4 @@
-"""Replies as GLM-4.5 and later write them: as in their templates, and in reports of parsers that failed."""
+"""Replies as GLM-4.5 and later write them: from their templates, and from reports of parsers that failed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def call(name: str, between: str = "\n", **arguments: str) -> str:
             call("get_weather", city="Beijing", unit="2025"),
             [called("get_weather", '{"city": "Beijing", "unit": "2025"}')],
         ),
-        # GLM-4.7 writes no line breaks, other replies have spaces too.
+        # GLM-4.7 writes no line breaks; other replies have spaces too.
         (call("get_weather", "", city="Beijing", days="3"), [called("get_weather", '{"city": "Beijing", "days": 3}')]),
         (call("get_weather", "\n    ", city="Dallas"), [called("get_weather", '{"city": "Dallas"}')]),
         (
@@ -44,7 +44,7 @@ def call(name: str, between: str = "\n", **arguments: str) -> str:
         ),
         ("<tool_call>get_time\n</tool_call>", [called("get_time", "{}")]),
         ("<tool_call>get_time</tool_call>", [called("get_time", "{}")]),
-        # Text is text, whatever it looks like; what is not text is JSON if it can be.
+        # A string argument stays text whatever it looks like; any other is parsed as JSON if possible.
         (
             call("get_weather", city=' "x" \\ {\n</arg>', days="[1, 2]", hourly="true", at="12:30"),
             [
@@ -55,7 +55,7 @@ def call(name: str, between: str = "\n", **arguments: str) -> str:
         ),
         # A tool that was not offered has no schema.
         (call("made_up", a="1", b="x"), [called("made_up", '{"a": 1, "b": "x"}')]),
-        # Cut off: what has come.
+        # Cut off: the arguments that have arrived.
         ("<tool_call>search\n<arg_key>query</arg_key>\n<arg_value>caf", [called("search", '{"query": "caf')]),
         (
             "<tool_call>search\n<arg_key>query</arg_key>\n<arg_value>café</arg_value>\n",
@@ -79,17 +79,17 @@ def test_recorded_replies(text: str, parts: list[ReplyPart]) -> None:
         "a <arg_key>b</arg_key> </tool_call>",
     ],
 )
-def test_what_is_no_call_is_text(text: str) -> None:
+def test_text_that_is_not_a_call_is_returned_as_text(text: str) -> None:
     assert parse_every_way("glm4", text) == [said(text)]
 
 
-def test_what_breaks_a_call_that_has_gone_out_is_text() -> None:
+def test_text_that_breaks_a_call_already_sent_is_returned_as_text() -> None:
     rest = "\n<arg_key>incomplete_arg\n<arg_value>value</arg_value>\n</tool_call>"
     text = f"<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Seattle</arg_value>{rest}"
     assert parse_every_way("glm4", text) == [called("get_weather", '{"city": "Seattle"'), said(rest)]
 
 
-def test_text_arguments_go_out_as_they_come() -> None:
+def test_text_arguments_are_sent_as_they_arrive() -> None:
     parser = make_reply_parser("glm4", tools=TOOLS)
     parser.feed("<tool_call>search\n<arg_key>query</arg_key>\n<arg_value>")
     streamed = [part for piece in ("caf", 'é "', "x</arg") for part in parser.feed(piece)]
@@ -111,7 +111,7 @@ def test_text_arguments_go_out_as_they_come() -> None:
         (True, False),
     ],
 )
-def test_an_argument_is_text_when_its_schema_allows_nothing_else(schema: Any, is_text: bool) -> None:
+def test_an_argument_is_text_if_its_schema_allows_nothing_else(schema: Any, is_text: bool) -> None:
     assert takes_text(schema) == is_text
     text = call("t", a="1")
     (part,) = parse_every_way("glm4", text, tools=(tool("t", a=schema),))

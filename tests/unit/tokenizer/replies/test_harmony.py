@@ -1,4 +1,4 @@
-"""Replies as gpt-oss writes them: OpenAI's documentation's, and those in reports of parsers that failed."""
+"""Replies as gpt-oss writes them: from OpenAI's documentation, and from reports of parsers that failed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CALLED = called("get_weather", ARGUMENTS)
             (f"{ANALYSIS}<|start|>assistant{header}<|message|>{ARGUMENTS}{end}", [THOUGHT, CALLED])
             for header, end in [
                 ("<|channel|>commentary to=functions.get_weather <|constrain|>json", "<|call|>"),
-                # The end is a token that ends the text.
+                # The end is a token that stops the completion.
                 ("<|channel|>commentary to=functions.get_weather <|constrain|>json", ""),
                 ("<|channel|>commentary to=functions.get_weather<|constrain|>json", "<|end|>"),
                 ("<|channel|>commentary to=functions.get_weather json", ""),
@@ -37,13 +37,13 @@ CALLED = called("get_weather", ARGUMENTS)
                 ("<|channel|>analysis to=functions.get_weather code", ""),
                 (" to=functions.get_weather<|channel|>commentary <|constrain|>json", "<|call|>"),
                 (" to=functions.get_weather<|channel|>analysis", ""),
-                # It forgets whose tool it is.
+                # The recipient lacks its namespace.
                 ("<|channel|>commentary to=get_weather <|constrain|>json", ""),
             ]
         ),
         # The prompt ends with the start of the message.
         (f" to=functions.get_weather<|channel|>commentary json<|message|>{ARGUMENTS}<|call|>", [CALLED]),
-        # A preamble before the call is for the user.
+        # A preamble before the call is meant for the user.
         (
             f"{ANALYSIS}<|start|>assistant<|channel|>commentary<|message|>I'll look it up.<|end|>"
             f"<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ARGUMENTS}",
@@ -63,7 +63,7 @@ CALLED = called("get_weather", ARGUMENTS)
             [called("get_weather", '{"location":"San')],
         ),
         ("<|channel|>analysis<|message|>We need", [thought("We need")]),
-        # Its own tools are no functions; they are called while it thinks.
+        # Built-in tools are not functions; they are called during reasoning.
         (
             '<|channel|>analysis to=browser.search code<|message|>{"query":"x"}<|call|>',
             [thought('{"query":"x"}')],
@@ -87,7 +87,7 @@ def test_recorded_replies(text: str, parts: list[ReplyPart]) -> None:
         "<|start|>user<|message|>Hi",
     ],
 )
-def test_what_is_in_no_channel_and_no_call_is_text(text: str) -> None:
+def test_text_outside_any_channel_and_call_is_returned_as_text(text: str) -> None:
     assert parse_every_way("harmony", text, special_tokens=SPECIAL) == [said(text)]
 
 

@@ -1,4 +1,4 @@
-"""Replies as Hermes and Qwen models write them: their documentation's, and those in reports of parsers that failed."""
+"""Replies as Hermes and Qwen models write them: from their documentation, and from reports of parsers that failed."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ TOMORROW = '{"location": "San Francisco, CA, USA", "date": "2024-10-01"}'
                 called("get_weather", '{"city": "Paris", "unit": "celsius"}'),
             ],
         ),
-        # Qwen3 told not to think.
+        # Qwen3 with thinking disabled.
         ("<think>\n\n</think>\n\nHello! How can I help?", [said("Hello! How can I help?")]),
-        # Hermes 2 Pro: in one line, and text before.
+        # Hermes 2 Pro: in one line, after some text.
         (
             'Sure, let me check.\n<tool_call>{"name": "get_weather", "arguments": {"city": "NYC"}}</tool_call>',
             [said("Sure, let me check."), called("get_weather", '{"city": "NYC"}')],
         ),
-        # Without the end, as when the model stops right behind the object.
+        # Without the end, as when the model stops right after the object.
         (
             '<tool_call>\n{"name": "final_answer", "arguments": {"trigger": true}}',
             [called("final_answer", '{"trigger": true}')],
@@ -47,10 +47,10 @@ TOMORROW = '{"location": "San Francisco, CA, USA", "date": "2024-10-01"}'
             [called("final_answer", '{"trigger": true}')],
         ),
         ('<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool', [called("get_time", "{}")]),
-        # Cut off by max_tokens: the arguments as far as they came.
+        # Cut off by max_tokens: the part of the arguments that has arrived.
         ('<tool_call>\n{"name": "search", "arguments": {"query": "caf\\u00', [called("search", '{"query": "caf\\u00')]),
         ('<tool_call>\n{"name": "search", "arguments": {"limit": 12', [called("search", '{"limit": 12')]),
-        # Arguments first, none at all, null, and as text.
+        # Arguments first, no arguments, null, and as text.
         (
             '<tool_call>{"arguments": {"query": "x"}, "name": "search"}</tool_call>',
             [called("search", '{"query": "x"}')],
@@ -66,12 +66,12 @@ TOMORROW = '{"location": "San Francisco, CA, USA", "date": "2024-10-01"}'
             '{"name": "get_time", "arguments": {}}\n</tool_call>',
             [called("search", '{"query": "cats"}'), called("get_time", "{}", 1)],
         ),
-        # Markup within a string is a string.
+        # Markup within a string is part of the string.
         (
             '<tool_call>\n{"name": "search", "arguments": {"query": "</tool_call> \\"}\\\\"}}\n</tool_call> done',
             [called("search", '{"query": "</tool_call> \\"}\\\\"}'), said(" done")],
         ),
-        # Text behind a call.
+        # Text after a call.
         (
             '<tool_call>{"name": "search", "arguments": {"query": "1"}}</tool_call>\nThat will do.',
             [called("search", '{"query": "1"}'), said("That will do.")],
@@ -101,16 +101,16 @@ def test_recorded_replies(text: str, parts: list[ReplyPart]) -> None:
         "\n\n  <thinking> <tool_calls>",
     ],
 )
-def test_what_is_no_call_is_text(text: str) -> None:
+def test_text_that_is_not_a_call_is_returned_as_text(text: str) -> None:
     assert parse_every_way("hermes", text) == [said(text)]
 
 
-def test_a_call_behind_a_broken_one_is_found() -> None:
+def test_a_call_after_a_broken_one_is_found() -> None:
     text = '<tool_call>{oops</tool_call>\n<tool_call>{"name": "get_time", "arguments": {}}</tool_call>'
     assert parse_every_way("hermes", text) == [said("<tool_call>{oops</tool_call>"), called("get_time", "{}")]
 
 
-def test_what_breaks_a_call_that_has_gone_out_is_text() -> None:
+def test_text_that_breaks_a_call_already_sent_is_returned_as_text() -> None:
     text = '<tool_call>{"name": "search", "arguments": {"query": "a" oops}}</tool_call>'
     assert parse_every_way("hermes", text) == [called("search", '{"query": "a" '), said("oops}}</tool_call>")]
 
@@ -127,11 +127,11 @@ def test_the_template_may_have_opened_the_reasoning() -> None:
     assert parse_every_way("hermes", "<think>\nHm.\n</think>\n\nYes.", prompt_text=prompt) == parts
 
 
-def test_a_prompt_that_speaks_of_reasoning_does_not_open_it() -> None:
+def test_a_prompt_that_mentions_reasoning_does_not_open_it() -> None:
     prompt = "<|im_start|>user\nWhat does <think> mean?<|im_end|>\n<|im_start|>assistant\n"
     assert parse_every_way("hermes", "It opens it.", prompt_text=prompt) == [said("It opens it.")]
 
 
-def test_reasoning_stands_at_the_beginning() -> None:
+def test_reasoning_is_recognised_only_at_the_beginning() -> None:
     text = "The tag <think>a</think> is text here."
     assert parse_every_way("hermes", text) == [said(text)]

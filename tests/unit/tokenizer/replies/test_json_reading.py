@@ -17,7 +17,7 @@ VALUES = st.recursive(
 
 
 def read(text: str, *, piece_size: int = 1) -> tuple[str, str]:
-    """What was read as a value, and how that ended: "read", "ended" or "wrong"."""
+    """The text read as a value, and how reading ended: "read", "ended" or "wrong"."""
     reader = TextReader()
     course = read_value(reader)
     fed = 0
@@ -45,25 +45,25 @@ def test_a_value_is_read_to_its_end_and_no_further(
 
 
 @given(VALUES, st.data())
-def test_a_value_that_is_cut_off_has_ended(value: object, data: st.DataObject) -> None:
+def test_reading_a_truncated_value_ends_without_an_error(value: object, data: st.DataObject) -> None:
     text = json.dumps({"a": [value]})
     cut = data.draw(st.integers(0, len(text) - 1))
     taken, how = read(text[:cut])
     assert how == "ended"
-    # What is not known to be right yet: a number, a word, an escape.
+    # What is not yet known to be valid: a number, a word, an escape.
     assert text.startswith(taken)
     assert '"' not in text[len(taken) : cut].replace('\\"', "")
 
 
 @given(st.text('{}[]",:\\ue0123-+.Etruefalsn \n\x01a', max_size=20))
-def test_whatever_python_reads_is_read_and_nothing_else(text: str) -> None:
+def test_exactly_what_python_reads_is_read(text: str) -> None:
     try:
         _, end = json.JSONDecoder().raw_decode(text)
     except (json.JSONDecodeError, RecursionError):
         assert read(text)[1] != "read"
     else:
         taken, how = read(text)
-        # Python takes the beginning "1" of "1e" or "1.".
+        # Python accepts the prefix "1" of "1e" or "1.".
         assert (taken, how) == (text[:end], "read") or text[end : end + 1] in set("+-.eE0123456789")
 
 
@@ -82,5 +82,5 @@ def test_whatever_python_reads_is_read_and_nothing_else(text: str) -> None:
         ("[" * 100, "[" * 65),
     ],
 )
-def test_what_is_wrong_is_not_taken(text: str, taken: str) -> None:
+def test_invalid_text_is_not_consumed(text: str, taken: str) -> None:
     assert read(text) == read(text, piece_size=100) == (taken, "wrong")

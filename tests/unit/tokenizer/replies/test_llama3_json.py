@@ -1,4 +1,4 @@
-"""Replies as Llama 3 models write them: Meta's documentation's, and those in reports of parsers that failed."""
+"""Replies as Llama 3 models write them: from Meta's documentation, and from reports of parsers that failed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SPECIAL = frozenset({"<|python_tag|>", "<|eom_id|>", "<|eot_id|>"})
             '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris"}}',
             [called("get_weather", '{"city": "Paris"}')],
         ),
-        # Behind the tag the name may be any.
+        # After the tag, any name is accepted.
         ('<|python_tag|>{"name":"made_up","parameters":{}}', [called("made_up", "{}")]),
         *(
             (
@@ -74,16 +74,16 @@ def test_recorded_replies(text: str, parts: list[ReplyPart]) -> None:
         "{{{{",
     ],
 )
-def test_what_is_no_call_is_text(text: str) -> None:
+def test_text_that_is_not_a_call_is_returned_as_text(text: str) -> None:
     assert parse_every_way("llama3_json", text) == [said(text)]
 
 
-def test_json_is_held_no_longer_than_it_may_be_a_call() -> None:
+def test_json_is_held_back_only_while_it_may_be_a_call() -> None:
     text = '{"name": "Ada", "parameters": 1}'
     assert parse_every_way("llama3_json", text) == [said(text)]
 
 
-def test_the_end_of_a_message_is_dropped_when_the_tag_is_a_special_token() -> None:
+def test_the_end_of_a_message_is_dropped_if_the_tag_is_a_special_token() -> None:
     text = '<|python_tag|>{"name": "get_time", "parameters": {}}<|eom_id|>'
     assert parse_every_way("llama3_json", text, special_tokens=SPECIAL) == [called("get_time", "{}")]
 

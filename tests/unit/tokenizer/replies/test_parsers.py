@@ -1,4 +1,4 @@
-"""What holds for the parsers of all families."""
+"""Properties of the parsers of all families."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.replies import TOOLS, parse, said
 
 NAMES = sorted(REPLY_PARSERS)
 
-# What replies are made of, right and wrong, in pieces that fit together often enough.
+# Fragments of valid and invalid replies that fit together often enough.
 FRAGMENTS = [
     "<think>",
     "</think>",
@@ -93,8 +93,8 @@ def test_the_parts_do_not_depend_on_the_cuts(name: str, text: str, positions: li
 
 @pytest.mark.parametrize("name", NAMES)
 @given(text=REPLIES)
-def test_what_makes_no_call_is_text_to_the_last_character(name: str, text: str) -> None:
-    # Reasoning stands at the beginning; harmony's messages lose their headers.
+def test_text_without_calls_is_returned_to_the_last_character(name: str, text: str) -> None:
+    # Reasoning is at the beginning; harmony's messages lose their headers.
     text = "x" + text.replace("<|message|>", "")
     parts = parse(name, list(text))
     if not any(isinstance(part, ToolCallPart) for part in parts):
@@ -103,7 +103,7 @@ def test_what_makes_no_call_is_text_to_the_last_character(name: str, text: str) 
 
 @pytest.mark.parametrize("name", NAMES)
 @given(text=REPLIES)
-def test_arguments_are_json_or_the_beginning_of_it(name: str, text: str) -> None:
+def test_arguments_are_json_or_a_prefix_of_it(name: str, text: str) -> None:
     for part in parse(name, list(text)):
         if isinstance(part, ToolCallPart) and part.arguments:
             assert part.arguments.startswith("{")
@@ -111,11 +111,11 @@ def test_arguments_are_json_or_the_beginning_of_it(name: str, text: str) -> None
 
 
 def _is_json_beginning(text: str) -> bool:
-    """Whether JSON can begin with a text: closing what it left open makes it complete, or it was cut within a word."""
+    """Whether a text is a prefix of JSON: closing what it left open makes it valid, or it was cut within a word."""
     try:
         json.JSONDecoder().raw_decode(text)
     except json.JSONDecodeError as error:
-        # The decoder blames an open string on its beginning.
+        # The decoder reports an open string at its beginning.
         return error.pos >= len(text) - 6 or error.msg.startswith(("Unterminated string", "Invalid \\escape"))
     return True
 
@@ -133,7 +133,7 @@ def test_without_tools_there_are_no_calls(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_plain_text_goes_out_at_once(name: str) -> None:
+def test_plain_text_is_sent_at_once(name: str) -> None:
     parser = make_reply_parser(name, tools=TOOLS)
     assert parser.feed("Hello") == [TextPart("Hello")]
     assert parser.feed(" there") == [TextPart(" there")]
@@ -141,7 +141,7 @@ def test_plain_text_goes_out_at_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_reply_that_never_came_has_no_parts(name: str) -> None:
+def test_an_empty_reply_has_no_parts(name: str) -> None:
     assert make_reply_parser(name, tools=TOOLS).finish() == []
 
 
@@ -179,11 +179,11 @@ def test_a_reply_that_never_came_has_no_parts(name: str) -> None:
         ),
     ],
 )
-def test_arguments_go_out_as_they_come(name: str, pieces: list[str]) -> None:
+def test_arguments_are_sent_as_they_arrive(name: str, pieces: list[str]) -> None:
     parser = make_reply_parser(name, tools=TOOLS)
     assert parser.feed(pieces[0]) == []
     streamed = [part.arguments for piece in pieces[1:] for part in parser.feed(piece) if isinstance(part, ToolCallPart)]
-    # A number is one when it has ended.
+    # A number is complete only when it has ended.
     assert streamed == ['{"ci', 'ty": "A', 'ix"', ", ", '"days": ', "12}"]
 
 
@@ -199,7 +199,7 @@ def test_a_call_begins_with_its_name_and_id() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_special_tokens_are_needed_only_where_markup_is_made_of_them(name: str) -> None:
+def test_special_tokens_are_needed_only_if_the_markup_consists_of_them(name: str) -> None:
     markup = REPLY_PARSERS[name].markup
     assert not make_reply_parser(name, special_tokens=frozenset({"<|eot|>"})).needs_special_tokens
     assert make_reply_parser(name, special_tokens=markup | {"<|eot|>"}).needs_special_tokens == bool(markup)
@@ -207,7 +207,7 @@ def test_special_tokens_are_needed_only_where_markup_is_made_of_them(name: str) 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if REPLY_PARSERS[name].markup])
 @given(st.lists(st.sampled_from(["<|eot|>", "<|e", "ot|>", "a", "<|", "|>"]), max_size=8))
-def test_special_tokens_without_meaning_are_dropped_from_text_that_holds_them(name: str, fragments: list[str]) -> None:
+def test_special_tokens_without_meaning_are_dropped_from_text(name: str, fragments: list[str]) -> None:
     special_tokens = REPLY_PARSERS[name].markup | {"<|eot|>"}
     text = "".join(fragments)
     parts = parse(name, list(text), special_tokens=special_tokens)
@@ -215,13 +215,13 @@ def test_special_tokens_without_meaning_are_dropped_from_text_that_holds_them(na
     assert "".join(part.text for part in parts if isinstance(part, TextPart)) == text.replace("<|eot|>", "")
 
 
-def test_special_tokens_that_the_client_wants_to_see_stay() -> None:
+def test_special_tokens_that_the_client_requested_are_kept() -> None:
     assert parse("harmony", ["<|channel|>final<|message|>a<|eot|>b<|return|>"]) == [said("a<|eot|>b")]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_long_reply_costs_no_more_per_character(name: str) -> None:
-    """Held text is not looked at again with every piece."""
+    """Held text is not searched again with every piece."""
     opening = {
         "hermes": '<tool_call>{"arguments": {"city": "',
         "glm4": "<tool_call>get_weather<arg_key>days</arg_key><arg_value>",
@@ -264,7 +264,7 @@ def test_the_parser_is_chosen_by_what_the_template_writes(architecture: str, tem
     assert choose_reply_parser(architecture, template) == name
 
 
-def test_each_parser_can_be_set() -> None:
+def test_each_parser_can_be_configured() -> None:
     field = TokenizerSettings.model_fields["reply_parser"]
     assert set(get_args(field.annotation)) == {"auto", *REPLY_PARSERS}
     assert TokenizerSettings(model_dir=Path("x")).reply_parser == "auto"

@@ -32,7 +32,7 @@ USER = tokenizer_pb2.ROLE_USER
 
 
 def make_request(*, sampling: dict[str, object] | None = None, **fields: object) -> tokenizer_pb2.GenerateRequest:
-    """A valid request, but for the fields given."""
+    """A valid request, except for the given fields."""
     prompt = {} if {"text", "chat", "tokens"} & fields.keys() else {"text": "hello"}
     return tokenizer_pb2.GenerateRequest(
         **(prompt | fields),  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ def refused_fields(request: tokenizer_pb2.GenerateRequest) -> dict[str, str]:
     return {violation.field: violation.reason for violation in caught.value.violations}
 
 
-def test_what_is_absent_gets_its_default() -> None:
+def test_absent_fields_get_their_defaults() -> None:
     checked, other = check(make_request()), check(make_request())
     assert re.fullmatch("[0-9a-f]{32}", checked.request_id)
     assert checked.request_id != other.request_id
@@ -71,7 +71,7 @@ def test_what_is_absent_gets_its_default() -> None:
     assert (checked.n, checked.bad_words, checked.structured_output) == (1, (), None)
 
 
-def test_what_is_given_is_taken() -> None:
+def test_given_fields_are_kept() -> None:
     sampling = {
         "max_tokens": 9,
         "temperature": 0.0,
@@ -110,7 +110,7 @@ def test_a_chat_becomes_a_conversation() -> None:
 
 
 @pytest.mark.parametrize("name", ["other", "", "../../etc/passwd"])
-def test_another_model_is_not_found_and_its_name_is_not_repeated(name: str) -> None:
+def test_an_unknown_model_is_refused_without_repeating_its_name(name: str) -> None:
     with pytest.raises(ModelNotFoundError) as caught:
         check(make_request(model=name))
     assert not name or name not in str(to_status(caught.value))
@@ -188,15 +188,15 @@ def test_all_bad_fields_are_named_together() -> None:
         make_request(sampling={"stop_token_ids": [99] * 64, "stop_token_sequences": [tokens(*[99] * 32)] * 8}),
     ],
 )
-def test_a_refusal_fits_the_metadata(request_message: tokenizer_pb2.GenerateRequest) -> None:
+def test_a_refusal_fits_in_the_metadata(request_message: tokenizer_pb2.GenerateRequest) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         check(request_message)
-    # The details travel in base64, the message beside them.
+    # The details are sent in base64, the message next to them.
     size = len(to_status(caught.value).SerializeToString()) * 4 // 3 + len(caught.value.message)
     assert size < 7000
 
 
-def test_text_beyond_the_limit_is_too_large_in_bytes() -> None:
+def test_the_limit_of_text_is_in_bytes() -> None:
     check(make_request(text="é" * (MAX_TEXT_BYTES // 2)))
     with pytest.raises(RequestTooLargeError):
         check(make_request(text="é" * (MAX_TEXT_BYTES // 2) + "x"))
@@ -226,13 +226,13 @@ def resolve(num_prompt_tokens: int, max_tokens: int | None, limits: ModelLimits 
     return resolve_request(checked, 0, prompt, checked.sampling, limits).sampling.max_tokens
 
 
-def test_absent_max_tokens_is_the_room_that_is_left() -> None:
+def test_absent_max_tokens_is_the_remaining_room() -> None:
     wide = ModelLimits(context_length=10_000, logits_width=50, num_pool_tokens=10_000)
     small_pool = ModelLimits(context_length=10_000, logits_width=50, num_pool_tokens=300)
     assert (resolve(10, None), resolve(10, None, wide), resolve(10, None, small_pool)) == (90, 4096, 290)
 
 
-def test_given_max_tokens_stays() -> None:
+def test_given_max_tokens_is_kept() -> None:
     assert resolve(99, 1) == 1
 
 
@@ -249,7 +249,7 @@ def test_given_max_tokens_stays() -> None:
         (60, None, ModelLimits(100, 50, 50), KvCapacityExceededError),
     ],
 )
-def test_what_cannot_fit_is_refused(
+def test_a_request_that_cannot_fit_is_refused(
     num_prompt_tokens: int, max_tokens: int | None, limits: ModelLimits, error: type[ServiceError]
 ) -> None:
     with pytest.raises(error):

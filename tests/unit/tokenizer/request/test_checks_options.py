@@ -1,4 +1,4 @@
-"""What a request may ask for beside its prompt, and for several prompts at once."""
+"""Request options beyond the prompt, and requests with several prompts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOOL_CHAT = tokenizer_pb2.Chat(
 def make_request(
     *prompts: tokenizer_pb2.Prompt, sampling: dict[str, object] | None = None, **fields: object
 ) -> tokenizer_pb2.GenerateRequest:
-    """A request for these prompts, else for a text."""
+    """A request for these prompts, or for a text if there are none."""
     prompt: dict[str, object] = {"prompts": tokenizer_pb2.PromptList(prompts=prompts)} if prompts else {"text": "hello"}
     if "chat" in fields:
         prompt = {}
@@ -45,13 +45,13 @@ def refused_fields(request: tokenizer_pb2.GenerateRequest) -> dict[str, str]:
     return {violation.field: violation.reason for violation in caught.value.violations}
 
 
-def test_the_form_of_the_answer_is_taken() -> None:
+def test_the_form_of_the_answer_is_read() -> None:
     request = make_request(stop=["a"], include_stop=True, echo=True, skip_special_tokens=False, raw_text=True)
     assert check(request).form == AnswerForm(("a",), True, True, False, True)
     assert check(make_request(skip_special_tokens=True)).form == AnswerForm()
 
 
-def test_several_prompts_are_taken_in_order() -> None:
+def test_several_prompts_are_read_in_order() -> None:
     tokens = tokenizer_pb2.Prompt(tokens={"token_ids": [1, 49]})
     checked = check(make_request(TEXT, tokens, request_id="r"))
     text, token_ids = checked.prompts
@@ -62,7 +62,7 @@ def test_several_prompts_are_taken_in_order() -> None:
     assert checked.all_ids == ["r", "r-0", "r-1"]
 
 
-def test_a_prompt_alone_in_its_list_goes_by_the_requests_id() -> None:
+def test_a_single_prompt_in_a_list_uses_the_requests_id() -> None:
     checked = check(make_request(TEXT, request_id="r"))
     assert (checked.prompt_ids, checked.all_ids) == (["r"], ["r"])
 
@@ -85,14 +85,14 @@ def test_every_bad_prompt_is_named() -> None:
     }
 
 
-def test_no_prompt_and_too_many_are_refused() -> None:
+def test_no_prompts_and_too_many_are_refused() -> None:
     assert len(check(make_request(*[TEXT] * 64)).prompts) == 64
     assert refused_fields(make_request(*[TEXT] * 65)) == {"prompts.prompts": "OUT_OF_RANGE"}
     empty = tokenizer_pb2.GenerateRequest(prompts=tokenizer_pb2.PromptList())
     assert refused_fields(empty) == {"prompts.prompts": "OUT_OF_RANGE"}
 
 
-def test_all_prompts_together_are_held_to_the_limit_of_text() -> None:
+def test_the_limit_of_text_applies_to_all_prompts_together() -> None:
     with pytest.raises(RequestTooLargeError):
         check(make_request(*[tokenizer_pb2.Prompt(text="x" * 2**20)] * 3, TEXT))
 
@@ -119,7 +119,7 @@ def test_each_prompt_is_resolved_by_itself() -> None:
     assert [violation.field for violation in caught.value.violations] == ["prompts.prompts[1].prompt"]
 
 
-def test_the_models_defaults_are_the_requests() -> None:
+def test_absent_options_get_the_models_defaults() -> None:
     defaults = common_pb2.SamplingParams(temperature=0.5, max_tokens=1000, repetition_penalty=1.5)
     checked = check(make_request(), defaults)
     assert (checked.sampling.temperature, checked.sampling.options) == (0.5, SamplingOptions(repetition_penalty=1.5))
@@ -133,15 +133,15 @@ def test_the_models_defaults_are_the_requests() -> None:
     ("words", "field"),
     [(["x"] * 33, "bad_words"), (["a", ""], "bad_words[1]"), ([" \n"], "bad_words[0]"), (["é" * 129], "bad_words[0]")],
 )
-def test_a_bad_word_that_none_can_be_is_named(words: list[str], field: str) -> None:
+def test_an_invalid_bad_word_is_named(words: list[str], field: str) -> None:
     assert refused_fields(make_request(bad_words=words)) == {field: "OUT_OF_RANGE"}
 
 
-def test_bad_words_are_taken() -> None:
+def test_bad_words_are_read() -> None:
     assert check(make_request(bad_words=["é" * 128, " two words"])).bad_words == ("é" * 128, " two words")
 
 
-def test_what_ends_a_text_is_not_ignored() -> None:
+def test_constrained_text_cannot_ignore_eos() -> None:
     for fields in ({"structured_output": SCHEMA}, {"chat": TOOL_CHAT}):
         request = make_request(sampling={"ignore_eos": True}, **fields)
         assert refused_fields(request) == {"sampling.ignore_eos": "OUT_OF_RANGE"}
@@ -149,7 +149,7 @@ def test_what_ends_a_text_is_not_ignored() -> None:
         assert check(request).n == 1
 
 
-def test_a_text_is_constrained_by_one_thing() -> None:
+def test_a_text_has_only_one_constraint() -> None:
     request = make_request(chat=TOOL_CHAT, structured_output=SCHEMA)
     assert refused_fields(request) == {"structured_output": "OUT_OF_RANGE"}
     request.chat.tool_mode = tokenizer_pb2.TOOL_MODE_AUTO

@@ -1,4 +1,4 @@
-"""Models whose files do not fit each other: what refuses the start, and what is told then and refused later."""
+"""Models with inconsistent files: what prevents the start, and what is logged at start and refused later."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.tiny_tokenizer import VOCABULARY_SIZE, tiny_tokenizer, write_
 from tests.support.tokenizer_service import Service, run_tokenizer_service
 
 CALL = "<call>"
-# Writes a token that the model lacks, whatever the messages are.
+# Writes a token that the model lacks for any messages.
 CHAT_WITH_CALL = "{% for message in messages %}{{ message['content'] }}{% endfor %}<call>"
 
 Request = tokenizer_pb2.GenerateRequest
@@ -40,7 +40,7 @@ def write_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
 
 
 def with_unknown_tokens(directory: Path) -> None:
-    """Add tokens that the model has no embedding of."""
+    """Add tokens that the model has no embedding for."""
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens([AddedToken(CALL), AddedToken("</call>")])
     write_tokenizer(directory, tokenizer)
@@ -55,7 +55,7 @@ def with_unreadable_tokenizer(directory: Path) -> None:
 
 
 async def refusal(service: Service, request: Request) -> tuple[grpc.StatusCode, str | None, str]:
-    """Status, reason and message of a request that must not reach the cell."""
+    """The status, reason and message of a request that must not reach the cell."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await service.stub.Generate(request).read()
     assert service.peer.submits.empty()
@@ -70,7 +70,7 @@ def any_chat() -> Request:
 
 
 @pytest.mark.parametrize("eos", [VOCABULARY_SIZE, [2, 10_000]])
-def test_an_eos_token_outside_the_vocabulary_refuses_the_start(directory: Path, eos: object) -> None:
+def test_an_eos_token_outside_the_vocabulary_prevents_the_start(directory: Path, eos: object) -> None:
     (directory / GENERATION_CONFIG).write_text(json.dumps({"eos_token_id": eos}))
     with pytest.raises(ModelDirectoryError) as caught:
         load_model(TokenizerSettings(model_dir=directory))
@@ -78,7 +78,7 @@ def test_an_eos_token_outside_the_vocabulary_refuses_the_start(directory: Path, 
         assert word in str(caught.value)
 
 
-async def test_what_needs_a_token_that_the_model_lacks_is_told_at_start_and_refused(
+async def test_features_that_need_a_missing_token_are_logged_at_start_and_refused(
     directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with_unknown_tokens(directory)
@@ -89,7 +89,7 @@ async def test_what_needs_a_token_that_the_model_lacks_is_told_at_start_and_refu
             refusals = [await refusal(service, request) for request in requests]
             grammar = Request(text="fox", structured_output=Form(grammar="start: <[420]> <[421]>"))
             grammar_refusal = await refusal(service, grammar)
-            # Whatever else is asked for works.
+            # All other features work.
             json_request = Request(text="The fox", structured_output=Form(json_schema='{"type": "integer"}'))
             call, _ = await service.begin(json_request)
             call.cancel()
@@ -103,7 +103,7 @@ async def test_what_needs_a_token_that_the_model_lacks_is_told_at_start_and_refu
     assert "no text fits" in grammar_refusal[2]
 
 
-async def test_structured_output_that_the_library_cannot_compile_is_told_at_start_and_refused(
+async def test_structured_output_that_the_library_cannot_compile_is_logged_at_start_and_refused(
     directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with_unreadable_tokenizer(directory)

@@ -1,4 +1,4 @@
-"""How long texts are encoded: no further than they may be long, part by part, and never before short ones."""
+"""Long texts are encoded part by part, no further than the context, and never before short ones."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def num_tokens_when_refused(prompts: PromptEncoder, prompt: str | Conversa
 async def test_a_text_is_encoded_no_further_than_the_context(prompts: PromptEncoder, encoder: Encoder) -> None:
     num_tokens = encoder.encode(SENTENCE * 1000, add_special_tokens=True).size
     context_length = 20 * num_tokens
-    # What can be told by counting bytes is less.
+    # The bound from counting bytes is lower.
     assert encoder.least_tokens(LARGEST) < context_length
     for prompt in (LARGEST, Conversation((Message("user", LARGEST),))):
         assert context_length <= await num_tokens_when_refused(prompts, prompt, context_length) < 21 * num_tokens
@@ -61,7 +61,7 @@ async def test_a_text_that_cannot_be_cut_is_refused_without_being_encoded(
 
 
 @pytest.mark.parametrize("text", ["The fox", SENTENCE * 1000])
-async def test_a_text_that_leaves_room_for_one_token_is_taken(
+async def test_a_text_that_leaves_room_for_one_token_is_accepted(
     prompts: PromptEncoder, encoder: Encoder, text: str
 ) -> None:
     expected = encoder.encode(text, add_special_tokens=True)
@@ -81,16 +81,16 @@ async def test_a_short_text_does_not_wait_for_long_ones_and_too_much_text_is_ref
         assert caught.value.retry_delay_s > 1.0
         assert (await prompts.encode(SENTENCE, HUGE_CONTEXT)).size > 0
         assert not middling.done()
-        # Long ones take turns.
+        # Long texts take turns.
         assert (await middling).size > 0
         assert not any(task.done() for task in long_ones)
         for task in long_ones:
             task.cancel()
-    # They have left.
+    # The long texts are gone.
     assert (await prompts.encode(LARGEST[: len(LARGEST) // 10], HUGE_CONTEXT)).size > 0
 
 
-async def test_what_finds_no_other_text_is_never_too_much() -> None:
+async def test_a_text_is_always_accepted_if_no_other_is_waiting() -> None:
     lane = Lane(1, "test")
     with lane.admit(MAX_WAITING_BYTES + 1), pytest.raises(QueueFullError), lane.admit(1):
         pass
@@ -98,7 +98,7 @@ async def test_what_finds_no_other_text_is_never_too_much() -> None:
         assert await lane.run(threading.get_ident) != threading.get_ident()
 
 
-async def test_when_one_prompt_is_refused_the_others_are_not_encoded_to_their_end(encoder: Encoder) -> None:
+async def test_if_one_prompt_is_refused_the_others_are_not_encoded_to_their_end(encoder: Encoder) -> None:
     limits = ModelLimits(HUGE_CONTEXT, 512, HUGE_CONTEXT)
     without_template: Any = SimpleNamespace(prompts=PromptEncoder(encoder, None))
     chat = tokenizer_pb2.Chat(messages=[tokenizer_pb2.ChatMessage(role=tokenizer_pb2.ROLE_USER, content="Hello")])

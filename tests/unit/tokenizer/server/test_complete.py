@@ -1,4 +1,4 @@
-"""`Complete`: what `Generate` streams, in one answer. The scheduler is played by the test."""
+"""`Complete`: the stream of `Generate` as one answer. The test plays the scheduler."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def complete(service: Service, request: tokenizer_pb2.GenerateRequest, **options
     return service.stub.Complete(tokenizer_pb2.CompleteRequest(request=request), **options)
 
 
-async def test_all_choices_of_all_prompts_come_in_one_answer(service: Service, tokenizer: Tokenizer) -> None:
+async def test_all_choices_of_all_prompts_are_in_one_answer(service: Service, tokenizer: Tokenizer) -> None:
     prompts = [tokenizer_pb2.Prompt(text="The fox"), tokenizer_pb2.Prompt(text="The dog")]
     request = tokenizer_pb2.GenerateRequest(
         request_id="r", prompts={"prompts": prompts}, sampling=common_pb2.SamplingParams(n=2), echo=True
@@ -34,7 +34,7 @@ async def test_all_choices_of_all_prompts_come_in_one_answer(service: Service, t
     ids = tokenizer.encode(" jumps").ids
     for _ in prompts:
         submit = await service.peer.submits.get()
-        # A request's choices have the handles that follow its own.
+        # The handles of a request's choices follow its own.
         for handle in (submit.handle + 1, submit.handle):
             for index, token_id in enumerate(ids):
                 service.peer.send(Row(handle, index, [token_id]))
@@ -129,7 +129,7 @@ def test_pieces_of_tool_calls_and_reasoning_are_joined() -> None:
     assert told == [("c1", "look", '{"a": 1}'), ("c2", "tell", "{}")]
 
 
-def test_an_answer_that_no_message_holds_is_refused_as_soon_as_it_is_too_large() -> None:
+def test_an_answer_that_exceeds_a_message_is_refused_as_soon_as_it_does() -> None:
     answer = begun_answer()
     piece = tokenizer_pb2.GenerateResponse(text="x" * (MAX_ANSWER_BYTES // 4))
     for _ in range(3):

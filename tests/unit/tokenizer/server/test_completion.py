@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from services.tokenizer.server.completion import Completion
 from services.tokenizer.text.detokenizer import ByteLevelDetokenizer, text_table
 
-# One token a character, and one that is half of "é".
+# One token per character, and two that are the halves of "é".
 TABLE = {ord(letter): letter.encode() for letter in "abcdSTOPx"} | {1: b"\xc3", 2: b"\xa9"}
 
 
@@ -51,7 +51,7 @@ def test_the_answer_is_cut_at_the_token_that_completed_the_stop_string() -> None
     assert completion.num_tokens == 6
 
 
-def test_tokens_behind_an_undecided_stop_string_wait() -> None:
+def test_tokens_after_an_undecided_stop_string_are_held_back() -> None:
     completion = make_completion("bc", "abcdx")
     completion.push(ids("abcd"))
     assert completion.stop_string is None
@@ -62,7 +62,7 @@ def test_tokens_behind_an_undecided_stop_string_wait() -> None:
     assert completion.num_tokens == 3
 
 
-def test_tokens_behind_a_beaten_stop_string_are_part_of_the_answer() -> None:
+def test_tokens_after_a_superseded_stop_string_are_part_of_the_answer() -> None:
     completion = make_completion("bc", "abcdx")
     completion.push(ids("abcd"))
     completion.push(ids("x"))
@@ -94,14 +94,14 @@ def test_a_silent_token_completes_no_stop_string() -> None:
     assert completion.take() == ("STO", ids("STOP"))
 
 
-def test_what_was_held_back_comes_out_at_the_end() -> None:
+def test_held_back_text_is_returned_at_the_end() -> None:
     completion = make_completion("STOP")
     completion.push([*ids("aST"), 1])
     completion.finish()
     assert completion.take() == ("aST\ufffd", [*ids("aST"), 1])
 
 
-def test_a_stop_string_stays_when_it_is_asked_for_and_what_follows_does_not() -> None:
+def test_a_requested_stop_string_is_kept_and_the_text_after_it_is_not() -> None:
     completion = make_completion("STOP", includes_stop=True)
     completion.push(ids("aST"))
     assert completion.take() == ("a", ids("aST"))
@@ -110,20 +110,20 @@ def test_a_stop_string_stays_when_it_is_asked_for_and_what_follows_does_not() ->
     assert completion.take() == ("STOP", ids("OP"))
 
 
-def test_a_stop_string_within_the_least_tokens_is_text() -> None:
+def test_a_stop_string_within_min_tokens_is_text() -> None:
     completion = make_completion("STOP", min_tokens=4)
     completion.push(ids("STOPaSTOPb"))
     assert completion.stop_string == "STOP"
     assert completion.take() == ("STOPa", ids("STOPaSTOP"))
 
 
-def test_a_stop_string_that_only_begins_within_the_least_tokens_counts() -> None:
+def test_a_stop_string_that_only_begins_within_min_tokens_counts() -> None:
     completion = make_completion("STOP", min_tokens=3)
     completion.push(ids("STOPa"))
     assert (completion.stop_string, completion.take()) == ("STOP", ("", ids("STOP")))
 
 
-def test_an_end_of_text_completes_no_stop_string_within_the_least_tokens() -> None:
+def test_a_final_replacement_character_within_min_tokens_completes_no_stop_string() -> None:
     completion = make_completion("\ufffd", min_tokens=2)
     completion.push([*ids("a"), 1])
     completion.finish()
@@ -140,11 +140,11 @@ def test_tokens_that_are_put_back_are_taken_again() -> None:
 
 
 @given(st.text("abSTOP", max_size=30), st.integers(0, 12), st.booleans())
-def test_stop_strings_count_as_a_naive_search_finds_them(text: str, min_tokens: int, includes_stop: bool) -> None:
+def test_stop_strings_match_as_in_a_naive_search(text: str, min_tokens: int, includes_stop: bool) -> None:
     completion = make_completion("STOP", "aP", min_tokens=min_tokens, includes_stop=includes_stop)
     completion.push(ids(text))
     completion.finish()
-    # Neither is within the other, so that the first one completed also begins first.
+    # Neither contains the other, so the first one completed also begins first.
     ends = [
         (end, stop)
         for end in range(min_tokens + 1, len(text) + 1)
@@ -157,7 +157,7 @@ def test_stop_strings_count_as_a_naive_search_finds_them(text: str, min_tokens: 
 
 
 @given(st.text("abSTOP", max_size=30), st.lists(st.integers(1, 4), max_size=10))
-def test_how_tokens_are_batched_changes_nothing(text: str, lengths: list[int]) -> None:
+def test_results_do_not_depend_on_how_tokens_are_batched(text: str, lengths: list[int]) -> None:
     whole, pieces = make_completion("STOP", "TO"), make_completion("STOP", "TO")
     whole.push(ids(text))
     position = 0

@@ -1,4 +1,4 @@
-"""Options, choices and lists of prompts over real gRPC, the scheduler played by the test."""
+"""Options, choices and lists of prompts over real gRPC, with the scheduler played by the test."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Prompt = tokenizer_pb2.Prompt
 
 
 async def submit(service: Service, request: Request, num_prompts: int = 1) -> tuple[Any, list[exchange_pb2.Submit]]:
-    """Start a request: the call, and what the peer got of its prompts."""
+    """Start a request; returns the call, and the submits of its prompts that the peer received."""
     call = service.stub.Generate(request)
     return call, [await service.peer.submits.get() for _ in range(num_prompts)]
 
@@ -40,7 +40,7 @@ async def submit(service: Service, request: Request, num_prompts: int = 1) -> tu
 async def answer_with(
     service: Service, request: Request, token_ids: list[int], reason: common_pb2.FinishReason = MAX_TOKENS
 ) -> Answer:
-    """The answer to a request for one choice, whose tokens are these."""
+    """The answer to a request for one choice with these tokens."""
     call, [sent] = await submit(service, request)
     service.peer.send(Row(sent.handle, 0, token_ids), ends=[make_end(sent.handle, reason, len(token_ids))])
     return await read_answer(call)
@@ -89,7 +89,7 @@ async def test_an_error_of_one_choice_ends_the_call_and_aborts_the_others(servic
     assert await service.peer.aborts.get() == sent.handle
 
 
-async def test_cancelling_aborts_what_has_not_ended_of_every_prompt(service: Service) -> None:
+async def test_cancelling_aborts_the_unfinished_choices_of_every_prompt(service: Service) -> None:
     prompts = [Prompt(text="a"), Prompt(text="b")]
     request = Request(prompts={"prompts": prompts}, sampling={"n": 2})
     call, [first, second] = await submit(service, request, num_prompts=2)
@@ -102,7 +102,7 @@ async def test_cancelling_aborts_what_has_not_ended_of_every_prompt(service: Ser
     assert service.peer.aborts.empty()
 
 
-async def test_every_prompt_is_a_request_of_its_own(service: Service, tokenizer: Tokenizer) -> None:
+async def test_every_prompt_is_a_separate_request(service: Service, tokenizer: Tokenizer) -> None:
     chat = tokenizer_pb2.Chat(messages=[{"role": tokenizer_pb2.ROLE_USER, "content": "hi"}])
     prompts = [Prompt(text="The fox"), Prompt(tokens={"token_ids": [5, 6]}), Prompt(chat=chat)]
     request = Request(request_id="r", prompts={"prompts": prompts}, sampling={"n": 2})
@@ -126,7 +126,7 @@ async def test_every_prompt_is_a_request_of_its_own(service: Service, tokenizer:
     assert answer.usage.num_prompt_tokens == sum(lengths)
 
 
-async def test_the_ids_of_all_prompts_are_claimed(service: Service) -> None:
+async def test_the_ids_of_all_prompts_are_reserved(service: Service) -> None:
     request = Request(request_id="r", prompts={"prompts": [Prompt(text="a"), Prompt(text="b")]})
     call, _ = await submit(service, request, num_prompts=2)
     for taken in ("r", "r-1"):
@@ -137,7 +137,7 @@ async def test_the_ids_of_all_prompts_are_claimed(service: Service) -> None:
     call.cancel()
 
 
-async def test_a_lost_scheduler_is_a_pause_for_every_choice(service: Service) -> None:
+async def test_a_lost_scheduler_pauses_every_choice(service: Service) -> None:
     call, [sent] = await submit(service, Request(text="x", sampling={"n": 3, "num_logprobs": 0}))
     handles = [sent.handle + number for number in range(3)]
     position = Position(1, [(70, -0.5)])
@@ -166,7 +166,7 @@ async def test_a_lost_scheduler_is_a_pause_for_every_choice(service: Service) ->
     assert [len(choice.logprobs) for choice in answer.choices.values()] == [1, 3, 1]
 
 
-async def test_an_answer_may_begin_with_its_prompt(service: Service, tokenizer: Tokenizer) -> None:
+async def test_an_answer_can_begin_with_its_prompt(service: Service, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("jumps").ids
     text = await answer_with(service, Request(text="The\u0301 fox ", echo=True), ids)
     assert text.texts == ["The\u0301 fox jumps"]
@@ -190,7 +190,7 @@ async def test_every_choice_begins_with_the_prompt_once(service: Service) -> Non
     assert [text[0] for text in answer.texts] == ["x", "x"]
 
 
-def test_a_long_prompt_is_echoed_in_pieces_that_fit_a_message() -> None:
+def test_a_long_prompt_is_echoed_in_pieces_that_fit_in_a_message() -> None:
     text = "😀" * 2**20
     pieces = list(echo_pieces(text))
     assert "".join(pieces) == text
@@ -208,22 +208,20 @@ def test_a_long_prompt_is_echoed_in_pieces_that_fit_a_message() -> None:
     ],
     ids=str,
 )
-async def test_the_text_of_the_last_token_stays_when_it_has_one_and_is_asked_for(
+async def test_the_text_of_the_last_token_is_kept_if_it_has_any_and_is_requested(
     service: Service, tokenizer: Tokenizer, form: dict[str, Any], text: str
 ) -> None:
     ids = [*tokenizer.encode("the").ids, IM_END_ID]
     assert (await answer_with(service, Request(text="x", **form), ids, EOS)).texts == [text]
 
 
-async def test_special_tokens_within_a_text_are_shown_when_they_are_asked_for(
-    service: Service, tokenizer: Tokenizer
-) -> None:
+async def test_special_tokens_within_a_text_are_shown_on_request(service: Service, tokenizer: Tokenizer) -> None:
     ids = [IM_END_ID, *tokenizer.encode("fox").ids]
     assert (await answer_with(service, Request(text="x"), ids)).texts == ["fox"]
     assert (await answer_with(service, Request(text="x", skip_special_tokens=False), ids)).texts == [f"{IM_END}fox"]
 
 
-async def test_a_stop_stays_in_the_text_when_it_is_asked_for(service: Service, tokenizer: Tokenizer) -> None:
+async def test_a_stop_string_is_kept_in_the_text_on_request(service: Service, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("the lazy dog").ids
     request = Request(text="x", stop=[" lazy"], include_stop=True)
     assert (await answer_with(service, request, ids)).texts == ["the lazy"]
@@ -231,8 +229,8 @@ async def test_a_stop_stays_in_the_text_when_it_is_asked_for(service: Service, t
     assert token.texts == ["the lazy dog"]
 
 
-async def test_min_tokens_hold_for_stop_strings(service: Service) -> None:
-    # Tokens 70 and on are single letters.
+async def test_min_tokens_apply_to_stop_strings(service: Service) -> None:
+    # Tokens from 70 on are single letters.
     call, [sent] = await submit(service, Request(text="x", stop=["g"], sampling={"min_tokens": 2}))
     service.peer.send(Row(sent.handle, 0, [70 + ord("g") - ord("d")] * 3))
     answer = await read_answer(call)
@@ -272,7 +270,7 @@ async def test_the_models_defaults_reach_the_cell(service: Service) -> None:
     call.cancel()
 
 
-async def test_log_probabilities_have_the_tokens_texts(service: Service, tokenizer: Tokenizer) -> None:
+async def test_log_probabilities_include_the_tokens_texts(service: Service, tokenizer: Tokenizer) -> None:
     request = Request(text="The fox", sampling={"num_logprobs": 1, "num_prompt_logprobs": 0})
     call, [sent] = await submit(service, request)
     prompt = read_column(sent.prompt_token_ids)
@@ -293,7 +291,7 @@ async def test_log_probabilities_have_the_tokens_texts(service: Service, tokeniz
 REPLY = '<think>hm</think>Hi<tool_call>{"name": "look", "arguments": {"a": 1}}</tool_call>'
 
 
-async def test_a_reply_to_a_conversation_is_taken_apart_unless_it_is_wanted_raw(
+async def test_a_reply_to_a_conversation_is_parsed_unless_the_raw_text_is_requested(
     model_dir: Path, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     chat = tokenizer_pb2.Chat(messages=[{"role": tokenizer_pb2.ROLE_USER, "content": "hi"}], tools=[{"name": "look"}])
@@ -308,7 +306,7 @@ async def test_a_reply_to_a_conversation_is_taken_apart_unless_it_is_wanted_raw(
     assert raw.texts == text.texts == [REPLY]
 
 
-async def test_a_reply_of_special_tokens_is_taken_apart(model_dir: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+async def test_a_reply_of_special_tokens_is_parsed(model_dir: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
     chat = tokenizer_pb2.Chat(messages=[{"role": tokenizer_pb2.ROLE_USER, "content": "hi"}])
     ids = [*tokenizer.encode("fox").ids, IM_END_ID, *tokenizer.encode(" dog").ids]
     async with run_tokenizer_service(model_dir, tmp_path, reply_parser="harmony") as service:
@@ -328,13 +326,13 @@ async def test_the_form_of_a_text_reaches_the_cell_as_a_grammar(service: Service
     call.cancel()
 
 
-async def test_a_form_that_is_none_is_refused_by_its_field(service: Service) -> None:
+async def test_an_empty_form_is_refused_by_its_field(service: Service) -> None:
     call = service.stub.Generate(Request(text="x", structured_output={"regex": "["}))
     assert await error_of(call) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
     assert "structured_output.regex" in (await call.details())
 
 
-async def test_tools_that_must_be_called_constrain_each_prompt_by_itself(model_dir: Path, tmp_path: Path) -> None:
+async def test_required_tools_constrain_each_prompt_separately(model_dir: Path, tmp_path: Path) -> None:
     message = {"role": tokenizer_pb2.ROLE_USER, "content": "hi"}
     chats = [
         tokenizer_pb2.Chat(messages=[message], tools=[{"name": "look"}], tool_mode=mode)
@@ -349,7 +347,7 @@ async def test_tools_that_must_be_called_constrain_each_prompt_by_itself(model_d
         call.cancel()
 
 
-async def test_a_model_that_calls_no_tools_cannot_be_made_to(service: Service) -> None:
+async def test_a_model_that_calls_no_tools_cannot_be_forced_to(service: Service) -> None:
     chat = tokenizer_pb2.Chat(
         messages=[{"role": tokenizer_pb2.ROLE_USER, "content": "hi"}], tools=[{"name": "look"}], tool_name="look"
     )
@@ -373,7 +371,7 @@ EXACT = Request(text="The fox", determinism="DETERMINISM_EXACT")
 UNAVAILABLE = (grpc.StatusCode.FAILED_PRECONDITION, "EXACT_UNAVAILABLE")
 
 
-async def test_exactness_is_refused_where_the_cell_cannot_give_it(service: Service) -> None:
+async def test_exactness_is_refused_if_the_cell_cannot_provide_it(service: Service) -> None:
     assert await error_of(service.stub.Generate(EXACT)) == UNAVAILABLE
     assert not (await service.stub.GetModelInfo(tokenizer_pb2.GetModelInfoRequest())).has_exact_determinism
     for determinism in ("DETERMINISM_UNSPECIFIED", "DETERMINISM_ORDINARY"):
@@ -382,7 +380,9 @@ async def test_exactness_is_refused_where_the_cell_cannot_give_it(service: Servi
         call.cancel()
 
 
-async def test_an_exact_request_goes_on_in_cells_of_one_fingerprint_alone(model_dir: Path, tmp_path: Path) -> None:
+async def test_an_exact_request_continues_only_in_cells_with_the_same_fingerprint(
+    model_dir: Path, tmp_path: Path
+) -> None:
     async with run_tokenizer_service(model_dir, tmp_path, exact_fingerprint="a") as service:
         await service.link()
         assert (await service.stub.GetModelInfo(tokenizer_pb2.GetModelInfoRequest())).has_exact_determinism
@@ -397,7 +397,7 @@ async def test_an_exact_request_goes_on_in_cells_of_one_fingerprint_alone(model_
         assert await error_of(call) == UNAVAILABLE
 
 
-async def test_each_choice_tells_its_recoveries(model_dir: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+async def test_each_choice_reports_its_recoveries(model_dir: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
     async with run_tokenizer_service(model_dir, tmp_path, exact_fingerprint="a") as service:
         await service.link()
         call, [sent] = await submit(service, Request(text="The fox", sampling={"n": 2}, stop=[" lazy d"]))
@@ -410,11 +410,11 @@ async def test_each_choice_tells_its_recoveries(model_dir: Path, tmp_path: Path,
         assert undisturbed is not None
         assert not undisturbed.HasField("recovery")
         assert resumed is not None
-        # Nobody but the replica knows of the end by a stop string.
+        # Only the replica knows of the end by a stop string.
         assert resumed.recovery == common_pb2.Recovery(resume_count=1, resume_exact=True)
 
 
-async def test_a_choice_tells_what_a_scheduler_lost_that_has_died_since(model_dir: Path, tmp_path: Path) -> None:
+async def test_a_choice_reports_resumes_that_a_dead_scheduler_had_counted(model_dir: Path, tmp_path: Path) -> None:
     async with run_tokenizer_service(model_dir, tmp_path) as service:
         await service.link()
         call, [sent] = await submit(service, Request(text="The fox", sampling={"n": 2}))
@@ -429,7 +429,7 @@ async def test_a_choice_tells_what_a_scheduler_lost_that_has_died_since(model_di
         assert [finish.recovery.resume_count for finish in finishes if finish is not None] == [3, 1]
 
 
-async def test_a_choice_that_a_stop_string_ends_tells_what_its_cell_lost(
+async def test_a_choice_ended_by_a_stop_string_reports_its_cells_resumes(
     model_dir: Path, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     async with run_tokenizer_service(model_dir, tmp_path) as service:

@@ -43,7 +43,7 @@ def make_generation(
     places: Sequence[tuple[int, int]] = ((0, 0),),
     first_extras: Extras = PLAIN,
 ) -> Generation:
-    """An answer with a choice at each place, the first of which has extras."""
+    """An answer with a choice at each place; the first choice has extras."""
     generation = Generation(arrived_at=time.monotonic() if arrived_at is None else arrived_at)
     for place in places:
         extras = PLAIN if generation.choices else first_extras
@@ -68,7 +68,7 @@ async def collect(generation: Generation) -> list[Response]:
     return [response async for response in generation.responses()]
 
 
-async def test_what_has_piled_up_leaves_in_one_response() -> None:
+async def test_accumulated_tokens_are_sent_in_one_response() -> None:
     generation, choice = make_choice()
     for token_id in ids("abc"):
         choice.receive([token_id], None)
@@ -78,7 +78,7 @@ async def test_what_has_piled_up_leaves_in_one_response() -> None:
     assert response.finish.reason == MAX_TOKENS
 
 
-async def test_each_response_leaves_as_soon_as_there_is_something() -> None:
+async def test_each_response_is_sent_as_soon_as_there_are_tokens() -> None:
     generation, choice = make_choice()
     responses = generation.responses()
     choice.receive(ids("a"), None)
@@ -102,7 +102,7 @@ async def test_the_finish_has_usage_and_times() -> None:
     usage = common_pb2.Usage(num_prompt_tokens=5, num_completion_tokens=3, num_cached_tokens=4)
     assert response.finish.usage == response.usage == usage
     assert response.finish.ttft.ToNanoseconds() == pytest.approx(choice.ttft_s * 1e9, abs=1)
-    # From the first token to the end at least 5 s passed by the moved arrival, over two gaps.
+    # Moving the arrival adds at least 5 s between the first token and the end, over two intervals.
     assert response.finish.mean_tpot.ToNanoseconds() >= 2.5e9
 
 
@@ -123,7 +123,7 @@ async def test_one_token_has_no_time_per_output_token() -> None:
 
 
 @pytest.mark.parametrize("reason", [EOS, STOP_TOKEN])
-async def test_the_text_of_an_ending_token_is_left_out(reason: common_pb2.FinishReason) -> None:
+async def test_the_text_of_an_ending_token_is_omitted(reason: common_pb2.FinishReason) -> None:
     generation, choice = make_choice()
     choice.receive(ids("ab"), make_end(1, reason, 2, stop_token_id=ord("b")))
     [response] = await collect(generation)
@@ -132,7 +132,7 @@ async def test_the_text_of_an_ending_token_is_left_out(reason: common_pb2.Finish
 
 
 @pytest.mark.parametrize("reason", [EOS, STOP_TOKEN])
-async def test_the_text_of_an_ending_token_stays_when_it_is_asked_for(reason: common_pb2.FinishReason) -> None:
+async def test_the_text_of_an_ending_token_is_kept_on_request(reason: common_pb2.FinishReason) -> None:
     generation, choice = make_choice(extras=Extras(includes_stop=True))
     choice.receive(ids("ab"), make_end(1, reason, 2, stop_token_id=ord("b")))
     [response] = await collect(generation)
@@ -140,7 +140,7 @@ async def test_the_text_of_an_ending_token_stays_when_it_is_asked_for(reason: co
 
 
 @pytest.mark.parametrize("reason", [STOP_SEQUENCE, MAX_TOKENS])
-async def test_the_text_of_other_last_tokens_stays(reason: common_pb2.FinishReason) -> None:
+async def test_the_text_of_other_last_tokens_is_kept(reason: common_pb2.FinishReason) -> None:
     generation, choice = make_choice()
     choice.receive(ids("ab"), make_end(1, reason, 2))
     [response] = await collect(generation)
@@ -168,7 +168,7 @@ async def test_a_stop_string_in_the_cells_last_tokens_wins_and_needs_no_stop() -
     assert response.finish.usage.num_completion_tokens == 5
 
 
-async def test_an_error_follows_what_was_received_before_it() -> None:
+async def test_an_error_follows_the_tokens_received_before_it() -> None:
     generation, choice = make_choice()
     choice.receive(ids("ab"), None)
     choice.receive([], make_error_end(1, NumericError("not finite", step=3)))
@@ -194,7 +194,7 @@ async def test_a_failure_ends_a_running_answer() -> None:
         await collect(generation)
 
 
-async def test_tokens_without_text_leave_at_once() -> None:
+async def test_tokens_without_text_are_sent_at_once() -> None:
     generation, choice = make_choice("STOP")
     responses = generation.responses()
     choice.receive(ids("S"), None)
@@ -202,7 +202,7 @@ async def test_tokens_without_text_leave_at_once() -> None:
     assert (response.text, list(response.token_ids)) == ("", ids("S"))
 
 
-async def test_choices_leave_interleaved_each_with_its_place() -> None:
+async def test_choices_are_sent_interleaved_each_with_its_place() -> None:
     generation = make_generation(places=[(0, 0), (0, 1), (1, 0)])
     first, second, other = generation.choices
     responses = generation.responses()
@@ -215,7 +215,7 @@ async def test_choices_leave_interleaved_each_with_its_place() -> None:
     assert [(piece.prompt, piece.choice, piece.text) for piece in pieces] == [(0, 1, "ac"), (1, 0, "b"), (0, 0, "d")]
 
 
-async def test_every_choice_has_a_finish_and_the_last_response_what_all_consumed() -> None:
+async def test_every_choice_has_a_finish_and_the_last_response_the_total_usage() -> None:
     generation = make_generation(places=[(0, 0), (0, 1), (1, 0), (1, 1)])
     for number, choice in enumerate(generation.choices):
         choice.begin(num_cached_tokens=number + 1)
@@ -228,7 +228,7 @@ async def test_every_choice_has_a_finish_and_the_last_response_what_all_consumed
     assert responses[-1].usage == usage
 
 
-async def test_a_stop_string_ends_its_choice_alone() -> None:
+async def test_a_stop_string_ends_only_its_choice() -> None:
     generation = make_generation("STOP", places=[(0, 0), (0, 1)])
     stopped, other = generation.choices
     assert stopped.receive(ids("aSTOP"), None) == 5
@@ -238,7 +238,7 @@ async def test_a_stop_string_ends_its_choice_alone() -> None:
     assert (second.text, second.finish.reason) == ("a", EOS)
 
 
-async def test_an_error_of_one_choice_ends_them_all_behind_what_they_have() -> None:
+async def test_an_error_of_one_choice_ends_all_after_their_received_tokens() -> None:
     generation = make_generation(places=[(0, 0), (0, 1), (0, 2)])
     finished, failed, other = generation.choices
     finished.receive(ids("a"), make_end(1, MAX_TOKENS, 1))
@@ -247,8 +247,8 @@ async def test_an_error_of_one_choice_ends_them_all_behind_what_they_have() -> N
     assert other.receive(ids("c"), make_end(3, MAX_TOKENS, 2)) is None
     failed.receive([], make_error_end(2, SchedulerLostError("twice")))
     responses = generation.responses()
-    told = [await anext(responses), await anext(responses)]
-    assert [(response.text, response.HasField("finish")) for response in told] == [("a", True), ("b", False)]
+    received = [await anext(responses), await anext(responses)]
+    assert [(response.text, response.HasField("finish")) for response in received] == [("a", True), ("b", False)]
     with pytest.raises(StatusError) as caught:
         await anext(responses)
     assert reason_of(caught.value.status) == "NUMERIC_ERROR"
@@ -265,29 +265,29 @@ async def test_a_failure_before_the_last_choice_has_finished_ends_the_answer() -
 
 
 def position(token_id: int, num_top: int) -> Position:
-    """The likeliest token at its place, and those that follow."""
+    """The likeliest token at its place, and the ones that follow."""
     return Position(1, [(token_id, -0.5), *((ord("a") + place, -0.5 - place) for place in range(num_top))])
 
 
 def bytes_of(token_id: int) -> bytes:
-    """Letters are themselves; other tokens are parts of characters."""
+    """Letters encode to themselves; other tokens are parts of characters."""
     return bytes([token_id]) if 128 <= token_id < 256 else chr(token_id).encode()
 
 
 def with_logprobs(num_top: int) -> Extras:
-    """For the log-probabilities of tokens and of the prompt."""
+    """The extras for log-probabilities of tokens and of the prompt."""
     queue, prompt_queue = LogprobQueue(num_top, bytes_of), LogprobQueue(num_top, bytes_of)
     return Extras(logprobs=queue, prompt_logprobs=prompt_queue)
 
 
 def feed(choice: Choice, text: str, num_top: int, *, ends: bool = False) -> int | None:
-    """Have a choice receive tokens with their log-probabilities."""
+    """Let a choice receive tokens with their log-probabilities."""
     outputs = make_outputs(Row(1, 0, ids(text), logprobs=[position(token_id, num_top) for token_id in ids(text)]))
     choice.receive_logprobs(read_row_logprobs(outputs)[1])
     return choice.receive(ids(text), make_end(1, MAX_TOKENS, choice.num_tokens + len(text)) if ends else None)
 
 
-async def test_each_token_has_its_log_probability_beside_it() -> None:
+async def test_each_token_is_sent_with_its_log_probability() -> None:
     generation, choice = make_choice(extras=with_logprobs(2))
     choice.receive_logprobs(
         read_row_logprobs(make_outputs(Row(1, 0, ids("d"), logprobs=[Position(7, [(100, -3.0), (97, -0.5)])])))[1]
@@ -303,16 +303,16 @@ async def test_each_token_has_its_log_probability_beside_it() -> None:
     assert [(entry.text, entry.rank, entry.logprob) for entry in last.top] == [("a", 1, -0.5), ("b", 2, -1.5)]
 
 
-async def test_a_part_of_a_character_has_its_bytes_beside_its_text() -> None:
+async def test_a_partial_character_is_sent_with_its_bytes() -> None:
     queue = LogprobQueue(0, bytes_of)
     parts = [*"é".encode(), ord("a")]
     outputs = make_outputs(Row(1, 0, parts, logprobs=[position(token_id, 0) for token_id in parts]))
     queue.put(read_row_logprobs(outputs)[1])
-    told = [(place.token.text, place.token.text_bytes) for place in queue.take(3)]
-    assert told == [("\ufffd", b"\xc3"), ("\ufffd", b"\xa9"), ("a", b"")]
+    received = [(place.token.text, place.token.text_bytes) for place in queue.take(3)]
+    assert received == [("\ufffd", b"\xc3"), ("\ufffd", b"\xa9"), ("a", b"")]
 
 
-async def test_what_stands_behind_a_stop_string_has_no_log_probability() -> None:
+async def test_tokens_after_a_stop_string_have_no_log_probabilities() -> None:
     generation, choice = make_choice("STOP", extras=with_logprobs(0))
     assert feed(choice, "aSTOPbc", 0) == 5
     [response] = await collect(generation)
@@ -320,7 +320,7 @@ async def test_what_stands_behind_a_stop_string_has_no_log_probability() -> None
     assert len(response.token_ids) == 5
 
 
-async def test_many_log_probabilities_leave_in_several_responses() -> None:
+async def test_many_log_probabilities_are_split_over_several_responses() -> None:
     generation = make_generation(places=[(0, 0), (0, 1)], first_extras=with_logprobs(20))
     choice, other = generation.choices
     feed(choice, "abc" * 20, 20, ends=True)
@@ -334,24 +334,24 @@ async def test_many_log_probabilities_leave_in_several_responses() -> None:
     assert "".join(response.text for response in own) == "abc" * 20
 
 
-async def test_the_prompts_log_probabilities_come_before_the_first_token_of_any_choice() -> None:
+async def test_the_prompts_log_probabilities_precede_the_first_token_of_any_choice() -> None:
     generation = make_generation(places=[(0, 0), (0, 1)], first_extras=with_logprobs(20))
     choice, other = generation.choices
     positions = {number: position(ord("a") + number % 5, 20) for number in range(1, 61)}
     choice.receive_prompt_logprobs(read_prompt_logprobs(make_logprobs(positions)))
     other.receive(ids("d"), None)
     responses = aiter(generation.responses())
-    told = [await anext(responses) for _ in range(4)]
-    assert [len(response.prompt_logprobs) for response in told] == [24, 24, 12, 0]
-    assert told[-1].choice == 1
-    prompt = [place.token.token_id for response in told for place in response.prompt_logprobs]
+    received = [await anext(responses) for _ in range(4)]
+    assert [len(response.prompt_logprobs) for response in received] == [24, 24, 12, 0]
+    assert received[-1].choice == 1
+    prompt = [place.token.token_id for response in received for place in response.prompt_logprobs]
     assert prompt == [ord("a") + number % 5 for number in range(1, 61)]
 
 
 REPLY = '<think>so</think>Hi<tool_call>{"name": "look", "arguments": {"a": 1}}</tool_call>'
 
 
-async def test_a_reply_is_taken_apart_as_it_comes() -> None:
+async def test_a_reply_is_parsed_as_it_arrives() -> None:
     generation, choice = make_choice(extras=Extras(parser=make_reply_parser("hermes", tools=[Tool("look")])))
     responses = generation.responses()
     answer = Answer()
@@ -367,7 +367,7 @@ async def test_a_reply_is_taken_apart_as_it_comes() -> None:
     assert (call.name, call.arguments) == ("look", '{"a": 1}')
 
 
-async def test_what_a_parser_holds_back_comes_with_the_finish() -> None:
+async def test_text_held_back_by_a_parser_is_sent_with_the_finish() -> None:
     generation, choice = make_choice("STOP", extras=Extras(parser=make_reply_parser("hermes", tools=[Tool("look")])))
     responses = generation.responses()
     choice.receive(ids("Hi<tool_"), None)
@@ -381,16 +381,18 @@ async def test_what_a_parser_holds_back_comes_with_the_finish() -> None:
     st.lists(st.text("abcSTOP", min_size=1, max_size=12), min_size=1, max_size=4),
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5), st.booleans()), max_size=30),
 )
-def test_how_choices_come_and_are_read_changes_nothing(texts: list[str], schedule: list[tuple[int, int, bool]]) -> None:
+def test_results_do_not_depend_on_how_choices_arrive_and_are_read(
+    texts: list[str], schedule: list[tuple[int, int, bool]]
+) -> None:
     async def serve() -> Answer:
-        """What a client gets when the choices receive so many tokens in this order, and the client reads at times."""
+        """The client's answer when the choices receive tokens in this order and the client reads in between."""
         generation = make_generation(
             "STOP", places=[(0, number) for number in range(len(texts))], first_extras=with_logprobs(600)
         )
         responses, answer = aiter(generation.responses()), Answer()
         answer.add(Response(accepted=tokenizer_pb2.Accepted()))
         num_received = [0] * len(texts)
-        # At the end everything that is left comes.
+        # At the end, all remaining tokens arrive.
         for number, num_tokens, reads in [*schedule, *((number, 12, False) for number in range(len(texts)))]:
             index = number % len(texts)
             choice, rest = generation.choices[index], texts[index][num_received[index] :][:num_tokens]
@@ -412,6 +414,6 @@ def test_how_choices_come_and_are_read_changes_nothing(texts: list[str], schedul
         assert choice.token_ids == ids(kept)
         assert choice.finish is not None
         assert choice.finish.usage.num_completion_tokens == len(kept)
-    # A response has room for one position with so many tokens.
+    # A response has room for one position with this many tokens.
     first = answer.choices[0, 0]
     assert [position.token.token_id for position in first.logprobs] == first.token_ids

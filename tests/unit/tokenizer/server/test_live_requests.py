@@ -23,7 +23,7 @@ def test_an_id_is_free_again_when_its_request_has_ended() -> None:
         pass
 
 
-def test_of_several_ids_all_are_held_or_none() -> None:
+def test_either_all_or_none_of_several_ids_are_held() -> None:
     live = LiveRequests()
     with live.admit(["a", "a-0", "a-1"]):
         with pytest.raises(DuplicateRequestError), live.admit(["a-1"]):
@@ -47,7 +47,7 @@ async def test_draining_waits_for_the_last_request() -> None:
     await draining
 
 
-async def test_what_is_left_after_the_grace_is_told_so() -> None:
+async def test_requests_that_remain_after_the_grace_period_get_an_error() -> None:
     live = LiveRequests()
     generation = Generation(arrived_at=0)
     generation.choices.append(Choice(generation, Completion(ByteLevelDetokenizer({}, {}), ()), num_prompt_tokens=1))
@@ -58,7 +58,7 @@ async def test_what_is_left_after_the_grace_is_told_so() -> None:
         await anext(generation.responses())
 
 
-async def test_draining_without_requests_is_done_at_once() -> None:
+async def test_draining_without_requests_ends_at_once() -> None:
     live = LiveRequests()
     await live.drain(60)
     with pytest.raises(DrainingError):

@@ -1,4 +1,4 @@
-"""The tokenizer service over real gRPC, its scheduler played by the test."""
+"""The tokenizer service over real gRPC, with its scheduler played by the test."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tests.support.tiny_tokenizer import (
 from tests.support.tokenizer_service import NUM_POOL_TOKENS, Service, read_rest, run_tokenizer_service
 
 HELLO = tokenizer_pb2.GenerateRequest(text="The fox")
-# Tokens that do not fit a narrow window.
+# More tokens than fit in a narrow window.
 LARGE = [70] * (WINDOW_BYTES + 50)
 EOS, MAX_TOKENS = common_pb2.FINISH_REASON_EOS, common_pb2.FINISH_REASON_MAX_TOKENS
 
 
 def violations(error: grpc.aio.AioRpcError) -> dict[str, str]:
-    """The reason of each refused field."""
+    """The reason for each refused field."""
     bad_request = error_details_pb2.BadRequest()
     for detail in status_from_rpc_error(error).details:
         if detail.Unpack(bad_request):
@@ -43,7 +43,7 @@ def violations(error: grpc.aio.AioRpcError) -> dict[str, str]:
 
 
 async def refusal(call: Any) -> tuple[grpc.StatusCode, str | None, dict[str, str]]:
-    """Status, reason and violations of a call that must fail."""
+    """The status, reason and violations of a call that must fail."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await read_rest(call)
     return caught.value.code(), reason_of(status_from_rpc_error(caught.value)), violations(caught.value)
@@ -68,7 +68,7 @@ async def test_an_answer_streams_from_the_cell_to_the_client(service: Service, t
     assert finish.HasField("mean_tpot")
 
 
-async def test_the_first_response_tells_how_the_request_was_understood(service: Service, tokenizer: Tokenizer) -> None:
+async def test_the_first_response_shows_the_resolved_request(service: Service, tokenizer: Tokenizer) -> None:
     call = service.stub.Generate(HELLO)
     accepted = (await call.read()).accepted
     submit = await service.peer.submits.get()
@@ -106,7 +106,7 @@ async def test_a_conversation_is_rendered_for_the_cell(service: Service, tokeniz
     call.cancel()
 
 
-async def test_a_stop_string_ends_the_stream_at_once_and_the_cell_is_told(
+async def test_a_stop_string_ends_the_stream_at_once_and_the_cell_is_notified(
     service: Service, tokenizer: Tokenizer
 ) -> None:
     call, submit = await service.begin(tokenizer_pb2.GenerateRequest(text="x", stop=[" lazy d"]))
@@ -122,7 +122,7 @@ async def test_a_stop_string_ends_the_stream_at_once_and_the_cell_is_told(
     assert finish.usage.num_completion_tokens == len(token_ids) == stop_at.num_tokens
     assert stop_at.handle == submit.handle
     service.peer.send(ends=[make_end(submit.handle, common_pb2.FINISH_REASON_STOP_STRING, stop_at.num_tokens)])
-    # Nothing more goes up for it: the next thing the cell hears is the next request.
+    # Nothing more is sent for it: the next message to the cell is the next request.
     num_messages = service.peer.num_messages
     other, _ = await service.begin(HELLO)
     assert service.peer.num_messages == num_messages + 1
@@ -130,7 +130,7 @@ async def test_a_stop_string_ends_the_stream_at_once_and_the_cell_is_told(
     other.cancel()
 
 
-async def test_cancelling_a_call_aborts_its_request_alone(service: Service) -> None:
+async def test_cancelling_a_call_aborts_only_its_request(service: Service) -> None:
     call, submit = await service.begin(tokenizer_pb2.GenerateRequest(text="x", request_id="again"))
     neighbour, other = await service.begin(HELLO)
     call.cancel()
@@ -177,7 +177,9 @@ async def test_an_id_in_flight_is_refused(service: Service) -> None:
     first.cancel()
 
 
-async def test_a_lost_scheduler_is_a_pause_and_the_next_one_goes_on(service: Service, tokenizer: Tokenizer) -> None:
+async def test_a_lost_scheduler_pauses_a_call_and_the_next_one_continues(
+    service: Service, tokenizer: Tokenizer
+) -> None:
     request = tokenizer_pb2.GenerateRequest(text="x", stop=[" lazy d"], priority="PRIORITY_LOW", cache_salt="salt")
     call, first = await service.begin(request)
     ids = tokenizer.encode("the lazy dog sleeps").ids
@@ -185,7 +187,7 @@ async def test_a_lost_scheduler_is_a_pause_and_the_next_one_goes_on(service: Ser
     received = await call.read()
     service.peer.end_stream()
     await service.until_health_is(health_pb2.HealthCheckResponse.NOT_SERVING)
-    # Nobody can take a new one.
+    # No new request can be accepted.
     assert await refusal(service.stub.Generate(HELLO)) == (grpc.StatusCode.UNAVAILABLE, "NOT_READY", {})
     await service.link()
     second = await service.peer.submits.get()
@@ -207,7 +209,7 @@ async def test_a_lost_scheduler_is_a_pause_and_the_next_one_goes_on(service: Ser
     assert finish.recovery == common_pb2.Recovery(resume_count=1, resume_exact=False)
 
 
-async def test_a_scheduler_that_stays_away_ends_its_requests(model_dir: Path, tmp_path: Path) -> None:
+async def test_a_scheduler_that_does_not_return_ends_its_requests(model_dir: Path, tmp_path: Path) -> None:
     async with run_tokenizer_service(model_dir, tmp_path, scheduler_lost_s=0.05) as service:
         await service.link()
         call, _ = await service.begin(HELLO)
@@ -226,7 +228,7 @@ async def test_a_next_scheduler_with_another_model_ends_the_requests(service: Se
     assert await refusal(call) == (grpc.StatusCode.UNAVAILABLE, "SCHEDULER_LOST", {})
 
 
-async def test_outputs_that_make_no_sense_break_the_link(service: Service) -> None:
+async def test_malformed_outputs_break_the_link(service: Service) -> None:
     call, submit = await service.begin(HELLO)
     outputs = make_outputs(Row(submit.handle, 0, [70]))
     outputs.counts = b""
@@ -255,13 +257,13 @@ async def test_a_client_that_stops_reading_loses_its_answer_and_its_neighbour_do
         service.peer.send(Row(other.handle, 1, [71]), ends=[make_end(other.handle, MAX_TOKENS, 2)])
         _, token_ids, _ = await read_rest(neighbour)
         assert token_ids == [70, 71]
-        # Once it reads on, it learns how its answer ended.
+        # Once it reads again, it gets the error.
         assert await refusal(call) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "CLIENT_TOO_SLOW", {})
 
 
-async def test_what_piles_up_behind_a_blocked_write_leaves_in_one_response(service: Service, tmp_path: Path) -> None:
+async def test_tokens_held_back_by_a_blocked_write_are_sent_in_one_response(service: Service, tmp_path: Path) -> None:
     async def answer_a_neighbour() -> None:
-        """All that was sent before has arrived then."""
+        """All outputs sent before have arrived afterwards."""
         neighbour, other = await service.begin(HELLO)
         service.peer.send(Row(other.handle, 0, [70]), ends=[make_end(other.handle, MAX_TOKENS, 1)])
         await read_rest(neighbour)
@@ -280,10 +282,10 @@ async def test_what_piles_up_behind_a_blocked_write_leaves_in_one_response(servi
     assert responses[-1].HasField("finish")
 
 
-async def test_the_callers_deadline_travels_to_the_cell(service: Service) -> None:
+async def test_the_callers_deadline_reaches_the_cell(service: Service) -> None:
     call = service.stub.Generate(HELLO, timeout=50)
     submit = await service.peer.submits.get()
-    # What travels is rounded up a little.
+    # The deadline is rounded up a little on the wire.
     assert 40 < submit.time_left.ToSeconds() < 60
     call.cancel()
     call, submit = await service.begin(HELLO)
@@ -292,7 +294,7 @@ async def test_the_callers_deadline_travels_to_the_cell(service: Service) -> Non
     call.cancel()
 
 
-async def test_a_deadline_that_the_cell_saw_pass_reaches_the_client(service: Service) -> None:
+async def test_a_deadline_that_passed_in_the_cell_reaches_the_client(service: Service) -> None:
     call, submit = await service.begin(HELLO)
     service.peer.send(ends=[make_error_end(submit.handle, DeadlinePassedError("passed"))])
     assert await refusal(call) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_PASSED", {})
@@ -383,7 +385,7 @@ LONG = "The fox " * 50_000
     ],
     ids=["empty", "id", "4M ids", "long", "context", "pool", "3 MiB", "4 MiB", "model", "several"],
 )
-async def test_a_bad_request_is_refused_and_its_neighbour_unharmed(
+async def test_a_bad_request_is_refused_and_its_neighbour_is_unaffected(
     service: Service, request_message: tokenizer_pb2.GenerateRequest, expected: Any
 ) -> None:
     neighbour, submit = await service.begin(HELLO)
@@ -394,7 +396,7 @@ async def test_a_bad_request_is_refused_and_its_neighbour_unharmed(
     assert token_ids == [70]
 
 
-async def test_text_becomes_ids_and_back(service: Service, tokenizer: Tokenizer) -> None:
+async def test_text_is_converted_to_ids_and_back(service: Service, tokenizer: Tokenizer) -> None:
     text = "The fox 123 你好 😀"
     tokenized = await service.stub.Tokenize(tokenizer_pb2.TokenizeRequest(text=text))
     assert list(tokenized.token_ids) == tokenizer.encode(text).ids
@@ -447,7 +449,7 @@ async def test_a_bad_unary_request_is_refused(
     assert violations(caught.value) == fields
 
 
-async def test_the_model_and_its_limits_are_told(service: Service, model_dir: Path) -> None:
+async def test_the_model_and_its_limits_are_reported(service: Service, model_dir: Path) -> None:
     info = await service.stub.GetModelInfo(tokenizer_pb2.GetModelInfoRequest())
     assert info == tokenizer_pb2.GetModelInfoResponse(
         model="tiny",
@@ -488,7 +490,7 @@ async def test_messages_that_the_template_refuses_are_an_invalid_request(tmp_pat
         )
 
 
-async def test_a_stopping_service_finishes_its_streams_and_takes_no_new_ones(service: Service) -> None:
+async def test_a_stopping_service_finishes_its_streams_and_accepts_no_new_ones(service: Service) -> None:
     call, submit = await service.begin(HELLO)
     service.stop.set()
     await service.until_health_is(health_pb2.HealthCheckResponse.NOT_SERVING)

@@ -17,7 +17,7 @@ TEXTS = [token.content for token in TOKENS.values()]
 HOSTILE = st.lists(st.sampled_from([*TEXTS, "<|", "|>", "a", "b", "x", "<", " "]), max_size=8).map("".join)
 
 
-def test_special_tokens_and_those_written_like_them_are_control_tokens() -> None:
+def test_special_tokens_and_similarly_written_ones_are_control_tokens() -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("[INST]", special=True)])
     tokenizer.add_tokens([AddedToken(text) for text in ("<think>", "<｜User｜>", "<|user|>", "\n\n", "<tool_call>")])
@@ -26,7 +26,7 @@ def test_special_tokens_and_those_written_like_them_are_control_tokens() -> None
 
 
 @given(st.lists(HOSTILE, min_size=1, max_size=3))
-def test_broken_texts_hold_no_control_token_however_they_are_joined(texts: list[str]) -> None:
+def test_broken_texts_contain_no_control_token_however_they_are_joined(texts: list[str]) -> None:
     broken: list[str] = []
     for text in texts:
         value = CONTROL.broken(text, "\ue000")
@@ -38,15 +38,15 @@ def test_broken_texts_hold_no_control_token_however_they_are_joined(texts: list[
 
 
 @given(HOSTILE)
-def test_a_text_that_needs_no_breaking_is_left_as_it_is(text: str) -> None:
+def test_a_text_that_needs_no_breaking_is_unchanged(text: str) -> None:
     needs = CONTROL.occur_in([text])
     assert needs == (CONTROL.broken(text, "\ue000") != text)
 
 
-def test_every_text_of_a_value_is_broken() -> None:
+def test_every_text_within_a_value_is_broken() -> None:
     value: JsonValue = {"<|a|>y": ["<|a|>y", {"b": "x<|a|>"}], "n": 1, "none": None, "yes": True}
     broken = CONTROL.broken(value, "_")
-    # The last one ends with what another token begins with.
+    # The last one ends with the beginning of another token.
     assert broken == {"<_|a|>y": ["<_|a|>y", {"b": "x<_|a|>_"}], "n": 1, "none": None, "yes": True}
     assert list(texts_in(value)) == ["<|a|>y", "<|a|>y", "b", "x<|a|>", "n", "none", "yes"]
 
@@ -56,11 +56,11 @@ def test_a_text_is_cut_at_control_tokens() -> None:
     assert list(CONTROL.cut("hi")) == ["hi"]
 
 
-def test_a_token_swallows_the_space_that_it_claims() -> None:
+def test_a_token_absorbs_the_space_that_it_strips() -> None:
     assert list(CONTROL.cut(" x <|ab|> y |>x<| z")) == [" x", 8, " y ", 9, "z"]
 
 
-def test_the_breaking_character_is_one_that_nobody_uses() -> None:
+def test_the_breaking_character_is_unused() -> None:
     assert unused_character(["abc"]) == "\ue000"
     private_use = "".join(map(chr, range(0xE000, 0xF900)))
     assert unused_character(["x", private_use]) == "\uf900"

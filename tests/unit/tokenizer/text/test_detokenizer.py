@@ -12,7 +12,7 @@ TINY = tiny_tokenizer()
 BYTES_TO_ID = {data: token_id for token_id, data in byte_table(TINY).items()}
 REPLACEMENT = "\ufffd"
 
-# Ids beyond the vocabulary too: logits may be wider than it.
+# Also ids beyond the vocabulary: logits may be wider than it.
 token_id_lists = st.lists(st.integers(0, VOCABULARY_SIZE + 9), max_size=40)
 
 
@@ -22,7 +22,7 @@ def byte_id(byte: int) -> int:
 
 
 def cut(items: list[int], lengths: list[int]) -> list[list[int]]:
-    """The items in pieces of these lengths, none of them skipped."""
+    """The items in pieces of these lengths, with none skipped."""
     pieces, position = [], 0
     for length in lengths:
         pieces.append(items[position : position + length])
@@ -31,7 +31,7 @@ def cut(items: list[int], lengths: list[int]) -> list[list[int]]:
 
 
 def detokenize(tokenizer: Tokenizer, pieces: list[list[int]], *, skips_special_tokens: bool = True) -> str:
-    """All pieces' text."""
+    """The joined text of all pieces."""
     detokenizer = make_token_texts(tokenizer).detokenizer(skips_special_tokens=skips_special_tokens)
     return "".join([detokenizer.push(piece) for piece in pieces]) + detokenizer.flush()
 
@@ -39,18 +39,18 @@ def detokenize(tokenizer: Tokenizer, pieces: list[list[int]], *, skips_special_t
 @given(token_id_lists, st.lists(st.integers(0, 5), max_size=40))
 @example([byte_id(0xF0), byte_id(0x9F), IM_END_ID, byte_id(0x98), byte_id(0x80)], [1, 1, 1, 1])
 @example([byte_id(0xED), byte_id(0xA0), byte_id(0x80)], [1, 1])
-def test_the_pieces_joined_are_the_whole_decoded_however_they_were_cut(ids: list[int], lengths: list[int]) -> None:
+def test_the_joined_pieces_equal_the_decoded_whole_however_they_were_cut(ids: list[int], lengths: list[int]) -> None:
     assert detokenize(TINY, cut(ids, lengths)) == TINY.decode(ids, skip_special_tokens=True)
 
 
 @given(token_id_lists)
-def test_special_tokens_have_their_text_where_they_are_not_skipped(ids: list[int]) -> None:
+def test_special_tokens_have_their_text_unless_they_are_skipped(ids: list[int]) -> None:
     text = detokenize(TINY, [[i] for i in ids], skips_special_tokens=False)
     assert text == TINY.decode(ids, skip_special_tokens=False)
 
 
 @given(st.text(max_size=30))
-def test_text_comes_in_whole_characters(text: str) -> None:
+def test_text_arrives_in_whole_characters(text: str) -> None:
     detokenizer = make_token_texts(TINY).detokenizer()
     shown = ""
     for token_id in TINY.encode(text).ids:
@@ -65,13 +65,13 @@ def test_a_character_is_shown_with_its_last_byte() -> None:
     assert pieces == ["", "", "", "😀"]
 
 
-def test_endless_bytes_that_are_no_text_are_shown_as_they_come() -> None:
+def test_endless_invalid_bytes_are_shown_as_they_arrive() -> None:
     detokenizer = make_token_texts(TINY).detokenizer()
     pieces = [detokenizer.push([byte_id(0x80)]) for _ in range(1000)]
     assert pieces == [REPLACEMENT] * 1000
 
 
-def test_a_cut_character_is_shown_at_the_end() -> None:
+def test_a_partial_character_is_shown_at_the_end() -> None:
     detokenizer = make_token_texts(TINY).detokenizer()
     assert detokenizer.push([byte_id(0xE4), byte_id(0xBD)]) == ""
     assert detokenizer.flush() == REPLACEMENT
@@ -99,7 +99,7 @@ def sentencepiece() -> Tokenizer:
 
 
 def sentencepiece_ids(tokenizer: Tokenizer, *pieces: str) -> list[int]:
-    """The ids of pieces and of the bytes of all that is no piece."""
+    """The ids of pieces, and of the bytes of everything that is no piece."""
     ids = []
     for piece in pieces:
         token_id = tokenizer.token_to_id(piece)
@@ -107,12 +107,12 @@ def sentencepiece_ids(tokenizer: Tokenizer, *pieces: str) -> list[int]:
     return ids
 
 
-def test_the_kind_of_vocabulary_decides_the_detokenizer(sentencepiece: Tokenizer) -> None:
+def test_the_kind_of_vocabulary_determines_the_detokenizer(sentencepiece: Tokenizer) -> None:
     assert isinstance(make_token_texts(TINY).detokenizer(), ByteLevelDetokenizer)
     assert isinstance(make_token_texts(sentencepiece).detokenizer(), WindowDetokenizer)
 
 
-def test_a_window_equals_decoding_the_whole_for_text_of_pieces_and_bytes(sentencepiece: Tokenizer) -> None:
+def test_a_window_decodes_pieces_and_bytes_like_the_whole(sentencepiece: Tokenizer) -> None:
     pieces = ("<s>", "▁hello", "▁world", "!", "▁", "😀", "é", "▁hello", "<s>", "<s>", "▁world", "你", "好")
     ids = sentencepiece_ids(sentencepiece, *pieces * 20)
     assert detokenize(sentencepiece, [[i] for i in ids]) == sentencepiece.decode(ids)
@@ -125,20 +125,20 @@ def test_a_window_shows_no_half_character(sentencepiece: Tokenizer) -> None:
     assert [detokenizer.push([i]) for i in ids] == ["hello", "", "", "", "😀"]
 
 
-def test_a_window_of_bytes_that_are_no_text_stays_bounded(sentencepiece: Tokenizer) -> None:
+def test_a_window_of_invalid_bytes_stays_bounded(sentencepiece: Tokenizer) -> None:
     detokenizer = make_token_texts(sentencepiece).detokenizer()
     shown = "".join(detokenizer.push([1 + 0x80]) for _ in range(1000))
     assert len(shown) > 900
     assert shown + detokenizer.flush() == REPLACEMENT * 1000
 
 
-def test_a_window_shows_special_tokens_where_they_are_not_skipped(sentencepiece: Tokenizer) -> None:
+def test_a_window_shows_special_tokens_unless_they_are_skipped(sentencepiece: Tokenizer) -> None:
     ids = sentencepiece_ids(sentencepiece, "<s>", "▁hello", "<s>", "😀", "▁world", "<s>")
     text = detokenize(sentencepiece, [[i] for i in ids], skips_special_tokens=False)
     assert text == sentencepiece.decode(ids, skip_special_tokens=False)
 
 
-def test_a_token_has_bytes_by_itself() -> None:
+def test_a_single_token_has_bytes() -> None:
     texts = make_token_texts(TINY)
     assert texts.bytes_of(BYTES_TO_ID[b" the"]) == b" the"
     assert texts.bytes_of(byte_id(0xF0)) == b"\xf0"
@@ -146,7 +146,7 @@ def test_a_token_has_bytes_by_itself() -> None:
     assert texts.bytes_of(VOCABULARY_SIZE) == b""
 
 
-def test_a_piece_has_bytes_by_itself_its_space_included(sentencepiece: Tokenizer) -> None:
+def test_a_single_piece_has_bytes_including_its_space(sentencepiece: Tokenizer) -> None:
     texts = make_token_texts(sentencepiece)
     ids = sentencepiece_ids(sentencepiece, "▁hello", "!", "<s>", "é")
     assert [texts.bytes_of(i) for i in ids] == [b" hello", b"!", b"<s>", b"\xc3", b"\xa9"]

@@ -25,7 +25,7 @@ def tokenizer_with_bos(single: str = f"{IM_START} $A") -> Tokenizer:
 
 
 def sentencepiece_tokenizer(*, is_legacy: bool) -> Tokenizer:
-    """A vocabulary of characters that marks spaces, and where a text begins: every piece of it, or only the first."""
+    """A vocabulary of characters that marks spaces and the beginning of text: of every piece, or only of the first."""
     characters = ["▁", *"abcs<>/[]"]
     tokenizer = Tokenizer(models.BPE(vocab={character: index for index, character in enumerate(characters)}, merges=[]))
     if is_legacy:
@@ -53,7 +53,7 @@ def test_special_tokens_in_text_are_text() -> None:
     assert encoder.decode(token_ids) == f"a{IM_START}"
 
 
-def test_the_tokenizer_that_was_given_is_left_as_it_is() -> None:
+def test_the_given_tokenizer_is_not_modified() -> None:
     tokenizer = tiny_tokenizer()
     before = tokenizer.to_str()
     encoder = Encoder(tokenizer)
@@ -61,7 +61,7 @@ def test_the_tokenizer_that_was_given_is_left_as_it_is() -> None:
     assert tokenizer.to_str() == before
 
 
-async def test_plain_text_gets_the_tokenizers_special_tokens_and_a_conversation_none() -> None:
+async def test_plain_text_gets_the_tokenizers_special_tokens_and_a_conversation_does_not() -> None:
     encoder = Encoder(tokenizer_with_bos())
     prompts = PromptEncoder(encoder, ChatTemplate("{{ messages[0].content }}", {}))
     plain = tiny_tokenizer().encode("The fox").ids
@@ -70,14 +70,14 @@ async def test_plain_text_gets_the_tokenizers_special_tokens_and_a_conversation_
 
 
 @pytest.mark.parametrize("text", ["", "The fox", "The fox jumps over the dog. " * 3000])
-def test_tokens_around_a_text_are_there_once_however_long_it_is(text: str) -> None:
+def test_special_tokens_around_a_text_are_added_once_however_long_it_is(text: str) -> None:
     tokenizer = tokenizer_with_bos(f"{IM_START} {IM_START} $A {IM_END}")
     parts = list(Encoder(tokenizer).encode_in_parts([text], add_special_tokens=True))
     assert np.concatenate(parts).tolist() == tokenizer.encode(text).ids
     assert all(len(part) < PART_LENGTH for part in parts)
 
 
-def test_the_pieces_of_a_long_conversation_are_encoded_some_at_a_time() -> None:
+def test_the_pieces_of_a_long_conversation_are_encoded_a_few_at_a_time() -> None:
     tokenizer = tiny_tokenizer()
     encoder = Encoder(tokenizer)
     turn = f"{IM_START}user\nThe fox jumps over the dog.{IM_END}\n"
@@ -87,7 +87,7 @@ def test_the_pieces_of_a_long_conversation_are_encoded_some_at_a_time() -> None:
     assert np.concatenate(parts).tolist() == tokenizer.encode(turn * 1000).ids
 
 
-def test_text_is_not_cut_off_where_the_tokenizer_would() -> None:
+def test_text_is_not_truncated_where_the_tokenizer_would() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.enable_truncation(2)
     tokenizer.enable_padding(length=50)
@@ -99,14 +99,14 @@ def test_text_is_not_cut_off_where_the_tokenizer_would() -> None:
 
 @pytest.mark.parametrize("is_legacy", [True, False])
 @pytest.mark.parametrize("text", ["a b<s>a b<s>", "<s>a<s> b", " a<s>", "a[b]c<s>[b]a[b]", "", "<s><s>"])
-def test_a_text_in_pieces_marks_its_beginning_as_a_whole_one(text: str, is_legacy: bool) -> None:
+def test_a_text_in_pieces_marks_its_beginning_like_a_whole_one(text: str, is_legacy: bool) -> None:
     encoder = Encoder(sentencepiece_tokenizer(is_legacy=is_legacy))
     pieces = list(encoder.control_tokens.cut(text))
     expected = encoder.tokenizer.encode(text, add_special_tokens=False).ids
     assert encoder.encode_pieces(pieces).tolist() == expected
 
 
-def test_a_tokenizer_that_makes_special_tokens_of_text_is_refused() -> None:
+def test_a_tokenizer_that_turns_text_into_special_tokens_is_refused() -> None:
     vocabulary = [("<unk>", 0.0), ("<s>", -1.0), ("<", -2.0), ("s", -2.0), (">", -2.0)]
     tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=0))
     tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
@@ -114,7 +114,7 @@ def test_a_tokenizer_that_makes_special_tokens_of_text_is_refused() -> None:
         Encoder(tokenizer)
 
 
-def test_tokens_that_open_turns_are_kept_out_of_text_though_not_special() -> None:
+def test_tokens_that_open_turns_are_kept_out_of_text_even_if_not_special() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens([AddedToken("<｜User｜>"), AddedToken("<think>")])
     encoder = Encoder(tokenizer)
@@ -127,7 +127,7 @@ def test_tokens_that_open_turns_are_kept_out_of_text_though_not_special() -> Non
     assert {"<｜User｜>", "<think>", IM_START} <= encoder.added_tokens
 
 
-async def test_a_conversation_whose_text_becomes_too_large_is_refused() -> None:
+async def test_a_conversation_whose_rendered_text_is_too_large_is_refused() -> None:
     template = ChatTemplate("{% for m in messages %}{{ m.content * 2 }}{% endfor %}", {})
     prompts = PromptEncoder(Encoder(tiny_tokenizer()), template)
     with pytest.raises(RequestTooLargeError):

@@ -18,11 +18,11 @@ def test_no_text_has_fewer_tokens(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("name", ALL_NAMES)
 @pytest.mark.parametrize("text", ["a", "1", "=", "aB1.!"])
-def test_a_text_that_is_far_too_long_is_seen_to_be(name: str, text: str) -> None:
+def test_a_far_too_long_text_is_recognised(name: str, text: str) -> None:
     assert LeastTokens(tokenizers()[name]).of(text * 100_000) > 5_000
 
 
-def test_letters_that_a_vocabulary_lacks_say_nothing() -> None:
+def test_letters_missing_from_a_vocabulary_give_no_bound() -> None:
     tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "<unk>": 1}, merges=[], unk_token="<unk>", fuse_unk=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     assert LeastTokens(tokenizer).of("b" * 1000) == 0

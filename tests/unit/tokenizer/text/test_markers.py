@@ -11,7 +11,7 @@ STRINGS = st.lists(st.text("ab<|", min_size=1, max_size=4), max_size=6)
 
 
 def first_of(markers: list[str], text: str) -> tuple[int, str] | None:
-    """Where the first marker begins, and which it is: the longest that begins there."""
+    """Where the first marker begins, and which one: the longest that begins there."""
     found = [
         (match.start(), -len(marker), marker) for marker in markers for match in re.finditer(re.escape(marker), text)
     ]
@@ -25,7 +25,7 @@ def test_the_first_and_longest_marker_is_found(markers: list[str], text: str) ->
 
 
 @given(STRINGS, st.text("ab<|", max_size=12), st.integers(0, 3))
-def test_what_may_become_a_marker_is_held(markers: list[str], text: str, start: int) -> None:
+def test_text_that_may_become_a_marker_is_held_back(markers: list[str], text: str, start: int) -> None:
     sizes = range(len(text[start:]) + 1)
     held = [
         size

@@ -1,4 +1,4 @@
-"""Parts of a text have the tokens of the whole: tokenizers of every structure that is known, and texts of all kinds."""
+"""The parts of a text have the tokens of the whole, for tokenizers of every known structure and texts of all kinds."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def test_the_tokens_of_the_parts_are_those_of_the_text(name: str, text: str) -> 
 CUTTABLE_TEXTS = ["The fox jumps. ", "if x:\n\treturn\n", "你好，世界。今天", "Привет, мир! ", "a,b,c,d\n"]  # noqa: RUF001
 
 
-# GPT-2's own would begin other parts than those that begin with a space with one.
+# GPT-2's own pre-tokenizer adds a space to each part that does not begin with one.
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "gpt-2"])
 @pytest.mark.parametrize("text", CUTTABLE_TEXTS)
-def test_a_text_of_any_language_is_cut_and_its_parts_are_not_much_longer_than_asked(name: str, text: str) -> None:
+def test_a_text_of_any_language_is_cut_into_parts_not_much_longer_than_requested(name: str, text: str) -> None:
     parts = list(TextCutter(tokenizers()[name], part_length=100).parts(text * 100))
     assert len(parts) > 5
     assert all(100 <= len(part) < 150 for part in parts[:-1])
@@ -57,11 +57,11 @@ def test_a_text_with_spaces_is_cut_before_them(name: str) -> None:
     assert len(parts) > 5
 
 
-def test_a_text_without_a_place_to_cut_stays_whole() -> None:
+def test_a_text_that_cannot_be_cut_stays_whole() -> None:
     assert list(TextCutter(tiny_tokenizer()).parts("a" * 300_000)) == ["a" * 300_000]
 
 
-def test_a_cut_far_from_the_least_length_is_found() -> None:
+def test_a_cut_far_beyond_the_requested_length_is_found() -> None:
     text = "a" * (PART_LENGTH + 200_000) + " b"
     assert list(TextCutter(tiny_tokenizer()).parts(text)) == [text[:-2], " b"]
 
