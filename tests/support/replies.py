@@ -22,17 +22,7 @@ WEATHER = tool("get_weather", city=TEXT, unit=TEXT, days={"type": "integer"}, ho
 TOOLS = (WEATHER, tool("search", query=TEXT, limit=NUMBER), tool("get_time"))
 
 
-def said(text: str) -> TextPart:
-    """An expected text part."""
-    return TextPart(text)
-
-
-def thought(text: str) -> ReasoningPart:
-    """An expected reasoning part."""
-    return ReasoningPart(text)
-
-
-def called(name: str, arguments: str, index: int = 0) -> ToolCallPart:
+def call_part(name: str, arguments: str, index: int = 0) -> ToolCallPart:
     """An expected whole tool call, without its id."""
     return ToolCallPart(index, "", name, arguments)
 

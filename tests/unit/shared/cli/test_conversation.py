@@ -62,9 +62,9 @@ async def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 async def channel(tokenizer: Tokenizer, tmp_path: Path) -> AsyncIterator[grpc.aio.Channel]:
-    server = make_server(f"unix:{tmp_path}/door", [tokenizer, Health((TOKENIZER,))])
+    server = make_server(f"unix:{tmp_path}/socket", [tokenizer, Health((TOKENIZER,))])
     await server.start()
-    async with make_channel(f"unix:{tmp_path}/door") as opened:
+    async with make_channel(f"unix:{tmp_path}/socket") as opened:
         yield opened
     await server.stop(0)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from services.tokenizer.replies import ReplyPart
+from services.tokenizer.replies import ReasoningPart, ReplyPart, TextPart
 from services.tokenizer.replies.deepseek_v3 import DeepseekV3Parser
-from tests.support.replies import called, parse_every_way, said, thought
+from tests.support.replies import call_part, parse_every_way
 
 CALLS, END_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 ONE, TWO = '{"x":1}', '{"y":2}'
@@ -24,43 +24,43 @@ def v31(name: str, arguments: str) -> str:
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("How can I help you today?", [said("How can I help you today?")]),
-        (f"{CALLS}{v3('get_weather', TOKYO)}{END_CALLS}", [called("get_weather", TOKYO)]),
+        ("How can I help you today?", [TextPart("How can I help you today?")]),
+        (f"{CALLS}{v3('get_weather', TOKYO)}{END_CALLS}", [call_part("get_weather", TOKYO)]),
         (
             f"{CALLS}{v3('get_weather', TOKYO)}\n{v3('search', '{}')}{END_CALLS}",
-            [called("get_weather", TOKYO), called("search", "{}", 1)],
+            [call_part("get_weather", TOKYO), call_part("search", "{}", 1)],
         ),
         (
             f"Let me check the weather for you.{CALLS}{v3('get_weather', TOKYO)}{END_CALLS}",
-            [said("Let me check the weather for you."), called("get_weather", TOKYO)],
+            [TextPart("Let me check the weather for you."), call_part("get_weather", TOKYO)],
         ),
         # A line break before the end of the call and of the calls.
         (
             f"{CALLS}{v3('get_weather', TOKYO)}{END_CALLS}".replace("```<", "```\n<").replace(
                 END_CALLS, "\n" + END_CALLS
             ),
-            [called("get_weather", TOKYO)],
+            [call_part("get_weather", TOKYO)],
         ),
         # R1 omits the end of the calls; some replies begin without the start of the calls.
-        (f"{CALLS}{v3('get_weather', TOKYO)}", [called("get_weather", TOKYO)]),
-        (f"{v3('get_weather', TOKYO)} And more.", [called("get_weather", TOKYO), said(" And more.")]),
+        (f"{CALLS}{v3('get_weather', TOKYO)}", [call_part("get_weather", TOKYO)]),
+        (f"{v3('get_weather', TOKYO)} And more.", [call_part("get_weather", TOKYO), TextPart(" And more.")]),
         # V3.1.
         (
             f"some prefix text{CALLS}{v31('foo', ONE)}{v31('bar', TWO)}{END_CALLS} some suffix text",
             [
-                said("some prefix text"),
-                called("foo", ONE),
-                called("bar", TWO, 1),
-                said(" some suffix text"),
+                TextPart("some prefix text"),
+                call_part("foo", ONE),
+                call_part("bar", TWO, 1),
+                TextPart(" some suffix text"),
             ],
         ),
         # R1.
         (
             f"<think>\nThe user wants the weather.\n</think>\n\n{CALLS}{v3('get_weather', TOKYO)}{END_CALLS}",
-            [thought("The user wants the weather."), called("get_weather", TOKYO)],
+            [ReasoningPart("The user wants the weather."), call_part("get_weather", TOKYO)],
         ),
         # A tool with that name.
-        (f"{CALLS}{v31('function', '{}')}{END_CALLS}", [called("function", "{}")]),
+        (f"{CALLS}{v31('function', '{}')}{END_CALLS}", [call_part("function", "{}")]),
     ],
 )
 def test_recorded_replies(text: str, parts: list[ReplyPart]) -> None:
@@ -79,25 +79,25 @@ def test_recorded_replies(text: str, parts: list[ReplyPart]) -> None:
     ],
 )
 def test_text_that_is_not_a_call_is_returned_as_text(text: str) -> None:
-    assert parse_every_way("deepseek_v3", text) == [said(text)]
+    assert parse_every_way("deepseek_v3", text) == [TextPart(text)]
 
 
 def test_text_that_breaks_a_call_already_sent_is_returned_as_text() -> None:
     broken = v3("get_weather", '{"city": "Tokyo"')
     text = f"{CALLS}{broken}{END_CALLS}"
     assert parse_every_way("deepseek_v3", text) == [
-        called("get_weather", '{"city": "Tokyo"\n'),
-        said(f"```<｜tool▁call▁end｜>{END_CALLS}"),
+        call_part("get_weather", '{"city": "Tokyo"\n'),
+        TextPart(f"```<｜tool▁call▁end｜>{END_CALLS}"),
     ]
 
 
 def test_the_template_may_have_opened_or_closed_the_reasoning() -> None:
     parts = parse_every_way("deepseek_v3", "Hm.\n</think>\n\nYes.", prompt_text="<｜Assistant｜><think>\n")
-    assert parts == [thought("Hm."), said("Yes.")]
-    assert parse_every_way("deepseek_v3", "Yes.", prompt_text="<｜Assistant｜></think>") == [said("Yes.")]
+    assert parts == [ReasoningPart("Hm."), TextPart("Yes.")]
+    assert parse_every_way("deepseek_v3", "Yes.", prompt_text="<｜Assistant｜></think>") == [TextPart("Yes.")]
 
 
 def test_special_tokens_are_dropped_when_the_markup_consists_of_them() -> None:
     special = DeepseekV3Parser.markup | {"<｜end▁of▁sentence｜>"}
     text = f"{CALLS}{v3('search', '{}')}{END_CALLS}<｜end▁of▁sentence｜>"
-    assert parse_every_way("deepseek_v3", text, special_tokens=special) == [called("search", "{}")]
+    assert parse_every_way("deepseek_v3", text, special_tokens=special) == [call_part("search", "{}")]

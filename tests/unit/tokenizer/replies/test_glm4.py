@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from services.tokenizer.replies import ReplyPart, ToolCallPart, make_reply_parser
+from services.tokenizer.replies import ReasoningPart, ReplyPart, TextPart, ToolCallPart, make_reply_parser
 from services.tokenizer.replies.glm4 import takes_text
-from tests.support.replies import TOOLS, called, parse_every_way, said, thought, tool
+from tests.support.replies import TOOLS, call_part, parse_every_way, tool
 
 
 def call(name: str, between: str = "\n", **arguments: str) -> str:
@@ -22,46 +22,49 @@ def call(name: str, between: str = "\n", **arguments: str) -> str:
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("This is a test.", [said("This is a test.")]),
+        ("This is a test.", [TextPart("This is a test.")]),
         (
             call("get_weather", city="Beijing", unit="2025"),
-            [called("get_weather", '{"city": "Beijing", "unit": "2025"}')],
+            [call_part("get_weather", '{"city": "Beijing", "unit": "2025"}')],
         ),
         # GLM-4.7 writes no line breaks; other replies have spaces too.
-        (call("get_weather", "", city="Beijing", days="3"), [called("get_weather", '{"city": "Beijing", "days": 3}')]),
-        (call("get_weather", "\n    ", city="Dallas"), [called("get_weather", '{"city": "Dallas"}')]),
+        (
+            call("get_weather", "", city="Beijing", days="3"),
+            [call_part("get_weather", '{"city": "Beijing", "days": 3}')],
+        ),
+        (call("get_weather", "\n    ", city="Dallas"), [call_part("get_weather", '{"city": "Dallas"}')]),
         (
             "<think>I want to get the weather.</think>\n\nI will help you.\n" + call("get_weather", city="北京"),
             [
-                thought("I want to get the weather."),
-                said("I will help you."),
-                called("get_weather", '{"city": "北京"}'),
+                ReasoningPart("I want to get the weather."),
+                TextPart("I will help you."),
+                call_part("get_weather", '{"city": "北京"}'),
             ],
         ),
         (
             call("search", query="a") + "\n" + call("search", query="b"),
-            [called("search", '{"query": "a"}'), called("search", '{"query": "b"}', 1)],
+            [call_part("search", '{"query": "a"}'), call_part("search", '{"query": "b"}', 1)],
         ),
-        ("<tool_call>get_time\n</tool_call>", [called("get_time", "{}")]),
-        ("<tool_call>get_time</tool_call>", [called("get_time", "{}")]),
+        ("<tool_call>get_time\n</tool_call>", [call_part("get_time", "{}")]),
+        ("<tool_call>get_time</tool_call>", [call_part("get_time", "{}")]),
         # A string argument stays text whatever it looks like; any other is parsed as JSON if possible.
         (
             call("get_weather", city=' "x" \\ {\n</arg>', days="[1, 2]", hourly="true", at="12:30"),
             [
-                called(
+                call_part(
                     "get_weather", '{"city": " \\"x\\" \\\\ {\\n</arg>", "days": [1, 2], "hourly": true, "at": "12:30"}'
                 )
             ],
         ),
         # A tool that was not offered has no schema.
-        (call("made_up", a="1", b="x"), [called("made_up", '{"a": 1, "b": "x"}')]),
+        (call("made_up", a="1", b="x"), [call_part("made_up", '{"a": 1, "b": "x"}')]),
         # Cut off: the arguments that have arrived.
-        ("<tool_call>search\n<arg_key>query</arg_key>\n<arg_value>caf", [called("search", '{"query": "caf')]),
+        ("<tool_call>search\n<arg_key>query</arg_key>\n<arg_value>caf", [call_part("search", '{"query": "caf')]),
         (
             "<tool_call>search\n<arg_key>query</arg_key>\n<arg_value>café</arg_value>\n",
-            [called("search", '{"query": "café"')],
+            [call_part("search", '{"query": "café"')],
         ),
-        ("<tool_call>search\n<arg_key>limit</arg_key>\n<arg_value>12", [called("search", '{"limit": 12')]),
+        ("<tool_call>search\n<arg_key>limit</arg_key>\n<arg_value>12", [call_part("search", '{"limit": 12')]),
     ],
 )
 def test_recorded_replies(text: str, parts: list[ReplyPart]) -> None:
@@ -80,13 +83,13 @@ def test_recorded_replies(text: str, parts: list[ReplyPart]) -> None:
     ],
 )
 def test_text_that_is_not_a_call_is_returned_as_text(text: str) -> None:
-    assert parse_every_way("glm4", text) == [said(text)]
+    assert parse_every_way("glm4", text) == [TextPart(text)]
 
 
 def test_text_that_breaks_a_call_already_sent_is_returned_as_text() -> None:
     rest = "\n<arg_key>incomplete_arg\n<arg_value>value</arg_value>\n</tool_call>"
     text = f"<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Seattle</arg_value>{rest}"
-    assert parse_every_way("glm4", text) == [called("get_weather", '{"city": "Seattle"'), said(rest)]
+    assert parse_every_way("glm4", text) == [call_part("get_weather", '{"city": "Seattle"'), TextPart(rest)]
 
 
 def test_text_arguments_are_sent_as_they_arrive() -> None:
@@ -121,4 +124,4 @@ def test_an_argument_is_text_if_its_schema_allows_nothing_else(schema: Any, is_t
 
 def test_without_tools_a_call_is_text() -> None:
     text = call("search", query="a")
-    assert parse_every_way("glm4", text, tools=()) == [said(text)]
+    assert parse_every_way("glm4", text, tools=()) == [TextPart(text)]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from services.tokenizer.replies import ReplyPart
+from services.tokenizer.replies import ReasoningPart, ReplyPart, TextPart
 from services.tokenizer.replies.harmony import HarmonyParser
-from tests.support.replies import called, parse_every_way, said, thought
+from tests.support.replies import call_part, parse_every_way
 
 SPECIAL = HarmonyParser.markup | {"<|endoftext|>"}
 ANALYSIS = "<|channel|>analysis<|message|>Need to use function get_weather.<|end|>"
 ARGUMENTS = '{"location":"San Francisco"}'
-THOUGHT = thought("Need to use function get_weather.")
-CALLED = called("get_weather", ARGUMENTS)
+REASONING = ReasoningPart("Need to use function get_weather.")
+CALL_PART = call_part("get_weather", ARGUMENTS)
 
 
 @pytest.mark.parametrize(
@@ -21,11 +21,11 @@ CALLED = called("get_weather", ARGUMENTS)
         (
             "<|channel|>analysis<|message|>User asks 2 + 2.<|end|>"
             "<|start|>assistant<|channel|>final<|message|>2 + 2 = 4.<|return|>",
-            [thought("User asks 2 + 2."), said("2 + 2 = 4.")],
+            [ReasoningPart("User asks 2 + 2."), TextPart("2 + 2 = 4.")],
         ),
-        ("<|channel|>final<|message|>The sky is blue.", [said("The sky is blue.")]),
+        ("<|channel|>final<|message|>The sky is blue.", [TextPart("The sky is blue.")]),
         *(
-            (f"{ANALYSIS}<|start|>assistant{header}<|message|>{ARGUMENTS}{end}", [THOUGHT, CALLED])
+            (f"{ANALYSIS}<|start|>assistant{header}<|message|>{ARGUMENTS}{end}", [REASONING, CALL_PART])
             for header, end in [
                 ("<|channel|>commentary to=functions.get_weather <|constrain|>json", "<|call|>"),
                 # The end is a token that stops the completion.
@@ -42,31 +42,31 @@ CALLED = called("get_weather", ARGUMENTS)
             ]
         ),
         # The prompt ends with the start of the message.
-        (f" to=functions.get_weather<|channel|>commentary json<|message|>{ARGUMENTS}<|call|>", [CALLED]),
+        (f" to=functions.get_weather<|channel|>commentary json<|message|>{ARGUMENTS}<|call|>", [CALL_PART]),
         # A preamble before the call is meant for the user.
         (
             f"{ANALYSIS}<|start|>assistant<|channel|>commentary<|message|>I'll look it up.<|end|>"
             f"<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ARGUMENTS}",
-            [THOUGHT, said("I'll look it up."), CALLED],
+            [REASONING, TextPart("I'll look it up."), CALL_PART],
         ),
         # Several calls, and messages without their start.
         (
             f"<|channel|>commentary to=functions.get_weather<|message|>{ARGUMENTS}<|call|>"
             "<|channel|>analysis<|message|>And the time.<|end|>"
             "<|start|>assistant<|channel|>commentary to=functions.get_time<|message|>{}<|call|>",
-            [CALLED, thought("And the time."), called("get_time", "{}", 1)],
+            [CALL_PART, ReasoningPart("And the time."), call_part("get_time", "{}", 1)],
         ),
-        ("<|channel|>analysis<|message|>a<|channel|>final<|message|>b", [thought("a"), said("b")]),
+        ("<|channel|>analysis<|message|>a<|channel|>final<|message|>b", [ReasoningPart("a"), TextPart("b")]),
         # Cut off.
         (
             '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"location":"San',
-            [called("get_weather", '{"location":"San')],
+            [call_part("get_weather", '{"location":"San')],
         ),
-        ("<|channel|>analysis<|message|>We need", [thought("We need")]),
+        ("<|channel|>analysis<|message|>We need", [ReasoningPart("We need")]),
         # Built-in tools are not functions; they are called during reasoning.
         (
             '<|channel|>analysis to=browser.search code<|message|>{"query":"x"}<|call|>',
-            [thought('{"query":"x"}')],
+            [ReasoningPart('{"query":"x"}')],
         ),
     ],
 )
@@ -88,15 +88,15 @@ def test_recorded_replies(text: str, parts: list[ReplyPart]) -> None:
     ],
 )
 def test_text_outside_any_channel_and_call_is_returned_as_text(text: str) -> None:
-    assert parse_every_way("harmony", text, special_tokens=SPECIAL) == [said(text)]
+    assert parse_every_way("harmony", text, special_tokens=SPECIAL) == [TextPart(text)]
 
 
 def test_without_tools_a_call_is_text_and_reasoning_is_not() -> None:
     call = f"<|start|>assistant<|channel|>commentary to=functions.get_weather<|message|>{ARGUMENTS}<|call|>"
-    assert parse_every_way("harmony", ANALYSIS + call, tools=()) == [THOUGHT, said(call)]
+    assert parse_every_way("harmony", ANALYSIS + call, tools=()) == [REASONING, TextPart(call)]
 
 
 def test_other_special_tokens_are_dropped() -> None:
     text = "<|channel|>final<|message|>Hi<|endoftext|>"
-    assert parse_every_way("harmony", text, special_tokens=SPECIAL) == [said("Hi")]
-    assert parse_every_way("harmony", text) == [said("Hi<|endoftext|>")]
+    assert parse_every_way("harmony", text, special_tokens=SPECIAL) == [TextPart("Hi")]
+    assert parse_every_way("harmony", text) == [TextPart("Hi<|endoftext|>")]

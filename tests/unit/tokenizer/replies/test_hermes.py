@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.tokenizer.replies import ReplyPart
-from tests.support.replies import called, parse_every_way, said, thought
+from services.tokenizer.replies import ReasoningPart, ReplyPart, TextPart
+from tests.support.replies import call_part, parse_every_way
 
 TEMPERATURE = '{"location": "San Francisco, CA, USA"}'
 TOMORROW = '{"location": "San Francisco, CA, USA", "date": "2024-10-01"}'
@@ -14,67 +14,70 @@ TOMORROW = '{"location": "San Francisco, CA, USA", "date": "2024-10-01"}'
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("The current temperature is 26.1°C.", [said("The current temperature is 26.1°C.")]),
+        ("The current temperature is 26.1°C.", [TextPart("The current temperature is 26.1°C.")]),
         # Qwen's documentation, "Function Calling".
         (
             f'<tool_call>\n{{"name": "get_current_temperature", "arguments": {TEMPERATURE}}}\n</tool_call>\n'
             f'<tool_call>\n{{"name": "get_temperature_date", "arguments": {TOMORROW}}}\n</tool_call>',
-            [called("get_current_temperature", TEMPERATURE), called("get_temperature_date", TOMORROW, 1)],
+            [call_part("get_current_temperature", TEMPERATURE), call_part("get_temperature_date", TOMORROW, 1)],
         ),
         # Qwen3 with thinking.
         (
             "<think>\nOkay, the user asks for the weather.\n\nI should call get_weather.\n</think>\n\n"
             '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "unit": "celsius"}}\n</tool_call>',
             [
-                thought("Okay, the user asks for the weather.\n\nI should call get_weather."),
-                called("get_weather", '{"city": "Paris", "unit": "celsius"}'),
+                ReasoningPart("Okay, the user asks for the weather.\n\nI should call get_weather."),
+                call_part("get_weather", '{"city": "Paris", "unit": "celsius"}'),
             ],
         ),
         # Qwen3 with thinking disabled.
-        ("<think>\n\n</think>\n\nHello! How can I help?", [said("Hello! How can I help?")]),
+        ("<think>\n\n</think>\n\nHello! How can I help?", [TextPart("Hello! How can I help?")]),
         # Hermes 2 Pro: in one line, after some text.
         (
             'Sure, let me check.\n<tool_call>{"name": "get_weather", "arguments": {"city": "NYC"}}</tool_call>',
-            [said("Sure, let me check."), called("get_weather", '{"city": "NYC"}')],
+            [TextPart("Sure, let me check."), call_part("get_weather", '{"city": "NYC"}')],
         ),
         # Without the end, as when the model stops right after the object.
         (
             '<tool_call>\n{"name": "final_answer", "arguments": {"trigger": true}}',
-            [called("final_answer", '{"trigger": true}')],
+            [call_part("final_answer", '{"trigger": true}')],
         ),
         (
             '<tool_call>\n{"name": "final_answer", "arguments": {"trigger": true}',
-            [called("final_answer", '{"trigger": true}')],
+            [call_part("final_answer", '{"trigger": true}')],
         ),
-        ('<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool', [called("get_time", "{}")]),
+        ('<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool', [call_part("get_time", "{}")]),
         # Cut off by max_tokens: the part of the arguments that has arrived.
-        ('<tool_call>\n{"name": "search", "arguments": {"query": "caf\\u00', [called("search", '{"query": "caf\\u00')]),
-        ('<tool_call>\n{"name": "search", "arguments": {"limit": 12', [called("search", '{"limit": 12')]),
+        (
+            '<tool_call>\n{"name": "search", "arguments": {"query": "caf\\u00',
+            [call_part("search", '{"query": "caf\\u00')],
+        ),
+        ('<tool_call>\n{"name": "search", "arguments": {"limit": 12', [call_part("search", '{"limit": 12')]),
         # Arguments first, no arguments, null, and as text.
         (
             '<tool_call>{"arguments": {"query": "x"}, "name": "search"}</tool_call>',
-            [called("search", '{"query": "x"}')],
+            [call_part("search", '{"query": "x"}')],
         ),
-        ('<tool_call>{"name": "get_time"}</tool_call>', [called("get_time", "{}")]),
+        ('<tool_call>{"name": "get_time"}</tool_call>', [call_part("get_time", "{}")]),
         (
             '<tool_call>\n{"name": "get_db_config", "arguments": "{\\"param\\": \\"max_connections\\"}"}\n</tool_call>',
-            [called("get_db_config", '{"param": "max_connections"}')],
+            [call_part("get_db_config", '{"param": "max_connections"}')],
         ),
         # Two calls between one pair of markers.
         (
             '<tool_call>\n{"name": "search", "arguments": {"query": "cats"}}\n'
             '{"name": "get_time", "arguments": {}}\n</tool_call>',
-            [called("search", '{"query": "cats"}'), called("get_time", "{}", 1)],
+            [call_part("search", '{"query": "cats"}'), call_part("get_time", "{}", 1)],
         ),
         # Markup within a string is part of the string.
         (
             '<tool_call>\n{"name": "search", "arguments": {"query": "</tool_call> \\"}\\\\"}}\n</tool_call> done',
-            [called("search", '{"query": "</tool_call> \\"}\\\\"}'), said(" done")],
+            [call_part("search", '{"query": "</tool_call> \\"}\\\\"}'), TextPart(" done")],
         ),
         # Text after a call.
         (
             '<tool_call>{"name": "search", "arguments": {"query": "1"}}</tool_call>\nThat will do.',
-            [called("search", '{"query": "1"}'), said("That will do.")],
+            [call_part("search", '{"query": "1"}'), TextPart("That will do.")],
         ),
     ],
 )
@@ -102,36 +105,39 @@ def test_recorded_replies(text: str, parts: list[ReplyPart]) -> None:
     ],
 )
 def test_text_that_is_not_a_call_is_returned_as_text(text: str) -> None:
-    assert parse_every_way("hermes", text) == [said(text)]
+    assert parse_every_way("hermes", text) == [TextPart(text)]
 
 
 def test_a_call_after_a_broken_one_is_found() -> None:
     text = '<tool_call>{oops</tool_call>\n<tool_call>{"name": "get_time", "arguments": {}}</tool_call>'
-    assert parse_every_way("hermes", text) == [said("<tool_call>{oops</tool_call>"), called("get_time", "{}")]
+    assert parse_every_way("hermes", text) == [TextPart("<tool_call>{oops</tool_call>"), call_part("get_time", "{}")]
 
 
 def test_text_that_breaks_a_call_already_sent_is_returned_as_text() -> None:
     text = '<tool_call>{"name": "search", "arguments": {"query": "a" oops}}</tool_call>'
-    assert parse_every_way("hermes", text) == [called("search", '{"query": "a" '), said("oops}}</tool_call>")]
+    assert parse_every_way("hermes", text) == [call_part("search", '{"query": "a" '), TextPart("oops}}</tool_call>")]
 
 
 def test_without_tools_calls_are_text_and_reasoning_is_not() -> None:
     call = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
-    assert parse_every_way("hermes", f"<think>\nHm.\n</think>\n\n{call}", tools=()) == [thought("Hm."), said(call)]
+    assert parse_every_way("hermes", f"<think>\nHm.\n</think>\n\n{call}", tools=()) == [
+        ReasoningPart("Hm."),
+        TextPart(call),
+    ]
 
 
 def test_the_template_may_have_opened_the_reasoning() -> None:
     prompt = "<|im_start|>assistant\n<think>\n"
-    parts = [thought("Hm."), said("Yes.")]
+    parts = [ReasoningPart("Hm."), TextPart("Yes.")]
     assert parse_every_way("hermes", "Hm.\n</think>\n\nYes.", prompt_text=prompt) == parts
     assert parse_every_way("hermes", "<think>\nHm.\n</think>\n\nYes.", prompt_text=prompt) == parts
 
 
 def test_a_prompt_that_mentions_reasoning_does_not_open_it() -> None:
     prompt = "<|im_start|>user\nWhat does <think> mean?<|im_end|>\n<|im_start|>assistant\n"
-    assert parse_every_way("hermes", "It opens it.", prompt_text=prompt) == [said("It opens it.")]
+    assert parse_every_way("hermes", "It opens it.", prompt_text=prompt) == [TextPart("It opens it.")]
 
 
 def test_reasoning_is_recognised_only_at_the_beginning() -> None:
     text = "The tag <think>a</think> is text here."
-    assert parse_every_way("hermes", text) == [said(text)]
+    assert parse_every_way("hermes", text) == [TextPart(text)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.tokenizer.replies import ReplyPart
-from tests.support.replies import called, parse_every_way, said
+from services.tokenizer.replies import ReplyPart, TextPart
+from tests.support.replies import call_part, parse_every_way
 
 GET_TIME = '{"name": "get_time", "parameters": {}}'
 SPECIAL = frozenset({"<|python_tag|>", "<|eom_id|>", "<|eot_id|>"})
@@ -14,45 +14,45 @@ SPECIAL = frozenset({"<|python_tag|>", "<|eom_id|>", "<|eot_id|>"})
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("The weather is fine.", [said("The weather is fine.")]),
+        ("The weather is fine.", [TextPart("The weather is fine.")]),
         (
             '{"name": "search", "parameters": {"query": "test", "limit": 10}}',
-            [called("search", '{"query": "test", "limit": 10}')],
+            [call_part("search", '{"query": "test", "limit": 10}')],
         ),
         # Llama 3.1 also writes the type.
         (
             '{"type": "function", "name": "get_weather", "parameters": {"city": "San Francisco"}}',
-            [called("get_weather", '{"city": "San Francisco"}')],
+            [call_part("get_weather", '{"city": "San Francisco"}')],
         ),
-        ('{"name": "search", "arguments": {"query": "test"}}', [called("search", '{"query": "test"}')]),
-        ('{"parameters": {"query": "x"}, "name": "search"}', [called("search", '{"query": "x"}')]),
+        ('{"name": "search", "arguments": {"query": "test"}}', [call_part("search", '{"query": "test"}')]),
+        ('{"parameters": {"query": "x"}, "name": "search"}', [call_part("search", '{"query": "x"}')]),
         (
             '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris"}}',
-            [called("get_weather", '{"city": "Paris"}')],
+            [call_part("get_weather", '{"city": "Paris"}')],
         ),
         # After the tag, any name is accepted.
-        ('<|python_tag|>{"name":"made_up","parameters":{}}', [called("made_up", "{}")]),
+        ('<|python_tag|>{"name":"made_up","parameters":{}}', [call_part("made_up", "{}")]),
         *(
             (
                 separator.join(['{"name": "search", "parameters": {"query": "1"}}', GET_TIME]),
-                [called("search", '{"query": "1"}'), called("get_time", "{}", 1)],
+                [call_part("search", '{"query": "1"}'), call_part("get_time", "{}", 1)],
             )
             for separator in ("; ", ";", ";\n", "\n", " ; ", "")
         ),
         (
             'Here is the result: {"name": "get_time", "parameters": {}} Would you like to know more?',
-            [said("Here is the result: "), called("get_time", "{}"), said(" Would you like to know more?")],
+            [TextPart("Here is the result: "), call_part("get_time", "{}"), TextPart(" Would you like to know more?")],
         ),
         (
             '{"name": "search", "parameters": {"query": "test"}} The arguments I passed were {"query": "test"}',
-            [called("search", '{"query": "test"}'), said(' The arguments I passed were {"query": "test"}')],
+            [call_part("search", '{"query": "test"}'), TextPart(' The arguments I passed were {"query": "test"}')],
         ),
         (
             '{"name": "search", "parameters": {"query": "He said \\"{x}\\" [y]", "in": {"a": {"b": []}}}}',
-            [called("search", '{"query": "He said \\"{x}\\" [y]", "in": {"a": {"b": []}}}')],
+            [call_part("search", '{"query": "He said \\"{x}\\" [y]", "in": {"a": {"b": []}}}')],
         ),
         # Cut off.
-        ('{"name": "search", "parameters": {"query": "x', [called("search", '{"query": "x')]),
+        ('{"name": "search", "parameters": {"query": "x', [call_part("search", '{"query": "x')]),
     ],
 )
 def test_recorded_replies(text: str, parts: list[ReplyPart]) -> None:
@@ -75,19 +75,19 @@ def test_recorded_replies(text: str, parts: list[ReplyPart]) -> None:
     ],
 )
 def test_text_that_is_not_a_call_is_returned_as_text(text: str) -> None:
-    assert parse_every_way("llama3_json", text) == [said(text)]
+    assert parse_every_way("llama3_json", text) == [TextPart(text)]
 
 
 def test_json_is_held_back_only_while_it_may_be_a_call() -> None:
     text = '{"name": "Ada", "parameters": 1}'
-    assert parse_every_way("llama3_json", text) == [said(text)]
+    assert parse_every_way("llama3_json", text) == [TextPart(text)]
 
 
 def test_the_end_of_a_message_is_dropped_if_the_tag_is_a_special_token() -> None:
     text = '<|python_tag|>{"name": "get_time", "parameters": {}}<|eom_id|>'
-    assert parse_every_way("llama3_json", text, special_tokens=SPECIAL) == [called("get_time", "{}")]
+    assert parse_every_way("llama3_json", text, special_tokens=SPECIAL) == [call_part("get_time", "{}")]
 
 
 def test_without_tools_a_call_is_text() -> None:
     text = '{"name": "search", "parameters": {}}'
-    assert parse_every_way("llama3_json", text, tools=()) == [said(text)]
+    assert parse_every_way("llama3_json", text, tools=()) == [TextPart(text)]

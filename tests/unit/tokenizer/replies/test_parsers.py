@@ -20,7 +20,7 @@ from services.tokenizer.replies import (
     choose_reply_parser,
     make_reply_parser,
 )
-from tests.support.replies import TOOLS, parse, said
+from tests.support.replies import TOOLS, parse
 
 NAMES = sorted(REPLY_PARSERS)
 
@@ -98,7 +98,7 @@ def test_text_without_calls_is_returned_to_the_last_character(name: str, text: s
     text = "x" + text.replace("<|message|>", "")
     parts = parse(name, list(text))
     if not any(isinstance(part, ToolCallPart) for part in parts):
-        assert parts == [said(text)]
+        assert parts == [TextPart(text)]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -123,7 +123,7 @@ def _is_json_beginning(text: str) -> bool:
 @pytest.mark.parametrize("name", NAMES)
 @given(text=st.text("abc <{|｜\n", max_size=30))
 def test_text_without_markup_is_text(name: str, text: str) -> None:
-    assert parse(name, list(text)) == ([said(text)] if text else [])
+    assert parse(name, list(text)) == ([TextPart(text)] if text else [])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -216,7 +216,7 @@ def test_special_tokens_without_meaning_are_dropped_from_text(name: str, fragmen
 
 
 def test_special_tokens_that_the_client_requested_are_kept() -> None:
-    assert parse("harmony", ["<|channel|>final<|message|>a<|eot|>b<|return|>"]) == [said("a<|eot|>b")]
+    assert parse("harmony", ["<|channel|>final<|message|>a<|eot|>b<|return|>"]) == [TextPart("a<|eot|>b")]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -42,8 +42,8 @@ async def test_all_choices_of_all_prompts_are_in_one_answer(service: Service, to
             service.peer.send(Row(handle, len(ids), [IM_END_ID]), ends=[end])
     answer = await call
     assert [prompt.accepted.request_id for prompt in answer.prompts] == ["r-0", "r-1"]
-    told = [(choice.prompt, choice.choice, choice.text) for choice in answer.choices]
-    assert told == [(p, c, text) for p, text in enumerate(("The fox jumps", "The dog jumps")) for c in (0, 1)]
+    texts = [(choice.prompt, choice.choice, choice.text) for choice in answer.choices]
+    assert texts == [(p, c, text) for p, text in enumerate(("The fox jumps", "The dog jumps")) for c in (0, 1)]
     for choice in answer.choices:
         assert list(choice.token_ids) == [*ids, IM_END_ID]
         assert (choice.finish.reason, choice.finish.stop_token_id) == (EOS, IM_END_ID)
@@ -125,8 +125,8 @@ def test_pieces_of_tool_calls_and_reasoning_are_joined() -> None:
         asyncio.run(answer.write(tokenizer_pb2.GenerateResponse(reasoning="so ", tool_calls=calls)))
     [choice] = answer.message().choices
     assert choice.reasoning == "so so so "
-    told = [(call.id, call.name, call.arguments) for call in choice.tool_calls]
-    assert told == [("c1", "look", '{"a": 1}'), ("c2", "tell", "{}")]
+    calls = [(call.id, call.name, call.arguments) for call in choice.tool_calls]
+    assert calls == [("c1", "look", '{"a": 1}'), ("c2", "tell", "{}")]
 
 
 def test_an_answer_that_exceeds_a_message_is_refused_as_soon_as_it_does() -> None:

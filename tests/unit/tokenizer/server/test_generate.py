@@ -153,8 +153,8 @@ async def test_a_lost_scheduler_pauses_every_choice(service: Service) -> None:
     await service.until_health_is(health_pb2.HealthCheckResponse.NOT_SERVING)
     await service.link()
     again = await service.peer.submits.get()
-    told = [(read_column(choice.token_ids), choice.has_ended) for choice in again.choices_so_far]
-    assert (again.handle, again.n, told) == (sent.handle, 3, [([70], True), ([70, 71], False), ([], False)])
+    choices = [(read_column(choice.token_ids), choice.has_ended) for choice in again.choices_so_far]
+    assert (again.handle, again.n, choices) == (sent.handle, 3, [([70], True), ([70, 71], False), ([], False)])
     service.peer.send(
         Row(handles[1], 1, [71, 72], logprobs=[position] * 2),
         Row(handles[2], 0, [73], logprobs=[position]),
