@@ -60,7 +60,8 @@ class ModelWeights(Protocol):
             shape: (out_features, in_features) of the whole matrix.
             rows: Output features to read.
             columns: Input features to read.
-            out: Written and returned; has the selected part's shape, any float dtype and strides. None means new memory.
+            out: Written and returned; has the selected part's shape, any float dtype and strides. None means new
+                memory.
 
         Raises:
             ModelDirectoryError: as in `read`.
