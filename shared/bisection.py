@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 # A suspect that was alone in this many crashes, without being cleared in between, is guilty.
 _MAX_CRASHES_ALONE = 2
 
-_Suspect = TypeVar("_Suspect", str, int)
+_Suspect = TypeVar("_Suspect", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)

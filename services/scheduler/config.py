@@ -8,9 +8,8 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from services.scheduler.core.admission import AdmissionPolicy
-from services.scheduler.core.policy import CacheSettings, CellTopology, SchedulerPolicy
+from services.scheduler.core.policy import CacheSettings, CellTopology, RetractionPolicy, SchedulerPolicy
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
-from services.scheduler.core.retraction import RetractionPolicy
 from shared.config import Address, Addresses, LocalAddress, ServiceSettings, load_settings
 
 # Take what the workers propose.

@@ -1,4 +1,4 @@
-"""Which device a worker computes on, and what follows from it: the dtype and the kernels."""
+"""Which device a worker computes on, and what follows from it: dtype, kernels, step sizes."""
 
 from __future__ import annotations
 
@@ -34,6 +34,23 @@ class DeviceChoice:
     """A name for `load_ops`."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepProposal:
+    """Used when the scheduler has no step sizes configured."""
+
+    num_prompt_tokens: int
+    """Most prompt tokens in a step."""
+    mixes: bool
+    """Whether prompts and decodes share steps."""
+
+
+# A GPU computes this many tokens in a fraction of a second, at its full throughput.
+_GPU_STEPS = StepProposal(16384, mixes=False)
+# A CPU takes as long for 512 tokens as a GPU for all of the above, and more at once would not be faster. Decodes wait
+# for every step, so each step includes them and stays this small.
+_CPU_STEPS = StepProposal(512, mixes=True)
+
+
 def choose_device(request: DeviceRequest) -> DeviceChoice:
     """Resolve every `auto`. Imports torch.
 
@@ -55,6 +72,11 @@ def choose_device(request: DeviceRequest) -> DeviceChoice:
         dtype_name = "bfloat16" if is_gpu else "float32"
     device = torch.device("cuda", request.index) if is_gpu else torch.device("cpu")
     return DeviceChoice(device, getattr(torch, dtype_name), backend)
+
+
+def propose_steps(device_type: str) -> StepProposal:
+    """Propose for a torch device type, such as "cpu" or "cuda"."""
+    return _CPU_STEPS if device_type == "cpu" else _GPU_STEPS
 
 
 def check_device(request: DeviceRequest) -> None:

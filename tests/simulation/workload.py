@@ -7,9 +7,8 @@ from random import Random
 
 from services.scheduler.core.admission import AdmissionPolicy
 from services.scheduler.core.batch.sequence import Finish, FinishReason, Priority
-from services.scheduler.core.policy import CacheSettings, CellTopology, SchedulerPolicy
+from services.scheduler.core.policy import CacheSettings, CellTopology, RetractionPolicy, SchedulerPolicy
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
-from services.scheduler.core.retraction import RetractionPolicy
 from services.scheduler.core.worker_facts import WorkerFacts
 from services.worker.batch.enter_checks import BatchLimits
 from shared.limits import NO_OPTIONS, SamplingOptions, SamplingParams

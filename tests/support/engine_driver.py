@@ -27,8 +27,7 @@ from services.scheduler.cell.events import (
 from services.scheduler.core.batch.logprobs import Logprobs
 from services.scheduler.core.batch.sequence import Priority
 from services.scheduler.core.batch.step import Outputs, RequestEnd, Step, StepResult
-from services.scheduler.core.policy import CacheSettings, CellTopology, SchedulerPolicy
-from services.scheduler.core.step_budget import StepBudget
+from services.scheduler.core.policy import CacheSettings, CellTopology, SchedulerPolicy, StepBudget
 from services.scheduler.core.worker_facts import WorkerFacts
 from services.worker.batch.enter_checks import BatchLimits
 from shared.limits import TOKEN_DTYPE, SamplingParams

@@ -35,10 +35,7 @@ TESTED_BY = {
         "services/scheduler/core/worker_facts.py",
     ),
     "unit/scheduler/cell/test_engine_logprobs.py": ("services/scheduler/core/batch/logprobs.py",),
-    "unit/scheduler/cell/test_engine_policies.py": (
-        "services/scheduler/core/policy.py",
-        "services/scheduler/core/preemption.py",
-    ),
+    "unit/scheduler/cell/test_engine_policies.py": (),
     "unit/scheduler/cell/test_engine_recovery.py": (
         "services/scheduler/cell/quarantine/quarantine.py",
         "services/scheduler/cell/recoveries.py",
@@ -145,10 +142,7 @@ TESTED_BY = {
         "services/worker/spec_decode/ngram_drafts.py",
         "services/worker/spec_decode/token_runs.py",
     ),
-    "unit/worker/server/test_servicer.py": (
-        "services/worker/runner/step_proposal.py",
-        "services/worker/server/step_stream.py",
-    ),
+    "unit/worker/server/test_servicer.py": ("services/worker/server/step_stream.py",),
     "unit/worker/weights/quantization/test_formats.py": (
         "services/worker/weights/quantization/compressed_tensors.py",
         "services/worker/weights/quantization/dequantize.py",

@@ -14,6 +14,7 @@ from services.scheduler.cell.events import DomainAttached, DomainLost, Exit
 from services.scheduler.core.policy import CellTopology
 from services.scheduler.core.worker_facts import WorkerFacts
 from shared.heartbeat import LEASE_S
+from shared.ids import DpRank
 
 # Mean delay between two rounds. A worker takes seconds to restart.
 RETRY_DELAY_S = 0.5
@@ -83,7 +84,7 @@ class SchedulerClaim:
 class GroupPlace:
     """A group's place in its cell, as reported."""
 
-    dp_rank: int
+    dp_rank: DpRank
     dp_size: int
     tp_size: int
     is_coupled: bool
@@ -309,9 +310,8 @@ class DomainAttach:
 
     def _find_disagreement(self, accepted: list[Accepted]) -> str | None:
         for answer in accepted:
-            expected = GroupPlace(
-                answer.group, self._topology.dp_size, accepted[0].place.tp_size, self._topology.is_coupled
-            )
+            rank, tp_size = DpRank(answer.group), accepted[0].place.tp_size
+            expected = GroupPlace(rank, self._topology.dp_size, tp_size, self._topology.is_coupled)
             if answer.place != expected:
                 return f"group {answer.group} reports {answer.place}, expected {expected}"
             name = next(_differing_facts(answer.facts, accepted[0].facts), None)

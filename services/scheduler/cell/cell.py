@@ -36,12 +36,12 @@ class Cell:
         counters: SchedulerCounters,
         is_alive: Callable[[str], bool],
     ) -> None:
-        self.ranks = [Rank(rank, Scheduler(policy, cache, counters)) for rank in range(topology.dp_size)]
+        self.ranks = [Rank(rank, Scheduler(policy, cache, counters)) for rank in topology.ranks]
         self.domains = [
             Domain(domain, [self.ranks[rank] for rank in topology.ranks_of(domain)], policy)
             for domain in range(topology.num_domains)
         ]
-        self.domain_by_rank = [self.domains[topology.domain_of(rank)] for rank in range(topology.dp_size)]
+        self.domain_by_rank = [self.domains[topology.domain_of(rank)] for rank in topology.ranks]
         # The unplaced queue: a scheduler that never gets a worker.
         self._unplaced = Scheduler(policy, cache, counters)
         self._block_size = cache.block_size

@@ -10,13 +10,14 @@ from services.scheduler.core.batch.step import Step
 from services.scheduler.core.policy import SchedulerPolicy
 from services.scheduler.core.scheduler import RecoveredSequences, Scheduler
 from services.scheduler.core.worker_facts import WorkerFacts
+from shared.ids import DpRank
 
 
 @dataclass(slots=True, eq=False)
 class Rank:
     """A DP rank: its scheduler, and what it last reported."""
 
-    number: int
+    number: DpRank
     scheduler: Scheduler
     facts: WorkerFacts | None = None
     heard_at: float = 0.0

@@ -28,8 +28,7 @@ from services.scheduler.cell.request_manager import RequestManager, deliver
 from services.scheduler.cell.requests import RequestTable
 from services.scheduler.cell.state import CellState
 from services.scheduler.core.batch.step import OutputsByClient, StepResult
-from services.scheduler.core.policy import CacheSettings, CellTopology, SchedulerCounters, SchedulerPolicy
-from services.scheduler.core.step_budget import StepBudget
+from services.scheduler.core.policy import CacheSettings, CellTopology, SchedulerCounters, SchedulerPolicy, StepBudget
 from services.scheduler.core.worker_facts import WorkerFacts
 from shared.limits import ModelLimits
 

@@ -11,6 +11,7 @@ from services.scheduler.core.batch.sequence import Priority
 from services.scheduler.core.batch.step import Outputs, Step, StepResult
 from services.scheduler.core.worker_facts import WorkerFacts
 from shared.errors import ServiceError
+from shared.ids import DpRank, RequestHandle
 from shared.limits import SamplingParams
 
 
@@ -27,7 +28,7 @@ class ChoiceSoFar:
 class Submission:
     """A request with every parameter resolved."""
 
-    handle: int
+    handle: RequestHandle
     """Choice i of `n` answers under `handle` + i."""
     request_id: str
     prompt: bytes
@@ -77,7 +78,7 @@ class DomainLost:
 class StepReturned:
     """A DP rank returned a step's result."""
 
-    rank: int
+    rank: DpRank
     result: StepResult
 
 
@@ -85,7 +86,7 @@ class StepReturned:
 class WorkerHeard:
     """A DP rank sent a heartbeat; `progress` increases while its device makes progress."""
 
-    rank: int
+    rank: DpRank
     epoch: int
     progress: int
 
@@ -96,9 +97,9 @@ class ClientMessage:
 
     client: int
     submissions: list[Submission] = field(default_factory=list)
-    stop_ats: list[tuple[int, int]] = field(default_factory=list)
+    stop_ats: list[tuple[RequestHandle, int]] = field(default_factory=list)
     """Handles of choices, and their numbers of completion tokens up to the stop."""
-    aborts: list[int] = field(default_factory=list)
+    aborts: list[RequestHandle] = field(default_factory=list)
     """Handles of requests."""
 
 
@@ -130,7 +131,7 @@ Event = (
 class SendStep:
     """Send a step to a DP rank."""
 
-    rank: int
+    rank: DpRank
     step: Step
 
 

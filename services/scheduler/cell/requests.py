@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from services.scheduler.cell.deadlines import Deadlines
 from services.scheduler.core.batch.sequence import Sequence
+from shared.ids import RequestHandle
 
 Key = tuple[int, int]
 """Client and handle."""
@@ -17,7 +18,7 @@ class Request:
 
     id: str
     client: int
-    handle: int
+    handle: RequestHandle
     attempt: int
     choices: list[Sequence]
     """Those that have not ended."""
@@ -50,7 +51,7 @@ class RequestTable:
         """The request of any client; None if unknown."""
         return self._id_to_request.get(request_id)
 
-    def by_handle(self, client: int, handle: int) -> Request | None:
+    def by_handle(self, client: int, handle: RequestHandle) -> Request | None:
         """The request with a handle (of its choice 0); None if unknown."""
         return self._requests.get((client, handle))
 
@@ -62,7 +63,7 @@ class RequestTable:
         """All choices that have not ended."""
         return {seq for _, seq in self._choices.values()}
 
-    def is_taken(self, client: int, handle: int, n: int) -> bool:
+    def is_taken(self, client: int, handle: RequestHandle, n: int) -> bool:
         """Whether any of `n` handles from `handle` on is in use."""
         if (client, handle) in self._requests:
             return True
@@ -86,7 +87,7 @@ class RequestTable:
         self._forget(request)
         return choices
 
-    def remove_choice(self, client: int, handle: int) -> Sequence | None:
+    def remove_choice(self, client: int, handle: RequestHandle) -> Sequence | None:
         """Remove a choice, and its request with the last one; returns None if unknown."""
         entry = self._choices.pop((client, handle), None)
         if entry is None:

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 from services.scheduler.core.batch.step import StepCounts
 from services.scheduler.core.policy import SchedulerCounters
+from shared.ids import DpRank
 
 
 @dataclass(frozen=True, slots=True)
 class RankState:
     """Without a worker a rank has no blocks and no sequences. `num_steps` is cumulative."""
 
-    rank: int
+    rank: DpRank
     is_attached: bool
     num_steps: StepCounts
     num_waiting: int

@@ -7,12 +7,13 @@ import numpy as np
 from services.scheduler.core.batch.step import ScheduledBatch, StepKind
 from services.scheduler.core.decode import NO_SLOTS, Decodes
 from services.scheduler.core.prefill import Prefill
+from shared.ids import Slot
 
 
-def assemble(leave_slots: list[int], decodes: Decodes, prefill: Prefill) -> ScheduledBatch:
+def assemble(leave_slots: list[Slot], decodes: Decodes, prefill: Prefill) -> ScheduledBatch:
     """The rows are the decodes, then the prompts that the step completes."""
     row_slots, kind, num_tokens = decodes.rows, StepKind.DECODE, len(decodes.rows)
-    partial_slots: list[int] = []
+    partial_slots: list[Slot] = []
     if not prefill.is_empty:
         sent = [*prefill.chunks, *(entering.chunk for entering in prefill.enters)]
         complete = np.array([chunk.slot for chunk in sent if not chunk.num_later_tokens], np.intp)
@@ -36,7 +37,7 @@ def assemble(leave_slots: list[int], decodes: Decodes, prefill: Prefill) -> Sche
     )
 
 
-def dummy_batch(kind: StepKind, leave_slots: list[int]) -> ScheduledBatch:
+def dummy_batch(kind: StepKind, leave_slots: list[Slot]) -> ScheduledBatch:
     """A plan that computes nothing."""
     return ScheduledBatch(
         kind,

@@ -1,21 +1,36 @@
-"""The scheduler's policy and its counters: data only."""
+"""The scheduler's policy, the step sizes that follow from it, and its counters: data only."""
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 
 from services.scheduler.core.admission import AdmissionPolicy
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
-from services.scheduler.core.retraction import RetractionPolicy
+from services.scheduler.core.worker_facts import WorkerFacts
+from shared.ids import DpRank
 
 RECOVERY_BUCKETS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+
+
+class RetractionPolicy(enum.Enum):
+    """Which sequence gives its blocks back when none are free.
+
+    The last to enter, as in ATOM, or the one that has generated least.
+
+    Source of the second: SGLang, `ScheduleBatch.retract_decode` (srt/managers/schedule_batch.py). There ties go to the
+    longest prompt, here to the last to enter.
+    """
+
+    LAST_IN = "last_in"
+    FEWEST_OUTPUT_TOKENS = "fewest_output_tokens"
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerPolicy:
     """How the scheduler decides. Defaults are ATOM's, plus chunks for prompts that do not fit a step.
 
-    None means what a rank's workers propose; see `step_budget`.
+    None means what a rank's workers propose; see `StepBudget`.
     """
 
     max_num_seqs: int = 512
@@ -42,6 +57,33 @@ class SchedulerPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class StepBudget:
+    """The token limits of a step, and whether prompts and decodes share steps.
+
+    A configured budget covers both: prompts get what decodes leave of it. One proposed by the rank's workers is for
+    prompts alone, on top of one token per running sequence.
+    """
+
+    max_tokens: int
+    max_prompt_tokens: int
+    mixes: bool
+
+    @classmethod
+    def of(cls, policy: SchedulerPolicy, facts: WorkerFacts) -> StepBudget:
+        """The budget of a rank that reported `facts`."""
+        mixes = facts.proposes_mixed_steps if policy.enable_mixed_steps is None else policy.enable_mixed_steps
+        # Sharing a step with decodes means cutting prompts into chunks.
+        mixes = mixes and policy.enable_chunked_prefill
+        if policy.max_num_batched_tokens is not None:
+            return cls(policy.max_num_batched_tokens, policy.max_num_batched_tokens, mixes)
+        return cls(facts.proposed_prompt_tokens + policy.max_num_seqs, facts.proposed_prompt_tokens, mixes)
+
+    def left_by(self, num_decodes: int) -> int:
+        """Prompt tokens that fit beside the decodes."""
+        return min(self.max_prompt_tokens, self.max_tokens - num_decodes)
+
+
+@dataclass(frozen=True, slots=True)
 class CellTopology:
     """The DP ranks of a cell, and which of them fail together.
 
@@ -57,13 +99,18 @@ class CellTopology:
         """The number of failure domains."""
         return 1 if self.is_coupled else self.dp_size
 
-    def domain_of(self, rank: int) -> int:
+    @property
+    def ranks(self) -> list[DpRank]:
+        """All DP ranks."""
+        return [DpRank(rank) for rank in range(self.dp_size)]
+
+    def domain_of(self, rank: DpRank) -> int:
         """The domain of a DP rank."""
         return 0 if self.is_coupled else rank
 
-    def ranks_of(self, domain: int) -> range:
+    def ranks_of(self, domain: int) -> list[DpRank]:
         """The DP ranks of a domain."""
-        return range(self.dp_size) if self.is_coupled else range(domain, domain + 1)
+        return self.ranks if self.is_coupled else [DpRank(domain)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from services.scheduler.core.preemption import Preemption
 from services.scheduler.core.running_batch import RunningBatch
 from services.scheduler.core.step_deadline import StepDeadline
 from shared.errors import InvalidRequestError, NumericError, ServiceError, Violation
+from shared.ids import Slot
 
 _Mask = npt.NDArray[np.bool_]
 
@@ -95,7 +96,7 @@ class Postprocessor:
     def _take_tokens(self, rows: RowTokens, positions: IntColumn, outputs: OutputsByClient, now: float) -> None:
         self._slots.append(rows.slots, positions, rows.token_ids)
         for row in self._slots.find_watched(rows.slots, rows.token_ids).tolist():
-            self._endings.end_if_stopped(self._slots.sequence_at(int(rows.slots[row])), outputs, now)
+            self._endings.end_if_stopped(self._slots.sequence_at(Slot(int(rows.slots[row]))), outputs, now)
 
     def _take_runs(self, rows: RowTokens, positions: IntColumn, outputs: OutputsByClient, now: float) -> RowTokens:
         """Returns the rows without the tokens after a stop."""
@@ -111,7 +112,7 @@ class Postprocessor:
             num_tokens = int(token_positions[index]) + 1
             # Skip a sequence that already stopped earlier in the same run.
             if self._slots.live[slot] and self._endings.ends_at(
-                self._slots.sequence_at(slot), num_tokens, outputs, now
+                self._slots.sequence_at(Slot(slot)), num_tokens, outputs, now
             ):
                 kept[row_numbers[index]] = num_tokens - positions[row_numbers[index]]
         self._running.retire_complete(slots, self._slots.num_planned[slots])
@@ -119,7 +120,7 @@ class Postprocessor:
 
     def _start(self, slots: Slots, outputs: OutputsByClient, now: float) -> None:
         for slot in slots.tolist():
-            seq = self._slots.sequence_at(slot)
+            seq = self._slots.sequence_at(Slot(slot))
             seq.first_token_at = now
             assert seq.num_first_cached_tokens is not None
             outputs.add_start(seq.client, RequestStart(seq.handle, seq.num_first_cached_tokens))
@@ -131,7 +132,9 @@ class Postprocessor:
 
         Returns also the sequences that fail unless their remaining tokens contain a stop.
         """
-        failed = [self._slots.sequence_at(slot) for slot in rows.slots[failed_rows[is_usable[failed_rows]]].tolist()]
+        failed = [
+            self._slots.sequence_at(Slot(slot)) for slot in rows.slots[failed_rows[is_usable[failed_rows]]].tolist()
+        ]
         rows = rows.without_last(failed_rows)
         assert rows.counts is not None
         is_usable &= rows.counts > 0
@@ -140,7 +143,7 @@ class Postprocessor:
     def _tell_prompt_logprobs(self, result: StepResult, outputs: OutputsByClient) -> None:
         """Deliver what the client does not have yet."""
         for slot, logprobs in result.prompt_logprobs:
-            seq = self._slots.sequence_at(slot)
+            seq = self._slots.sequence_at(Slot(slot))
             news = logprobs.after(seq.last_prompt_logprob)
             if news is not None and self._slots.live[slot]:
                 seq.last_prompt_logprob = int(news.indexes[-1])
@@ -156,7 +159,7 @@ class Postprocessor:
     ) -> None:
         """Fail the unfinished requests of these rows, and hide the KV of all of them from the prefix cache."""
         for row in np.unique(rows).tolist():
-            seq = self._slots.sequence_at(int(record.row_slots[row]))
+            seq = self._slots.sequence_at(Slot(int(record.row_slots[row])))
             self._running.blocks.hide(seq)
             if is_usable[row]:
                 is_usable[row] = False

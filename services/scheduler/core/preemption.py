@@ -6,12 +6,12 @@ import numpy as np
 
 from services.scheduler.core.admission import NewTokenRatio
 from services.scheduler.core.batch.sequence import Priority, Sequence, SequenceStatus, SequenceType
-from services.scheduler.core.batch.slot_table import Slots
+from services.scheduler.core.batch.slot_table import IntColumn, Slots
 from services.scheduler.core.batch.step import StepRecord
-from services.scheduler.core.policy import SchedulerCounters, SchedulerPolicy
+from services.scheduler.core.policy import RetractionPolicy, SchedulerCounters, SchedulerPolicy
 from services.scheduler.core.queue.waiting_queue import QueuePolicy, WaitingQueue
-from services.scheduler.core.retraction import pick_victim
 from services.scheduler.core.running_batch import RunningBatch
+from shared.ids import Slot
 
 
 class Preemption:
@@ -47,7 +47,7 @@ class Preemption:
         order = self._least_urgent(now)
         num_completion_tokens = self._slots.num_tokens - self._slots.num_prompt_tokens
         victim = pick_victim(self._policy.retraction_policy, order, num_completion_tokens)
-        seq = self._slots.sequence_at(int(order[victim]))
+        seq = self._slots.sequence_at(Slot(int(order[victim])))
         self.preempt(seq, now)
         self._new_token_ratio.on_retraction(*self._running.progress(), len(self._running.order))
         return seq
@@ -126,5 +126,18 @@ class Preemption:
         order = self._running.order[::-1]
         order = order[self._slots.priority[order] > priority]
         ranked = order[np.argsort(-self._slots.priority[order], kind="stable")]
-        sequences = [self._slots.sequence_at(int(slot)) for slot in ranked]
+        sequences = [self._slots.sequence_at(Slot(int(slot))) for slot in ranked]
         return [seq for seq in sequences if not self._waiting.is_aged(seq, now)]
+
+
+def pick_victim(policy: RetractionPolicy, order: Slots, num_completion_tokens: IntColumn) -> int:
+    """Choose the running sequence to preempt next; returns its index in `order`.
+
+    Args:
+        order: [num_running], slots in order of entry; at least one.
+        num_completion_tokens: [num_slots], by slot.
+    """
+    last = len(order) - 1
+    if policy is RetractionPolicy.LAST_IN:
+        return last
+    return last - int(np.argmin(num_completion_tokens[order][::-1]))

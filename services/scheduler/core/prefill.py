@@ -8,12 +8,12 @@ from services.scheduler.core.admission import AdmissionPolicy, NewTokenRatio
 from services.scheduler.core.batch.cached_prefix import BlockIds, CachedPrefix
 from services.scheduler.core.batch.sequence import TOKEN_BYTES, Sequence, SequenceType
 from services.scheduler.core.batch.step import EnteringSequence, PrefillChunk
-from services.scheduler.core.policy import SchedulerCounters, SchedulerPolicy
+from services.scheduler.core.policy import SchedulerCounters, SchedulerPolicy, StepBudget
 from services.scheduler.core.queue.waiting_queue import WaitingQueue
 from services.scheduler.core.running_batch import RunningBatch
-from services.scheduler.core.step_budget import StepBudget
 from services.scheduler.core.stops import watched_tokens
 from services.scheduler.core.worker_facts import WorkerFacts
+from shared.ids import Slot
 from shared.limits import SamplingParams
 
 
@@ -115,7 +115,7 @@ class PrefillPlanner:
             seq.num_first_cached_tokens = prefix.num_tokens
         self._counters.num_prefix_queried_tokens += seq.num_stored_tokens
         self._counters.num_prefix_hit_tokens += prefix.num_tokens
-        chunk = PrefillChunk(slot, token_bytes, seq.num_unsent_tokens)
+        chunk = PrefillChunk(Slot(slot), token_bytes, seq.num_unsent_tokens)
         prefill.enters.append(self._entering(seq, chunk, prefix.num_tokens))
         return True
 

@@ -10,6 +10,7 @@ from services.scheduler.core.batch.sequence import Sequence, SequenceStatus
 from services.scheduler.core.batch.slot_table import IntColumn, Slots, SlotTable
 from services.scheduler.core.batch.step import ScheduledBatch, StepPace, StepRecord
 from services.scheduler.core.cache.block_manager import BlockManager
+from shared.ids import Slot
 
 
 class RunningBatch:
@@ -29,7 +30,7 @@ class RunningBatch:
         self.begun: list[Sequence] = []
         self.in_flight: deque[StepRecord] = deque()
         self._num_slots = num_slots
-        self._leave_slots: list[int] = []
+        self._leave_slots: list[Slot] = []
         self._last_step_id = 0
         self.last_returned_step_id = 0
 
@@ -47,7 +48,7 @@ class RunningBatch:
 
     def sequences(self) -> list[Sequence]:
         """Running sequences, in batch order."""
-        return [self.slots.sequence_at(int(slot)) for slot in self.order]
+        return [self.slots.sequence_at(Slot(int(slot))) for slot in self.order]
 
     def progress(self) -> tuple[int, int]:
         """Completion tokens of the running sequences, and the most they may have."""
@@ -127,7 +128,7 @@ class RunningBatch:
         self.last_returned_step_id = record.step_id
         return record
 
-    def take_leave_slots(self) -> list[int]:
+    def take_leave_slots(self) -> list[Slot]:
         """Take the slots that leave the worker's batch with the next step."""
         leave_slots, self._leave_slots = self._leave_slots, []
         return leave_slots

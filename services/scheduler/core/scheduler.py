@@ -23,13 +23,12 @@ from services.scheduler.core.batch.step import (
 from services.scheduler.core.cache.block_manager import BlockCounts, BlockManager
 from services.scheduler.core.decode import DecodePlanner, Decodes
 from services.scheduler.core.endings import Endings
-from services.scheduler.core.policy import CacheSettings, SchedulerCounters, SchedulerPolicy
+from services.scheduler.core.policy import CacheSettings, SchedulerCounters, SchedulerPolicy, StepBudget
 from services.scheduler.core.postprocess import Postprocessor
 from services.scheduler.core.preemption import Preemption
 from services.scheduler.core.prefill import Prefill, PrefillPlanner
 from services.scheduler.core.queue.waiting_queue import QueuePolicy, WaitingQueue
 from services.scheduler.core.running_batch import RunningBatch
-from services.scheduler.core.step_budget import StepBudget
 from services.scheduler.core.step_deadline import StepDeadline
 from services.scheduler.core.validate_result import validate_result
 from services.scheduler.core.worker_facts import WorkerFacts

@@ -7,6 +7,7 @@ import numpy as np
 from services.scheduler.core.batch.logprobs import Logprobs
 from services.scheduler.core.batch.slot_table import IntColumn, SlotTable
 from services.scheduler.core.batch.step import StepRecord, StepResult
+from shared.ids import Slot
 from shared.limits import TOKEN_DTYPE
 
 
@@ -51,7 +52,7 @@ def _find_bad_prompt_logprobs(
         if slot not in prompts:
             return "log-probabilities of a prompt that is not in the step"
         prompts.remove(slot)
-        seq = slots.sequence_at(slot)
+        seq = slots.sequence_at(Slot(slot))
         if not seq.has_prompt_logprobs:
             return "log-probabilities of a prompt whose request does not ask for them"
         fault = logprobs.find_fault(seq.num_prompt_tokens, logits_width)

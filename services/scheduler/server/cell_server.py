@@ -39,6 +39,7 @@ from services.scheduler.server.idle_check import IdleCheck
 from shared.errors import NotReadyError, SchedulerLostError, ServiceError
 from shared.health import Health
 from shared.heartbeat import Silence
+from shared.ids import DpRank
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ class DomainLinks(Protocol):
     async def run(self) -> None:
         """See `DomainClient`."""
 
-    def send(self, rank: int, step: Step) -> None:
+    def send(self, rank: DpRank, step: Step) -> None:
         """See `DomainClient`."""
 
     def beat(self, progress: int) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
+from typing import cast
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from services.scheduler.core.batch.step import Outputs, RequestEnd
 from services.scheduler.server.exchange_codec import PRIORITIES
 from services.scheduler.server.token_stream import ChoiceStream, Response, TokenStream
 from shared.errors import NotReadyError, ServiceError, Violation
+from shared.ids import RequestHandle, choice_handles
 from shared.limits import MAX_CHOICES, TOKEN_DTYPE, ModelLimits
 from shared.request_fields import (
     raise_violations,
@@ -68,8 +70,8 @@ class DirectClients:
         self._on_event = on_event
         # The error for new calls, once closed.
         self._end: ServiceError | None = None
-        self._next_handle = 1
-        self._choices: dict[int, ChoiceStream] = {}
+        self._next_handle = RequestHandle(1)
+        self._choices: dict[RequestHandle, ChoiceStream] = {}
         self._to_wake: deque[TokenStream] = deque()
         self._loop = asyncio.get_running_loop()
 
@@ -95,7 +97,7 @@ class DirectClients:
             self._next_handle, request, limits, defaults=self._default_sampling(), time_left_s=time_left_s
         )
         # Handles wrap around when they run out; by then the calls that had the first ones are over.
-        self._next_handle = (self._next_handle + submission.n) % _MAX_FIRST_HANDLE
+        self._next_handle = RequestHandle((self._next_handle + submission.n) % _MAX_FIRST_HANDLE)
         stream = self._submit(submission)
         outcome = "INTERNAL"
         try:
@@ -148,7 +150,8 @@ class DirectClients:
 
     def _deliver_tokens(self, outputs: Outputs) -> None:
         choices = self._choices
-        handles = (outputs.handles if outputs.counts is None else np.repeat(outputs.handles, outputs.counts)).tolist()
+        rows = outputs.handles if outputs.counts is None else np.repeat(outputs.handles, outputs.counts)
+        handles = cast("list[RequestHandle]", rows.tolist())
         for handle, token_id in zip(handles, outputs.token_ids.tolist(), strict=True):
             if handle in choices:
                 self._with_news(choices[handle]).token_ids.append(token_id)
@@ -162,13 +165,13 @@ class DirectClients:
         stream = TokenStream(
             len(submission.prompt) // TOKEN_DTYPE.itemsize, num_tokens or [0] * submission.n, submission.open_choices
         )
-        self._choices.update((submission.handle + choice.choice, choice) for choice in stream.choices)
+        self._choices.update((RequestHandle(submission.handle + choice.choice), choice) for choice in stream.choices)
         self._on_event(ClientMessage(DIRECT_CLIENT, [submission]))
         return stream
 
     def _forget(self, submission: Submission) -> None:
         """Abort the request unless all its choices have ended."""
-        handles = range(submission.handle, submission.handle + submission.n)
+        handles = choice_handles(submission.handle, submission.n)
         unfinished = [self._choices.pop(handle) for handle in handles if handle in self._choices]
         if unfinished:
             self._on_event(ClientMessage(DIRECT_CLIENT, aborts=[submission.handle]))
@@ -202,7 +205,7 @@ class DirectClients:
 
 
 def resolve_request(
-    handle: int,
+    handle: RequestHandle,
     request: scheduler_pb2.SchedulerServiceGenerateRequest,
     limits: ModelLimits,
     *,

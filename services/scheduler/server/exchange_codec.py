@@ -12,6 +12,7 @@ from services.scheduler.core.batch.logprobs import IntColumn
 from services.scheduler.core.batch.sequence import FinishReason, Priority
 from services.scheduler.core.batch.step import Outputs, RequestEnd
 from shared.errors import InvalidRequestError
+from shared.ids import RequestHandle
 from shared.limits import MAX_CACHE_SALT_BYTES, MAX_CHOICES, NO_OPTIONS, TOKEN_DTYPE, SamplingOptions, SamplingParams
 from shared.rpc import to_status
 from shared.sampling_codec import decode_options, encode_logprobs
@@ -46,7 +47,7 @@ def decode_request(client: int, message: exchange_pb2.ExchangeRequest) -> Client
         return ClientMessage(
             client,
             [_decode_submit(submit) for submit in message.submits],
-            [(stop_at.handle, stop_at.num_tokens) for stop_at in message.stop_ats],
+            [(RequestHandle(stop_at.handle), stop_at.num_tokens) for stop_at in message.stop_ats],
             np.frombuffer(_column("abort_handles", message.abort_handles), _HANDLE_DTYPE).tolist(),
         )
     except ValueError as error:
@@ -98,7 +99,7 @@ def _decode_submit(submit: exchange_pb2.Submit) -> Submission:
         options=_decode_options(submit) if submit.HasField("options") else None,
     )
     return Submission(
-        submit.handle,
+        RequestHandle(submit.handle),
         submit.request_id,
         _column("prompt_token_ids", submit.prompt_token_ids),
         params,

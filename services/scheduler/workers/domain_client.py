@@ -22,6 +22,7 @@ from services.scheduler.cell.attach import (
 from services.scheduler.cell.events import DomainAttached, DomainLost, Event, Exit
 from services.scheduler.core.batch.step import Step
 from services.scheduler.workers.worker_client import GroupLink
+from shared.ids import DpRank
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class DomainClient:
     def __init__(
         self,
         attach: DomainAttach,
-        rank_to_address: Mapping[int, str],
+        rank_to_address: Mapping[DpRank, str],
         attach_request: worker_pb2.AttachRequest,
         *,
         on_event: Callable[[Event], None],
@@ -79,7 +80,7 @@ class DomainClient:
             for link in self._links.values():
                 await link.close()
 
-    def send(self, rank: int, step: Step) -> None:
+    def send(self, rank: DpRank, step: Step) -> None:
         """Send a step of the current epoch to one of the domain's ranks."""
         self._links[rank].send(step)
 
@@ -99,10 +100,10 @@ class DomainClient:
     def _perform(self, command: Command) -> None:
         match command:
             case Offer(group, epoch):
-                self._tasks.create_task(self._links[group].offer(epoch))
+                self._tasks.create_task(self._links[DpRank(group)].offer(epoch))
             case Restart(group, epoch):
                 logger.warning("restarting a group", extra={"rank": group, "epoch": epoch})
-                self._restarts.append(self._tasks.create_task(self._links[group].restart(epoch)))
+                self._restarts.append(self._tasks.create_task(self._links[DpRank(group)].restart(epoch)))
             case OpenStreams(epoch):
                 self._streams = [self._tasks.create_task(link.run_stream(epoch)) for link in self._links.values()]
             case CloseStreams():

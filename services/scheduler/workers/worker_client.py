@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 import numpy as np
@@ -29,6 +29,7 @@ from services.scheduler.core.batch.logprobs import Logprobs
 from services.scheduler.core.batch.slot_table import Slots
 from services.scheduler.core.batch.step import EnteringSequence, PrefillChunk, Step, StepKind, StepResult
 from services.scheduler.core.worker_facts import WorkerFacts
+from shared.ids import DpRank
 from shared.limits import TOKEN_DTYPE
 from shared.rpc import make_channel, reason_of, status_from_rpc_error
 from shared.sampling_codec import decode_logprobs, encode_options
@@ -60,7 +61,7 @@ class GroupLink:
 
     def __init__(
         self,
-        rank: int,
+        rank: DpRank,
         address: str,
         attach_request: worker_pb2.AttachRequest,
         *,
@@ -280,7 +281,7 @@ def _encode_chunk(chunk: PrefillChunk) -> worker_pb2.PrefillChunk:
     )
 
 
-def _column(values: list[int] | tuple[int, ...] | array[int] | Slots) -> bytes:
+def _column(values: Sequence[int] | array[int] | Slots) -> bytes:
     return np.asarray(values, TOKEN_DTYPE).tobytes()
 
 
@@ -289,7 +290,7 @@ def _make_heartbeat(epoch: int, instance_id: str, progress: int) -> worker_pb2.S
     return worker_pb2.StepRequest(epoch=epoch, scheduler_instance_id=instance_id, heartbeat=heartbeat)
 
 
-def _read_acceptance(rank: int, epoch: int, response: worker_pb2.AttachResponse) -> Accepted:
+def _read_acceptance(rank: DpRank, epoch: int, response: worker_pb2.AttachResponse) -> Accepted:
     facts = WorkerFacts(
         epoch,
         response.model_digest,
@@ -311,7 +312,7 @@ def _read_acceptance(rank: int, epoch: int, response: worker_pb2.AttachResponse)
         rank,
         epoch,
         facts,
-        GroupPlace(layout.dp_rank, layout.dp_size, layout.tp_size, is_coupled),
+        GroupPlace(DpRank(layout.dp_rank), layout.dp_size, layout.tp_size, is_coupled),
         (response.last_step_epoch, response.last_step_id),
         response.is_stuck,
     )

@@ -16,6 +16,7 @@ from services.tokenizer.exchange.logprobs import Logprobs, read_prompt_logprobs,
 from services.tokenizer.exchange.request_ledger import RequestLedger
 from services.tokenizer.request.request import Request
 from shared.errors import NotReadyError, ServiceError
+from shared.ids import RequestHandle, choice_handles
 from shared.request_fields import check_exactness
 
 # Resubmissions are spread over this time, in their order: a new scheduler gets those of every replica at once.
@@ -81,7 +82,7 @@ class CellRequests:
         """Needs a running event loop; requests wait at most `lost_after_s` for a sign of life from a scheduler."""
         self.counters = Counters()
         self._ledger = RequestLedger(lost_after_s, time.monotonic())
-        self._receivers: dict[int, Receiver] = {}
+        self._receivers: dict[RequestHandle, Receiver] = {}
         self._link: ExchangeLink | None = None
         self._stream = 0
         self._scheduler_instance_id = ""
@@ -98,7 +99,7 @@ class CellRequests:
         *,
         arrived_at: float,
         deadline_at: float | None,
-    ) -> int:
+    ) -> RequestHandle:
         """Submit a request; returns its handle for `abort`.
 
         Args:
@@ -113,14 +114,14 @@ class CellRequests:
             raise NotReadyError("the service is not connected to a scheduler")
         check_exactness(self._exact_fingerprint, is_exact=request.is_exact)
         handle = self._ledger.add(request, arrived_at=arrived_at, deadline_at=deadline_at)
-        self._receivers.update(enumerate(receivers, handle))
+        self._receivers.update(zip(choice_handles(handle, request.n), receivers, strict=True))
         if self._ledger.must_wait(handle):
             self._arm_timer()
         else:
             self._link.submit(handle)
         return handle
 
-    def abort(self, handle: int) -> None:
+    def abort(self, handle: RequestHandle) -> None:
         """Abort a request unless it has already ended."""
         for choice in self._ledger.open_choices(handle):
             del self._receivers[choice]
@@ -179,15 +180,17 @@ class CellRequests:
             ExchangeError: the columns are inconsistent, or tokens are missing.
         """
         for resume in outputs.resumes:
-            if self._ledger.resume(self._stream, resume.handle, resume.num_resumes):
-                self._receivers[resume.handle].resumed(resume.num_resumes)
+            handle = RequestHandle(resume.handle)
+            if self._ledger.resume(self._stream, handle, resume.num_resumes):
+                self._receivers[handle].resumed(resume.num_resumes)
         for start in outputs.starts:
-            if self._ledger.begin(self._stream, start.handle):
-                self._receivers[start.handle].begin(start.num_cached_tokens)
+            handle = RequestHandle(start.handle)
+            if self._ledger.begin(self._stream, handle):
+                self._receivers[handle].begin(start.num_cached_tokens)
         if outputs.prompt_logprobs:
             self._receive_prompt_logprobs(outputs.prompt_logprobs)
         handle_to_logprobs = read_row_logprobs(outputs) if outputs.HasField("logprobs") else {}
-        ends = {end.handle: end for end in outputs.ends}
+        ends = {RequestHandle(end.handle): end for end in outputs.ends}
         receive, stream, receivers = self._ledger.receive, self._stream, self._receivers
         for handle, first_index, token_ids in read_rows(outputs):
             new_ids = receive(stream, handle, first_index, token_ids)
@@ -213,7 +216,7 @@ class CellRequests:
             self._fail_each(ends)
         self._died_at, self._scheduler_instance_id = None, instance_id
 
-    def _fail_each(self, ends: Iterable[tuple[int, ServiceError]]) -> None:
+    def _fail_each(self, ends: Iterable[tuple[RequestHandle, ServiceError]]) -> None:
         for handle, error in ends:
             self._receivers.pop(handle).fail(error)
 
@@ -222,24 +225,25 @@ class CellRequests:
             for handle in self._ledger.take_released():
                 self._link.submit(handle)
 
-    def _end(self, handle: int, token_ids: Sequence[int], end: exchange_pb2.RequestEnd) -> None:
+    def _end(self, handle: RequestHandle, token_ids: Sequence[int], end: exchange_pb2.RequestEnd) -> None:
         if self._ledger.end(self._stream, handle):
             self._receivers.pop(handle).receive(token_ids, end)
 
     def _receive_prompt_logprobs(self, messages: Iterable[exchange_pb2.PromptLogprobs]) -> None:
         for message in messages:
             logprobs = read_prompt_logprobs(message.logprobs)
-            num_new = self._ledger.receive_prompt(self._stream, message.handle, int(logprobs.indexes[0]), len(logprobs))
+            handle, first_position = RequestHandle(message.handle), int(logprobs.indexes[0])
+            num_new = self._ledger.receive_prompt(self._stream, handle, first_position, len(logprobs))
             if num_new:
-                self._receivers[message.handle].receive_prompt_logprobs(logprobs.last(num_new))
+                self._receivers[handle].receive_prompt_logprobs(logprobs.last(num_new))
 
-    def _stop(self, handle: int, stop_at: int) -> None:
+    def _stop(self, handle: RequestHandle, stop_at: int) -> None:
         self._ledger.stop(handle)
         del self._receivers[handle]
         assert self._link is not None
         self._link.stop_at(handle, stop_at)
 
-    def _make_submit(self, handle: int) -> exchange_pb2.Submit | None:
+    def _make_submit(self, handle: RequestHandle) -> exchange_pb2.Submit | None:
         now = time.monotonic()
         request = self._ledger.begin_attempt(handle, now)
         if request is None:

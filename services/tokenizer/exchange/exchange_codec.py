@@ -12,6 +12,7 @@ from lockstep.internal.v1 import exchange_pb2
 from lockstep.v1 import common_pb2
 from services.tokenizer.exchange.request_ledger import ExchangeError
 from services.tokenizer.request.request import Request
+from shared.ids import RequestHandle
 from shared.limits import TOKEN_DTYPE
 from shared.sampling_codec import encode_options
 
@@ -51,14 +52,14 @@ def encode_handles(handles: Sequence[int]) -> bytes:
     return np.array(handles, _HANDLE_DTYPE).tobytes()
 
 
-def read_rows(outputs: exchange_pb2.Outputs) -> list[tuple[int, int, list[int]]]:
+def read_rows(outputs: exchange_pb2.Outputs) -> list[tuple[RequestHandle, int, list[int]]]:
     """Each row's handle, first index and token ids.
 
     Raises:
         ExchangeError: the columns are inconsistent.
     """
     try:
-        handles = np.frombuffer(outputs.handles, _HANDLE_DTYPE).tolist()
+        handles: list[RequestHandle] = np.frombuffer(outputs.handles, _HANDLE_DTYPE).tolist()
         first_indexes = np.frombuffer(outputs.first_indexes, TOKEN_DTYPE).tolist()
         counts = np.frombuffer(outputs.counts, TOKEN_DTYPE)
         token_ids = np.frombuffer(outputs.token_ids, TOKEN_DTYPE).tolist()

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 
 from lockstep.internal.v1 import exchange_pb2
 from services.tokenizer.exchange.exchange_codec import encode_handles
+from shared.ids import RequestHandle
 
 # Submits beyond this go into the next message, so that each stays far below the limit on message size.
 _SUBMIT_BYTES_PER_MESSAGE = 8 * 1024 * 1024
@@ -17,7 +18,7 @@ _SUBMIT_BYTES_PER_MESSAGE = 8 * 1024 * 1024
 class ExchangeLink:
     """Collects what is to be sent while the last message is being sent."""
 
-    def __init__(self, make_submit: Callable[[int], exchange_pb2.Submit | None]) -> None:
+    def __init__(self, make_submit: Callable[[RequestHandle], exchange_pb2.Submit | None]) -> None:
         """`make_submit` is called just before a message is sent, so that ages and outputs are current; None submits
         nothing.
         """
@@ -25,23 +26,23 @@ class ExchangeLink:
         self.heard_at = time.monotonic()
         self._make_submit = make_submit
         self._is_closed = False
-        self._submits: deque[int] = deque()
+        self._submits: deque[RequestHandle] = deque()
         self._stop_ats: list[exchange_pb2.StopAt] = []
-        self._aborts: list[int] = []
+        self._aborts: list[RequestHandle] = []
         self._is_beat_due = False
         self._has_news = asyncio.Event()
 
-    def submit(self, handle: int) -> None:
+    def submit(self, handle: RequestHandle) -> None:
         """Send a request's submit."""
         self._submits.append(handle)
         self._has_news.set()
 
-    def stop_at(self, handle: int, num_tokens: int) -> None:
+    def stop_at(self, handle: RequestHandle, num_tokens: int) -> None:
         """Report that a stop string ended a choice after `num_tokens` tokens."""
         self._stop_ats.append(exchange_pb2.StopAt(handle=handle, num_tokens=num_tokens))
         self._has_news.set()
 
-    def abort(self, handle: int) -> None:
+    def abort(self, handle: RequestHandle) -> None:
         """Send a request's abort."""
         self._aborts.append(handle)
         self._has_news.set()

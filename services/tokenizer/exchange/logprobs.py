@@ -13,6 +13,7 @@ from lockstep.internal.v1 import exchange_pb2, sampling_pb2
 from lockstep.v1 import common_pb2
 from services.tokenizer.exchange.exchange_codec import read_rows
 from services.tokenizer.exchange.request_ledger import ExchangeError
+from shared.ids import RequestHandle
 from shared.sampling_codec import decode_logprobs
 
 # Takes half a millisecond to make, and stays far below the limit on a client's message.
@@ -62,7 +63,7 @@ class Logprobs:
             yield common_pb2.PositionLogprobs(token=token, top=top)
 
 
-def read_row_logprobs(outputs: exchange_pb2.Outputs) -> dict[int, Logprobs]:
+def read_row_logprobs(outputs: exchange_pb2.Outputs) -> dict[RequestHandle, Logprobs]:
     """Each row's log-probabilities by handle, without rows that have none.
 
     Raises:

@@ -15,6 +15,7 @@ from shared.errors import (
     SchedulerLostError,
     ServiceError,
 )
+from shared.ids import RequestHandle, choice_handles
 
 
 class ExchangeError(Exception):
@@ -49,32 +50,37 @@ class RequestLedger:
         self._exact_fingerprint = ""
         self._suspects = SubmitSuspects()
         self._stream = 0
-        self._next_handle = 1
-        self._choices: dict[int, RequestChoice] = {}
-        self._requests: dict[int, Request] = {}
-        self._unsent: dict[int, Request] = {}
+        self._next_handle = RequestHandle(1)
+        self._choices: dict[RequestHandle, RequestChoice] = {}
+        self._requests: dict[RequestHandle, Request] = {}
+        self._unsent: dict[RequestHandle, Request] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def add(self, request: Request, *, arrived_at: float, deadline_at: float | None) -> int:
+    def add(self, request: Request, *, arrived_at: float, deadline_at: float | None) -> RequestHandle:
         """Add a request and return the handle of its first choice; `begin_attempt` submits it."""
         handle = request.handle = self._next_handle
-        self._next_handle += request.n
+        self._next_handle = RequestHandle(handle + request.n)
         request.arrived_at, request.deadline_at = arrived_at, deadline_at
         request.choices = [RequestChoice(request) for _ in range(request.n)]
         self._requests[handle] = self._unsent[handle] = request
-        self._choices.update(enumerate(request.choices, handle))
+        self._choices.update(zip(choice_handles(handle, request.n), request.choices, strict=True))
         return handle
 
-    def open_choices(self, handle: int) -> list[int]:
+    def open_choices(self, handle: RequestHandle) -> list[RequestHandle]:
         """The handles of a request's unfinished choices; none if the request has ended."""
         request = self._requests.get(handle)
         if request is None:
             return []
-        return [number for number, choice in enumerate(request.choices, handle) if not choice.has_ended]
+        handles = choice_handles(handle, request.n)
+        return [
+            choice_handle
+            for choice_handle, choice in zip(handles, request.choices, strict=True)
+            if not choice.has_ended
+        ]
 
-    def meet_cell(self, exact_fingerprint: str) -> list[tuple[int, ServiceError]]:
+    def meet_cell(self, exact_fingerprint: str) -> list[tuple[RequestHandle, ServiceError]]:
         """The next streams belong to a cell with this fingerprint; empty if it is not exact.
 
         Returns:
@@ -87,7 +93,7 @@ class RequestLedger:
         ]
         return [end for handle in inexact for end in self._fail(handle, error)]
 
-    def on_scheduler_death(self, died_at: float) -> list[tuple[int, ServiceError]]:
+    def on_scheduler_death(self, died_at: float) -> list[tuple[RequestHandle, ServiceError]]:
         """The scheduler of the lost stream has died, at `died_at` or soon after.
 
         Returns:
@@ -98,7 +104,7 @@ class RequestLedger:
             return []
         return self._fail(guilty, PoisonRequestError("the scheduler died each time it received the request"))
 
-    def open_stream(self) -> tuple[int, list[int]]:
+    def open_stream(self) -> tuple[int, list[RequestHandle]]:
         """Make a new stream the current one.
 
         Returns:
@@ -111,7 +117,7 @@ class RequestLedger:
         self._stream += 1
         return self._stream, self._next_handles()
 
-    def take_released(self) -> list[int]:
+    def take_released(self) -> list[RequestHandle]:
         """The handles to submit, in order, if a trial has advanced since the last call; otherwise none."""
         return self._next_handles() if self._suspects.take_change() else []
 
@@ -120,7 +126,7 @@ class RequestLedger:
         """Whether requests are on trial, while the others wait."""
         return self._suspects.is_trying
 
-    def must_wait(self, handle: int) -> bool:
+    def must_wait(self, handle: RequestHandle) -> bool:
         """Whether a request must wait for a trial of others."""
         return not self._suspects.may_submit(handle)
 
@@ -134,7 +140,7 @@ class RequestLedger:
         """A scheduler is up but not serving yet: it is waiting for its workers."""
         self._alive_at = now
 
-    def begin_attempt(self, handle: int, now: float) -> Request | None:
+    def begin_attempt(self, handle: RequestHandle, now: float) -> Request | None:
         """Submit a request on the current stream, at most once per stream.
 
         Returns:
@@ -148,11 +154,11 @@ class RequestLedger:
         self._suspects.open(handle, now)
         return request
 
-    def num_resumes(self, handle: int) -> int:
+    def num_resumes(self, handle: RequestHandle) -> int:
         """How often an unfinished choice has been resumed, including by its request's last attempt."""
         return self._choices[handle].num_resumes
 
-    def resume(self, stream: int, handle: int, num_resumes: int) -> bool:
+    def resume(self, stream: int, handle: RequestHandle, num_resumes: int) -> bool:
         """The scheduler reports a choice's number of resumes; returns whether that is more than was known."""
         choice = self._choices.get(handle)
         if choice is None or choice.request.stream != stream or num_resumes <= choice.num_resumes:
@@ -160,7 +166,7 @@ class RequestLedger:
         choice.num_resumes = num_resumes
         return True
 
-    def begin(self, stream: int, handle: int) -> bool:
+    def begin(self, stream: int, handle: RequestHandle) -> bool:
         """A choice's first tokens are about to arrive; returns whether that was not known before."""
         choice = self._choices.get(handle)
         if choice is None or choice.request.stream != stream or choice.has_begun:
@@ -168,7 +174,7 @@ class RequestLedger:
         choice.has_begun = True
         return True
 
-    def receive(self, stream: int, handle: int, first_index: int, token_ids: list[int]) -> list[int]:
+    def receive(self, stream: int, handle: RequestHandle, first_index: int, token_ids: list[int]) -> list[int]:
         """Take completion tokens of a choice; the first of them has the index `first_index` in the completion.
 
         Returns:
@@ -191,7 +197,7 @@ class RequestLedger:
             self._suspects.close(choice.request.handle)
         return token_ids
 
-    def receive_prompt(self, stream: int, handle: int, first_position: int, num_positions: int) -> int:
+    def receive_prompt(self, stream: int, handle: RequestHandle, first_position: int, num_positions: int) -> int:
         """Note that log-probabilities of `num_positions` consecutive prompt positions have arrived.
 
         Returns:
@@ -211,7 +217,7 @@ class RequestLedger:
         request.num_prompt_positions += num_new
         return num_new
 
-    def end(self, stream: int, handle: int) -> bool:
+    def end(self, stream: int, handle: RequestHandle) -> bool:
         """The scheduler ended a choice; returns whether the choice was still live on `stream`."""
         choice = self._choices.get(handle)
         if choice is None or choice.request.stream != stream:
@@ -219,7 +225,7 @@ class RequestLedger:
         self._end(handle)
         return True
 
-    def stop(self, handle: int) -> bool:
+    def stop(self, handle: RequestHandle) -> bool:
         """End a choice from this side, because a stop string was found. Does nothing if it has ended.
 
         Returns:
@@ -229,7 +235,7 @@ class RequestLedger:
             return False
         return self._end(handle).stream is not None
 
-    def remove(self, handle: int) -> bool:
+    def remove(self, handle: RequestHandle) -> bool:
         """End a request from this side, because its client is gone. Does nothing if it has ended.
 
         Returns:
@@ -240,7 +246,7 @@ class RequestLedger:
             self._end(number)
         return request is not None and request.stream is not None
 
-    def remove_all(self) -> list[int]:
+    def remove_all(self) -> list[RequestHandle]:
         """End all requests from this side; returns the handles of their unfinished choices."""
         handles = list(self._choices)
         for handle in self._requests:
@@ -250,7 +256,7 @@ class RequestLedger:
         self._unsent.clear()
         return handles
 
-    def expire(self, now: float) -> list[tuple[int, ServiceError]]:
+    def expire(self, now: float) -> list[tuple[RequestHandle, ServiceError]]:
         """End the unsent requests whose time is up, and advance a trial whose time is up.
 
         The scheduler enforces the deadlines of submitted requests.
@@ -281,19 +287,19 @@ class RequestLedger:
             times.append(closing)
         return min(times, default=None)
 
-    def _next_handles(self) -> list[int]:
+    def _next_handles(self) -> list[RequestHandle]:
         """The unsent requests that need not wait, in order of submission."""
         handles = [handle for handle in self._unsent if not self.must_wait(handle)]
         return sorted(handles, key=lambda handle: self._unsent[handle].resubmission_order)
 
-    def _fail(self, handle: int, error: ServiceError) -> list[tuple[int, ServiceError]]:
+    def _fail(self, handle: RequestHandle, error: ServiceError) -> list[tuple[RequestHandle, ServiceError]]:
         """End an unsent request; returns its unfinished choices, each with the error."""
         choices = self.open_choices(handle)
         for choice in choices:
             self._end(choice)
         return [(choice, error) for choice in choices]
 
-    def _end(self, handle: int) -> Request:
+    def _end(self, handle: RequestHandle) -> Request:
         """End a choice, and with the last one its request; returns the request."""
         choice = self._choices.pop(handle)
         choice.has_ended = True

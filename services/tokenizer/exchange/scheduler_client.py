@@ -20,6 +20,7 @@ from services.tokenizer.exchange.request_ledger import ExchangeError
 from services.tokenizer.request.request import Request
 from shared.errors import NotReadyError, SchedulerLostError
 from shared.heartbeat import Silence, next_beat_at
+from shared.ids import RequestHandle
 from shared.limits import ModelLimits
 from shared.rpc import make_channel, reason_of, status_from_rpc_error
 
@@ -110,11 +111,11 @@ class SchedulerClient:
         *,
         arrived_at: float,
         deadline_at: float | None,
-    ) -> int:
+    ) -> RequestHandle:
         """See `CellRequests.submit`."""
         return self._requests.submit(request, receivers, arrived_at=arrived_at, deadline_at=deadline_at)
 
-    def abort(self, handle: int) -> None:
+    def abort(self, handle: RequestHandle) -> None:
         """See `CellRequests.abort`."""
         self._requests.abort(handle)
 

@@ -6,6 +6,7 @@ Pure: no I/O, and no clock; times are passed in, in seconds of one monotonic clo
 from __future__ import annotations
 
 from shared.bisection import Bisection
+from shared.ids import RequestHandle
 
 # A request that the scheduler has had for longer than this is not the cause of its death.
 SUSPICION_S = 10.0
@@ -34,10 +35,10 @@ class SubmitSuspects:
     """
 
     def __init__(self) -> None:
-        self._handle_to_submitted_at: dict[int, float] = {}
-        self._handle_to_num_accusations: dict[int, int] = {}
-        self._waiting: Bisection[int] = Bisection()
-        self._trial: set[int] = set()
+        self._handle_to_submitted_at: dict[RequestHandle, float] = {}
+        self._handle_to_num_accusations: dict[RequestHandle, int] = {}
+        self._waiting: Bisection[RequestHandle] = Bisection()
+        self._trial: set[RequestHandle] = set()
         self._has_changed = False
 
     @property
@@ -50,15 +51,15 @@ class SubmitSuspects:
         """Whether a trial is running, and the other requests must wait."""
         return bool(self._trial)
 
-    def may_submit(self, handle: int) -> bool:
+    def may_submit(self, handle: RequestHandle) -> bool:
         """Whether a request may be submitted now."""
         return not self._trial or handle in self._trial
 
-    def open(self, handle: int, now: float) -> None:
+    def open(self, handle: RequestHandle, now: float) -> None:
         """A request is submitted."""
         self._handle_to_submitted_at[handle] = now
 
-    def close(self, handle: int) -> None:
+    def close(self, handle: RequestHandle) -> None:
         """A request has received a token since its submit, or has ended: it is cleared."""
         self._handle_to_submitted_at.pop(handle, None)
         self._handle_to_num_accusations.pop(handle, None)
@@ -85,7 +86,7 @@ class SubmitSuspects:
         """The stream is a new one: forget the open submits, without judging their requests."""
         self._handle_to_submitted_at.clear()
 
-    def accuse(self, died_at: float) -> int | None:
+    def accuse(self, died_at: float) -> RequestHandle | None:
         """The scheduler has died, at `died_at` or soon after: accuse the requests with open submits.
 
         Returns:

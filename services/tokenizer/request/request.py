@@ -5,7 +5,10 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from shared.ids import RequestHandle
 from shared.limits import TOKEN_DTYPE, SamplingParams
+
+_NO_HANDLE = RequestHandle(0)
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +47,7 @@ class Request:
     arrived_at: float = 0.0
     deadline_at: float | None = None
     """When the caller stops waiting; None means never."""
-    handle: int = 0
+    handle: RequestHandle = _NO_HANDLE
     """Its first choice's; choice i has `handle + i`."""
     choices: list[RequestChoice] = field(default_factory=list)
     num_attempts: int = 0

@@ -19,6 +19,7 @@ from services.tokenizer.server.completion import Completion
 from services.tokenizer.server.generation import Generation
 from services.tokenizer.server.live_requests import LiveRequests
 from shared.errors import DeadlinePassedError, ServiceError
+from shared.ids import RequestHandle
 from shared.limits import NO_OPTIONS
 from shared.request_fields import check_exactness
 from shared.rpc import StatusError, reason_of
@@ -101,7 +102,7 @@ class GenerateCall:
     async def _stream(self, request: CheckedRequest, prompts: Sequence[PreparedPrompt]) -> str:
         generation = Generation(arrived_at=self._arrived_at)
         self._live.begin(request.request_id, generation)
-        handles: list[int] = []
+        handles: list[RequestHandle] = []
         try:
             for index, prompt in enumerate(prompts):
                 handles.append(self._submit(request, index, prompt, generation))
@@ -116,7 +117,9 @@ class GenerateCall:
         reasons = sorted({common_pb2.FinishReason.Name(reason) for reason in generation.finish_reasons})
         return ",".join(reason.removeprefix("FINISH_REASON_") for reason in reasons)
 
-    def _submit(self, request: CheckedRequest, index: int, prompt: PreparedPrompt, generation: Generation) -> int:
+    def _submit(
+        self, request: CheckedRequest, index: int, prompt: PreparedPrompt, generation: Generation
+    ) -> RequestHandle:
         """Returns the handle to abort it by."""
         choices = [self._make_choice(request, prompt, generation, (index, number)) for number in range(request.n)]
         generation.choices += choices

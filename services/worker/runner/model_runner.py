@@ -16,7 +16,7 @@ from services.worker.batch.enter_checks import BatchLimits, require
 from services.worker.batch.replay import ReplayScorer
 from services.worker.batch.step_input import StepInput
 from services.worker.config import WorkerSettings
-from services.worker.device import choose_device
+from services.worker.device import choose_device, propose_steps
 from services.worker.forward.forward_context import (
     AttentionMetadata,
     DpMetadata,
@@ -33,7 +33,6 @@ from services.worker.parallel.distributed import Rendezvous, make_parallel
 from services.worker.runner.input_batch import InputBatch
 from services.worker.runner.matchers import GrammarMatchers
 from services.worker.runner.prompt_logprobs import PromptScorer
-from services.worker.runner.step_proposal import propose_steps
 from services.worker.sampling.sampler import SampledTokens, Sampler
 from services.worker.spec_decode.drafting import make_drafting
 from services.worker.spec_decode.drafts import ComputedStep, Drafting

@@ -6,9 +6,8 @@ import pytest
 
 from services.scheduler.config import SchedulerSettings
 from services.scheduler.core.admission import AdmissionPolicy
-from services.scheduler.core.policy import CellTopology
+from services.scheduler.core.policy import CellTopology, RetractionPolicy
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
-from services.scheduler.core.retraction import RetractionPolicy
 from shared.config import load_settings
 
 

@@ -7,6 +7,7 @@ from array import array
 from dataclasses import dataclass, field, replace
 
 from services.scheduler.core.batch.cached_prefix import CachedPrefix, PrefixCursor
+from shared.ids import DpRank, RequestHandle, Slot
 from shared.limits import NO_OPTIONS, TOKEN_DTYPE, SamplingParams
 
 TOKEN_BYTES = TOKEN_DTYPE.itemsize
@@ -86,7 +87,7 @@ class Sequence:
 
     id: str
     client: int
-    handle: int
+    handle: RequestHandle
     params: SamplingParams
     token_bytes: bytearray
     num_prompt_tokens: int
@@ -103,7 +104,7 @@ class Sequence:
     """Time in the waiting queue before `queued_at`."""
     status: SequenceStatus = SequenceStatus.WAITING
     type: SequenceType = SequenceType.PREFILL
-    slot: int | None = None
+    slot: Slot | None = None
     is_retiring: bool = False
     """Whether it gets no further row, and waits for its last step in flight."""
     block_table: array[int] = field(default_factory=lambda: array("i"))
@@ -118,7 +119,7 @@ class Sequence:
     first_token_at: float | None = None
     left_at: float | None = None
     finish: Finish | None = None
-    rank: int | None = None
+    rank: DpRank | None = None
     """The DP rank it is placed on, if any."""
     is_exact: bool = False
     """Whether its tokens must depend only on the model, the prompt and the parameters."""

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.scheduler.core.batch.sequence import TOKEN_BYTES, Sequence
+from shared.ids import Slot
 from shared.limits import TOKEN_DTYPE
 
 IntColumn = npt.NDArray[np.int32]
@@ -94,7 +95,7 @@ class SlotTable:
         self._run_end = np.zeros(num_slots, np.int32)
         # Tokens after which a row may have to stop, padded with -1: [most watched tokens of a row, num_slots].
         self._watched = np.full((1, num_slots), _NO_TOKEN, np.int32)
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._free = [Slot(number) for number in range(num_slots - 1, -1, -1)]
         self._gathered: deque[RowConstants] = deque(maxlen=_NUM_GATHERED)
 
     @property
@@ -123,7 +124,7 @@ class SlotTable:
         self._watch(slot, watched_tokens)
         return slot
 
-    def end(self, slot: int) -> None:
+    def end(self, slot: Slot) -> None:
         """Give the sequence no more tokens from steps in flight."""
         self.live[slot] = False
         self.num_ended += 1
@@ -138,7 +139,7 @@ class SlotTable:
         self._free.append(seq.slot)
         seq.slot = None
 
-    def sequence_at(self, slot: int) -> Sequence:
+    def sequence_at(self, slot: Slot) -> Sequence:
         """The sequence in a taken slot."""
         seq = self.sequences[slot]
         assert seq is not None
@@ -238,7 +239,7 @@ class SlotTable:
             slots * _RUN_COLUMNS,
         )
 
-    def _watch(self, slot: int, tokens: list[int]) -> None:
+    def _watch(self, slot: Slot, tokens: list[int]) -> None:
         if len(tokens) > len(self._watched):
             padding = np.full((len(tokens) - len(self._watched), len(self.live)), _NO_TOKEN, np.int32)
             self._watched = np.vstack([self._watched, padding])

@@ -18,6 +18,7 @@ from services.scheduler.core.batch.row_tokens import RowTokens
 from services.scheduler.core.batch.sequence import TOKEN_BYTES, Finish, Sequence
 from services.scheduler.core.batch.slot_table import IntColumn, RowConstants, Slots
 from shared.errors import ServiceError
+from shared.ids import RequestHandle, Slot
 from shared.limits import SamplingParams
 
 _NO_HANDLES = np.empty(0, np.uint32)
@@ -36,7 +37,7 @@ class StepKind(enum.Enum):
 class PrefillChunk:
     """A sequence's next tokens to prefill."""
 
-    slot: int
+    slot: Slot
     token_bytes: bytes
     num_later_tokens: int
     """Tokens of later steps before the first token is sampled."""
@@ -77,9 +78,9 @@ class ScheduledBatch:
     """In batch order. Sent only when `skips_rows` is set; else the worker derives them: all sequences whose prompt is
     complete.
     """
-    partial_slots: list[int]
+    partial_slots: list[Slot]
     """Prompts that the step does not complete."""
-    leave_slots: list[int]
+    leave_slots: list[Slot]
     chunks: list[PrefillChunk]
     enters: list[EnteringSequence]
     append_slots: Slots
@@ -150,7 +151,7 @@ class StepRecord:
     num_tokens: int
     """The most of any coupled rank."""
     row_slots: Slots
-    partial_slots: list[int]
+    partial_slots: list[Slot]
     sent_at: float
     retiring: list[Sequence] = field(default_factory=list)
 
@@ -196,7 +197,7 @@ class StepResult:
 class RequestStart:
     """A choice got its first token."""
 
-    handle: int
+    handle: RequestHandle
     num_cached_tokens: int
 
 
@@ -204,7 +205,7 @@ class RequestStart:
 class RequestEnd:
     """The end of a choice: exactly one of `finish` and `error` is set."""
 
-    handle: int
+    handle: RequestHandle
     num_completion_tokens: int = 0
     finish: Finish | None = None
     error: ServiceError | None = None
@@ -234,9 +235,9 @@ class Outputs:
     """Tokens per row; None means one each."""
     logprobs: Logprobs | None = None
     """By index into `token_ids`."""
-    prompt_logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
+    prompt_logprobs: list[tuple[RequestHandle, Logprobs]] = field(default_factory=list)
     """By handle."""
-    resumes: list[tuple[int, int]] = field(default_factory=list)
+    resumes: list[tuple[RequestHandle, int]] = field(default_factory=list)
     """Handles that resume after a loss, and how often they have by now."""
 
     @classmethod
@@ -268,7 +269,7 @@ class OutputsByClient:
             is_own = constants.clients == client
             self._of(int(client)).set_rows(constants.handles[is_own], first_indexes[is_own], rows.of_rows(is_own))
 
-    def add_prompt_logprobs(self, client: int, handle: int, logprobs: Logprobs) -> None:
+    def add_prompt_logprobs(self, client: int, handle: RequestHandle, logprobs: Logprobs) -> None:
         """Add log-probabilities of a prompt's next tokens."""
         self._of(client).prompt_logprobs.append((handle, logprobs))
 

@@ -6,9 +6,8 @@ import pytest
 
 from services.scheduler.core.admission import AdmissionPolicy
 from services.scheduler.core.batch.sequence import Priority
-from services.scheduler.core.policy import SchedulerPolicy
+from services.scheduler.core.policy import RetractionPolicy, SchedulerPolicy
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
-from services.scheduler.core.retraction import RetractionPolicy
 from tests.support.cell_model import expected_completion
 from tests.support.engine_driver import EngineDriver
 

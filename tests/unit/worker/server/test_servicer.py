@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lockstep.internal.v1 import worker_pb2
 from lockstep.v1 import common_pb2
+from services.worker.device import StepProposal, propose_steps
 from services.worker.models.loader import LoadedModel
 from services.worker.runner.model_runner import ModelRunner
-from services.worker.runner.step_proposal import StepProposal, propose_steps
 from services.worker.spec_decode.drafts import Drafting
 from services.worker.spec_decode.ngram_drafts import LookupProposer, NgramProposer
 from services.worker.step import Int32Column

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.scheduler.core.batch.slot_table import IntColumn, Slots
-from services.scheduler.core.retraction import RetractionPolicy, pick_victim
+from services.scheduler.core.policy import RetractionPolicy
+from services.scheduler.core.preemption import pick_victim
 
 
 def order_of(*slots: int) -> Slots:

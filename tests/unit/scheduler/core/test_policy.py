@@ -8,8 +8,7 @@ import pytest
 
 from services.scheduler.cell.events import Exit
 from services.scheduler.core.batch.step import ScheduledBatch, Step, StepKind
-from services.scheduler.core.policy import CellTopology, SchedulerPolicy
-from services.scheduler.core.step_budget import StepBudget
+from services.scheduler.core.policy import CellTopology, SchedulerPolicy, StepBudget
 from shared.limits import SamplingOptions
 from tests.support.cell_model import expected_completion
 from tests.support.engine_driver import EngineDriver, attached, expected_scores, worker_facts
