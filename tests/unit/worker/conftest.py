@@ -1,4 +1,4 @@
-"""What tests of a worker's services share."""
+"""Fixtures shared by the tests of a worker's services."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 @pytest.fixture
 def device() -> Iterator[DeviceLoop]:
-    """A device whose jobs run on a thread of their own."""
+    """A device whose jobs run on a separate thread."""
     loop = DeviceLoop()
     thread = threading.Thread(target=loop.run)
     thread.start()
@@ -36,13 +36,13 @@ def device() -> Iterator[DeviceLoop]:
 
 @pytest.fixture
 def stuck_s() -> float:
-    """After how long a worker says that it is stuck."""
+    """The time after which a worker reports that it is stuck."""
     return STUCK_S
 
 
 @pytest.fixture
 async def loading_worker(device: DeviceLoop, stuck_s: float, tmp_path: Path) -> AsyncIterator[Worker]:
-    """A served worker whose weights are not there yet."""
+    """A worker that is being served, but has no weights yet."""
     address = f"unix:{tmp_path / 'worker.sock'}"
     async with make_channel(address, internal=True) as channel:
         worker = Worker(device, channel, stuck_s)
@@ -54,14 +54,14 @@ async def loading_worker(device: DeviceLoop, stuck_s: float, tmp_path: Path) -> 
 
 @pytest.fixture
 def worker(loading_worker: Worker, loaded: LoadedModel) -> Worker:
-    """A served worker."""
+    """A worker that is being served."""
     loading_worker.open(make_runner(loaded))
     return loading_worker
 
 
 @pytest.fixture
 def hold_device(device: DeviceLoop) -> Iterator[Callable[[], threading.Event]]:
-    """Keep the device busy until the event returned is set."""
+    """Keep the device busy until the returned event is set."""
     holds: list[threading.Event] = []
 
     def hold() -> threading.Event:

@@ -18,7 +18,7 @@ def test_only_the_model_directory_has_no_default() -> None:
     assert (settings.draft_proposer, settings.draft_model, settings.num_draft_tokens) == ("none", None, 4)
 
 
-def test_a_flag_goes_over_the_environment_and_that_over_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flag_overrides_the_environment_which_overrides_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_WORKER_MODEL_DIR", "/from-environment")
     monkeypatch.setenv("LOCKSTEP_WORKER_OPS_BACKEND", "reference")
     settings = load_settings(WorkerSettings, ["--model-dir=/from-flag"])
@@ -28,13 +28,13 @@ def test_a_flag_goes_over_the_environment_and_that_over_the_default(monkeypatch:
 RENDEZVOUS = ("--rendezvous=127.0.0.1:9", "--domain-start-id=x")
 
 
-def test_the_flags_of_a_coupled_groups_leader_are_its_layout() -> None:
+def test_the_layout_of_a_coupled_groups_leader_is_read_from_its_flags() -> None:
     flags = ("--dp-rank=1", "--dp-size=2", "--tp-rank=0", "--tp-size=3", "--ep", "--leader=unix:/l", *RENDEZVOUS)
     settings = load_settings(WorkerSettings, ["--model-dir=/m", *flags])
     assert settings.layout == RankLayout(1, 2, 0, 3, has_expert_parallel=True)
 
 
-def test_ranks_that_are_not_coupled_need_nobody() -> None:
+def test_uncoupled_ranks_need_no_partners() -> None:
     settings = load_settings(WorkerSettings, ["--model-dir=/m", "--dp-rank=1", "--dp-size=2"])
     assert settings.layout.is_alone
 
@@ -44,23 +44,23 @@ def test_ranks_that_are_not_coupled_need_nobody() -> None:
     [
         ["--dp-rank=1"],
         ["--tp-rank=2", "--tp-size=2", "--leader=unix:/l", *RENDEZVOUS],
-        # Nobody to follow, or nobody who does.
+        # A follower without a leader, or a leader that would follow.
         ["--tp-rank=1", "--tp-size=2", *RENDEZVOUS],
         ["--tp-rank=0", "--tp-size=2", "--leader=unix:/l", *RENDEZVOUS],
         ["--dp-rank=1", "--dp-size=2", "--ep", *RENDEZVOUS],
         ["--dp-rank=1", "--dp-size=2", "--leader=unix:/l"],
-        # Nowhere to meet.
+        # No rendezvous or no start id.
         ["--tp-size=2", "--domain-start-id=x"],
         ["--tp-size=2", "--rendezvous=127.0.0.1:9"],
         ["--dp-size=2", "--ep", "--rendezvous=unix:/r", "--domain-start-id=x"],
-        # What a plan cannot know.
+        # Drafts, which the plan of coupled ranks does not cover.
         ["--dp-size=2", "--ep", "--draft-proposer=ngram", *RENDEZVOUS],
         ["--tp-size=0"],
         ["--silence-s=0.5"],
         ["--fail-on-token=-1"],
     ],
 )
-def test_a_layout_that_cannot_be_is_refused(flags: list[str]) -> None:
+def test_an_impossible_layout_is_refused(flags: list[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         load_settings(WorkerSettings, ["--model-dir=/m", *flags])
     assert exit_info.value.code == 2
@@ -86,9 +86,7 @@ def test_a_layout_that_cannot_be_is_refused(flags: list[str]) -> None:
         (["--model-dir=/m", "--listen=0.0.0.0:50053"], "--listen"),
     ],
 )
-def test_a_wrong_setting_is_refused_by_its_name(
-    flags: list[str], name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_invalid_setting_is_refused_by_name(flags: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         load_settings(WorkerSettings, flags)
     assert exit_info.value.code == 2

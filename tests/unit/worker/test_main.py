@@ -53,7 +53,7 @@ def running_worker(model_dir: Path, address: str, *flags: str) -> Iterator[subpr
 
 
 def wait_for_server(channel: grpc.Channel) -> Iterator[int]:
-    """The health of the worker, from its first answer on."""
+    """Wait for the worker's first answer; returns its health."""
     request = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
     for response in health_pb2_grpc.HealthStub(channel).Watch(request, wait_for_ready=True, timeout=PATIENCE_S):
         yield response.status
@@ -99,7 +99,7 @@ def test_a_configuration_alone_is_served_with_dummy_weights(model_dir: Path, tmp
         assert health_pb2.HealthCheckResponse.SERVING in wait_for_server(channel)
 
 
-def test_a_directory_that_is_no_model_ends_the_process_with_one_clear_line(tmp_path: Path) -> None:
+def test_a_directory_without_a_model_ends_the_process_with_one_clear_line(tmp_path: Path) -> None:
     with running_worker(tmp_path, f"unix:{tmp_path / 'worker.sock'}") as process:
         _, log = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1

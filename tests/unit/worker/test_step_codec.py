@@ -1,4 +1,4 @@
-"""Steps and results there and back, as bytes: whole columns, and everything that came with them."""
+"""Steps and results encoded and decoded: whole columns, with all their fields."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def there_and_back(enter: EnteringSequence) -> EnteringSequence:
 
 
 @pytest.mark.parametrize("enter", [EVERY_FIELD, make_enter(0, [1], [2])], ids=["every field", "none that is rare"])
-def test_a_sequence_that_enters_comes_as_it_was_sent(enter: EnteringSequence) -> None:
+def test_an_entering_sequence_survives_encoding(enter: EnteringSequence) -> None:
     parsed = there_and_back(enter)
     assert_equal(parsed.chunk.token_ids, enter.chunk.token_ids)
     for field in fields(enter):
@@ -57,14 +57,14 @@ def test_a_sequence_that_enters_comes_as_it_was_sent(enter: EnteringSequence) ->
             assert_equal(getattr(parsed, field.name), getattr(enter, field.name))
 
 
-def test_options_that_change_nothing_are_those_of_no_options() -> None:
+def test_options_that_change_nothing_decode_to_none() -> None:
     request = to_request(prefill_step(make_enter(0, [1], [2])))
     request.enters[0].options.min_p = 0.0
     assert parse_step(request).enters[0].options == SamplingOptions()
 
 
 @pytest.mark.parametrize("name", ["block_ids", "stop_token_ids", "cached_token_ids"])
-def test_a_column_that_is_not_whole_is_refused(name: str) -> None:
+def test_a_torn_column_is_refused(name: str) -> None:
     request = to_request(prefill_step(EVERY_FIELD))
     setattr(request.enters[0], name, b"\0" * 7)
     with pytest.raises(StepMismatchError):
@@ -81,7 +81,7 @@ def test_a_column_that_is_not_whole_is_refused(name: str) -> None:
         ("bad_words", [b"\0" * 4, b"\0" * 5]),
     ],
 )
-def test_options_whose_columns_do_not_fit_are_refused(name: str, value: bytes | list[bytes]) -> None:
+def test_options_with_mismatched_columns_are_refused(name: str, value: bytes | list[bytes]) -> None:
     request = to_request(prefill_step(EVERY_FIELD))
     options = request.enters[0].options
     options.ClearField(name)
@@ -93,7 +93,7 @@ def test_options_whose_columns_do_not_fit_are_refused(name: str, value: bytes | 
         parse_step(request)
 
 
-def test_a_step_says_what_coupled_ranks_compute() -> None:
+def test_a_step_carries_the_plan_of_coupled_ranks() -> None:
     coupled = replace(decode_step(), is_dummy=True, num_tokens_across_dp=(7, 1, 4000), graph_batch_size=16)
     for step in (coupled, decode_step()):
         parsed = parse_step(worker_pb2.StepRequest.FromString(to_request(step).SerializeToString()))
@@ -123,7 +123,7 @@ RARE = {
 }
 
 
-def test_a_plain_result_says_nothing_of_what_is_rare() -> None:
+def test_a_plain_result_omits_the_rare_fields() -> None:
     result = to_result(OUTPUT)
     assert (result.epoch, result.step_id, result.device_time_us) == (3, 4, 250)
     assert (unpack(result.token_ids), unpack(result.not_finite_rows)) == ([5, 6, 7], [1])
@@ -154,5 +154,5 @@ def test_a_result_carries_counts_and_log_probabilities() -> None:
     assert unpack(result.prompt_logprobs[1].logprobs.ranks) == [3, 4]
 
 
-def test_counts_that_are_all_one_may_be_said() -> None:
+def test_counts_of_one_may_be_sent() -> None:
     assert to_result(replace(OUTPUT, counts=column())).HasField("counts")

@@ -1,4 +1,4 @@
-"""Completions that are computed again: which tokens are compared, with what, and at what cost."""
+"""Recomputed completions: which tokens are compared with what, and at what cost."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def completion(loaded: LoadedModel) -> list[int]:
-    """What the model says greedily, so that all of it is likeliest."""
+    """The model's greedy completion, in which every token is the likeliest."""
     return generate_alone(loaded, PROMPT, 80)
 
 
 class CountingModel(WrappedModel):
-    """Counts the rows of logits that are asked of it."""
+    """Counts the rows of logits computed by it."""
 
     num_rows = 0
 
@@ -56,7 +56,7 @@ def attached(runner: ModelRunner) -> ModelRunner:
 def resumed(
     slot: int, known: list[int], *, num_later_tokens: int = 0, num_prompt_tokens: int = len(PROMPT)
 ) -> EnteringSequence:
-    """The prompt's sequence, back with a part of its completion; its blocks are its slot's."""
+    """The prompt's sequence, resumed with a part of its completion; its blocks belong to its slot."""
     enter = make_enter(slot, [*PROMPT, *known], range(30 * slot, 30 * slot + 30), num_later_tokens=num_later_tokens)
     return replace(enter, num_prompt_tokens=num_prompt_tokens)
 
@@ -67,7 +67,7 @@ def replays(output: StepOutput) -> tuple[int, int]:
 
 @torch.inference_mode()
 def num_unlikely(loaded: LoadedModel, known: list[int]) -> int:
-    """The definition: tokens of `known` behind the prompt that are not the argmax of what is before them."""
+    """The definition: tokens of `known` after the prompt that are not the argmax of the logits before them."""
     paged = PagedModel(loaded.model, load_ops("reference"))
     likeliest = paged.prefill_all(paged.add([*PROMPT, *known])).argmax(-1).tolist()
     return sum(likeliest[len(PROMPT) - 1 + place] != token_id for place, token_id in enumerate(known))
@@ -75,7 +75,7 @@ def num_unlikely(loaded: LoadedModel, known: list[int]) -> int:
 
 @pytest.mark.parametrize("max_chunk", [1, 2, 7, 100])
 @pytest.mark.parametrize("with_drafts", [False, True])
-def test_an_exact_backend_says_again_what_it_said(
+def test_an_exact_backend_reproduces_its_tokens(
     loaded: LoadedModel, completion: list[int], max_chunk: int, with_drafts: bool
 ) -> None:
     drafting = Drafting(NgramProposer(), 3) if with_drafts else None
@@ -108,7 +108,7 @@ def test_only_the_last_tokens_are_compared_and_no_other_logits_computed(
     model = CountingModel(loaded.model)
     runner = attached(make_runner(replace(loaded, model=model)))
     wrong_at_first = [completion[0] + 1, *completion[1:70]]
-    # The first of them is not among the last.
+    # The wrong token is not among the last ones.
     assert replays(runner.run_step(prefill_step(resumed(0, wrong_at_first))))[0] == 64
     assert model.num_rows == 64 + 1
 
@@ -132,20 +132,23 @@ def test_sequences_without_a_greedy_completion_cost_no_logits(loaded: LoadedMode
     assert model.num_rows == 10 + 4
 
 
-def test_cached_tokens_are_not_compared_since_nothing_is_computed_for_them(
+def test_cached_tokens_are_not_compared_since_they_are_not_recomputed(
     loaded: LoadedModel, completion: list[int]
 ) -> None:
     runner = attached(make_runner(loaded, num_blocks=200))
     runner.run_step(prefill_step(resumed(0, completion[:20])))
-    # Of 25 tokens two blocks are cached, the prompt and three of the completion; the next one's logits were the last's.
+    # Two blocks of the 25 tokens are cached: the prompt and three tokens of the completion. The next token's logits
+    # would come from the last cached one.
     again = make_enter(1, [*PROMPT, *completion[:20]][8:], [0, 1, *range(30, 40)], num_cached_tokens=8)
     output = runner.run_step(prefill_step(replace(again, num_prompt_tokens=len(PROMPT))))
     assert replays(output) == (20 - 3 - 1, 0)
 
 
-def test_who_takes_a_slot_is_not_compared_with_whom_left_it(loaded: LoadedModel, completion: list[int]) -> None:
+def test_a_slots_next_sequence_is_not_compared_with_its_previous_one(
+    loaded: LoadedModel, completion: list[int]
+) -> None:
     runner = attached(make_runner(loaded, num_blocks=200))
-    # It leaves while the likeliest next token waits for its next chunk.
+    # It leaves while the likeliest next token is kept for its next chunk.
     runner.run_step(prefill_step(resumed(0, completion[:3], num_later_tokens=4)))
     plain = make_enter(0, PROMPT, range(40, 50))
     assert replays(runner.run_step(prefill_step(plain, leave=[0]))) == (0, 0)

@@ -9,7 +9,7 @@ from services.worker.forward.kv_cache import CacheTensor, KvCache, KvCacheSpec, 
 
 # 2 tensors * 3 layers * 2 heads * 8 elements * 4 bytes.
 SPEC = KvCacheSpec((attention_cache(2, 8, torch.float32),) * 3)
-# A latent beside keys of another dtype in the first layer alone: 24 * 2 + 8 * 4 and 24 * 2 bytes.
+# A latent, and keys of another dtype in the first layer only: 24 * 2 + 8 * 4 and 24 * 2 bytes.
 LATENT = CacheTensor((24,), torch.bfloat16)
 MIXED = KvCacheSpec(((LATENT, CacheTensor((8,), torch.float32)), (LATENT,)))
 
@@ -19,7 +19,7 @@ def test_a_token_needs_keys_and_values_in_every_layer() -> None:
     assert KvCacheSpec((attention_cache(2, 8, torch.bfloat16),) * 3).bytes_per_token == 192
 
 
-def test_a_token_needs_what_each_layer_keeps() -> None:
+def test_a_token_needs_the_entries_of_each_layer() -> None:
     assert MIXED.bytes_per_token == 128
     assert num_blocks_for(128 * 16 * 3, MIXED, block_size=16) == 3
 
@@ -31,13 +31,13 @@ def test_only_whole_blocks_count(memory_bytes: int, num_blocks: int) -> None:
     assert num_blocks_for(memory_bytes, SPEC, block_size=16) == num_blocks
 
 
-def test_a_block_of_no_tokens_is_refused() -> None:
+def test_a_block_size_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="block_size is 0"):
         num_blocks_for(1000, SPEC, block_size=0)
 
 
 @pytest.mark.parametrize("spec", [SPEC, MIXED])
-def test_the_tensors_are_as_large_as_promised_and_zero(spec: KvCacheSpec) -> None:
+def test_the_tensors_have_the_expected_size_and_are_zero(spec: KvCacheSpec) -> None:
     cache = KvCache(spec, num_blocks=5, block_size=16)
     assert [[(tuple(tensor.shape), tensor.dtype) for tensor in layer] for layer in cache.layers] == [
         [((5, 16, *tensor.shape), tensor.dtype) for tensor in layer] for layer in spec.layers

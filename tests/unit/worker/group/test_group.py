@@ -32,13 +32,13 @@ PROMPT = [5, 9, 2, 44, 17]
 ATTACH = worker_pb2.AttachRequest(
     epoch=1, scheduler_instance_id="test", block_size=4, max_num_seqs=8, max_num_batched_tokens=256
 )
-# The fields that come later win.
+# Fields serialized later win.
 SECOND_ATTACH = ATTACH.SerializeToString() + worker_pb2.AttachRequest(epoch=2).SerializeToString()
 
 
 @dataclass
 class Process:
-    """What would be a process: a served role, and how it would have ended."""
+    """Stands in for a process: a served role, and the exit codes it would have had."""
 
     address: str
     role: Role
@@ -49,7 +49,7 @@ class Process:
 
 @dataclass
 class Domain:
-    """Starts the processes of one domain in this one."""
+    """Starts the processes of one domain within this process."""
 
     device: DeviceLoop
     loaded: LoadedModel
@@ -61,7 +61,7 @@ class Domain:
 
     @property
     def leader_address(self) -> str:
-        """Where the domain's first leader serves."""
+        """The address of the domain's first leader."""
         return f"unix:{self.directory / '0.sock'}"
 
     async def start(self, *flags: str, num_blocks: int = 64, start_id: str = "first") -> Process:
@@ -100,7 +100,7 @@ class Domain:
         return worker_pb2_grpc.WorkerServiceStub(channel), leader, member
 
     async def join_by_hand(self, **changes: Any) -> Any:
-        """A Join call that has said who it is: the second process of a group of two, with `changes`."""
+        """A Join call after its hello: the second process of a group of two, with `changes`."""
         channel = await self.stack.enter_async_context(make_channel(self.leader_address, internal=True))
         call = worker_pb2_grpc.GroupServiceStub(channel).Join()
         hello: dict[str, Any] = {
@@ -126,7 +126,7 @@ async def wait_until_open(*processes: Process) -> None:
 
 
 async def execute(stub: Any, *steps: Any) -> Any:
-    """An Execute stream that has said whose it is, and the steps sent on it."""
+    """An Execute stream that has identified its scheduler, with the steps sent on it."""
     call = stub.Execute()
     await call.write(heartbeat_request())
     for step in steps:
@@ -168,7 +168,7 @@ async def test_a_group_computes_each_step_on_all_its_ranks(domain: Domain, loade
     assert [unpack(result.token_ids)[0] for result in results] == generate_alone(loaded, PROMPT, 5)
 
 
-async def test_a_group_has_the_kv_blocks_of_the_rank_with_the_fewest(domain: Domain) -> None:
+async def test_a_group_has_as_many_kv_blocks_as_its_smallest_rank(domain: Domain) -> None:
     stub, _, _ = await domain.start_group(num_member_blocks=40)
     assert (await stub.Attach(ATTACH)).num_blocks == 40
 
@@ -183,10 +183,10 @@ async def test_a_group_can_be_claimed_once_its_members_have_joined(domain: Domai
 
 
 class SlowRefusal(worker_pb2_grpc.GroupServiceServicer):
-    """A leader whose refusal comes some time after the headers."""
+    """A leader that refuses some time after sending the headers."""
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Serve it."""
+        """Register this servicer."""
         worker_pb2_grpc.add_GroupServiceServicer_to_server(self, server)
 
     async def Join(self, requests: AsyncIterator[worker_pb2.JoinRequest], context: grpc.aio.ServicerContext) -> None:
@@ -197,7 +197,7 @@ class SlowRefusal(worker_pb2_grpc.GroupServiceServicer):
         raise GroupMismatchError("no place for this process")
 
 
-async def test_a_refusal_that_comes_behind_the_headers_is_one(domain: Domain) -> None:
+async def test_a_refusal_after_the_headers_is_still_a_refusal(domain: Domain) -> None:
     address = f"unix:{domain.directory / 'refusing.sock'}"
     server = make_server(address, [SlowRefusal()], internal=True)
     await server.start()
@@ -227,20 +227,20 @@ async def test_a_member_of_another_start_is_refused_and_ends(domain: Domain) -> 
         {"layout": worker_pb2.RankLayout(dp_size=2, tp_rank=1, tp_size=2, has_expert_parallel=True)},
     ],
 )
-async def test_who_does_not_belong_to_the_domain_is_refused(domain: Domain, changes: dict[str, Any]) -> None:
+async def test_a_process_that_does_not_belong_to_the_domain_is_refused(domain: Domain, changes: dict[str, Any]) -> None:
     leader = await domain.start()
     call = await domain.join_by_hand(**changes)
     assert await refusal_of(call.read()) == "GROUP_MISMATCH"
     assert leader.ended.empty()
 
 
-async def test_a_place_is_taken_once(domain: Domain) -> None:
+async def test_a_place_can_be_taken_only_once(domain: Domain) -> None:
     await domain.start_group()
     call = await domain.join_by_hand()
     assert await refusal_of(call.read()) == "GROUP_MISMATCH"
 
 
-async def test_steps_reach_a_member_as_they_came_and_a_result_waits_for_its_answer(
+async def test_steps_reach_a_member_unchanged_and_a_result_waits_for_its_answer(
     domain: Domain, loaded: LoadedModel
 ) -> None:
     leader = await domain.start()
@@ -253,14 +253,14 @@ async def test_steps_reach_a_member_as_they_came_and_a_result_waits_for_its_answ
         await member.write(attached_as(1))
         attached = await attach
         assert attached.num_blocks == 8
-        # A group is more than its leader.
+        # The group's fingerprint differs from its leader's alone.
         assert attached.numerics_fingerprint not in ("other", make_runner(loaded).numerics_fingerprint)
         steps = [prefill(), decode_step(step_id=2)]
         call = await execute(stub, *steps)
         relayed = [worker_pb2.StepRequest.FromString((await read_relayed(member)).step) for _ in steps]
         assert relayed == [to_request(step) for step in steps]
         result = asyncio.ensure_future(read_result(call))
-        # The member's signs of life go on, and bring no result.
+        # The member's heartbeats continue, without a result.
         await member.write(worker_pb2.JoinRequest(heartbeat=worker_pb2.Heartbeat()))
         await member.read()
         assert not result.done()
@@ -308,7 +308,7 @@ class CountingModel(WrappedModel):
         return super().forward(token_ids, positions)
 
 
-async def test_what_was_relayed_is_computed_before_an_attach_is_answered(
+async def test_relayed_steps_are_computed_before_an_attach_is_answered(
     domain: Domain, device: DeviceLoop, loaded: LoadedModel
 ) -> None:
     model = CountingModel(loaded.model)
@@ -336,24 +336,16 @@ async def test_what_was_relayed_is_computed_before_an_attach_is_answered(
     call.cancel()
 
 
-async def test_a_member_that_was_asked_to_end_ends_the_group_without_a_failure(
-    domain: Domain, device: DeviceLoop
+@pytest.mark.parametrize("is_leader", [False, True], ids=["member", "leader"])
+async def test_a_process_that_was_asked_to_end_ends_its_group_without_a_failure(
+    domain: Domain, device: DeviceLoop, is_leader: bool
 ) -> None:
     _, leader, member = await domain.start_group()
-    member.end.stopping.set()
-    await leader.end.stopping.wait()
+    asked, partner = (leader, member) if is_leader else (member, leader)
+    asked.end.stopping.set()
+    await partner.end.stopping.wait()
     assert device.is_stopping
-    assert leader.ended.empty()
-
-
-async def test_a_leader_that_was_asked_to_end_ends_its_members_without_a_failure(
-    domain: Domain, device: DeviceLoop
-) -> None:
-    _, leader, member = await domain.start_group()
-    leader.end.stopping.set()
-    await member.end.stopping.wait()
-    assert device.is_stopping
-    assert member.ended.empty()
+    assert partner.ended.empty()
 
 
 async def test_a_broken_link_ends_the_leader(domain: Domain) -> None:
@@ -374,12 +366,10 @@ async def test_a_silent_partner_ends_the_leader(domain: Domain) -> None:
     assert code is ExitCode.LINK_LOST
 
 
-async def test_a_step_that_fails_in_a_group_ends_its_processes(
-    domain: Domain, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_failing_step_ends_all_processes_of_a_group(domain: Domain, caplog: pytest.LogCaptureFixture) -> None:
     stub, leader, member = await domain.start_group()
     await stub.Attach(ATTACH)
-    # No sequence is in the batch to append a block to.
+    # The batch contains no sequence to which a block could be appended.
     call = await execute(stub, decode_step(append=[(3, 9)]))
     with caplog.at_level(logging.WARNING):
         codes = [(await process.ended.get())[0] for process in (leader, member)]
@@ -388,7 +378,7 @@ async def test_a_step_that_fails_in_a_group_ends_its_processes(
     call.cancel()
 
 
-async def test_the_leaders_of_coupled_groups_follow_the_first_and_get_no_steps(domain: Domain) -> None:
+async def test_leaders_of_coupled_groups_follow_the_first_and_get_no_steps_from_it(domain: Domain) -> None:
     domain.leader_flags = ("--dp-size=2", "--ep")
     first = await domain.start()
     second = await domain.start("--dp-rank=1", "--dp-size=2", "--ep", f"--leader={domain.leader_address}")

@@ -55,7 +55,7 @@ def generate(leader: WorkerProcess, num_tokens: int) -> list[int]:
         return [unpack(result.token_ids)[0] for result in results if not result.HasField("heartbeat")]
 
 
-def test_a_group_gives_the_models_tokens_and_ends_cleanly_with_its_first_member(
+def test_a_group_generates_the_models_tokens_and_ends_cleanly_with_its_first_member(
     model_dir: Path, tmp_path: Path
 ) -> None:
     with start_group(model_dir, tmp_path, 2) as (leader, member):
@@ -70,12 +70,12 @@ def second_attach() -> worker_pb2.AttachRequest:
     )
 
 
-def test_signs_of_life_go_on_inside_a_collective_and_a_killed_member_ends_it(model_dir: Path, tmp_path: Path) -> None:
+def test_heartbeats_continue_inside_a_collective_which_a_killed_member_ends(model_dir: Path, tmp_path: Path) -> None:
     with start_group(model_dir, tmp_path, 2) as (leader, member):
         with grpc.insecure_channel(leader.address) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             stub.Attach(ATTACH)
-            # The leader waits for it inside the step's first collective, and nobody has missed it yet.
+            # The leader waits for it inside the step's first collective, and its absence has not been noticed yet.
             member.process.send_signal(signal.SIGSTOP)
             results = stub.Execute(requests_of(0))
             assert [next(results).HasField("heartbeat") for _ in range(3)] == [True] * 3
@@ -85,7 +85,7 @@ def test_signs_of_life_go_on_inside_a_collective_and_a_killed_member_ends_it(mod
         assert "the link to a follower is broken" in leader.log()
 
 
-def test_a_stopped_member_is_noticed_and_ends_all_of_its_group(model_dir: Path, tmp_path: Path) -> None:
+def test_a_stopped_member_is_noticed_and_ends_its_whole_group(model_dir: Path, tmp_path: Path) -> None:
     with start_group(model_dir, tmp_path, 3, "--silence-s=2") as (leader, stopped, other):
         stopped.process.send_signal(signal.SIGSTOP)
         assert leader.wait() == ExitCode.LINK_LOST, leader.log()
@@ -95,7 +95,7 @@ def test_a_stopped_member_is_noticed_and_ends_all_of_its_group(model_dir: Path, 
         assert stopped.wait() == ExitCode.LINK_LOST, stopped.log()
 
 
-def test_the_token_to_fail_on_ends_the_whole_group(model_dir: Path, tmp_path: Path) -> None:
+def test_the_failpoint_token_ends_the_whole_group(model_dir: Path, tmp_path: Path) -> None:
     with start_group(model_dir, tmp_path, 2, f"--fail-on-token={POISON}") as (leader, member):
         assert len(generate(leader, 2)) == 2
         with grpc.insecure_channel(leader.address) as channel:

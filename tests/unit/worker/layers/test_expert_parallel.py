@@ -1,4 +1,4 @@
-"""Experts over all ranks of a cell, which are threads here: they give what experts in one place give, in rounds."""
+"""Experts spread over all ranks of a cell, here threads: they compute the same as experts in one place, in rounds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ every_backend = pytest.mark.parametrize("ops", [load_ops(name) for name in BACKE
 
 
 @pytest.mark.parametrize(("num_experts", "ep_size"), [(8, 1), (8, 4), (7, 3), (2, 5), (128, 6)])
-def test_every_expert_has_one_rank_and_no_rank_has_two_more_than_another(num_experts: int, ep_size: int) -> None:
+def test_experts_are_spread_evenly_and_each_has_one_rank(num_experts: int, ep_size: int) -> None:
     runs = [local_experts(num_experts, rank, ep_size) for rank in range(ep_size)]
     assert [expert for run in runs for expert in run] == list(range(num_experts))
     lengths = [len(run) for run in runs]
@@ -61,7 +61,7 @@ class Layer:
         return ExpertWeights(rows(0, HIDDEN_SIZE), down, rows(1), down_bias)
 
     def load(self, ops: Ops, parallel: Parallel) -> Experts:
-        # The experts' weights are the test's own.
+        # The test provides the experts' weights.
         shard = Shard(ops, DummyWeights(0, self.dtype, lambda _: None), parallel)
         return load_experts(
             shard, num_experts=self.num_experts, inner_size=INNER_SIZE, read=self.read, clamp=self.clamp
@@ -81,7 +81,7 @@ class Layer:
 
 
 def step_context(ops: Ops, num_tokens_across_dp: tuple[int, ...]) -> ForwardContext:
-    """The context of a step in which the DP ranks compute so many tokens; the same on all of them."""
+    """The context of a step in which the DP ranks compute this many tokens; the same on all of them."""
     cache = KvCache(KvCacheSpec((attention_cache(1, 2, torch.float32),)), num_blocks=1, block_size=4)
     metadata = attention_metadata([[0]], [1], [1], block_size=4, is_prefill=True)
     return ForwardContext.for_step(ops, metadata, cache, dp=DpMetadata(num_tokens_across_dp))
@@ -97,7 +97,7 @@ def ep_layouts(dp_size: int, tp_size: int) -> list[RankLayout]:
 
 
 def spread(layer: Layer, ops: Ops, parallel: Parallel, tokens_per_round: int) -> Tensor:
-    """What a rank's tokens give with experts over all ranks."""
+    """The outputs for a rank's tokens with experts spread over all ranks."""
     experts = layer.load(ops, parallel)
     assert isinstance(experts, ExpertParallel)
     experts._tokens_per_round = tokens_per_round
@@ -119,7 +119,9 @@ def layers(draw: st.DrawFn) -> Layer:
 
 @given(layer=layers(), tp_size=st.integers(1, 3), tokens_per_round=st.sampled_from([1, 2, 512]))
 @settings(max_examples=15)
-def test_spreading_experts_changes_no_bit_on_the_reference(layer: Layer, tp_size: int, tokens_per_round: int) -> None:
+def test_spreading_experts_changes_no_bit_on_the_reference_backend(
+    layer: Layer, tp_size: int, tokens_per_round: int
+) -> None:
     ops, across = load_ops("reference"), layer.num_tokens_across_dp
     assume(len(across) * tp_size > 1)
 
@@ -135,7 +137,7 @@ def test_spreading_experts_changes_no_bit_on_the_reference(layer: Layer, tp_size
 
 @every_backend
 @pytest.mark.parametrize(("dp_size", "tp_size"), [(1, 2), (2, 1), (2, 2), (4, 1), (1, 3)])
-def test_spread_experts_give_what_one_rank_gives(ops: Ops, dp_size: int, tp_size: int) -> None:
+def test_spread_experts_compute_the_same_as_one_rank(ops: Ops, dp_size: int, tp_size: int) -> None:
     layer = Layer(6, 3, tuple(range(1, 2 * dp_size, 2)), seed=dp_size)
     alone = layer.load(ops, SINGLE)
     with forward_context(step_context(ops, layer.num_tokens_across_dp if dp_size > 1 else ())):
@@ -158,7 +160,7 @@ def test_there_may_be_more_ranks_than_experts(num_experts: int) -> None:
 
 
 class Recorder:
-    """A communicator that remembers how many rows each `all_to_all` sent."""
+    """A communicator that records how many rows each `all_to_all` sent."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.rank = communicator.rank
@@ -174,7 +176,7 @@ class Recorder:
         return self._communicator.all_to_all(x, send_counts, receive_counts)
 
 
-def test_rounds_are_bounded_and_as_many_as_the_longest_rank_needs() -> None:
+def test_rounds_are_bounded_and_the_longest_rank_determines_their_number() -> None:
     ops, layer = load_ops("reference"), Layer(4, 2, (1, 11))
 
     def run(parallel: Parallel) -> list[int]:
@@ -185,7 +187,7 @@ def test_rounds_are_bounded_and_as_many_as_the_longest_rank_needs() -> None:
 
     with forward_context(step_context(ops, layer.num_tokens_across_dp)):
         sent = run_ranks(ep_layouts(2, 1), run)
-    # Of each round the counts of all experts, the tokens' rows, and the outputs that go back.
+    # Each round exchanges the counts of all experts, the tokens' rows, and the outputs.
     counts, rows, outputs = ([of_rank[start::3] for of_rank in sent] for start in range(3))
     assert counts == [[4] * 4] * 2
     assert rows == [[2, 0, 0, 0], [6, 6, 6, 4]]
@@ -198,7 +200,7 @@ def test_more_tokens_than_planned_are_not_dropped_silently() -> None:
         run_ranks(ep_layouts(1, 2), lambda parallel: spread(layer, ops, parallel, 512))
 
 
-def test_one_tokens_nan_stays_its_own_on_all_ranks() -> None:
+def test_a_nan_of_one_token_does_not_spread_on_any_rank() -> None:
     layer, ops = Layer(4, 2, (3, 2)), load_ops("cpu")
 
     def run(parallel: Parallel) -> tuple[Tensor, Tensor]:
@@ -215,7 +217,7 @@ def test_one_tokens_nan_stays_its_own_on_all_ranks() -> None:
     torch.testing.assert_close(*others)
 
 
-def test_a_mixture_with_a_shared_expert_gives_the_bits_of_one_that_is_not_spread() -> None:
+def test_a_mixture_with_a_shared_expert_has_the_same_bits_when_spread() -> None:
     ops, layer = load_ops("reference"), Layer(6, 2, (4, 1))
     gate = layer.random(6, HIDDEN_SIZE, part=7000)
 

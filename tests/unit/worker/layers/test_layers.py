@@ -1,4 +1,4 @@
-"""The layers on their own: what they compose out of ops, and what they read of a configuration."""
+"""The layers by themselves: how they combine ops, and what they read from a configuration."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_context_ends_when_its_body_fails() -> None:
         get_forward_context()
 
 
-def test_a_fused_linear_gives_the_outputs_side_by_side(tmp_path: Path) -> None:
+def test_a_fused_linear_returns_the_outputs_side_by_side(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     names, sizes = ["q", "k"], [6, 3]
     tensors = {}

@@ -1,4 +1,4 @@
-"""What configurations say of rotary embeddings, and what the tables made of it do."""
+"""How configurations of rotary embeddings are read, and what the tables do."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_rope_parameters_are_read_by_old_and_new_names(config: Mapping[str, Any]
     assert RopeConfig.from_json(config) == expected
 
 
-def test_a_familys_defaults_hold_where_the_configuration_says_nothing() -> None:
+def test_a_familys_defaults_apply_where_the_configuration_is_silent() -> None:
     assert RopeConfig.from_json({}, default_theta=150000.0, default_partial_factor=0.5) == RopeConfig(
         150000.0, PlainRope(), 0.5
     )
@@ -106,7 +106,7 @@ def test_parameters_that_describe_no_rotation_are_refused(parameters: object, me
         RopeConfig.from_json({"rope_parameters": parameters})
 
 
-def test_a_part_of_a_head_that_makes_no_pairs_is_refused() -> None:
+def test_a_rotary_part_of_odd_size_is_refused() -> None:
     half = RopeConfig(10000.0, partial_rotary_factor=0.5)
     assert (half.rotary_dim(16), RopeConfig(10000.0).rotary_dim(16)) == (8, 16)
     for head_dim in (2, 6):
@@ -115,7 +115,7 @@ def test_a_part_of_a_head_that_makes_no_pairs_is_refused() -> None:
 
 
 def stretch(scaled: Tensor) -> Tensor:
-    """How many times slower than without scaling each pair turns."""
+    """The factor by which scaling slows each pair's rotation."""
     return PlainRope().angles(10000.0, 16, torch.ones(1))[0] / scaled[0]
 
 
@@ -129,7 +129,7 @@ def test_llama3_scaling_stretches_long_waves_only() -> None:
 
 
 @pytest.mark.parametrize("is_truncated", [True, False])
-def test_yarn_keeps_the_pairs_that_turn_often_and_interpolates_those_that_turn_seldom(is_truncated: bool) -> None:
+def test_yarn_keeps_fast_pairs_and_interpolates_slow_ones(is_truncated: bool) -> None:
     scaling = YarnScaling(8.0, 1024, beta_fast=16.0, is_truncated=is_truncated)
     stretched = stretch(scaling.angles(10000.0, 16, torch.ones(1)))
     # Turns within 1024 positions: 163, 52, then 16.3 just above 16, 5.2, 1.6, then 0.52 and less.
@@ -138,7 +138,7 @@ def test_yarn_keeps_the_pairs_that_turn_often_and_interpolates_those_that_turn_s
     torch.testing.assert_close(stretched[5:], torch.full((3,), 8.0))
 
 
-def test_yarn_raises_the_temperature_as_the_paper_or_as_the_checkpoint_says() -> None:
+def test_yarn_sets_the_temperature_as_in_the_paper_or_in_the_checkpoint() -> None:
     paper = 0.1 * math.log(8.0) + 1
     assert YarnScaling(8.0, 64).attention_factor == pytest.approx(paper)
     assert YarnScaling(8.0, 64, given_attention_factor=1.5).attention_factor == 1.5
@@ -151,13 +151,13 @@ def test_yarn_raises_the_temperature_as_the_paper_or_as_the_checkpoint_says() ->
 
 
 def yarn(**parameters: object) -> RopeConfig:
-    """A configuration's YaRN."""
+    """A configuration with YaRN."""
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6}
     return RopeConfig.from_json({"rope_scaling": rope | parameters})
 
 
-def test_an_attn_factor_multiplies_what_yarn_computes() -> None:
-    # As in DeepSeek-R1-0528-Qwen3-8B, where it takes back what the paper multiplies by.
+def test_an_attn_factor_multiplies_yarns_own_factor() -> None:
+    # As in DeepSeek-R1-0528-Qwen3-8B, where it cancels the paper's factor.
     assert yarn(attn_factor=0.8782488562869419).scaling.attention_factor == pytest.approx(1.0)
     latent = {"mscale": 1.0, "mscale_all_dim": 0.5}
     whole = yarn(**latent).scaling.attention_factor
@@ -169,7 +169,7 @@ def test_an_attn_factor_multiplies_what_yarn_computes() -> None:
 
 
 @pytest.mark.parametrize("parameters", [{}, {"attention_factor": 0.8}, {"mscale": 1.0, "mscale_all_dim": 0.5}])
-def test_yarns_attention_factor_is_that_of_transformers(parameters: dict[str, float]) -> None:
+def test_yarns_attention_factor_equals_that_of_transformers(parameters: dict[str, float]) -> None:
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "rope_theta": 1e6}
     config = LlamaConfig(max_position_embeddings=2048, rope_parameters=rope | parameters)
     _, expected = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
@@ -189,30 +189,30 @@ def test_yarns_attention_factor_is_that_of_transformers(parameters: dict[str, fl
         ({"apply_yarn_scaling": False}, "apply_yarn_scaling is False, only True"),
     ],
 )
-def test_what_yarn_cannot_be_scaled_by_is_refused_by_name(parameters: dict[str, object], message: str) -> None:
+def test_unsupported_yarn_parameters_are_refused_by_name(parameters: dict[str, object], message: str) -> None:
     with pytest.raises(ModelDirectoryError, match=message):
         yarn(**parameters)
 
 
-def test_a_token_under_dynamic_ntk_turns_as_if_it_were_the_last() -> None:
+def test_under_dynamic_ntk_a_token_is_rotated_as_if_it_were_the_last() -> None:
     scaling = DynamicNtkScaling(2.0, 100)
     angles = scaling.angles(10000.0, 16, POSITIONS)
     torch.testing.assert_close(angles[:100], PlainRope().angles(10000.0, 16, POSITIONS[:100]))
-    # Alone or among others: a position is all that counts.
+    # Alone or among others: only the position counts.
     torch.testing.assert_close(scaling.angles(10000.0, 16, POSITIONS[250:251]), angles[250:251])
     slowed = PlainRope().angles(10000.0, 16, POSITIONS)[100:, 1:] / angles[100:, 1:]
     assert bool((slowed[1:] > slowed[:-1]).all())
     assert bool((slowed[0] > 1).all())
 
 
-def test_a_context_under_dynamic_ntk_is_longer_by_its_factor() -> None:
+def test_dynamic_ntk_extends_the_context_by_its_factor() -> None:
     assert RopeConfig(10000.0, DynamicNtkScaling(2.0, 100)).context_length(100) == 200
     assert RopeConfig(10000.0, LinearScaling(2.0)).context_length(100) == 100
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])
 @pytest.mark.parametrize("rotary_dim", [8, 4])
-def test_scores_depend_on_the_distance_of_two_tokens_alone(rotary_dim: int, is_interleaved: bool) -> None:
+def test_scores_depend_only_on_the_distance_between_two_tokens(rotary_dim: int, is_interleaved: bool) -> None:
     rotary = Rotary(OPS, RopeConfig(10000.0), rotary_dim, 100, is_interleaved=is_interleaved)
     query, key = torch.randn(2, 1, 1, 8, generator=torch.Generator().manual_seed(0))
 

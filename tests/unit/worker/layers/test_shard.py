@@ -1,4 +1,4 @@
-"""What a rank has of a model: which part of each dimension, what it reads of it, and what cannot be split."""
+"""A rank's share of a model: its part of each dimension, what it reads of that, and what cannot be split."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_parts_are_runs_of_which_the_first_have_one_more() -> None:
+def test_parts_are_contiguous_and_the_first_ones_have_one_more() -> None:
     expected = [Part(11, 0, 4), Part(11, 4, 8), Part(11, 8, 11)]
     for rank, shard in enumerate(shards(3)):
         assert shard.parts("vocab_size", 11) == expected
@@ -63,7 +63,7 @@ def test_parts_are_runs_of_which_the_first_have_one_more() -> None:
     assert Part.whole(11) == Part(11, 0, 11)
 
 
-def test_key_value_heads_are_those_of_a_ranks_query_heads() -> None:
+def test_key_value_heads_match_a_ranks_query_heads() -> None:
     assert kv_parts(3, 9) == [Part(9, 0, 3), Part(9, 3, 6), Part(9, 6, 9)]
     assert kv_parts(4, 2) == [Part(2, 0, 1), Part(2, 0, 1), Part(2, 1, 2), Part(2, 1, 2)]
     assert kv_parts(3, 1) == [Part(1, 0, 1)] * 3
@@ -96,13 +96,15 @@ def build(changes: Mapping[str, Any], shard: Shard) -> CausalLM:
         (4, {"vocab_size": 3}, "vocab_size 3 cannot be split over 4 tensor-parallel ranks"),
     ],
 )
-def test_what_cannot_be_split_is_refused_with_its_numbers(size: int, changes: Mapping[str, Any], message: str) -> None:
+def test_a_model_that_cannot_be_split_is_refused_with_its_numbers(
+    size: int, changes: Mapping[str, Any], message: str
+) -> None:
     for shard in shards(size):
         with pytest.raises(ModelDirectoryError, match=f"config.json: {message}"):
             build(changes, shard)
 
 
-def test_the_cache_holds_a_ranks_own_heads() -> None:
+def test_the_cache_holds_only_a_ranks_own_heads() -> None:
     for size, num_heads in ((1, 2), (2, 1), (4, 1)):
         for shard in shards(size):
             assert build({}, shard).kv_cache_spec.layers == (attention_cache(num_heads, 16, torch.float32),) * 4
@@ -136,7 +138,7 @@ def test_a_rank_reads_its_share_and_the_norms() -> None:
         build(changes, Shard(OPS, weights, rank))
         return weights.num_values
 
-    # 9 norms, and the biases of 4 projections back.
+    # 9 norms, and the biases of the 4 output projections.
     num_common = (9 + 4) * 64
     (whole,), halves = run_ranks(layouts(1), count), run_ranks(layouts(2), count)
     assert [half - num_common for half in halves] == [(whole - num_common) // 2] * 2
@@ -151,7 +153,7 @@ def test_every_rank_has_the_digest_of_the_whole_model(tmp_path: Path) -> None:
     assert len({digest for size in (1, 2, 4) for digest in run_ranks(layouts(size), partial(digest_of, tmp_path))}) == 1
 
 
-def test_a_rank_finds_what_is_wrong_in_tensors_that_others_hold(tmp_path: Path) -> None:
+def test_a_rank_finds_errors_in_tensors_that_others_hold(tmp_path: Path) -> None:
     config: dict[str, Any] = {
         **TINY_CONFIG,
         "architectures": ["MixtralForCausalLM"],
@@ -186,8 +188,8 @@ def test_a_rank_finds_what_is_wrong_in_tensors_that_others_hold(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_products_of_all_ranks_are_the_whole_one(tmp_path: Path, size: int) -> None:
-    """Up by outputs, fused and uneven; down by inputs, where the bias counts once."""
+def test_the_products_of_all_ranks_add_up_to_the_whole(tmp_path: Path, size: int) -> None:
+    """Up by outputs, fused and uneven; down by inputs, where the bias is added once."""
     tensors = {
         "q.weight": random(8, 5, seed=1),
         "q.bias": random(8, seed=2),

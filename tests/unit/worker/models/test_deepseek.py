@@ -1,4 +1,4 @@
-"""What DeepSeek's configurations say of their feed-forward networks."""
+"""How DeepSeek's configurations describe their feed-forward networks."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from shared.model_dir import ModelDirectoryError
     [
         ({}, {0, 1, 2}),
         ({"first_k_dense_replace": 1}, {0}),
-        # Never one for multi-token prediction.
+        # The layers for multi-token prediction are never dense.
         ({"first_k_dense_replace": 9}, {0, 1, 2, 3}),
         ({"first_k_dense_replace": 3, "mlp_layer_types": ["sparse", "dense", "sparse", "dense"]}, {1, 3}),
     ],
 )
-def test_dense_layers_are_the_first_ones_or_those_that_are_named(config: dict[str, object], expected: set[int]) -> None:
+def test_dense_layers_are_the_first_ones_or_the_listed_ones(config: dict[str, object], expected: set[int]) -> None:
     assert read_dense_layers(ConfigValues(config), 4, default_count=3) == expected
 
 
 @pytest.mark.parametrize(
     ("kinds", "message"), [(["dense", "sparse"], "not a list of 4 strings"), (["dense"] * 3 + ["odd"], "has 'odd'")]
 )
-def test_kinds_of_layers_that_do_not_fit_are_refused(kinds: list[str], message: str) -> None:
+def test_invalid_lists_of_layer_kinds_are_refused(kinds: list[str], message: str) -> None:
     with pytest.raises(ModelDirectoryError, match=message):
         read_dense_layers(ConfigValues({"mlp_layer_types": kinds}), 4, default_count=3)

@@ -1,4 +1,4 @@
-"""What configurations say of latent attention, and what it keeps in the cache."""
+"""How configurations describe latent attention, and what it keeps in the cache."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_sizes_are_read() -> None:
     assert not read(rope_interleave=False).is_interleaved
 
 
-def test_yarns_temperature_is_in_the_softmax_scale() -> None:
+def test_yarns_temperature_is_part_of_the_softmax_scale() -> None:
     yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
     assert read(rope_parameters=yarn).scale == read().scale
     assert read(rope_parameters={**yarn, "mscale_all_dim": 0.7}).scale > 1.2 * read().scale
@@ -65,6 +65,6 @@ def test_a_token_keeps_its_latent_and_its_index_key() -> None:
         ({"qk_rope_head_dim": 18}, "index_head_dim 16 is less than qk_rope_head_dim 18"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(changes: dict[str, object], message: str) -> None:
+def test_inconsistent_sizes_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ModelDirectoryError, match=message):
         read(indexer=INDEXER, **changes)

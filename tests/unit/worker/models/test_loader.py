@@ -1,4 +1,4 @@
-"""Loading a model directory: what is read, what is refused, and what is reported of it."""
+"""Loading a model directory: what is read, what is refused, and what is reported."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def model_dir(tmp_path: Path) -> Path:
     return write_tiny_llama(tmp_path)
 
 
-def test_the_facts_are_those_of_the_directory(model_dir: Path) -> None:
+def test_the_facts_match_the_directory(model_dir: Path) -> None:
     loaded = load(model_dir)
     assert (loaded.facts.context_length, loaded.facts.logits_width) == (512, 512)
     assert loaded.facts.eos_token_ids == (2,)
@@ -75,7 +75,7 @@ def test_progress_rises_to_one(model_dir: Path) -> None:
     assert (shares[0] > 0, shares[-1]) == (True, 1.0)
 
 
-def test_shards_are_the_same_model_as_one_file(model_dir: Path) -> None:
+def test_shards_give_the_same_model_as_one_file(model_dir: Path) -> None:
     whole = load(model_dir)
     split_into_shards(model_dir)
     sharded = load(model_dir)
@@ -107,7 +107,7 @@ def test_a_model_can_run_in_another_dtype_than_its_files(model_dir: Path) -> Non
     torch.testing.assert_close(logits, logits_of(load(model_dir)), atol=0.5, rtol=0.1)
 
 
-def test_tensors_that_nobody_needs_are_ignored(model_dir: Path) -> None:
+def test_unneeded_tensors_are_ignored(model_dir: Path) -> None:
     expected = logits_of(load(model_dir))
 
     def add(tensors: dict[str, Tensor]) -> None:
@@ -119,7 +119,7 @@ def test_tensors_that_nobody_needs_are_ignored(model_dir: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-def test_tensors_without_values_are_no_leftovers(tmp_path: Path) -> None:
+def test_tensors_without_values_are_not_reported_as_unexpected(tmp_path: Path) -> None:
     values = {**SMALL_CONFIGS["DeepseekV3ForCausalLM"]["plain"], "n_shared_experts": 0}
     model = build_model("DeepseekV3ForCausalLM", values)
     write_small_model(model, tmp_path)
@@ -146,7 +146,7 @@ def test_tensors_without_values_are_no_leftovers(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_weights_that_do_not_fit_the_configuration_are_refused(
+def test_weights_that_do_not_match_the_configuration_are_refused(
     model_dir: Path, change: Callable[[dict[str, Tensor]], Any], message: str
 ) -> None:
     change_weights(model_dir, change)
@@ -154,7 +154,7 @@ def test_weights_that_do_not_fit_the_configuration_are_refused(
         load(model_dir)
 
 
-def test_one_error_lists_all_that_is_wrong(model_dir: Path) -> None:
+def test_one_error_lists_all_problems(model_dir: Path) -> None:
     def change(tensors: dict[str, Tensor]) -> None:
         for layer in range(4):
             tensors.pop(f"model.layers.{layer}.mlp.up_proj.weight")
@@ -178,7 +178,7 @@ def test_one_error_lists_all_that_is_wrong(model_dir: Path) -> None:
     ]
 
 
-def test_the_configuration_of_a_much_larger_model_is_refused_without_its_memory(model_dir: Path) -> None:
+def test_a_configuration_of_a_much_larger_model_is_refused_without_allocating_its_memory(model_dir: Path) -> None:
     change_config(model_dir, intermediate_size=2**40)
     with pytest.raises(ModelDirectoryError, match="too small: all files together have"):
         load(model_dir)
@@ -242,7 +242,7 @@ def test_a_truncated_shard_is_refused(model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 100, b'\x08\0\0\0\0\0\0\0{"a": {}'])
-def test_a_file_that_is_no_safetensors_is_refused(model_dir: Path, content: bytes) -> None:
+def test_a_file_that_is_not_safetensors_is_refused(model_dir: Path, content: bytes) -> None:
     (model_dir / WEIGHTS).write_bytes(content)
     with pytest.raises(ModelDirectoryError, match=WEIGHTS):
         load(model_dir)
@@ -255,7 +255,7 @@ def test_a_missing_file_is_refused(model_dir: Path, name: str) -> None:
         load(model_dir)
 
 
-def test_an_index_that_lists_a_tensor_no_file_has_is_refused(model_dir: Path) -> None:
+def test_an_index_that_lists_a_tensor_that_no_file_has_is_refused(model_dir: Path) -> None:
     split_into_shards(model_dir)
     index = json.loads((model_dir / INDEX).read_text())
     index["weight_map"]["model.ghost.weight"] = "model-0.safetensors"
@@ -264,7 +264,7 @@ def test_an_index_that_lists_a_tensor_no_file_has_is_refused(model_dir: Path) ->
         load(model_dir)
 
 
-def test_a_tensor_that_two_files_hold_is_refused(model_dir: Path) -> None:
+def test_a_tensor_in_two_files_is_refused(model_dir: Path) -> None:
     split_into_shards(model_dir)
     tensors = load_file(model_dir / "model-0.safetensors")
     other = load_file(model_dir / "model-1.safetensors")
@@ -274,7 +274,7 @@ def test_a_tensor_that_two_files_hold_is_refused(model_dir: Path) -> None:
         load(model_dir)
 
 
-def test_a_missing_shard_is_refused_by_its_name(model_dir: Path) -> None:
+def test_a_missing_shard_is_refused_by_name(model_dir: Path) -> None:
     split_into_shards(model_dir)
     (model_dir / "model-1.safetensors").unlink()
     with pytest.raises(ModelDirectoryError, match=r"files are missing: model-1\.safetensors$"):

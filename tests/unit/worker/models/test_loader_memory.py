@@ -1,4 +1,4 @@
-"""What loading takes at most is little more than what the weights need afterwards."""
+"""Loading needs hardly more memory than the weights afterwards."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def as_fp8(name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 
 def write_large(directory: Path, store: Store) -> int:
-    """A model of some 270 MB in float32, in shards of a layer each; returns the exact size."""
+    """Write a model of about 270 MB in float32, with one shard per layer; returns the exact size."""
     write_tiny_llama(directory)
     (directory / "model.safetensors").unlink()
     config = {**CONFIG, "quantization_config": FP8} if store is as_fp8 else CONFIG
@@ -70,7 +70,7 @@ def write_large(directory: Path, store: Store) -> int:
         pytest.param(as_fp8, "cpu", marks=pytest.mark.slow),
     ],
 )
-def test_the_peak_of_loading_is_at_most_a_fifth_above_the_weights(tmp_path: Path, store: Store, backend: str) -> None:
+def test_the_peak_of_loading_exceeds_the_weights_by_at_most_a_fifth(tmp_path: Path, store: Store, backend: str) -> None:
     num_bytes = write_large(tmp_path, store)
     result = subprocess.run(
         [sys.executable, "-m", "tests.support.load_memory", str(tmp_path), backend],
@@ -82,5 +82,5 @@ def test_the_peak_of_loading_is_at_most_a_fifth_above_the_weights(tmp_path: Path
     )
     memory = json.loads(result.stdout)
     assert memory["peak"] <= 1.2 * num_bytes
-    # It was measured, and the weights are there.
+    # The memory was measured, and the weights are in it.
     assert memory["kept"] >= 0.95 * num_bytes

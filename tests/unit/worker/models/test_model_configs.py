@@ -1,4 +1,4 @@
-"""What families read of config.json, and what they refuse."""
+"""What each family reads from config.json, and what it refuses."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def build(architecture: str, changes: Mapping[str, Any] | None = None) -> CausalLM:
-    """A model with random weights; a change to None leaves the value out."""
+    """A model with random weights; a change to None removes the value."""
     config = {**COMMON, **CONFIGS[architecture], **(changes or {}), "architectures": [architecture]}
     config = {name: value for name, value in config.items() if value is not None}
     return loader_for(config)(config, Shard(load_ops("cpu"), DummyWeights(1, torch.float32)))
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
-def test_what_publishers_leave_out_has_a_default(architecture: str) -> None:
+def test_values_that_publishers_omit_have_defaults(architecture: str) -> None:
     model = build(architecture)
     assert (model.logits_width, model.context_length, model.dtype) == (32, 64, torch.float32)
     assert len(model.kv_cache_spec.layers) == 3
@@ -96,14 +96,14 @@ def test_what_publishers_leave_out_has_a_default(architecture: str) -> None:
         ("Glm4MoeForCausalLM", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
     ],
 )
-def test_a_configuration_that_makes_no_model_is_refused_by_the_value(
+def test_an_invalid_configuration_is_refused_with_the_value(
     architecture: str, changes: Mapping[str, Any], message: str
 ) -> None:
     with pytest.raises(ModelDirectoryError, match=f"config.json: .*{message}"):
         build(architecture, changes)
 
 
-def test_an_architecture_that_is_not_supported_is_refused_with_all_that_are() -> None:
+def test_an_unsupported_architecture_is_refused_with_a_list_of_the_supported_ones() -> None:
     with pytest.raises(ModelDirectoryError, match="MambaForCausalLM") as error:
         loader_for({"architectures": ["MambaForCausalLM"]})
     assert all(architecture in str(error.value) for architecture in CONFIGS)
@@ -120,17 +120,17 @@ def test_an_architecture_that_is_not_supported_is_refused_with_all_that_are() ->
         ({"sliding_window": 8, "use_sliding_window": True, "layer_types": [SLIDING, FULL, FULL]}, [8, None, None]),
     ],
 )
-def test_qwens_windows_are_a_setting_of_some_layers(config: Mapping[str, Any], expected: list[int | None]) -> None:
+def test_qwens_sliding_windows_apply_to_some_layers(config: Mapping[str, Any], expected: list[int | None]) -> None:
     assert qwen_windows(ConfigValues(config), 3) == expected
 
 
-def test_layer_types_count_more_than_the_familys_own() -> None:
+def test_layer_types_override_the_familys_pattern() -> None:
     values = ConfigValues({"layer_types": [FULL, SLIDING]})
     assert windows_by_type(values, 8, [SLIDING, FULL]) == [None, 8]
     assert windows_by_type(ConfigValues({"layer_types": None}), 8, [SLIDING, FULL]) == [8, None]
 
 
-def test_the_first_name_that_a_value_goes_by_counts() -> None:
+def test_the_first_present_name_of_a_value_counts() -> None:
     values = ConfigValues(json.loads('{"old": 3, "new": 4, "none": null}'))
     assert values.size("new", "old") == 4
     assert values.size("missing", "none", "old") == 3

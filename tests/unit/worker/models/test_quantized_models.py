@@ -1,4 +1,4 @@
-"""Whole models in the formats that people publish: our output against that of the values they stand for."""
+"""Whole models in published formats: our output compared with that of the values they encode."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def plain_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_quantized_model_computes_what_its_values_do(plain_dir: Path, tmp_path: Path, scheme: str) -> None:
+def test_a_quantized_model_computes_the_same_as_its_values(plain_dir: Path, tmp_path: Path, scheme: str) -> None:
     quantized, values = write_quantized(plain_dir, tmp_path, SCHEMES[scheme])
     expected = logits_of(values)
     torch.testing.assert_close(logits_of(quantized), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits_of(quantized, backend="cpu"), expected, rtol=1e-4, atol=1e-4)
-    # And it is another model than the one it was made from.
+    # And it differs from the model that it was made from.
     assert (logits_of(plain_dir) - expected).abs().max() > 1e-2
 
 
@@ -62,7 +62,7 @@ def shift_scales(tensors: dict[str, Tensor], suffix: str) -> None:
     tensors[UP + suffix] = tensors[UP + suffix].roll(1, dims=0)
 
 
-# Formats that have several scales per layer, and where they are.
+# Formats with several scales per layer, and the scales' names.
 SCALED = {
     "fp8, blocks": ".weight_scale_inv",
     "compressed fp8, channels": ".weight_scale",
@@ -84,7 +84,7 @@ SCALED = {
         if (scheme, mutate) != ("compressed int4, activation order", exchange_scales)
     ],
 )
-def test_a_scale_that_is_dropped_or_exchanged_is_seen_in_the_output(
+def test_a_dropped_or_exchanged_scale_changes_the_output(
     plain_dir: Path, tmp_path: Path, scheme: str, mutate: Callable[[dict[str, Tensor], str], None]
 ) -> None:
     quantized, values = write_quantized(plain_dir, tmp_path, SCHEMES[scheme])
@@ -104,7 +104,7 @@ def test_a_scale_that_is_dropped_or_exchanged_is_seen_in_the_output(
         ("compressed int4, groups", f"{UP}.weight_shape"),
     ],
 )
-def test_a_tensor_of_a_format_that_is_missing_is_named(plain_dir: Path, tmp_path: Path, scheme: str, name: str) -> None:
+def test_a_missing_tensor_of_a_format_is_named(plain_dir: Path, tmp_path: Path, scheme: str, name: str) -> None:
     quantized, _ = write_quantized(plain_dir, tmp_path, SCHEMES[scheme])
     tensors = load_file(quantized / "model.safetensors")
     del tensors[name]
@@ -122,7 +122,7 @@ def test_scales_of_another_granularity_are_refused(plain_dir: Path, tmp_path: Pa
         logits_of(quantized)
 
 
-def test_a_quantized_layer_that_the_configuration_leaves_out_is_refused(plain_dir: Path, tmp_path: Path) -> None:
+def test_a_quantized_layer_that_the_configuration_excludes_is_refused(plain_dir: Path, tmp_path: Path) -> None:
     quantized, _ = write_quantized(plain_dir, tmp_path, SCHEMES["compressed fp8, channels"])
     config = json.loads((quantized / "config.json").read_text())
     config["quantization_config"]["ignore"].append("re:.*up_proj")
@@ -134,7 +134,7 @@ def test_a_quantized_layer_that_the_configuration_leaves_out_is_refused(plain_di
     assert f"unexpected for this architecture: {UP}.weight_scale" in str(error_info.value)
 
 
-def test_scales_of_a_quantized_cache_are_left_unread(plain_dir: Path, tmp_path: Path) -> None:
+def test_scales_of_a_quantized_cache_are_not_read(plain_dir: Path, tmp_path: Path) -> None:
     quantized, _ = write_quantized(plain_dir, tmp_path, SCHEMES["compressed fp8, channels"])
     expected = logits_of(quantized)
     tensors = load_file(quantized / "model.safetensors")
@@ -144,7 +144,7 @@ def test_scales_of_a_quantized_cache_are_left_unread(plain_dir: Path, tmp_path: 
     assert torch.equal(logits_of(quantized), expected)
 
 
-def test_what_dequantizing_costs_is_logged_once_per_format(
+def test_the_cost_of_dequantizing_is_logged_once_per_format(
     plain_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     quantized, _ = write_quantized(plain_dir, tmp_path, SCHEMES["mixed"])

@@ -1,4 +1,4 @@
-"""Attention of every backend against its definition in float64: any blocks, chunks, windows, sinks and drafts."""
+"""Every backend's attention compared with its definition in float64: any blocks, chunks, windows, sinks and drafts."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Heads:
     value: Tensor
 
     def rows(self, rows: slice) -> Heads:
-        """Those of some of the tokens."""
+        """The heads of some of the tokens."""
         return Heads(self.query[rows], self.key[rows], self.value[rows])
 
 
 class Step:
-    """A batch with random heads, which lie side by side as the fused projection leaves them."""
+    """A batch with random heads, laid out side by side as the fused projection leaves them."""
 
     def __init__(self, batch: Batch, *, is_prefill: bool, layer: LayerCache = LAYER, fill: float = math.nan) -> None:
         keys, values = (
@@ -71,7 +71,7 @@ class Step:
         return run_attention(ops, self.heads, self.metadata, self.cache, params)
 
     def expected(self, params: AttentionParams) -> Tensor:
-        """The definition."""
+        """The result by definition."""
         return self.batch.attend_each(
             lambda seq, row, position: attend(
                 self.heads.query[row], self.keys[seq][: position + 1], self.values[seq][: position + 1], params
@@ -103,24 +103,20 @@ def check_attention(ops: Ops, batch: Batch, params: AttentionParams, *, is_prefi
 @every_backend
 @given(batch=batches(), params=all_params)
 @settings(max_examples=60)
-def test_prefill_attends_to_cached_and_new_tokens_and_to_nothing_else(
-    ops: Ops, batch: Batch, params: AttentionParams
-) -> None:
+def test_prefill_attends_to_cached_and_new_tokens_only(ops: Ops, batch: Batch, params: AttentionParams) -> None:
     check_attention(ops, batch, params, is_prefill=True)
 
 
 @every_backend
 @given(batch=batches(max_new=1, max_cached=200) | batches(max_new=9, max_cached=200), params=all_params)
 @settings(max_examples=80)
-def test_decode_attends_to_the_whole_context_and_to_nothing_else(
-    ops: Ops, batch: Batch, params: AttentionParams
-) -> None:
+def test_decode_attends_to_the_whole_context_only(ops: Ops, batch: Batch, params: AttentionParams) -> None:
     check_attention(ops, batch, params, is_prefill=False)
 
 
 @given(batch=batches(min_cached=1), params=all_params)
 @settings(max_examples=40)
-def test_cpu_cuts_prefills_behind_a_prefix_without_changing_them(batch: Batch, params: AttentionParams) -> None:
+def test_cpu_may_split_prefills_with_a_prefix(batch: Batch, params: AttentionParams) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_plan, "_MAX_MASKED_QUERIES", 7)
         check_attention(load_ops("cpu"), batch, params, is_prefill=True)
@@ -128,7 +124,7 @@ def test_cpu_cuts_prefills_behind_a_prefix_without_changing_them(batch: Batch, p
 
 @given(batch=batches(max_cached=200), params=all_params)
 @settings(max_examples=40)
-def test_cpu_buckets_change_no_result(batch: Batch, params: AttentionParams) -> None:
+def test_cpu_results_do_not_depend_on_buckets(batch: Batch, params: AttentionParams) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_plan, "_FREE_PADDING", 0)
         patch.setattr(cpu_plan, "_FREE_PADDING_SHARE", 0.02)
@@ -138,9 +134,7 @@ def test_cpu_buckets_change_no_result(batch: Batch, params: AttentionParams) -> 
 
 @given(batch=batches(max_new=120), params=all_params)
 @settings(max_examples=40)
-def test_cpu_cuts_prefills_longer_than_their_window_without_changing_them(
-    batch: Batch, params: AttentionParams
-) -> None:
+def test_cpu_may_split_prefills_longer_than_their_window(batch: Batch, params: AttentionParams) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_plan, "_MIN_WINDOWED_QUERIES", 5)
         check_attention(load_ops("cpu"), batch, replace(params, window=params.window or 3), is_prefill=True)
@@ -167,9 +161,9 @@ def test_values_may_be_narrower_than_keys(ops: Ops, is_prefill: bool, sinks: Ten
 
 
 @every_backend
-def test_a_window_hides_what_lies_before_it(ops: Ops) -> None:
+def test_a_window_hides_the_tokens_before_it(ops: Ops) -> None:
     step = Step(Batch(4, [30], [3], 1), is_prefill=False)
-    # Three tokens of a window of 5 see positions 26 to 32.
+    # Three tokens with a window of 5 see positions 26 to 32.
     for tensor in step.cache.layers[0]:
         for position in range(26):
             block = int(step.metadata.block_tables[0, position // 4])
@@ -192,7 +186,7 @@ def test_a_slot_of_minus_one_is_skipped(ops: Ops, is_prefill: bool) -> None:
 @every_backend
 @every_kind
 @pytest.mark.parametrize("params", [PLAIN, AttentionParams(1.0, window=8, sinks=SINKS)])
-def test_one_rows_nan_stays_its_own(ops: Ops, is_prefill: bool, params: AttentionParams) -> None:
+def test_a_nan_in_one_row_does_not_spread(ops: Ops, is_prefill: bool, params: AttentionParams) -> None:
     step = Step(Batch(16, [20, 33, 5], [1, 1, 1], 2), is_prefill=is_prefill)
     expected = step.expected(params)
     for tensor in (step.heads.query, step.heads.key, step.heads.value):
@@ -235,7 +229,7 @@ def test_bfloat16_is_attended_to_in_bfloat16(ops: Ops, is_prefill: bool, params:
 
 
 @every_backend
-def test_a_norm_of_heads_takes_them_where_the_fused_projection_left_them(ops: Ops) -> None:
+def test_a_norm_of_heads_reads_them_where_the_fused_projection_left_them(ops: Ops) -> None:
     fused, weight = random(5, NUM_HEADS + 3, HEAD_DIM), random(HEAD_DIM, seed=1)
     heads = fused[:, :NUM_HEADS]
     normed = ops.rms_norm(heads, weight, 0.1)

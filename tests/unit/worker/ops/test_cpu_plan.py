@@ -1,4 +1,4 @@
-"""The `cpu` backend's layout of a step: little padding, few rounds, views where memory allows."""
+"""The `cpu` backend's layout of a step: little padding, few rounds, and views where memory allows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.worker.ops.cpu_plan import AttentionLayout, CpuPlan
 from tests.support.paged_model import attention_metadata
 
 BLOCK_SIZE = 16
-# 1536 bytes a token, so 2048 tokens a bucket.
+# 1536 bytes per token, so 2048 tokens per bucket.
 CACHE = KvCache(KvCacheSpec((attention_cache(3, 64, torch.float32),)), num_blocks=16, block_size=BLOCK_SIZE)
 
 
@@ -29,7 +29,7 @@ def make_layout(query_lens: list[int], context_lens: list[int], *, is_prefill: b
     return make_plan(query_lens, context_lens, is_prefill=is_prefill).layout()
 
 
-def test_one_prompt_alone_is_read_in_place() -> None:
+def test_a_single_prompt_is_read_in_place() -> None:
     plan = make_plan([100], [100], is_prefill=True)
     layout = plan.layout()
     (bucket,) = layout.causal
@@ -37,13 +37,13 @@ def test_one_prompt_alone_is_read_in_place() -> None:
     assert (layout.gathered, layout.output_rows, plan.written_rows) == ((), None, None)
 
 
-def test_a_sequence_alone_in_neighbouring_blocks_is_decoded_in_place() -> None:
+def test_a_single_sequence_in_adjacent_blocks_is_decoded_in_place() -> None:
     layout = make_plan([1], [100], is_prefill=False, first_block=5).layout()
     (bucket,) = layout.gathered
     assert (bucket.slots, bucket.mask, layout.output_rows) == (slice(80, 180), None, None)
 
 
-def test_rows_of_like_length_are_decoded_in_one_round_and_in_order() -> None:
+def test_rows_of_similar_length_are_decoded_in_one_round_and_in_order() -> None:
     layout = make_layout([1] * 16, [*range(110, 118), *range(117, 109, -1)], is_prefill=False)
     (bucket,) = layout.gathered
     assert (bucket.num_rows, bucket.length, bucket.query_rows) == (16, 117, slice(0, 16))
@@ -75,10 +75,10 @@ def test_a_bucket_stays_within_its_bound() -> None:
     assert [bucket.num_rows for bucket in layout.gathered] == [4, 4, 2]
 
 
-def test_rows_with_drafts_come_together_and_do_not_cut_up_the_others() -> None:
+def test_rows_with_drafts_share_a_round_and_do_not_split_the_others() -> None:
     query_lens = [1, 5] * 8
     layout = make_layout(query_lens, [200 + index for index in range(16)], is_prefill=False)
-    # One row is padded to five queries, which costs less than what is allowed.
+    # One row is padded to five queries, which costs less than the limit.
     assert [(bucket.num_rows, bucket.num_queries, bucket.length) for bucket in layout.gathered] == [
         (9, 5, 215),
         (7, 1, 212),
@@ -105,11 +105,11 @@ def test_prompts_with_and_without_a_cached_prefix_share_a_step() -> None:
     assert (causal.num_rows, causal.length) == (2, 30)
     assert (gathered.query_rows, gathered.num_queries, gathered.length) == (slice(30, 70), 40, 72)
     assert layout.output_rows is not None
-    # Rounds are joined prompts first: tokens of the second sequence lie behind those of the third.
+    # Joined prompts are the first round: tokens of the second sequence are after those of the third.
     assert layout.output_rows.tolist() == [*range(30), *range(60, 100), *range(30, 60)]
 
 
-def test_a_decode_reads_what_its_window_sees() -> None:
+def test_a_decode_reads_only_its_window() -> None:
     plan = make_plan([1, 1], [100, 90], is_prefill=False)
     (bucket,) = plan.layout(20).gathered
     # Positions 80 to 99 of blocks 0 to 6, and 70 to 89 of blocks 7 to 12.
@@ -118,7 +118,7 @@ def test_a_decode_reads_what_its_window_sees() -> None:
     assert (bucket.length, bucket.mask) == (20, None)
 
 
-def test_a_window_longer_than_every_context_needs_no_layout_of_its_own() -> None:
+def test_a_window_longer_than_every_context_needs_no_separate_layout() -> None:
     plan = make_plan([1, 1], [100, 90], is_prefill=False)
     assert plan.layout(100) is plan.layout()
     assert plan.layout(99) is plan.layout(99)
@@ -129,7 +129,7 @@ def test_prompts_within_their_window_are_read_in_place() -> None:
     layout = make_plan([100, 30], [100, 30], is_prefill=True).layout(64)
     (causal,), pieces = layout.causal, layout.gathered
     assert (causal.token_rows, causal.length) == (slice(100, 130), 30)
-    # 64 queries of the first 64 tokens, then 36 that see 63 more.
+    # 64 queries of the first 64 tokens, then 36 that also see the 63 tokens before them.
     assert sorted((piece.num_rows, piece.num_queries, piece.length) for piece in pieces) == [(1, 36, 99), (1, 64, 64)]
 
 

@@ -21,7 +21,7 @@ every_backend = pytest.mark.parametrize("ops", [load_ops(name) for name in BACKE
 
 @dataclass(frozen=True)
 class Case:
-    """A step's tokens and the experts they go to; few tokens and many experts leave some without any."""
+    """A step's tokens and their experts; few tokens and many experts leave some experts without tokens."""
 
     num_experts: int
     num_chosen: int
@@ -99,7 +99,7 @@ def test_a_token_gets_the_weighted_sum_of_its_experts(ops: Ops, case: Case) -> N
 
 
 @every_backend
-def test_tokens_and_choices_are_not_written(ops: Ops) -> None:
+def test_tokens_and_choices_are_not_modified(ops: Ops) -> None:
     case = Case(num_experts=6, num_chosen=2, num_tokens=9, has_bias=True, clamp=SwigluClamp(1.702, 1.5), seed=1)
     step = case.step()
     ops.prepare_experts(case.experts(), case.clamp)(*step)
@@ -107,7 +107,7 @@ def test_tokens_and_choices_are_not_written(ops: Ops) -> None:
 
 
 @every_backend
-def test_experts_are_asked_for_one_by_one_and_not_held(ops: Ops) -> None:
+def test_experts_are_requested_one_by_one_and_not_kept(ops: Ops) -> None:
     case = Case(num_experts=4, num_chosen=2, num_tokens=9, has_bias=False, clamp=None, seed=2)
     expected = ops.prepare_experts(case.experts(), None)(*case.step())
     memory = case.experts()[0]
@@ -133,12 +133,12 @@ def test_bfloat16_is_summed_in_float32(ops: Ops) -> None:
     columns = weights.gather(1, expert_ids.argsort(dim=1))
     summed = sum(columns[:, expert, None] * alone[expert] for expert in range(6))
     assert isinstance(summed, Tensor)
-    # Half a unit in the last place: one rounding, at the end.
+    # Half a unit in the last place: rounded once, at the end.
     torch.testing.assert_close(output.float(), summed, atol=1e-5, rtol=2**-8)
 
 
 @every_backend
-def test_one_tokens_nan_stays_its_own(ops: Ops) -> None:
+def test_a_nan_of_one_token_does_not_spread(ops: Ops) -> None:
     case = Case(num_experts=3, num_chosen=2, num_tokens=7, has_bias=True, clamp=None, seed=4)
     kernel, (x, expert_ids, weights) = ops.prepare_experts(case.experts(), None), case.step()
     expected = kernel(x, expert_ids, weights)
@@ -169,7 +169,7 @@ def test_cpu_gives_equal_steps_equal_bits(case: Case) -> None:
 @every_backend
 @given(case=cases(max_tokens=12), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
 @settings(max_examples=40)
-def test_outputs_of_single_experts_add_up_to_what_the_kernel_gives(ops: Ops, case: Case, dtype: torch.dtype) -> None:
+def test_outputs_of_single_experts_add_up_to_the_kernels_output(ops: Ops, case: Case, dtype: torch.dtype) -> None:
     experts = [
         ExpertWeights(expert.gate_up.to(dtype), expert.down.to(dtype))
         for expert in replace(case, has_bias=False).experts()

@@ -1,4 +1,4 @@
-"""Latent attention and the sparse indexer of every backend against their definitions in float64."""
+"""Every backend's latent attention and sparse indexer compared with their definitions in float64."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ every_kind = pytest.mark.parametrize("is_prefill", [True, False])
 
 @dataclass(frozen=True)
 class Tokens:
-    """Latents and index keys of every token of each sequence, and queries of both kinds of the new ones."""
+    """Latents and index keys of every token of each sequence, and both kinds of queries of the new tokens."""
 
     latents: list[Tensor]
     index_keys: list[Tensor]
@@ -46,7 +46,7 @@ class Tokens:
         )
 
     def part(self, seq: int, rows: slice, context_len: int) -> Tokens:
-        """Those of a sequence alone, with the queries of the step's tokens `rows`."""
+        """One sequence's tokens, with the queries of the step's tokens `rows`."""
         return Tokens(
             [self.latents[seq][:context_len]],
             [self.index_keys[seq][:context_len]],
@@ -60,7 +60,7 @@ class LatentStep:
     """A batch and the cache that it runs on."""
 
     def __init__(self, batch: Batch, *, is_prefill: bool, tokens: Tokens | None = None) -> None:
-        """Fill the cache with what comes before the step; `tokens` are random ones by default."""
+        """Fill the cache with the tokens before the step; `tokens` are random by default."""
         self.batch = batch
         self.tokens = Tokens.random(batch) if tokens is None else tokens
         self.metadata = batch.metadata(is_prefill=is_prefill)
@@ -78,7 +78,7 @@ class LatentStep:
         return ops.select_context(tokens.index_query, tokens.index_weights, index_keys, plan, num_selected=num_selected)
 
     def attend(self, ops: Ops, *, num_selected: int | None = None) -> Tensor:
-        """One layer's writes and attention, over all or over what the indexer selects."""
+        """One layer's writes and attention, over all tokens or over those that the indexer selects."""
         plan = ops.plan_attention(self.metadata, self.cache)
         latents = self.cache.layers[0][0]
         ops.write_cache(self.batch.new_rows(self.tokens.latents), latents, plan)
@@ -87,7 +87,7 @@ class LatentStep:
         return ops.mla_attention(query, latents, plan, scale=SCALE, value_dim=VALUE_DIM, selected=selected)
 
     def expected(self, *, num_selected: int | None = None) -> Tensor:
-        """The definition."""
+        """The result by definition."""
 
         def attend_one(seq: int, row: int, position: int) -> Tensor:
             keys = self.tokens.latents[seq][: position + 1, None]
@@ -116,7 +116,7 @@ latent_batches = batches() | batches(max_new=5, max_cached=200)
 @every_backend
 @given(batch=latent_batches, is_prefill=st.booleans())
 @settings(max_examples=60)
-def test_latents_are_keys_and_their_beginnings_values(ops: Ops, batch: Batch, is_prefill: bool) -> None:
+def test_latents_are_keys_and_their_first_columns_are_values(ops: Ops, batch: Batch, is_prefill: bool) -> None:
     step = LatentStep(batch, is_prefill=is_prefill)
     output = step.attend(ops)
     assert output.shape == (batch.num_tokens, NUM_HEADS, VALUE_DIM)
@@ -147,7 +147,7 @@ def test_cpu_computes_sparse_attention_in_rounds_of_any_size(batch: Batch, is_pr
 
 @every_backend
 @every_kind
-def test_contexts_that_fit_are_not_selected_from(ops: Ops, is_prefill: bool) -> None:
+def test_short_contexts_are_attended_to_without_selection(ops: Ops, is_prefill: bool) -> None:
     step = LatentStep(Batch(16, [0, 30], [7, 2], 1), is_prefill=is_prefill)
     assert step.select(ops, 32) is None
     selected = step.select(ops, 31)
@@ -156,7 +156,7 @@ def test_contexts_that_fit_are_not_selected_from(ops: Ops, is_prefill: bool) -> 
     assert [len(set(row) - {-1}) for row in selected.tolist()] == [1, 2, 3, 4, 5, 6, 7, 31, 31]
 
 
-# Processors make NaN with either sign, and it counts as infinity: else a row of NaN might select nothing at all.
+# Processors produce NaN with either sign. It counts as infinity: otherwise a row of NaN might select nothing at all.
 SCORES = [-math.inf, -2.5, -1e-40, -0.0, 0.0, 1e-40, 1.0, 3e38, math.inf, math.nan, -math.nan]
 
 
@@ -174,7 +174,7 @@ def test_cpu_takes_the_largest_scores_and_the_lower_column_of_equal_ones(
 @every_backend
 @every_kind
 @pytest.mark.parametrize("num_selected", [None, 20])
-def test_one_rows_nan_stays_its_own(ops: Ops, is_prefill: bool, num_selected: int | None) -> None:
+def test_a_nan_in_one_row_does_not_spread(ops: Ops, is_prefill: bool, num_selected: int | None) -> None:
     step = LatentStep(Batch(16, [33, 20, 5], [1, 1, 1], 2), is_prefill=is_prefill)
     expected = step.expected(num_selected=num_selected)
     step.tokens.query[1] = step.tokens.index_query[1] = math.nan
@@ -196,7 +196,7 @@ def test_a_padded_row_changes_nothing(ops: Ops, num_selected: int | None) -> Non
 
 
 def padded(metadata: AttentionMetadata, row: int) -> AttentionMetadata:
-    """The metadata with one row of a token turned into padding."""
+    """The metadata with a row of one token turned into padding."""
     lengths = [0 if seq == row else length for seq, length in enumerate(metadata.context_lens_host)]
     slots, tables = metadata.slot_mapping.clone(), metadata.block_tables.clone()
     slots[row], tables[row] = -1, 0

@@ -30,7 +30,7 @@ def test_an_unknown_backend_is_refused() -> None:
 
 
 @every_backend
-def test_a_backend_says_what_its_numbers_depend_on(ops: Ops) -> None:
+def test_a_backend_describes_what_its_numerics_depend_on(ops: Ops) -> None:
     assert ops.numerics().startswith(f"{ops.name} torch-{torch.__version__}")
 
 
@@ -45,7 +45,7 @@ def test_linear_multiplies_by_the_transposed_weight(ops: Ops, num_rows: int, has
 
 
 @every_backend
-def test_linear_keeps_no_hold_on_the_weight(ops: Ops) -> None:
+def test_linear_keeps_no_reference_to_the_weight(ops: Ops) -> None:
     weight = random(40, 24)
     kernel = ops.prepare_linear(weight, None)
     expected = kernel(random(2, 24, seed=1))
@@ -78,7 +78,7 @@ def test_add_rms_norm_writes_the_sum_into_the_residual(ops: Ops) -> None:
 
 @every_backend
 def test_per_head_linear_multiplies_each_head_by_its_own_transposed_weight(ops: Ops) -> None:
-    # Heads as a wider tensor leaves them, and a weight that is a view.
+    # Heads laid out in a wider tensor, and a weight that is a view.
     x, weight = random(5, NUM_HEADS, 24)[..., :16], random(NUM_HEADS, 16, 40, seed=1).transpose(1, 2)
     expected = torch.einsum("thi,hoi->tho", x.double(), weight.double())
     assert_close(ops.prepare_per_head_linear(weight)(x), expected)
@@ -108,7 +108,7 @@ def test_rope_rotates_the_pairs_of_a_heads_first_columns_by_their_tokens_positio
     angles = torch.outer(torch.arange(50.0), torch.tensor([1.0, 0.3, 0.1, 0.03])[: rotary_dim // 2])
     tables = ops.prepare_rope(angles.cos(), angles.sin(), is_interleaved=is_interleaved)
     positions = torch.tensor([0, 7, 49, 7])
-    # As the fused projection leaves them: with other columns behind each row.
+    # Laid out as by the fused projection: with other columns after each row.
     fused = random(4, NUM_HEADS + 3, HEAD_DIM)
     untouched = fused.clone()
     columns = torch.arange(rotary_dim).view(*((-1, 2) if is_interleaved else (2, -1)))
@@ -131,6 +131,6 @@ def test_greedy_takes_the_lowest_of_equal_columns(ops: Ops) -> None:
 
 
 @every_backend
-def test_greedy_reports_nan_as_the_largest(ops: Ops) -> None:
+def test_greedy_treats_nan_as_the_largest(ops: Ops) -> None:
     _, largest = ops.greedy_sample(torch.tensor([[0.0, math.nan, 9.0], [1.0, 2.0, 3.0]]))
     assert largest.isnan().tolist() == [True, False]

@@ -1,4 +1,4 @@
-"""Which experts tokens go to: the rules one by one, on both backends."""
+"""The rules by which tokens choose experts, one by one, on both backends."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from services.worker.ops import BACKEND_NAMES, ExpertGroups, ExpertWeights, Ops,
 
 every_backend = pytest.mark.parametrize("ops", [load_ops(name) for name in BACKEND_NAMES], ids=BACKEND_NAMES)
 
-# Few different values: most rows have ties.
+# Few distinct values, so most rows have ties.
 LOGITS = torch.randint(-3, 4, (50, 12), generator=torch.Generator().manual_seed(0)).float() / 2
 
 
 def ranked(scores: list[float], count: int) -> list[int]:
-    """The columns of the largest, of equal ones the lower first."""
+    """The columns of the largest scores; of equal ones, the lower first."""
     return sorted(range(len(scores)), key=lambda column: (-scores[column], column))[:count]
 
 
@@ -54,14 +54,14 @@ def test_renormalised_weights_sum_to_the_scale(ops: Ops) -> None:
 
 
 @every_backend
-def test_scores_that_are_all_nothing_give_weights_of_nothing(ops: Ops) -> None:
+def test_all_zero_scores_give_zero_weights(ops: Ops) -> None:
     logits = torch.full((1, 4), -200.0)
     _, weights = ops.route(logits, RoutingRule(2, RouterScore.SIGMOID, renormalizes=True))
     assert weights.tolist() == [[0.0, 0.0]]
 
 
 @every_backend
-def test_a_correction_decides_on_the_choice_but_not_on_the_weights(ops: Ops) -> None:
+def test_a_correction_affects_the_choice_but_not_the_weights(ops: Ops) -> None:
     logits, correction = torch.tensor([[1.0, 0.0, -1.0]]), torch.tensor([0.0, -1.0, 1.0])
     expert_ids, weights = ops.route(logits, RoutingRule(2, RouterScore.SIGMOID, correction))
     assert expert_ids.tolist() == [[2, 0]]
@@ -71,10 +71,10 @@ def test_a_correction_decides_on_the_choice_but_not_on_the_weights(ops: Ops) -> 
 @every_backend
 @pytest.mark.parametrize(
     ("num_judging", "num_groups_chosen", "expected"),
-    # Groups of three: the best expert is in the first, the best two and so the best pair are in the last.
+    # Groups of three: the best expert is in the first group, the best two, and so the best pair, are in the last.
     [(1, 1, [0, 2, 1]), (2, 1, [6, 7, 8]), (1, 2, [0, 6, 7]), (2, 2, [6, 7, 3]), (2, 3, [0, 6, 7])],
 )
-def test_experts_come_from_the_best_groups(
+def test_experts_are_chosen_from_the_best_groups(
     ops: Ops, num_judging: int, num_groups_chosen: int, expected: list[int]
 ) -> None:
     logits = torch.tensor([[9.0, -9.0, -8.0, 5.0, 4.0, -9.0, 8.0, 7.0, 1.0]])
@@ -92,7 +92,9 @@ def test_of_equally_good_groups_the_lower_is_chosen(ops: Ops) -> None:
 
 @given(seed=st.integers(0, 10**6), num_tokens=st.integers(1, 9), num_experts=st.sampled_from([8, 12, 20]))
 @settings(max_examples=40)
-def test_reference_chooses_and_weighs_a_token_alike_in_any_batch(seed: int, num_tokens: int, num_experts: int) -> None:
+def test_reference_chooses_and_weighs_a_token_equally_in_any_batch(
+    seed: int, num_tokens: int, num_experts: int
+) -> None:
     ops, generator = load_ops("reference"), torch.Generator().manual_seed(seed)
     logits = torch.randn(num_tokens, num_experts, generator=generator)
     groups = ExpertGroups(4, 2, 2)
@@ -106,7 +108,7 @@ def test_reference_chooses_and_weighs_a_token_alike_in_any_batch(seed: int, num_
 
 
 @every_backend
-def test_a_mixture_adds_what_the_chosen_and_the_shared_experts_give(ops: Ops) -> None:
+def test_a_mixture_adds_the_outputs_of_the_chosen_and_the_shared_experts(ops: Ops) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -126,5 +128,5 @@ def test_a_router_of_a_bfloat16_model_may_compute_in_float32(ops: Ops) -> None:
     rule = RoutingRule(1, RouterScore.LOGIT)
     precise = Router(ops, Linear(ops, gate.flip(0)), rule, dtype=torch.float32)
     rounded = Router(ops, Linear(ops, gate.flip(0).bfloat16()), rule, dtype=torch.bfloat16)
-    # In bfloat16 both logits are 256, and the lower expert is taken.
+    # In bfloat16 both logits are 256, and the lower expert is chosen.
     assert (precise(x)[0].item(), rounded(x)[0].item()) == (1, 0)

@@ -1,4 +1,4 @@
-"""Ranks that meet and exchange tensors over Gloo."""
+"""Ranks that connect and exchange tensors over Gloo."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.worker.parallel.distributed import Rendezvous, make_parallel
 from tests.support.ports import free_port
 from tests.support.thread_ranks import run_ranks
 
-# Of a sum that Gloo makes by a ring.
+# The shape of a sum that Gloo computes with its ring algorithm.
 LARGE = (100, 1000)
 
 
@@ -36,7 +36,7 @@ def sum_own(given: list[Tensor], parallel: Parallel) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [2, 3])
-def test_an_exact_sum_is_taken_in_rank_order_whatever_its_size(size: int, dtype: torch.dtype) -> None:
+def test_an_exact_sum_is_computed_in_rank_order_at_any_size(size: int, dtype: torch.dtype) -> None:
     for shape in ((1, 7), LARGE):
         given = parts(size, shape, dtype)
         sums = run_ranks(tp_layouts(size), partial(sum_own, given))
@@ -87,7 +87,7 @@ def test_rows_are_exchanged_however_many_each_pair_of_ranks_has(dtype: torch.dty
     assert run_ranks(tp_layouts(3), exchange) == [[10, 10, 10, 20], [1, 1, 21], [2]]
 
 
-def test_coupled_ranks_have_a_group_of_their_own_and_one_of_all() -> None:
+def test_coupled_ranks_have_their_own_group_and_a_group_of_all() -> None:
     layouts = [RankLayout(dp, 2, tp, 2, has_expert_parallel=True) for dp in range(2) for tp in range(2)]
 
     def gather(parallel: Parallel) -> list[list[float]]:
@@ -99,12 +99,12 @@ def test_coupled_ranks_have_a_group_of_their_own_and_one_of_all() -> None:
     assert run_ranks(layouts, gather) == [[[0, 1], everyone]] * 2 + [[[2, 3], everyone]] * 2
 
 
-def test_experts_of_one_group_are_spread_over_it() -> None:
+def test_experts_of_a_single_group_are_spread_over_it() -> None:
     layouts = [RankLayout(tp_rank=rank, tp_size=2, has_expert_parallel=True) for rank in range(2)]
     assert all(run_ranks(layouts, lambda parallel: parallel.ep is parallel.tp))
 
 
-def test_a_rank_alone_meets_nobody() -> None:
+def test_a_single_rank_connects_to_no_other() -> None:
     x = torch.ones(2, 3)
     for layout in (RankLayout(), RankLayout(dp_rank=1, dp_size=2), RankLayout(has_expert_parallel=True)):
         parallel = make_parallel(layout, is_exact=True)
@@ -114,7 +114,7 @@ def test_a_rank_alone_meets_nobody() -> None:
     assert torch.equal(SINGLE.tp.all_to_all(x, [2], [2]), x)
 
 
-def test_ranks_of_another_start_are_not_met() -> None:
+def test_ranks_of_another_start_are_not_connected() -> None:
     address = f"127.0.0.1:{free_port()}"
     timeout = timedelta(seconds=2)
     first = Rendezvous(address, "first", timeout=timeout)
@@ -138,7 +138,7 @@ def test_a_lost_partner_ends_a_collective() -> None:
         communicator: Communicator = parallel.tp
         communicator.all_reduce(x.clone())
         if communicator.rank == 1:
-            # Its connections close with the last reference.
+            # Its connections are closed with the last reference.
             return "left"
         del parallel
         with pytest.raises(RuntimeError):

@@ -13,7 +13,7 @@ def fail() -> None:
     raise ValueError("as told")
 
 
-def test_jobs_run_one_after_the_other_in_order_on_one_thread(device: DeviceLoop) -> None:
+def test_jobs_run_in_order_on_one_thread(device: DeviceLoop) -> None:
     seen: list[tuple[int, int]] = []
     jobs = [device.submit(lambda n: seen.append((n, threading.get_ident())), number) for number in range(20)]
     for job in jobs:
@@ -29,7 +29,7 @@ def test_a_failing_job_fails_alone(device: DeviceLoop) -> None:
     assert device.submit(lambda: 3).result() == 3
 
 
-def test_a_cancelled_job_does_not_run_unless_it_runs_already(device: DeviceLoop) -> None:
+def test_a_cancelled_job_does_not_run_unless_it_has_started(device: DeviceLoop) -> None:
     started, release = threading.Event(), threading.Event()
     ran: list[str] = []
 
@@ -49,7 +49,7 @@ def test_a_cancelled_job_does_not_run_unless_it_runs_already(device: DeviceLoop)
         second.result()
 
 
-def test_stopping_lets_the_running_job_return_and_refuses_the_others() -> None:
+def test_stopping_lets_the_running_job_return_and_cancels_the_others() -> None:
     loop = DeviceLoop()
     started, release = threading.Event(), threading.Event()
 

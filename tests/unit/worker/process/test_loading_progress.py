@@ -15,7 +15,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_log_has_one_line_for_each_tenth_that_is_passed(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_log_has_one_line_per_ten_percent(caplog: pytest.LogCaptureFixture) -> None:
     progress = LoggedProgress()
     with caplog.at_level(logging.INFO, "services.worker"):
         for part in PARTS:
@@ -24,7 +24,7 @@ def test_a_log_has_one_line_for_each_tenth_that_is_passed(caplog: pytest.LogCapt
     assert [record.__dict__["percent"] for record in caplog.records] == [0, 11, 55, 99, 100]
 
 
-def test_a_bar_is_drawn_again_for_each_percent_and_leaves_the_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bar_is_redrawn_for_each_percent_and_leaves_the_line(caplog: pytest.LogCaptureFixture) -> None:
     terminal = Terminal()
     progress = make_progress(terminal, log_format="text")
     for part in PARTS:
@@ -45,5 +45,5 @@ def test_a_bar_that_was_never_drawn_leaves_no_line() -> None:
 
 
 @pytest.mark.parametrize(("stream", "log_format"), [(io.StringIO(), "text"), (Terminal(), "json")])
-def test_where_no_one_watches_progress_is_logged(stream: io.StringIO, log_format: str) -> None:
+def test_without_a_terminal_progress_is_logged(stream: io.StringIO, log_format: str) -> None:
     assert isinstance(make_progress(stream, log_format=log_format), LoggedProgress)

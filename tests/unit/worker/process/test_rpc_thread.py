@@ -25,7 +25,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 def make_rpc_thread(address: str) -> RpcThread:
-    """Of a process that is alone; its model is never loaded from the directory."""
+    """The RPC thread of a single process; its model is never loaded from the directory."""
     settings = load_settings(WorkerSettings, ["--model-dir=/m", f"--listen={address}"])
     device = DeviceLoop()
     end = DomainEnd(device)

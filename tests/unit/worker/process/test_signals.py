@@ -10,7 +10,7 @@ from tests.support.processes import ROOT
 
 pytestmark = pytest.mark.process
 
-# The signal goes to another thread while the main one sleeps, waiting for a job: it was seen so in a hundred looks.
+# The signal goes to another thread once the main one was seen asleep, waiting for a job, a hundred times in a row.
 PROGRAM = """
 import os, pathlib, signal, threading
 from services.worker.process.device_loop import DeviceLoop
@@ -35,7 +35,7 @@ print("stopped")
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_signal_that_another_thread_gets_stops_a_sleeping_main_thread(name: str) -> None:
+def test_a_signal_delivered_to_another_thread_stops_a_sleeping_main_thread(name: str) -> None:
     program = PROGRAM.replace("SIGNAL", name)
     result = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False

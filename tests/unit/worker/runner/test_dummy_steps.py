@@ -1,4 +1,4 @@
-"""A dummy step runs the model on one token of no sequence: it touches no KV, and nobody's tokens."""
+"""A dummy step runs the model on one token of no sequence: it changes no KV, and no sequence's tokens."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ COUPLED = RankLayout(dp_rank=1, dp_size=3, has_expert_parallel=True)
 every_kind = pytest.mark.parametrize("kind", [StepKind.PREFILL, StepKind.DECODE])
 
 
-class SeenModel(WrappedModel):
-    """Remembers what it was asked to compute."""
+class RecordingModel(WrappedModel):
+    """Records what it computes."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         super().__init__(loaded.model)
@@ -48,14 +48,14 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 def make_coupled(loaded: LoadedModel, *, layout: RankLayout = COUPLED, backend: str = "reference") -> ModelRunner:
-    """A rank in a new epoch. It has all experts, where the model has any, so that it needs no partner."""
+    """A rank in a new epoch. It has all experts, if the model has any, so that it needs no partner."""
     runner = ModelRunner(loaded, load_ops(backend), KvCacheSize(0, num_blocks=16), layout=layout)
     runner.attach(block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
     return runner
 
 
 def planned(step: Step, num_tokens: int) -> Step:
-    """The step of the rank `COUPLED`, which computes so many tokens."""
+    """The step of the rank `COUPLED`, which computes this many tokens."""
     return replace(step, num_tokens_across_dp=(7, num_tokens, 1))
 
 
@@ -80,7 +80,7 @@ def test_a_dummy_writes_no_kv_and_changes_no_token(
 
     def tokens(*, with_dummies: bool) -> list[list[int]]:
         runner = make_coupled(dummy, backend=backend)
-        # Block 0 is where a dummy's position 0 would be, were it a sequence's.
+        # A dummy's position 0 would be in block 0 if the dummy were a sequence.
         outputs = [runner.run_step(planned(prefill_step(make_enter(3, PROMPT, range(5))), 5))]
         for _ in range(3):
             if with_dummies:
@@ -95,14 +95,14 @@ def test_a_dummy_writes_no_kv_and_changes_no_token(
 
 @every_kind
 def test_a_dummy_runs_the_model_on_one_token_and_has_no_result(loaded: LoadedModel, kind: StepKind) -> None:
-    model = SeenModel(loaded)
+    model = RecordingModel(loaded)
     output = make_coupled(replace(loaded, model=model)).run_step(dummy_step(kind, step_id=9))
     assert model.seen == [([0], [0])]
     assert (output.step_id, output.token_ids.tolist(), output.not_finite_rows.tolist()) == (9, [], [])
     assert (output.counts, output.logprobs, output.prompt_logprobs) == (None, None, ())
 
 
-def test_a_dummy_changes_the_batch_as_it_says(loaded: LoadedModel) -> None:
+def test_a_dummy_applies_its_batch_changes(loaded: LoadedModel) -> None:
     runner = make_coupled(loaded)
     first, second = make_enter(0, PROMPT, range(3)), make_enter(1, PROMPT[:4], [3])
     outputs = [
@@ -134,7 +134,7 @@ def test_a_dummy_that_computes_something_is_refused(loaded: LoadedModel, step: S
         runner.run_step(planned(replace(step, is_dummy=True), 1))
 
 
-def test_a_rank_that_is_not_coupled_has_no_dummies(loaded: LoadedModel) -> None:
+def test_an_uncoupled_rank_has_no_dummies(loaded: LoadedModel) -> None:
     with pytest.raises(StepMismatchError, match="dummy"):
         make_coupled(loaded, layout=RankLayout()).run_step(replace(decode_step(), is_dummy=True))
 
@@ -148,10 +148,10 @@ def test_a_rank_that_is_not_coupled_has_no_dummies(loaded: LoadedModel) -> None:
         ((5,), RankLayout(has_expert_parallel=True)),
     ],
 )
-def test_a_step_is_refused_before_it_runs_when_the_ranks_tokens_do_not_fit(
+def test_a_step_is_refused_before_it_runs_if_the_ranks_token_counts_are_wrong(
     loaded: LoadedModel, counts: tuple[int, ...], layout: RankLayout
 ) -> None:
-    model = SeenModel(loaded)
+    model = RecordingModel(loaded)
     step = replace(prefill_step(make_enter(0, PROMPT, range(2))), num_tokens_across_dp=counts)
     runner = make_coupled(replace(loaded, model=model), layout=layout)
     with pytest.raises(StepMismatchError, match="num_tokens_across_dp"):
@@ -161,7 +161,7 @@ def test_a_step_is_refused_before_it_runs_when_the_ranks_tokens_do_not_fit(
         runner.run_step(dummy_step())
 
 
-def test_a_coupled_rank_computes_what_the_plan_says_of_it(loaded: LoadedModel) -> None:
+def test_a_coupled_rank_computes_what_the_plan_says(loaded: LoadedModel) -> None:
     runner = make_coupled(loaded)
     outputs = [
         runner.run_step(planned(prefill_step(make_enter(0, PROMPT, range(2))), 5)),
@@ -183,5 +183,5 @@ def test_progress_grows_with_layers_and_steps(loaded: LoadedModel) -> None:
     watched.run_step(planned(prefill_step(make_enter(0, PROMPT, range(3))), 5))
     watched.run_step(dummy_step())
     watched.run_step(planned(decode_step(), 1))
-    # Two layers a step, the step itself once it has returned.
+    # Two layers per step, and the step itself once it has returned.
     assert (seen, watched.progress) == ([2, 8], 9)

@@ -26,7 +26,7 @@ LIMITS = BatchLimits(
 
 @dataclass
 class PlainSequence:
-    """What a reader would write down of a sequence; `later` are the tokens of its prompt that are still to come."""
+    """A sequence as a plain record; `later` are the tokens of its prompt that are still to come."""
 
     tokens: list[int]
     later: list[int]
@@ -35,7 +35,7 @@ class PlainSequence:
 
 
 def expect_rows(step_input: StepInput, sequences: dict[int, PlainSequence], query_lens: dict[int, int]) -> None:
-    """Compare a step's input with what a loop says; it computes the sequences of `query_lens`, in order."""
+    """Compare a step's input with a plain loop; the step computes the sequences of `query_lens`, in order."""
     token_ids: list[int] = []
     positions: list[int] = []
     slot_mapping: list[int] = []
@@ -65,7 +65,7 @@ def expect_rows(step_input: StepInput, sequences: dict[int, PlainSequence], quer
 
 @settings(max_examples=100)
 @given(data=st.data())
-def test_any_order_of_changes_gives_the_rows_that_a_plain_model_gives(data: st.DataObject) -> None:
+def test_any_order_of_changes_gives_the_rows_of_a_plain_model(data: st.DataObject) -> None:
     batch = InputBatch(LIMITS)
     sequences: dict[int, PlainSequence] = {}
     leave: list[int] = []
@@ -75,7 +75,7 @@ def test_any_order_of_changes_gives_the_rows_that_a_plain_model_gives(data: st.D
             leave.append(slot)
         drawn = _draw_step(data, sequences, leave)
         if drawn is None:
-            continue  # Who left is told with the next step.
+            continue  # The next step carries the sequences that left.
         step, query_lens = drawn
         step_input = batch.apply(step)
         leave = []
@@ -91,7 +91,7 @@ def test_any_order_of_changes_gives_the_rows_that_a_plain_model_gives(data: st.D
 def _draw_step(
     data: st.DataObject, sequences: dict[int, PlainSequence], leave: list[int]
 ) -> tuple[Step, dict[int, int]] | None:
-    """A step that fits, with what each of its sequences computes, in order; `sequences` are what they are then."""
+    """A valid step, with the tokens each of its sequences computes, in order; updates `sequences`."""
     complete = [slot for slot, sequence in sequences.items() if not sequence.later]
     begun = [slot for slot, sequence in sequences.items() if sequence.later]
     free = [slot for slot in range(6) if slot not in sequences]
@@ -148,7 +148,7 @@ def _draw_decode(
             block = data.draw(st.integers(0, 39))
             sequence.blocks.append(block)
             append.append((slot, block))
-    # Blocks of one slot keep their order, whatever stands between them.
+    # Blocks of one slot keep their order, whatever is between them.
     append.sort(key=lambda pair: pair[0] % 2)
     decode_slots = data.draw(st.one_of(st.none(), st.permutations(rows)), label="decode_slots")
     if decode_slots is None and rows == complete:
@@ -158,7 +158,7 @@ def _draw_decode(
 
 
 def make_batch() -> InputBatch:
-    """Slots 3 and 1, entered in that order, five and two tokens long, sampled once."""
+    """Slots 3 and 1, entered in that order, with five and two tokens, sampled once."""
     batch = InputBatch(LIMITS)
     step_input = batch.apply(prefill_step(make_enter(3, [1, 2, 3, 4, 5], [7, 8]), make_enter(1, [6, 7], [9])))
     batch.record_sampled(step_input.row_slots, column([50, 51]))
@@ -207,10 +207,10 @@ BAD_ENTERS = {
     "max_num_tokens 0": dataclasses.replace(GOOD, max_num_tokens=0),
     "negative stop token": dataclasses.replace(GOOD, stop_token_ids=column([-1])),
     "stop token at the logits width": dataclasses.replace(GOOD, stop_token_ids=column([2, 100])),
-    "cached tokens told that are not cached": dataclasses.replace(GOOD, cached_token_ids=column([1, 2, 3, 4])),
-    "fewer cached tokens told": dataclasses.replace(CACHED, cached_token_ids=column([1, 2, 3])),
+    "cached tokens that are not cached": dataclasses.replace(GOOD, cached_token_ids=column([1, 2, 3, 4])),
+    "too few cached tokens": dataclasses.replace(CACHED, cached_token_ids=column([1, 2, 3])),
     "a cached token at the logits width": dataclasses.replace(CACHED, cached_token_ids=column([1, 2, 3, 100])),
-    "penalties, and no cached tokens told": with_options(CACHED, frequency_penalty=0.5),
+    "penalties, and no cached tokens": with_options(CACHED, frequency_penalty=0.5),
     "prompt scored, and cached": with_options(CACHED, num_prompt_logprobs=1),
     "min_p above 1": with_options(GOOD, min_p=1.5),
     "repetition penalty 0": with_options(GOOD, repetition_penalty=0.0),
@@ -259,7 +259,7 @@ BAD_STEPS = {
     "chunk: of no sequence": prefill_step(chunks=[make_chunk(0, [1])]),
     "chunk: slot above the limit": prefill_step(chunks=[make_chunk(6, [1])]),
     "mixed: without a prompt": mixed_step(),
-    "mixed: nobody to decode": dataclasses.replace(mixed_step(GOOD), leave_slots=column([3, 1])),
+    "mixed: no sequence to decode": dataclasses.replace(mixed_step(GOOD), leave_slots=column([3, 1])),
     "prefill: the same slot twice": prefill_step(GOOD, GOOD),
     "prefill: more tokens than the budget": prefill_step(*(make_enter(slot, [1] * 24, range(6)) for slot in (0, 2, 4))),
 }
@@ -297,7 +297,7 @@ def test_a_sequence_is_not_decoded_before_its_prompt_is_complete() -> None:
         batch.apply(decode_step(rows=[0]))
 
 
-def test_a_decode_whose_table_is_full_is_refused_until_it_gets_a_block() -> None:
+def test_a_decode_with_a_full_table_is_refused_until_it_gets_a_block() -> None:
     batch = InputBatch(LIMITS)
     step_input = batch.apply(prefill_step(make_enter(0, [1, 2, 3, 4], [5])))
     batch.record_sampled(step_input.row_slots, column([9]))
@@ -324,7 +324,7 @@ def test_more_rows_than_the_token_budget_are_refused() -> None:
         batch.apply(decode_step())
 
 
-def test_a_slot_is_entered_again_in_the_step_in_which_it_is_left() -> None:
+def test_a_slot_can_be_entered_again_in_the_step_in_which_it_is_left() -> None:
     batch = make_batch()
     step_input = batch.apply(prefill_step(make_enter(3, [8], [20]), leave=[3]))
     assert (step_input.token_ids.tolist(), step_input.block_tables.tolist()) == ([8], [[20]])
@@ -333,7 +333,7 @@ def test_a_slot_is_entered_again_in_the_step_in_which_it_is_left() -> None:
     assert (decoded.row_slots.tolist(), decoded.token_ids.tolist()) == ([1, 3], [51, 60])
 
 
-def test_decode_slots_hold_for_one_step_only() -> None:
+def test_decode_slots_apply_to_one_step_only() -> None:
     batch = make_batch()
     assert batch.apply(decode_step(rows=[1])).row_slots.tolist() == [1]
     assert batch.apply(decode_step()).row_slots.tolist() == [3, 1]
@@ -359,7 +359,7 @@ def test_block_tables_take_memory_for_the_longest_table_not_for_the_context() ->
     np.testing.assert_array_equal(tables.rows(column([0]), 1000)[0], np.arange(1000))
 
 
-def test_a_table_that_a_slot_had_before_leaves_nothing_behind() -> None:
+def test_a_slots_previous_table_leaves_no_entries() -> None:
     tables = BlockTables(num_slots=2, num_pool_blocks=50, max_blocks_per_sequence=40)
     tables.set(1, np.arange(1, 31, dtype=np.int32))
     tables.clear(column([1]))
@@ -367,15 +367,15 @@ def test_a_table_that_a_slot_had_before_leaves_nothing_behind() -> None:
     assert tables.rows(column([1]), 30).tolist() == [[5] + [0] * 29]
 
 
-def test_cached_tokens_are_told_only_where_they_are_needed() -> None:
-    told = dataclasses.replace(CACHED, cached_token_ids=column([1, 2, 3, 4]))
-    penalized = with_options(told, frequency_penalty=0.5)
+def test_cached_tokens_are_required_only_where_they_are_needed() -> None:
+    sent = dataclasses.replace(CACHED, cached_token_ids=column([1, 2, 3, 4]))
+    penalized = with_options(sent, frequency_penalty=0.5)
     counted = with_options(CACHED, min_tokens=2)
-    for enter in (CACHED, told, penalized, counted):
+    for enter in (CACHED, sent, penalized, counted):
         assert InputBatch(LIMITS).apply(prefill_step(enter)).positions.tolist() == [4]
 
 
-def test_options_stand_beside_the_rows_of_their_sequences_and_no_others() -> None:
+def test_options_apply_only_to_the_rows_of_their_sequences() -> None:
     batch = make_batch()
     with_bias = with_options(make_enter(0, [1, 2], [10, 11], num_later_tokens=1), logit_bias=((5, 1.0),))
     step_input = batch.apply(mixed_step(with_bias))
@@ -388,7 +388,7 @@ def test_options_stand_beside_the_rows_of_their_sequences_and_no_others() -> Non
     assert {row: state.options.min_p for row, state in states.items()} == {2: 0.0, 3: 0.5}
     batch.record_sampled(step_input.row_slots, column([1, 2, 3, 4]))
     assert list(batch.apply(decode_step(rows=[2, 3])).sampling.states) == [0]
-    # Who enters the slot afterwards has none.
+    # The next sequence in the slot has none.
     step_input = batch.apply(prefill_step(make_enter(0, [1], [10]), leave=[0]))
     assert step_input.sampling.states == {}
 
@@ -396,7 +396,7 @@ def test_options_stand_beside_the_rows_of_their_sequences_and_no_others() -> Non
 def test_a_state_knows_every_token_of_its_sequence_before_the_first_is_drawn() -> None:
     seen: list[int] = []
 
-    class NotingMatcher:
+    class RecordingMatcher:
         has_failed = False
 
         def mask(self) -> npt.NDArray[np.bool_]:
@@ -410,20 +410,20 @@ def test_a_state_knows_every_token_of_its_sequence_before_the_first_is_drawn() -
 
     grammars: list[str] = []
 
-    def make_matcher(grammar: str) -> NotingMatcher:
+    def make_matcher(grammar: str) -> RecordingMatcher:
         grammars.append(grammar)
-        return NotingMatcher()
+        return RecordingMatcher()
 
     batch = InputBatch(LIMITS, make_matcher=make_matcher)
     enter = make_enter(0, [5, 6], range(4), num_cached_tokens=4, num_later_tokens=2, cached_token_ids=[1, 2, 3, 4])
     enter = dataclasses.replace(with_options(enter, grammar="start: /a/"), num_prompt_tokens=3)
     batch.apply(prefill_step(enter))
     batch.apply(prefill_step(chunks=[make_chunk(0, [7, 8])]))
-    # A matcher is told the completion, which begins behind the third token.
+    # A matcher receives the completion, which begins after the third token.
     assert (seen, grammars) == ([4, 5, 6, 7, 8], ["start: /a/"])
 
 
-def test_each_choice_has_noise_of_its_own() -> None:
+def test_each_choice_has_its_own_noise() -> None:
     batch = InputBatch(LIMITS)
     enters = [dataclasses.replace(make_enter(slot, [1], [slot]), choice=choice) for slot, choice in ((0, 3), (2, 0))]
     assert batch.apply(prefill_step(*enters)).sampling.choice.tolist() == [3, 0]

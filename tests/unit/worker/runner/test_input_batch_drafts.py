@@ -1,4 +1,4 @@
-"""Decodes with drafts: what is computed of them, where it lies, and what becomes of sequences that have all tokens."""
+"""Decodes with drafts: what is computed for them and where, and what happens to sequences with all their tokens."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ MOST = 3
 
 @dataclass
 class ScriptedProposer(LookupProposer):
-    """Proposes what a test says, by the sequence's tokens; keeps what it was asked."""
+    """Proposes what a test sets, by the sequence's tokens; records its queries."""
 
     guesses: dict[tuple[int, ...], list[int]]
-    asked: list[tuple[tuple[int, ...], int]] = dataclasses.field(default_factory=list)
+    queries: list[tuple[tuple[int, ...], int]] = dataclasses.field(default_factory=list)
 
     def look_up(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
         """See `LookupProposer.look_up`."""
         tokens = tuple(token_ids.tolist())
-        self.asked.append((tokens, max_tokens))
+        self.queries.append((tokens, max_tokens))
         return column(self.guesses.get(tokens, [])[:max_tokens])
 
 
@@ -48,7 +48,7 @@ def begin(batch: InputBatch, step: Step, *sampled: int) -> StepInput:
     return step_input
 
 
-def test_a_row_computes_its_last_token_and_the_drafts_behind_it() -> None:
+def test_a_row_computes_its_last_token_and_the_drafts_after_it() -> None:
     batch = make_batch(ScriptedProposer({(1, 2, 3, 4, 9): [5, 6], (7, 8): []}))
     begin(batch, prefill_step(make_enter(2, [1, 2, 3, 4], [10, 11]), make_enter(0, [7], [20])), 9, 8)
     step_input = batch.apply(decode_step())
@@ -68,7 +68,7 @@ def test_a_row_computes_its_last_token_and_the_drafts_behind_it() -> None:
     assert sampling.position.tolist() == [5, 2]
 
 
-def test_a_step_without_drafts_says_so() -> None:
+def test_a_step_without_drafts_has_no_draft_counts() -> None:
     batch = make_batch(ScriptedProposer({}))
     begin(batch, prefill_step(make_enter(2, [1, 2, 3, 4], [10, 11])), 9)
     sampling = batch.apply(decode_step()).sampling
@@ -77,13 +77,13 @@ def test_a_step_without_drafts_says_so() -> None:
 
 
 @pytest.mark.parametrize(("count", "next_token", "position"), [(1, 50, 5), (2, 51, 6), (3, 52, 7)])
-def test_the_next_step_starts_from_the_last_token_that_was_accepted(count: int, next_token: int, position: int) -> None:
+def test_the_next_step_starts_from_the_last_accepted_token(count: int, next_token: int, position: int) -> None:
     batch = make_batch(ScriptedProposer({(1, 2, 3, 4, 9): [50, 51]}))
     begin(batch, prefill_step(make_enter(2, [1, 2, 3, 4], [10, 11])), 9)
     step_input = batch.apply(decode_step())
     batch.record_sampled(step_input.row_slots, column([50, 51, 52][:count]), column([count]))
     after = batch.apply(decode_step())
-    # What stood in the cache from there on was of drafts that were wrong.
+    # The cache entries after that position belonged to wrong drafts.
     assert (after.token_ids.tolist(), after.positions.tolist()) == ([next_token], [position])
     assert after.slot_mapping.tolist() == [44 + position - 4]
     assert after.context_lens.tolist() == [position + 1]
@@ -98,7 +98,7 @@ def test_a_proposer_sees_all_known_tokens_in_order() -> None:
     step_input = batch.apply(decode_step())
     batch.record_sampled(step_input.row_slots, column([7, 30]), column([2]))
     batch.apply(decode_step())
-    assert [tokens for tokens, _ in proposer.asked] == [(1, 2, 3, 4, 5, 6, 9), (1, 2, 3, 4, 5, 6, 9, 7, 30)]
+    assert [tokens for tokens, _ in proposer.queries] == [(1, 2, 3, 4, 5, 6, 9), (1, 2, 3, 4, 5, 6, 9, 7, 30)]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_proposer_sees_all_known_tokens_in_order() -> None:
     [
         pytest.param(LIMITS, 3, 100, 2, id="enough"),
         pytest.param(LIMITS, 2, 100, 1, id="the table is full"),
-        pytest.param(LIMITS, 3, 10, 2, id="max_num_tokens, just enough: one more is drawn behind the drafts"),
+        pytest.param(LIMITS, 3, 10, 2, id="max_num_tokens, just enough: one more is drawn after the drafts"),
         pytest.param(LIMITS, 3, 9, 1, id="max_num_tokens"),
         pytest.param(LIMITS, 3, 8, 0, id="max_num_tokens, only one is left"),
         pytest.param(dataclasses.replace(LIMITS, context_length=7), 2, 100, 0, id="context"),
@@ -122,7 +122,7 @@ def test_drafts_end_where_there_is_no_room(
     assert batch.apply(decode_step()).token_ids.tolist() == [9, 60, 61][: 1 + num_drafts]
 
 
-def test_drafts_get_the_tokens_of_a_step_that_the_rows_and_chunks_leave() -> None:
+def test_drafts_get_the_tokens_that_rows_and_chunks_leave_in_a_step() -> None:
     limits = dataclasses.replace(LIMITS, max_num_batched_tokens=6)
     guesses: dict[tuple[int, ...], list[int]] = {(1, 7): [60, 61], (2, 8): [62, 63], (3, 9): [64, 65]}
     batch = make_batch(ScriptedProposer(guesses), limits)
@@ -135,7 +135,7 @@ def test_drafts_get_the_tokens_of_a_step_that_the_rows_and_chunks_leave() -> Non
 
 
 def make_full_batch() -> InputBatch:
-    """Slots 0, 1 and 2 in this order; 1 has all its tokens, and its last one opened a block it does not have."""
+    """Slots 0, 1 and 2 in this order; 1 has all its tokens, and its last one opened a block that it does not have."""
     batch = make_batch(ScriptedProposer({(1, 7): [60], (1, 7, 50): [61], (5, 6, 7): [62]}))
     enters = [
         make_enter(0, [1], [10]),
@@ -148,7 +148,7 @@ def make_full_batch() -> InputBatch:
     return batch
 
 
-def test_nothing_is_computed_of_a_sequence_that_has_all_its_tokens() -> None:
+def test_nothing_is_computed_for_a_sequence_that_has_all_its_tokens() -> None:
     batch = make_full_batch()
     step_input = batch.apply(decode_step())
     assert step_input.num_result_rows == 3
@@ -159,7 +159,7 @@ def test_nothing_is_computed_of_a_sequence_that_has_all_its_tokens() -> None:
     assert step_input.cu_seqlens_q.tolist() == [0, 2, 4]
 
 
-def test_rows_behind_one_that_has_all_its_tokens_keep_their_numbers() -> None:
+def test_rows_after_one_that_has_all_its_tokens_keep_their_numbers() -> None:
     batch = make_full_batch()
     step_input = batch.apply(mixed_step(make_enter(3, [30, 31], [30]), rows=[1, 2]))
     assert step_input.num_result_rows == 3
@@ -189,7 +189,7 @@ def test_a_worker_that_drafts_needs_the_cached_tokens() -> None:
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_any_drafts_and_any_acceptance_compute_the_tokens_that_are_known(data: st.DataObject) -> None:
+def test_known_tokens_are_computed_under_any_drafts_and_acceptance(data: st.DataObject) -> None:
     @dataclass
     class DrawnProposer(LookupProposer):
         def look_up(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:

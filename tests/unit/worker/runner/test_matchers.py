@@ -1,4 +1,4 @@
-"""Matchers for a model's grammars, and what follows a grammar where the model's tokenizer cannot be read."""
+"""Matchers for a model's grammars, and what replaces them if the model's tokenizer cannot be read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.tiny_tokenizer import IM_END_ID
 WIDTH = 512
 
 
-def test_a_grammar_is_followed_from_its_beginning_by_each_matcher(tmp_path: Path) -> None:
+def test_each_matcher_follows_a_grammar_from_its_beginning(tmp_path: Path) -> None:
     matchers = GrammarMatchers(write_tiny_llama(tmp_path), WIDTH, [IM_END_ID])
     first, second = (matchers.make(LLMatcher.grammar_from_regex("[ab]")) for _ in range(2))
     allowed = first.mask()

@@ -46,14 +46,14 @@ def prefill_of_all(blocks_per_row: int) -> Step:
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_a_batch_gives_each_row_the_tokens_it_gets_alone(loaded: LoadedModel, block_size: int) -> None:
+def test_a_row_gets_the_same_tokens_in_a_batch_as_alone(loaded: LoadedModel, block_size: int) -> None:
     runner = attached(make_runner(loaded), block_size=block_size)
     tokens = tokens_of(runner, prefill_of_all(-(-20 // block_size)), *[decode_step()] * 6)
     rows = [list(row) for row in zip(*tokens, strict=True)]
     assert rows == [generate_alone(loaded, prompt, 7) for prompt in PROMPTS]
 
 
-def test_rows_that_sit_a_step_out_go_on_where_they_were(loaded: LoadedModel) -> None:
+def test_rows_that_sit_out_a_step_continue_where_they_were(loaded: LoadedModel) -> None:
     runner = attached(make_runner(loaded))
     expected = [generate_alone(loaded, prompt, 3) for prompt in PROMPTS]
     assert tokens_of(runner, prefill_of_all(5), decode_step(rows=[2, 0]), decode_step(rows=[1]), decode_step()) == [
@@ -64,7 +64,7 @@ def test_rows_that_sit_a_step_out_go_on_where_they_were(loaded: LoadedModel) -> 
     ]
 
 
-def test_a_preempted_sequence_goes_on_after_it_was_computed_again(loaded: LoadedModel) -> None:
+def test_a_preempted_sequence_continues_after_it_was_recomputed(loaded: LoadedModel) -> None:
     runner = attached(make_runner(loaded))
     expected = generate_alone(loaded, PROMPTS[0], 5)
     before = tokens_of(runner, prefill_of_all(5), decode_step())
@@ -84,7 +84,7 @@ def test_a_cached_prefix_is_read_from_the_blocks_that_another_sequence_wrote(loa
     ]
 
 
-def test_a_prompt_in_chunks_beside_decodes_gives_the_tokens_it_gives_whole(loaded: LoadedModel) -> None:
+def test_a_prompt_in_chunks_beside_decodes_gives_the_same_tokens_as_whole(loaded: LoadedModel) -> None:
     runner = attached(make_runner(loaded))
     expected = [generate_alone(loaded, prompt, 4) for prompt in (PROMPTS[0], PROMPTS[2])]
     first = make_enter(3, PROMPTS[0], range(5))
@@ -92,7 +92,7 @@ def test_a_prompt_in_chunks_beside_decodes_gives_the_tokens_it_gives_whole(loade
     tokens = tokens_of(
         runner,
         prefill_step(first),
-        # A step of chunks alone, none of them the last: nobody gets a token.
+        # A step of chunks only, none of them the last: no row gets a token.
         prefill_step(second),
         mixed_step(chunks=[make_chunk(1, PROMPTS[2][3:4], 5)]),
         mixed_step(chunks=[make_chunk(1, PROMPTS[2][4:])]),
@@ -107,7 +107,7 @@ def test_a_prompt_in_chunks_beside_decodes_gives_the_tokens_it_gives_whole(loade
     ]
 
 
-def test_a_new_epoch_starts_empty_and_tells_the_last_step_launched(loaded: LoadedModel) -> None:
+def test_a_new_epoch_starts_empty_and_reports_the_last_step_launched(loaded: LoadedModel) -> None:
     runner = make_runner(loaded)
     assert runner.attach(block_size=4, max_num_seqs=8, max_num_batched_tokens=256) == 0
     tokens_of(runner, prefill_of_all(5), replace(decode_step(), step_id=2))
@@ -116,7 +116,7 @@ def test_a_new_epoch_starts_empty_and_tells_the_last_step_launched(loaded: Loade
         runner.run_step(decode_step())
 
 
-def test_a_step_that_fails_voids_its_epoch_and_no_other(loaded: LoadedModel) -> None:
+def test_a_failing_step_voids_only_its_own_epoch(loaded: LoadedModel) -> None:
     runner = attached(make_runner(loaded))
     runner.run_step(prefill_of_all(5))
     with pytest.raises(StepMismatchError):
@@ -144,7 +144,7 @@ class NotFiniteModel(WrappedModel):
         return logits
 
 
-def test_a_row_that_is_not_finite_is_told_and_harms_no_neighbour(loaded: LoadedModel) -> None:
+def test_a_non_finite_row_is_reported_and_does_not_affect_its_neighbours(loaded: LoadedModel) -> None:
     runner = attached(make_runner(replace(loaded, model=NotFiniteModel(loaded.model))))
     outputs = [runner.run_step(step) for step in (prefill_of_all(5), decode_step(), decode_step())]
     assert [output.not_finite_rows.tolist() for output in outputs] == [[0]] * 3
@@ -152,7 +152,7 @@ def test_a_row_that_is_not_finite_is_told_and_harms_no_neighbour(loaded: LoadedM
     assert rows[1:] == [generate_alone(loaded, prompt, 3) for prompt in PROMPTS[1:]]
 
 
-def test_a_layout_is_in_the_fingerprint_as_far_as_results_depend_on_it(loaded: LoadedModel) -> None:
+def test_a_layout_is_in_the_fingerprint_only_if_results_depend_on_it(loaded: LoadedModel) -> None:
     def fingerprints(backend: str, *layouts: RankLayout) -> set[str]:
         return {numerics_fingerprint(loaded, load_ops(backend), layout) for layout in layouts}
 
@@ -163,17 +163,17 @@ def test_a_layout_is_in_the_fingerprint_as_far_as_results_depend_on_it(loaded: L
         assert len(fingerprints(backend, *alike)) == len(fingerprints(backend, *spread)) == 1
         assert len(fingerprints(backend, RankLayout(), alike[0])) == 2
     assert len(fingerprints("reference", *alike, *spread)) == 1
-    # Whose sums have another order.
+    # Their sums are computed in another order.
     assert len(fingerprints("cpu", *alike, *spread)) == 2
 
 
-def test_a_model_without_experts_has_none_to_spread(tmp_path: Path) -> None:
+def test_expert_parallelism_is_refused_for_a_model_without_experts(tmp_path: Path) -> None:
     settings = WorkerSettings(model_dir=write_tiny_llama(tmp_path), ep=True)
     with pytest.raises(ModelDirectoryError, match="no experts"):
         build_model_runner(settings, lambda _: None)
 
 
-def test_the_fingerprint_tells_apart_what_results_depend_on(loaded: LoadedModel) -> None:
+def test_the_fingerprint_distinguishes_what_results_depend_on(loaded: LoadedModel) -> None:
     reference, cpu = load_ops("reference"), load_ops("cpu")
     fingerprints = [
         numerics_fingerprint(loaded, reference),

@@ -1,4 +1,4 @@
-"""What a runner generates depends on no draft, and on nothing else that is decided besides the request."""
+"""A runner's tokens depend on no draft, and on no other decision outside the request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 class KnowingProposer(LookupProposer):
-    """Knows how sequences go on, and errs now and then."""
+    """Knows how the sequences continue, and is wrong now and then."""
 
     def __init__(self, answers: list[Answer], *, share_right: float, seed: int = 0) -> None:
         self._texts = [request.prompt + answer.tokens for request, answer in zip(REQUESTS, answers, strict=True)]
@@ -48,7 +48,7 @@ def undrafted(loaded: LoadedModel) -> list[Answer]:
     return WorkerDriver(make_runner(loaded, num_blocks=200)).generate(REQUESTS)
 
 
-def test_requests_get_alone_what_they_get_together(loaded: LoadedModel, undrafted: list[Answer]) -> None:
+def test_requests_get_the_same_answers_alone_and_together(loaded: LoadedModel, undrafted: list[Answer]) -> None:
     runner = make_runner(loaded, num_blocks=200)
     assert [WorkerDriver(runner, max_chunk=1000).generate([request])[0] for request in REQUESTS] == undrafted
 
@@ -70,10 +70,10 @@ def test_drafts_looked_up_in_the_prompt_change_no_answer(loaded: LoadedModel, un
     assert WorkerDriver(runner, seed=3).generate(REQUESTS) == undrafted
 
 
-def test_a_step_has_no_more_tokens_than_it_may_have(loaded: LoadedModel, undrafted: list[Answer]) -> None:
+def test_a_step_stays_within_its_token_budget(loaded: LoadedModel, undrafted: list[Answer]) -> None:
     proposer = KnowingProposer(undrafted, share_right=1.0)
     runner = make_runner(loaded, num_blocks=200, drafting=Drafting(proposer, 8))
-    # Nine rows, or fewer and chunks of at most two tokens: some room for drafts is left, but not for all of them.
+    # Nine rows, or fewer and chunks of at most two tokens: there is room for some drafts, but not for all of them.
     driver = WorkerDriver(runner, max_num_batched_tokens=18, max_chunk=2)
     assert driver.generate(REQUESTS) == undrafted
     assert max(output.num_draft_tokens for output in driver.outputs) > 4
@@ -89,7 +89,7 @@ def test_right_drafts_save_steps(loaded: LoadedModel, undrafted: list[Answer]) -
     assert [count for count in counts if count != [0]] == [[3], [5], [8]]
 
 
-def test_a_sequence_that_has_all_its_tokens_gets_none(loaded: LoadedModel) -> None:
+def test_a_sequence_that_has_all_its_tokens_gets_no_more(loaded: LoadedModel) -> None:
     runner = make_runner(loaded, drafting=Drafting(NgramProposer(), 4))
     runner.attach(block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
     enters = [make_enter(0, CYCLE * 2, range(4), max_num_tokens=14), make_enter(1, [8, 1, 8, 1], range(5, 10))]
@@ -105,7 +105,7 @@ def test_a_sequence_that_has_all_its_tokens_gets_none(loaded: LoadedModel) -> No
 
 
 class NotFiniteRow(WrappedModel):
-    """From some step on has NaN in the logits of its second row's first token."""
+    """From some step on, has NaN in the logits of its last row."""
 
     is_broken = False
 
@@ -117,7 +117,7 @@ class NotFiniteRow(WrappedModel):
         return logits
 
 
-def test_a_row_that_is_not_finite_keeps_its_number_beside_one_that_is_full(loaded: LoadedModel) -> None:
+def test_a_non_finite_row_keeps_its_number_beside_a_full_one(loaded: LoadedModel) -> None:
     model = NotFiniteRow(loaded.model)
     runner = make_runner(replace(loaded, model=model), drafting=Drafting(NgramProposer(), 4))
     runner.attach(block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
@@ -136,7 +136,7 @@ def test_a_row_that_is_not_finite_keeps_its_number_beside_one_that_is_full(loade
     assert runner.run_step(decode_step(rows=[1, 2])).not_finite_rows.tolist() == []
 
 
-def test_drafts_leave_the_fingerprint_as_it_is(loaded: LoadedModel) -> None:
+def test_drafts_do_not_change_the_fingerprint(loaded: LoadedModel) -> None:
     drafting = make_runner(loaded, drafting=Drafting(NgramProposer(), 4))
     assert drafting.numerics_fingerprint == make_runner(loaded).numerics_fingerprint
     assert (drafting.num_draft_tokens, make_runner(loaded).num_draft_tokens) == (4, 0)

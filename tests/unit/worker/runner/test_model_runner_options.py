@@ -1,4 +1,4 @@
-"""Rare sampling options through the runner: a sequence's own, whatever stands beside it."""
+"""Rare sampling options through the runner: they affect only their own sequence, in any batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tokens_of(loaded: LoadedModel, *requests: Request, drafting: Drafting | None
     return [answer.tokens for answer in driver.generate(requests)]
 
 
-def test_a_bias_changes_its_own_sequence_only(loaded: LoadedModel) -> None:
+def test_a_bias_changes_only_its_own_sequence(loaded: LoadedModel) -> None:
     plain = generate_alone(loaded, PROMPT, 6)
     biased = Request(PROMPT, 6, options=SamplingOptions(logit_bias=((7, 100.0),)))
     assert tokens_of(loaded, Request(PROMPT, 6), biased, Request(PROMPT, 6)) == [plain, [7] * 6, plain]
@@ -50,25 +50,25 @@ def test_a_resumed_sequence_draws_what_it_would_have_drawn(loaded: LoadedModel) 
         assert again.logprobs == {index: answer.logprobs[index] for index in range(num_known, 12)}
 
 
-def test_a_grammar_is_followed_with_and_without_drafts_and_after_a_resumption(loaded: LoadedModel) -> None:
+def test_a_grammar_is_followed_with_and_without_drafts_and_after_a_resume(loaded: LoadedModel) -> None:
     grammar = LLMatcher.grammar_from_regex("(ab){3,9}c")
     request = Request(PROMPT, 16, temperature=1.5, seed=3, options=SamplingOptions(grammar=grammar))
     plain = Request(PROMPT, 16)
     (tokens, beside) = tokens_of(loaded, request, plain)
     assert beside == generate_alone(loaded, PROMPT, 16)
-    # Behind the end of the text nothing else fits.
+    # After the end of the text, no other token is allowed.
     assert tokens[-1] == IM_END_ID
     assert tokens_of(loaded, request, plain, drafting=Drafting(NgramProposer(), 4)) == [tokens, beside]
     resumed = Request(PROMPT, 16, temperature=1.5, seed=3, options=request.options, known=tuple(tokens[:3]))
     assert tokens_of(loaded, resumed) == [tokens]
 
 
-def test_a_grammar_that_does_not_compile_ends_its_own_text_only(loaded: LoadedModel) -> None:
+def test_a_grammar_that_does_not_compile_ends_only_its_own_text(loaded: LoadedModel) -> None:
     broken = Request(PROMPT, 3, options=SamplingOptions(grammar="start: ((("))
     assert tokens_of(loaded, broken, Request(PROMPT, 5)) == [[IM_END_ID] * 3, generate_alone(loaded, PROMPT, 5)]
 
 
-def test_log_probabilities_count_in_the_tokens_of_the_step(loaded: LoadedModel) -> None:
+def test_log_probabilities_are_indexed_by_the_tokens_of_the_step(loaded: LoadedModel) -> None:
     runner = make_runner(loaded)
     runner.attach(block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
     options = SamplingOptions(num_logprobs=1)
@@ -83,7 +83,7 @@ def test_log_probabilities_count_in_the_tokens_of_the_step(loaded: LoadedModel) 
     assert runner.run_step(decode_step(rows=[0])).logprobs is None
 
 
-def test_a_cached_prefix_counts_for_penalties(loaded: LoadedModel) -> None:
+def test_penalties_include_a_cached_prefix(loaded: LoadedModel) -> None:
     prompt = [*PROMPT, 60, 33, 21, 4]
     options = SamplingOptions(repetition_penalty=2.0)
     expected = tokens_of(loaded, Request(prompt, 4, options=options))[0]

@@ -1,4 +1,4 @@
-"""Prompts are scored chunk by chunk: every token but the first, once, whatever the chunks are."""
+"""Prompts are scored chunk by chunk: every token but the first, exactly once, for any chunks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def score_alone(loaded: LoadedModel, request: Request, *, max_chunk: int = 1000)
 
 @torch.inference_mode()
 def expected_scores(loaded: LoadedModel, prompt: list[int], num_top: int) -> Scores:
-    """The definition: log-softmax of the logits behind each token but the last."""
+    """The definition: log-softmax of the logits at each token but the last."""
     paged = PagedModel(loaded.model, load_ops("reference"))
     logprobs = paged.prefill_all(paged.add(prompt)).log_softmax(-1)
     scores: Scores = {}
@@ -65,7 +65,7 @@ def test_each_token_but_the_first_gets_its_log_probability(loaded: LoadedModel, 
     assert_same(answer.prompt_logprobs, expected_scores(loaded, PROMPT, num_top))
 
 
-def test_a_prompt_in_chunks_gets_what_it_gets_whole(loaded: LoadedModel) -> None:
+def test_a_prompt_in_chunks_gets_the_same_as_whole(loaded: LoadedModel) -> None:
     whole = score_alone(loaded, scored(2))
     requests = [scored(2), scored(2, seed=1), Request(PROMPT, 3), scored(2)]
     for seed, max_chunk in enumerate((1, 2, 5)):
@@ -96,7 +96,7 @@ def test_a_prompt_of_one_token_has_nothing_to_score(loaded: LoadedModel) -> None
     assert all(output.prompt_logprobs == () for output in driver.outputs)
 
 
-def test_what_a_sequence_left_behind_is_not_the_next_ones(loaded: LoadedModel) -> None:
+def test_a_sequence_does_not_inherit_scores_from_its_slots_previous_one(loaded: LoadedModel) -> None:
     runner = make_runner(loaded)
     runner.attach(block_size=4, max_num_seqs=1, max_num_batched_tokens=64)
     options = SamplingOptions(num_prompt_logprobs=0)
@@ -110,7 +110,7 @@ def test_what_a_sequence_left_behind_is_not_the_next_ones(loaded: LoadedModel) -
     assert logprobs.values.tolist() == [value for position in sorted(expected) for value in expected[position][2]]
 
 
-def test_a_cached_prompt_whose_log_probabilities_are_wanted_is_refused(loaded: LoadedModel) -> None:
+def test_a_scored_prompt_with_cached_tokens_is_refused(loaded: LoadedModel) -> None:
     runner = make_runner(loaded)
     runner.attach(block_size=4, max_num_seqs=1, max_num_batched_tokens=64)
     enter = make_enter(0, [8], range(8), num_cached_tokens=4, options=SamplingOptions(num_prompt_logprobs=0))

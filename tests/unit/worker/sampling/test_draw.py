@@ -1,4 +1,4 @@
-"""What survives min-p, top-k and top-p in one row, against transformers' warpers."""
+"""The columns kept by min-p, top-k and top-p in one row, compared with transformers' warpers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def random_logits(seed: int, vocabulary: int = 300) -> npt.NDArray[np.float32]:
     seed=st.integers(0, 2**32),
 )
 @settings(max_examples=300)
-def test_the_columns_that_survive_are_those_that_survive_transformers_warpers(
+def test_the_same_columns_are_kept_as_by_transformers_warpers(
     temperature: float, top_k: int, top_p: float, min_p: float, seed: int
 ) -> None:
     logits = random_logits(seed)
@@ -57,7 +57,7 @@ def test_the_columns_that_survive_are_those_that_survive_transformers_warpers(
 
 
 def _is_at_an_edge(scaled: npt.NDArray[np.float64], *, top_k: int, top_p: float, min_p: float) -> bool:
-    """Whether float32 sums, as transformers', may disagree with float64 sums about what survives."""
+    """Whether float32 sums, like those of transformers, may disagree with float64 sums about the kept columns."""
     weights = np.sort(np.exp(scaled - scaled.max()))[::-1]
     is_likely = weights >= min_p
     left = weights[is_likely][: top_k or None]
@@ -65,39 +65,39 @@ def _is_at_an_edge(scaled: npt.NDArray[np.float64], *, top_k: int, top_p: float,
     return bool((np.abs(weights - min_p) < 1e-6).any() or (np.abs(shares - top_p) < 1e-5).any())
 
 
-def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest() -> None:
+def test_min_p_keeps_columns_that_are_likely_relative_to_the_likeliest() -> None:
     logits = np.log(np.array([0.1, 0.5, 0.25, 0.15], np.float32))
     assert kept_by(make_draw(min_p=0.25), logits) == [1, 2, 3]
     assert kept_by(make_draw(min_p=0.4), logits) == [1, 2]
     assert kept_by(make_draw(min_p=1.0), logits) == [1]
 
 
-def test_min_p_of_one_keeps_all_that_share_the_first_place() -> None:
+def test_min_p_of_one_keeps_all_columns_tied_for_first() -> None:
     assert kept_by(make_draw(min_p=1.0), np.array([2.0, 0.0, 2.0], np.float32)) == [0, 2]
 
 
-def test_min_p_sees_probabilities_after_temperature() -> None:
+def test_min_p_applies_after_temperature() -> None:
     logits = np.log(np.array([0.6, 0.4], np.float32))
     assert kept_by(make_draw(min_p=0.5), logits) == [0, 1]
     assert kept_by(make_draw(min_p=0.5, temperature=0.5), logits) == [0]
 
 
-def test_top_p_counts_what_min_p_has_left_over() -> None:
+def test_top_p_applies_to_what_min_p_has_kept() -> None:
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
     assert kept_by(make_draw(top_p=0.6), logits) == [0, 1]
-    # Of 0.4 and 0.3 the first alone holds 0.57.
+    # Of 0.4 and 0.3, the first alone has a share of 0.57.
     assert kept_by(make_draw(top_p=0.55, min_p=0.7), logits) == [0]
     assert kept_by(make_draw(top_p=0.6, min_p=0.7), logits) == [0, 1]
 
 
 @pytest.mark.parametrize("filters", [{}, {"min_p": 0.05}, {"top_k": 9}, {"top_p": 0.9}])
-def test_choices_of_one_request_have_noise_of_their_own(filters: dict[str, float]) -> None:
+def test_choices_of_one_request_have_their_own_noise(filters: dict[str, float]) -> None:
     logits = np.zeros(1000, np.float32)
     drawn = {make_draw(choice=choice, **filters).token(logits, 5) for choice in range(8)}  # type: ignore[arg-type]
     assert len(drawn) > 4
 
 
-def test_filters_that_let_all_through_change_no_draw() -> None:
+def test_filters_that_keep_everything_change_no_draw() -> None:
     logits = random_logits(3)
     for position in range(50):
         free = make_draw(temperature=1.5).token(logits, position)
@@ -106,7 +106,7 @@ def test_filters_that_let_all_through_change_no_draw() -> None:
 
 @pytest.mark.parametrize("temperature", [1e-5, 2.0])
 @pytest.mark.parametrize("filters", [{}, {"min_p": 0.5}, {"top_k": 2}, {"top_p": 0.9}])
-def test_the_largest_floats_are_drawn_from_as_any_others(temperature: float, filters: dict[str, float]) -> None:
+def test_the_largest_floats_are_drawn_like_any_others(temperature: float, filters: dict[str, float]) -> None:
     largest = float(np.finfo(np.float32).max)
     logits = np.array([-largest, largest, -np.inf], np.float32)
     assert make_draw(temperature=temperature, **filters).token(logits, 1) == 1  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What a grammar's matcher allows, token by token."""
+"""The tokens that a grammar's matcher allows, token by token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shared.model_dir import TOKENIZER, ModelDirectoryError
 from tests.support.grammar_texts import TextWriter
 from tests.support.tiny_tokenizer import ENDOFTEXT_ID, IM_END_ID, VOCABULARY_SIZE, write_tiny_tokenizer
 
-# As in a model whose embeddings are padded.
+# Wider than the vocabulary, as in a model with padded embeddings.
 WIDTH = VOCABULARY_SIZE + 92
 AMBIGUOUS = 'start: s\ns: s s | "a"'
 
@@ -55,7 +55,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def writer(model_dir: Path) -> TextWriter:
-    """Writes with the tiny tokenizer and padded logits."""
+    """A writer with the tiny tokenizer and padded logits."""
     return TextWriter(model_dir, WIDTH)
 
 
@@ -64,7 +64,7 @@ def ids(mask: npt.NDArray[np.bool_]) -> list[int]:
     return [int(token_id) for token_id in np.flatnonzero(mask)]
 
 
-def test_a_mask_allows_the_tokens_whose_text_fits_and_no_others(writer: TextWriter) -> None:
+def test_a_mask_allows_exactly_the_tokens_whose_text_fits(writer: TextWriter) -> None:
     mask = writer.compiler.matcher(regex_grammar("[a-z ]+")).mask()
     texts = [writer.tokenizer.decode([token_id], skip_special_tokens=False) for token_id in range(VOCABULARY_SIZE)]
     assert mask.dtype == np.bool_
@@ -72,13 +72,13 @@ def test_a_mask_allows_the_tokens_whose_text_fits_and_no_others(writer: TextWrit
     assert ids(mask) == [token_id for token_id, text in enumerate(texts) if re.fullmatch("[a-z ]+", text)]
 
 
-def test_tokens_that_the_tokenizer_does_not_know_and_special_ones_are_never_allowed(writer: TextWriter) -> None:
+def test_special_tokens_and_ids_outside_the_tokenizer_are_never_allowed(writer: TextWriter) -> None:
     mask = writer.compiler.matcher(regex_grammar("(?s:.*)")).mask()
     assert not mask[VOCABULARY_SIZE:].any()
     assert [token_id for token_id in range(3) if mask[token_id]] == [IM_END_ID]
 
 
-def test_every_end_is_allowed_exactly_where_the_text_may_end(model_dir: Path) -> None:
+def test_every_end_token_is_allowed_exactly_where_the_text_may_end(model_dir: Path) -> None:
     ends = [ENDOFTEXT_ID, IM_END_ID]
     compiler = GrammarCompiler(model_dir, WIDTH, ends)
     a_id = TextWriter(model_dir, WIDTH).encode("a")[0]
@@ -90,7 +90,7 @@ def test_every_end_is_allowed_exactly_where_the_text_may_end(model_dir: Path) ->
     assert ids(matcher.mask()) == [a_id]
 
 
-def test_behind_the_end_and_behind_the_last_character_only_the_end_is_allowed(writer: TextWriter) -> None:
+def test_after_the_end_and_after_the_last_character_only_the_end_is_allowed(writer: TextWriter) -> None:
     matcher = writer.matcher_after(regex_grammar("ab?"), writer.encode("ab"))
     assert ids(matcher.mask()) == [IM_END_ID]
     open_matcher = writer.matcher_after(regex_grammar("a+"), writer.encode("a"))
@@ -101,7 +101,7 @@ def test_behind_the_end_and_behind_the_last_character_only_the_end_is_allowed(wr
 
 
 @pytest.mark.parametrize("stranger", ["b", "<|im_start|>", VOCABULARY_SIZE + 1, WIDTH - 1])
-def test_behind_a_token_that_does_not_fit_only_the_end_is_allowed(writer: TextWriter, stranger: str | int) -> None:
+def test_after_a_token_that_does_not_fit_only_the_end_is_allowed(writer: TextWriter, stranger: str | int) -> None:
     matcher = writer.matcher_after(regex_grammar("a+"), writer.encode("a"))
     matcher.advance(stranger if isinstance(stranger, int) else writer.encode(stranger)[0])
     for _ in range(3):
@@ -110,7 +110,7 @@ def test_behind_a_token_that_does_not_fit_only_the_end_is_allowed(writer: TextWr
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=json.dumps)
-def test_texts_that_end_fit_their_schema(writer: TextWriter, schema: dict[str, Any]) -> None:
+def test_complete_texts_fit_their_schema(writer: TextWriter, schema: dict[str, Any]) -> None:
     texts = [writer.write(json_grammar(schema), seed) for seed in range(20)]
     ended = [writer.decode(token_ids) for token_ids in texts if token_ids is not None]
     assert len(ended) >= 10
@@ -126,7 +126,7 @@ def test_texts_of_a_regex_match_it(writer: TextWriter) -> None:
     assert all(re.fullmatch(regex, text) for text in ended)
 
 
-def test_a_matcher_that_is_given_the_text_so_far_goes_on_like_the_one_that_wrote_it(writer: TextWriter) -> None:
+def test_a_matcher_that_gets_the_text_so_far_continues_like_the_one_that_wrote_it(writer: TextWriter) -> None:
     grammar = json_grammar(SCHEMAS[0])
     token_ids = writer.encode('{"a": "né", "b": 12}')
     first = writer.compiler.matcher(grammar)
@@ -136,36 +136,36 @@ def test_a_matcher_that_is_given_the_text_so_far_goes_on_like_the_one_that_wrote
     assert writer.may_end(first)
 
 
-def test_masks_that_are_prepared_are_the_same(writer: TextWriter) -> None:
+def test_prepared_masks_are_the_same(writer: TextWriter) -> None:
     grammar = json_grammar(SCHEMAS[0])
     plain, prepared = writer.compiler.matcher(grammar), writer.compiler.matcher(grammar)
     for token_id in writer.encode('{"a": "fox", "b": -1}'):
         prepared.prepare()
         assert np.array_equal(prepared.mask(), plain.mask())
-        # Asked for, and no longer needed.
+        # Prepared again, though no longer needed.
         prepared.prepare()
         for matcher in (plain, prepared):
             matcher.advance(token_id)
     assert np.array_equal(prepared.mask(), plain.mask())
 
 
-def test_matchers_of_one_grammar_do_not_know_of_each_other(writer: TextWriter) -> None:
+def test_matchers_of_one_grammar_are_independent(writer: TextWriter) -> None:
     grammar = regex_grammar("ab|cd")
-    behind_a = writer.matcher_after(grammar, writer.encode("a"))
-    behind_c = writer.matcher_after(grammar, writer.encode("c"))
-    assert ids(behind_a.mask()) == writer.encode("b")
-    assert ids(behind_c.mask()) == writer.encode("d")
+    after_a = writer.matcher_after(grammar, writer.encode("a"))
+    after_c = writer.matcher_after(grammar, writer.encode("c"))
+    assert ids(after_a.mask()) == writer.encode("b")
+    assert ids(after_c.mask()) == writer.encode("d")
     assert writer.fits(grammar, "ab")
 
 
-def test_more_grammars_than_are_kept_compiled_all_work(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_grammars_than_stay_compiled_all_work(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_grammar, "_MAX_COMPILED", 2)
     writer = TextWriter(model_dir, WIDTH)
     for _ in range(2):
         assert all(writer.fits(regex_grammar(letter), letter) for letter in "abcd")
 
 
-def test_a_text_that_needs_a_token_which_the_model_lacks_ends(
+def test_a_text_that_needs_a_token_missing_from_the_model_ends(
     model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokenizer = Tokenizer.from_file(str(model_dir / TOKENIZER))
@@ -202,17 +202,17 @@ def test_a_text_that_costs_too_much_to_follow_ends(writer: TextWriter) -> None:
     assert matcher.has_failed
 
 
-def test_logits_may_be_fewer_than_the_tokenizers_tokens(model_dir: Path) -> None:
+def test_logits_may_be_narrower_than_the_tokenizers_vocabulary(model_dir: Path) -> None:
     narrow, wide = (TextWriter(model_dir, width).compiler for width in (300, WIDTH))
     mask = wide.matcher(regex_grammar("[a-z]*")).mask()
     assert np.array_equal(narrow.matcher(regex_grammar("[a-z]*")).mask(), mask[:300])
 
 
-def test_a_model_that_has_no_end_still_has_its_texts_followed(model_dir: Path) -> None:
+def test_a_grammar_is_followed_for_a_model_without_an_end_token(model_dir: Path) -> None:
     matcher = GrammarCompiler(model_dir, WIDTH, ()).matcher(regex_grammar("ab?"))
     a_id = TextWriter(model_dir, WIDTH).encode("a")[0]
     assert ids(matcher.mask()) == [a_id]
-    # The tokenizer's own end has no text: the completion goes on with it until it is long enough.
+    # The tokenizer's own end has no text: the completion continues with it up to its length limit.
     matcher.advance(a_id)
     assert len(ids(matcher.mask())) == 2
 

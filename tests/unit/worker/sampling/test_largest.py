@@ -1,4 +1,4 @@
-"""The largest entries of a row, against sorting."""
+"""The largest entries of a row, compared with sorting."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.worker.sampling.largest import largest
 
 @given(size=st.integers(1, 3000), share=st.floats(0, 1), num_different=st.integers(1, 5000), seed=st.integers(0, 2**32))
 @settings(max_examples=200)
-def test_the_largest_are_the_first_of_all_sorted_and_of_equals_the_lower_indices(
+def test_the_largest_come_first_and_of_equal_ones_the_lower_index(
     size: int, share: float, num_different: int, seed: int
 ) -> None:
     values = np.random.default_rng(seed).integers(num_different, size=size).astype(np.float32)

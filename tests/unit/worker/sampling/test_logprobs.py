@@ -1,4 +1,4 @@
-"""Log-probabilities, against torch's and against sorting."""
+"""Log-probabilities, compared with torch's and with sorting."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_position_has_its_token_and_the_likeliest_ones_in_order(
         np.testing.assert_allclose(values, exact[row, entries], rtol=2e-6, atol=2e-6)
 
 
-def test_the_columns_have_the_dtypes_of_the_wire() -> None:
+def test_the_columns_have_the_dtypes_of_the_wire_format() -> None:
     logprobs = token_logprobs(random_logits(2, 9), column([1, 2]), column([0, 1]), 3)
     columns = (logprobs.indexes, logprobs.ranks, logprobs.counts, logprobs.token_ids)
     assert [part.dtype for part in columns] == [np.int32] * 4
@@ -58,7 +58,7 @@ def test_the_columns_have_the_dtypes_of_the_wire() -> None:
 
 
 def test_a_row_has_the_same_bytes_alone_and_in_any_batch() -> None:
-    # An odd vocabulary puts each row at another alignment in memory.
+    # An odd vocabulary size gives each row another alignment in memory.
     logits = random_logits(9, 10_007)
     token_ids = column(range(9))
     together = token_logprobs(logits, token_ids, token_ids, 5)
@@ -71,7 +71,7 @@ def test_a_row_has_the_same_bytes_alone_and_in_any_batch() -> None:
             assert batch.values[place * 6 :][:6].tobytes() == alone.values.tobytes()
 
 
-def test_a_token_that_the_model_never_picks_has_minus_infinity() -> None:
+def test_a_token_that_is_never_drawn_has_minus_infinity() -> None:
     logits = torch.tensor([[0.0, -math.inf, 0.0]])
     logprobs = token_logprobs(logits, column([1]), column([0]), 2)
     assert logprobs.token_ids.tolist() == [1, 0, 2]
@@ -79,13 +79,13 @@ def test_a_token_that_the_model_never_picks_has_minus_infinity() -> None:
     assert logprobs.ranks.tolist() == [3]
 
 
-def test_logits_of_any_size_give_finite_values() -> None:
+def test_logits_of_any_magnitude_give_finite_values() -> None:
     largest = float(np.finfo(np.float32).max)
     logprobs = token_logprobs(torch.tensor([[largest, largest / 2]]), column([0]), column([0]), 1)
     assert logprobs.values.tolist() == [0.0, 0.0]
 
 
-def test_joined_parts_stand_one_behind_the_other() -> None:
+def test_joined_parts_are_concatenated() -> None:
     logits = random_logits(3, 50)
     parts = [
         token_logprobs(logits[:1], column([3]), column([0]), 2),

@@ -1,4 +1,4 @@
-"""The counter-based noise, against an independent Philox and its published answers."""
+"""The counter-based noise, compared with an independent Philox and its published test vectors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def philox4x64(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tupl
         ),
     ],
 )
-def test_this_files_philox_gives_the_published_answers(
+def test_this_files_philox_matches_the_published_vectors(
     counter: tuple[int, int, int, int], key: tuple[int, int], answer: tuple[int, int, int, int]
 ) -> None:
     # Random123's tests/kat_vectors, lines "philox4x64 10".
@@ -65,17 +65,17 @@ def test_a_columns_word_is_a_function_of_key_and_counter(
     assert int(words[column]) == expected[column % 4]
 
 
-def test_noise_of_fewer_columns_is_the_beginning_of_that_of_more() -> None:
+def test_noise_of_fewer_columns_is_a_prefix_of_that_of_more() -> None:
     assert np.array_equal(noise_words(5, 9, 1000)[:7], noise_words(5, 9, 7))
 
 
-def test_the_words_bits_become_a_gumbel_variate() -> None:
+def test_the_bits_of_a_word_become_a_gumbel_variate() -> None:
     words = np.array([0, 1 << 11, 1 << 63, 2**64 - (1 << 11) - 1], dtype=np.uint64)
     uniforms = np.array([2.0**-54, 3 * 2.0**-54, 0.5 + 2.0**-54, 1 - 3 * 2.0**-54])
     np.testing.assert_allclose(gumbel(words), -np.log(-np.log(uniforms)), rtol=1e-12)
 
 
-def test_gumbel_variates_have_their_distributions_mean_and_deviation() -> None:
+def test_gumbel_variates_have_the_expected_mean_and_deviation() -> None:
     values = gumbel(noise_words(1, 1, 200_000))
     assert abs(values.mean() - np.euler_gamma) < 0.01
     assert abs(values.std() - np.pi / np.sqrt(6)) < 0.01

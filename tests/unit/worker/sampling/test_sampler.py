@@ -1,4 +1,4 @@
-"""Drawing tokens: greedy, filtered and not, row by row."""
+"""Drawing tokens row by row: greedy, filtered and unfiltered."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def drawn_share(logits: Tensor, num_draws: int = 4000, **params: float) -> npt.N
 
 
 @pytest.mark.parametrize("temperature", [0.0, 9e-6])
-def test_a_row_without_temperature_takes_the_largest_logit(temperature: float) -> None:
+def test_a_row_with_temperature_zero_takes_the_largest_logit(temperature: float) -> None:
     logits = random_logits(9)
     sampled = sample(logits, make_rows(9, temperature=temperature))
     assert sampled.token_ids.tolist() == logits.argmax(-1).tolist()
@@ -68,8 +68,8 @@ def test_a_draw_is_the_largest_of_scaled_logit_plus_noise() -> None:
     assert sample(logits, rows).token_ids.tolist() == scores.argmax(-1).tolist()
 
 
-def test_draws_have_the_softmaxs_distribution() -> None:
-    # Pearson's chi-squared over a vocabulary of 8, in 40 000 draws; 7 degrees of freedom exceed 24.3 once in 1000.
+def test_draws_have_the_softmax_distribution() -> None:
+    # Pearson's chi-squared over a vocabulary of 8, in 40,000 draws; 7 degrees of freedom exceed 24.3 once in 1000.
     logits = torch.tensor([[0.0, 1.0, -1.0, 0.5, 2.0, -0.5, 0.2, 1.4]])
     for temperature in (0.6, 1.0, 1.9):
         expected = torch.softmax(logits[0].double() / temperature, 0).numpy() * 40_000
@@ -82,7 +82,7 @@ def test_top_k_keeps_the_largest_and_the_lower_of_equals_at_the_edge() -> None:
     assert np.flatnonzero(drawn_share(logits, top_k=3)).tolist() == [0, 1, 3]
 
 
-def test_top_p_keeps_the_smallest_set_that_holds_the_share() -> None:
+def test_top_p_keeps_the_smallest_set_with_the_share() -> None:
     logits = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()
     assert np.flatnonzero(drawn_share(logits, top_p=0.65)).tolist() == [1, 3]
     assert np.flatnonzero(drawn_share(logits, top_p=0.75)).tolist() == [1, 2, 3]
@@ -93,20 +93,20 @@ def test_top_p_keeps_the_lower_of_equals_at_the_edge() -> None:
     assert np.flatnonzero(drawn_share(logits, top_p=0.5)).tolist() == [0, 1, 2, 3]
 
 
-def test_top_p_counts_what_top_k_has_left_over() -> None:
+def test_top_p_applies_to_what_top_k_has_kept() -> None:
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
-    # Of all 0.6 is reached by the first two; of the first two, by the first alone... 4/7 is not enough.
+    # Among the first two, the first alone has a share of 4/7: enough for 0.55, not for 0.6.
     assert np.flatnonzero(drawn_share(logits, top_k=2, top_p=0.55)).tolist() == [0]
     assert np.flatnonzero(drawn_share(logits, top_k=2, top_p=0.6)).tolist() == [0, 1]
 
 
-def test_temperature_comes_before_top_p() -> None:
+def test_temperature_applies_before_top_p() -> None:
     logits = torch.tensor([[0.6, 0.3, 0.1]]).log()
     assert np.flatnonzero(drawn_share(logits, top_p=0.75)).tolist() == [0, 1]
     assert np.flatnonzero(drawn_share(logits, top_p=0.75, temperature=0.5)).tolist() == [0]
 
 
-def test_a_filtered_draw_uses_the_noise_of_the_columns_that_survive() -> None:
+def test_a_filtered_draw_uses_the_noise_of_the_kept_columns() -> None:
     logits = random_logits(30)
     free = sample(logits, make_rows(30)).token_ids
     kept_by_all = [row for row in range(30) if free[row] in logits[row].topk(5).indices]
@@ -121,17 +121,15 @@ def test_a_filtered_draw_uses_the_noise_of_the_columns_that_survive() -> None:
     temperature=st.floats(1 / 8, 2.0, width=32),
     seed=st.integers(0, 20),
 )
-def test_what_survives_is_what_sorting_everything_leaves(
-    top_k: int, top_p: float, temperature: float, seed: int
-) -> None:
-    # Rounded, so that there are equals.
+def test_kept_columns_match_a_full_sort(top_k: int, top_p: float, temperature: float, seed: int) -> None:
+    # Rounded, so that there are ties.
     logits = random_logits(200, seed=seed).mul(2).round().div(2)[:1].expand(200, -1).contiguous()
     sampled = sample(logits, make_rows(200, temperature=temperature, top_k=top_k, top_p=top_p))
     scaled = logits[0].double().numpy() / np.float32(temperature)
     order = sorted(range(VOCABULARY), key=lambda column: (-scaled[column], column))[: top_k or VOCABULARY]
     weights = np.exp(scaled[order] - scaled.max())
     before = np.cumsum(weights) - weights
-    # A rounding error at the edge may let one more pass.
+    # A rounding error at the edge may keep one more.
     allowed = {order[place] for place in range(len(order)) if before[place] < top_p * weights.sum() * (1 + 1e-9)}
     assert set(sampled.token_ids.tolist()) <= allowed
 
@@ -173,7 +171,7 @@ def test_greedy_and_drawn_rows_share_a_batch() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rows_that_are_not_finite_are_flagged_and_leave_the_others_alone(temperature: float) -> None:
+def test_non_finite_rows_are_flagged_and_do_not_affect_the_others(temperature: float) -> None:
     logits = random_logits(6)
     expected = sample(logits, make_rows(6, temperature=temperature)).token_ids
     logits[1, 3] = math.nan
@@ -193,7 +191,7 @@ def test_a_column_of_minus_infinity_is_never_drawn() -> None:
         assert sample(logits, make_rows(1)).not_finite_rows.size == 0
 
 
-def test_finite_rows_flag_nothing() -> None:
+def test_finite_rows_are_not_flagged() -> None:
     sampled = sample(random_logits(3), make_rows(3))
     assert sampled.not_finite_rows.size == 0
     assert sampled.not_finite_rows.dtype == np.int32

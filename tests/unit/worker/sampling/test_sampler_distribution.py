@@ -1,4 +1,4 @@
-"""Tokens drawn under 20,000 seeds, in batches, have the distribution that their options describe."""
+"""Tokens drawn in batches under 20,000 seeds have the distribution that their options describe."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PENALIZED = SamplingOptions(repetition_penalty=1.5, logit_bias=((3, 1.5),), min_
 
 
 def shares(logits: npt.NDArray[np.floating], recipe: Recipe) -> npt.NDArray[np.float64]:
-    """What one draw should be, by sorting everything."""
+    """The shares of a single draw, by sorting everything."""
     weights: npt.NDArray[np.float64] = np.exp(logits.astype(np.float64) / recipe.temperature)
     weights /= weights.sum()
     if recipe.options is not None:
@@ -62,7 +62,7 @@ def test_a_draw_has_the_distribution_of_its_options(recipe: Recipe) -> None:
 
 
 def expected_pairs(table: npt.NDArray[np.float32], recipe: Recipe) -> npt.NDArray[np.float64]:
-    """The joint shares of the first two tokens behind a prompt of token 0, [WIDTH * WIDTH]."""
+    """The joint shares of the first two tokens after a prompt of token 0, [WIDTH * WIDTH]."""
     pairs = np.zeros((WIDTH, WIDTH))
     for first, share in enumerate(shares(_processed(table[0], recipe, [0]), recipe)):
         pairs[first] = share * shares(_processed(table[first], recipe, [0, first]), recipe)
@@ -82,7 +82,7 @@ def _processed(logits: npt.NDArray[np.float32], recipe: Recipe, tokens: list[int
     ("recipe", "num_seeds"),
     [(Recipe(temperature=1.1), NUM_SEEDS), (Recipe(top_k=6, top_p=0.95, options=PENALIZED), NUM_SEEDS // 4)],
 )
-def test_drafts_at_random_leave_every_token_and_so_the_distribution(recipe: Recipe, num_seeds: int) -> None:
+def test_random_drafts_change_no_token_and_so_keep_the_distribution(recipe: Recipe, num_seeds: int) -> None:
     table = torch.stack([LOGITS.roll(shift) for shift in range(WIDTH)])
     recipes = [replace(recipe, seed=seed) for seed in range(num_seeds)]
     random = np.random.default_rng(0)

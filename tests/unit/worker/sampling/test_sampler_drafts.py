@@ -1,4 +1,4 @@
-"""Rows with drafts and rows with options: what is drawn is what would be drawn without drafts, and alone."""
+"""Rows with drafts and with options draw the same tokens as without drafts, and as alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GREEDY = Recipe(temperature=0.0)
 
 
 def make_table(seed: int = 0) -> Tensor:
-    """The logits behind each token; rounded, so that there are equals."""
+    """The logits after each token; rounded, so that there are ties."""
     return (torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(seed)) * 2).round() / 2
 
 
@@ -64,7 +64,7 @@ def test_tokens_are_the_same_with_and_without_drafts(seed: int) -> None:
     assert num_steps < 20
 
 
-def test_drafts_that_are_right_save_their_steps() -> None:
+def test_right_drafts_save_their_steps() -> None:
     table, recipes = make_table(), some_recipes()
     plain, _ = walk(table, recipes, 24)
     drafted, num_steps = walk(table, recipes, 24, propose=lambda number, known: plain[number][len(known) - 3 :][:7])
@@ -83,7 +83,7 @@ def test_tokens_are_the_same_alone_and_in_a_batch() -> None:
     seed=st.integers(0, 2**32),
     temperature=st.sampled_from([0.0, 1.0]),
 )
-def test_a_row_gets_the_drafts_that_were_drawn_and_one_token_more(
+def test_a_row_gets_the_drafts_that_were_drawn_and_one_more_token(
     drafts: list[list[int]], seed: int, temperature: float
 ) -> None:
     num_logits = len(drafts) + sum(map(len, drafts))
@@ -110,7 +110,7 @@ def test_rows_without_drafts_have_no_counts() -> None:
 
 
 def forced_logits(token_ids: Sequence[int]) -> Tensor:
-    """Logits that all but decide which token is drawn at each place."""
+    """Logits that practically force the token at each place."""
     logits = torch.zeros(len(token_ids), WIDTH)
     logits[torch.arange(len(token_ids)), torch.tensor(token_ids)] = 1000.0
     return logits
@@ -119,10 +119,8 @@ def forced_logits(token_ids: Sequence[int]) -> Tensor:
 @pytest.mark.parametrize("options", [None, SamplingOptions(frequency_penalty=0.1, num_logprobs=1)])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_run_ends_before_logits_that_are_not_finite(
-    bad: float, temperature: float, options: SamplingOptions | None
-) -> None:
-    # Rows of 3, 1 and 2 drafts, all of them right; that of the last is what the row's bad logits seem to say.
+def test_a_run_ends_before_non_finite_logits(bad: float, temperature: float, options: SamplingOptions | None) -> None:
+    # Rows of 3, 1 and 2 drafts, all right; the last draft is what the row's non-finite logits would suggest.
     logits = forced_logits([1, 2, 3, 4, 5, 6, 7, 8, 9])
     logits[2, 0] = bad
     logits[6, 0] = bad
@@ -140,7 +138,7 @@ def test_a_run_ends_before_logits_that_are_not_finite(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_state_takes_in_the_tokens_that_count_and_no_others(temperature: float) -> None:
+def test_a_state_includes_only_the_tokens_that_count(temperature: float) -> None:
     options = SamplingOptions(frequency_penalty=1.0)
     state = make_state(options, logits_width=WIDTH)
     logits = forced_logits([4, 4, 6, 7])
@@ -150,7 +148,7 @@ def test_a_state_takes_in_the_tokens_that_count_and_no_others(temperature: float
     assert {token_id: taken[token_id] for token_id in np.flatnonzero(taken).tolist()} == {4: 2.0, 6: 1.0}
 
 
-def test_min_tokens_hold_at_each_draft_position() -> None:
+def test_min_tokens_apply_at_each_draft_position() -> None:
     state = make_state(SamplingOptions(min_tokens=2), stop_token_ids=[3], logits_width=WIDTH)
     logits = torch.zeros(4, WIDTH)
     logits[:, 3], logits[:, 5] = 9.0, 8.0
@@ -159,7 +157,7 @@ def test_min_tokens_hold_at_each_draft_position() -> None:
 
 
 class RecordingMatcher(AlternatingMatcher):
-    """Writes down what it is asked."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH)
@@ -177,7 +175,7 @@ class RecordingMatcher(AlternatingMatcher):
         self.calls.append("prepare")
 
 
-def test_a_grammar_may_prepare_its_next_mask_as_soon_as_the_tokens_before_are_known() -> None:
+def test_a_grammar_can_prepare_its_next_mask_as_soon_as_the_tokens_before_it_are_known() -> None:
     matcher = RecordingMatcher()
     # A resumed sequence: its completion goes through the grammar again.
     state = make_state(prompt=[1, 1], completion=[6, 9], logits_width=WIDTH, matcher=matcher)
@@ -189,7 +187,7 @@ def test_a_grammar_may_prepare_its_next_mask_as_soon_as_the_tokens_before_are_kn
 
 
 class ShortMatcher(AlternatingMatcher):
-    """Cannot be followed behind `num_tokens`."""
+    """Fails after `num_tokens`."""
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__(WIDTH)
@@ -208,7 +206,7 @@ class ShortMatcher(AlternatingMatcher):
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 3])
-def test_a_row_is_told_to_have_failed_once_a_mask_that_it_draws_from_has(num_tokens: int) -> None:
+def test_a_row_fails_once_a_mask_that_it_draws_from_has_failed(num_tokens: int) -> None:
     state = make_state(logits_width=WIDTH, matcher=ShortMatcher(num_tokens))
     rows = make_rows([Recipe(temperature=0.0), GREEDY], [1, 1], states={0: state}, drafts=[[4, 7], []])
     sampled = sample(forced_logits([4, 7, 2, 5]), rows)
@@ -216,7 +214,7 @@ def test_a_row_is_told_to_have_failed_once_a_mask_that_it_draws_from_has(num_tok
     assert sampled.token_ids.tolist()[-1] == 5
 
 
-def test_logprobs_are_of_the_raw_logits_of_every_token_that_counts() -> None:
+def test_logprobs_are_those_of_the_raw_logits_of_every_token_that_counts() -> None:
     logits = make_table()[:7]
     counted = SamplingOptions(num_logprobs=2, logit_bias=((0, 100.0),))
     recipes = [
@@ -240,12 +238,12 @@ def test_logprobs_are_of_the_raw_logits_of_every_token_that_counts() -> None:
     assert logprobs.token_ids[9] == sampled.token_ids[6]
 
 
-def test_rows_that_ask_for_no_logprobs_get_none() -> None:
+def test_rows_that_request_no_logprobs_get_none() -> None:
     states = {0: make_state(SamplingOptions(min_tokens=2), logits_width=WIDTH)}
     assert sample(make_table()[:2], make_rows([GREEDY] * 2, [1, 1], states=states)).logprobs is None
 
 
-def test_logprobs_leave_a_greedy_row_its_largest_logit() -> None:
+def test_logprobs_do_not_change_a_greedy_draw() -> None:
     logits = make_table()
     states = {row: make_state(SamplingOptions(num_logprobs=1), logits_width=WIDTH) for row in range(WIDTH)}
     sampled = sample(logits, make_rows([GREEDY] * WIDTH, [1] * WIDTH, states=states))

@@ -1,4 +1,4 @@
-"""What options make of one sequence's logits, against transformers' processors and plain definitions."""
+"""The effect of options on one sequence's logits, compared with transformers' processors and plain definitions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WIDTH = 40
 FloatRow = npt.NDArray[np.float32]
 
 token_ids = st.integers(0, WIDTH - 1)
-# Few different ones, so that runs and repetitions are common.
+# Few distinct tokens, so that runs and repetitions are common.
 completions = st.lists(st.integers(0, 3), max_size=12)
 penalties = st.floats(-2, 2, width=32)
 biases = st.dictionaries(token_ids, st.floats(-100, 100, width=32), max_size=5)
@@ -50,13 +50,13 @@ def processed(state: SamplingState, logits: FloatRow, num_tokens: int) -> FloatR
 
 
 def transformed(processor: LogitsProcessor, tokens: Sequence[int], logits: FloatRow) -> FloatRow:
-    """What a processor of transformers makes of the logits behind these tokens."""
+    """The logits after these tokens, changed by a processor of transformers."""
     result: FloatRow = processor(torch.tensor([tokens]), torch.from_numpy(logits.copy())[None])[0].numpy()
     return result
 
 
 @given(prompt=st.lists(token_ids, min_size=1), completion=completions, penalty=st.floats(0.125, 2.0, width=32))
-def test_repetition_penalty_is_that_of_transformers(prompt: list[int], completion: list[int], penalty: float) -> None:
+def test_repetition_penalty_matches_transformers(prompt: list[int], completion: list[int], penalty: float) -> None:
     state = make_state(SamplingOptions(repetition_penalty=penalty), prompt=prompt, completion=completion)
     logits = random_logits(1)
     expected = transformed(RepetitionPenaltyLogitsProcessor(penalty), prompt + completion, logits)
@@ -66,12 +66,12 @@ def test_repetition_penalty_is_that_of_transformers(prompt: list[int], completio
 
 @given(completion=completions, words=bad_words)
 @settings(max_examples=200)
-def test_bad_words_are_those_of_transformers(completion: list[int], words: tuple[tuple[int, ...], ...]) -> None:
+def test_bad_words_match_transformers(completion: list[int], words: tuple[tuple[int, ...], ...]) -> None:
     state = make_state(SamplingOptions(bad_words=words), completion=completion)
     logits = random_logits(2)
     expected = logits
     if words:
-        # transformers looks at the prompt too, and skips runs longer than everything: a token of no run goes first.
+        # transformers looks at the prompt too, and skips runs longer than the input: a token of no run goes first.
         processor = NoBadWordsLogitsProcessor([list(word) for word in words], eos_token_id=None)
         expected = transformed(processor, [9] * 4 + completion, logits)
     assert np.array_equal(processed(state, logits, 1 + len(completion)), expected)
@@ -86,7 +86,7 @@ def test_bad_words_do_not_begin_in_the_prompt() -> None:
 
 
 @given(num_prompt=st.integers(1, 5), num_completion=st.integers(0, 8), min_tokens=st.integers(0, 8))
-def test_min_tokens_are_those_of_transformers(num_prompt: int, num_completion: int, min_tokens: int) -> None:
+def test_min_tokens_match_transformers(num_prompt: int, num_completion: int, min_tokens: int) -> None:
     tokens = [9] * (num_prompt + num_completion)
     state = make_state(SamplingOptions(min_tokens=min_tokens), prompt=tokens[:num_prompt], stop_token_ids=[3, 8])
     logits = random_logits(3)
@@ -95,7 +95,7 @@ def test_min_tokens_are_those_of_transformers(num_prompt: int, num_completion: i
 
 
 @given(biases=biases)
-def test_logit_bias_is_that_of_transformers(biases: dict[int, float]) -> None:
+def test_logit_bias_matches_transformers(biases: dict[int, float]) -> None:
     state = make_state(SamplingOptions(logit_bias=tuple(sorted(biases.items()))))
     logits = random_logits(4)
     expected = logits
@@ -133,7 +133,7 @@ options_of_all_kinds = st.builds(
 def plainly_processed(
     options: SamplingOptions, logits: FloatRow, prompt: list[int], completion: list[int], stops: list[int]
 ) -> npt.NDArray[np.float64]:
-    """All options in their order, token by token, as a reader of the proto would write them down."""
+    """All options in order, token by token, as a reader of the proto would implement them."""
     expected = logits.astype(np.float64)
     for word in options.bad_words:
         if len(completion) >= len(word) - 1 and (*completion, word[-1])[-len(word) :] == word:
@@ -168,7 +168,7 @@ def test_options_together_apply_one_after_the_other(
 
 @given(options=options_of_all_kinds, tokens=st.lists(token_ids, min_size=6, max_size=20), data=st.data())
 @settings(max_examples=200)
-def test_tokens_known_and_tokens_drawn_count_the_same_in_pieces_of_any_size(
+def test_known_and_drawn_tokens_count_the_same_in_pieces_of_any_size(
     options: SamplingOptions, tokens: list[int], data: st.DataObject
 ) -> None:
     at_once = make_state(options, prompt=tokens[:5], completion=tokens[5:], matcher=AlternatingMatcher(WIDTH))
@@ -190,7 +190,7 @@ def test_tokens_known_and_tokens_drawn_count_the_same_in_pieces_of_any_size(
     assert np.array_equal(processed(in_pieces, logits, len(tokens)), expected)
 
 
-def test_a_grammar_allows_what_fits_behind_the_completion() -> None:
+def test_a_grammar_allows_what_fits_after_the_completion() -> None:
     logits = random_logits(8)
     for completion in ([], [2], [2, 3]):
         state = make_state(prompt=[7, 7], completion=completion, matcher=AlternatingMatcher(WIDTH))
@@ -198,8 +198,8 @@ def test_a_grammar_allows_what_fits_behind_the_completion() -> None:
         assert np.flatnonzero(allowed).tolist() == list(range(len(completion) % 2, WIDTH, 2))
 
 
-def test_a_grammar_wins_over_bad_words_and_min_tokens_that_leave_nothing() -> None:
-    # The token 5 breaks off the grammar, which then allows its end alone: token 0.
+def test_a_grammar_overrides_bad_words_and_min_tokens_that_leave_nothing() -> None:
+    # The token 5 violates the grammar, which then allows only its end: token 0.
     options = SamplingOptions(bad_words=((0,),), min_tokens=9, logit_bias=((0, 1.5),))
     logits = random_logits(9)
     state = make_state(options, completion=[5], stop_token_ids=[0], matcher=AlternatingMatcher(WIDTH))
@@ -208,7 +208,7 @@ def test_a_grammar_wins_over_bad_words_and_min_tokens_that_leave_nothing() -> No
     assert result[0] == logits[0] + np.float32(1.5)
 
 
-def test_a_grammar_wins_over_a_model_that_gives_nothing_allowed_a_probability() -> None:
+def test_a_grammar_overrides_a_model_that_gives_allowed_tokens_no_probability() -> None:
     logits = random_logits(10)
     logits[::2] = -np.inf
     result = processed(make_state(matcher=AlternatingMatcher(WIDTH)), logits, 1)
@@ -217,7 +217,7 @@ def test_a_grammar_wins_over_a_model_that_gives_nothing_allowed_a_probability() 
 
 
 class NothingMatcher:
-    """A grammar whose end the model has no token for."""
+    """A grammar whose end token is missing from the model."""
 
     has_failed = False
 
@@ -231,12 +231,12 @@ class NothingMatcher:
         pass
 
 
-def test_a_mask_that_allows_nothing_is_no_mask() -> None:
+def test_a_mask_that_allows_nothing_is_ignored() -> None:
     logits = random_logits(11)
     assert np.array_equal(processed(make_state(matcher=NothingMatcher()), logits, 1), logits)
 
 
-def test_bad_words_that_leave_no_token_are_not_applied() -> None:
+def test_bad_words_that_leave_no_token_are_ignored() -> None:
     logits = random_logits(12)
     logits[3:] = -np.inf
     options = SamplingOptions(bad_words=((0,), (1,), (2,)))
@@ -244,7 +244,7 @@ def test_bad_words_that_leave_no_token_are_not_applied() -> None:
 
 
 @pytest.mark.parametrize("penalty", [0.1, 2.0])
-def test_a_penalty_leaves_finite_what_is_finite(penalty: float) -> None:
+def test_a_penalty_keeps_finite_logits_finite(penalty: float) -> None:
     logits = np.full(WIDTH, np.finfo(np.float32).max)
     logits[::2] *= -1
     state = make_state(SamplingOptions(repetition_penalty=penalty), prompt=range(WIDTH))
@@ -288,7 +288,7 @@ def test_options_out_of_range_are_refused(options: SamplingOptions) -> None:
         make_state(options, logits_width=WIDTH)
 
 
-def test_stop_tokens_that_the_model_does_not_have_are_not_drawn_anyway() -> None:
+def test_stop_tokens_outside_the_model_are_ignored() -> None:
     logits = random_logits(13)
     state = make_state(SamplingOptions(min_tokens=1), stop_token_ids=[WIDTH, 4, -1], logits_width=WIDTH)
     assert np.flatnonzero(processed(state, logits, 1) == -np.inf).tolist() == [4]

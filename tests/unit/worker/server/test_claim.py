@@ -10,7 +10,7 @@ from shared.heartbeat import LEASE_S
 
 
 def claimed(epoch: int = 1, holder: str = "one", *, stream: int | None = 1) -> ClaimLedger:
-    """A ledger with a holder, heard at 0.0 on `stream`; None: it has no stream yet."""
+    """A ledger with a holder, heard at 0.0 on `stream`; None means it has no stream yet."""
     ledger = ClaimLedger()
     ledger.offer(epoch, holder, 0.0)
     if stream is not None:
@@ -19,13 +19,13 @@ def claimed(epoch: int = 1, holder: str = "one", *, stream: int | None = 1) -> C
 
 
 def refusal(call: Callable[[], None]) -> tuple[type[ServiceError], dict[str, str]]:
-    """What a refused call raises: its type and values."""
+    """The type and values of the error that a refused call raises."""
     with pytest.raises(ServiceError) as error_info:
         call()
     return error_info.type, error_info.value.values
 
 
-def test_nothing_comes_before_the_first_offer() -> None:
+def test_everything_is_refused_before_the_first_offer() -> None:
     ledger = ClaimLedger()
     assert refusal(lambda: ledger.hear(1, 0, "", 0.0)) == (StaleEpochError, {"epoch": "0", "holder": ""})
     assert refusal(lambda: ledger.launch(1, 1, 1, 0.0))[0] is StaleEpochError
@@ -35,13 +35,13 @@ def test_nothing_comes_before_the_first_offer() -> None:
 
 @pytest.mark.parametrize("scheduler", ["one", "two"])
 @pytest.mark.parametrize("epoch", [0, 4, 5])
-def test_an_epoch_that_is_not_above_the_present_one_is_stale_and_changes_nothing(epoch: int, scheduler: str) -> None:
+def test_an_epoch_that_is_not_above_the_current_one_is_stale_and_changes_nothing(epoch: int, scheduler: str) -> None:
     ledger = claimed(5)
     assert refusal(lambda: ledger.offer(epoch, scheduler, 1.0)) == (StaleEpochError, {"epoch": "5", "holder": "one"})
     assert ledger == claimed(5)
 
 
-def test_a_newcomer_is_refused_until_the_holder_has_been_silent_for_the_lease() -> None:
+def test_a_new_claimant_is_refused_until_the_holder_has_been_silent_for_the_lease() -> None:
     ledger = claimed(1)
     ledger.hear(1, 1, "one", 5.0)
     held = (GroupHeldError, {"epoch": "1", "holder": "one"})
@@ -62,7 +62,7 @@ def test_a_refusal_names_a_holder_only_while_it_is_live(epoch: int) -> None:
     assert refusal(lambda: ledger.offer(epoch, "two", 0.1))[1] == {"epoch": "3", "holder": ""}
 
 
-def test_a_holder_without_a_stream_keeps_nobody_out() -> None:
+def test_a_holder_without_a_stream_does_not_block_others() -> None:
     ledger = claimed(1, stream=None)
     ledger.offer(2, "two", 0.1)
     assert ledger.holder == "two"
@@ -98,7 +98,7 @@ def test_a_holders_own_higher_epoch_supersedes_its_open_stream() -> None:
     ledger.launch(2, 2, 1, 0.2)
 
 
-def test_the_first_stream_with_a_heartbeat_of_the_epoch_is_the_only_one_that_runs_its_steps() -> None:
+def test_only_the_first_stream_with_a_heartbeat_of_the_epoch_runs_its_steps() -> None:
     ledger = claimed(1, stream=None)
     assert refusal(lambda: ledger.launch(4, 1, 1, 0.0))[0] is GroupHeldError
     ledger.hear(4, 1, "one", 0.0)
@@ -130,18 +130,18 @@ def test_the_last_launched_step_is_remembered_across_epochs() -> None:
     assert ledger.last_launched == (4, 1)
 
 
-def test_only_the_holder_of_the_epoch_may_ask_for_a_restart() -> None:
+def test_only_the_holder_of_the_epoch_may_request_a_restart() -> None:
     ledger = claimed(2, "one")
     for epoch, scheduler in ((1, "one"), (3, "one"), (2, "two")):
         assert refusal(lambda: ledger.check_restart(epoch, scheduler))[0] is StaleEpochError  # noqa: B023
     ledger.check_restart(2, "one")
-    # Also when its stream has ended: a group that is stuck has none.
+    # Also after its stream has ended: a stuck group has none.
     ledger.end_stream(1)
     ledger.check_restart(2, "one")
 
 
-def test_a_stream_of_another_scheduler_is_not_the_epochs_though_the_number_is_the_same() -> None:
-    # A group that was restarted gives out a number again.
+def test_a_stream_of_another_scheduler_is_refused_even_under_the_same_epoch() -> None:
+    # A restarted group hands out the same numbers again.
     ledger = claimed(1, "two", stream=None)
     assert refusal(lambda: ledger.hear(1, 1, "one", 0.0)) == (StaleEpochError, {"epoch": "1", "holder": ""})
     ledger.hear(2, 1, "two", 0.0)

@@ -1,4 +1,4 @@
-"""A worker's service: what it tells, the steps it runs, and what it refuses."""
+"""A worker's service: what it reports, the steps it runs, and what it refuses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.support.worker_steps import column, decode_step, make_enter, pack, pr
 
 
 class RightProposer(LookupProposer):
-    """Knows what the model says to the first prompt."""
+    """Knows the model's completion of the first prompt."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._text = [*PROMPTS[0], *generate_alone(loaded, PROMPTS[0], 20)]
@@ -45,7 +45,7 @@ class RightProposer(LookupProposer):
         return column(self._text[len(token_ids) : len(token_ids) + max_tokens])
 
 
-async def test_attach_tells_what_the_worker_is(worker: Worker, loaded: LoadedModel) -> None:
+async def test_attach_reports_the_workers_facts(worker: Worker, loaded: LoadedModel) -> None:
     response = await worker.attach(7)
     runner = make_runner(loaded)
     assert response.model_digest == loaded.facts.model_digest
@@ -59,7 +59,7 @@ async def test_attach_tells_what_the_worker_is(worker: Worker, loaded: LoadedMod
     assert (response.is_stuck, response.last_step_epoch) == (False, 0)
 
 
-async def test_attach_tells_what_the_worker_drafts(loading_worker: Worker, loaded: LoadedModel) -> None:
+async def test_attach_reports_the_drafting_capability(loading_worker: Worker, loaded: LoadedModel) -> None:
     loading_worker.open(make_runner(loaded))
     response = await loading_worker.attach(1)
     assert (response.num_draft_tokens, response.needs_all_tokens) == (0, False)
@@ -68,13 +68,13 @@ async def test_attach_tells_what_the_worker_drafts(loading_worker: Worker, loade
     assert (response.num_draft_tokens, response.needs_all_tokens) == (6, True)
 
 
-async def test_a_worker_on_a_cpu_proposes_few_prompt_tokens_beside_all_decodes(worker: Worker) -> None:
+async def test_a_cpu_worker_proposes_few_prompt_tokens_beside_all_decodes(worker: Worker) -> None:
     response = await worker.attach(1)
     assert (response.proposed_prompt_tokens, response.proposes_mixed_steps) == (512, True)
     assert propose_steps("cuda") == StepProposal(16384, mixes=False)
 
 
-async def test_where_nobody_sets_a_budget_a_step_has_what_is_proposed_and_a_token_of_each_sequence(
+async def test_without_a_set_budget_a_step_may_have_the_proposed_tokens_and_one_per_sequence(
     loading_worker: Worker, loaded: LoadedModel
 ) -> None:
     runner = make_runner(loaded)
@@ -92,19 +92,19 @@ async def test_where_nobody_sets_a_budget_a_step_has_what_is_proposed_and_a_toke
     assert (code, reason) == (grpc.StatusCode.FAILED_PRECONDITION, "STEP_MISMATCH")
 
 
-async def test_attach_tells_what_requests_leave_to_the_model(loading_worker: Worker, loaded: LoadedModel) -> None:
+async def test_attach_reports_the_models_default_sampling(loading_worker: Worker, loaded: LoadedModel) -> None:
     loading_worker.open(make_runner(loaded))
     assert (await loading_worker.attach(1)).default_sampling == common_pb2.SamplingParams()
     defaults = SamplingDefaults(max_tokens=9, temperature=0.0, top_k=0, top_p=0.5, repetition_penalty=1.5)
     facts = replace(loaded.facts, sampling_defaults=defaults)
     loading_worker.open(make_runner(replace(loaded, facts=facts)))
-    # What is 0 is said.
+    # Zeros are set explicitly.
     assert (await loading_worker.attach(2)).default_sampling == common_pb2.SamplingParams(
         max_tokens=9, temperature=0.0, top_k=0, top_p=0.5, repetition_penalty=1.5
     )
 
 
-async def test_a_worker_that_drafts_gives_the_same_tokens_in_fewer_steps(
+async def test_a_drafting_worker_generates_the_same_tokens_in_fewer_steps(
     loading_worker: Worker, loaded: LoadedModel
 ) -> None:
     loading_worker.open(make_runner(loaded, drafting=Drafting(RightProposer(loaded), 4)))
@@ -120,7 +120,7 @@ async def test_a_worker_that_drafts_gives_the_same_tokens_in_fewer_steps(
     assert tokens == generate_alone(loaded, PROMPTS[0], 14)
 
 
-async def test_a_worker_that_loads_is_not_ready(loading_worker: Worker) -> None:
+async def test_a_loading_worker_is_not_ready(loading_worker: Worker) -> None:
     code, reason, _ = await error_of(loading_worker.attach(1))
     assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "NOT_READY")
 
@@ -133,14 +133,14 @@ async def test_a_size_out_of_range_is_refused_and_claims_nothing(worker: Worker,
     await worker.attach(1)
 
 
-async def test_steps_give_the_tokens_of_a_plain_loop_over_the_model(worker: Worker, loaded: LoadedModel) -> None:
+async def test_steps_generate_the_tokens_of_a_plain_loop_over_the_model(worker: Worker, loaded: LoadedModel) -> None:
     await worker.attach(1)
     tokens = await worker.run(prefill_of(), *(decode_step(step_id=step_id) for step_id in range(2, 9)))
     rows = [list(row) for row in zip(*tokens, strict=True)]
     assert rows == [generate_alone(loaded, prompt, 8) for prompt in PROMPTS]
 
 
-async def test_results_come_in_the_order_of_steps_and_tell_the_device_time(worker: Worker) -> None:
+async def test_results_arrive_in_the_order_of_steps_with_their_device_time(worker: Worker) -> None:
     await worker.attach(3)
     call = await worker.execute(3)
     for step in (prefill_of(), decode_step(step_id=2), decode_step(step_id=3)):
@@ -151,14 +151,14 @@ async def test_results_come_in_the_order_of_steps_and_tell_the_device_time(worke
     assert all(result.not_finite_rows == b"" for result in results)
 
 
-async def test_a_stream_stands_before_it_has_a_result(worker: Worker) -> None:
+async def test_a_stream_is_open_before_it_has_a_result(worker: Worker) -> None:
     await worker.attach(1)
     call = await worker.execute()
     assert (await call.read()).HasField("heartbeat")
     assert not call.done()
 
 
-async def test_signs_of_life_tell_the_progress(worker: Worker) -> None:
+async def test_heartbeats_report_progress(worker: Worker) -> None:
     await worker.attach(4)
     call = await worker.execute(4)
     before = await call.read()
@@ -167,12 +167,12 @@ async def test_signs_of_life_tell_the_progress(worker: Worker) -> None:
     assert (await read(call)).step_id == 1
     while not (after := await call.read()).HasField("heartbeat"):
         pass
-    # At least a layer and the step.
+    # At least one layer and the step.
     assert after.heartbeat.progress > before.heartbeat.progress
 
 
 @pytest.mark.parametrize(("epoch", "scheduler"), [(1, "one"), (2, "two")])
-async def test_a_sign_of_life_of_another_epoch_or_scheduler_ends_the_stream(
+async def test_a_heartbeat_of_another_epoch_or_scheduler_ends_the_stream(
     worker: Worker, epoch: int, scheduler: str
 ) -> None:
     await worker.attach(2, "one")
@@ -182,7 +182,7 @@ async def test_a_sign_of_life_of_another_epoch_or_scheduler_ends_the_stream(
     assert (reason, values) == ("STALE_EPOCH", {"epoch": "2", "holder": ""})
 
 
-async def test_a_stream_that_does_not_say_whose_it_is_brings_no_steps(worker: Worker) -> None:
+async def test_a_stream_without_a_heartbeat_runs_no_steps(worker: Worker) -> None:
     await worker.attach(1)
     call = worker.stub.Execute()
     await call.write(request(prefill_of()))
@@ -191,7 +191,7 @@ async def test_a_stream_that_does_not_say_whose_it_is_brings_no_steps(worker: Wo
     await worker.run(prefill_of())
 
 
-async def test_the_end_of_a_stream_that_brought_no_step_ends_the_epoch_too(worker: Worker) -> None:
+async def test_the_end_of_a_stream_without_steps_ends_the_epoch_too(worker: Worker) -> None:
     await worker.attach(1)
     assert await worker.run() == []
     _, reason, _ = await error_of(read(worker.stub.Execute()))
@@ -221,7 +221,7 @@ async def test_step_ids_count_from_one_without_gaps(worker: Worker, step_ids: tu
     assert reason == "STEP_MISMATCH"
 
 
-async def test_a_mismatch_comes_after_the_results_of_the_steps_before_it(worker: Worker) -> None:
+async def test_a_mismatch_is_reported_after_the_results_of_the_steps_before_it(worker: Worker) -> None:
     await worker.attach(1)
     call = await worker.execute()
     for step in (prefill_of(), decode_step(step_id=2), decode_step(step_id=9)):
@@ -268,7 +268,7 @@ class MineModel(WrappedModel):
         return super().forward(token_ids, positions)
 
 
-async def test_a_failing_step_is_logged_and_told_without_its_cause_and_the_worker_lives_on(
+async def test_a_failing_step_is_logged_and_reported_without_its_cause_and_the_worker_survives(
     loading_worker: Worker, loaded: LoadedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     mine = loaded.facts.logits_width - 1
@@ -276,7 +276,7 @@ async def test_a_failing_step_is_logged_and_told_without_its_cause_and_the_worke
     loading_worker.open(runner)
     await loading_worker.attach(1)
     call = await loading_worker.execute()
-    # The second step is in the device's queue already when the first one fails.
+    # The second step is already queued for the device when the first one fails.
     for step in (prefill_of([[1, mine]]), decode_step(step_id=2)):
         await call.write(request(step))
     with caplog.at_level(logging.ERROR), pytest.raises(grpc.aio.AioRpcError) as error_info:

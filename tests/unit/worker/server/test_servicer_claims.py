@@ -1,4 +1,4 @@
-"""Who holds a worker: epochs, streams that end, steps that do not return."""
+"""Claims on a worker: epochs, streams that end, and steps that do not return."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_an_open_stream_keeps_another_scheduler_out_until_it_ends(worker: 
     await worker.attach(2, "two")
 
 
-async def test_epoch_0_asks_who_holds_the_group_and_changes_nothing(worker: Worker) -> None:
+async def test_epoch_0_asks_for_the_holder_of_the_group_and_changes_nothing(worker: Worker) -> None:
     await worker.attach(3, "one")
     call = await worker.execute(3, "one")
     await call.write(request(prefill_of(), epoch=3))
@@ -73,7 +73,7 @@ async def test_a_schedulers_own_new_epoch_supersedes_its_open_stream(worker: Wor
     await worker.run(prefill_of(), epoch=2)
 
 
-async def test_a_claim_superseded_before_the_device_was_ready_is_told_so(
+async def test_a_claim_superseded_before_the_device_was_ready_is_refused(
     worker: Worker, hold_device: Callable[[], threading.Event]
 ) -> None:
     release = hold_device()
@@ -101,7 +101,7 @@ async def test_only_one_stream_runs_the_steps_of_an_epoch(worker: Worker) -> Non
     assert (await read(first)).step_id == 2
 
 
-async def test_a_stale_schedulers_stream_does_not_end_the_present_claim(worker: Worker) -> None:
+async def test_a_stale_schedulers_stream_does_not_end_the_current_claim(worker: Worker) -> None:
     await worker.attach(1, "old")
     await worker.attach(2, "new")
     _, reason, _ = await error_of(read(await worker.execute(1, "old")))
@@ -135,7 +135,7 @@ class GatedModel(WrappedModel):
 
 
 async def stop_in_the_second_step(call: Any, model: GatedModel) -> None:
-    """Send three steps; the device is in the second one then."""
+    """Send three steps, and wait until the device is in the second one."""
     await call.write(request(prefill_of()))
     await read(call)
     model.is_armed = True
@@ -155,7 +155,7 @@ async def test_when_a_stream_is_cancelled_the_launched_step_returns_and_the_othe
     await stop_in_the_second_step(call, model)
     model.is_armed = False
     call.cancel()
-    # Once the worker has seen the end of the stream it takes the other scheduler's claim, and answers it when the
+    # Once the worker has seen the end of the stream, it accepts the other scheduler's claim, and answers it when the
     # launched step has returned.
     attach = asyncio.create_task(attach_when_free(worker, 2, "two"))
     await wait_until_claimed(worker, 2)
@@ -166,7 +166,7 @@ async def test_when_a_stream_is_cancelled_the_launched_step_returns_and_the_othe
     assert tokens == [[generate_alone(loaded, prompt, 1)[0] for prompt in PROMPTS]]
 
 
-async def test_an_attach_fences_the_steps_that_have_not_begun(loading_worker: Worker, loaded: LoadedModel) -> None:
+async def test_an_attach_cancels_the_steps_that_have_not_begun(loading_worker: Worker, loaded: LoadedModel) -> None:
     model = GatedModel(loaded.model)
     worker = loading_worker
     worker.open(make_runner(replace(loaded, model=model)))
@@ -184,7 +184,7 @@ async def test_an_attach_fences_the_steps_that_have_not_begun(loading_worker: Wo
 
 
 @pytest.mark.parametrize("stuck_s", [0.05])
-async def test_a_worker_whose_step_does_not_return_says_that_it_is_stuck_and_holds_the_epoch(
+async def test_a_worker_whose_step_does_not_return_reports_that_it_is_stuck_and_holds_the_epoch(
     worker: Worker, hold_device: Callable[[], threading.Event]
 ) -> None:
     await worker.attach(1)
@@ -195,12 +195,12 @@ async def test_a_worker_whose_step_does_not_return_says_that_it_is_stuck_and_hol
     _, reason, values = await error_of(worker.attach(2, "two"))
     assert (reason, values["epoch"]) == ("STALE_EPOCH", "2")
     release.set()
-    # What was stuck may come back after all.
+    # The stuck step may return after all.
     assert len(await worker.run(prefill_of(), epoch=2)) == 1
 
 
 @pytest.mark.parametrize("stuck_s", [0.05])
-async def test_where_no_step_was_launched_an_attach_takes_its_time(
+async def test_without_a_launched_step_an_attach_may_take_long(
     worker: Worker, hold_device: Callable[[], threading.Event], stuck_s: float
 ) -> None:
     release = hold_device()
@@ -232,7 +232,7 @@ async def attach_when_free(worker: Worker, epoch: int, scheduler: str) -> worker
 
 
 async def wait_until_claimed(worker: Worker, epoch: int) -> None:
-    """Return when the worker's epoch is `epoch`, though its Attach may not have been answered."""
+    """Return once the worker's epoch is `epoch`; its Attach may not have been answered yet."""
     values = {"epoch": ""}
     while values["epoch"] != str(epoch):
         _, _, values = await error_of(worker.attach(0))

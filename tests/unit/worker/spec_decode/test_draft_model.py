@@ -1,4 +1,4 @@
-"""A second model drafts: exactly what it says greedily, whatever was computed when; and no answer changes by it."""
+"""Drafts by a second model are exactly its greedy tokens in any order of computation, and change no answer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def undrafted(loaded: LoadedModel) -> list[Answer]:
 
 
 def checked(model: CausalLM, *, limited: CausalLM | None = None) -> CheckedProposer:
-    """A proposer of this draft model, or of it as `limited`, whose every draft is what the model says from scratch."""
+    """A proposer of this draft model, or of its variant `limited`; all drafts must be the model's own from scratch."""
     proposer = DraftModelProposer(limited or model, load_ops("reference"))
     return CheckedProposer(proposer, lambda token_ids, count: drafts_of_model(model, token_ids, count))
 
@@ -85,16 +85,16 @@ def test_another_model_changes_no_answer(
     assert 10 < num_accepted(driver) < proposer.num_drafted - 10
 
 
-def test_the_model_itself_is_always_right(loaded: LoadedModel) -> None:
+def test_the_same_model_is_always_right(loaded: LoadedModel) -> None:
     requests = [Request(PROMPT[:length], 40) for length in (1, 4, 10)]
     alone = WorkerDriver(make_runner(loaded, num_blocks=200)).generate(requests)
     counting = CountingModel(loaded.model)
     proposer = checked(loaded.model, limited=counting)
     driver = WorkerDriver(runner_drafting_by(loaded, proposer), max_chunk=1000)
     assert driver.generate(requests) == alone
-    # 39 tokens behind the prompt's own: 2 drafts and one more, 4 and one more seven times, the last one.
+    # 39 tokens after the prompt's own: 2 drafts and one more, 4 and one more seven times, and the last one.
     assert num_accepted(driver) == proposer.num_drafted == 3 * (2 + 7 * 4)
-    # Each token but the last three, which nothing was drafted behind, was computed once.
+    # Each token was computed once, except the last three, after which nothing was drafted.
     assert counting.num_computed == sum(len(request.prompt) + 40 - 3 for request in requests)
 
 
@@ -110,13 +110,13 @@ def test_drafts_by_the_cpu_backend_are_right_too(tmp_path: Path) -> None:
     assert num_accepted(driver) > 10 * 15
 
 
-def test_drafts_stop_where_the_draft_models_context_ends(loaded: LoadedModel) -> None:
+def test_drafts_stop_at_the_end_of_the_draft_models_context(loaded: LoadedModel) -> None:
     requests = [Request(PROMPT, 30), Request(PROMPT * 3, 8), Request(PROMPT * 2, 5), Request([*PROMPT, *PROMPT[:9]], 5)]
     alone = WorkerDriver(make_runner(loaded, num_blocks=200)).generate(requests)
     proposer = checked(loaded.model, limited=ShortContext(loaded.model))
     driver = WorkerDriver(runner_drafting_by(loaded, proposer, 8), max_chunk=7)
     assert driver.generate(requests) == alone
-    # The last draft that can be made stands behind 20 tokens: 2, 4 and 2 for the first, one for the last.
+    # The last possible draft is made after 20 tokens: 2, 4 and 2 for the first, one for the last.
     assert num_accepted(driver) == proposer.num_drafted == 9
 
 
@@ -129,7 +129,7 @@ class SmallSteps(WrappedModel):
         return super().forward(token_ids, positions)
 
 
-def test_a_sequence_with_much_to_catch_up_with_drafts_some_steps_later(loaded: LoadedModel) -> None:
+def test_a_sequence_that_is_far_behind_drafts_some_steps_later(loaded: LoadedModel) -> None:
     proposer = checked(loaded.model, limited=SmallSteps(loaded.model))
     runner = runner_drafting_by(loaded, proposer)
     runner.attach(block_size=4, max_num_seqs=2, max_num_batched_tokens=3)
@@ -150,7 +150,7 @@ def test_a_sequence_with_much_to_catch_up_with_drafts_some_steps_later(loaded: L
     assert tokens == text[9 : 9 + len(tokens)]
 
 
-def test_a_prefix_that_is_cached_has_the_draft_models_kv_too(loaded: LoadedModel, draft: CausalLM) -> None:
+def test_a_cached_prefix_includes_the_draft_models_kv(loaded: LoadedModel, draft: CausalLM) -> None:
     proposer = checked(draft)
     runner = runner_drafting_by(loaded, proposer)
     runner.attach(block_size=4, max_num_seqs=2, max_num_batched_tokens=64)
@@ -163,8 +163,8 @@ def test_a_prefix_that_is_cached_has_the_draft_models_kv_too(loaded: LoadedModel
     assert proposer.num_drafted > 2
 
 
-def test_what_the_draft_model_never_computed_may_spoil_drafts_alone(loaded: LoadedModel, draft: CausalLM) -> None:
-    # The first block's KV in the draft model is that of nobody: not finite.
+def test_kv_missing_from_the_draft_model_affects_only_drafts(loaded: LoadedModel, draft: CausalLM) -> None:
+    # The draft model never computed the first block's KV: it is not finite.
     proposer = DraftModelProposer(draft, load_ops("reference"))
     runner = make_runner(loaded, num_blocks=200, drafting=Drafting(proposer, 4))
     runner.attach(block_size=4, max_num_seqs=2, max_num_batched_tokens=64)
@@ -187,7 +187,7 @@ def test_what_the_draft_model_never_computed_may_spoil_drafts_alone(loaded: Load
 def test_both_caches_share_the_memory(loaded: LoadedModel, draft: CausalLM) -> None:
     drafting = Drafting(DraftModelProposer(draft, load_ops("reference")), 4)
     runner = make_runner(loaded, num_blocks=None, drafting=drafting)
-    # Two layers of two heads of 16, and one of one; keys and values of four bytes.
+    # Two layers with two heads of 16, and one layer with one; keys and values of four bytes.
     assert runner.num_blocks(16) == GIB // (16 * 4 * 2 * 16 * (2 * 2 + 1))
     assert make_runner(loaded, num_blocks=None).num_blocks(16) == GIB // (16 * 4 * 2 * 16 * 2 * 2)
 

@@ -1,4 +1,4 @@
-"""Who drafts is loaded as the settings say, and refused where it does not fit the model."""
+"""The draft proposer is loaded according to the settings, and refused if it does not fit the model."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def drafting_of(model_dir: Path, **settings: Any) -> Drafting | None:
 
 
 def change_tokenizer(model_dir: Path, changes: Mapping[str, int]) -> None:
-    """Give some tokens other ids, and those ids' tokens theirs."""
+    """Change the ids of some tokens."""
     path = model_dir / TOKENIZER
     content = json.loads(path.read_text(encoding="utf-8"))
     content["model"]["vocab"].update(changes)
     path.write_text(json.dumps(content), encoding="utf-8")
 
 
-def test_nobody_drafts_unless_asked(model_dir: Path) -> None:
+def test_drafting_is_off_by_default(model_dir: Path) -> None:
     assert drafting_of(model_dir) is None
 
 
-def test_ngrams_need_nothing(model_dir: Path) -> None:
+def test_ngrams_need_no_files(model_dir: Path) -> None:
     drafting = drafting_of(model_dir, draft_proposer="ngram", num_draft_tokens=3)
     assert drafting is not None
     assert isinstance(drafting.proposer, NgramProposer)
@@ -61,20 +61,20 @@ def test_a_draft_model_may_have_any_size_and_a_shorter_context(model_dir: Path, 
     assert len(drafting.proposer.kv_cache_spec.layers) == 1
 
 
-def test_a_tokenizer_that_is_written_otherwise_is_the_same(model_dir: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_with_another_formatting_is_the_same(model_dir: Path, tmp_path: Path) -> None:
     draft_dir = write_tiny_llama(tmp_path / "draft", changes=SMALL)
     path = draft_dir / TOKENIZER
     path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")), sort_keys=True), encoding="utf-8")
     assert drafting_of(model_dir, draft_proposer="model", draft_model=draft_dir) is not None
 
 
-def test_a_model_of_another_vocabulary_size_cannot_draft(model_dir: Path, tmp_path: Path) -> None:
+def test_a_model_with_another_vocabulary_size_cannot_draft(model_dir: Path, tmp_path: Path) -> None:
     draft_dir = write_tiny_llama(tmp_path / "draft", changes={**SMALL, "vocab_size": 500})
     with pytest.raises(ModelDirectoryError, match=f"{draft_dir} cannot draft for {model_dir}: .* 500 tokens, not 512"):
         drafting_of(model_dir, draft_proposer="model", draft_model=draft_dir)
 
 
-def test_a_model_of_another_tokenizer_cannot_draft(model_dir: Path, tmp_path: Path) -> None:
+def test_a_model_with_another_tokenizer_cannot_draft(model_dir: Path, tmp_path: Path) -> None:
     draft_dir = write_tiny_llama(tmp_path / "draft", changes=SMALL)
     vocabulary = json.loads((draft_dir / TOKENIZER).read_text(encoding="utf-8"))["model"]["vocab"]
     first, second = (next(text for text, token_id in vocabulary.items() if token_id == number) for number in (40, 41))
@@ -101,7 +101,7 @@ def test_a_tokenizer_without_a_vocabulary_is_an_error(model_dir: Path, tmp_path:
         drafting_of(model_dir, draft_proposer="model", draft_model=draft_dir)
 
 
-def test_mtp_is_refused_where_there_are_no_layers_for_it(model_dir: Path) -> None:
+def test_mtp_is_refused_without_layers_for_it(model_dir: Path) -> None:
     with pytest.raises(ModelDirectoryError, match=f"{model_dir}: no layers for multi-token prediction"):
         drafting_of(model_dir, draft_proposer="mtp")
 

@@ -1,4 +1,4 @@
-"""Looking drafts up in a sequence's own tokens, and how much is drafted for sequences by how their drafts fare."""
+"""Drafts looked up in a sequence's own tokens, and how much is drafted depending on their success."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def propose(tokens: list[int], max_tokens: int = 8, *, min_ngram: int = 2, max_n
 
 
 def expected_drafts(tokens: list[int], max_tokens: int, min_ngram: int, max_ngram: int) -> list[int]:
-    """The definition, place by place."""
+    """The definition, position by position."""
     for size in range(max_ngram, min_ngram - 1, -1):
         for start in range(len(tokens) - size - 1, -1, -1):
             if tokens[start : start + size] == tokens[-size:]:
@@ -40,7 +40,7 @@ def expected_drafts(tokens: list[int], max_tokens: int, min_ngram: int, max_ngra
     min_ngram=st.integers(1, 3),
     more=st.integers(0, 3),
 )
-def test_what_followed_the_longest_and_latest_match_is_proposed(
+def test_the_tokens_after_the_longest_and_latest_match_are_proposed(
     tokens: list[int], max_tokens: int, min_ngram: int, more: int
 ) -> None:
     max_ngram = min_ngram + more
@@ -48,11 +48,11 @@ def test_what_followed_the_longest_and_latest_match_is_proposed(
     assert actual == expected_drafts(tokens, max_tokens, min_ngram, max_ngram)
 
 
-def test_a_longer_match_goes_before_a_later_one() -> None:
+def test_a_longer_match_takes_precedence_over_a_later_one() -> None:
     assert propose([1, 2, 3, 50, 9, 2, 3, 60, 1, 2, 3], 1) == [50]
 
 
-def test_the_later_of_equal_matches_goes_first() -> None:
+def test_the_later_of_equal_matches_takes_precedence() -> None:
     assert propose([2, 3, 50, 9, 2, 3, 60, 1, 2, 3], 1) == [60]
 
 
@@ -60,21 +60,21 @@ def test_text_with_a_short_period_is_continued_in_full() -> None:
     assert propose([8, 1, 2, 1, 2, 1, 2], 5) == [1, 2, 1, 2, 1]
 
 
-def test_nothing_is_proposed_where_less_than_the_least_agrees() -> None:
+def test_nothing_is_proposed_without_a_match_of_the_minimum_length() -> None:
     assert propose([1, 2, 3, 4]) == []
     assert propose([9, 4, 1, 4]) == []
     assert propose([5]) == []
 
 
 class CountingProposer(LookupProposer):
-    """Proposes as many tokens as it may; notes how many."""
+    """Proposes as many tokens as allowed; records the limits."""
 
     def __init__(self) -> None:
-        self.asked: list[int] = []
+        self.limits: list[int] = []
 
     def look_up(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
         """See `LookupProposer.look_up`."""
-        self.asked.append(max_tokens)
+        self.limits.append(max_tokens)
         return np.arange(max_tokens, dtype=np.int32)
 
 
@@ -86,40 +86,40 @@ def make_drafter(proposer: CountingProposer, *slots: int, most: int = 8) -> Draf
 
 
 def step(drafter: Drafter, *slots: int, num_right: int | None = None) -> Drafts:
-    """Draft for these slots; of each draft `num_right` tokens are right, or all."""
+    """Draft for these slots; of each draft, `num_right` tokens are right, or all."""
     proposed = drafter.propose(column(slots), column([100] * len(slots)), most_together=100, tables=TABLES)
     counts = proposed.counts + 1 if num_right is None else np.minimum(proposed.counts, num_right) + 1
     drafter.record(column(slots), np.zeros(counts.sum(), np.int32), counts.astype(np.int32))
     return proposed
 
 
-def test_right_drafts_grow_to_the_most() -> None:
+def test_right_drafts_grow_to_the_maximum() -> None:
     proposer = CountingProposer()
     drafter = make_drafter(proposer, 3, most=5)
     for _ in range(4):
         step(drafter, 3)
-    assert proposer.asked == [2, 4, 5, 5]
+    assert proposer.limits == [2, 4, 5, 5]
 
 
-def test_a_draft_that_was_right_in_part_is_followed_by_one_token_more() -> None:
+def test_a_partly_right_draft_is_followed_by_one_that_is_a_token_longer() -> None:
     proposer = CountingProposer()
     drafter = make_drafter(proposer, 3)
     step(drafter, 3)
     step(drafter, 3)
     step(drafter, 3, num_right=2)
     step(drafter, 3, num_right=2)
-    assert proposer.asked == [2, 4, 8, 3]
+    assert proposer.limits == [2, 4, 8, 3]
 
 
-def test_a_sequence_whose_drafts_fail_is_left_alone_for_longer_and_longer() -> None:
+def test_a_sequence_whose_drafts_fail_drafts_less_and_less_often() -> None:
     proposer = CountingProposer()
     drafter = make_drafter(proposer, 3)
     has_drafts = [int(step(drafter, 3, num_right=0).counts[0] > 0) for _ in range(100)]
     assert [index for index, has in enumerate(has_drafts) if has] == [0, 1, 3, 7, 15, 31, 63, 96]
-    assert proposer.asked == [2, 1, 1, 1, 1, 1, 1, 1]
+    assert proposer.limits == [2, 1, 1, 1, 1, 1, 1, 1]
 
 
-def test_one_right_token_ends_being_left_alone() -> None:
+def test_one_right_token_ends_the_backoff() -> None:
     proposer = CountingProposer()
     drafter = make_drafter(proposer, 3)
     for _ in range(7):
@@ -129,22 +129,22 @@ def test_one_right_token_ends_being_left_alone() -> None:
     assert [len(step(drafter, 3).token_ids) for _ in range(3)] == [1, 2, 4]
 
 
-def test_sequences_fare_apart() -> None:
+def test_sequences_adapt_independently() -> None:
     drafter = make_drafter(CountingProposer(), 3, 5)
     step(drafter, 3, num_right=0)
     step(drafter, 5)
     assert step(drafter, 5, 3).counts.tolist() == [4, 1]
 
 
-def test_a_slot_that_is_entered_again_begins_anew() -> None:
+def test_a_reused_slot_starts_anew() -> None:
     seen: list[list[int]] = []
 
-    class NotingProposer(CountingProposer):
+    class RecordingProposer(CountingProposer):
         def look_up(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
             seen.append(token_ids.tolist())
             return super().look_up(token_ids, max_tokens)
 
-    drafter = make_drafter(NotingProposer(), 0)
+    drafter = make_drafter(RecordingProposer(), 0)
     step(drafter, 0, num_right=0)
     drafter.leave(column([0]))
     drafter.enter(0, column([7]), 10)
@@ -154,21 +154,21 @@ def test_a_slot_that_is_entered_again_begins_anew() -> None:
 
 
 @pytest.mark.parametrize("counts", [None, column([1, 1])])
-def test_tokens_that_no_draft_brought_are_known_too(counts: Int32Column | None) -> None:
+def test_tokens_without_drafts_are_known_too(counts: Int32Column | None) -> None:
     seen: list[list[int]] = []
 
-    class NotingProposer(CountingProposer):
+    class RecordingProposer(CountingProposer):
         def look_up(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
             seen.append(token_ids.tolist())
             return token_ids[:0]
 
-    drafter = make_drafter(NotingProposer(), 0, 1)
+    drafter = make_drafter(RecordingProposer(), 0, 1)
     drafter.record(column([1, 0]), column([50, 60]), counts)
     drafter.propose(column([0, 1]), column([1, 1]), most_together=2, tables=TABLES)
     assert seen == [[1, 2, 60], [1, 2, 50]]
 
 
-def test_what_sequences_draft_together_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_drafts_of_all_sequences_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafts, "_MAX_DRAFTED_TOGETHER", 3)
     drafter = make_drafter(CountingProposer(), 0, 1, 2)
     assert step(drafter, 0, 1, 2).counts.tolist() == [2, 1, 0]

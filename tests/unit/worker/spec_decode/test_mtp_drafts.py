@@ -1,4 +1,4 @@
-"""MTP layers draft: exactly what they say from scratch, whatever was computed when; and no answer changes by it."""
+"""Drafts by MTP layers are exactly their tokens from scratch in any order of computation, and change no answer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def undrafted(loaded: LoadedModel) -> list[Answer]:
 
 
 def checked(loaded: LoadedModel) -> CheckedProposer:
-    """A proposer of the model's layers whose every draft must be what these say from scratch."""
+    """A proposer of the model's layers whose drafts must all equal the layers' own from scratch."""
     return CheckedProposer(
         make_proposer(loaded), lambda token_ids, count: drafts_of_mtp(loaded.model, token_ids, count)
     )
@@ -71,7 +71,7 @@ def test_any_split_of_prompts_in_any_slot_leads_to_the_same_drafts(
     plain: LoadedModel, seed: int, max_chunk: int
 ) -> None:
     loaded, rng = with_mtp(plain, 2), Random(seed)
-    # More than there are slots: some are used twice.
+    # More than there are slots, so some are reused.
     requests = [Request([rng.randrange(512) for _ in range(rng.randint(1, 24))], 8) for _ in range(24)]
     alone = WorkerDriver(make_runner(loaded, num_blocks=200)).generate(requests)
     proposer = checked(loaded)
@@ -80,12 +80,12 @@ def test_any_split_of_prompts_in_any_slot_leads_to_the_same_drafts(
     assert proposer.num_drafted > 30
 
 
-def test_a_cached_prefix_keeps_what_the_layers_computed_for_it(loaded: LoadedModel) -> None:
+def test_a_cached_prefix_keeps_the_layers_kv(loaded: LoadedModel) -> None:
     proposer = checked(loaded)
     runner = runner_drafting_by(loaded, proposer)
     runner.attach(block_size=4, max_num_seqs=2, max_num_batched_tokens=64)
     runner.run_step(prefill_step(make_enter(1, PROMPT, [0, 1, 2], max_num_tokens=11)))
-    # Whoever leaves a slot in the middle of its prompt leaves no hidden state to whoever begins just there.
+    # A sequence that leaves during its prompt must not leave its hidden state to the next one, which starts there.
     runner.run_step(prefill_step(make_enter(0, [40] * 8, range(20, 30), num_later_tokens=4)))
     assert runner._kv_cache is not None
     cached = [tensor[:2] for tensor in runner._kv_cache.layers[-1]]
@@ -96,11 +96,11 @@ def test_a_cached_prefix_keeps_what_the_layers_computed_for_it(loaded: LoadedMod
     while len(tokens) < 16:
         tokens += runner.run_step(decode_step(rows=[0])).token_ids.tolist()
     assert tokens == generate_alone(loaded, PROMPT, len(tokens))
-    # The text behind the prefix is the same, so not even the drafts differ from those without a cache.
+    # The text after the prefix is the same, so even the drafts equal those without a cache.
     assert proposer.num_drafted > 4
 
 
-def test_hidden_states_that_are_not_finite_may_spoil_drafts_alone(loaded: LoadedModel) -> None:
+def test_non_finite_hidden_states_affect_only_drafts(loaded: LoadedModel) -> None:
     proposer = make_proposer(loaded)
     runner = runner_drafting_by(loaded, proposer)
     runner.attach(block_size=4, max_num_seqs=2, max_num_batched_tokens=64)

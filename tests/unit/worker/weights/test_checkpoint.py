@@ -1,4 +1,4 @@
-"""Reading tensors and parts of them, what is noted of them, and what may be left over."""
+"""Reading tensors and parts of them, what is recorded about them, and which may remain unread."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read_all(weights: CheckpointWeights) -> None:
         weights.read(name, tuple(tensor.shape))
 
 
-def test_a_tensor_comes_in_the_models_dtype_or_in_the_one_asked_for(tmp_path: Path) -> None:
+def test_a_tensor_is_read_in_the_models_dtype_or_in_the_requested_one(tmp_path: Path) -> None:
     with weights_of(tmp_path, TENSORS, torch.bfloat16) as (weights, _):
         assert torch.equal(weights.read("norm.weight", (4,)), torch.full((4,), 1.1).half().bfloat16())
         assert torch.equal(weights.read("norm.weight", (4,), dtype=torch.float32), torch.full((4,), 1.1).half().float())
@@ -45,7 +45,7 @@ def test_a_tensor_comes_in_the_models_dtype_or_in_the_one_asked_for(tmp_path: Pa
         assert ("scalar" in weights, "vector" in weights) == (True, False)
 
 
-def test_parts_are_those_of_the_whole(tmp_path: Path) -> None:
+def test_parts_equal_those_of_the_whole(tmp_path: Path) -> None:
     with weights_of(tmp_path, TENSORS) as (weights, _):
         assert torch.equal(weights.read("table.weight", (20, 3), rows=slice(4, 9)), TENSORS["table.weight"][4:9])
         assert torch.equal(
@@ -57,14 +57,14 @@ def test_parts_are_those_of_the_whole(tmp_path: Path) -> None:
         assert weights.linear("up_proj", (5, 7), rows=slice(2, 2)).shape == (0, 7)
 
 
-def test_what_is_returned_is_the_callers_own(tmp_path: Path) -> None:
+def test_a_returned_tensor_belongs_to_the_caller(tmp_path: Path) -> None:
     with weights_of(tmp_path, TENSORS) as (weights, _):
         first = weights.read("table.weight", (20, 3)).fill_(7)
         assert torch.equal(weights.read("table.weight", (20, 3)), TENSORS["table.weight"])
     assert (first == 7).all()
 
 
-def test_the_digest_names_what_was_read_whatever_the_order(tmp_path: Path) -> None:
+def test_the_digest_covers_what_was_read_in_any_order(tmp_path: Path) -> None:
     def digest_of(*names: str, tensors: dict[str, Tensor] = TENSORS) -> str:
         with weights_of(tmp_path, tensors) as (weights, files):
             for name in names:
@@ -108,7 +108,7 @@ def test_progress_counts_a_tensor_when_a_part_of_it_is_first_read(tmp_path: Path
     assert shares == [0.5, 1.0]
 
 
-def test_tensors_that_are_ignored_may_be_left_unread(tmp_path: Path) -> None:
+def test_ignored_tensors_may_be_left_unread(tmp_path: Path) -> None:
     tensors = {**TENSORS, "model.layers.61.norm.weight": torch.ones(2), "rotary.inv_freq": torch.ones(2)}
     with weights_of(tmp_path, tensors) as (weights, _):
         read_all(weights)
@@ -122,7 +122,7 @@ def test_tensors_that_are_ignored_may_be_left_unread(tmp_path: Path) -> None:
         weights.check_complete()
 
 
-def test_behind_a_problem_shapes_are_still_right_and_all_else_is_still_checked(tmp_path: Path) -> None:
+def test_after_a_problem_shapes_are_still_right_and_everything_else_is_still_checked(tmp_path: Path) -> None:
     with weights_of(tmp_path, TENSORS) as (weights, _):
         assert weights.linear("down_proj", (6, 9), rows=slice(3)).shape == (3, 9)
         assert weights.stacked("experts.up", (2, 3, 4), columns=slice(2)).shape == (2, 3, 2)
@@ -134,14 +134,14 @@ def test_behind_a_problem_shapes_are_still_right_and_all_else_is_still_checked(t
     assert str(error_info.value).endswith(expected)
 
 
-def test_memory_beyond_what_files_could_fill_is_refused(tmp_path: Path) -> None:
+def test_more_memory_than_files_could_fill_is_refused(tmp_path: Path) -> None:
     with weights_of(tmp_path, TENSORS) as (weights, _):
         assert weights.empty((3, 5)).shape == (3, 5)
         with pytest.raises(ModelDirectoryError, match="too small"):
             weights.empty((10**9, 10**9))
 
 
-def test_experts_of_a_layer_that_is_missing_count_once(tmp_path: Path) -> None:
+def test_the_experts_of_a_missing_layer_count_as_one_problem(tmp_path: Path) -> None:
     with weights_of(tmp_path, TENSORS) as (weights, _):
         for expert in range(64):
             weights.stacked("experts.up", (64, 512, 512), experts=slice(expert, expert + 1))

@@ -1,4 +1,4 @@
-"""Random weights from a configuration alone: the same in any order and slices, and sound enough to run."""
+"""Random weights from a configuration alone: independent of order and slices, and suitable for running the model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_values_do_not_depend_on_order_or_slices() -> None:
     assert torch.equal(again.read("table.weight", SHAPE, rows=rows), table[rows])
 
 
-def test_names_and_seeds_tell_weights_apart() -> None:
+def test_names_and_seeds_distinguish_weights() -> None:
     def values(seed: int, name: str) -> tuple[float, ...]:
         return tuple(DummyWeights(seed, torch.float32).linear(name, (3, 4)).flatten().tolist())
 
@@ -63,7 +63,7 @@ def test_matrices_keep_the_size_of_activations_and_norms_are_about_one() -> None
     assert 0.05 < norm.std() < 0.2
     assert weights.read("up_proj.bias", (5000,)).float().abs().max() < 0.2
     assert weights.read("scale", ()).shape == ()
-    # No row is another one.
+    # No two rows are equal.
     assert torch.unique(matrix, dim=0).shape == matrix.shape
 
 
@@ -77,7 +77,7 @@ def test_a_configuration_alone_gives_a_model_with_finite_logits(tmp_path: Path, 
     assert loaded.facts.context_length == 512
 
 
-def test_the_digest_names_configuration_and_seed(tmp_path: Path) -> None:
+def test_the_digest_covers_configuration_and_seed(tmp_path: Path) -> None:
     write_config(tmp_path)
     first = load_dummy(tmp_path)
     assert load_dummy(tmp_path).weights_digest == first.weights_digest
@@ -86,7 +86,7 @@ def test_the_digest_names_configuration_and_seed(tmp_path: Path) -> None:
     assert load_dummy(tmp_path).weights_digest != first.weights_digest
 
 
-def test_a_dummy_has_the_model_digest_that_the_tokenizer_sees(tmp_path: Path) -> None:
+def test_a_dummy_has_the_model_digest_that_the_tokenizer_computes(tmp_path: Path) -> None:
     real = load_model(write_tiny_llama(tmp_path), load_ops("cpu"), torch.float32, lambda _: None)
     (tmp_path / "model.safetensors").unlink()
     dummy = load_dummy(tmp_path)

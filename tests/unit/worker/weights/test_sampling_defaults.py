@@ -1,4 +1,4 @@
-"""The sampling parameters that a model directory brings, and which of them refuse the start."""
+"""The sampling defaults in a model directory, and which of them prevent the start."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def test_a_model_without_a_generation_configuration_has_no_defaults(tmp_path: Pa
     assert sampling_defaults(tmp_path, LIMITS) == SamplingDefaults()
 
 
-def test_what_is_absent_or_null_has_no_default(tmp_path: Path) -> None:
+def test_absent_and_null_values_have_no_default(tmp_path: Path) -> None:
     assert read(tmp_path, {"eos_token_id": 2, "top_p": None, "do_sample": True}) == SamplingDefaults()
 
 
-def test_values_are_taken_as_they_are_whatever_do_sample_says(tmp_path: Path) -> None:
+def test_values_are_read_as_they_are_whatever_do_sample_says(tmp_path: Path) -> None:
     config = {
         "do_sample": False,
         "max_new_tokens": 2048,
@@ -66,12 +66,12 @@ def test_values_are_taken_as_they_are_whatever_do_sample_says(tmp_path: Path) ->
         ("frequency_penalty", float("inf")),
     ],
 )
-def test_a_value_that_no_request_may_ask_for_refuses_the_start(tmp_path: Path, name: str, value: Any) -> None:
+def test_a_value_that_no_request_may_have_prevents_the_start(tmp_path: Path, name: str, value: Any) -> None:
     with pytest.raises(ModelDirectoryError, match=rf"generation_config\.json: {name}"):
         read(tmp_path, {name: value})
 
 
 @pytest.mark.parametrize("value", [0, -5, 1.5, "many"])
-def test_a_most_of_no_tokens_refuses_the_start(tmp_path: Path, value: Any) -> None:
+def test_a_maximum_of_zero_tokens_prevents_the_start(tmp_path: Path, value: Any) -> None:
     with pytest.raises(ModelDirectoryError, match=r"generation_config\.json: max_"):
         read(tmp_path, {"max_new_tokens": value})

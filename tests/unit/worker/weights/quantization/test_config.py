@@ -1,4 +1,4 @@
-"""Which layer of a checkpoint has which format."""
+"""Which format each layer of a checkpoint has."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def test_without_a_quantization_config_all_layers_are_plain(config: Mapping[str,
         ("model.layers.4.self_attn.q_proj", True),
     ],
 )
-def test_a_list_of_fp8_names_ends_starts_at_dots_and_expressions(layer: str, is_plain: bool) -> None:
+def test_a_list_of_fp8_names_matches_suffixes_prefixes_and_expressions(layer: str, is_plain: bool) -> None:
     names = ["lm_head", "model.layers.1", "model.layers.*.mlp.gate", r"model\.layers\.[4-6]\.self_attn"]
     for key in ("modules_to_not_convert", "ignored_layers"):
         assert (label_of({"quant_method": "fp8", key: names}, layer) == "plain") is is_plain
 
 
-def test_an_empty_list_leaves_no_layer_out() -> None:
+def test_an_empty_list_excludes_no_layer() -> None:
     assert label_of({"quant_method": "fp8", "modules_to_not_convert": []}, "lm_head") == "fp8"
     assert label_of({"quant_method": "fp8", "modules_to_not_convert": None}, "lm_head") == "fp8"
 
@@ -66,7 +66,7 @@ def test_ignored_layers_of_compressed_tensors_are_whole_names_and_expressions() 
         assert (label_of(config, layer) == "plain") is is_plain
 
 
-def test_a_layers_own_name_counts_before_an_expression_and_that_before_its_class() -> None:
+def test_a_layers_own_name_takes_precedence_over_expressions_and_those_over_its_class() -> None:
     groups = {
         "group_0": {"targets": ["Linear"], "weights": INT4, "format": "pack-quantized"},
         "group_1": {"targets": [r"re:.*down_proj"], "weights": FP8, "format": "float-quantized"},
@@ -78,7 +78,7 @@ def test_a_layers_own_name_counts_before_an_expression_and_that_before_its_class
     assert label_of(config, "model.layers.0.mlp.down_proj") == "plain"
 
 
-def test_a_class_that_no_layer_has_targets_nothing() -> None:
+def test_a_class_without_layers_targets_nothing() -> None:
     groups = {"group_0": {"targets": ["Conv2d"], "weights": INT4, "format": "pack-quantized"}}
     assert label_of(compressed(config_groups=groups), "model.layers.0.mlp.up_proj") == "plain"
 
@@ -125,6 +125,6 @@ def test_an_older_name_of_the_configuration_is_read() -> None:
         (compressed(ignore=["re:("]), "compressed-tensors"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(config: Any, message: str) -> None:
+def test_an_unsupported_configuration_is_refused_by_name(config: Any, message: str) -> None:
     with pytest.raises(ModelDirectoryError, match=message):
         QuantizationConfig.from_json({"quantization_config": config})

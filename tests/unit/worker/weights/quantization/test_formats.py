@@ -1,4 +1,4 @@
-"""Each format of a layer, as a checkpoint publishes it, read whole and in any slices."""
+"""Each published format of a layer, read as a whole and in any slices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from services.worker.weights.weight_files import WeightFiles
 from shared.model_dir import ModelDirectoryError
 from tests.support.quantized_checkpoints import SCHEMES, mxfp4_stack
 
-# No multiples of any block, group or word.
+# Not multiples of any block, group or word.
 SHAPE = (75, 171)
 MXFP4 = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}}
 
@@ -42,7 +42,7 @@ def matrix(shape: tuple[int, ...], seed: int = 1) -> Tensor:
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_a_layer_is_what_its_format_says_whole_and_in_slices(tmp_path: Path, name: str) -> None:
+def test_a_layer_has_the_values_of_its_format_whole_and_in_slices(tmp_path: Path, name: str) -> None:
     layer = "model.layers.1.self_attn.q_proj"
     quantized = SCHEMES[name].quantize(matrix(SHAPE))
     tensors = {layer + suffix: tensor for suffix, tensor in quantized.tensors.items()}
@@ -56,19 +56,19 @@ def test_a_layer_is_what_its_format_says_whole_and_in_slices(tmp_path: Path, nam
         weights.check_complete()
 
 
-def test_slices_are_read_into_a_larger_matrix(tmp_path: Path) -> None:
+def test_slices_can_be_read_into_a_larger_matrix(tmp_path: Path) -> None:
     quantized = SCHEMES["fp8, blocks"].quantize(matrix(SHAPE))
     tensors = {"a_proj" + suffix: tensor for suffix, tensor in quantized.tensors.items()}
     with weights_of(tmp_path, tensors, {"quantization_config": SCHEMES["fp8, blocks"].config}) as weights:
         fused = torch.zeros(SHAPE[1], 100, dtype=torch.bfloat16)
-        # Transposed, as a backend may want it.
+        # Transposed, as a backend may request it.
         weights.linear("a_proj", SHAPE, out=fused.T[10:85])
         assert torch.equal(fused.T[10:85], quantized.values.bfloat16())
         assert not fused.T[:10].any()
         assert not fused.T[85:].any()
 
 
-def test_mxfp4_experts_are_those_of_transformers_whole_and_in_slices(tmp_path: Path) -> None:
+def test_mxfp4_experts_match_transformers_whole_and_in_slices(tmp_path: Path) -> None:
     stack = mxfp4_stack(matrix((3, 96, 50)))
     theirs = convert_moe_packed_tensors(stack.tensors["_blocks"], stack.tensors["_scales"], dtype=torch.float32)
     name, draw = "model.layers.0.mlp.experts.gate_up_proj", random.Random(1)
@@ -83,7 +83,7 @@ def test_mxfp4_experts_are_those_of_transformers_whole_and_in_slices(tmp_path: P
 
 
 @pytest.mark.parametrize("config", [{}, MXFP4])
-def test_experts_that_are_stacked_plainly_are_read_in_any_slices(tmp_path: Path, config: Mapping[str, Any]) -> None:
+def test_plain_stacked_experts_are_read_in_any_slices(tmp_path: Path, config: Mapping[str, Any]) -> None:
     stack = matrix((3, 20, 50))
     with weights_of(tmp_path, {"experts.down_proj": stack}, config) as weights:
         assert torch.equal(weights.stacked("experts.down_proj", (3, 20, 50)), stack)
@@ -93,7 +93,7 @@ def test_experts_that_are_stacked_plainly_are_read_in_any_slices(tmp_path: Path,
         assert torch.equal(part, stack[1:3, :7, 9:30])
 
 
-def test_every_code_of_fp8_is_the_number_that_torch_says_it_is(tmp_path: Path) -> None:
+def test_every_fp8_code_has_the_value_that_torch_gives_it(tmp_path: Path) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     numbers = codes[~codes.float().isnan()].reshape(2, 127)
     tensors = {"a_proj.weight": numbers, "a_proj.weight_scale": torch.tensor(1.0)}
@@ -102,7 +102,7 @@ def test_every_code_of_fp8_is_the_number_that_torch_says_it_is(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
-def test_an_fp8_weight_that_is_not_a_number_is_found(tmp_path: Path, code: int) -> None:
+def test_a_nan_in_an_fp8_weight_is_detected(tmp_path: Path, code: int) -> None:
     weight = matrix((4, 6)).to(torch.float8_e4m3fn)
     weight.view(torch.uint8)[2, 3] = code
     tensors = {"a_proj.weight": weight, "a_proj.weight_scale": torch.tensor(1.0)}
@@ -112,7 +112,7 @@ def test_an_fp8_weight_that_is_not_a_number_is_found(tmp_path: Path, code: int) 
             weights.check_complete()
 
 
-def test_an_mxfp4_scale_that_is_not_a_number_is_found(tmp_path: Path) -> None:
+def test_a_nan_in_an_mxfp4_scale_is_detected(tmp_path: Path) -> None:
     stack = mxfp4_stack(matrix((2, 32, 5)))
     stack.tensors["_scales"][1, 4, 0] = 255
     with weights_of(
@@ -139,9 +139,7 @@ def test_scales_may_be_powers_of_two_in_a_byte(tmp_path: Path) -> None:
         ("compressed int4, groups", ".weight_shape", lambda t: t + 32, "weight_shape says"),
     ],
 )
-def test_tensors_that_contradict_each_other_are_refused(
-    tmp_path: Path, scheme: str, suffix: str, change: Any, message: str
-) -> None:
+def test_inconsistent_tensors_are_refused(tmp_path: Path, scheme: str, suffix: str, change: Any, message: str) -> None:
     tensors = {f"a_proj{key}": part for key, part in SCHEMES[scheme].quantize(matrix((8, 64))).tensors.items()}
     tensors[f"a_proj{suffix}"] = change(tensors[f"a_proj{suffix}"])
     with weights_of(tmp_path, tensors, {"quantization_config": SCHEMES[scheme].config}) as weights:
