@@ -320,7 +320,7 @@ class WorkerModel:
         self.num_computed_tokens = 0
         # Tokens of the last step, including the one token of a dummy.
         self.last_num_tokens = 0
-        # Of the last step: row number to slot, without rows of sequences that already have all their tokens; and for
+        # Row number to slot in the last step, without rows of sequences that already have all their tokens; and for
         # each row that is not finite the sequence that spoilt it.
         self.last_rows: dict[int, int] = {}
         self.last_spoilers: list[int] = []

@@ -39,7 +39,7 @@ def run_service(*flags: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("flag", ["--listen", "--cell-listen", "--metrics-listen"])
-def test_a_taken_address_is_named_and_refuses_the_start(flag: str, tmp_path: Path) -> None:
+def test_a_taken_address_is_named_and_prevents_the_start(flag: str, tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

@@ -25,7 +25,7 @@ def damage_by(facts: Facts) -> Damage:
     return damage
 
 
-def test_an_equal_answer_is_no_damage() -> None:
+def test_an_equal_answer_is_not_damage() -> None:
     assert damage_by({(0, 0): replace(EXPECTED)}) == Damage()
 
 

@@ -179,12 +179,12 @@ def test_a_worker_that_is_known_to_be_slow_gets_more_time() -> None:
     driver.step()
     driver.now += 6.0
     driver.step()
-    # It took 7 s for one token, so 70 s are no hang.
+    # It took 7 s for one token, so 70 s are not a hang.
     assert pass_time(driver, 69.9) == []
     assert len(pass_time(driver, 0.1 + HEARTBEAT_S)) == 1
 
 
-def test_a_step_is_no_hang_while_its_worker_makes_progress() -> None:
+def test_a_step_is_not_a_hang_while_its_worker_makes_progress() -> None:
     driver = EngineDriver()
     driver.submit(1, PROMPT, max_tokens=20)
     driver.step()

@@ -166,7 +166,7 @@ def test_ranks_stay_in_step_under_any_load_and_no_request_starves(seed: int) -> 
         if waiting and (rng.random() < 0.3 or not any(driver.sent_to.values())):
             driver.submit(waiting[0], prompts[waiting.pop(0)], max_tokens=8)
         ranks = [rank for rank, sent in driver.sent_to.items() if sent]
-        # The other ranks make progress meanwhile: a long step is no hang.
+        # The other ranks make progress meanwhile: a long step is not a hang.
         driver.progress = dict.fromkeys(driver.sent_to, int(driver.now))
         if ranks:
             rank = rng.choice(ranks)

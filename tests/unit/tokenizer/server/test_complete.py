@@ -121,12 +121,12 @@ def test_pieces_of_tool_calls_and_reasoning_are_joined() -> None:
         [{"index": 0, "arguments": ": 1}"}, {"index": 1, "id": "c2", "name": "tell", "arguments": "{"}],
         [{"index": 1, "arguments": "}"}],
     ]
-    for calls in deltas:
-        asyncio.run(answer.write(tokenizer_pb2.GenerateResponse(reasoning="so ", tool_calls=calls)))
+    for tool_calls in deltas:
+        asyncio.run(answer.write(tokenizer_pb2.GenerateResponse(reasoning="so ", tool_calls=tool_calls)))
     [choice] = answer.message().choices
     assert choice.reasoning == "so so so "
-    calls = [(call.id, call.name, call.arguments) for call in choice.tool_calls]
-    assert calls == [("c1", "look", '{"a": 1}'), ("c2", "tell", "{}")]
+    joined = [(call.id, call.name, call.arguments) for call in choice.tool_calls]
+    assert joined == [("c1", "look", '{"a": 1}'), ("c2", "tell", "{}")]
 
 
 def test_an_answer_that_exceeds_a_message_is_refused_as_soon_as_it_does() -> None:

@@ -38,7 +38,7 @@ SECOND_ATTACH = ATTACH.SerializeToString() + worker_pb2.AttachRequest(epoch=2).S
 
 @dataclass
 class Process:
-    """Stands in for a process: a served role, and the exit codes it would have had."""
+    """A fake process: a served role, and the exit codes it would have had."""
 
     address: str
     role: Role

@@ -10,7 +10,7 @@ from shared.errors import DrainingError
 
 
 def fail() -> None:
-    raise ValueError("as told")
+    raise ValueError("planted")
 
 
 def test_jobs_run_in_order_on_one_thread(device: DeviceLoop) -> None:
@@ -24,7 +24,7 @@ def test_jobs_run_in_order_on_one_thread(device: DeviceLoop) -> None:
 
 
 def test_a_failing_job_fails_alone(device: DeviceLoop) -> None:
-    with pytest.raises(ValueError, match="as told"):
+    with pytest.raises(ValueError, match="planted"):
         device.submit(fail).result()
     assert device.submit(lambda: 3).result() == 3
 

@@ -253,7 +253,7 @@ BAD_STEPS = {
     "rows: none": decode_step(rows=[]),
     "rows: everyone left": decode_step(leave=[1, 3]),
     "decode: a sequence enters": dataclasses.replace(decode_step(), enters=(GOOD,)),
-    "prefill: nobody enters": prefill_step(),
+    "prefill: no sequence enters": prefill_step(),
     "prefill: with decode_slots": dataclasses.replace(prefill_step(GOOD), decode_slots=column([0])),
     "chunk: of a complete sequence": prefill_step(chunks=[make_chunk(3, [1])]),
     "chunk: of no sequence": prefill_step(chunks=[make_chunk(0, [1])]),

@@ -129,7 +129,7 @@ class SmallSteps(WrappedModel):
         return super().forward(token_ids, positions)
 
 
-def test_a_sequence_that_is_far_behind_drafts_some_steps_later(loaded: LoadedModel) -> None:
+def test_a_sequence_with_a_backlog_drafts_some_steps_later(loaded: LoadedModel) -> None:
     proposer = checked(loaded.model, limited=SmallSteps(loaded.model))
     runner = runner_drafting_by(loaded, proposer)
     runner.attach(block_size=4, max_num_seqs=2, max_num_batched_tokens=3)
