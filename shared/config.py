@@ -48,7 +48,7 @@ def check_local_address(address: str) -> str:
     raise ValueError("connections are not encrypted yet: use a unix socket, loopback, or --insecure-bind")
 
 
-def split_addresses(value: object) -> object:
+def split_list(value: object) -> object:
     """Split a comma-separated text; return anything else unchanged."""
     return tuple(value.split(",")) if isinstance(value, str) else value
 
@@ -56,7 +56,7 @@ def split_addresses(value: object) -> object:
 Address = Annotated[str, AfterValidator(check_address)]
 LocalAddress = Annotated[str, AfterValidator(check_local_address)]
 # `A,B` on the command line and in the environment.
-Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(split_addresses)]
+Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(split_list)]
 
 # How a worker proposes draft tokens.
 DraftProposerName = Literal["none", "ngram", "mtp", "model"]

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
-from pydantic_settings import SettingsConfigDict
+from annotated_types import Len
+from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+from pydantic_settings import NoDecode, SettingsConfigDict
 
 from services.worker.device import DeviceError, DeviceRequest, check_device
 from services.worker.layout import RankLayout
-from shared.config import Address, DraftProposerName, LocalAddress, ServiceSettings, load_settings
+from shared.config import Address, DraftProposerName, LocalAddress, ServiceSettings, load_settings, split_list
 from shared.limits import MAX_DRAFT_TOKENS
+
+# `1,2,4` on the command line and in the environment.
+BatchSizes = Annotated[tuple[PositiveInt, ...], NoDecode, BeforeValidator(split_list), Len(1)]
 
 
 class WorkerSettings(ServiceSettings):
@@ -46,6 +50,13 @@ class WorkerSettings(ServiceSettings):
     dummy_seed: int = Field(
         default=0, ge=0, lt=2**63, description="Seed for dummy weights; equal seeds give equal weights."
     )
+    graph_batch_sizes: BatchSizes | None = Field(
+        default=None,
+        description="Batch sizes for which graphs of decode steps are captured on a GPU, separated by commas; a batch "
+        "is padded to the next one, and runs eagerly above the largest. By default 1, 2, 4, 8 and the multiples of 16 "
+        "up to 512.",
+    )
+    enforce_eager: bool = Field(default=False, description="Capture no graphs: kernels are launched one by one.")
     kv_cache_memory_gib: float = Field(
         default=1.0, gt=0, allow_inf_nan=False, description="Memory for the KV cache, in GiB."
     )

@@ -53,9 +53,7 @@ class StepInput:
     """These come first; the others compute a part of their prompt."""
     slots: Int32Column  # [num_seqs]
     num_result_rows: int
-    row_numbers: (
-        npt.NDArray[np.int64] | None
-    )  # [num_rows], the rows' places in the result; None means that they are all of it
+    row_numbers: npt.NDArray[np.int64] | None  # [num_rows], the rows' places in the result; None means 0, 1, 2, …
     row_slots: Int32Column  # [num_rows]
     row_indexes: npt.NDArray[np.int64] | None  # [num_rows], the rows' sequences, ascending; None means all, in order
     token_ids: npt.NDArray[np.int64]  # [num_tokens], possibly none

@@ -18,6 +18,7 @@ from services.worker.batch.step_input import StepInput
 from services.worker.config import WorkerSettings
 from services.worker.device import choose_device, propose_steps
 from services.worker.forward.forward_context import (
+    UNCOUPLED,
     AttentionMetadata,
     DpMetadata,
     ForwardContext,
@@ -30,6 +31,7 @@ from services.worker.layout import RankLayout
 from services.worker.models.loader import LoadedModel, LoadOptions, ModelFacts, load_model
 from services.worker.ops import Ops, load_ops
 from services.worker.parallel.distributed import Rendezvous, make_parallel
+from services.worker.runner.graph_runner import DEFAULT_BATCH_SIZES, CudaCapture, DecodeGraphs, GraphSettings
 from services.worker.runner.input_batch import InputBatch
 from services.worker.runner.matchers import GrammarMatchers
 from services.worker.runner.prompt_logprobs import PromptScorer
@@ -69,8 +71,11 @@ class ModelRunner:
         *,
         drafting: Drafting | None = None,
         layout: RankLayout = _ALONE,
+        graphs: GraphSettings | None = None,
     ) -> None:
-        """`loaded` was loaded with `ops` and for `layout`; without `drafting` no tokens are drafted."""
+        """`loaded` was loaded with `ops` and for `layout`; without `drafting` no tokens are drafted, without
+        `graphs` every step runs eagerly.
+        """
         self._model = loaded.model
         self._device = loaded.device
         self._ops = ops
@@ -78,7 +83,9 @@ class ModelRunner:
         self._drafting = drafting
         self._matchers = GrammarMatchers(loaded.model_dir, loaded.facts.logits_width, loaded.facts.eos_token_ids)
         self._kv_cache_size = kv_cache_size
+        self._graph_settings = graphs
         self._kv_cache: KvCache | None = None
+        self._graphs: DecodeGraphs | None = None
         self._batch: InputBatch | None = None
         self._scorer = PromptScorer(self._model.compute_logits)
         self._replay_scorer = ReplayScorer(ops, self._model.compute_logits)
@@ -121,7 +128,8 @@ class ModelRunner:
         self._batch = None
         cache = self._kv_cache
         if cache is None or (cache.num_blocks, cache.block_size) != (num_blocks, block_size):
-            # Free the old cache first: there may be no memory for two.
+            # Free the old cache first: there may be no memory for two. Graphs name its addresses.
+            self._graphs = None
             self._kv_cache = cache = None
             self._kv_cache = cache = KvCache(self._model.kv_cache_spec, num_blocks, block_size, self._device)
         limits = BatchLimits(
@@ -132,6 +140,9 @@ class ModelRunner:
             context_length=self.facts.context_length,
             logits_width=self.facts.logits_width,
         )
+        if self._graph_settings is not None and (self._graphs is None or not self._graphs.fits(limits)):
+            self._graphs = None
+            self._graphs = self._capture_graphs(self._graph_settings, limits)
         drafter = None if self._drafting is None else self._drafting.begin(limits, cache)
         self._batch = InputBatch(limits, make_matcher=self._matchers.make, drafter=drafter)
         self._scorer = PromptScorer(self._model.compute_logits)
@@ -206,8 +217,14 @@ class ModelRunner:
             )
         return DpMetadata(counts, step.graph_batch_size)
 
-    def _prepare_model(self, step_input: StepInput, dp: DpMetadata) -> ForwardContext:
+    def _capture_graphs(self, settings: GraphSettings, limits: BatchLimits) -> DecodeGraphs:
+        return DecodeGraphs(self._model.forward, self._context, limits, settings, self._device)
+
+    def _context(self, attention: AttentionMetadata, dp: DpMetadata = UNCOUPLED) -> ForwardContext:
         assert self._kv_cache is not None, "a step without a KV cache"
+        return ForwardContext.for_step(self._ops, attention, self._kv_cache, dp=dp, progress=self._progress)
+
+    def _prepare_model(self, step_input: StepInput, dp: DpMetadata) -> ForwardContext:
         attention = AttentionMetadata(
             is_prefill=step_input.is_prefill,
             slot_mapping=to_device(step_input.slot_mapping, self._device),
@@ -219,13 +236,15 @@ class ModelRunner:
             max_query_len=int(step_input.query_lens.max()),
             max_context_len=int(step_input.context_lens.max()),
         )
-        return ForwardContext.for_step(self._ops, attention, self._kv_cache, dp=dp, progress=self._progress)
+        return self._context(attention, dp)
 
     def _run_model(self, step_input: StepInput, dp: DpMetadata) -> Tensor:
         """[num_tokens, hidden]; empty without tokens."""
         if not len(step_input.token_ids):
             # Every sequence to decode already has all its tokens.
             return torch.empty(0)
+        if self._graphs is not None and self._graphs.can_run(step_input):
+            return self._graphs.run(step_input)
         with forward_context(self._prepare_model(step_input, dp)):
             return self._model.forward(
                 to_device(step_input.token_ids, self._device), to_device(step_input.positions, self._device)
@@ -276,7 +295,10 @@ def build_model_runner(settings: WorkerSettings, on_progress: Callable[[float], 
         raise ModelDirectoryError(f"{settings.model_dir}: the model has no experts for --ep to split")
     drafting = make_drafting(settings, loaded, ops, lambda: on_progress(1.0))
     size = KvCacheSize(int(settings.kv_cache_memory_gib * _GIB), settings.kv_cache_num_blocks)
-    return ModelRunner(loaded, ops, size, drafting=drafting, layout=layout)
+    # The exchange of experts' tokens needs their numbers on the host, which no graph can wait for.
+    has_graphs = device.type == "cuda" and not settings.enforce_eager and not layout.has_expert_parallel
+    graphs = GraphSettings(CudaCapture(), settings.graph_batch_sizes or DEFAULT_BATCH_SIZES) if has_graphs else None
+    return ModelRunner(loaded, ops, size, drafting=drafting, layout=layout, graphs=graphs)
 
 
 def _rendezvous(settings: WorkerSettings) -> Rendezvous | None:

@@ -1,0 +1,189 @@
+"""Captured graphs of decode steps, one per batch size: a replay costs the host one call instead of one per kernel."""
+
+from __future__ import annotations
+
+import gc
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from services.worker.batch.enter_checks import BatchLimits
+from services.worker.batch.step_input import StepInput
+from services.worker.forward.forward_context import AttentionMetadata, ForwardContext, forward_context
+
+# ATOM's list; a larger batch runs eagerly.
+DEFAULT_BATCH_SIZES = (1, 2, 4, 8, *range(16, 513, 16))
+
+
+class Capture(Protocol):
+    """Makes a computation repeatable."""
+
+    is_recorded: bool
+    """Whether a replay repeats only the device's work: what was read from the host must then hold for every replay."""
+
+    def __call__(self, compute: Callable[[], None]) -> Callable[[], None]:
+        """Capture `compute`, which reads and writes the same tensors each time; returns its replay."""
+
+
+class NoCapture:
+    """Computes again at each replay; see `Capture`."""
+
+    is_recorded = False
+
+    def __call__(self, compute: Callable[[], None]) -> Callable[[], None]:
+        """See `Capture`."""
+        return compute
+
+
+class CudaCapture:
+    """CUDA and HIP graphs in one memory pool; see `Capture`. Capture the largest first: the others reuse its memory."""
+
+    is_recorded = True
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, compute: Callable[[], None]) -> Callable[[], None]:
+        """See `Capture`."""
+        # Compiles kernels and fills the libraries' workspaces, neither of which may happen during a capture.
+        compute()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            compute()
+        return graph.replay
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSettings:
+    """How graphs are captured."""
+
+    capture: Capture
+    batch_sizes: tuple[int, ...] = DEFAULT_BATCH_SIZES
+
+
+class DecodeGraphs:
+    """Replays decode steps of one token per sequence, padded to a captured batch size.
+
+        inputs, static      rows 0 … n - 1 of the step     rows n … size - 1: padding
+        token_ids           last tokens                    0
+        slot_mapping        slots                          -1: nothing is stored
+        context_lens        lengths                        1
+        block_tables        blocks                         0: reads whatever block 0 holds
+
+    A padded row's results are garbage, and reach no other row.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[Tensor, Tensor], Tensor],
+        make_context: Callable[[AttentionMetadata], ForwardContext],
+        limits: BatchLimits,
+        settings: GraphSettings,
+        device: torch.device,
+    ) -> None:
+        """Capture a graph for each batch size that a batch within `limits` can need.
+
+        Args:
+            forward: `CausalLM.forward`.
+            make_context: Makes the context of a forward pass with this metadata.
+        """
+        self._forward = forward
+        self._make_context = make_context
+        self._is_recorded = settings.capture.is_recorded
+        self._limits = limits
+        self._sizes = needed_sizes(settings.batch_sizes, limits.max_num_seqs)
+        size = self._sizes[-1]
+        self._token_ids = torch.zeros(size, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(size, dtype=torch.int64, device=device)
+        self._slot_mapping = torch.full((size,), -1, dtype=torch.int64, device=device)
+        self._context_lens = torch.ones(size, dtype=torch.int32, device=device)
+        max_blocks = -(-limits.context_length // limits.block_size)
+        self._block_tables = torch.zeros(size, max_blocks, dtype=torch.int32, device=device)
+        self._cu_seqlens_q = torch.arange(size + 1, dtype=torch.int32, device=device)
+        self._hidden: Tensor | None = None
+        self._replays = self._capture_all(settings.capture)
+
+    def fits(self, limits: BatchLimits) -> bool:
+        """Whether the graphs also serve another epoch, with the same KV cache."""
+        mine = self._limits
+        return (limits.max_num_seqs, limits.block_size) == (mine.max_num_seqs, mine.block_size)
+
+    def can_run(self, step_input: StepInput) -> bool:
+        """Whether a graph holds the step: a decode of one token for each sequence."""
+        num_seqs = len(step_input.query_lens)
+        is_plain = not step_input.is_prefill and len(step_input.token_ids) == num_seqs
+        return is_plain and 0 < num_seqs <= self._sizes[-1]
+
+    @torch.inference_mode()
+    def run(self, step_input: StepInput) -> Tensor:
+        """Compute a step that a graph holds: hidden states [num_rows, hidden], which the next call overwrites."""
+        num_rows = len(step_input.token_ids)
+        size = self._sizes[bisect_left(self._sizes, num_rows)]
+        self._fill(step_input, num_rows, size)
+        self._replays[size]()
+        assert self._hidden is not None, "a replay before the capture"
+        return self._hidden[:num_rows]
+
+    def _fill(self, step_input: StepInput, num_rows: int, size: int) -> None:
+        for static, values in (
+            (self._token_ids, step_input.token_ids),
+            (self._positions, step_input.positions),
+            (self._slot_mapping, step_input.slot_mapping),
+            (self._context_lens, step_input.context_lens),
+        ):
+            static[:num_rows].copy_(torch.from_numpy(values))
+        tables = step_input.block_tables
+        self._block_tables[:num_rows, : tables.shape[1]].copy_(torch.from_numpy(tables))
+        if num_rows < size:
+            self._token_ids[num_rows:size].zero_()
+            self._positions[num_rows:size].zero_()
+            self._slot_mapping[num_rows:size].fill_(-1)
+            self._context_lens[num_rows:size].fill_(1)
+            self._block_tables[num_rows:size, :1].zero_()
+
+    def _capture_all(self, capture: Capture) -> dict[int, Callable[[], None]]:
+        # A collection during a capture may free device memory, which ends the capture.
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.inference_mode():
+                return {size: capture(partial(self._compute, size)) for size in reversed(self._sizes)}
+        finally:
+            if was_enabled:
+                gc.enable()
+
+    def _compute(self, size: int) -> None:
+        with forward_context(self._make_context(self._metadata(size))):
+            hidden = self._forward(self._token_ids[:size], self._positions[:size])
+        if self._hidden is None:
+            # The largest size comes first. One result for all sizes: each graph's own would stay allocated.
+            self._hidden = torch.empty_like(hidden)
+        self._hidden[:size].copy_(hidden)
+
+    def _metadata(self, size: int) -> AttentionMetadata:
+        """The metadata of a step of `size` rows; lengths on the host are upper bounds if they are recorded."""
+        lengths = self._context_lens[:size]
+        host_lengths = (self._limits.context_length,) * size if self._is_recorded else tuple(lengths.tolist())
+        return AttentionMetadata(
+            is_prefill=False,
+            slot_mapping=self._slot_mapping[:size],
+            block_tables=self._block_tables[:size],
+            context_lens=lengths,
+            cu_seqlens_q=self._cu_seqlens_q[: size + 1],
+            query_lens=(1,) * size,
+            context_lens_host=host_lengths,
+            max_query_len=1,
+            max_context_len=max(host_lengths),
+        )
+
+
+def needed_sizes(batch_sizes: Sequence[int], max_num_seqs: int) -> list[int]:
+    """The sizes, ascending, that batches of up to `max_num_seqs` rows need."""
+    ascending = sorted(set(batch_sizes))
+    return ascending[: bisect_left(ascending, max_num_seqs) + 1]

@@ -1,0 +1,133 @@
+"""Decode steps in static tensors of a captured batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from services.worker.models.loader import LoadedModel
+from services.worker.ops import load_ops
+from services.worker.runner.graph_runner import DEFAULT_BATCH_SIZES, GraphSettings, NoCapture, needed_sizes
+from services.worker.runner.model_runner import KvCacheSize, ModelRunner
+from services.worker.spec_decode.drafts import Drafting
+from services.worker.spec_decode.ngram_drafts import NgramProposer
+from services.worker.step import Step
+from tests.support.tiny_llama import write_tiny_llama
+from tests.support.worker_runner import GIB, load_exact
+from tests.support.worker_steps import decode_step, make_enter, mixed_step, prefill_step
+
+PROMPTS = ([5, 9, 2, 44, 17], [3], [8, 1, 60, 33, 21, 4, 4, 90, 12])
+
+
+class CountingCapture(NoCapture):
+    """Counts what is captured and how often each is replayed."""
+
+    def __init__(self) -> None:
+        self.replays: list[int] = []
+
+    def __call__(self, compute: Callable[[], None]) -> Callable[[], None]:
+        number = len(self.replays)
+        self.replays.append(0)
+        # A capture computes once, as it does on a GPU.
+        compute()
+
+        def replay() -> None:
+            self.replays[number] += 1
+            compute()
+
+        return replay
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load_exact(write_tiny_llama(tmp_path_factory.mktemp("model"), changes={"num_hidden_layers": 2}))
+
+
+def make_runner(
+    loaded: LoadedModel, capture: CountingCapture | None, *sizes: int, drafting: Drafting | None = None
+) -> ModelRunner:
+    graphs = None if capture is None else GraphSettings(capture, sizes)
+    return ModelRunner(loaded, load_ops("reference"), KvCacheSize(GIB, 64), drafting=drafting, graphs=graphs)
+
+
+def attach(runner: ModelRunner, *, block_size: int = 4, max_num_seqs: int = 8) -> ModelRunner:
+    runner.attach(block_size=block_size, max_num_seqs=max_num_seqs, max_num_batched_tokens=256)
+    return runner
+
+
+def steps() -> list[Step]:
+    """Prefills, decodes of one to three rows, a step that mixes both, and a sequence that leaves."""
+    enters = [make_enter(row, prompt, range(row * 8, row * 8 + 8)) for row, prompt in enumerate(PROMPTS)]
+    late = make_enter(3, [7, 7, 7], range(24, 32))
+    return [
+        prefill_step(*enters[:2]),
+        decode_step(),
+        prefill_step(enters[2]),
+        decode_step(),
+        decode_step(rows=[2]),
+        mixed_step(late),
+        decode_step(),
+        decode_step(leave=[1]),
+        decode_step(),
+    ]
+
+
+def tokens_of(runner: ModelRunner) -> list[list[int]]:
+    return [runner.run_step(step).token_ids.tolist() for step in steps()]
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 4, 8), (3,), (8,), (1,)])
+def test_padded_rows_change_no_token(loaded: LoadedModel, sizes: tuple[int, ...]) -> None:
+    capture = CountingCapture()
+    expected = tokens_of(attach(make_runner(loaded, None)))
+    assert tokens_of(attach(make_runner(loaded, capture, *sizes))) == expected
+    assert sum(capture.replays) == {(1, 2, 4, 8): 6, (3,): 5, (8,): 6, (1,): 1}[sizes]
+
+
+def test_a_padded_row_writes_no_kv(loaded: LoadedModel) -> None:
+    capture = CountingCapture()
+    runner = attach(make_runner(loaded, capture, 8))
+    runner.run_step(prefill_step(make_enter(0, [5, 9, 2], range(8, 16))))
+    cache = runner._kv_cache
+    assert cache is not None
+    runner.run_step(decode_step())
+    written = {int(block) for layer in cache.layers for tensor in layer for block in tensor.flatten(1).any(1).nonzero()}
+    assert capture.replays == [1]
+    assert written == {8}
+
+
+def test_an_equal_attach_keeps_the_graphs(loaded: LoadedModel) -> None:
+    capture = CountingCapture()
+    runner = attach(make_runner(loaded, capture, 1, 4))
+    attach(runner)
+    assert len(capture.replays) == 2
+    attach(runner, max_num_seqs=2)
+    assert len(capture.replays) == 4
+    attach(runner, block_size=8, max_num_seqs=2)
+    assert len(capture.replays) == 6
+
+
+def test_drafts_run_eagerly(loaded: LoadedModel) -> None:
+    capture = CountingCapture()
+    drafting = Drafting(NgramProposer(), 3)
+    runner = attach(make_runner(loaded, capture, 4, drafting=drafting))
+    repetitive = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
+    runner.run_step(prefill_step(make_enter(0, repetitive, range(8), max_num_tokens=30)))
+    num_drafted = runner.run_step(decode_step()).num_draft_tokens
+    assert (sum(capture.replays) == 0) is (num_drafted > 0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "max_num_seqs", "expected"),
+    [
+        (DEFAULT_BATCH_SIZES, 8, [1, 2, 4, 8]),
+        (DEFAULT_BATCH_SIZES, 9, [1, 2, 4, 8, 16]),
+        ((4, 2, 4), 3, [2, 4]),
+        ((2, 4), 100, [2, 4]),
+    ],
+)
+def test_only_sizes_that_a_batch_can_need_are_captured(
+    sizes: tuple[int, ...], max_num_seqs: int, expected: list[int]
+) -> None:
+    assert needed_sizes(sizes, max_num_seqs) == expected
