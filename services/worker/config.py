@@ -57,11 +57,22 @@ class WorkerSettings(ServiceSettings):
         "up to 512.",
     )
     enforce_eager: bool = Field(default=False, description="Capture no graphs: kernels are launched one by one.")
-    kv_cache_memory_gib: float = Field(
-        default=1.0, gt=0, allow_inf_nan=False, description="Memory for the KV cache, in GiB."
+    kv_cache_memory_gib: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Memory for the KV cache, in GiB; by default 1 on a CPU, and what --gpu-memory-utilization leaves "
+        "on a GPU.",
+    )
+    gpu_memory_utilization: float = Field(
+        default=0.9,
+        gt=0,
+        le=1,
+        description="The part of a GPU's memory for weights, activations and KV cache; the rest is for graphs and "
+        "libraries.",
     )
     kv_cache_num_blocks: int | None = Field(
-        default=None, ge=1, description="Number of KV blocks; by default as many as --kv-cache-memory-gib holds."
+        default=None, ge=1, description="Number of KV blocks; by default as many as the memory holds."
     )
     num_threads: int | None = Field(default=None, ge=1, description="Compute threads; all cores by default.")
     draft_proposer: DraftProposerName = Field(

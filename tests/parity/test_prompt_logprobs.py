@@ -12,7 +12,8 @@ from transformers import LlamaForCausalLM
 
 from services.worker.models.loader import load_model
 from services.worker.ops import load_ops
-from services.worker.runner.model_runner import KvCacheSize, ModelRunner
+from services.worker.runner.cache_memory import KvCacheSize
+from services.worker.runner.model_runner import ModelRunner
 from shared.limits import SamplingOptions
 from tests.support.tiny_llama import write_tiny_llama
 from tests.support.worker_driver import Request, WorkerDriver

@@ -64,14 +64,11 @@ class PlayedRunner:
 
     def __init__(self, num_blocks: int) -> None:
         self.output: StepOutput | None = None
-        self._num_blocks = num_blocks
+        self.num_blocks = num_blocks
 
-    def num_blocks(self, _: int) -> int:
+    def attach(self, **_: int) -> int:
         """See `ModelRunner`."""
-        return self._num_blocks
-
-    def attach(self, **_: int) -> None:
-        """See `ModelRunner`."""
+        return self.num_blocks
 
     def run_step(self, _: Step) -> StepOutput:
         """See `ModelRunner`; returns the output that came out of the collective."""

@@ -102,7 +102,7 @@ class WorkerDriver:
         self._block_size = block_size
         self._max_chunk = max_chunk
         self._free_slots = list(range(16))
-        self._free_blocks = list(range(runner.num_blocks(block_size)))
+        self._free_blocks = list(range(runner.num_blocks))
         self._rng.shuffle(self._free_blocks)
         self._sequences: list[_Sequence] = []
         self._ended: list[_Sequence] = []

@@ -13,7 +13,8 @@ from services.worker.forward.kv_cache import KvCache
 from services.worker.models.loader import LoadedModel, load_model
 from services.worker.models.registry import CausalLM
 from services.worker.ops import load_ops
-from services.worker.runner.model_runner import KvCacheSize, ModelRunner
+from services.worker.runner.cache_memory import KvCacheSize
+from services.worker.runner.model_runner import ModelRunner
 from services.worker.spec_decode.drafts import Drafting
 from tests.support.paged_model import attention_metadata
 

@@ -43,8 +43,7 @@ class DeviceSteps:
 
     def attach(self, request: worker_pb2.AttachRequest) -> asyncio.Future[int]:
         """Begin an epoch after the launched steps; the result is its number of KV blocks, possibly 0."""
-        num_blocks = self.runner.num_blocks(request.block_size)
-        future = asyncio.wrap_future(self._device.submit(self._attach, request, num_blocks))
+        future = asyncio.wrap_future(self._device.submit(self._attach, request))
         future.add_done_callback(self._end_if_failed)
         return future
 
@@ -54,14 +53,12 @@ class DeviceSteps:
         future.add_done_callback(self._end_if_failed)
         return future if self._is_alone else asyncio.shield(future)
 
-    def _attach(self, request: worker_pb2.AttachRequest, num_blocks: int) -> int:
-        if num_blocks:
-            self.runner.attach(
-                block_size=request.block_size,
-                max_num_seqs=request.max_num_seqs,
-                max_num_batched_tokens=_max_num_tokens(request, self.runner),
-            )
-        return num_blocks
+    def _attach(self, request: worker_pb2.AttachRequest) -> int:
+        return self.runner.attach(
+            block_size=request.block_size,
+            max_num_seqs=request.max_num_seqs,
+            max_num_batched_tokens=_max_num_tokens(request, self.runner),
+        )
 
     def _run(self, step: Step) -> StepOutput:
         # On the main thread. Errors are logged here because the stream that would carry them may be gone by then.

@@ -6,7 +6,8 @@ import hashlib
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from services.worker.layout import RankLayout
 from services.worker.models.loader import LoadedModel, LoadOptions, ModelFacts, load_model
 from services.worker.ops import Ops, load_ops
 from services.worker.parallel.distributed import Rendezvous, make_parallel
+from services.worker.runner.cache_memory import GpuMemory, KvCacheSize
 from services.worker.runner.graph_runner import DEFAULT_BATCH_SIZES, CudaCapture, DecodeGraphs, GraphSettings
 from services.worker.runner.input_batch import InputBatch
 from services.worker.runner.matchers import GrammarMatchers
@@ -43,17 +45,9 @@ from shared.errors import StaleEpochError
 from shared.model_dir import ModelDirectoryError
 
 _GIB = 1024**3
+_DEFAULT_MEMORY_GIB = 1.0
 _NO_TOKENS = SampledTokens(np.empty(0, np.int32), np.empty(0, np.int32))
 _ALONE = RankLayout()
-
-
-@dataclass(frozen=True, slots=True)
-class KvCacheSize:
-    """Limits of the KV cache."""
-
-    memory_bytes: int
-    num_blocks: int | None = None
-    """None means as many as `memory_bytes` holds."""
 
 
 class ModelRunner:
@@ -89,7 +83,6 @@ class ModelRunner:
         self._batch: InputBatch | None = None
         self._scorer = PromptScorer(self._model.compute_logits)
         self._replay_scorer = ReplayScorer(ops, self._model.compute_logits)
-        self._last_step_id = 0
         self._progress = Progress()
         self.facts: ModelFacts = loaded.facts
         self.layout: RankLayout = layout
@@ -108,45 +101,44 @@ class ModelRunner:
         """Most tokens drafted for a sequence in a step; 0 without drafting."""
         return 0 if self._drafting is None else self._drafting.num_draft_tokens
 
-    def num_blocks(self, block_size: int) -> int:
-        """The configured number of KV blocks, or how many fit into the configured memory, possibly 0."""
-        if self._kv_cache_size.num_blocks is not None:
-            return self._kv_cache_size.num_blocks
-        layers = self._model.kv_cache_spec.layers
-        if self._drafting is not None:
-            # The proposer's cache has the same blocks and comes out of the same memory.
-            layers += self._drafting.proposer.kv_cache_spec.layers
-        return num_blocks_for(self._kv_cache_size.memory_bytes, KvCacheSpec(layers), block_size)
+    @property
+    def num_blocks(self) -> int:
+        """The KV blocks of the present epoch, or of the last one; 0 before the first. From any thread."""
+        return 0 if self._kv_cache is None else self._kv_cache.num_blocks
 
     def attach(self, *, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> int:
-        """Start an epoch with an empty batch and a KV cache of at least one block (see `num_blocks`).
+        """Start an epoch with an empty batch.
+
+        The KV cache is kept from the last epoch if its blocks have this size, and so are graphs if they fit.
 
         Returns:
-            The id of the last step run in any epoch; 0 if there was none.
+            The number of KV blocks; 0 if the memory does not hold one, and then no step can be run.
         """
-        num_blocks = self.num_blocks(block_size)
         self._batch = None
-        cache = self._kv_cache
-        if cache is None or (cache.num_blocks, cache.block_size) != (num_blocks, block_size):
-            # Free the old cache first: there may be no memory for two. Graphs name its addresses.
-            self._graphs = None
-            self._kv_cache = cache = None
-            self._kv_cache = cache = KvCache(self._model.kv_cache_spec, num_blocks, block_size, self._device)
         limits = BatchLimits(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             block_size=block_size,
-            num_blocks=num_blocks,
+            num_blocks=self.num_blocks,
             context_length=self.facts.context_length,
             logits_width=self.facts.logits_width,
         )
+        cache = self._kv_cache
+        if cache is None or cache.block_size != block_size:
+            # Free the old cache first: there may be no memory for two. Graphs name its addresses.
+            self._graphs = None
+            self._kv_cache = cache = None
+            limits = replace(limits, num_blocks=self._count_blocks(limits))
+            if not limits.num_blocks:
+                return 0
+            self._kv_cache = cache = KvCache(self._model.kv_cache_spec, limits.num_blocks, block_size, self._device)
         if self._graph_settings is not None and (self._graphs is None or not self._graphs.fits(limits)):
             self._graphs = None
-            self._graphs = self._capture_graphs(self._graph_settings, limits)
+            self._graphs = DecodeGraphs(self._model.forward, self._context, limits, self._graph_settings, self._device)
         drafter = None if self._drafting is None else self._drafting.begin(limits, cache)
         self._batch = InputBatch(limits, make_matcher=self._matchers.make, drafter=drafter)
         self._scorer = PromptScorer(self._model.compute_logits)
-        return self._last_step_id
+        return limits.num_blocks
 
     def run_step(self, step: Step) -> StepOutput:
         """Update the batch, run the model, sample.
@@ -169,7 +161,6 @@ class ModelRunner:
         started_ns = time.perf_counter_ns()
         step_input = batch.apply(step)
         dp = self._dp_metadata(step, len(step_input.token_ids))
-        self._last_step_id = step.step_id
         hidden = self._run_model(step_input, dp)
         prompt_logprobs = self._score_prompts(step_input, hidden)
         num_replayed, num_replay_mismatches = self._score_replays(step_input, hidden)
@@ -217,8 +208,43 @@ class ModelRunner:
             )
         return DpMetadata(counts, step.graph_batch_size)
 
-    def _capture_graphs(self, settings: GraphSettings, limits: BatchLimits) -> DecodeGraphs:
-        return DecodeGraphs(self._model.forward, self._context, limits, settings, self._device)
+    def _count_blocks(self, limits: BatchLimits) -> int:
+        """The configured number of KV blocks, or how many fit into the memory, possibly 0."""
+        size = self._kv_cache_size
+        if size.num_blocks is not None:
+            return size.num_blocks
+        layers = self._model.kv_cache_spec.layers
+        if self._drafting is not None:
+            # The proposer's cache has the same blocks and comes out of the same memory.
+            layers += self._drafting.proposer.kv_cache_spec.layers
+        memory_bytes = size.memory_bytes
+        if size.measure is not None:
+            memory_bytes = size.measure(partial(self._run_largest_prefill, limits))
+        return num_blocks_for(memory_bytes, KvCacheSpec(layers), limits.block_size)
+
+    @torch.inference_mode()
+    def _run_largest_prefill(self, limits: BatchLimits) -> None:
+        """Compute a prefill of as many tokens as a step may have, and the logits of as many rows; stores no KV."""
+        cache = KvCache(self._model.kv_cache_spec, 1, limits.block_size, self._device)
+        num_tokens, length = limits.max_num_batched_tokens, min(limits.max_num_batched_tokens, limits.context_length)
+        starts = np.append(np.arange(0, num_tokens, length, dtype=np.int32), np.int32(num_tokens))
+        lengths = np.diff(starts)
+        attention = AttentionMetadata(
+            is_prefill=True,
+            slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=self._device),
+            # All of a context is read from the one block.
+            block_tables=to_device(np.zeros((len(lengths), -(-length // limits.block_size)), np.int32), self._device),
+            context_lens=to_device(lengths, self._device),
+            cu_seqlens_q=to_device(starts, self._device),
+            query_lens=tuple(lengths.tolist()),
+            context_lens_host=tuple(lengths.tolist()),
+            max_query_len=length,
+            max_context_len=length,
+        )
+        positions = to_device(np.arange(num_tokens, dtype=np.int64) % length, self._device)
+        with forward_context(ForwardContext.for_step(self._ops, attention, cache)):
+            hidden = self._model.forward(torch.zeros_like(positions), positions)
+        self._model.compute_logits(hidden[: limits.max_num_seqs])
 
     def _context(self, attention: AttentionMetadata, dp: DpMetadata = UNCOUPLED) -> ForwardContext:
         assert self._kv_cache is not None, "a step without a KV cache"
@@ -294,7 +320,10 @@ def build_model_runner(settings: WorkerSettings, on_progress: Callable[[float], 
     if layout.has_expert_parallel and not loaded.model.has_experts:
         raise ModelDirectoryError(f"{settings.model_dir}: the model has no experts for --ep to split")
     drafting = make_drafting(settings, loaded, ops, lambda: on_progress(1.0))
-    size = KvCacheSize(int(settings.kv_cache_memory_gib * _GIB), settings.kv_cache_num_blocks)
+    is_measured = device.type == "cuda" and settings.kv_cache_memory_gib is None
+    measure = GpuMemory(settings.gpu_memory_utilization) if is_measured else None
+    memory_gib = settings.kv_cache_memory_gib or _DEFAULT_MEMORY_GIB
+    size = KvCacheSize(int(memory_gib * _GIB), settings.kv_cache_num_blocks, measure)
     # The exchange of experts' tokens needs their numbers on the host, which no graph can wait for.
     has_graphs = device.type == "cuda" and not settings.enforce_eager and not layout.has_expert_parallel
     graphs = GraphSettings(CudaCapture(), settings.graph_batch_sizes or DEFAULT_BATCH_SIZES) if has_graphs else None

@@ -78,7 +78,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         steps = self._steps
         if steps is None:
             raise NotReadyError("weights are loading, or members have not joined")
-        _check_sizes(request, steps.runner)
+        _check_sizes(request)
         epoch = self._begin(request, steps)
         # Only the waiting has a timeout: after a cancelled call the epoch is still claimed and its batch still made.
         # If no step was ever launched, none can be stuck, and allocating a large cache may take longer than that.
@@ -87,7 +87,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if epoch is not self._epoch:
             raise self._stale("superseded by another Attach")
         is_stuck = not epoch.ready.done()
-        num_blocks = steps.runner.num_blocks(request.block_size) if is_stuck else epoch.ready.result()
+        num_blocks = steps.runner.num_blocks if is_stuck else epoch.ready.result()
         logger.info(
             "attached",
             extra={"epoch": epoch.number, "scheduler_instance_id": self._ledger.holder, "is_stuck": is_stuck},
@@ -216,7 +216,7 @@ async def _fewest(blocks: list[asyncio.Future[int]]) -> int:
     return num_blocks
 
 
-def _check_sizes(request: worker_pb2.AttachRequest, runner: ModelRunner) -> None:
+def _check_sizes(request: worker_pb2.AttachRequest) -> None:
     sizes = {"block_size": request.block_size, "max_num_seqs": request.max_num_seqs}
     if request.HasField("max_num_batched_tokens"):
         sizes["max_num_batched_tokens"] = request.max_num_batched_tokens
@@ -227,8 +227,6 @@ def _check_sizes(request: worker_pb2.AttachRequest, runner: ModelRunner) -> None
     ]
     if violations:
         raise InvalidRequestError.from_violations(violations)
-    if runner.num_blocks(request.block_size) < 1:
-        raise _no_room()
 
 
 def _no_room() -> InvalidRequestError:

@@ -87,7 +87,7 @@ class SortedQueue:
 
 
 class QueueOrder(Protocol):
-    """The order of a queue policy. Keys begin with the arrive time."""
+    """The order of a queue policy. Keys begin with the arrival time."""
 
     def __len__(self) -> int: ...
 
@@ -207,7 +207,7 @@ class PrefixOrder:
     def _rank(self, num_cached_tokens: NumCachedTokens) -> None:
         while self._later and len(self._window) < self._size:
             self._enter_window(*self._later.pop())
-            # The sort is stable: among equals, the first to arrive stays last.
+        # The sort is stable: among equals, the first to arrive stays last.
         self._ranking = sorted((seq for _, seq in reversed(self._window)), key=num_cached_tokens)
 
     def _enter_window(self, key: Key, seq: Sequence) -> None:

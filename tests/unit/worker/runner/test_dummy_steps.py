@@ -13,7 +13,8 @@ from torch import Tensor
 from services.worker.layout import RankLayout
 from services.worker.models.loader import LoadedModel, LoadOptions, load_model
 from services.worker.ops import BACKEND_NAMES, load_ops
-from services.worker.runner.model_runner import KvCacheSize, ModelRunner
+from services.worker.runner.cache_memory import KvCacheSize
+from services.worker.runner.model_runner import ModelRunner
 from services.worker.step import Step, StepKind
 from shared.errors import StaleEpochError, StepMismatchError
 from tests.support.small_configs import SMALL_CONFIGS

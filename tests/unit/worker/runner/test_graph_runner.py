@@ -8,8 +8,9 @@ import pytest
 
 from services.worker.models.loader import LoadedModel
 from services.worker.ops import load_ops
+from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.graph_runner import DEFAULT_BATCH_SIZES, GraphSettings, NoCapture, needed_sizes
-from services.worker.runner.model_runner import KvCacheSize, ModelRunner
+from services.worker.runner.model_runner import ModelRunner
 from services.worker.spec_decode.drafts import Drafting
 from services.worker.spec_decode.ngram_drafts import NgramProposer
 from services.worker.step import Step

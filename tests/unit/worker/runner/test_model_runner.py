@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from services.worker.config import WorkerSettings
 from services.worker.layout import RankLayout
 from services.worker.models.loader import LoadedModel
 from services.worker.ops import BACKEND_NAMES, load_ops
-from services.worker.runner.model_runner import KvCacheSize, ModelRunner, build_model_runner, numerics_fingerprint
+from services.worker.runner.cache_memory import KvCacheSize
+from services.worker.runner.model_runner import ModelRunner, build_model_runner, numerics_fingerprint
 from services.worker.step import Step
 from shared.errors import StaleEpochError, StepMismatchError
 from shared.model_dir import ModelDirectoryError
@@ -107,11 +109,11 @@ def test_a_prompt_in_chunks_beside_decodes_gives_the_same_tokens_as_whole(loaded
     ]
 
 
-def test_a_new_epoch_starts_empty_and_reports_the_last_step_launched(loaded: LoadedModel) -> None:
+def test_a_new_epoch_starts_empty(loaded: LoadedModel) -> None:
     runner = make_runner(loaded)
-    assert runner.attach(block_size=4, max_num_seqs=8, max_num_batched_tokens=256) == 0
+    runner.attach(block_size=4, max_num_seqs=8, max_num_batched_tokens=256)
     tokens_of(runner, prefill_of_all(5), replace(decode_step(), step_id=2))
-    assert runner.attach(block_size=16, max_num_seqs=3, max_num_batched_tokens=16) == 2
+    runner.attach(block_size=16, max_num_seqs=3, max_num_batched_tokens=16)
     with pytest.raises(StepMismatchError):
         runner.run_step(decode_step())
 
@@ -128,11 +130,34 @@ def test_a_failing_step_voids_only_its_own_epoch(loaded: LoadedModel) -> None:
 
 def test_the_number_of_blocks_follows_from_the_memory_unless_it_is_set(loaded: LoadedModel) -> None:
     bytes_per_token = loaded.model.kv_cache_spec.bytes_per_token
-    runner = make_runner(loaded, num_blocks=None)
-    assert runner.num_blocks(16) == GIB // (16 * bytes_per_token)
+    assert attached(make_runner(loaded, num_blocks=None), block_size=16).num_blocks == GIB // (16 * bytes_per_token)
     small = ModelRunner(loaded, load_ops("reference"), KvCacheSize(16 * bytes_per_token - 1))
-    assert (small.num_blocks(16), small.num_blocks(8)) == (0, 1)
-    assert make_runner(loaded, num_blocks=3).num_blocks(16) == 3
+    assert (small.num_blocks, attached(small, block_size=16).num_blocks) == (0, 0)
+    with pytest.raises(StaleEpochError):
+        small.run_step(prefill_of_all(5))
+    assert attached(small, block_size=8).num_blocks == 1
+    assert attached(make_runner(loaded, num_blocks=3), block_size=16).num_blocks == 3
+
+
+def test_memory_is_measured_with_the_largest_prefill_once_for_a_block_size(loaded: LoadedModel) -> None:
+    num_computed = []
+
+    class CountingModel(WrappedModel):
+        def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+            num_computed.append((len(token_ids), int(positions.max()) + 1))
+            return super().forward(token_ids, positions)
+
+    def measure(run_largest_prefill: Callable[[], None]) -> int:
+        run_largest_prefill()
+        return 7 * 16 * loaded.model.kv_cache_spec.bytes_per_token
+
+    counting = replace(loaded, model=CountingModel(loaded.model))
+    runner = ModelRunner(counting, load_ops("reference"), KvCacheSize(0, measure=measure))
+    limits = {"block_size": 16, "max_num_seqs": 8, "max_num_batched_tokens": 300}
+    assert runner.attach(**limits) == 7
+    assert runner.attach(**limits) == 7
+    assert num_computed == [(300, min(300, loaded.facts.context_length))]
+    assert len(tokens_of(runner, prefill_of_all(2))[0]) == len(PROMPTS)
 
 
 class NotFiniteModel(WrappedModel):

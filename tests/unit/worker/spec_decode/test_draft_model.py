@@ -12,7 +12,8 @@ from torch import Tensor
 from services.worker.models.loader import LoadedModel, load_model
 from services.worker.models.registry import CausalLM
 from services.worker.ops import load_ops
-from services.worker.runner.model_runner import KvCacheSize, ModelRunner
+from services.worker.runner.cache_memory import KvCacheSize
+from services.worker.runner.model_runner import ModelRunner
 from services.worker.spec_decode.draft_model import DraftModelProposer
 from services.worker.spec_decode.drafts import Drafting
 from tests.support.drafting import REQUESTS, CheckedProposer, FewTokens, drafts_of_model, num_accepted
@@ -186,10 +187,11 @@ def test_kv_missing_from_the_draft_model_affects_only_drafts(loaded: LoadedModel
 
 def test_both_caches_share_the_memory(loaded: LoadedModel, draft: CausalLM) -> None:
     drafting = Drafting(DraftModelProposer(draft, load_ops("reference")), 4)
-    runner = make_runner(loaded, num_blocks=None, drafting=drafting)
+    limits = {"block_size": 16, "max_num_seqs": 2, "max_num_batched_tokens": 64}
     # Two layers with two heads of 16, and one layer with one; keys and values of four bytes.
-    assert runner.num_blocks(16) == GIB // (16 * 4 * 2 * 16 * (2 * 2 + 1))
-    assert make_runner(loaded, num_blocks=None).num_blocks(16) == GIB // (16 * 4 * 2 * 16 * 2 * 2)
+    with_drafts = make_runner(loaded, num_blocks=None, drafting=drafting).attach(**limits)
+    assert with_drafts == GIB // (16 * 4 * 2 * 16 * (2 * 2 + 1))
+    assert make_runner(loaded, num_blocks=None).attach(**limits) == GIB // (16 * 4 * 2 * 16 * 2 * 2)
 
 
 def test_a_new_epoch_keeps_the_cache_and_forgets_the_sequences(loaded: LoadedModel, draft: CausalLM) -> None:
