@@ -235,14 +235,14 @@ class _ParseLog:
     """Logs at a limited rate, since a client may send many."""
 
     def __init__(self) -> None:
-        self._num_untold = 0
-        self._told_at = -math.inf
+        self._num_unlogged = 0
+        self._logged_at = -math.inf
 
     def note(self, method: str, now: float) -> None:
-        self._num_untold += 1
-        if now - self._told_at >= _PARSE_LOG_PERIOD_S:
-            logger.warning("messages cannot be parsed", extra={"method": method, "num_messages": self._num_untold})
-            self._num_untold, self._told_at = 0, now
+        self._num_unlogged += 1
+        if now - self._logged_at >= _PARSE_LOG_PERIOD_S:
+            logger.warning("messages cannot be parsed", extra={"method": method, "num_messages": self._num_unlogged})
+            self._num_unlogged, self._logged_at = 0, now
 
 
 def refuse_taken_socket(path: str) -> None:
@@ -309,7 +309,7 @@ async def _abort(context: grpc.aio.ServicerContext, method: str, error: Exceptio
         status = error.status
     elif isinstance(error, ServiceError):
         status = to_status(error)
-    elif _is_lacking(context, error):
+    elif _is_unimplemented(context, error):
         status = to_status(NotSupportedError("this release does not implement the method", method=method))
     else:
         logger.error("unexpected error", extra={"method": method}, exc_info=error)
@@ -317,7 +317,7 @@ async def _abort(context: grpc.aio.ServicerContext, method: str, error: Exceptio
     await context.abort(_STATUS_CODES[status.code], status.message, ((STATUS_DETAILS_KEY, status.SerializeToString()),))
 
 
-def _is_lacking(context: grpc.aio.ServicerContext, error: Exception) -> bool:
+def _is_unimplemented(context: grpc.aio.ServicerContext, error: Exception) -> bool:
     """The generated base class sets UNIMPLEMENTED before it raises."""
     return isinstance(error, NotImplementedError) and context.code() is grpc.StatusCode.UNIMPLEMENTED
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from shared.cli.cell_plan import ServiceCommand, make_start_flags
 from shared.cli.child_process import start_child
-from shared.cli.last_words import LastWords
+from shared.cli.last_problem import LastProblem
 from shared.cli.serve_settings import ServeSettings
 from shared.model_dir import CONFIG, TOKENIZER, ModelDirectoryError, read_json
 from shared.rpc import refuse_taken_socket
@@ -122,7 +122,7 @@ async def _find_problem(command: ServiceCommand, commands: Sequence[ServiceComma
     output, _ = await process.communicate()
     if process.returncode == 0:
         return None
-    last_words = LastWords()
+    last_problem = LastProblem()
     for line in output.splitlines():
-        last_words.add(line)
-    return last_words.text or f"exit code {process.returncode}"
+        last_problem.add(line)
+    return last_problem.text or f"exit code {process.returncode}"

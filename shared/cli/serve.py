@@ -77,7 +77,7 @@ async def _run_cell(
     # Only text output needs prefixes: a JSON record has its service's name.
     cell = CellProcesses(commands, policy, writer, has_prefixes=settings.log_format == "text")
     running = asyncio.create_task(cell.run())
-    serving = asyncio.create_task(_bring_up(settings, cell, scheduler))
+    serving = asyncio.create_task(_announce_and_answer(settings, cell, scheduler))
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({running, serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
     for task in (serving, stopped):
@@ -91,7 +91,7 @@ async def _run_cell(
     return [failure, *problems] if isinstance(failure, str) else problems
 
 
-async def _bring_up(settings: ServeSettings, cell: CellProcesses, scheduler_address: str) -> str | None:
+async def _announce_and_answer(settings: ServeSettings, cell: CellProcesses, scheduler_address: str) -> str | None:
     """Wait until the cell serves, announce it, and answer `--prompt`.
 
     With `--exit-after-prompt` it then returns what went wrong; else it runs until cancelled.
@@ -100,7 +100,7 @@ async def _bring_up(settings: ServeSettings, cell: CellProcesses, scheduler_addr
     # Closed channels keep their connections until the garbage collector breaks the cycles that hold them.
     freeze_garbage()
     try:
-        failure = await _say_ready(settings, scheduler_address)
+        failure = await _announce_ready(settings, scheduler_address)
     except OSError as error:
         abandon_stdout()
         failure = f"stdout cannot be written: {error}"
@@ -112,7 +112,7 @@ async def _bring_up(settings: ServeSettings, cell: CellProcesses, scheduler_addr
     return None
 
 
-async def _say_ready(settings: ServeSettings, scheduler_address: str) -> str | None:
+async def _announce_ready(settings: ServeSettings, scheduler_address: str) -> str | None:
     print(
         f"ready: serving {settings.model_name} on {settings.bind_address}, scheduler on {scheduler_address}",
         flush=True,

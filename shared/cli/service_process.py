@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from shared.cli.cell_plan import ServiceCommand
 from shared.cli.child_process import start_child
-from shared.cli.last_words import LastWords
+from shared.cli.last_problem import LastProblem
 
 _MAX_LINE_BYTES = 1 << 16
 _OUTPUT_GRACE_S = 1.0
@@ -24,7 +24,7 @@ class ServiceProcess:
     ) -> None:
         self.command = command
         self._process = process
-        self._last_words = LastWords()
+        self._last_problem = LastProblem()
         self._output = asyncio.create_task(self._copy_output(write))
         self._problem: str | None = None
         self._kill_reason: str | None = None
@@ -49,9 +49,9 @@ class ServiceProcess:
     def problem(self) -> str | None:
         """How and, if known, why the process ended; None while it runs and after a clean end."""
         has_failed = (self._process.returncode or 0) > 0 and self._kill_reason is None
-        if self._problem is None or self._last_words.text is None or not has_failed:
+        if self._problem is None or self._last_problem.text is None or not has_failed:
             return self._problem
-        return f"{self._problem}: {self._last_words.text}"
+        return f"{self._problem}: {self._last_problem.text}"
 
     async def wait(self) -> None:
         """Return once the process has ended by itself."""
@@ -94,7 +94,7 @@ class ServiceProcess:
         """Forward whole lines, so that those of different services do not mix."""
         assert self._process.stdout is not None
         async for line in _read_lines(self._process.stdout):
-            self._last_words.add(line)
+            self._last_problem.add(line)
             write(line)
 
     def _describe(self, returncode: int) -> str:

@@ -86,7 +86,7 @@ def is_as_good(scores: Tensor, ours: set[int], theirs: set[int], rule: RoutingRu
     """Whether one token's choices differ only in ties; `scores` [E] are those by which experts are chosen."""
     if rule.groups is not None:
         grouped = scores.view(rule.groups.num_groups, -1)
-        merits = grouped.topk(rule.groups.num_judging).values.sum(-1)
+        merits = grouped.topk(rule.groups.num_scoring).values.sum(-1)
         size = grouped.shape[1]
         if different := {expert // size for expert in ours} ^ {expert // size for expert in theirs}:
             last = merits.topk(rule.groups.num_chosen).values[-1]

@@ -62,7 +62,7 @@ TESTED_BY = {
     ),
     "unit/tokenizer/request/test_prompts.py": (
         "services/tokenizer/request/prepare.py",
-        "services/tokenizer/text/text_lanes.py",
+        "services/tokenizer/text/encoding_pools.py",
     ),
     "unit/tokenizer/request/test_checks.py": ("services/tokenizer/text_size.py",),
     "unit/tokenizer/server/test_complete.py": ("services/tokenizer/server/whole_answer.py",),

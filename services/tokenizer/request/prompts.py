@@ -12,7 +12,7 @@ from services.tokenizer.chat.conversation import Conversation
 from services.tokenizer.request.checks import Prompt, TokenIds
 from services.tokenizer.text.control_tokens import texts_in
 from services.tokenizer.text.encoder import Encoder
-from services.tokenizer.text.text_lanes import Lane, TextLanes
+from services.tokenizer.text.encoding_pools import EncodingPool, EncodingPools
 from services.tokenizer.text_size import check_text
 from shared.errors import PromptTooLongError, TemplateFailedError
 
@@ -24,7 +24,7 @@ class PromptEncoder:
         """Start `num_threads` threads for short texts, and one for long ones."""
         self._encoder = encoder
         self._template = template
-        self._lanes = TextLanes(num_threads)
+        self._pools = EncodingPools(num_threads)
 
     @property
     def has_chat_template(self) -> bool:
@@ -82,18 +82,18 @@ class PromptEncoder:
             return rendered
 
         num_bytes = _num_bytes(texts_in(template.fields(conversation)))
-        lane = self._lanes.lane_for(num_bytes)
-        with lane.admit(num_bytes):
-            rendered = await lane.run(render)
+        pool = self._pools.pool_for(num_bytes)
+        with pool.admit(num_bytes):
+            rendered = await pool.run(render)
         return rendered.text, await self._encode(rendered.pieces, context_length)
 
     async def spell(self, words: Sequence[str]) -> list[list[int]]:
         """Each word's token ids when it comes after other text."""
-        return await self._lanes.short.run(lambda: [self._encoder.encode_pieces(["", word]).tolist() for word in words])
+        return await self._pools.short.run(lambda: [self._encoder.encode_pieces(["", word]).tolist() for word in words])
 
     async def decode(self, token_ids: TokenIds, *, skips_special_tokens: bool = True) -> str:
         """Decode token ids to text."""
-        return await self._lanes.lane_for(token_ids.nbytes).run(
+        return await self._pools.pool_for(token_ids.nbytes).run(
             lambda: self._encoder.decode(token_ids, skips_special_tokens=skips_special_tokens)
         )
 
@@ -103,21 +103,21 @@ class PromptEncoder:
         texts = [piece for piece in pieces if isinstance(piece, str)]
         runs = self._encoder.encode_in_parts(pieces, add_special_tokens=add_special_tokens)
         num_bytes = _num_bytes(texts)
-        lane = self._lanes.lane_for(num_bytes)
-        with lane.admit(num_bytes):
-            if lane is self._lanes.short:
-                token_ids = np.concatenate(await lane.run(lambda: list(runs)))
+        pool = self._pools.pool_for(num_bytes)
+        with pool.admit(num_bytes):
+            if pool is self._pools.short:
+                token_ids = np.concatenate(await pool.run(lambda: list(runs)))
                 _check_length(token_ids.size, context_length)
                 return token_ids
-            _check_length(await lane.run(lambda: sum(map(self._encoder.least_tokens, texts))), context_length)
-            return await _collect(lane, runs, context_length)
+            _check_length(await pool.run(lambda: sum(map(self._encoder.least_tokens, texts))), context_length)
+            return await _collect(pool, runs, context_length)
 
 
-async def _collect(lane: Lane, runs: Iterator[TokenIds], context_length: int) -> TokenIds:
-    """Each run is encoded in its own turn of the lane; `PromptTooLongError` skips the rest."""
+async def _collect(pool: EncodingPool, runs: Iterator[TokenIds], context_length: int) -> TokenIds:
+    """Each run is encoded in its own turn of the pool; `PromptTooLongError` skips the rest."""
     collected: list[TokenIds] = []
     num_tokens = 0
-    while (run := await lane.run(lambda: next(runs, None))) is not None:
+    while (run := await pool.run(lambda: next(runs, None))) is not None:
         num_tokens += run.size
         _check_length(num_tokens, context_length)
         collected.append(run)

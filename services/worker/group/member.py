@@ -58,17 +58,17 @@ class Member:
     def _take(self, steps: DeviceSteps, message: worker_pb2.JoinResponse) -> None:
         if message.HasField("attach"):
             epoch = message.attach.epoch
-            steps.attach(message.attach).add_done_callback(lambda blocks: self._tell_attached(epoch, blocks))
+            steps.attach(message.attach).add_done_callback(lambda blocks: self._report_attached(epoch, blocks))
         else:
             step = parse_step(worker_pb2.StepRequest.FromString(message.step))
-            steps.launch(step).add_done_callback(self._tell_done)
+            steps.launch(step).add_done_callback(self._report_done)
 
-    def _tell_attached(self, epoch: int, blocks: asyncio.Future[int]) -> None:
+    def _report_attached(self, epoch: int, blocks: asyncio.Future[int]) -> None:
         if _has_result(blocks):
             attached = worker_pb2.MemberAttached(epoch=epoch, num_blocks=blocks.result())
             self._link.send(worker_pb2.JoinRequest(attached=attached))
 
-    def _tell_done(self, step: asyncio.Future[StepOutput]) -> None:
+    def _report_done(self, step: asyncio.Future[StepOutput]) -> None:
         if _has_result(step):
             output = step.result()
             done = worker_pb2.Done(epoch=output.epoch, step_id=output.step_id, checksum=checksum(output))

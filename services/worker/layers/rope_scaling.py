@@ -167,11 +167,11 @@ class YarnScaling:
     def _blended_pairs(self, theta: float, rotary_dim: int) -> tuple[float, float]:
         """First and last pair of the blend; the last is larger."""
 
-        def pair_that_turns(num_turns: float) -> float:
+        def pair_with_turns(num_turns: float) -> float:
             turned = self.original_max_positions / (num_turns * 2 * math.pi)
             return rotary_dim * math.log(turned) / (2 * math.log(theta))
 
-        first, last = pair_that_turns(self.beta_fast), pair_that_turns(self.beta_slow)
+        first, last = pair_with_turns(self.beta_fast), pair_with_turns(self.beta_slow)
         if self.is_truncated:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, rotary_dim - 1)

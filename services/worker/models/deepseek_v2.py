@@ -39,7 +39,7 @@ def _read_sparse(values: ConfigValues, *, has_shared_bias: bool) -> SparseConfig
     rule = RoutingRule(
         num_chosen=values.size("num_experts_per_tok"),
         score=RouterScore.SOFTMAX,
-        groups=None if method == "greedy" else read_groups(values, num_judging=1),
+        groups=None if method == "greedy" else read_groups(values, num_scoring=1),
         scale=values.number("routed_scaling_factor", default=1.0),
     )
     return SparseConfig(

@@ -41,7 +41,7 @@ class SparseConfig:
         choosable, groups = self.num_experts, self.rule.groups
         if groups is not None:
             group_size, rest = divmod(self.num_experts, groups.num_groups)
-            if rest or groups.num_chosen > groups.num_groups or groups.num_judging > group_size:
+            if rest or groups.num_chosen > groups.num_groups or groups.num_scoring > group_size:
                 raise ModelDirectoryError(f"config.json: {self.num_experts} experts cannot be split into {groups}")
             choosable = groups.num_chosen * group_size
         if self.rule.num_chosen > choosable:
@@ -58,7 +58,7 @@ class SparseConfig:
         rule = RoutingRule(
             num_chosen=values.size("num_experts_per_tok"),
             score=RouterScore.SIGMOID,
-            groups=read_groups(values, num_judging=2),
+            groups=read_groups(values, num_scoring=2),
             renormalizes=values.flag("norm_topk_prob", default=True),
             scale=values.number("routed_scaling_factor"),
         )
@@ -72,10 +72,10 @@ class SparseConfig:
         )
 
 
-def read_groups(values: ConfigValues, *, num_judging: int) -> ExpertGroups | None:
+def read_groups(values: ConfigValues, *, num_scoring: int) -> ExpertGroups | None:
     """The groups that experts are chosen from; None if there is only one."""
     num_groups = values.size("n_group")
-    return ExpertGroups(num_groups, values.size("topk_group"), num_judging) if num_groups > 1 else None
+    return ExpertGroups(num_groups, values.size("topk_group"), num_scoring) if num_groups > 1 else None
 
 
 def load_sparse_mlp(

@@ -34,7 +34,7 @@ class ExpertGroups:
     num_groups: int
     num_chosen: int
     """Groups per token."""
-    num_judging: int
+    num_scoring: int
     """A group's score is the sum of this many best scores in it."""
 
 
@@ -78,7 +78,7 @@ def _scores(logits: Tensor, score: RouterScore) -> Tensor:
 def _within_best_groups(preferences: Tensor, groups: ExpertGroups) -> Tensor:
     """`preferences` [T, E] with -inf outside the best groups."""
     grouped = preferences.view(preferences.shape[0], groups.num_groups, -1)
-    merits = grouped.topk(groups.num_judging, dim=-1).values.sum(dim=-1)
+    merits = grouped.topk(groups.num_scoring, dim=-1).values.sum(dim=-1)
     is_out = torch.ones_like(merits, dtype=torch.bool).scatter_(-1, _best(merits, groups.num_chosen), False)
     return grouped.masked_fill(is_out.unsqueeze(-1), float("-inf")).flatten(-2)
 

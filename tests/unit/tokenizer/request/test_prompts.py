@@ -16,7 +16,7 @@ from services.tokenizer.request.checks import check_request
 from services.tokenizer.request.prepare import RequestPreparer
 from services.tokenizer.request.prompts import PromptEncoder
 from services.tokenizer.text.encoder import Encoder
-from services.tokenizer.text.text_lanes import MAX_WAITING_BYTES, Lane
+from services.tokenizer.text.encoding_pools import MAX_WAITING_BYTES, EncodingPool
 from services.tokenizer.text_size import MAX_TEXT_BYTES
 from shared.errors import PromptTooLongError, QueueFullError, TemplateFailedError
 from shared.limits import ModelLimits
@@ -91,11 +91,11 @@ async def test_a_short_text_does_not_wait_for_long_ones_and_too_much_text_is_ref
 
 
 async def test_a_text_is_always_accepted_if_no_other_is_waiting() -> None:
-    lane = Lane(1, "test")
-    with lane.admit(MAX_WAITING_BYTES + 1), pytest.raises(QueueFullError), lane.admit(1):
+    pool = EncodingPool(1, "test")
+    with pool.admit(MAX_WAITING_BYTES + 1), pytest.raises(QueueFullError), pool.admit(1):
         pass
-    with lane.admit(MAX_WAITING_BYTES + 1):
-        assert await lane.run(threading.get_ident) != threading.get_ident()
+    with pool.admit(MAX_WAITING_BYTES + 1):
+        assert await pool.run(threading.get_ident) != threading.get_ident()
 
 
 async def test_if_one_prompt_is_refused_the_others_are_not_encoded_to_their_end(encoder: Encoder) -> None:

@@ -70,15 +70,15 @@ def test_a_correction_affects_the_choice_but_not_the_weights(ops: Ops) -> None:
 
 @every_backend
 @pytest.mark.parametrize(
-    ("num_judging", "num_groups_chosen", "expected"),
+    ("num_scoring", "num_groups_chosen", "expected"),
     # Groups of three: the best expert is in the first group, the best two, and so the best pair, are in the last.
     [(1, 1, [0, 2, 1]), (2, 1, [6, 7, 8]), (1, 2, [0, 6, 7]), (2, 2, [6, 7, 3]), (2, 3, [0, 6, 7])],
 )
 def test_experts_are_chosen_from_the_best_groups(
-    ops: Ops, num_judging: int, num_groups_chosen: int, expected: list[int]
+    ops: Ops, num_scoring: int, num_groups_chosen: int, expected: list[int]
 ) -> None:
     logits = torch.tensor([[9.0, -9.0, -8.0, 5.0, 4.0, -9.0, 8.0, 7.0, 1.0]])
-    groups = ExpertGroups(3, num_groups_chosen, num_judging)
+    groups = ExpertGroups(3, num_groups_chosen, num_scoring)
     expert_ids, _ = ops.route(logits, RoutingRule(3, RouterScore.LOGIT, groups=groups))
     assert expert_ids.tolist() == [expected]
 

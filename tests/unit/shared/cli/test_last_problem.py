@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared.cli.last_words import LastWords
+from shared.cli.last_problem import LastProblem
 
 
 @pytest.mark.parametrize(
@@ -24,15 +24,15 @@ from shared.cli.last_words import LastWords
     ],
 )
 def test_the_last_line_that_reports_a_problem_is_kept(output: str, words: str | None) -> None:
-    last_words = LastWords()
+    last_problem = LastProblem()
     for line in output.split("\n"):
-        last_words.add(line.encode())
+        last_problem.add(line.encode())
 
-    assert last_words.text == words
+    assert last_problem.text == words
 
 
 def test_invalid_utf8_is_harmless() -> None:
-    last_words = LastWords()
-    last_words.add(b"\xff!")
+    last_problem = LastProblem()
+    last_problem.add(b"\xff!")
 
-    assert last_words.text == "\ufffd!"
+    assert last_problem.text == "\ufffd!"

@@ -14,13 +14,13 @@ T = TypeVar("T")
 
 # A text above this size counts as long: work on it takes tens of milliseconds or more.
 MAX_SHORT_BYTES = 16 * 1024
-# Per lane: about five texts of the largest size that a request may have, or ten seconds of work.
+# Per pool: about five texts of the largest size that a request may have, or ten seconds of work.
 MAX_WAITING_BYTES = 16 * 1024 * 1024
 # Roughly what a thread encodes; used to estimate when a retry will find room.
 _BYTES_PER_S = 2 * 1024 * 1024
 
 
-class Lane:
+class EncodingPool:
     """Threads that take work in order of arrival, with a bound on its text."""
 
     def __init__(self, num_threads: int, name: str) -> None:
@@ -29,10 +29,10 @@ class Lane:
 
     @contextmanager
     def admit(self, num_bytes: int) -> Iterator[None]:
-        """Count a text against the bound inside the `with` block; an empty lane admits a text of any size.
+        """Count a text against the bound inside the `with` block; an empty pool admits a text of any size.
 
         Raises:
-            QueueFullError: there is too much text in the lane.
+            QueueFullError: there is too much text in the pool.
         """
         if self._num_bytes and self._num_bytes + num_bytes > MAX_WAITING_BYTES:
             raise QueueFullError(
@@ -51,13 +51,13 @@ class Lane:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
-class TextLanes:
+class EncodingPools:
     """Threads for short texts, and one in which long texts take turns, part by part."""
 
     def __init__(self, num_threads: int) -> None:
-        self.short = Lane(num_threads, "encode")
-        self.long = Lane(1, "encode-long")
+        self.short = EncodingPool(num_threads, "encode")
+        self.long = EncodingPool(1, "encode-long")
 
-    def lane_for(self, num_bytes: int) -> Lane:
-        """The lane for this size."""
+    def pool_for(self, num_bytes: int) -> EncodingPool:
+        """The pool for this size."""
         return self.short if num_bytes <= MAX_SHORT_BYTES else self.long

@@ -13,7 +13,7 @@ _ERROR = re.compile(r"(?:.*: )?error: (?P<message>.*)")
 _ORDINARY_LEVELS = frozenset({"DEBUG", "INFO", "WARNING"})
 
 
-class LastWords:
+class LastProblem:
     """Reads a process's output.
 
     `text` is the last line that reported a problem, shortened; None if none did.
