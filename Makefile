@@ -46,7 +46,7 @@ BEFORE ?= $(shell git rev-parse --verify --quiet origin/main || git rev-parse --
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run demo test test-unit test-slow simulate format lint lint-changes protos settings parity chaos bench bench-peers bench-drafts bench-lockstep bench-interference clean
+.PHONY: help run demo test test-unit test-slow simulate format lint lint-changes protos settings parity chaos bench bench-peers bench-drafts bench-lockstep bench-interference bench-gpu gpu-pack clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' Makefile
@@ -92,6 +92,12 @@ bench-lockstep: $(INSTALLED) $(STUBS) ## measure the cost of lockstep ranks, com
 
 bench-interference: $(INSTALLED) $(STUBS) $(MODEL_READY) ## measure how 64 long prompts delay streaming answers; takes about an hour
 	@$(BIN)/python -m tests.bench.interference $(MODEL)
+
+bench-gpu: $(INSTALLED) $(STUBS) ## measure decode steps and prefills on this machine's GPU
+	@$(BIN)/python -m tests.bench.gpu
+
+gpu-pack: $(INSTALLED) $(STUBS) $(MODEL_READY) ## pack what bench-gpu needs on a machine without network, in .cache/gpu-pack
+	@$(BIN)/python -m tests.bench.gpu_pack .cache/gpu-pack --model $(MODEL)
 
 format: $(INSTALLED) ## bring the code into shape: sorted imports, line breaks, what ruff can mend
 	@$(BIN)/ruff check --fix

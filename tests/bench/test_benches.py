@@ -18,6 +18,10 @@ SCRIPT_TO_FLAGS = {
     "front_end": [MODEL, "--quick", "--without-peers"],
     "grammar": [MODEL, "--quick", "--without-peers"],
     "interference": [MODEL, "--num-streams=2", "--num-prompts=1", "--num-prompt-tokens=600"],
+    "gpu": [
+        *("--device=cpu", "--shapes", "tiny", "--kv-cache-gib=0.1"),
+        *("--batch-sizes", "1", "3", "--context=20", "--steps=2", "--prefill", "2", "40"),
+    ],
     # Without the simulated comparison, which has its own tests.
     "lockstep": ["--quick", "--num-ranks=2", "--only", "wall", "cpu"],
     "overload": [MODEL, "--calls=50", "--resets=200", "--watches=50"],
@@ -37,6 +41,7 @@ PARTS = {
     "engine_steps",
     "exchange_load",
     "gloo_rank",
+    "gpu_pack",
     "load",
     "machine",
     "reference",

@@ -71,7 +71,7 @@ class ModelRunner:
         `graphs` every step runs eagerly.
         """
         self._model = loaded.model
-        self._device = loaded.device
+        self.device = loaded.device
         self._ops = ops
         self._sampler = Sampler(ops)
         self._drafting = drafting
@@ -88,7 +88,7 @@ class ModelRunner:
         self.layout: RankLayout = layout
         self.ops_backend: str = ops.name
         self.is_exact: bool = ops.is_exact
-        self.step_proposal = propose_steps(self._device.type)
+        self.step_proposal = propose_steps(self.device.type)
         self.numerics_fingerprint: str = numerics_fingerprint(loaded, ops, layout)
 
     @property
@@ -131,10 +131,10 @@ class ModelRunner:
             limits = replace(limits, num_blocks=self._count_blocks(limits))
             if not limits.num_blocks:
                 return 0
-            self._kv_cache = cache = KvCache(self._model.kv_cache_spec, limits.num_blocks, block_size, self._device)
+            self._kv_cache = cache = KvCache(self._model.kv_cache_spec, limits.num_blocks, block_size, self.device)
         if self._graph_settings is not None and (self._graphs is None or not self._graphs.fits(limits)):
             self._graphs = None
-            self._graphs = DecodeGraphs(self._model.forward, self._context, limits, self._graph_settings, self._device)
+            self._graphs = DecodeGraphs(self._model.forward, self._context, limits, self._graph_settings, self.device)
         drafter = None if self._drafting is None else self._drafting.begin(limits, cache)
         self._batch = InputBatch(limits, make_matcher=self._matchers.make, drafter=drafter)
         self._scorer = PromptScorer(self._model.compute_logits)
@@ -225,23 +225,23 @@ class ModelRunner:
     @torch.inference_mode()
     def _run_largest_prefill(self, limits: BatchLimits) -> None:
         """Compute a prefill of as many tokens as a step may have, and the logits of as many rows; stores no KV."""
-        cache = KvCache(self._model.kv_cache_spec, 1, limits.block_size, self._device)
+        cache = KvCache(self._model.kv_cache_spec, 1, limits.block_size, self.device)
         num_tokens, length = limits.max_num_batched_tokens, min(limits.max_num_batched_tokens, limits.context_length)
         starts = np.append(np.arange(0, num_tokens, length, dtype=np.int32), np.int32(num_tokens))
         lengths = np.diff(starts)
         attention = AttentionMetadata(
             is_prefill=True,
-            slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=self._device),
+            slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=self.device),
             # All of a context is read from the one block.
-            block_tables=to_device(np.zeros((len(lengths), -(-length // limits.block_size)), np.int32), self._device),
-            context_lens=to_device(lengths, self._device),
-            cu_seqlens_q=to_device(starts, self._device),
+            block_tables=to_device(np.zeros((len(lengths), -(-length // limits.block_size)), np.int32), self.device),
+            context_lens=to_device(lengths, self.device),
+            cu_seqlens_q=to_device(starts, self.device),
             query_lens=tuple(lengths.tolist()),
             context_lens_host=tuple(lengths.tolist()),
             max_query_len=length,
             max_context_len=length,
         )
-        positions = to_device(np.arange(num_tokens, dtype=np.int64) % length, self._device)
+        positions = to_device(np.arange(num_tokens, dtype=np.int64) % length, self.device)
         with forward_context(ForwardContext.for_step(self._ops, attention, cache)):
             hidden = self._model.forward(torch.zeros_like(positions), positions)
         self._model.compute_logits(hidden[: limits.max_num_seqs])
@@ -253,10 +253,10 @@ class ModelRunner:
     def _prepare_model(self, step_input: StepInput, dp: DpMetadata) -> ForwardContext:
         attention = AttentionMetadata(
             is_prefill=step_input.is_prefill,
-            slot_mapping=to_device(step_input.slot_mapping, self._device),
-            block_tables=to_device(step_input.block_tables, self._device),
-            context_lens=to_device(step_input.context_lens, self._device),
-            cu_seqlens_q=to_device(step_input.cu_seqlens_q, self._device),
+            slot_mapping=to_device(step_input.slot_mapping, self.device),
+            block_tables=to_device(step_input.block_tables, self.device),
+            context_lens=to_device(step_input.context_lens, self.device),
+            cu_seqlens_q=to_device(step_input.cu_seqlens_q, self.device),
             query_lens=tuple(step_input.query_lens.tolist()),
             context_lens_host=tuple(step_input.context_lens.tolist()),
             max_query_len=int(step_input.query_lens.max()),
@@ -273,7 +273,7 @@ class ModelRunner:
             return self._graphs.run(step_input)
         with forward_context(self._prepare_model(step_input, dp)):
             return self._model.forward(
-                to_device(step_input.token_ids, self._device), to_device(step_input.positions, self._device)
+                to_device(step_input.token_ids, self.device), to_device(step_input.positions, self.device)
             )
 
     def _score_prompts(self, step_input: StepInput, hidden: Tensor) -> PromptLogprobs:
@@ -292,7 +292,7 @@ class ModelRunner:
             return _NO_TOKENS
         logit_tokens = step_input.logit_tokens()
         if logit_tokens is not None:
-            hidden = hidden[to_device(logit_tokens, self._device)]
+            hidden = hidden[to_device(logit_tokens, self.device)]
         return self._sampler.sample(self._model.compute_logits(hidden), step_input.sampling)
 
 
