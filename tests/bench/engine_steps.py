@@ -23,6 +23,7 @@ from services.scheduler.core.policy import CacheSettings, CellTopology, Schedule
 from services.scheduler.core.worker_facts import WorkerFacts
 from services.scheduler.server.exchange_codec import encode_outputs
 from services.scheduler.workers.worker_client import decode_result, encode_step
+from shared.ids import DpRank, RequestHandle
 from shared.limits import TOKEN_DTYPE, SamplingParams
 
 _VOCABULARY = 32_003
@@ -44,7 +45,9 @@ class CoupledEngine:
             enable_mixed_steps=False,
             max_waiting_requests=dp_size * num_rows,
         )
-        self._engine = Engine(policy, CacheSettings(), CellTopology(dp_size, is_coupled=dp_size > 1))
+        topology = CellTopology(dp_size, is_coupled=dp_size > 1)
+        self._ranks = topology.ranks
+        self._engine = Engine(policy, CacheSettings(), topology)
         self._sent: list[list[Step]] = [[] for _ in range(dp_size)]
         self._enter()
         for _ in range(_NUM_WARM_UP_STEPS):
@@ -56,9 +59,9 @@ class CoupledEngine:
         gc.disable()
         spent_s = 0.0
         for _ in range(num_steps):
-            results = [self._make_result(self._sent[rank].pop(0)) for rank in range(self._dp_size)]
+            results = [(rank, self._make_result(self._sent[rank].pop(0))) for rank in self._ranks]
             began_at = time.process_time()
-            for rank, result in enumerate(results):
+            for rank, result in results:
                 self._take(rank, result)
             spent_s += time.process_time() - began_at
         gc.enable()
@@ -71,7 +74,7 @@ class CoupledEngine:
         rng = np.random.default_rng(1)
         submissions = [
             Submission(
-                handle,
+                RequestHandle(handle),
                 f"request-{handle}",
                 rng.integers(_VOCABULARY, size=_NUM_PROMPT_TOKENS).astype(TOKEN_DTYPE).tobytes(),
                 SamplingParams(max_tokens=_MAX_TOKENS, ignore_eos=True),
@@ -83,14 +86,14 @@ class CoupledEngine:
             self._answer_all()
 
     def _answer_all(self) -> None:
-        for rank in range(self._dp_size):
+        for rank in self._ranks:
             self._take(rank, self._make_result(self._sent[rank].pop(0)))
 
     def _make_result(self, step: Step) -> bytes:
         tokens = np.zeros(len(step.batch.row_slots), TOKEN_DTYPE).tobytes()
         return worker_pb2.StepResult(epoch=step.epoch, step_id=step.step_id, token_ids=tokens).SerializeToString()
 
-    def _take(self, rank: int, payload: bytes) -> None:
+    def _take(self, rank: DpRank, payload: bytes) -> None:
         result = decode_result(worker_pb2.StepResult.FromString(payload))
         self._perform(self._engine.on_event(StepReturned(rank, result), 0.0))
 

@@ -31,6 +31,7 @@ from services.scheduler.core.worker_facts import WorkerFacts
 from services.worker.server.claim import ClaimLedger
 from shared.errors import ServiceError, StaleEpochError
 from shared.heartbeat import LEASE_S
+from shared.ids import DpRank
 
 T = TypeVar("T")
 
@@ -179,7 +180,7 @@ class GroupActor:
     """A group's processes between two starts: the claim ledger, and the steps that the device received."""
 
     def __init__(self, group: int, topology: CellTopology) -> None:
-        self._place = GroupPlace(group, topology.dp_size, 1, topology.is_coupled)
+        self._place = GroupPlace(DpRank(group), topology.dp_size, 1, topology.is_coupled)
         self.ledger = ClaimLedger()
         self.launches: tuple[Launch, ...] = ()
         self._answered_epoch = 0

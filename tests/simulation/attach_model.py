@@ -29,6 +29,7 @@ from services.scheduler.cell.attach import (
 from services.scheduler.cell.events import Exit
 from services.scheduler.core.policy import CellTopology
 from services.worker.server.claim import ClaimLedger
+from shared.ids import DpRank
 from tests.simulation.attach_actors import GroupActor, ProtocolError, SchedulerActor, States
 from tests.simulation.attach_messages import OPENING, Bounds, Message, Move, Reply, ReplyEvent, Request, State, Stream
 
@@ -129,9 +130,9 @@ class AttachModel:
                 begins = f"begins a round with domain {domain}"
                 yield Move(begins, name, self._begin_round(state, slot, domain))
                 if may_fail and not scheduler.has_attached:
-                    for group in self._topology.ranks_of(domain):
-                        after = self._begin_round(_fault(state), slot, domain, deaf_group=group)
-                        yield Move(f"{begins} and does not reach group {group}", name, after, True)
+                    for deaf_group in self._topology.ranks_of(domain):
+                        after = self._begin_round(_fault(state), slot, domain, deaf_group=deaf_group)
+                        yield Move(f"{begins} and does not reach group {deaf_group}", name, after, True)
             if scheduler.num_sent.get(domain, self._bounds.max_steps) < self._bounds.max_steps:
                 yield Move("sends a step", name, self._send_step(state, slot, domain))
             for group in scheduler.awaited[domain]:
@@ -170,7 +171,7 @@ class AttachModel:
         elif may_fail:
             yield Move("breaks at the group", stream, self._end_stream(_fault(rest), stream), True)
             event = StreamBroken(stream.group, stream.epoch)
-            domain = self._topology.domain_of(stream.group)
+            domain = self._domain_of(stream.group)
             broken = self._handle(_fault(state), stream.slot, domain, event)
             yield Move("breaks at the scheduler", stream, broken, True)
         ledger = self._ledger(state, stream.group)
@@ -223,14 +224,14 @@ class AttachModel:
             return state
         is_holder_alive = isinstance(event, Refused | StreamBroken) and self._lives(state, event.holder)
         reply = Reply(instance_id, slot, event, is_holder_alive)
-        domain = self._topology.domain_of(event.group)
+        domain = self._domain_of(event.group)
         number, commands = self.schedulers.call(state.schedulers[slot], "handle", domain, event, is_holder_alive)
         return _send(state, reply) if commands else state._replace(schedulers=_with(state.schedulers, slot, number))
 
     def _deliver_reply(self, state: State, reply: Reply) -> State:
         if not self._is_there(state, reply.slot, reply.instance_id):
             return state
-        domain = self._topology.domain_of(reply.event.group)
+        domain = self._domain_of(reply.event.group)
         return self._handle(state, reply.slot, domain, reply.event, is_holder_alive=reply.is_holder_alive)
 
     def _deliver_item(self, state: State, stream: Stream) -> State:
@@ -355,6 +356,9 @@ class AttachModel:
         """Whether one end of a stream has yet to receive an item or notice its end."""
         return stream.is_closed or bool(stream.items) or self._ledger(state, stream.group).epoch > stream.epoch
 
+    def _domain_of(self, group: int) -> int:
+        return self._topology.domain_of(DpRank(group))
+
     def _ledger(self, state: State, group: int) -> ClaimLedger:
         return self.groups[state.groups[group]].ledger
 
@@ -382,7 +386,7 @@ class AttachModel:
         }
         for group, number in enumerate(state.groups):
             ledger = self.groups[number].ledger
-            claim = (scheduler.instance_id, scheduler.attached[self._topology.domain_of(group)])
+            claim = (scheduler.instance_id, scheduler.attached[self._domain_of(group)])
             if not ledger.is_open or (ledger.holder, ledger.epoch) != claim or (group, *claim) not in open_streams:
                 return False
         return True
@@ -394,7 +398,7 @@ class AttachModel:
             ProtocolError: The n-th steps of two groups differ.
         """
         launches = self.groups[state.groups[group]].launches
-        for partner in self._topology.ranks_of(self._topology.domain_of(group)):
+        for partner in self._topology.ranks_of(self._domain_of(group)):
             others = self.groups[state.groups[partner]].launches
             if any(own != other for own, other in zip(launches, others, strict=False)):
                 raise ProtocolError(f"group {group} met group {partner} in a different step: {launches}, {others}")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lockstep.internal.v1 import worker_pb2
 from services.worker.step import StepOutput
+from shared.ids import DpRank
 from shared.limits import TOKEN_DTYPE
 from tests.simulation.clock import Clock
 
@@ -47,7 +48,7 @@ class Collective:
         rank 1        |--step 1---|--step 2--..|     `.` waiting for the slowest part
     """
 
-    def __init__(self, clock: Clock, ranks: range, tp_size: int) -> None:
+    def __init__(self, clock: Clock, ranks: Sequence[DpRank], tp_size: int) -> None:
         self._clock = clock
         self._ranks = ranks
         self._num_members = len(ranks) * (tp_size - 1)
@@ -120,7 +121,7 @@ class Collective:
         request = part.request
         carried = request.num_tokens_across_dp
         assert len(carried) == len(self._ranks), "the plan lacks the token counts of some ranks"
-        assert carried[rank - self._ranks.start] == part.num_tokens, (
+        assert carried[rank - self._ranks[0]] == part.num_tokens, (
             "the plan has a different number of tokens than the step"
         )
         for other, waiting in self._waiting.items():

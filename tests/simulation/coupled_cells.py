@@ -33,6 +33,7 @@ from services.scheduler.cell.events import (
 from services.scheduler.core.batch.step import Step, StepResult
 from services.scheduler.core.policy import CacheSettings, CellTopology, SchedulerPolicy
 from services.scheduler.core.worker_facts import WorkerFacts
+from shared.ids import DpRank, RequestHandle
 from shared.limits import SamplingParams
 from tests.simulation.worker import duration_of_step_s
 from tests.support.engine_driver import token_bytes
@@ -122,7 +123,7 @@ class _Core:
         self.engine = Engine(policy, CacheSettings(), topology)
         self.sent: list[deque[Step]] = [deque() for _ in range(topology.dp_size)]
         self.num_tokens = 0
-        self._ranks = range(topology.dp_size)
+        self._ranks = topology.ranks
         self._heard_at = 0.0
         facts = WorkerFacts(1, "digest", _CONTEXT_LENGTH, _VOCABULARY, (), _NUM_BLOCKS)
         for domain in range(topology.num_domains):
@@ -137,7 +138,10 @@ class _Core:
         """Submit requests; their numbers are their handles."""
         submissions = [
             Submission(
-                number, f"r{number}", arrival.prompt, SamplingParams(max_tokens=arrival.max_tokens, ignore_eos=True)
+                RequestHandle(number),
+                f"r{number}",
+                arrival.prompt,
+                SamplingParams(max_tokens=arrival.max_tokens, ignore_eos=True),
             )
             for number, arrival in arrivals
         ]
@@ -147,7 +151,7 @@ class _Core:
     def answer(self, rank: int, step: Step, now: float) -> None:
         """Return the result of a step that a rank has run."""
         tokens = np.zeros(len(step.batch.row_slots), np.int32)
-        self.on_event(StepReturned(rank, StepResult(step.epoch, step.step_id, tokens, _NO_ROWS)), now)
+        self.on_event(StepReturned(DpRank(rank), StepResult(step.epoch, step.step_id, tokens, _NO_ROWS)), now)
 
     def _pass_time(self, now: float) -> None:
         while now - self._heard_at > _HEARTBEAT_S:

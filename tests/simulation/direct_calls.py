@@ -15,6 +15,7 @@ from services.scheduler.core.batch.sequence import Finish
 from services.scheduler.server.exchange_codec import FINISH_REASONS
 from services.scheduler.server.servicer import SchedulerServicer
 from shared.errors import ServiceError
+from shared.ids import RequestHandle
 from tests.simulation.clock import Clock
 from tests.simulation.faults import Fault, FaultMix
 from tests.simulation.network import Pipe, Trouble
@@ -168,7 +169,8 @@ class DirectClient:
         self._call: DirectCall | None = None
         deadline = None if plan.patience_s is None else clock.now + plan.patience_s
         self.records = [
-            ChoiceRecord(plan, choice, 0, num_cached_tokens=0, deadline=deadline) for choice in range(plan.n)
+            ChoiceRecord(plan, choice, RequestHandle(0), num_cached_tokens=0, deadline=deadline)
+            for choice in range(plan.n)
         ]
         self._send()
         if deadline is not None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 from typing import Protocol
 
+from shared.ids import DpRank
 from tests.simulation.clock import Clock
 from tests.simulation.collective import Collective
 from tests.simulation.faults import FaultMix
@@ -34,7 +36,14 @@ class SimulatedDomain:
     """
 
     def __init__(
-        self, ranks: range, settings: CellSettings, clock: Clock, rng: Random, mix: FaultMix, *, oracle: Oracle
+        self,
+        ranks: Sequence[DpRank],
+        settings: CellSettings,
+        clock: Clock,
+        rng: Random,
+        mix: FaultMix,
+        *,
+        oracle: Oracle,
     ) -> None:
         self.num_deaths = 0
         self._clock = clock

@@ -28,6 +28,7 @@ from services.scheduler.cell.attach import (
 from services.scheduler.cell.events import DomainAttached, DomainLost, Event, Exit, WorkerHeard
 from services.scheduler.core.batch.step import Step
 from services.scheduler.workers.worker_client import encode_step
+from shared.ids import DpRank
 from tests.simulation.clock import Clock
 from tests.simulation.domain import SimulatedDomain
 from tests.simulation.faults import Fault, FaultMix
@@ -80,10 +81,10 @@ class DomainLink:
         self._tell_engine = on_event
         self._on_exit = on_exit
         self._attach = DomainAttach(domain, settings.topology, claim)
-        self._streams: dict[int, StepStream] = {}
+        self._streams: dict[DpRank, StepStream] = {}
         self._is_closed = False
         # By rank and step id: answers that may be delivered again after their epoch has ended.
-        self._old_answers: dict[tuple[int, int], Answer] = {}
+        self._old_answers: dict[tuple[DpRank, int], Answer] = {}
 
     async def run(self) -> None:
         """Keep the domain attached until cancelled."""
@@ -93,7 +94,7 @@ class DomainLink:
         finally:
             self.close()
 
-    def send(self, rank: int, step: Step) -> None:
+    def send(self, rank: DpRank, step: Step) -> None:
         """Send a step. An old epoch's answer with the same step id may arrive first."""
         if self._is_closed:
             return
@@ -133,9 +134,9 @@ class DomainLink:
     def _perform(self, command: Command) -> None:
         match command:
             case Offer(group, epoch):
-                self._offer(group, epoch)
+                self._offer(DpRank(group), epoch)
             case Restart(group, epoch):
-                self._send(group, lambda: self._workers[group].restart(epoch, self._process.instance_id))
+                self._restart(DpRank(group), epoch)
             case OpenStreams(epoch):
                 self._streams = {rank: self._make_stream(rank, epoch) for rank in self._workers}
                 for rank, stream in self._streams.items():
@@ -149,7 +150,10 @@ class DomainLink:
             case Exit():
                 self._on_exit(command)
 
-    def _offer(self, group: int, epoch: int) -> None:
+    def _restart(self, rank: DpRank, epoch: int) -> None:
+        self._send(rank, lambda: self._workers[rank].restart(epoch, self._process.instance_id))
+
+    def _offer(self, rank: DpRank, epoch: int) -> None:
         answered: list[Accepted | Refused] = []
 
         def answer(event: Accepted | Refused) -> None:
@@ -158,15 +162,15 @@ class DomainLink:
                 self._hear(event)
 
         offer = partial(
-            self._workers[group].offer,
+            self._workers[rank].offer,
             epoch,
             self._process.instance_id,
             lambda event: self._after_delay(lambda: answer(event)),
         )
-        self._send(group, offer)
-        self._clock.after(_OFFER_TIMEOUT_S, lambda: answer(Refused(group, epoch, "no answer")))
+        self._send(rank, offer)
+        self._clock.after(_OFFER_TIMEOUT_S, lambda: answer(Refused(rank, epoch, "no answer")))
 
-    def _open(self, rank: int, stream: StepStream) -> None:
+    def _open(self, rank: DpRank, stream: StepStream) -> None:
         if not stream.is_broken and self._workers[rank].open(stream):
             self._after_delay(lambda: self._hear(StreamOpened(rank, stream.claimed.epoch)))
 
@@ -175,7 +179,7 @@ class DomainLink:
         for stream in streams.values():
             stream.close()
 
-    def _make_stream(self, rank: int, epoch: int) -> StepStream:
+    def _make_stream(self, rank: DpRank, epoch: int) -> StepStream:
         DomainLink._num_streams += 1
         worker = self._workers[rank]
         steps: Pipe[bytes] = self._make_pipe(
@@ -203,7 +207,7 @@ class DomainLink:
     def _make_pipe(self, trouble: Trouble, deliver: Callable[[Message], None]) -> Pipe[Message]:
         return Pipe(self._clock, self._rng, self._mix, trouble, deliver=deliver, on_loss=lambda: None)
 
-    def _send(self, rank: int, action: Callable[[], None]) -> None:
+    def _send(self, rank: DpRank, action: Callable[[], None]) -> None:
         """Run `action` in a worker's process after a delay, and once that process is not stopped."""
         self._after_delay(lambda: self._workers[rank].when_running(action))
 
@@ -211,5 +215,5 @@ class DomainLink:
         self._clock.after(self._rng.uniform(*_DELAY_S), action)
 
 
-def _broken(rank: int, epoch: int, holder: Holder) -> StreamBroken:
+def _broken(rank: DpRank, epoch: int, holder: Holder) -> StreamBroken:
     return StreamBroken(rank, epoch, None if holder is NOBODY else holder.epoch, holder.instance_id)

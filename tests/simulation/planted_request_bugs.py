@@ -27,6 +27,7 @@ from services.scheduler.server.direct_clients import DirectClients
 from services.tokenizer.exchange.request_ledger import RequestLedger
 from services.tokenizer.request.request import Request as SubmittedRequest
 from shared.errors import ServiceError
+from shared.ids import RequestHandle, choice_handles
 from tests.simulation.faults import Fault
 from tests.simulation.planting import Patch, PlantedBug, planter
 
@@ -56,7 +57,7 @@ def _requests_go_with_their_first_choice(patch: Patch) -> None:
     """A client can no longer abort a request whose first choice has ended."""
     by_handle = RequestTable.by_handle
 
-    def find(self: RequestTable, client: int, handle: int) -> Request | None:
+    def find(self: RequestTable, client: int, handle: RequestHandle) -> Request | None:
         return by_handle(self, client, handle) if (client, handle) in self._choices else None
 
     patch.setattr(RequestTable, "by_handle", find)
@@ -199,8 +200,8 @@ def _direct_requests_go_with_their_first_choice(patch: Patch) -> None:
     def forget_first(self: DirectClients, submission: Submission) -> None:
         if submission.handle in self._choices:
             forget(self, submission)
-        for choice in range(submission.n):
-            self._choices.pop(submission.handle + choice, None)
+        for handle in choice_handles(submission.handle, submission.n):
+            self._choices.pop(handle, None)
 
     patch.setattr(DirectClients, "_forget", forget_first)
 
@@ -312,7 +313,7 @@ def _replicas_append_without_a_look_at_positions(patch: Patch) -> None:
     """A replica appends tokens without checking for lost, repeated or reordered messages."""
     receive = RequestLedger.receive
 
-    def append(self: RequestLedger, stream: int, handle: int, _: int, token_ids: Any) -> Any:
+    def append(self: RequestLedger, stream: int, handle: RequestHandle, _: int, token_ids: Any) -> Any:
         choice = self._choices.get(handle)
         return receive(self, stream, handle, 0 if choice is None else len(choice.output), token_ids)
 
@@ -324,7 +325,7 @@ def _replicas_listen_to_old_streams(patch: Patch) -> None:
     """A replica accepts an end from a stream that it has replaced."""
     end = RequestLedger.end
 
-    def end_anyway(self: RequestLedger, stream: int, handle: int) -> bool:
+    def end_anyway(self: RequestLedger, stream: int, handle: RequestHandle) -> bool:
         choice = self._choices.get(handle)
         return end(self, stream if choice is None else choice.request.stream or stream, handle)
 

@@ -18,6 +18,7 @@ from services.tokenizer.exchange.logprobs import Logprobs, read_prompt_logprobs,
 from services.tokenizer.exchange.request_ledger import ExchangeError, RequestLedger
 from services.tokenizer.request.request import Request
 from shared.errors import ServiceError
+from shared.ids import RequestHandle, choice_handles
 from tests.simulation.clock import Clock
 from tests.simulation.exchange import ExchangeStream
 from tests.simulation.workload import RequestPlan
@@ -38,7 +39,7 @@ class ChoiceRecord:
 
     plan: RequestPlan
     choice: int
-    request: int
+    request: RequestHandle
     """The handle of its request."""
     tokens: list[int] = field(default_factory=list)
     scores: list[Scores] = field(default_factory=list)
@@ -86,8 +87,8 @@ class Replica:
         self._connect = connect
         self._on_over = on_over
         self._ledger = RequestLedger(_LOST_AFTER_S, clock.now)
-        self._records: dict[int, ChoiceRecord] = {}
-        self._was_submitted: set[int] = set()
+        self._records: dict[RequestHandle, ChoiceRecord] = {}
+        self._was_submitted: set[RequestHandle] = set()
         # New requests are sent once the cell info has arrived; some replicas resubmit earlier requests before that.
         self._resubmits_at_once = rng.random() < 0.5
         self._stream: ExchangeStream | None = None
@@ -127,7 +128,7 @@ class Replica:
         deadline_at = None if plan.patience_s is None else self._clock.now + plan.patience_s
         handle = self._ledger.add(request, arrived_at=self._clock.now, deadline_at=deadline_at)
         choices = [ChoiceRecord(plan, choice, handle, deadline=deadline_at) for choice in range(plan.n)]
-        self._records.update(enumerate(choices, handle))
+        self._records.update(zip(choice_handles(handle, plan.n), choices, strict=True))
         if self._knows_cell:
             self._submit(handle)
         if plan.cancel_after_s is not None:
@@ -191,7 +192,7 @@ class Replica:
             self._submit(handle)
         self._arm_timer()
 
-    def _submit(self, handle: int) -> None:
+    def _submit(self, handle: RequestHandle) -> None:
         """Submit a request, unless it has ended or was already submitted on this stream."""
         request = self._ledger.begin_attempt(handle, self._clock.now)
         if request is not None and self._stream is not None:
@@ -206,7 +207,7 @@ class Replica:
             if self._knows_cell or handle in self._was_submitted:
                 self._submit(handle)
 
-    def _cancel(self, handle: int) -> None:
+    def _cancel(self, handle: RequestHandle) -> None:
         choices = self._ledger.open_choices(handle) if self.is_alive else []
         if self._ledger.remove(handle):
             self._send(exchange_pb2.ExchangeRequest(abort_handles=encode_handles([handle])))
@@ -219,15 +220,17 @@ class Replica:
     def _on_outputs(self, stream: ExchangeStream, outputs: exchange_pb2.Outputs) -> None:
         number = stream.ledger_number
         for start in outputs.starts:
-            if self._ledger.begin(number, start.handle):
-                self._records[start.handle].num_cached_tokens = start.num_cached_tokens
+            handle = RequestHandle(start.handle)
+            if self._ledger.begin(number, handle):
+                self._records[handle].num_cached_tokens = start.num_cached_tokens
         for message in outputs.prompt_logprobs:
             logprobs = read_prompt_logprobs(message.logprobs)
-            num_new = self._ledger.receive_prompt(number, message.handle, int(logprobs.indexes[0]), len(logprobs))
+            handle, first_position = RequestHandle(message.handle), int(logprobs.indexes[0])
+            num_new = self._ledger.receive_prompt(number, handle, first_position, len(logprobs))
             if num_new:
-                self._records[message.handle].prompt_scores += _scores_of(logprobs.last(num_new))
+                self._records[handle].prompt_scores += _scores_of(logprobs.last(num_new))
         handle_to_logprobs = read_row_logprobs(outputs) if outputs.HasField("logprobs") else {}
-        ends = {end.handle: end for end in outputs.ends}
+        ends = {RequestHandle(end.handle): end for end in outputs.ends}
         for handle, first_index, token_ids in read_rows(outputs):
             news = self._ledger.receive(number, handle, first_index, token_ids)
             if news:
@@ -239,7 +242,11 @@ class Replica:
         self._submit_released()
 
     def _deliver(
-        self, stream: ExchangeStream, handle: int, token_ids: Sequence[int], end: exchange_pb2.RequestEnd | None
+        self,
+        stream: ExchangeStream,
+        handle: RequestHandle,
+        token_ids: Sequence[int],
+        end: exchange_pb2.RequestEnd | None,
     ) -> None:
         if end is not None and not self._ledger.end(stream.ledger_number, handle):
             return
@@ -257,7 +264,7 @@ class Replica:
             record.num_completion_tokens = end.num_completion_tokens
             self._end(handle, finish=finish)
 
-    def _stop_at(self, handle: int, record: ChoiceRecord, *, is_over: bool) -> None:
+    def _stop_at(self, handle: RequestHandle, record: ChoiceRecord, *, is_over: bool) -> None:
         """End a choice at a stop string; the cell is notified unless the choice has ended there too."""
         del record.scores[len(record.tokens) :]
         if not is_over and self._ledger.stop(handle):
@@ -270,7 +277,7 @@ class Replica:
         if self._stream is not None:
             self._stream.send_request(message)
 
-    def _end(self, handle: int, *, finish: Finish | None = None, error: str | None = None) -> None:
+    def _end(self, handle: RequestHandle, *, finish: Finish | None = None, error: str | None = None) -> None:
         record = self._records.pop(handle)
         assert not record.is_over, "a choice ends twice"
         record.finish, record.error, record.over_at = finish, error, self._clock.now
@@ -281,7 +288,7 @@ class Replica:
         self._submit_released()
         self._arm_timer()
 
-    def _fail_each(self, ends: Iterable[tuple[int, ServiceError]]) -> None:
+    def _fail_each(self, ends: Iterable[tuple[RequestHandle, ServiceError]]) -> None:
         for handle, error in ends:
             self._end(handle, error=error.reason)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shared.ids import DpRank
 from tests.simulation.network import Pipe
 
 
@@ -12,7 +13,7 @@ from tests.simulation.network import Pipe
 class Answer:
     """A step's result in transit."""
 
-    rank: int
+    rank: DpRank
     epoch: int
     step_id: int
     payload: bytes

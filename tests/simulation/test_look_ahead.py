@@ -8,6 +8,7 @@ from random import Random
 from services.scheduler.cell.events import ClientMessage, Submission
 from services.scheduler.core.admission import AdmissionPolicy
 from services.scheduler.core.policy import SchedulerPolicy
+from shared.ids import RequestHandle
 from shared.limits import SamplingParams
 from tests.simulation.worker import duration_of_step_s
 from tests.support.cell_model import VOCABULARY
@@ -49,7 +50,7 @@ def draw_submission(rng: Random, handle: int) -> Submission:
     """Draw a request whose completion length is unpredictable."""
     prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(16, 96))]
     params = SamplingParams(max_tokens=MAX_TOKENS, seed=rng.getrandbits(64), stop_token_ids=STOP_TOKEN_IDS)
-    return Submission(handle, f"r{handle}", token_bytes(prompt), params)
+    return Submission(RequestHandle(handle), f"r{handle}", token_bytes(prompt), params)
 
 
 def test_looking_ahead_preempts_less_at_equal_throughput() -> None:

@@ -31,6 +31,7 @@ from services.scheduler.cell.events import (
 from services.scheduler.core.batch.sequence import Finish, FinishReason
 from services.scheduler.core.batch.step import Outputs, StepResult
 from services.scheduler.server.direct_clients import DIRECT_CLIENT
+from shared.ids import DpRank
 from shared.limits import TOKEN_DTYPE
 from tests.simulation.epoch_watch import Entry, EpochWatch, Key, Number, SentStep
 from tests.simulation.lockstep_watch import check_lockstep
@@ -267,7 +268,7 @@ class EngineWatch:
             self._epochs[rank] = EpochWatch(rank, number, self._settings, self._live, now=now, waits_here=waits_here)
 
     def _epoch_of(self, domain: int) -> int | None:
-        epoch = self._epochs.get(self._settings.topology.ranks_of(domain).start)
+        epoch = self._epochs.get(self._settings.topology.ranks_of(domain)[0])
         return None if epoch is None else epoch.number
 
     def _lose(self, domain: int, due: Responses, *, accuses_rows: bool = True) -> None:
@@ -286,7 +287,7 @@ class EngineWatch:
         assert self._engine is not None
         return self._settings.topology.dp_size == 1 or rank_of(self._engine, entry.key) == rank
 
-    def _take_result(self, rank: int, result: StepResult, due: Responses, now: float) -> None:
+    def _take_result(self, rank: DpRank, result: StepResult, due: Responses, now: float) -> None:
         answer, epoch = self._answer, self._epochs.get(rank)
         assert answer is not None
         if epoch is None or answer.epoch != epoch.number:

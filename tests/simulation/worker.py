@@ -17,6 +17,7 @@ from services.scheduler.cell.attach import Accepted, GroupPlace, Refused
 from services.worker.server.claim import NOTHING_LAUNCHED, ClaimLedger, LaunchedStep
 from services.worker.step import StepOutput
 from shared.errors import ServiceError
+from shared.ids import DpRank
 from shared.limits import TOKEN_DTYPE
 from tests.simulation.clock import Clock
 from tests.simulation.collective import Collective, Part, num_prompt_tokens_of
@@ -79,7 +80,7 @@ class SimulatedWorker:
 
     def __init__(
         self,
-        rank: int,
+        rank: DpRank,
         settings: CellSettings,
         clock: Clock,
         rng: Random,

@@ -241,7 +241,7 @@ class RequestPlan:
 
 def _draw_proposals(rng: Random, topology: CellTopology) -> tuple[Proposal, ...]:
     by_domain = [Proposal(rng.choice([8, 16, 48, 600]), rng.random() < 0.5) for _ in range(topology.num_domains)]
-    return tuple(by_domain[topology.domain_of(rank)] for rank in range(topology.dp_size))
+    return tuple(by_domain[topology.domain_of(rank)] for rank in topology.ranks)
 
 
 def number_of(seed: int) -> int:

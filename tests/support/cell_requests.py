@@ -12,6 +12,7 @@ from services.tokenizer.exchange.exchange_link import ExchangeLink
 from services.tokenizer.exchange.logprobs import Logprobs
 from services.tokenizer.request.request import Request
 from shared.errors import ServiceError
+from shared.ids import RequestHandle
 from shared.limits import SamplingParams
 from tests.support.exchange_peer import column
 
@@ -84,18 +85,18 @@ class Requests(CellRequests):
         self.open_stream(self.link, info)
         return self.link
 
-    async def begin_request(self, sink: Sink, request_id: str = "r", deadline_at: float | None = None) -> int:
+    async def begin_request(self, sink: Sink, request_id: str = "r", deadline_at: float | None = None) -> RequestHandle:
         """Add a request and consume its submit; returns its handle."""
         handle = self.add(sink, request_id, deadline_at)
         assert [submit.handle for submit in (await self.next_message()).submits] == [handle]
         return handle
 
-    def add(self, sink: Sink, request_id: str = "r", deadline_at: float | None = None) -> int:
+    def add(self, sink: Sink, request_id: str = "r", deadline_at: float | None = None) -> RequestHandle:
         """Add a request without consuming its submit; returns its handle."""
         request = Request(request_id, column([1, 2, 3]), SamplingParams(max_tokens=4))
         return self.submit(request, [sink], arrived_at=time.monotonic(), deadline_at=deadline_at)
 
-    async def begin_choices(self, *sinks: Sink) -> int:
+    async def begin_choices(self, *sinks: Sink) -> RequestHandle:
         """Add a request with a choice per sink, and consume its submit; returns its handle."""
         request = Request("r", column([1, 2, 3]), SamplingParams(max_tokens=4), n=len(sinks))
         handle = self.submit(request, sinks, arrived_at=time.monotonic(), deadline_at=None)

@@ -30,6 +30,7 @@ from services.scheduler.core.batch.step import Outputs, RequestEnd, Step, StepRe
 from services.scheduler.core.policy import CacheSettings, CellTopology, SchedulerPolicy, StepBudget
 from services.scheduler.core.worker_facts import WorkerFacts
 from services.worker.batch.enter_checks import BatchLimits
+from shared.ids import DpRank, RequestHandle
 from shared.limits import TOKEN_DTYPE, SamplingParams
 from tests.support.cell_model import VOCABULARY, Oracle, WorkerModel, expected_completion, logprobs_of
 
@@ -70,7 +71,7 @@ def attached(facts: WorkerFacts, domain: int = 0, *, num_ranks: int = 1) -> Doma
     return DomainAttached(domain, (facts,) * num_ranks)
 
 
-def rows_of(outputs: Outputs) -> Iterator[tuple[int, int, list[int]]]:
+def rows_of(outputs: Outputs) -> Iterator[tuple[RequestHandle, int, list[int]]]:
     """Yield each row as (handle, index of the first token, tokens); no row is without tokens."""
     counts = [1] * len(outputs.handles) if outputs.counts is None else outputs.counts.tolist()
     token_ids = iter(outputs.token_ids.tolist())
@@ -79,7 +80,7 @@ def rows_of(outputs: Outputs) -> Iterator[tuple[int, int, list[int]]]:
     ):
         row = list(islice(token_ids, count))
         assert len(row) == count > 0, "a row without its tokens"
-        yield handle, first_index, row
+        yield RequestHandle(handle), first_index, row
     assert not list(token_ids), "tokens without a row"
 
 
@@ -95,7 +96,7 @@ def scores_of(logprobs: Logprobs) -> list[Scores]:
     ]
 
 
-def scores_by_row(outputs: Outputs) -> dict[int, list[Scores]]:
+def scores_by_row(outputs: Outputs) -> dict[RequestHandle, list[Scores]]:
     """The log-probabilities of each row's tokens by handle, numbered by position in the completion."""
     if outputs.logprobs is None:
         return {}
@@ -104,7 +105,7 @@ def scores_by_row(outputs: Outputs) -> dict[int, list[Scores]]:
         for handle, first_index, token_ids in rows_of(outputs)
         for offset in range(len(token_ids))
     ]
-    by_row: dict[int, list[Scores]] = {}
+    by_row: dict[RequestHandle, list[Scores]] = {}
     for index, rank, entries in scores_of(outputs.logprobs):
         handle, position = tokens[index]
         by_row.setdefault(handle, []).append((position, rank, entries))
@@ -273,7 +274,7 @@ class EngineDriver:
         if self._num_draft_tokens:
             self.oracle.learn(prompt, expected_completion(prompt, sampling.seed, sampling.max_tokens))
         submission = Submission(
-            handle,
+            RequestHandle(handle),
             request_id or f"{client}-{handle}",
             token_bytes(prompt),
             sampling,
@@ -289,6 +290,14 @@ class EngineDriver:
         self.choices[client, submission.handle] = ChoiceOutput(list(output), num_cached_tokens=0 if output else None)
         return self.on_event(ClientMessage(client, [submission]))
 
+    def abort(self, *handles: int) -> list[Action]:
+        """Abort requests of client 1; see `on_event`."""
+        return self.on_event(ClientMessage(1, aborts=[RequestHandle(handle) for handle in handles]))
+
+    def stop_at(self, handle: int, num_tokens: int) -> list[Action]:
+        """Stop a choice of client 1 at this many completion tokens; see `on_event`."""
+        return self.on_event(ClientMessage(1, stop_ats=[(RequestHandle(handle), num_tokens)]))
+
     def step(self, rank: int = 0) -> StepResult:
         """Run a rank's oldest step in flight and return its result to the engine one second later.
 
@@ -301,8 +310,12 @@ class EngineDriver:
         slots = dict(enumerate(step.batch.row_slots.tolist()))
         assert worker.last_rows.items() <= slots.items(), "scheduler and worker derive different rows"
         self.now += 1.0
-        self.on_event(StepReturned(rank, result))
+        self.return_result(result, rank)
         return result
+
+    def return_result(self, result: StepResult, rank: int = 0) -> list[Action]:
+        """Return a step's result to the engine; see `on_event`."""
+        return self.on_event(StepReturned(DpRank(rank), result))
 
     def run(self) -> None:
         """Run steps, one of each rank in turn, until none is left."""

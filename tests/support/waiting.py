@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from services.scheduler.core.batch.sequence import Priority, Sequence
 from services.scheduler.core.queue.waiting_queue import QueuePolicy, WaitingQueue
+from shared.ids import RequestHandle
 from shared.limits import SamplingParams
 from tests.support.engine_driver import token_bytes
 
@@ -24,7 +25,7 @@ def make_seq(
     return Sequence(
         id="",
         client=1,
-        handle=1,
+        handle=RequestHandle(1),
         params=SamplingParams(max_tokens=1),
         token_bytes=bytearray(token_bytes([1] * num_prompt_tokens)),
         num_prompt_tokens=num_prompt_tokens,

@@ -15,6 +15,7 @@ from services.scheduler.core.queue.waiting_queue import QueuePolicy
 from services.scheduler.core.worker_facts import WorkerFacts
 from services.scheduler.server.exchange_codec import decode_request, encode_outputs
 from services.scheduler.workers.worker_client import decode_result, encode_step
+from shared.ids import DpRank
 from shared.lifecycle import freeze_garbage, hold_full_collections
 from shared.limits import TOKEN_DTYPE
 from tests.bench.peers.contestant import MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, Request, Sizes, StepTokens, Stopwatch
@@ -23,6 +24,7 @@ from tests.bench.tokens import VOCABULARY
 
 CLIENT = 1
 EPOCH = 1
+RANK = DpRank(0)
 STEP_S = 0.01
 MAX_WAITING = 1_000_000
 
@@ -73,7 +75,7 @@ class LockstepScheduler:
         result_bytes = result.SerializeToString()
         self.step_bytes, self.result_bytes = len(step_bytes), len(result_bytes)
         self._now += STEP_S
-        self._handle(lambda: StepReturned(0, decode_result(worker_pb2.StepResult.FromString(result_bytes))))
+        self._handle(lambda: StepReturned(RANK, decode_result(worker_pb2.StepResult.FromString(result_bytes))))
         return self._take_delivered()
 
     def _send(self, message: exchange_pb2.ExchangeRequest) -> None:

@@ -29,13 +29,18 @@ from services.scheduler.cell.attach import (
 from services.scheduler.cell.events import DomainAttached, DomainLost, Exit
 from services.scheduler.core.policy import CellTopology
 from shared.heartbeat import LEASE_S
+from shared.ids import DpRank
 from tests.support.engine_driver import worker_facts
 
 COUPLED = CellTopology(2, is_coupled=True)
 
 
+def make_place(rank: int, dp_size: int = 2, tp_size: int = 1, *, is_coupled: bool = True) -> GroupPlace:
+    return GroupPlace(DpRank(rank), dp_size, tp_size, is_coupled)
+
+
 def accepted(group: int, epoch: int = 1, *, place: GroupPlace | None = None, **fields: Any) -> Accepted:
-    return Accepted(group, epoch, worker_facts(epoch=epoch), place or GroupPlace(group, 2, 1, True), **fields)
+    return Accepted(group, epoch, worker_facts(epoch=epoch), place or make_place(group), **fields)
 
 
 def newcomer(instance_id: str = "me", *, num_groups: int = 2) -> SchedulerClaim:
@@ -168,14 +173,14 @@ def test_a_stuck_group_is_restarted_though_its_partner_is_gone() -> None:
 def test_uncoupled_groups_are_attached_independently() -> None:
     attach = DomainAttach(1, CellTopology(2), former_holder())
     assert attach.on_event(RetryDue(), 0.0) == [Offer(1, 1)]
-    answer = accepted(1, place=GroupPlace(1, 2, 1, False), last_step=(7, 7))
+    answer = accepted(1, place=make_place(1, is_coupled=False), last_step=(7, 7))
     assert attach.on_event(answer, 0.0) == [OpenStreams(1)]
     assert attach.on_event(StreamOpened(1, 1), 0.0) == [DomainAttached(1, (answer.facts,))]
 
 
 @pytest.mark.parametrize(
     "place",
-    [GroupPlace(0, 2, 1, True), GroupPlace(1, 3, 1, True), GroupPlace(1, 2, 2, True), GroupPlace(1, 2, 1, False)],
+    [make_place(0), make_place(1, dp_size=3), make_place(1, tp_size=2), make_place(1, is_coupled=False)],
 )
 def test_a_group_with_the_wrong_layout_is_not_used(place: GroupPlace) -> None:
     attach = offered()
@@ -250,7 +255,7 @@ def test_a_scheduler_that_has_held_a_domain_offers_the_others_at_once() -> None:
         domain.on_event(RetryDue(), 5.0)
     first.on_event(free(0), 5.0)
     assert second.on_event(free(1), 5.0) == [Offer(1, 1)]
-    second.on_event(accepted(1, place=GroupPlace(1, 2, 1, False)), 5.0)
+    second.on_event(accepted(1, place=make_place(1, is_coupled=False)), 5.0)
     second.on_event(StreamOpened(1, 1), 5.0)
     assert first.on_event(RetryDue(), 5.5) == [Offer(0, 1)]
 

@@ -17,6 +17,7 @@ from services.scheduler.cell.events import (
 from services.scheduler.core.batch.sequence import FinishReason
 from services.scheduler.core.batch.step import StepKind
 from services.scheduler.core.policy import SchedulerPolicy
+from shared.ids import RequestHandle
 from tests.support.cell_model import VOCABULARY, expected_completion
 from tests.support.engine_driver import EOS, EngineDriver, attached, worker_facts
 
@@ -129,7 +130,7 @@ def test_a_parked_sequence_can_be_aborted(at: int) -> None:
         driver.step()
     for _ in range(at):
         driver.step()
-    driver.on_event(ClientMessage(1, aborts=[2]))
+    driver.abort(2)
     driver.run()
     assert driver.choices[1, 1].tokens == expected_completion(make_prompt(16), 0, 40)
     assert used_blocks(driver) == 0
@@ -280,7 +281,7 @@ def test_a_stop_string_ends_the_request_at_once_and_frees_its_blocks_with_the_st
     for _ in range(5):
         driver.step()
     assert len(driver.sent) == 1
-    actions = driver.on_event(ClientMessage(1, stop_ats=[(1, 3)]))
+    actions = driver.stop_at(1, 3)
     assert finish_of(driver, 1) == (FinishReason.STOP_STRING, 3)
     assert not any(isinstance(action, SendStep) for action in actions)
     assert used_blocks(driver) == 2
@@ -293,7 +294,7 @@ def test_a_stop_string_for_a_finished_request_is_ignored() -> None:
     driver = EngineDriver()
     driver.submit(1, make_prompt(20), max_tokens=2)
     driver.run()
-    driver.on_event(ClientMessage(1, stop_ats=[(1, 1), (99, 1)]))
+    driver.on_event(ClientMessage(1, stop_ats=[(RequestHandle(handle), 1) for handle in (1, 99)]))
     assert finish_of(driver, 1) == (FinishReason.MAX_TOKENS, 2)
 
 
@@ -304,7 +305,7 @@ def test_an_aborted_request_frees_its_blocks_with_its_step_and_does_not_affect_o
     for _ in range(4):
         driver.step()
     held = used_blocks(driver)
-    driver.on_event(ClientMessage(1, aborts=[2, 77]))
+    driver.abort(2, 77)
     assert used_blocks(driver) == held
     driver.step()
     assert used_blocks(driver) == 2
@@ -317,7 +318,7 @@ def test_an_aborted_waiting_request_is_removed() -> None:
     driver = EngineDriver(policy=SchedulerPolicy(max_num_seqs=1))
     driver.submit(1, make_prompt(20), max_tokens=3)
     driver.submit(2, make_prompt(20), max_tokens=3)
-    driver.on_event(ClientMessage(1, aborts=[2]))
+    driver.abort(2)
     assert driver.engine.state().num_waiting == 0
     driver.run()
     assert (1, 2) not in driver.choices
@@ -476,7 +477,7 @@ def test_a_prompt_aborted_between_chunks_frees_its_blocks_and_keeps_them_cached(
     driver.submit(1, make_prompt(150), max_tokens=5)
     for _ in range(at):
         driver.step()
-    driver.on_event(ClientMessage(1, aborts=[1]))
+    driver.abort(1)
     driver.run()
     assert used_blocks(driver) == 0
     driver.submit(2, make_prompt(150), max_tokens=5)

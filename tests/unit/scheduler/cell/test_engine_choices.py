@@ -15,13 +15,13 @@ from services.scheduler.cell.events import (
     CloseClient,
     DomainLost,
     SendStep,
-    StepReturned,
     Submission,
     TimePassed,
 )
 from services.scheduler.core.batch.sequence import FinishReason
 from services.scheduler.core.policy import SchedulerPolicy
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
+from shared.ids import RequestHandle
 from shared.limits import SamplingParams
 from tests.support.cell_model import expected_completion
 from tests.support.engine_driver import ChoiceOutput, EngineDriver, attached, token_bytes, worker_facts
@@ -46,7 +46,8 @@ def end_of(driver: EngineDriver, handle: int) -> FinishReason | str | None:
 
 
 def submission(handle: int = 1, n: int = 3, **changes: object) -> Submission:
-    made = Submission(handle, "r", token_bytes(PROMPT), SamplingParams(max_tokens=10, ignore_eos=True), n=n)
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    made = Submission(RequestHandle(handle), "r", token_bytes(PROMPT), params, n=n)
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
@@ -154,7 +155,7 @@ def test_a_stop_string_in_one_choice_ends_only_that_choice(at: int) -> None:
     for _ in range(at):
         driver.step()
     for handle in (1, 3):
-        driver.on_event(ClientMessage(1, stop_ats=[(handle, 2)]))
+        driver.stop_at(handle, 2)
         assert end_of(driver, handle) is FinishReason.STOP_STRING
     driver.run()
     assert driver.choices[1, 2].tokens == completion(1, 10)
@@ -171,7 +172,7 @@ def test_an_abort_by_the_requests_handle_ends_every_running_choice(at: int) -> N
     ended = [handle for handle in (1, 2, 3) if end_of(driver, handle)]
     # The choice that has the request's handle may have ended already.
     assert (1 in ended) == (at >= 3)
-    driver.on_event(ClientMessage(1, aborts=[1]))
+    driver.abort(1)
     driver.run()
     assert [handle for handle in (1, 2, 3) if end_of(driver, handle)] == ended
     assert driver.engine.state().counters.num_finished == 3
@@ -226,7 +227,7 @@ def test_a_choice_with_non_finite_logits_fails_alone(bad_choice: int) -> None:
         # Only in its first row.
         bad_rows = np.flatnonzero(step.batch.row_slots == bad_slot).astype(np.int32)
         bad_slot = None if bad_rows.size else bad_slot
-        driver.on_event(StepReturned(0, replace(driver.worker.run(step), not_finite_rows=bad_rows)))
+        driver.return_result(replace(driver.worker.run(step), not_finite_rows=bad_rows))
     for choice in range(3):
         if choice == bad_choice:
             assert (driver.choices[1, 1 + choice].tokens, end_of(driver, 1 + choice)) == ([], "NUMERIC_ERROR")
@@ -317,7 +318,7 @@ def test_a_handle_of_any_choice_cannot_be_reused(handle: int, n: int) -> None:
 def test_a_requests_handle_is_taken_while_any_of_its_choices_is_running() -> None:
     driver = EngineDriver()
     driver.submit(1, PROMPT, n=2)
-    driver.on_event(ClientMessage(1, stop_ats=[(1, 1)]))
+    driver.stop_at(1, 1)
     actions = driver.submit(1, PROMPT, request_id="other")
     assert [type(action) for action in actions] == [CloseClient]
 

@@ -8,10 +8,11 @@ from random import Random
 import numpy as np
 import pytest
 
-from services.scheduler.cell.events import ClientMessage, Deliver, DropDomain, StepReturned, Submission
+from services.scheduler.cell.events import ClientMessage, Deliver, DropDomain, Submission
 from services.scheduler.core.batch.sequence import FinishReason
 from services.scheduler.core.batch.step import RequestEnd, StepCounts, StepKind
 from services.scheduler.core.policy import SchedulerPolicy
+from shared.ids import RequestHandle
 from shared.limits import MAX_DRAFT_TOKENS, SamplingOptions, SamplingParams
 from tests.support.cell_model import VOCABULARY, FallibleOracle, HashGrammar, expected_completion
 from tests.support.engine_driver import EngineDriver, attached, token_bytes, worker_facts
@@ -199,9 +200,10 @@ def test_a_row_that_may_still_fit_waits_for_its_steps_and_preempts_no_other() ->
     # Each stops with the last slot of its block, which is not known beforehand.
     prompts = [PROMPT[:14], PROMPT[2:16]]
     completions = [expected_completion(prompt, 0, 18) for prompt in prompts]
+    handles = [RequestHandle(0), RequestHandle(1)]
     submissions = [
         Submission(handle, f"r{handle}", token_bytes(prompt), SamplingParams(18, stop_token_ids=(completion[1],)))
-        for handle, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
+        for handle, prompt, completion in zip(handles, prompts, completions, strict=True)
     ]
     driver.on_event(ClientMessage(1, submissions))
     # With the prefill's tokens they have 15 each, and might have 19.
@@ -255,6 +257,6 @@ def test_an_impossible_number_of_tokens_ends_the_epoch(change: str) -> None:
     token_ids = {"too many": [5, 6, 7, 8], "none": [], "of no draft": [5, 6, VOCABULARY]}[change]
     counts = np.array([len(token_ids)], np.int32)
     tokens = list(driver.choices[1, 1].tokens)
-    actions = driver.on_event(StepReturned(0, replace(result, token_ids=np.array(token_ids, np.int32), counts=counts)))
+    actions = driver.return_result(replace(result, token_ids=np.array(token_ids, np.int32), counts=counts))
     assert [type(action) for action in actions] == [DropDomain, Deliver]
     assert driver.choices[1, 1].tokens == tokens

@@ -25,6 +25,7 @@ from services.scheduler.core.policy import CacheSettings, SchedulerPolicy
 from services.scheduler.core.step_deadline import FIRST_STEP_S, MIN_STEP_S
 from services.scheduler.core.worker_facts import WorkerFacts
 from shared.heartbeat import HEARTBEAT_S, LEASE_S
+from shared.ids import DpRank, RequestHandle
 from shared.limits import SamplingParams
 from tests.support.cell_model import expected_completion
 from tests.support.engine_driver import EOS, EngineDriver, attached, token_bytes, worker_facts
@@ -37,7 +38,7 @@ def attempt(number: int, handle: int, output: list[int], *, request_id: str = "r
     fields = {"params": SamplingParams(max_tokens=12, ignore_eos=True), **changes}
     so_far = (ChoiceSoFar(token_bytes(output)),) if output else ()
     return Submission(
-        handle,
+        RequestHandle(handle),
         request_id,
         token_bytes(PROMPT),
         attempt=number,
@@ -108,11 +109,11 @@ def test_late_and_repeated_results_are_dropped() -> None:
     driver = EngineDriver(depth=2)
     driver.submit(1, PROMPT, max_tokens=6)
     repeated = driver.step()
-    assert driver.on_event(StepReturned(0, repeated)) == []
+    assert driver.return_result(repeated) == []
     late = driver.worker.run(driver.sent.pop(0))
     driver.on_event(DomainLost(0, 1))
     driver.on_event(attached(worker_facts(epoch=2)))
-    assert driver.on_event(StepReturned(0, late)) == []
+    assert driver.return_result(late) == []
     assert driver.engine.state().counters.num_late_results == 2
     driver.run()
     assert driver.choices[1, 1].tokens == expected_completion(PROMPT, 0, 6)
@@ -124,7 +125,7 @@ def test_a_late_result_with_non_finite_rows_affects_no_request() -> None:
     late = driver.worker.run(driver.sent.pop(0))
     driver.on_event(DomainLost(0, 1))
     driver.on_event(attached(worker_facts(epoch=2)))
-    driver.on_event(StepReturned(0, StepResult(1, late.step_id, late.token_ids, np.array([0], np.int32))))
+    driver.return_result(StepResult(1, late.step_id, late.token_ids, np.array([0], np.int32)))
     driver.run()
     assert driver.choices[1, 1].tokens == expected_completion(PROMPT, 0, 6)
 
@@ -134,7 +135,7 @@ def test_a_result_that_skips_a_step_ends_the_epoch() -> None:
     driver.submit(1, PROMPT, max_tokens=6)
     driver.worker.run(driver.sent.pop(0))
     skipping = driver.worker.run(driver.sent.pop(0))
-    drop, *_ = driver.on_event(StepReturned(0, skipping))
+    drop, *_ = driver.return_result(skipping)
     assert isinstance(drop, DropDomain)
     assert driver.engine.state().num_waiting == 1
 
@@ -167,7 +168,7 @@ def test_a_step_that_takes_too_long_ends_the_epoch() -> None:
     assert pass_time(driver, MIN_STEP_S - 0.1) == []
     [drop] = pass_time(driver, 0.1 + HEARTBEAT_S)
     assert drop == DropDomain(0, 1, "rank 0 neither answers a step nor makes progress")
-    assert driver.on_event(StepReturned(0, late)) == []
+    assert driver.return_result(late) == []
     driver.attach()
     driver.run()
     assert driver.choices[1, 1].tokens == expected_completion(PROMPT, 0, 20)
@@ -226,7 +227,7 @@ def test_heartbeats_of_an_ended_epoch_are_ignored() -> None:
     driver.silent_ranks = {0}
     for _ in range(round(3.0 / HEARTBEAT_S)):
         driver.now += HEARTBEAT_S
-        driver.on_event(WorkerHeard(0, 1, 7))
+        driver.on_event(WorkerHeard(DpRank(0), 1, 7))
     assert len(pass_time(driver, 2 * HEARTBEAT_S)) == 1
 
 
@@ -245,7 +246,7 @@ def test_an_engine_that_was_stopped_for_longer_than_its_lease_exits_and_does_not
     driver.submit(1, PROMPT, max_tokens=20)
     result = driver.worker.run(driver.sent.pop(0))
     now = driver.now + LEASE_S + HEARTBEAT_S + 0.1
-    for event in (StepReturned(0, result), TimePassed(), ClientMessage(1, [attempt(1, 5, [])])):
+    for event in (StepReturned(DpRank(0), result), TimePassed(), ClientMessage(1, [attempt(1, 5, [])])):
         [action] = driver.engine.on_event(event, now)
         assert isinstance(action, Exit)
 
@@ -292,7 +293,7 @@ def test_a_request_that_ended_while_its_step_was_in_flight_is_not_queued_again()
     driver = EngineDriver(depth=2)
     driver.submit(1, PROMPT, max_tokens=6)
     driver.step()
-    driver.on_event(ClientMessage(1, aborts=[1]))
+    driver.abort(1)
     driver.on_event(DomainLost(0, 1))
     assert driver.engine.state().num_waiting == 0
 

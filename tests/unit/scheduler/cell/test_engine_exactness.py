@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from services.scheduler.cell.events import ChoiceSoFar, ClientMessage, StepReturned, Submission
+from services.scheduler.cell.events import ChoiceSoFar, ClientMessage, Submission
 from services.scheduler.core.batch.step import RequestEnd
 from services.scheduler.core.policy import CellTopology, SchedulerPolicy
+from shared.ids import RequestHandle
 from shared.limits import SamplingParams
 from tests.support.cell_model import expected_completion
 from tests.support.engine_driver import EngineDriver, token_bytes
@@ -100,15 +101,11 @@ def test_exactness_survives_a_worker_that_returns_with_the_same_numerics() -> No
 def test_a_resubmission_before_the_first_rank_is_checked_when_it_attaches() -> None:
     driver = make_driver(topology=CellTopology())
     params = SamplingParams(max_tokens=6, ignore_eos=True)
-    driver.on_event(
-        ClientMessage(
-            1,
-            [
-                Submission(handle, f"r{handle}", token_bytes(PROMPT), params, attempt=2, is_exact=handle == 1)
-                for handle in (1, 2)
-            ],
-        )
-    )
+    submissions = [
+        Submission(handle, f"r{handle}", token_bytes(PROMPT), params, attempt=2, is_exact=handle == 1)
+        for handle in (RequestHandle(1), RequestHandle(2))
+    ]
+    driver.on_event(ClientMessage(1, submissions))
     driver.attach(0, **ORDINARY)
     driver.run()
     assert [reason_of(driver, handle) for handle in (1, 2)] == ["EXACT_UNAVAILABLE", None]
@@ -140,7 +137,7 @@ def test_a_choice_that_stops_while_waiting_for_a_rank_counts_as_resumed_exactly(
     for _ in range(3):
         driver.step()
     driver.lose()
-    driver.on_event(ClientMessage(1, stop_ats=[(1, 2)]))
+    driver.stop_at(1, 2)
     assert (end_of(driver, 1).num_resumes, end_of(driver, 1).is_resume_exact) == (1, True)
 
 
@@ -148,7 +145,7 @@ def test_recoveries_under_earlier_attempts_count() -> None:
     driver = make_driver(EXACT, topology=CellTopology())
     output = expected_completion(PROMPT, 0, 6)[:2]
     submission = Submission(
-        1,
+        RequestHandle(1),
         "r",
         token_bytes(PROMPT),
         SamplingParams(max_tokens=6, ignore_eos=True),
@@ -176,7 +173,7 @@ def test_a_recovery_lasts_until_every_lost_sequence_has_another_token_or_an_end(
     counters = driver.engine.state().counters
     driver.now += 2.0
     driver.attach(0, **EXACT)
-    driver.on_event(ClientMessage(1, aborts=[3]))
+    driver.abort(3)
     while not counters.num_recoveries:
         assert len(driver.choices[1, 2].tokens) == num_tokens
         driver.step()
@@ -192,6 +189,6 @@ def test_replayed_tokens_and_mismatches_are_counted() -> None:
     driver.submit(1, PROMPT, max_tokens=6)
     for num_mismatches in (1, 0):
         result = driver.worker.run(driver.sent.pop(0))
-        driver.on_event(StepReturned(0, replace(result, num_replayed_tokens=5, num_replay_mismatches=num_mismatches)))
+        driver.return_result(replace(result, num_replayed_tokens=5, num_replay_mismatches=num_mismatches))
     counters = driver.engine.state().counters
     assert (counters.num_replayed_tokens, counters.num_replay_mismatches) == (10, 1)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.scheduler.cell.events import ClientMessage, DomainLost, DropDomain, StepReturned
+from services.scheduler.cell.events import DomainLost, DropDomain
 from services.scheduler.core.batch.logprobs import Logprobs
 from services.scheduler.core.batch.step import StepResult
 from services.scheduler.core.policy import SchedulerPolicy
@@ -69,7 +69,7 @@ def test_a_non_finite_row_does_not_shift_its_neighbours_log_probabilities() -> N
     driver.step()
     driver.step()
     step = driver.sent.pop(0)
-    driver.on_event(StepReturned(0, replace(driver.worker.run(step), not_finite_rows=np.array([0], np.int32))))
+    driver.return_result(replace(driver.worker.run(step), not_finite_rows=np.array([0], np.int32)))
     driver.run()
     assert error_of(driver, 1) == "NUMERIC_ERROR"
     for handle in (2, 3):
@@ -170,7 +170,7 @@ def test_a_request_aborted_during_its_prompt_receives_nothing_more() -> None:
     driver = EngineDriver(depth=2, policy=CHUNKED)
     driver.submit(1, PROMPT, options=prompt_top(0))
     driver.step()
-    driver.on_event(ClientMessage(1, aborts=[1]))
+    driver.abort(1)
     driver.run()
     assert driver.choices[1, 1].prompt_scores == of_prompt(PROMPT, 0)[:17]
 
@@ -227,7 +227,7 @@ WRONG: list[Callable[[Logprobs], Logprobs]] = [
 
 
 def assert_dropped(driver: EngineDriver, result: StepResult) -> None:
-    assert any(isinstance(action, DropDomain) for action in driver.on_event(StepReturned(0, result)))
+    assert any(isinstance(action, DropDomain) for action in driver.return_result(result))
 
 
 @pytest.mark.parametrize("spoil", [*WRONG, swap_tokens])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.cell.events import ClientMessage, DropDomain, TimePassed
+from services.scheduler.cell.events import DropDomain, TimePassed
 from services.scheduler.core.policy import CellTopology, SchedulerPolicy
 from tests.support.cell_model import PoisonedError, expected_completion
 from tests.support.engine_driver import EngineDriver
@@ -52,7 +52,7 @@ def run_to_the_end(driver: EngineDriver) -> int:
     """Run everything; domains that die return after a while. Returns the number of deaths."""
     num_deaths = 0
     while any(driver.sent_to.values()) or driver.engine.state().num_waiting:
-        for rank in range(driver.topology.dp_size):
+        for rank in driver.topology.ranks:
             domain = driver.topology.domain_of(rank)
             if domain not in driver.epochs:
                 driver.now += RESTART_S
@@ -259,7 +259,7 @@ def test_no_death_at_any_time_loses_or_repeats_a_token(topology: CellTopology, s
         if rng.random() < 0.05:
             handle = rng.randint(1, num_submitted)
             aborted.add(handle)
-            driver.on_event(ClientMessage(1, aborts=[handle]))
+            driver.abort(handle)
     assert run_to_the_end(driver) == 0
     for handle in set(range(1, num_submitted + 1)) - aborted:
         end = driver.choices[1, handle].end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from services.scheduler.cell.events import ClientMessage, Submission
 from services.scheduler.core.policy import SchedulerPolicy
+from shared.ids import RequestHandle
 from shared.limits import SamplingParams
 from tests.support.cell_model import expected_completion
 from tests.support.engine_driver import EngineDriver, token_bytes
@@ -15,7 +16,7 @@ def make_prompt(num_tokens: int, start: int) -> list[int]:
 
 def make_submission(handle: int, prompt: list[int], max_tokens: int) -> Submission:
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return Submission(handle, f"r{handle}", token_bytes(prompt), params)
+    return Submission(RequestHandle(handle), f"r{handle}", token_bytes(prompt), params)
 
 
 def test_a_step_whose_decodes_all_sit_out_has_prompts_only() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from services.scheduler.cell.events import ClientMessage, DropDomain, StepReturned
+from services.scheduler.cell.events import DropDomain
 from services.scheduler.core.batch.step import StepResult
 from tests.support.cell_model import VOCABULARY, expected_completion
 from tests.support.engine_driver import EngineDriver
@@ -34,7 +34,7 @@ def test_an_invalid_result_reaches_no_client_and_ends_the_epoch(
     driver = EngineDriver()
     driver.submit(1, make_prompt(3))
     result = StepResult(1, step_id, np.array(tokens, np.int32), np.array(bad_rows, np.int32))
-    actions = driver.on_event(StepReturned(0, result))
+    actions = driver.return_result(result)
     assert any(isinstance(action, DropDomain) for action in actions)
     assert (1, 1) not in driver.choices
     state = driver.engine.state()
@@ -50,7 +50,7 @@ def test_a_non_finite_row_fails_alone_and_its_blocks_leave_the_cache() -> None:
     driver.step()
     result = driver.worker.run(driver.sent.pop(0))
     row = len(result.token_ids) - 1
-    driver.on_event(StepReturned(0, StepResult(1, result.step_id, result.token_ids, np.array([row], np.int32))))
+    driver.return_result(StepResult(1, result.step_id, result.token_ids, np.array([row], np.int32)))
     assert error_of(driver, 2) == "NUMERIC_ERROR"
     hits = driver.engine.state().counters.num_prefix_hit_tokens
     driver.submit(3, make_prompt(33, 300), max_tokens=1)
@@ -63,7 +63,7 @@ def test_an_invalid_failed_grammar_row_ends_the_epoch() -> None:
     driver = EngineDriver()
     driver.submit(1, make_prompt(3))
     result = StepResult(1, 1, np.array([1], np.int32), np.array([], np.int32))
-    actions = driver.on_event(StepReturned(0, replace(result, failed_grammar_rows=np.array([1], np.int32))))
+    actions = driver.return_result(replace(result, failed_grammar_rows=np.array([1], np.int32)))
     assert any(isinstance(action, DropDomain) for action in actions)
 
 
@@ -77,7 +77,7 @@ def test_a_row_with_a_failed_grammar_fails_alone_and_its_blocks_stay_cached() ->
     result = driver.worker.run(driver.sent.pop(0))
     row = np.array([len(result.token_ids) - 1], np.int32)
     num_tokens = len(driver.choices[1, 2].tokens)
-    driver.on_event(StepReturned(0, replace(result, failed_grammar_rows=row)))
+    driver.return_result(replace(result, failed_grammar_rows=row))
     assert error_of(driver, 2) == "INVALID_REQUEST"
     assert len(driver.choices[1, 2].tokens) == num_tokens
     driver.submit(3, make_prompt(33, 300), max_tokens=1)
@@ -92,8 +92,8 @@ def test_non_finite_kv_leaves_the_cache_even_if_its_request_ended_before_it_was_
     driver.submit(1, make_prompt(48), max_tokens=9)
     result = driver.worker.run(driver.sent.pop(0))
     if is_aborted:
-        driver.on_event(ClientMessage(1, aborts=[1]))
-    driver.on_event(StepReturned(0, replace(result, not_finite_rows=np.array([0], np.int32))))
+        driver.abort(1)
+    driver.return_result(replace(result, not_finite_rows=np.array([0], np.int32)))
     driver.submit(2, make_prompt(48), max_tokens=1)
     driver.run()
     assert driver.choices[1, 2].num_cached_tokens == 0

@@ -7,6 +7,7 @@ import pytest
 
 from services.scheduler.core.batch.sequence import Finish, FinishReason, Sequence
 from services.scheduler.core.stops import find_finish, watched_tokens
+from shared.ids import RequestHandle
 from shared.limits import TOKEN_DTYPE, SamplingOptions, SamplingParams
 
 EOS = frozenset({7})
@@ -17,7 +18,7 @@ def finish_after(completion: list[int], **params: object) -> Finish | None:
     """Why a sequence with this completion stops; None if it does not."""
     sampling = SamplingParams(**{"max_tokens": 8, **params})  # type: ignore[arg-type]
     tokens = bytearray(np.array(PROMPT + completion, TOKEN_DTYPE).tobytes())
-    return find_finish(Sequence("r", 1, 1, sampling, tokens, len(PROMPT), arrived_at=0.0), EOS)
+    return find_finish(Sequence("r", 1, RequestHandle(1), sampling, tokens, len(PROMPT), arrived_at=0.0), EOS)
 
 
 def reason_after(completion: list[int], **params: object) -> FinishReason | None:

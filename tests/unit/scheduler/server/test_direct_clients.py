@@ -18,6 +18,7 @@ from lockstep.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler.core.batch.step import Outputs, RequestEnd
 from services.scheduler.server.direct_clients import RESPONSES_PER_TURN, DirectClients
 from shared.errors import NotReadyError
+from shared.ids import RequestHandle
 from shared.limits import ModelLimits
 from shared.rpc import reason_of
 from tests.support.cell_model import expected_completion
@@ -189,9 +190,8 @@ async def test_few_responses_are_sent_per_loop_iteration_and_waiting_ones_accumu
     # Other callbacks of the loop run in between.
     assert max(after - before for before, after in pairwise([0, *num_sent])) == RESPONSES_PER_TURN
     assert sent == [[100, 101]] * num_calls
-    direct_clients.deliver(
-        Outputs.only_ends([RequestEnd(handle, error=NotReadyError("")) for handle in range(1, num_calls + 1)])
-    )
+    ends = [RequestEnd(RequestHandle(handle), error=NotReadyError("")) for handle in range(1, num_calls + 1)]
+    direct_clients.deliver(Outputs.only_ends(ends))
     assert all(isinstance(end, NotReadyError) for end in await asyncio.gather(*calls, return_exceptions=True))
 
 

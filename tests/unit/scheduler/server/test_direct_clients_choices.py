@@ -14,6 +14,7 @@ from services.scheduler.core.batch.sequence import Finish, FinishReason
 from services.scheduler.core.batch.step import RequestEnd
 from services.scheduler.server.direct_clients import DirectClients, resolve_request
 from services.scheduler.server.token_stream import MAX_ENTRIES, TokenStream
+from shared.ids import RequestHandle
 from shared.limits import ModelLimits, SamplingOptions
 from tests.support.cell_model import expected_completion, logprobs_of
 from tests.support.engine_driver import token_bytes
@@ -162,7 +163,7 @@ async def test_accumulated_log_probabilities_are_sent_in_pieces_of_half_a_millis
     assert second is not None
     stream.prompt_logprobs = [first, second]
     choice.logprobs, choice.token_ids = list(logprobs.positions()), list(range(100))
-    choice.end = RequestEnd(1, 100, Finish(FinishReason.MAX_TOKENS))
+    choice.end = RequestEnd(RequestHandle(1), 100, Finish(FinishReason.MAX_TOKENS))
     stream.wake()
     responses = [response async for response in stream.responses()]
     size = MAX_ENTRIES // 21
@@ -213,18 +214,18 @@ def test_a_submission_carries_the_rarer_options_and_the_choices_so_far() -> None
     request = seeded(PROMPT, n=2, max_tokens=9, min_tokens=3, num_logprobs=0)
     request.choices_so_far.add(token_ids=[7], is_finished=True)
     request.choices_so_far.add()
-    submission = resolve_request(5, request, LIMITS)
+    submission = resolve_request(RequestHandle(5), request, LIMITS)
     assert (submission.n, submission.attempt, submission.open_choices) == (2, 2, [1])
     assert [so_far.output for so_far in submission.choices_so_far] == [token_bytes([7]), b""]
     assert submission.params.options == SamplingOptions(min_tokens=3, num_logprobs=0)
     del request.choices_so_far[:]
-    assert resolve_request(5, request, LIMITS).attempt == 1
+    assert resolve_request(RequestHandle(5), request, LIMITS).attempt == 1
 
 
 async def test_handles_start_over_before_they_run_out() -> None:
     events: list[Any] = []
     direct_clients = DirectClients(lambda: LIMITS, events.append)
-    direct_clients._next_handle = 2**32 - 10
+    direct_clients._next_handle = RequestHandle(2**32 - 10)
 
     async def write(_: Response) -> None:
         pass

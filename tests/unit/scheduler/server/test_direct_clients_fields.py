@@ -12,6 +12,7 @@ from services.scheduler.cell.events import ChoiceSoFar, ClientMessage, Event
 from services.scheduler.core.batch.sequence import Priority
 from services.scheduler.server.direct_clients import DirectClients, resolve_request
 from shared.errors import DeadlinePassedError, InvalidRequestError
+from shared.ids import RequestHandle
 from shared.limits import ModelLimits
 from tests.support.cell_model import expected_completion
 from tests.support.engine_driver import token_bytes
@@ -29,6 +30,7 @@ from tests.support.token_client import (
 )
 from tests.support.worker_peer import WorkerPeer
 
+HANDLE = RequestHandle(7)
 LIMITS = ModelLimits(context_length=512, logits_width=1000, num_pool_tokens=512)
 
 
@@ -42,7 +44,7 @@ def resumed(output: list[int], *, request_id: str | None = None, max_tokens: int
 def violations(request: Request) -> dict[str, str]:
     """The violations of a request that must have some."""
     with pytest.raises(InvalidRequestError) as caught:
-        resolve_request(1, request, LIMITS)
+        resolve_request(HANDLE, request, LIMITS)
     return {violation.field: violation.reason for violation in caught.value.violations}
 
 
@@ -50,19 +52,19 @@ def test_a_submission_carries_the_requests_fields() -> None:
     request = seeded(PROMPT)
     request.priority = common_pb2.PRIORITY_HIGH
     request.cache_salt = "é"
-    submission = resolve_request(7, request, LIMITS, time_left_s=3.5)
-    assert (submission.handle, submission.prompt) == (7, token_bytes(PROMPT))
+    submission = resolve_request(HANDLE, request, LIMITS, time_left_s=3.5)
+    assert (submission.handle, submission.prompt) == (HANDLE, token_bytes(PROMPT))
     assert (submission.priority, submission.cache_salt) == (Priority.HIGH, "é".encode())
     assert (submission.attempt, submission.choices_so_far, submission.time_left_s) == (1, (), 3.5)
 
 
 def test_a_request_without_these_fields_has_normal_priority_and_an_empty_salt() -> None:
-    submission = resolve_request(7, seeded(PROMPT), LIMITS)
+    submission = resolve_request(HANDLE, seeded(PROMPT), LIMITS)
     assert (submission.priority, submission.cache_salt, submission.time_left_s) == (Priority.NORMAL, b"", None)
 
 
 def test_output_so_far_makes_a_second_attempt() -> None:
-    submission = resolve_request(7, resumed([4, 5]), LIMITS)
+    submission = resolve_request(HANDLE, resumed([4, 5]), LIMITS)
     assert (submission.attempt, submission.choices_so_far) == (2, (ChoiceSoFar(token_bytes([4, 5])),))
 
 

@@ -16,6 +16,7 @@ from services.scheduler.core.batch.sequence import Finish, FinishReason, Priorit
 from services.scheduler.core.batch.step import Outputs, RequestEnd
 from services.scheduler.server.exchange_codec import decode_request, encode_outputs
 from shared.errors import InvalidRequestError, NumericError
+from shared.ids import RequestHandle, choice_handles
 from shared.limits import SamplingOptions, SamplingParams
 from shared.sampling_codec import encode_options
 from tests.support.engine_driver import token_bytes
@@ -52,7 +53,7 @@ def test_a_submit_is_decoded_field_by_field() -> None:
     )
     params = SamplingParams(9, 0.5, 4, 0.25, 2**64 - 1, True, (5,), ((6, 7), (8,)))
     assert submission == Submission(
-        3,
+        RequestHandle(3),
         "r",
         token_bytes([1, 2]),
         params,
@@ -68,7 +69,7 @@ def test_a_submit_is_decoded_field_by_field() -> None:
 
 
 def test_a_submit_without_the_newer_fields_is_a_new_first_attempt() -> None:
-    assert decode(handle=3) == Submission(3, "", b"", SamplingParams(0, 0.0, top_p=0.0))
+    assert decode(handle=3) == Submission(RequestHandle(3), "", b"", SamplingParams(0, 0.0, top_p=0.0))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ def test_outputs_carry_the_counts_of_their_rows_and_log_probabilities() -> None:
         column(1, 2), column(3, 1), column(1, 2), column(12, 13, 14), np.array([-1, -2, -4], np.float32)
     )
     outputs = Outputs(np.array([4, 5], np.uint32), column(0, 7), column(11, 12, 13), counts=column(1, 2))
-    outputs.logprobs, outputs.prompt_logprobs = logprobs, [(9, logprobs)]
+    outputs.logprobs, outputs.prompt_logprobs = logprobs, [(RequestHandle(9), logprobs)]
     message = encode_outputs(outputs)
     encoded = sampling_pb2.Logprobs(
         indexes=token_bytes([1, 2]),
@@ -181,10 +182,11 @@ def test_outputs_carry_the_counts_of_their_rows_and_log_probabilities() -> None:
 
 
 def test_an_end_reports_how_often_its_choice_was_resumed() -> None:
+    first, second, third = choice_handles(RequestHandle(1), 3)
     ends = [
-        RequestEnd(1, 5, Finish(FinishReason.MAX_TOKENS), num_resumes=2),
-        RequestEnd(2, error=NumericError(""), num_resumes=1),
-        RequestEnd(3, 5, Finish(FinishReason.MAX_TOKENS)),
+        RequestEnd(first, 5, Finish(FinishReason.MAX_TOKENS), num_resumes=2),
+        RequestEnd(second, error=NumericError(""), num_resumes=1),
+        RequestEnd(third, 5, Finish(FinishReason.MAX_TOKENS)),
     ]
     message = encode_outputs(Outputs.only_ends(ends))
     assert [end.num_resumes for end in message.ends] == [2, 1, 0]

@@ -13,6 +13,7 @@ from lockstep.internal.v1 import sampling_pb2, worker_pb2
 from services.scheduler.core.batch.slot_table import Slots
 from services.scheduler.core.batch.step import ScheduledBatch, Step, StepCounts, StepKind
 from services.scheduler.workers.worker_client import decode_result, encode_step
+from shared.ids import Slot
 from shared.limits import SamplingOptions
 from shared.sampling_codec import decode_options
 from tests.support.engine_driver import EOS, EngineDriver
@@ -27,7 +28,7 @@ def make_dummy(leave_slots: Sequence[int] = ()) -> ScheduledBatch:
         row_slots=no_slots,
         decode_slots=no_slots,
         partial_slots=[],
-        leave_slots=list(leave_slots),
+        leave_slots=[Slot(number) for number in leave_slots],
         chunks=[],
         enters=[],
         append_slots=no_slots,

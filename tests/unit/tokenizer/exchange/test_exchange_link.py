@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from lockstep.internal.v1 import exchange_pb2
 from services.tokenizer.exchange.exchange_link import ExchangeLink
+from shared.ids import RequestHandle
 from tests.support.exchange_peer import column, read_column
 
 
@@ -10,12 +11,25 @@ def make_submit(handle: int) -> exchange_pb2.Submit | None:
     return exchange_pb2.Submit(handle=handle, prompt_token_ids=column([5])) if handle % 2 else None
 
 
+class Link(ExchangeLink):
+    """A link that takes handles as plain numbers."""
+
+    def submit(self, handle: int) -> None:
+        super().submit(RequestHandle(handle))
+
+    def stop_at(self, handle: int, num_tokens: int) -> None:
+        super().stop_at(RequestHandle(handle), num_tokens)
+
+    def abort(self, handle: int) -> None:
+        super().abort(RequestHandle(handle))
+
+
 async def next_message(link: ExchangeLink) -> exchange_pb2.ExchangeRequest:
     return await anext(link.messages())
 
 
 async def test_accumulated_messages_are_sent_as_one() -> None:
-    link = ExchangeLink(make_submit)
+    link = Link(make_submit)
     link.submit(3)
     link.submit(5)
     link.stop_at(1, 2)
@@ -27,7 +41,7 @@ async def test_accumulated_messages_are_sent_as_one() -> None:
 
 
 async def test_sent_items_are_not_sent_again() -> None:
-    link = ExchangeLink(make_submit)
+    link = Link(make_submit)
     link.submit(3)
     link.stop_at(1, 2)
     link.abort(7)
@@ -40,14 +54,14 @@ async def test_sent_items_are_not_sent_again() -> None:
 
 async def test_submits_are_built_when_they_are_sent() -> None:
     outputs: dict[int, bytes] = {}
-    link = ExchangeLink(lambda handle: exchange_pb2.Submit(handle=handle, prompt_token_ids=outputs[handle]))
+    link = Link(lambda handle: exchange_pb2.Submit(handle=handle, prompt_token_ids=outputs[handle]))
     link.submit(1)
     outputs[1] = column([4])
     assert (await next_message(link)).submits[0].prompt_token_ids == column([4])
 
 
 async def test_a_request_that_ended_before_it_was_sent_is_not_sent() -> None:
-    link = ExchangeLink(make_submit)
+    link = Link(make_submit)
     link.submit(2)
     link.submit(3)
     message = await next_message(link)
@@ -55,7 +69,7 @@ async def test_a_request_that_ended_before_it_was_sent_is_not_sent() -> None:
 
 
 async def test_no_empty_message_is_sent() -> None:
-    link = ExchangeLink(make_submit)
+    link = Link(make_submit)
     messages = link.messages()
     link.submit(2)
     link.abort(9)
@@ -68,7 +82,7 @@ async def test_no_empty_message_is_sent() -> None:
 
 async def test_submits_with_long_prompts_and_outputs_are_split_over_several_messages() -> None:
     column_of_6_mb = bytes(6_000_000)
-    link = ExchangeLink(
+    link = Link(
         lambda handle: exchange_pb2.Submit(
             handle=handle,
             prompt_token_ids=column_of_6_mb if handle < 3 else b"",
@@ -82,7 +96,7 @@ async def test_submits_with_long_prompts_and_outputs_are_split_over_several_mess
 
 
 async def test_a_heartbeat_is_sent_alone_or_with_accumulated_items() -> None:
-    link = ExchangeLink(make_submit)
+    link = Link(make_submit)
     link.beat()
     assert await next_message(link) == exchange_pb2.ExchangeRequest(is_heartbeat=True)
     link.abort(7)
@@ -95,7 +109,7 @@ async def test_a_heartbeat_is_sent_alone_or_with_accumulated_items() -> None:
 
 
 async def test_a_closed_link_has_no_more_messages() -> None:
-    link = ExchangeLink(make_submit)
+    link = Link(make_submit)
     link.submit(1)
     link.close()
     link.abort(1)

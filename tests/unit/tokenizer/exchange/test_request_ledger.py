@@ -9,6 +9,7 @@ from services.tokenizer.exchange.request_ledger import ExchangeError, RequestLed
 from services.tokenizer.exchange.submit_suspects import SUSPICION_S
 from services.tokenizer.request.request import Request
 from shared.errors import DeadlinePassedError, ExactUnavailableError, PoisonRequestError, SchedulerLostError
+from shared.ids import RequestHandle, choice_handles
 from shared.limits import SamplingParams
 from tests.support.exchange_peer import column
 
@@ -40,7 +41,7 @@ class Ledger(RequestLedger):
         super().__init__(lost_after_s, 0.0)
         self.stream = self.open_stream()[0] if has_stream else 0
 
-    def begin_request(self, *tokens: int, arrived_at: float = 0.0, deadline_at: float | None = None) -> int:
+    def begin_request(self, *tokens: int, arrived_at: float = 0.0, deadline_at: float | None = None) -> RequestHandle:
         """A request that was submitted and has got tokens."""
         handle = self.add(make_request(), arrived_at=arrived_at, deadline_at=deadline_at)
         assert self.begin_attempt(handle, arrived_at) is not None
@@ -49,21 +50,22 @@ class Ledger(RequestLedger):
         assert self.receive(self.stream, handle, 0, list(tokens)) == list(tokens)
         return handle
 
-    def begin_choices(self, *outputs: Sequence[int]) -> list[int]:
+    def begin_choices(self, *outputs: Sequence[int]) -> list[RequestHandle]:
         """The handles of a request's choices, which was submitted; each has got its tokens."""
         handle = self.add(make_request(n=len(outputs)), arrived_at=0.0, deadline_at=None)
         assert self.begin_attempt(handle, 0.0) is not None
-        for number, tokens in enumerate(outputs):
-            assert self.receive(self.stream, handle + number, 0, list(tokens)) == list(tokens)
-        return list(range(handle, handle + len(outputs)))
+        handles = choice_handles(handle, len(outputs))
+        for choice, tokens in zip(handles, outputs, strict=True):
+            assert self.receive(self.stream, choice, 0, list(tokens)) == list(tokens)
+        return handles
 
-    def restart(self, now: float) -> list[int]:
+    def restart(self, now: float) -> list[RequestHandle]:
         """Lose the stream and get another one."""
         self.lose_stream(self.stream, now)
         self.stream, order = self.open_stream()
         return order
 
-    def outlive(self, now: float) -> tuple[list[int], list[int]]:
+    def outlive(self, now: float) -> tuple[list[RequestHandle], list[RequestHandle]]:
         """The scheduler dies and the next one is there.
 
         Returns:
@@ -75,11 +77,11 @@ class Ledger(RequestLedger):
         self.stream, order = self.open_stream()
         return order, [handle for handle, _ in ends]
 
-    def submit_all(self, handles: Sequence[int], now: float) -> list[int]:
+    def submit_all(self, handles: Sequence[RequestHandle], now: float) -> list[RequestHandle]:
         """Submit those that can be; returns them."""
         return [handle for handle in handles if self.begin_attempt(handle, now) is not None]
 
-    def accused(self, num_requests: int) -> list[int]:
+    def accused(self, num_requests: int) -> list[RequestHandle]:
         """Requests of which two schedulers have died by now."""
         handles = [self.begin_request() for _ in range(num_requests)]
         self.submit_all(self.outlive(0.0)[0], 0.0)
@@ -453,7 +455,7 @@ def test_a_request_has_a_handle_for_each_choice() -> None:
     first = ledger.add(make_request(n=3), arrived_at=0.0, deadline_at=None)
     second = ledger.add(make_request(), arrived_at=0.0, deadline_at=None)
     assert (first, second) == (1, 4)
-    assert (ledger.open_choices(1), ledger.open_choices(4), ledger.open_choices(2)) == ([1, 2, 3], [4], [])
+    assert [ledger.open_choices(RequestHandle(number)) for number in (1, 4, 2)] == [[1, 2, 3], [4], []]
     assert len(ledger) == 2
 
 

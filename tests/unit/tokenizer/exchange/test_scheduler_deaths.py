@@ -10,6 +10,7 @@ import pytest
 from lockstep.v1 import common_pb2
 from services.tokenizer.exchange import cell_requests, submit_suspects
 from shared.errors import DeadlinePassedError, PoisonRequestError
+from shared.ids import RequestHandle
 from tests.support.cell_requests import Requests, Sink
 from tests.support.exchange_peer import Row, make_end, make_outputs
 
@@ -56,7 +57,7 @@ async def test_one_of_200_requests_kills_schedulers_and_only_that_one_fails() ->
             await deaths.die()
             continue
         for submit in submits:
-            sink = handle_to_sink[submit.handle]
+            sink = handle_to_sink[RequestHandle(submit.handle)]
             end = make_end(submit.handle, MAX_TOKENS, len(sink.token_ids) + 1)
             requests.on_outputs(make_outputs(Row(submit.handle, len(sink.token_ids), [6]), ends=[end]))
     assert isinstance(poison.error, PoisonRequestError)

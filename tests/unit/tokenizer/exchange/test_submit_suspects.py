@@ -11,38 +11,52 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.tokenizer.exchange.submit_suspects import SUSPICION_S, SubmitSuspects
+from shared.ids import RequestHandle
 
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-def die(suspects: SubmitSuspects, handles: Iterable[int], now: float = 0.0) -> int | None:
+class Suspects(SubmitSuspects):
+    """Suspects whose handles are plain numbers."""
+
+    def may_submit(self, handle: int) -> bool:
+        return super().may_submit(RequestHandle(handle))
+
+    def open(self, handle: int, now: float) -> None:
+        super().open(RequestHandle(handle), now)
+
+    def close(self, handle: int) -> None:
+        super().close(RequestHandle(handle))
+
+
+def die(suspects: Suspects, handles: Iterable[int], now: float = 0.0) -> int | None:
     """Send requests to a scheduler that dies at once."""
     for handle in handles:
         suspects.open(handle, now)
     return suspects.accuse(now)
 
 
-def tried(suspects: SubmitSuspects, handles: Iterable[int]) -> list[int]:
+def tried(suspects: Suspects, handles: Iterable[int]) -> list[int]:
     """The requests that may be submitted."""
     return [handle for handle in handles if suspects.may_submit(handle)]
 
 
 def test_one_death_makes_no_suspects() -> None:
-    suspects = SubmitSuspects()
+    suspects = Suspects()
     assert die(suspects, range(4)) is None
     assert not suspects.is_trying
     assert tried(suspects, range(5)) == [0, 1, 2, 3, 4]
 
 
 def test_half_of_the_requests_that_two_deaths_accuse_are_tried_alone() -> None:
-    suspects = SubmitSuspects()
+    suspects = Suspects()
     die(suspects, range(6))
     die(suspects, [2, 3, 4, 5, 6])
     assert tried(suspects, range(10)) == [2, 3]
 
 
 def test_a_token_clears_a_request() -> None:
-    suspects = SubmitSuspects()
+    suspects = Suspects()
     die(suspects, [1, 2])
     suspects.open(1, 0.0)
     suspects.open(2, 0.0)
@@ -52,7 +66,7 @@ def test_a_token_clears_a_request() -> None:
 
 
 def test_a_request_submitted_too_long_ago_is_not_accused() -> None:
-    suspects = SubmitSuspects()
+    suspects = Suspects()
     for handle, since in ((1, 0.0), (2, 1.0)):
         suspects.open(handle, since)
     suspects.accuse(SUSPICION_S)
@@ -61,7 +75,7 @@ def test_a_request_submitted_too_long_ago_is_not_accused() -> None:
 
 
 def test_a_stream_that_ends_without_a_death_accuses_no_request() -> None:
-    suspects = SubmitSuspects()
+    suspects = Suspects()
     die(suspects, [1])
     suspects.open(1, 0.0)
     suspects.void()
@@ -70,7 +84,7 @@ def test_a_stream_that_ends_without_a_death_accuses_no_request() -> None:
 
 
 def test_when_the_first_half_has_its_tokens_the_other_half_is_tried() -> None:
-    suspects = SubmitSuspects()
+    suspects = Suspects()
     for _ in range(2):
         die(suspects, range(8))
     assert suspects.take_change()
@@ -84,7 +98,7 @@ def test_when_the_first_half_has_its_tokens_the_other_half_is_tried() -> None:
 
 
 def test_a_group_that_kills_the_scheduler_is_halved() -> None:
-    suspects = SubmitSuspects()
+    suspects = Suspects()
     for _ in range(2):
         die(suspects, range(8))
     assert die(suspects, [0, 1, 2, 3]) is None
@@ -92,7 +106,7 @@ def test_a_group_that_kills_the_scheduler_is_halved() -> None:
 
 
 def test_when_all_suspects_have_their_tokens_no_request_waits() -> None:
-    suspects = SubmitSuspects()
+    suspects = Suspects()
     for _ in range(2):
         die(suspects, range(3))
     for handle in range(3):
@@ -103,7 +117,7 @@ def test_when_all_suspects_have_their_tokens_no_request_waits() -> None:
 
 
 def test_a_request_that_is_the_only_suspect_of_two_deaths_is_guilty() -> None:
-    suspects = SubmitSuspects()
+    suspects = Suspects()
     for _ in range(2):
         die(suspects, [1, 2])
     assert die(suspects, [1]) is None
@@ -115,7 +129,7 @@ def test_a_request_that_is_the_only_suspect_of_two_deaths_is_guilty() -> None:
 
 
 def test_a_suspect_that_was_not_submitted_again_before_a_death_stays_one() -> None:
-    suspects = SubmitSuspects()
+    suspects = Suspects()
     for _ in range(2):
         die(suspects, range(4))
     assert die(suspects, [1]) is None
@@ -126,7 +140,7 @@ def test_a_suspect_that_was_not_submitted_again_before_a_death_stays_one() -> No
 
 
 def test_the_only_request_that_two_deaths_accuse_is_tried_once_more() -> None:
-    suspects = SubmitSuspects()
+    suspects = Suspects()
     die(suspects, [1, 2])
     assert die(suspects, [1, 3]) is None
     assert tried(suspects, [1, 2, 3]) == [1]
@@ -134,7 +148,7 @@ def test_the_only_request_that_two_deaths_accuse_is_tried_once_more() -> None:
 
 
 def test_a_token_between_two_deaths_alone_starts_the_count_anew() -> None:
-    suspects = SubmitSuspects()
+    suspects = Suspects()
     for _ in range(2):
         die(suspects, [1])
     suspects.open(1, 0.0)
@@ -146,7 +160,7 @@ def test_a_token_between_two_deaths_alone_starts_the_count_anew() -> None:
 
 
 def test_a_trial_waits_for_a_request_no_longer_than_it_is_suspected() -> None:
-    suspects = SubmitSuspects()
+    suspects = Suspects()
     for _ in range(2):
         die(suspects, [1, 2])
     assert suspects.next_closing() is None
@@ -159,7 +173,7 @@ def test_a_trial_waits_for_a_request_no_longer_than_it_is_suspected() -> None:
 
 
 def test_a_death_before_anything_was_sent_changes_nothing() -> None:
-    suspects = SubmitSuspects()
+    suspects = Suspects()
     for _ in range(2):
         die(suspects, range(4))
     assert suspects.accuse(0.0) is None
@@ -167,7 +181,7 @@ def test_a_death_before_anything_was_sent_changes_nothing() -> None:
 
 
 def test_when_a_request_ends_on_trial_the_next_group_is_tried() -> None:
-    suspects = SubmitSuspects()
+    suspects = Suspects()
     for _ in range(2):
         die(suspects, [1, 2])
     suspects.close(1)
@@ -190,7 +204,7 @@ class Replica:
         self._poison = frozenset(poison)
         self._num_kills = num_kills
         self._num_tokens_left = {handle: rng.randint(1, 3) for handle in range(num_requests)}
-        self._suspects = SubmitSuspects()
+        self._suspects = Suspects()
         self._in_cell: set[int] = set()
         # A poison request may kill the scheduler when it is submitted, or when it is computed.
         self._dies_at_once = rng.random() < 0.5

@@ -9,15 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.internal.v1 import exchange_pb2
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.chat.conversation import Tool
-from services.tokenizer.exchange.logprobs import LogprobQueue, read_prompt_logprobs, read_row_logprobs
+from services.tokenizer.exchange.logprobs import LogprobQueue, Logprobs, read_prompt_logprobs, read_row_logprobs
 from services.tokenizer.replies import make_reply_parser
 from services.tokenizer.server.choice import Choice, Extras
 from services.tokenizer.server.completion import Completion
 from services.tokenizer.server.generation import Generation
 from services.tokenizer.text.detokenizer import ByteLevelDetokenizer, text_table
 from shared.errors import DrainingError, NumericError, SchedulerLostError
+from shared.ids import RequestHandle
 from shared.rpc import StatusError, reason_of
 from tests.support.client import Answer
 from tests.support.exchange_peer import (
@@ -280,17 +282,22 @@ def with_logprobs(num_top: int) -> Extras:
     return Extras(logprobs=queue, prompt_logprobs=prompt_queue)
 
 
+def row_logprobs(outputs: exchange_pb2.Outputs) -> Logprobs:
+    """The log-probabilities of the row of handle 1."""
+    return read_row_logprobs(outputs)[RequestHandle(1)]
+
+
 def feed(choice: Choice, text: str, num_top: int, *, ends: bool = False) -> int | None:
     """Let a choice receive tokens with their log-probabilities."""
     outputs = make_outputs(Row(1, 0, ids(text), logprobs=[position(token_id, num_top) for token_id in ids(text)]))
-    choice.receive_logprobs(read_row_logprobs(outputs)[1])
+    choice.receive_logprobs(row_logprobs(outputs))
     return choice.receive(ids(text), make_end(1, MAX_TOKENS, choice.num_tokens + len(text)) if ends else None)
 
 
 async def test_each_token_is_sent_with_its_log_probability() -> None:
     generation, choice = make_choice(extras=with_logprobs(2))
     choice.receive_logprobs(
-        read_row_logprobs(make_outputs(Row(1, 0, ids("d"), logprobs=[Position(7, [(100, -3.0), (97, -0.5)])])))[1]
+        row_logprobs(make_outputs(Row(1, 0, ids("d"), logprobs=[Position(7, [(100, -3.0), (97, -0.5)])])))
     )
     choice.receive(ids("d"), None)
     feed(choice, "ab", 2, ends=True)
@@ -307,7 +314,7 @@ async def test_a_partial_character_is_sent_with_its_bytes() -> None:
     queue = LogprobQueue(0, bytes_of)
     parts = [*"é".encode(), ord("a")]
     outputs = make_outputs(Row(1, 0, parts, logprobs=[position(token_id, 0) for token_id in parts]))
-    queue.put(read_row_logprobs(outputs)[1])
+    queue.put(row_logprobs(outputs))
     received = [(place.token.text, place.token.text_bytes) for place in queue.take(3)]
     assert received == [("\ufffd", b"\xc3"), ("\ufffd", b"\xa9"), ("a", b"")]
 

@@ -9,6 +9,7 @@ from services.scheduler.core.batch.logprobs import Logprobs
 from services.scheduler.core.batch.row_tokens import RowTokens
 from services.scheduler.core.batch.sequence import Sequence
 from services.scheduler.core.batch.slot_table import IntColumn, SlotTable
+from shared.ids import RequestHandle, Slot
 from shared.limits import TOKEN_DTYPE, SamplingParams
 
 
@@ -34,7 +35,8 @@ def make_slots(*num_left: int, num_draft_tokens: int = 3) -> SlotTable:
     table = SlotTable(len(num_left), num_draft_tokens)
     for number, max_tokens in enumerate(num_left):
         prompt = bytearray(np.array([1, 2], TOKEN_DTYPE).tobytes())
-        assert table.take(Sequence("r", 1, number, SamplingParams(max_tokens), prompt, 2, 0.0), []) == number
+        seq = Sequence("r", 1, RequestHandle(number), SamplingParams(max_tokens), prompt, 2, 0.0)
+        assert table.take(seq, []) == number
     return table
 
 
@@ -120,6 +122,6 @@ def test_counts_that_do_not_add_up_are_invalid() -> None:
 def test_a_row_whose_tokens_are_discarded_may_have_any_count() -> None:
     slots = make_slots(1, 9)
     assert rows([1, 2, 3], [4]).find_bad_counts(slots, column(0)) is None
-    slots.end(0)
+    slots.end(Slot(0))
     assert rows([], [4]).find_bad_counts(slots, column()) is None
     assert rows([1, 2, 3], [4]).find_bad_counts(slots, column()) is None

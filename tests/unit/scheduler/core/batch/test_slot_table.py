@@ -9,24 +9,27 @@ import pytest
 
 from services.scheduler.core.batch.sequence import TOKEN_BYTES, Sequence
 from services.scheduler.core.batch.slot_table import RUN_TOKENS, SlotTable
+from shared.ids import RequestHandle, Slot
 from shared.limits import MAX_DRAFT_TOKENS, TOKEN_DTYPE, SamplingParams
 
 MAX_TOKENS = 10_000
 
 
-def take(table: SlotTable, prompt: list[int], *, watched: list[int] | None = None, max_tokens: int = MAX_TOKENS) -> int:
+def take(
+    table: SlotTable, prompt: list[int], *, watched: list[int] | None = None, max_tokens: int = MAX_TOKENS
+) -> Slot:
     """Put a sequence with this prompt into a slot; returns the slot."""
     tokens = bytearray(np.array(prompt, TOKEN_DTYPE).tobytes())
-    seq = Sequence("r", 1, 1, SamplingParams(max_tokens), tokens, len(prompt), arrived_at=0.0)
-    return table.take(seq, watched or [])
+    seq = Sequence("r", 1, RequestHandle(1), SamplingParams(max_tokens), tokens, len(prompt), arrived_at=0.0)
+    return Slot(table.take(seq, watched or []))
 
 
-def stored(table: SlotTable, slot: int) -> list[int]:
+def stored(table: SlotTable, slot: Slot) -> list[int]:
     tokens: list[int] = np.frombuffer(table.sequence_at(slot).token_bytes, TOKEN_DTYPE).tolist()
     return tokens
 
 
-def append(table: SlotTable, runs: dict[int, list[int]]) -> None:
+def append(table: SlotTable, runs: dict[Slot, list[int]]) -> None:
     """Append tokens to each slot, as one step does."""
     slots = np.array(list(runs), np.intp)
     positions = [int(table.num_tokens[slot]) + index for slot, run in runs.items() for index in range(len(run))]

@@ -11,13 +11,16 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from services.scheduler.core.batch.sequence import Sequence
 from services.scheduler.core.cache.block_manager import BlockManager
+from shared.ids import RequestHandle
 from shared.limits import SamplingParams
 from tests.support.engine_driver import token_bytes
 
 
 def make_seq(tokens: list[int], salt: bytes = b"") -> Sequence:
     params = SamplingParams(max_tokens=1)
-    return Sequence("id", 1, 1, params, bytearray(token_bytes(tokens)), len(tokens), 0.0, cache_salt=salt)
+    return Sequence(
+        "id", 1, RequestHandle(1), params, bytearray(token_bytes(tokens)), len(tokens), 0.0, cache_salt=salt
+    )
 
 
 def allocate(manager: BlockManager, seq: Sequence) -> bool:

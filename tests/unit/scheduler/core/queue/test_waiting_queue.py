@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.cell.events import ClientMessage
 from services.scheduler.core.batch.sequence import Priority, Sequence
 from services.scheduler.core.policy import SchedulerPolicy
 from services.scheduler.core.queue.drain_rate import MAX_DELAY_S, MIN_DELAY_S, DrainRate
@@ -258,7 +257,7 @@ def test_aborted_requests_make_room() -> None:
     driver = EngineDriver(policy=SchedulerPolicy(max_num_seqs=1, max_waiting_requests=1))
     driver.submit(1, [1], max_tokens=2)
     driver.submit(2, [2], max_tokens=2)
-    driver.on_event(ClientMessage(1, aborts=[2]))
+    driver.abort(2)
     driver.submit(3, [3], max_tokens=2)
     driver.run()
     assert len(driver.choices[1, 3].tokens) == 2
