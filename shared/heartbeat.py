@@ -38,7 +38,7 @@ class Silence:
         self._max_beats = limit_s / HEARTBEAT_S
         self._num_beats = 0
 
-    def hear(self) -> None:
+    def note_alive(self) -> None:
         """The peer sent something."""
         self._num_beats = 0
 

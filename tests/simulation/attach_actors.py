@@ -198,7 +198,7 @@ class GroupActor:
     def open_stream(self, stream: int, epoch: int, instance_id: str) -> StreamOpened | StreamBroken:
         """Answer the first heartbeat of a stream."""
         try:
-            self.ledger.hear(stream, epoch, instance_id, 0.0)
+            self.ledger.on_heartbeat(stream, epoch, instance_id, 0.0)
         except ServiceError as error:
             return self._broken(epoch, error)
         return StreamOpened(self._place.dp_rank, epoch)

@@ -24,11 +24,11 @@ from services.scheduler.cell.events import (
     Deliver,
     DomainAttached,
     Event,
+    RankHeartbeat,
     SendStep,
     StepReturned,
     Submission,
     TimePassed,
-    WorkerHeard,
 )
 from services.scheduler.core.batch.step import Step, StepResult
 from services.scheduler.core.policy import CacheSettings, CellTopology, SchedulerPolicy
@@ -156,7 +156,7 @@ class _Core:
     def _pass_time(self, now: float) -> None:
         while now - self._heard_at > _HEARTBEAT_S:
             self._heard_at += _HEARTBEAT_S
-            beats: list[Event] = [WorkerHeard(rank, 1, 0) for rank in self._ranks]
+            beats: list[Event] = [RankHeartbeat(rank, 1, 0) for rank in self._ranks]
             for event in [*beats, TimePassed()]:
                 self._take(self.engine.on_event(event, self._heard_at))
 

@@ -25,7 +25,7 @@ from services.scheduler.cell.attach import (
     StreamBroken,
     StreamOpened,
 )
-from services.scheduler.cell.events import DomainAttached, DomainLost, Event, Exit, WorkerHeard
+from services.scheduler.cell.events import DomainAttached, DomainLost, Event, Exit, RankHeartbeat
 from services.scheduler.core.batch.step import Step
 from services.scheduler.workers.worker_client import encode_step
 from shared.ids import DpRank
@@ -187,7 +187,7 @@ class DomainLink:
         )
         ends = StreamEnds(
             on_progress=lambda progress: self._process.when_running(
-                lambda: self._tell_engine(WorkerHeard(rank, epoch, progress))
+                lambda: self._tell_engine(RankHeartbeat(rank, epoch, progress))
             ),
             on_broken=lambda holder: self._after_delay(lambda: self._hear(_broken(rank, epoch, holder))),
             on_closed=lambda: self._send(rank, lambda: worker.on_close(stream)),

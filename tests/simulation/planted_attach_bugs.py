@@ -65,12 +65,12 @@ def _equal_epochs_are_accepted(patch: Patch) -> None:
 @planted(FAULTS)
 def _streams_are_not_asked_whose_they_are(patch: Patch) -> None:
     """After a group's restart another scheduler may hold it under the epoch that the first one still uses."""
-    hear = ClaimLedger.hear
+    on_heartbeat = ClaimLedger.on_heartbeat
 
     def believe(self: ClaimLedger, stream: int, epoch: int, scheduler_instance_id: str, now: float) -> None:
-        hear(self, stream, epoch, self.holder, now)
+        on_heartbeat(self, stream, epoch, self.holder, now)
 
-    patch.setattr(ClaimLedger, "hear", believe)
+    patch.setattr(ClaimLedger, "on_heartbeat", believe)
 
 
 @planted(SUCCESSION)

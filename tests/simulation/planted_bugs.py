@@ -321,7 +321,7 @@ def _parked_sequences_lose_tokens(patch: Patch) -> None:
 @_planted(Fault.CANCEL, Fault.ABORT_CALL, Fault.DEADLINE, Fault.TEXT_STOP)
 def _a_parked_row_outlives_its_abort(patch: Patch) -> None:
     """A preempted sequence that ends with steps in flight counts as parked forever, which blocks admission."""
-    patch.setattr(Preemption, "forget_parked", lambda *_: None)
+    patch.setattr(Preemption, "drop_parked", lambda *_: None)
 
 
 @_planted()

@@ -11,7 +11,7 @@ import pytest
 
 from services.scheduler.cell import intake
 from services.scheduler.cell.engine import Engine
-from services.scheduler.cell.events import Action, ClientGone, ClientMessage, Event, Submission, TimePassed
+from services.scheduler.cell.events import Action, ClientClosed, ClientMessage, Event, Submission, TimePassed
 from services.scheduler.cell.request_manager import RequestManager
 from services.scheduler.cell.requests import Request, RequestTable
 from services.scheduler.core.batch.logprobs import Logprobs
@@ -244,7 +244,7 @@ def _requests_outlive_their_replica(patch: Patch) -> None:
     on_event = Engine.on_event
 
     def ignore(self: Engine, event: Event, now: float) -> list[Action]:
-        return on_event(self, TimePassed() if isinstance(event, ClientGone) else event, now)
+        return on_event(self, TimePassed() if isinstance(event, ClientClosed) else event, now)
 
     patch.setattr(Engine, "on_event", ignore)
 

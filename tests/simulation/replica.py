@@ -143,7 +143,7 @@ class Replica:
         response = exchange_pb2.ExchangeResponse.FromString(payload)
         if not response.HasField("outputs"):
             if stream is self._stream:
-                self._fail_each(self._ledger.meet_cell(response.cell_info.exact_fingerprint))
+                self._fail_each(self._ledger.on_cell(response.cell_info.exact_fingerprint))
                 self._on_cell_info(stream)
             return
         try:

@@ -14,7 +14,7 @@ from services.scheduler.cell.events import (
     AbortRequest,
     Action,
     Beat,
-    ClientGone,
+    ClientClosed,
     ClientMessage,
     CloseClient,
     Deliver,
@@ -23,10 +23,10 @@ from services.scheduler.cell.events import (
     DropDomain,
     Event,
     Exit,
+    RankHeartbeat,
     SendStep,
     StepReturned,
     Submission,
-    WorkerHeard,
 )
 from services.scheduler.core.batch.sequence import Finish, FinishReason
 from services.scheduler.core.batch.step import Outputs, StepResult
@@ -162,7 +162,7 @@ class EngineWatch:
         match event:
             case ClientMessage():
                 self._take_message(event, due, now)
-            case ClientGone(client):
+            case ClientClosed(client):
                 self._forget_all(lambda entry: entry.key[0] == client)
             case AbortRequest(request_id):
                 for entry in list(self._live.values()):
@@ -173,7 +173,7 @@ class EngineWatch:
             case DomainLost(domain, epoch):
                 if self._epoch_of(domain) == epoch:
                     self._lose(domain, due)
-            case WorkerHeard(rank, epoch, progress):
+            case RankHeartbeat(rank, epoch, progress):
                 self._hear(rank, epoch, progress, now)
             case StepReturned(rank, result):
                 self._take_result(rank, result, due, now)

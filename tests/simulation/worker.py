@@ -299,7 +299,7 @@ class SimulatedWorker:
 
     def _hear(self, stream: StepStream) -> bool:
         try:
-            self._claim.hear(stream.number, stream.claimed.epoch, stream.claimed.instance_id, self._clock.now)
+            self._claim.on_heartbeat(stream.number, stream.claimed.epoch, stream.claimed.instance_id, self._clock.now)
         except ServiceError:
             stream.break_(self._holder())
             return False

@@ -18,11 +18,11 @@ from services.scheduler.cell.events import (
     DomainLost,
     DropDomain,
     Event,
+    RankHeartbeat,
     SendStep,
     StepReturned,
     Submission,
     TimePassed,
-    WorkerHeard,
 )
 from services.scheduler.core.batch.logprobs import Logprobs
 from services.scheduler.core.batch.sequence import Priority
@@ -233,7 +233,7 @@ class EngineDriver:
             for domain, epoch in list(self.epochs.items()):
                 for rank in self.topology.ranks_of(domain):
                     if rank not in self.silent_ranks:
-                        self.actions += self._hand_over(WorkerHeard(rank, epoch, self.progress.get(rank, 0)), time)
+                        self.actions += self._hand_over(RankHeartbeat(rank, epoch, self.progress.get(rank, 0)), time)
             self.actions += self._hand_over(TimePassed(), time)
 
     def _hand_over(self, event: Event, now: float) -> list[Action]:

@@ -121,7 +121,7 @@ class WorkerPeer(worker_pb2_grpc.WorkerServiceServicer):
             async for request in request_iterator:
                 if request.HasField("heartbeat"):
                     self.num_heard += 1
-                    self.ledger.hear(number, request.epoch, request.scheduler_instance_id, time.monotonic())
+                    self.ledger.on_heartbeat(number, request.epoch, request.scheduler_instance_id, time.monotonic())
                     continue
                 self.ledger.launch(number, request.epoch, request.step_id, time.monotonic())
                 self.requests.append(request)

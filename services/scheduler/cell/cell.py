@@ -156,13 +156,13 @@ class Cell:
         """See `Domain.send_ahead`."""
         return [action for domain in self.domains for action in domain.send_ahead(now)]
 
-    def go_on_after(self, rank: Rank, now: float) -> list[Action]:
+    def advance_rank(self, rank: Rank, now: float) -> list[Action]:
         """Settle and send ahead when only a step of this rank has returned."""
         if self._is_disturbed:
             self.settle(now)
             return self.send_ahead(now)
         if len(self.ranks) > 1 and rank.scheduler.is_empty:
-            self._placement.feed(rank, self._quarantine.open_ranks(), now)
+            self._placement.rebalance(rank, self._quarantine.open_ranks(), now)
         return self.domain_by_rank[rank.number].send_ahead(now)
 
     def state(self) -> CellState:

@@ -12,16 +12,16 @@ from services.scheduler.cell.events import (
     AbortRequest,
     Action,
     Beat,
-    ClientGone,
+    ClientClosed,
     ClientMessage,
     DomainAttached,
     DomainLost,
     DropDomain,
     Event,
     Exit,
+    RankHeartbeat,
     StepReturned,
     TimePassed,
-    WorkerHeard,
 )
 from services.scheduler.cell.heartbeat import Heartbeat
 from services.scheduler.cell.request_manager import RequestManager, deliver
@@ -98,12 +98,12 @@ class Engine:
             case StepReturned(rank, result):
                 actions += self._on_step_returned(rank, result, now)
                 return actions
-            case WorkerHeard(rank, epoch, progress):
-                self._on_worker_heard(rank, epoch, progress, now)
+            case RankHeartbeat(rank, epoch, progress):
+                self._on_rank_heartbeat(rank, epoch, progress, now)
             case ClientMessage():
                 actions += self._request_manager.on_message(event, now)
-            case ClientGone(client):
-                self._request_manager.on_client_gone(client, now)
+            case ClientClosed(client):
+                self._request_manager.on_client_closed(client, now)
             case AbortRequest(request_id):
                 actions += self._request_manager.on_abort_call(request_id, now)
             case DomainAttached(domain, facts):
@@ -113,7 +113,7 @@ class Engine:
                     actions += self._lose(self._cell.domains[domain], now, accuses_rows=True)
             case TimePassed():
                 pass
-        return actions + self._go_on(now)
+        return actions + self._advance(now)
 
     def flush_prefix_cache(self) -> int:
         """Clear the prefix cache; returns how many blocks held a prefix. Requests in flight are unaffected."""
@@ -147,7 +147,7 @@ class Engine:
         # All are given up before any request continues: requests of one must not be sent to another that is lost too.
         for domain, fault in faults:
             actions += self._drop(domain, fault, now, accuses_rows=True)
-        return actions + self._go_on(now) if faults else actions
+        return actions + self._advance(now) if faults else actions
 
     def _on_domain_attached(self, domain: Domain, facts: tuple[WorkerFacts, ...], now: float) -> list[Action]:
         context_length, budget = facts[0].context_length, StepBudget.of(self._policy, facts[0])
@@ -165,7 +165,7 @@ class Engine:
         self._facts.update(self._cell.domains)
         return actions + self._request_manager.end_unservable(self._cell.waiting(), now)
 
-    def _on_worker_heard(self, rank_number: int, epoch: int, progress: int, now: float) -> None:
+    def _on_rank_heartbeat(self, rank_number: int, epoch: int, progress: int, now: float) -> None:
         rank = self._cell.ranks[rank_number]
         if self._cell.domain_by_rank[rank_number].epoch != epoch:
             return
@@ -202,14 +202,14 @@ class Engine:
         assert self._facts.model is not None
         problem = rank.scheduler.validate_result(result, self._facts.model.logits_width)
         if problem is not None:
-            return self._drop(domain, problem, now, accuses_rows=False) + self._go_on(now)
+            return self._drop(domain, problem, now, accuses_rows=False) + self._advance(now)
         rank.heard_at = now
         outputs = self._cell.postprocess(rank, result, now)
         self._request_manager.take_ends(outputs)
         actions = deliver(outputs)
-        actions += self._cell.go_on_after(rank, now)
+        actions += self._cell.advance_rank(rank, now)
         return actions
 
-    def _go_on(self, now: float) -> list[Action]:
+    def _advance(self, now: float) -> list[Action]:
         self._cell.settle(now)
         return self._cell.send_ahead(now)

@@ -83,7 +83,7 @@ class StepReturned:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerHeard:
+class RankHeartbeat:
     """A DP rank sent a heartbeat; `progress` increases while its device makes progress."""
 
     rank: DpRank
@@ -104,7 +104,7 @@ class ClientMessage:
 
 
 @dataclass(frozen=True, slots=True)
-class ClientGone:
+class ClientClosed:
     """A replica's stream ended; its requests are aborted."""
 
     client: int
@@ -123,7 +123,14 @@ class TimePassed:
 
 
 Event = (
-    DomainAttached | DomainLost | StepReturned | WorkerHeard | ClientMessage | ClientGone | AbortRequest | TimePassed
+    DomainAttached
+    | DomainLost
+    | StepReturned
+    | RankHeartbeat
+    | ClientMessage
+    | ClientClosed
+    | AbortRequest
+    | TimePassed
 )
 
 

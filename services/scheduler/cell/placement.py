@@ -32,7 +32,7 @@ class Placement:
             seq.rank = rank.number
             rank.scheduler.add(seq, now)
 
-    def feed(self, idle: Rank, ranks: Sequence[Rank], now: float) -> None:
+    def rebalance(self, idle: Rank, ranks: Sequence[Rank], now: float) -> None:
         """Move requests from the busiest rank to an idle one, if they would be placed there now.
 
         Takes only requests of which no choice has begun, the last in the queue first. Does nothing unless `idle` is in

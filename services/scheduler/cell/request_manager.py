@@ -63,7 +63,7 @@ class RequestManager:
                 self._abort(request, now)
         return deliver(outputs)
 
-    def on_client_gone(self, client: int, now: float) -> None:
+    def on_client_closed(self, client: int, now: float) -> None:
         """Abort a client's requests."""
         for request in self._requests.of_client(client):
             self._abort(request, now)

@@ -50,14 +50,14 @@ class DecodePlanner:
         """Plan the rows whose prompts are computed."""
         rows = self._running.decode_rows
         self._slots.flush_full_runs(rows)
-        num_tokens = self._num_tokens_to_hold(rows) if self._num_draft_tokens else self._slots.num_planned[rows]
+        num_tokens = self._num_tokens_to_store(rows) if self._num_draft_tokens else self._slots.num_planned[rows]
         short = rows[num_tokens > self._slots.num_blocks[rows] * self._blocks.block_size]
         if not short.size:
             return Decodes(rows)
         decodes = self._open_blocks(rows, short) if self._opens_single_blocks else self._open_runs(rows, short)
         return decodes or self._plan_short_of_blocks(now)
 
-    def _num_tokens_to_hold(self, rows: Slots) -> IntColumn:
+    def _num_tokens_to_store(self, rows: Slots) -> IntColumn:
         with_drafts = self._slots.max_num_planned(rows) + self._num_draft_tokens
         num_tokens: IntColumn = np.minimum(with_drafts, self._slots.max_num_tokens[rows])
         return num_tokens
@@ -88,7 +88,7 @@ class DecodePlanner:
         return Decodes(rows, np.repeat(short, counts), blocks)
 
     def _num_blocks_in_run(self, short: Slots) -> IntColumn:
-        num_least = -(-self._num_tokens_to_hold(short) // self._blocks.block_size) - self._slots.num_blocks[short]
+        num_least = -(-self._num_tokens_to_store(short) // self._blocks.block_size) - self._slots.num_blocks[short]
         num_last = -(-self._slots.max_num_tokens[short] // self._blocks.block_size) - self._slots.num_blocks[short]
         counts: IntColumn = np.maximum(num_least, np.minimum(num_last, self._blocks_per_visit))
         return counts

@@ -92,7 +92,7 @@ class Endings:
         if seq.slot is None:
             self._waiting.remove(seq, now)
         elif seq.status is SequenceStatus.WAITING:
-            self._preemption.forget_parked(seq)
+            self._preemption.drop_parked(seq)
         elif not seq.is_retiring:
             self._running.drop(seq)
         seq.status = status

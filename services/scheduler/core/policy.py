@@ -78,7 +78,7 @@ class StepBudget:
             return cls(policy.max_num_batched_tokens, policy.max_num_batched_tokens, mixes)
         return cls(facts.proposed_prompt_tokens + policy.max_num_seqs, facts.proposed_prompt_tokens, mixes)
 
-    def left_by(self, num_decodes: int) -> int:
+    def prompt_tokens_beside(self, num_decodes: int) -> int:
         """Prompt tokens that fit beside the decodes."""
         return min(self.max_prompt_tokens, self.max_tokens - num_decodes)
 

@@ -55,7 +55,7 @@ class Postprocessor:
         record = self._running.pop_record()
         outputs = OutputsByClient()
         if result.prompt_logprobs:
-            self._tell_prompt_logprobs(result, outputs)
+            self._deliver_prompt_logprobs(result, outputs)
         rows = result.rows(record.row_slots, self._slots.num_draft_tokens)
         failed: list[Sequence] = []
         if self._slots.num_ended or result.not_finite_rows.size or result.failed_grammar_rows.size:
@@ -78,9 +78,9 @@ class Postprocessor:
             self._counters.num_replayed_tokens += result.num_replayed_tokens
             self._counters.num_replay_mismatches += result.num_replay_mismatches
         if rows.counts is None:
-            self._take_tokens(rows, positions, outputs, now)
+            self._append_tokens(rows, positions, outputs, now)
         else:
-            rows = self._take_runs(rows, positions, outputs, now)
+            rows = self._append_runs(rows, positions, outputs, now)
         outputs.add_rows(constants, first_indexes, rows)
         for seq in failed:
             # A stop in the tokens before the failure takes precedence.
@@ -93,12 +93,12 @@ class Postprocessor:
         self._preemption.take_back(record, now)
         return outputs
 
-    def _take_tokens(self, rows: RowTokens, positions: IntColumn, outputs: OutputsByClient, now: float) -> None:
+    def _append_tokens(self, rows: RowTokens, positions: IntColumn, outputs: OutputsByClient, now: float) -> None:
         self._slots.append(rows.slots, positions, rows.token_ids)
         for row in self._slots.find_watched(rows.slots, rows.token_ids).tolist():
             self._endings.end_if_stopped(self._slots.sequence_at(Slot(int(rows.slots[row]))), outputs, now)
 
-    def _take_runs(self, rows: RowTokens, positions: IntColumn, outputs: OutputsByClient, now: float) -> RowTokens:
+    def _append_runs(self, rows: RowTokens, positions: IntColumn, outputs: OutputsByClient, now: float) -> RowTokens:
         """Returns the rows without the tokens after a stop."""
         slots, counts = rows.slots, rows.counts
         assert counts is not None
@@ -140,7 +140,7 @@ class Postprocessor:
         is_usable &= rows.counts > 0
         return rows, failed
 
-    def _tell_prompt_logprobs(self, result: StepResult, outputs: OutputsByClient) -> None:
+    def _deliver_prompt_logprobs(self, result: StepResult, outputs: OutputsByClient) -> None:
         """Deliver what the client does not have yet."""
         for slot, logprobs in result.prompt_logprobs:
             seq = self._slots.sequence_at(Slot(slot))

@@ -52,7 +52,7 @@ class Preemption:
         self._new_token_ratio.on_retraction(*self._running.progress(), len(self._running.order))
         return seq
 
-    def make_way(self, urgent: Sequence, num_blocks: int, now: float) -> None:
+    def preempt_for(self, urgent: Sequence, num_blocks: int, now: float) -> None:
         """Preempt running sequences of lower classes, the lowest and latest first, until `urgent` may enter.
 
         Preempts as few as needed, and none if all of them would not suffice. An aged sequence counts as most urgent.
@@ -95,12 +95,12 @@ class Preemption:
         parked = [seq for seq in record.retiring if seq.status is SequenceStatus.WAITING]
         for seq in parked:
             self._running.store(seq)
-        self._running.give_back(record.retiring)
+        self._running.release(record.retiring)
         self.num_parked -= len(parked)
         for seq in parked:
             self._waiting.add(seq, now)
 
-    def forget_parked(self, seq: Sequence) -> None:
+    def drop_parked(self, seq: Sequence) -> None:
         """Note that a parked sequence has ended."""
         assert seq.is_retiring
         self.num_parked -= 1

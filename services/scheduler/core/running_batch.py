@@ -79,12 +79,12 @@ class RunningBatch:
             self.begun.remove(seq)
         record = self._last_record_of(seq)
         if record is None:
-            self.give_back([seq])
+            self.release([seq])
         else:
             seq.is_retiring = True
             record.retiring.append(seq)
 
-    def give_back(self, sequences: list[Sequence]) -> None:
+    def release(self, sequences: list[Sequence]) -> None:
         """Free what sequences hold; no step in flight may name them."""
         self.blocks.free(sequences)
         for seq in sequences:

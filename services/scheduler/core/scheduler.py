@@ -103,10 +103,10 @@ class Scheduler:
             None when there is nothing to do; only preemptions may have happened then.
         """
         if may_prefill:
-            self._make_way(now)
+            self._preempt_for_priority(now)
         if self._budget.mixes:
             decodes = self._decode.plan(now)
-            prefill = self._plan_prefill(self._budget.left_by(len(decodes.rows)), may_prefill, now)
+            prefill = self._plan_prefill(self._budget.prompt_tokens_beside(len(decodes.rows)), may_prefill, now)
         else:
             prefill = self._plan_prefill(self._budget.max_prompt_tokens, may_prefill, now)
             decodes = self._decode.plan(now) if prefill.is_empty else Decodes()
@@ -289,10 +289,10 @@ class Scheduler:
         self._preemption.check_integrity()
         self._running.check_integrity()
 
-    def _make_way(self, now: float) -> None:
+    def _preempt_for_priority(self, now: float) -> None:
         if self._policy.queue_policy is QueuePolicy.PRIORITY and self._waiting and self._may_admit(now):
             seq, num_blocks = self._prefill.next_waiting(now)
-            self._preemption.make_way(seq, num_blocks, now)
+            self._preemption.preempt_for(seq, num_blocks, now)
 
     def _plan_prefill(self, budget: int, may_admit: bool, now: float) -> Prefill:
         if not self._waiting and not self._running.begun:

@@ -58,16 +58,16 @@ def _find_bad_prompt_logprobs(
         fault = logprobs.find_fault(seq.num_prompt_tokens, logits_width)
         if fault is None and logprobs.indexes.size:
             # For a request that has ended, positions delivered so far are not tracked.
-            last_told = seq.last_prompt_logprob if slots.live[slot] else seq.num_prompt_tokens
-            fault = _find_bad_positions(logprobs, np.frombuffer(seq.token_bytes, TOKEN_DTYPE), last_told)
+            last_delivered = seq.last_prompt_logprob if slots.live[slot] else seq.num_prompt_tokens
+            fault = _find_bad_positions(logprobs, np.frombuffer(seq.token_bytes, TOKEN_DTYPE), last_delivered)
         if fault is not None:
             return fault
     return None
 
 
-def _find_bad_positions(logprobs: Logprobs, token_ids: IntColumn, last_told: int) -> str | None:
+def _find_bad_positions(logprobs: Logprobs, token_ids: IntColumn, last_delivered: int) -> str | None:
     """Positions must continue or repeat those delivered."""
     indexes = logprobs.indexes
-    if not 1 <= indexes[0] <= last_told + 1 or indexes[-1] - indexes[0] + 1 != len(indexes):
+    if not 1 <= indexes[0] <= last_delivered + 1 or indexes[-1] - indexes[0] + 1 != len(indexes):
         return "log-probabilities leave out a position of a prompt"
     return "log-probabilities of another token" if (logprobs.own_token_ids() != token_ids[indexes]).any() else None

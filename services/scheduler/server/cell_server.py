@@ -20,15 +20,15 @@ from services.scheduler.cell.engine import Engine
 from services.scheduler.cell.events import (
     Action,
     Beat,
-    ClientGone,
+    ClientClosed,
     CloseClient,
     Deliver,
     DropDomain,
     Event,
     Exit,
+    RankHeartbeat,
     SendStep,
     TimePassed,
-    WorkerHeard,
 )
 from services.scheduler.core.batch.step import Step
 from services.scheduler.server.acceptance_log import AcceptanceLog
@@ -65,7 +65,7 @@ class ClientLink:
         """The error that the stream ends with, or None for OK."""
         self._on_close = on_close
         self._silence = Silence(silence_s)
-        self._gives_signs = False
+        self._sends_heartbeats = False
         self._outbox: asyncio.Queue[tuple[float, Message] | None] = asyncio.Queue()
         self._oldest_unread_at: float | None = None
 
@@ -86,16 +86,16 @@ class ClientLink:
             self._oldest_unread_at = now
         self._outbox.put_nowait((now, message))
 
-    def hear(self) -> None:
+    def note_alive(self) -> None:
         """Note a heartbeat from the replica."""
-        self._silence.hear()
-        self._gives_signs = True
+        self._silence.note_alive()
+        self._sends_heartbeats = True
 
     def beat(self, progress: int, now: float) -> None:
         """Send a heartbeat; closes the link if its replica has sent none for too long."""
         heartbeat = exchange_pb2.SchedulerHeartbeat(progress=progress)
         self.send(exchange_pb2.ExchangeResponse(heartbeat=heartbeat), now)
-        if self._gives_signs and self._silence.beat() and not self.is_closed:
+        if self._sends_heartbeats and self._silence.beat() and not self.is_closed:
             logger.warning("a replica is silent", extra={"client": self.number})
             self.close(NotReadyError("the replica was silent"))
 
@@ -225,7 +225,7 @@ class CellServer:
     def disconnect(self, client: ClientLink) -> None:
         """Remove a replica and abort its requests; a second call does nothing."""
         if self._clients.pop(client.number, None) is not None:
-            self.on_event(ClientGone(client.number))
+            self.on_event(ClientClosed(client.number))
 
     def on_event(self, event: Event) -> None:
         """Hand an event to the engine and carry out its actions.
@@ -253,7 +253,7 @@ class CellServer:
         for action in actions:
             self._perform(action)
         self._arm_timer()
-        if not isinstance(event, TimePassed | WorkerHeard) or any(not isinstance(action, Beat) for action in actions):
+        if not isinstance(event, TimePassed | RankHeartbeat) or any(not isinstance(action, Beat) for action in actions):
             # Heartbeats come all the time and do not count as activity.
             self.idle_check.on_event(now)
         self._acceptance_log.on_event()

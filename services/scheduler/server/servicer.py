@@ -62,7 +62,7 @@ class ExchangeServicer(exchange_pb2_grpc.ExchangeServiceServicer):
                     # The engine knows, or will soon, that the replica is gone; nothing would end a new request.
                     return
                 if message.is_heartbeat:
-                    client.hear()
+                    client.note_alive()
                 if message.submits or message.stop_ats or message.abort_handles:
                     self._cell.on_event(decode_request(client.number, message))
 

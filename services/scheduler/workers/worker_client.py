@@ -24,7 +24,7 @@ from services.scheduler.cell.attach import (
     StreamBroken,
     StreamOpened,
 )
-from services.scheduler.cell.events import Event, StepReturned, WorkerHeard
+from services.scheduler.cell.events import Event, RankHeartbeat, StepReturned
 from services.scheduler.core.batch.logprobs import Logprobs
 from services.scheduler.core.batch.slot_table import Slots
 from services.scheduler.core.batch.step import EnteringSequence, PrefillChunk, Step, StepKind, StepResult
@@ -162,7 +162,7 @@ class GroupLink:
             if message.step_id:
                 self._on_event(StepReturned(self._rank, _read_result(message)))
             else:
-                self._on_event(WorkerHeard(self._rank, epoch, message.heartbeat.progress))
+                self._on_event(RankHeartbeat(self._rank, epoch, message.heartbeat.progress))
 
     async def _send(self, call: grpc.aio.StreamStreamCall, epoch: int, outbox: asyncio.Queue[_Sent]) -> None:
         instance_id = self._attach_request.scheduler_instance_id

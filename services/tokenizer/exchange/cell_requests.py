@@ -138,9 +138,9 @@ class CellRequests:
 
         They are spread over `LONGEST_JITTER_S`. Those that cannot be resumed in this cell end with an error.
         """
-        self._meet_scheduler(cell_info.scheduler_instance_id)
+        self._on_scheduler(cell_info.scheduler_instance_id)
         self._exact_fingerprint = cell_info.exact_fingerprint
-        self._fail_each(self._ledger.meet_cell(cell_info.exact_fingerprint))
+        self._fail_each(self._ledger.on_cell(cell_info.exact_fingerprint))
         self._link = link
         self._stream, handles = self._ledger.open_stream()
         self._arm_timer()
@@ -162,10 +162,10 @@ class CellRequests:
             self._ledger.lose_stream(self._stream, time.monotonic())
             self._expire()
 
-    def hear_scheduler(self) -> None:
+    def note_scheduler_alive(self) -> None:
         """A scheduler is up but not serving yet: waiting requests are not lost."""
         if self._link is None:
-            self._ledger.hear_scheduler(time.monotonic())
+            self._ledger.note_scheduler_alive(time.monotonic())
             self._arm_timer()
 
     def fail_all(self, error: ServiceError) -> None:
@@ -208,7 +208,7 @@ class CellRequests:
             self._end(handle, (), end)
         self._submit_released()
 
-    def _meet_scheduler(self, instance_id: str) -> None:
+    def _on_scheduler(self, instance_id: str) -> None:
         """If this scheduler replaces one that may have died, a request may be to blame."""
         if self._died_at is not None and instance_id != self._scheduler_instance_id:
             ends = self._ledger.on_scheduler_death(self._died_at)

@@ -80,7 +80,7 @@ class RequestLedger:
             if not choice.has_ended
         ]
 
-    def meet_cell(self, exact_fingerprint: str) -> list[tuple[RequestHandle, ServiceError]]:
+    def on_cell(self, exact_fingerprint: str) -> list[tuple[RequestHandle, ServiceError]]:
         """The next streams belong to a cell with this fingerprint; empty if it is not exact.
 
         Returns:
@@ -136,7 +136,7 @@ class RequestLedger:
             self._detach()
             self._has_stream, self._alive_at = False, now
 
-    def hear_scheduler(self, now: float) -> None:
+    def note_scheduler_alive(self, now: float) -> None:
         """A scheduler is up but not serving yet: it is waiting for its workers."""
         self._alive_at = now
 

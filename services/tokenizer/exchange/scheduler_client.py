@@ -155,7 +155,7 @@ class SchedulerClient:
             if reader.done():
                 return reader.result()
             if link.heard_at != heard_at:
-                silence.hear()
+                silence.note_alive()
         return _LinkEnd("the scheduler is not serving, or is silent", is_unexplained=True)
 
     async def _read(
@@ -185,7 +185,7 @@ class SchedulerClient:
         elif self._cell is None and kind == "cell_info":
             await self._accept_cell(link, response.cell_info)
         elif kind == "heartbeat":
-            self._requests.hear_scheduler()
+            self._requests.note_scheduler_alive()
         else:
             raise ExchangeError("cell_info must come first, and only once")
 

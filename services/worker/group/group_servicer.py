@@ -46,7 +46,7 @@ class Follower:
     async def read(self, requests: AsyncIterator[worker_pb2.JoinRequest]) -> bool:
         """Handle messages until the stream ends; whether the process said goodbye."""
         async for request in requests:
-            self.link.hear()
+            self.link.note_alive()
             kind = request.WhichOneof("message")
             if kind == "leave":
                 return True

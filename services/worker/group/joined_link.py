@@ -99,7 +99,7 @@ async def _read(call: Any, first: Any, link: Link[worker_pb2.JoinRequest], relay
     """Whether the leader said goodbye when the stream ended; `first` is the first message."""
     message = first
     while message is not grpc.aio.EOF:
-        link.hear()
+        link.note_alive()
         if message.HasField("leave"):
             return True
         if not message.HasField("heartbeat"):

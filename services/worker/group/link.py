@@ -49,9 +49,9 @@ class Link(Generic[MessageT]):
         """Queue a message."""
         self._outbox.put_nowait(message)
 
-    def hear(self) -> None:
+    def note_alive(self) -> None:
         """Record a sign of life."""
-        self._silence.hear()
+        self._silence.note_alive()
 
     async def run(
         self,

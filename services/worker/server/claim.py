@@ -3,11 +3,11 @@
 tests/simulation model-checks them together with the scheduler's side. Streams are numbers chosen by the caller, each
 used once. Epochs over time:
 
-    epoch   0 ── offer(1, A) ──────────────────────────────── offer(2, B) ─────────────────
-    holder  ""   A                                            B
-    stream       none ── hear(7) ── 7 ── launch ──┐           none ── hear(8) ── 8 ── launch ──
-    is_open      yes                              │ no        yes
-                                                  └ end_stream(7): nothing is launched until the next offer
+    epoch   0 ── offer(1, A) ───────────────────────────────── offer(2, B) ──────────────────────
+    holder  ""   A                                             B
+    stream       none ── heartbeat on 7 ── launch ──┐          none ── heartbeat on 8 ── launch ──
+    is_open      yes                                │ no       yes
+                                                    └ end_stream(7): nothing is launched until the next offer
 
 B's offer is refused (GroupHeldError) while stream 7 is open and was heard within the lease; A's own is not.
 """
@@ -66,7 +66,7 @@ class ClaimLedger:
         self.epoch, self.holder = epoch, scheduler_instance_id
         self.is_open, self.stream, self.next_step_id = True, None, 1
 
-    def hear(self, stream: int, epoch: int, scheduler_instance_id: str, now: float) -> None:
+    def on_heartbeat(self, stream: int, epoch: int, scheduler_instance_id: str, now: float) -> None:
         """Record a heartbeat; the first one makes its stream the epoch's.
 
         An epoch alone does not identify its scheduler: after a restart of the group a number may be used again.

@@ -141,7 +141,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> None:
         async for request in requests:
             if request.HasField("heartbeat"):
-                self._ledger.hear(stream.number, request.epoch, request.scheduler_instance_id, time.monotonic())
+                self._ledger.on_heartbeat(stream.number, request.epoch, request.scheduler_instance_id, time.monotonic())
                 continue
             step = parse_step(request)
             self._ledger.launch(stream.number, step.epoch, step.step_id, time.monotonic())

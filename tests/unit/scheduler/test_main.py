@@ -123,7 +123,7 @@ async def test_a_superseded_scheduler_logs_it_and_fails(tmp_path: Path) -> None:
     async with running_service(tmp_path, worker, program=("-c", WITH_SHORT_LEASE)) as (process, _):
         worker.ledger.offer(9, "successor", time.monotonic() + LEASE_S + 1)
         # The successor counts as live for the whole test.
-        worker.ledger.hear(1000, 9, "successor", time.monotonic() + PATIENCE_S)
+        worker.ledger.on_heartbeat(1000, 9, "successor", time.monotonic() + PATIENCE_S)
         _, log = await process.communicate()
     assert process.returncode == 1
     assert "the scheduler exits" in log.decode()

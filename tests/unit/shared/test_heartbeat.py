@@ -28,7 +28,7 @@ def test_hearing_the_partner_starts_the_count_again() -> None:
     for _ in range(10):
         assert not silence.beat()
         assert not silence.beat()
-        silence.hear()
+        silence.note_alive()
     assert num_beats_until_over(silence) == 2
 
 

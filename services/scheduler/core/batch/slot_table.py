@@ -103,7 +103,7 @@ class SlotTable:
         """Slots that no sequence holds."""
         return len(self._free)
 
-    def take(self, seq: Sequence, watched_tokens: list[int]) -> int:
+    def take(self, seq: Sequence, watched_tokens: list[int]) -> Slot:
         """Give a free slot to a sequence that has its blocks and all tokens stored.
 
         `find_watched` will report `watched_tokens`.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.scheduler.cell.events import (
-    ClientGone,
+    ClientClosed,
     ClientMessage,
     CloseClient,
     Exit,
@@ -329,7 +329,7 @@ def test_a_disconnected_client_loses_only_its_own_requests() -> None:
     driver.submit(1, make_prompt(20), client=1, max_tokens=9)
     driver.submit(1, make_prompt(20, 5), client=2, max_tokens=9)
     driver.step()
-    driver.on_event(ClientGone(1))
+    driver.on_event(ClientClosed(1))
     driver.run()
     assert driver.choices[2, 1].tokens == expected_completion(make_prompt(20, 5), 0, 9)
     assert used_blocks(driver) == 0

@@ -10,7 +10,7 @@ import pytest
 from services.scheduler.cell.events import (
     AbortRequest,
     ChoiceSoFar,
-    ClientGone,
+    ClientClosed,
     ClientMessage,
     CloseClient,
     DomainLost,
@@ -196,7 +196,7 @@ def test_a_disconnected_client_loses_all_its_choices() -> None:
     driver = EngineDriver(policy=SchedulerPolicy(max_num_seqs=2))
     driver.submit(1, PROMPT, n=5)
     driver.step()
-    driver.on_event(ClientGone(1))
+    driver.on_event(ClientClosed(1))
     driver.run()
     state = driver.engine.state()
     assert (state.num_waiting, state.num_running, state.num_used_blocks) == (0, 0, 0)

@@ -14,10 +14,10 @@ from services.scheduler.cell.events import (
     DomainLost,
     DropDomain,
     Exit,
+    RankHeartbeat,
     StepReturned,
     Submission,
     TimePassed,
-    WorkerHeard,
 )
 from services.scheduler.core.batch.sequence import FinishReason
 from services.scheduler.core.batch.step import RequestEnd, StepResult
@@ -227,7 +227,7 @@ def test_heartbeats_of_an_ended_epoch_are_ignored() -> None:
     driver.silent_ranks = {0}
     for _ in range(round(3.0 / HEARTBEAT_S)):
         driver.now += HEARTBEAT_S
-        driver.on_event(WorkerHeard(DpRank(0), 1, 7))
+        driver.on_event(RankHeartbeat(DpRank(0), 1, 7))
     assert len(pass_time(driver, 2 * HEARTBEAT_S)) == 1
 
 

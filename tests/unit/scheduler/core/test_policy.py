@@ -131,8 +131,8 @@ def test_settings_override_the_workers_proposal(policy: SchedulerPolicy, budget:
 
 
 def test_decodes_leave_prompts_the_proposed_budget_or_the_rest_of_the_set_one() -> None:
-    assert StepBudget(512 + 12, 512, mixes=True).left_by(12) == 512
-    assert StepBudget(40, 40, mixes=True).left_by(12) == 28
+    assert StepBudget(512 + 12, 512, mixes=True).prompt_tokens_beside(12) == 512
+    assert StepBudget(40, 40, mixes=True).prompt_tokens_beside(12) == 28
 
 
 def test_without_chunked_prefill_a_proposal_below_the_context_is_refused_at_attach() -> None:

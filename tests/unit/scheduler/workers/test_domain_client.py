@@ -220,7 +220,7 @@ async def test_a_scheduler_whose_worker_was_claimed_by_another_stops(
         await call.read()
         # The lease has run out by the worker's clock.
         cell.worker.ledger.offer(9, "successor", time.monotonic() + LEASE_S + 1)
-        cell.worker.ledger.hear(1000, 9, "successor", time.monotonic() + PATIENCE_S)
+        cell.worker.ledger.on_heartbeat(1000, 9, "successor", time.monotonic() + PATIENCE_S)
         async with asyncio.timeout(PATIENCE_S):
             await cell.server.failed.wait()
         num_steps = len(cell.worker.requests)
@@ -232,7 +232,7 @@ async def test_a_scheduler_whose_worker_was_claimed_by_another_stops(
 async def test_a_scheduler_that_never_held_a_worker_waits_until_its_holder_is_gone(tmp_path: Path) -> None:
     worker = WorkerPeer()
     worker.ledger.offer(5, "holder", time.monotonic())
-    worker.ledger.hear(1000, 5, "holder", time.monotonic())
+    worker.ledger.on_heartbeat(1000, 5, "holder", time.monotonic())
     async with running_cell(tmp_path, worker) as cell:
         await cell.wait_until(lambda _: worker.num_refused)
         assert not (await cell.state()).ready

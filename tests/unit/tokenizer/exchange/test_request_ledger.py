@@ -254,7 +254,7 @@ def test_the_time_in_which_a_scheduler_lives_and_does_not_serve_yet_does_not_cou
     ledger.begin_request(5)
     ledger.lose_stream(ledger.stream, 100.0)
     for now in (110.0, 150.0, 200.0):
-        ledger.hear_scheduler(now)
+        ledger.note_scheduler_alive(now)
         assert ledger.expire(now + LOST_AFTER_S - 1.0) == []
     assert ledger.next_wakeup() == 200.0 + LOST_AFTER_S
     assert len(ledger.expire(200.0 + LOST_AFTER_S)) == 1
@@ -398,7 +398,7 @@ def test_resumes_are_exact_while_every_cell_has_one_fingerprint(
     handle = ledger.add(make_request(), arrived_at=0.0, deadline_at=None)
     told = []
     for fingerprint in fingerprints:
-        assert ledger.meet_cell(fingerprint) == []
+        assert ledger.on_cell(fingerprint) == []
         ledger.restart(0.0)
         request = ledger.begin_attempt(handle, 0.0)
         assert request is not None
@@ -430,14 +430,14 @@ def test_losses_that_a_scheduler_told_are_known_after_its_death() -> None:
 @pytest.mark.parametrize("fingerprint", ["", "b"])
 def test_an_exact_request_ends_where_its_bytes_would_be_others(fingerprint: str) -> None:
     ledger = Ledger(has_stream=False)
-    ledger.meet_cell("a")
+    ledger.on_cell("a")
     ledger.stream, _ = ledger.open_stream()
     exact = ledger.add(make_request(n=2, is_exact=True), arrived_at=0.0, deadline_at=None)
     ordinary = ledger.begin_request(5)
     ledger.begin_attempt(exact, 0.0)
     ledger.lose_stream(ledger.stream, 1.0)
-    assert ledger.meet_cell("a") == []
-    ends = ledger.meet_cell(fingerprint)
+    assert ledger.on_cell("a") == []
+    ends = ledger.on_cell(fingerprint)
     assert [handle for handle, _ in ends] == [exact, exact + 1]
     assert all(isinstance(error, ExactUnavailableError) for _, error in ends)
     assert ledger.open_stream()[1] == [ordinary]
@@ -446,8 +446,8 @@ def test_an_exact_request_ends_where_its_bytes_would_be_others(fingerprint: str)
 def test_an_exact_request_that_no_cell_has_had_takes_any_exact_one() -> None:
     ledger = Ledger(has_stream=False)
     handle = ledger.add(make_request(is_exact=True), arrived_at=0.0, deadline_at=None)
-    assert ledger.meet_cell("a") == ledger.meet_cell("b") == []
-    assert [ended for ended, _ in ledger.meet_cell("")] == [handle]
+    assert ledger.on_cell("a") == ledger.on_cell("b") == []
+    assert [ended for ended, _ in ledger.on_cell("")] == [handle]
 
 
 def test_a_request_has_a_handle_for_each_choice() -> None:

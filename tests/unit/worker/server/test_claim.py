@@ -14,7 +14,7 @@ def claimed(epoch: int = 1, holder: str = "one", *, stream: int | None = 1) -> C
     ledger = ClaimLedger()
     ledger.offer(epoch, holder, 0.0)
     if stream is not None:
-        ledger.hear(stream, epoch, holder, 0.0)
+        ledger.on_heartbeat(stream, epoch, holder, 0.0)
     return ledger
 
 
@@ -27,7 +27,7 @@ def refusal(call: Callable[[], None]) -> tuple[type[ServiceError], dict[str, str
 
 def test_everything_is_refused_before_the_first_offer() -> None:
     ledger = ClaimLedger()
-    assert refusal(lambda: ledger.hear(1, 0, "", 0.0)) == (StaleEpochError, {"epoch": "0", "holder": ""})
+    assert refusal(lambda: ledger.on_heartbeat(1, 0, "", 0.0)) == (StaleEpochError, {"epoch": "0", "holder": ""})
     assert refusal(lambda: ledger.launch(1, 1, 1, 0.0))[0] is StaleEpochError
     assert refusal(lambda: ledger.check_restart(0, ""))[0] is StaleEpochError
     assert ledger.last_launched == (0, 0)
@@ -43,14 +43,14 @@ def test_an_epoch_that_is_not_above_the_current_one_is_stale_and_changes_nothing
 
 def test_a_new_claimant_is_refused_until_the_holder_has_been_silent_for_the_lease() -> None:
     ledger = claimed(1)
-    ledger.hear(1, 1, "one", 5.0)
+    ledger.on_heartbeat(1, 1, "one", 5.0)
     held = (GroupHeldError, {"epoch": "1", "holder": "one"})
     assert refusal(lambda: ledger.offer(2, "two", 5.0 + LEASE_S)) == held
     ledger.launch(1, 1, 1, 9.0)
     assert refusal(lambda: ledger.offer(2, "two", 9.0 + LEASE_S)) == held
     ledger.offer(2, "two", 9.1 + LEASE_S)
     assert (ledger.epoch, ledger.holder) == (2, "two")
-    assert refusal(lambda: ledger.hear(1, 1, "one", 30.0)) == (StaleEpochError, {"epoch": "2", "holder": ""})
+    assert refusal(lambda: ledger.on_heartbeat(1, 1, "one", 30.0)) == (StaleEpochError, {"epoch": "2", "holder": ""})
 
 
 @pytest.mark.parametrize("epoch", [0, 3])
@@ -80,13 +80,13 @@ def test_a_broken_stream_ends_the_claim_at_once() -> None:
 def test_the_end_of_another_stream_ends_nothing() -> None:
     ledger = claimed(1, stream=None)
     ledger.end_stream(7)
-    ledger.hear(1, 1, "one", 0.0)
+    ledger.on_heartbeat(1, 1, "one", 0.0)
     ledger.end_stream(7)
     assert ledger.is_open
     # A stream of an older epoch may end late.
     ledger.offer(2, "one", 0.0)
     ledger.end_stream(1)
-    ledger.hear(2, 2, "one", 0.0)
+    ledger.on_heartbeat(2, 2, "one", 0.0)
 
 
 def test_a_holders_own_higher_epoch_supersedes_its_open_stream() -> None:
@@ -94,16 +94,16 @@ def test_a_holders_own_higher_epoch_supersedes_its_open_stream() -> None:
     ledger.launch(1, 1, 1, 0.0)
     ledger.offer(2, "one", 0.1)
     assert refusal(lambda: ledger.launch(1, 1, 2, 0.2)) == (StaleEpochError, {"epoch": "2", "holder": ""})
-    ledger.hear(2, 2, "one", 0.2)
+    ledger.on_heartbeat(2, 2, "one", 0.2)
     ledger.launch(2, 2, 1, 0.2)
 
 
 def test_only_the_first_stream_with_a_heartbeat_of_the_epoch_runs_its_steps() -> None:
     ledger = claimed(1, stream=None)
     assert refusal(lambda: ledger.launch(4, 1, 1, 0.0))[0] is GroupHeldError
-    ledger.hear(4, 1, "one", 0.0)
+    ledger.on_heartbeat(4, 1, "one", 0.0)
     ledger.launch(4, 1, 1, 0.0)
-    for call in (lambda: ledger.launch(5, 1, 2, 0.1), lambda: ledger.hear(5, 1, "one", 0.1)):
+    for call in (lambda: ledger.launch(5, 1, 2, 0.1), lambda: ledger.on_heartbeat(5, 1, "one", 0.1)):
         assert refusal(call)[0] is GroupHeldError
     ledger.launch(4, 1, 2, 0.2)
 
@@ -125,7 +125,7 @@ def test_the_last_launched_step_is_remembered_across_epochs() -> None:
     ledger.launch(1, 3, 2, 0.0)
     ledger.offer(4, "one", 0.0)
     assert ledger.last_launched == (3, 2)
-    ledger.hear(2, 4, "one", 0.0)
+    ledger.on_heartbeat(2, 4, "one", 0.0)
     ledger.launch(2, 4, 1, 0.0)
     assert ledger.last_launched == (4, 1)
 
@@ -143,5 +143,5 @@ def test_only_the_holder_of_the_epoch_may_request_a_restart() -> None:
 def test_a_stream_of_another_scheduler_is_refused_even_under_the_same_epoch() -> None:
     # A restarted group hands out the same numbers again.
     ledger = claimed(1, "two", stream=None)
-    assert refusal(lambda: ledger.hear(1, 1, "one", 0.0)) == (StaleEpochError, {"epoch": "1", "holder": ""})
-    ledger.hear(2, 1, "two", 0.0)
+    assert refusal(lambda: ledger.on_heartbeat(1, 1, "one", 0.0)) == (StaleEpochError, {"epoch": "1", "holder": ""})
+    ledger.on_heartbeat(2, 1, "two", 0.0)
