@@ -33,7 +33,7 @@ from tests.simulation.clock import Clock
 from tests.simulation.domain import SimulatedDomain
 from tests.simulation.faults import Fault, FaultMix
 from tests.simulation.network import Message, Pipe, Trouble
-from tests.simulation.step_stream import NOBODY, Answer, Holder, StepStream, StreamEnds
+from tests.simulation.step_stream import NO_HOLDER, Answer, Holder, StepStream, StreamEnds
 from tests.simulation.workload import CellSettings
 
 _DELAY_S = (0.0002, 0.002)
@@ -216,4 +216,4 @@ class DomainLink:
 
 
 def _broken(rank: DpRank, epoch: int, holder: Holder) -> StreamBroken:
-    return StreamBroken(rank, epoch, None if holder is NOBODY else holder.epoch, holder.instance_id)
+    return StreamBroken(rank, epoch, None if holder is NO_HOLDER else holder.epoch, holder.instance_id)

@@ -30,7 +30,7 @@ class Holder:
     instance_id: str = ""
 
 
-NOBODY = Holder()
+NO_HOLDER = Holder()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class StepStream:
         if not self.is_broken and not self.answers.is_held:
             self._ends.on_progress(progress)
 
-    def break_(self, holder: Holder = NOBODY) -> None:
+    def break_(self, holder: Holder = NO_HOLDER) -> None:
         """End the stream from the worker's side, or break it; the scheduler is notified."""
         if not self.is_broken:
             self._cut()

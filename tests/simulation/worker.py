@@ -24,7 +24,7 @@ from tests.simulation.collective import Collective, Part, num_prompt_tokens_of
 from tests.simulation.faults import Fault, FaultMix
 from tests.simulation.group import SimulatedGroup
 from tests.simulation.pause import Pause
-from tests.simulation.step_stream import NOBODY, Answer, Holder, StepStream
+from tests.simulation.step_stream import NO_HOLDER, Answer, Holder, StepStream
 from tests.simulation.workload import CellSettings
 from tests.support.cell_model import VOCABULARY, Oracle, PoisonedError, WorkerModel
 
@@ -290,7 +290,7 @@ class SimulatedWorker:
             self._offer = None
         self._break_stream(self._holder())
 
-    def _break_stream(self, holder: Holder = NOBODY) -> None:
+    def _break_stream(self, holder: Holder = NO_HOLDER) -> None:
         """End the current stream; steps that its scheduler sends before it notices are refused."""
         stream, self._stream = self._stream, None
         if stream is not None:

@@ -90,7 +90,7 @@ class TokenStream:
 
     @property
     def usage(self) -> common_pb2.Usage:
-        """Of all choices so far, counting the prompt once."""
+        """The usage of all choices so far, counting the prompt once."""
         leader = self.choices[0].usage
         return common_pb2.Usage(
             num_prompt_tokens=leader.num_prompt_tokens,

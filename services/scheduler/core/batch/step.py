@@ -226,7 +226,7 @@ class Outputs:
 
     handles: np.ndarray[tuple[int], np.dtype[np.uint32]]  # [num_rows]
     first_indexes: IntColumn  # [num_rows]
-    """Of each row's first token among its completion tokens."""
+    """The index of each row's first token among its completion tokens."""
     token_ids: IntColumn  # [num_tokens]
     """Row after row."""
     starts: list[RequestStart] = field(default_factory=list)

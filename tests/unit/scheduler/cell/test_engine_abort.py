@@ -76,7 +76,7 @@ def test_a_preempted_request_ends_whether_parked_or_waiting(at: int) -> None:
 
 def test_an_unknown_request_id_is_ignored() -> None:
     driver = EngineDriver()
-    assert abort(driver, "nobody") == []
+    assert abort(driver, "unknown") == []
     driver.submit(1, prompt(5), max_tokens=2)
     driver.run()
     assert abort(driver, "1-1") == []

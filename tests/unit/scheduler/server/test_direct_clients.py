@@ -372,7 +372,7 @@ async def test_abort_ends_a_replicas_request(tmp_path: Path) -> None:
 
 async def test_aborting_an_unknown_id_succeeds_and_aborting_an_invalid_one_is_refused(tmp_path: Path) -> None:
     async with running_cell(tmp_path) as cell:
-        await cell.scheduler.Abort(scheduler_pb2.AbortRequest(request_id="nobody"))
+        await cell.scheduler.Abort(scheduler_pb2.AbortRequest(request_id="unknown"))
         for request_id in ("", "a b", "x" * 65):
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await cell.scheduler.Abort(scheduler_pb2.AbortRequest(request_id=request_id))
