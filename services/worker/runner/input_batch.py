@@ -12,7 +12,7 @@ from services.worker.batch.block_tables import BlockTables
 from services.worker.batch.enter_checks import BatchLimits, check_enter, check_token_ids, require
 from services.worker.batch.replay import ReplayedChunk, Replays
 from services.worker.batch.step_input import ScoredChunk, StepInput
-from services.worker.sampling.draw import GREEDY_TEMPERATURE
+from services.worker.drawing.token_draw import GREEDY_TEMPERATURE
 from services.worker.sampling.sampler import SamplingRows
 from services.worker.sampling.sampling_state import GrammarMatcher, SamplingState
 from services.worker.spec_decode.drafts import NO_DRAFTS, Drafter, Drafts

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from services.worker.sampling.largest import largest
+from services.worker.drawing.largest import largest
 from services.worker.step import Int32Column, Logprobs
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from services.worker.drawing.token_draw import GREEDY_TEMPERATURE, TokenDraw
 from services.worker.ops import Ops
-from services.worker.sampling.draw import GREEDY_TEMPERATURE, TokenDraw
 from services.worker.sampling.logprobs import join_logprobs, token_logprobs
 from services.worker.sampling.sampling_state import SamplingState
 from services.worker.step import Int32Column, Logprobs

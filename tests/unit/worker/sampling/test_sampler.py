@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from services.worker.drawing.noise import gumbel, noise_words
 from services.worker.ops import load_ops
-from services.worker.sampling.noise import gumbel, noise_words
 from services.worker.sampling.sampler import SampledTokens, Sampler, SamplingRows
 
 VOCABULARY = 40

@@ -13,8 +13,8 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from services.worker.sampling.largest import largest, largest_down_to
-from services.worker.sampling.noise import gumbel, noise_words
+from services.worker.drawing.largest import largest, largest_down_to
+from services.worker.drawing.noise import gumbel, noise_words
 
 # Temperatures below this are greedy.
 GREEDY_TEMPERATURE = 1e-5

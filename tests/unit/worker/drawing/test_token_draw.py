@@ -16,7 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from services.worker.sampling.draw import TokenDraw
+from services.worker.drawing.token_draw import TokenDraw
 
 
 def make_draw(

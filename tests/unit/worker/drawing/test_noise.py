@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.sampling.noise import NoisePurpose, gumbel, noise_words
+from services.worker.drawing.noise import NoisePurpose, gumbel, noise_words
 
 MASK = 2**64 - 1
 

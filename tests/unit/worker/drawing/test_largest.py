@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.sampling.largest import largest
+from services.worker.drawing.largest import largest
 
 
 @given(size=st.integers(1, 3000), share=st.floats(0, 1), num_different=st.integers(1, 5000), seed=st.integers(0, 2**32))

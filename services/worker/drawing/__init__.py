@@ -1,0 +1,1 @@
+"""Draws a token from one row of logits, in plain numpy: the yardstick for every backend."""
