@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from services.worker.ops.cpu_ops import CpuOps
 from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
-from services.worker.ops.protocol import AttentionParams, LinearKernel, Ops, PerHeadKernel, RopeRows
+from services.worker.ops.protocol import AttentionParams, DrawRows, LinearKernel, Ops, PerHeadKernel, RopeRows
 from services.worker.ops.reference_ops import ReferenceOps
 from services.worker.ops.routing import ExpertGroups, RouterScore, RoutingRule
 
@@ -17,6 +17,7 @@ BACKEND_NAMES = tuple(_BACKENDS)
 __all__ = [
     "BACKEND_NAMES",
     "AttentionParams",
+    "DrawRows",
     "ExpertGroups",
     "ExpertWeights",
     "ExpertsKernel",

@@ -51,6 +51,19 @@ class AttentionParams:
     """[H] float32: a logit per query head that joins the softmax's sum without a value. Source: arXiv:2508.10925."""
 
 
+@dataclass(frozen=True, slots=True)
+class DrawRows:
+    """How the token of each row is drawn; see `TokenDraw`. On the device of the logits, contiguous."""
+
+    temperature: Tensor  # [B] float32, below 1e-5: greedy
+    top_k: Tensor  # [B] int32, 0: all
+    top_p: Tensor  # [B] float32, 1: all
+    min_p: Tensor  # [B] float32, 0: all
+    seed: Tensor  # [B] int64, the bits of the unsigned seed
+    choice: Tensor  # [B] int64
+    position: Tensor  # [B] int64
+
+
 class Ops(Protocol):
     """One backend. Stateless to its callers; used from the worker's main thread only."""
 
@@ -318,6 +331,19 @@ class Ops(Protocol):
         """
 
     # -- Sampling -----------------------------------------------------------------------------------------
+
+    def sample(self, logits: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
+        """Draw a token from each row: the one that `TokenDraw.token` draws.
+
+        Args:
+            logits: [B, vocabulary], float32; not written.
+
+        Returns:
+            (token ids [B] int64, whether the row's largest logit is finite [B] bool). In a row with NaN, +Inf or
+            nothing above -Inf the token is meaningless, but one of the vocabulary.
+
+        Source: Gumbel-max, arXiv:1411.0030, section 2.
+        """
 
     def greedy_sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The largest logit of each row and its column, the lowest column among equals; NaN counts as the largest.

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from services.worker.drawing.token_draw import GREEDY_TEMPERATURE, TokenDraw
-from services.worker.ops import Ops
+from services.worker.forward.staging import to_device
+from services.worker.ops import DrawRows, Ops
 from services.worker.sampling.logprobs import join_logprobs, token_logprobs
 from services.worker.sampling.sampling_state import SamplingState
 from services.worker.step import Int32Column, Logprobs
@@ -51,7 +53,7 @@ class SampledTokens:
 
 
 class Sampler:
-    """Draws plain greedy tokens with the backend, others row by row with counter-based noise."""
+    """Draws with the backend; rows with drafts, or with a state that changes logits, one by one on the host."""
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
@@ -64,14 +66,19 @@ class Sampler:
                 `position`, then those after each of its drafts.
             rows: At least one.
         """
-        greedy_ids, largest = self._ops.greedy_sample(logits)
-        token_ids = greedy_ids.cpu().numpy().astype(np.int32)
-        runs = _Runs.make(rows, is_finite=np.isfinite(largest.cpu().numpy()))
-        drawn = np.flatnonzero(_is_drawn(rows) & runs.is_good)
+        is_host_drawn = _is_host_drawn(rows)
+        if rows.draft_counts is None:
+            drawn_ids, is_finite = self._ops.sample(logits, _draw_rows(rows, is_host_drawn, logits.device))
+        else:
+            drawn_ids, largest = self._ops.greedy_sample(logits)
+            is_finite = largest.isfinite()
+        token_ids = drawn_ids.cpu().numpy().astype(np.int32)
+        runs = _Runs.make(rows, is_finite=is_finite.cpu().numpy())
         failed: list[int] = []
-        if len(drawn):
+        if is_host_drawn.any():
+            drawn = np.flatnonzero(is_host_drawn & runs.is_good).tolist()
             values = logits.cpu().numpy()
-            failed = [row for row in drawn.tolist() if not _draw_run(values, rows, row, runs=runs, token_ids=token_ids)]
+            failed = [row for row in drawn if not _draw_run(values, rows, row, runs=runs, token_ids=token_ids)]
         not_finite_rows = np.flatnonzero(~runs.is_good).astype(np.int32)
         counts = None if rows.draft_counts is None else runs.counts(token_ids)
         sampled = SampledTokens(token_ids if counts is None else runs.cut(token_ids, counts), not_finite_rows, counts)
@@ -123,12 +130,30 @@ class _Runs:
         return kept
 
 
-def _is_drawn(rows: SamplingRows) -> npt.NDArray[np.bool_]:
-    """[num_rows], False for rows that get the most likely tokens."""
-    is_drawn: npt.NDArray[np.bool_] = rows.temperature >= GREEDY_TEMPERATURE
+def _is_host_drawn(rows: SamplingRows) -> npt.NDArray[np.bool_]:
+    """[num_rows], whether a row is drawn on the host: greedy ones only if their state changes logits."""
+    is_drawn = np.zeros(len(rows.temperature), np.bool_)
+    if rows.draft_counts is not None:
+        is_drawn = rows.temperature >= GREEDY_TEMPERATURE
     for row, state in rows.states.items():
         is_drawn[row] |= state.changes_logits
     return is_drawn
+
+
+def _draw_rows(rows: SamplingRows, is_host_drawn: npt.NDArray[np.bool_], device: torch.device) -> DrawRows:
+    """How the backend draws; rows that the host draws are greedy here, which costs least."""
+    min_p = np.zeros(len(rows.temperature), np.float32)
+    for row, state in rows.states.items():
+        min_p[row] = state.options.min_p
+    return DrawRows(
+        temperature=to_device(np.where(is_host_drawn, np.float32(0), rows.temperature), device),
+        top_k=to_device(rows.top_k, device),
+        top_p=to_device(rows.top_p, device),
+        min_p=to_device(min_p, device),
+        seed=to_device(rows.seed.view(np.int64), device),
+        choice=to_device(rows.choice.astype(np.int64), device),
+        position=to_device(rows.position, device),
+    )
 
 
 def _draw_run(
