@@ -10,12 +10,11 @@ import torch
 from services.worker.forward.kv_cache import LayerCache, attention_cache
 from services.worker.layers.attention import Attention
 from services.worker.layers.linear import Linear, sum_over_ranks
-from services.worker.layers.norm import RmsNorm
 from services.worker.layers.rotary import Rotary
 from services.worker.layers.shard import Part, Shard
 from services.worker.models.config import ConfigValues
 from services.worker.models.decoder import DecoderConfig, DecoderLayer, DecoderModel, FeedForward
-from services.worker.ops import AttentionParams
+from services.worker.ops import AttentionParams, HeadNorms
 from shared.model_dir import ModelDirectoryError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -127,11 +126,10 @@ def _load_attention(shard: Shard, config: DecoderConfig, layer: int, attention: 
     if attention.has_sinks:
         sinks = weights.read(f"{prefix}.sinks", (heads.total,), rows=heads.run, dtype=torch.float32)
 
-    def head_norm(name: str) -> RmsNorm | None:
-        if not attention.has_head_norms:
-            return None
-        return RmsNorm(ops, weights.read(f"{prefix}.{name}.weight", (head_dim,)), config.rms_norm_eps)
-
+    norms = None
+    if attention.has_head_norms:
+        query_norm = weights.read(f"{prefix}.q_norm.weight", (head_dim,))
+        norms = HeadNorms(query_norm, weights.read(f"{prefix}.k_norm.weight", (head_dim,)), config.rms_norm_eps)
     return Attention(
         ops,
         layer,
@@ -140,6 +138,5 @@ def _load_attention(shard: Shard, config: DecoderConfig, layer: int, attention: 
         num_heads=len(heads),
         num_kv_heads=len(kv_heads),
         params=AttentionParams(head_dim**-0.5, attention.windows[layer], sinks),
-        query_norm=head_norm("q_norm"),
-        key_norm=head_norm("k_norm"),
+        norms=norms,
     )

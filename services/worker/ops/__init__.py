@@ -6,7 +6,15 @@ from collections.abc import Callable
 
 from services.worker.ops.cpu_ops import CpuOps
 from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
-from services.worker.ops.protocol import AttentionParams, DrawRows, LinearKernel, Ops, PerHeadKernel, RopeRows
+from services.worker.ops.protocol import (
+    AttentionParams,
+    DrawRows,
+    HeadNorms,
+    LinearKernel,
+    Ops,
+    PerHeadKernel,
+    RopeRows,
+)
 from services.worker.ops.reference_ops import ReferenceOps
 from services.worker.ops.routing import ExpertGroups, RouterScore, RoutingRule
 
@@ -21,6 +29,7 @@ __all__ = [
     "ExpertGroups",
     "ExpertWeights",
     "ExpertsKernel",
+    "HeadNorms",
     "LinearKernel",
     "Ops",
     "PerHeadKernel",

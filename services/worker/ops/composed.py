@@ -1,25 +1,50 @@
-"""Ops made of other ops, for backends without a kernel of their own."""
+"""Ops made of other ops, for backends that have no kernel of their own for them."""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from services.worker.drawing.token_draw import GREEDY_TEMPERATURE, TokenDraw
-from services.worker.ops.protocol import DrawRows, Ops
+from services.worker.forward.forward_context import AttentionPlan
+from services.worker.ops.protocol import DrawRows, HeadNorms, Ops, RopeRows
 
 
-def sample(ops: Ops, logits: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
-    """See `Ops.sample`: greedy rows together, the others one by one on the host."""
-    token_ids, largest = ops.greedy_sample(logits)
-    is_finite = largest.isfinite()
-    drawn = ((rows.temperature >= GREEDY_TEMPERATURE) & is_finite).nonzero().flatten()
-    if len(drawn):
-        values = logits[drawn].cpu().numpy() if len(drawn) < len(logits) else logits.cpu().numpy()
-        draws = _draws(rows, drawn)
-        tokens = [draw.token(row, position) for row, (draw, position) in zip(values, draws, strict=True)]
-        token_ids[drawn] = torch.tensor(tokens, device=token_ids.device)
-    return token_ids, is_finite
+class ComposedOps(Ops, Protocol):
+    """The base class of backends; it has the ops that need no kernel."""
+
+    def norm_rope_write(
+        self,
+        qkv: Tensor,
+        norms: HeadNorms | None,
+        rows: RopeRows,
+        *,
+        num_heads: int,
+        cache: tuple[Tensor, ...],
+        plan: AttentionPlan,
+    ) -> None:
+        """See `Ops.norm_rope_write`; the key is written in place too."""
+        num_kv_heads = cache[0].shape[2]
+        query, key, value = torch.split(qkv, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+        if norms is not None:
+            query.copy_(self.rms_norm(query, norms.query, norms.eps))
+            key.copy_(self.rms_norm(key, norms.key, norms.eps))
+        self.rope(qkv[:, : num_heads + num_kv_heads], rows)
+        self.write_kv(key, value, cache, plan)
+
+    def sample(self, logits: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
+        """See `Ops.sample`: greedy rows together, the others one by one on the host."""
+        token_ids, largest = self.greedy_sample(logits)
+        is_finite = largest.isfinite()
+        drawn = ((rows.temperature >= GREEDY_TEMPERATURE) & is_finite).nonzero().flatten()
+        if len(drawn):
+            values = (logits[drawn] if len(drawn) < len(logits) else logits).cpu().numpy()
+            draws = _draws(rows, drawn)
+            tokens = [draw.token(row, position) for row, (draw, position) in zip(values, draws, strict=True)]
+            token_ids[drawn] = torch.tensor(tokens, device=token_ids.device)
+        return token_ids, is_finite
 
 
 def _draws(rows: DrawRows, drawn: Tensor) -> list[tuple[TokenDraw, int]]:

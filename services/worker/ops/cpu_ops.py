@@ -13,18 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.worker.ops import composed
+from services.worker.ops.composed import ComposedOps
 from services.worker.ops.cpu_experts import CpuExperts, combine_experts
 from services.worker.ops.cpu_mla import CpuMla
 from services.worker.ops.experts import Expert, ExpertsKernel, ExpertWeights, SwigluClamp
-from services.worker.ops.protocol import DrawRows, LinearKernel, PerHeadKernel, RopeRows
+from services.worker.ops.protocol import LinearKernel, PerHeadKernel, RopeRows
 from services.worker.ops.routing import RoutingRule, route
 
 # Private to torch, so it may disappear; `F.linear` is the fallback.
 _HAS_PACKED_LINEAR = all(hasattr(torch.ops.mkldnn, op) for op in ("_reorder_linear_weight", "_linear_pointwise"))
 
 
-class CpuOps(CpuMla):
+class CpuOps(CpuMla, ComposedOps):
     """See `Ops`."""
 
     name = "cpu"
@@ -98,9 +98,6 @@ class CpuOps(CpuMla):
         return combine_experts(outputs, tokens, weights, num_tokens=num_tokens)
 
     # -- Sampling -----------------------------------------------------------------------------------------
-
-    def sample(self, logits: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
-        return composed.sample(self, logits, rows)
 
     def greedy_sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         largest, token_ids = logits.max(dim=-1)

@@ -40,6 +40,17 @@ class RopeRows:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMSNorm of each query and key head before its rotation. Source: arXiv:2302.05442, section 2."""
+
+    query: Tensor
+    """[D], the dtype of the heads."""
+    key: Tensor
+    """[D], the dtype of the heads."""
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionParams:
     """A layer's attention parameters besides the shapes of its tensors."""
 
@@ -183,6 +194,28 @@ class Ops(Protocol):
                 `slot_mapping` (int64, no repeats).
 
         Source: arXiv:2309.06180, section 4.1; AITER `reshape_and_cache_flash`.
+        """
+
+    def norm_rope_write(
+        self,
+        qkv: Tensor,
+        norms: HeadNorms | None,
+        rows: RopeRows,
+        *,
+        num_heads: int,
+        cache: tuple[Tensor, ...],
+        plan: AttentionPlan,
+    ) -> None:
+        """What precedes attention: `rms_norm` of query and key heads, `rope`, and `write_kv`.
+
+        Args:
+            qkv: [T, H + 2 K, D], contiguous: query | key | value. The query is written in place; whether the key is
+                too depends on the backend, whose `prefill_attention` reads keys here or from the cache.
+            norms: None means that heads are not normalised.
+            num_heads: H.
+            cache: Keys and values, written as by `write_kv`.
+
+        Source: see the three ops; AITER `fused_qk_rope_reshape_and_cache`, which has no norm.
         """
 
     def write_cache(self, values: Tensor, cache: Tensor, plan: AttentionPlan) -> None:

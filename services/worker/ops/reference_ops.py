@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.worker.ops import composed
+from services.worker.ops.composed import ComposedOps
 from services.worker.ops.experts import Expert, ExpertsKernel, ExpertWeights, SwigluClamp
-from services.worker.ops.protocol import DrawRows, LinearKernel, PerHeadKernel, RopeRows
+from services.worker.ops.protocol import LinearKernel, PerHeadKernel, RopeRows
 from services.worker.ops.reference_attention import ReferenceAttention
 from services.worker.ops.reference_experts import ReferenceExperts, combine_experts
 from services.worker.ops.routing import RoutingRule, route
 
 
-class ReferenceOps(ReferenceAttention):
+class ReferenceOps(ReferenceAttention, ComposedOps):
     """See `Ops`."""
 
     name = "reference"
@@ -89,9 +89,6 @@ class ReferenceOps(ReferenceAttention):
         return combine_experts(outputs, tokens, weights, num_tokens=num_tokens)
 
     # -- Sampling -----------------------------------------------------------------------------------------
-
-    def sample(self, logits: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
-        return composed.sample(self, logits, rows)
 
     def greedy_sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         largest, token_ids = logits.max(dim=-1)
