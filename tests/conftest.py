@@ -19,6 +19,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Triton's kernels run in its interpreter, on CPU tensors. Must be set before Triton is imported, which transformers does.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # The duration of an example depends on the machine's load, so it has no deadline.
 settings.register_profile("lockstep", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("lockstep")

@@ -1,0 +1,43 @@
+"""The gated activation of the feed-forward network."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Eight elements per thread of four warps: one load of 16 bytes of bfloat16 from each half.
+_COLUMNS = 1024
+_NUM_WARPS = 4
+
+
+@triton.jit
+def _silu_and_mul_kernel(x, output, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = columns < WIDTH
+    gate = tl.load(x + row * 2 * WIDTH + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * WIDTH + WIDTH + columns, mask=mask, other=0.0).to(tl.float32)
+    gated = gate * tl.sigmoid(gate) * up
+    tl.store(output + row * WIDTH + columns, gated.to(output.dtype.element_ty), mask=mask)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """See `Ops.silu_and_mul`.
+
+    Args:
+        x: [T, 2 * intermediate], contiguous: gate | up. Not written.
+
+    Returns:
+        A new [T, intermediate] of x's dtype.
+
+    Source: arXiv:2002.05202, section 2 (SwiGLU).
+    """
+    num_tokens, width = x.shape[0], x.shape[1] // 2
+    output = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
+    columns = min(triton.next_power_of_2(width), _COLUMNS)
+    _silu_and_mul_kernel[(num_tokens, triton.cdiv(width, columns))](
+        x, output, WIDTH=width, COLUMNS=columns, num_warps=_NUM_WARPS
+    )
+    return output

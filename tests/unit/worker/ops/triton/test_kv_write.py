@@ -1,0 +1,40 @@
+"""The cache kernels write each token into its slot, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from services.worker.ops.triton.kv_write import write_cache, write_kv
+from tests.support.attention_batches import random
+
+SLOTS = torch.tensor([5, -1, 2, 0, 11])
+OTHERS = [slot for slot in range(12) if slot not in SLOTS]
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 4])
+@pytest.mark.parametrize(("num_kv_heads", "key_dim", "value_dim"), [(1, 16, 16), (3, 80, 24), (8, 128, 128)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_write_kv_writes_tokens_with_a_slot(
+    block_size: int, num_kv_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
+) -> None:
+    fused = random(5, num_kv_heads * (key_dim + value_dim) + 7).to(dtype)
+    sizes = [num_kv_heads * key_dim, num_kv_heads * value_dim, 7]
+    key, value, _ = torch.split(fused, sizes, dim=1)
+    cache = tuple(
+        torch.full((12 // block_size, block_size, num_kv_heads, dim), 7.0, dtype=dtype) for dim in (key_dim, value_dim)
+    )
+    write_kv(key.view(5, num_kv_heads, -1), value.view(5, num_kv_heads, -1), cache, SLOTS)
+    for rows, tensor in zip((key, value), cache, strict=True):
+        written = tensor.view(12, -1)
+        assert torch.equal(written[SLOTS[SLOTS >= 0]], rows[SLOTS >= 0])
+        assert bool((written[OTHERS] == 7.0).all())
+
+
+@pytest.mark.parametrize("shape", [(600,), (2, 24)])
+def test_write_cache_writes_one_tensor(shape: tuple[int, ...]) -> None:
+    values, cache = random(5, 2, *shape)[:, 1], torch.full((4, 3, *shape), 7.0)
+    write_cache(values, cache, SLOTS)
+    written = cache.flatten(0, 1)
+    assert torch.equal(written[SLOTS[SLOTS >= 0]], values[SLOTS >= 0])
+    assert bool((written[OTHERS] == 7.0).all())

@@ -1,0 +1,61 @@
+"""The norm kernels compute what the reference backend does, for rows of any width and stride."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.worker.ops import load_ops
+from services.worker.ops.triton.norm import add_rms_norm, layer_norm, rms_norm
+from tests.support.attention_batches import random
+
+REFERENCE = load_ops("reference")
+EPS = 0.1
+
+every_width = pytest.mark.parametrize("width", [16, 80, 1000, 1024])
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    is_float32 = expected.dtype == torch.float32
+    torch.testing.assert_close(actual, expected, atol=1e-5 if is_float32 else 0.02, rtol=1e-5 if is_float32 else 0.01)
+
+
+@every_width
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_of_rows_with_a_stride(width: int, dtype: torch.dtype) -> None:
+    x, weight = random(5, width + 3).to(dtype)[:, :width], random(width, seed=1).to(dtype)
+    normed = rms_norm(x, weight, EPS)
+    assert normed.is_contiguous()
+    assert_close(normed, REFERENCE.rms_norm(x, weight, EPS))
+
+
+@pytest.mark.parametrize("num_heads", [1, 3, 20])
+@pytest.mark.parametrize("head_dim", [16, 80, 128])
+def test_rms_norm_of_heads_where_the_fused_projection_left_them(num_heads: int, head_dim: int) -> None:
+    heads, weight = random(4, num_heads + 5, head_dim)[:, 2 : num_heads + 2], random(head_dim, seed=1)
+    assert_close(rms_norm(heads, weight, EPS), REFERENCE.rms_norm(heads, weight, EPS))
+
+
+@every_width
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_add_rms_norm_writes_the_sum_into_the_residual(width: int, dtype: torch.dtype) -> None:
+    x, residual, weight = (random(*shape).to(dtype) for shape in ((5, width), (5, width), (width,)))
+    expected_residual = residual.clone()
+    expected = REFERENCE.add_rms_norm(x.clone(), expected_residual, weight, EPS)
+    assert_close(add_rms_norm(x, residual, weight, EPS), expected)
+    assert torch.equal(residual, expected_residual)
+
+
+@every_width
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layer_norm_of_rows_with_a_stride_and_a_large_mean(width: int, dtype: torch.dtype) -> None:
+    x = (random(5, width + 3)[:, :width] + 8).to(dtype)
+    weight, bias = random(width, seed=1).to(dtype), random(width, seed=2).to(dtype)
+    assert_close(layer_norm(x, weight, bias, EPS), REFERENCE.layer_norm(x, weight, bias, EPS))
+
+
+def test_a_rows_nan_stays_its_own() -> None:
+    x, weight = random(3, 80), random(80, seed=1)
+    x[1, 7] = torch.nan
+    assert rms_norm(x, weight, EPS).isnan().any(-1).tolist() == [False, True, False]
