@@ -1,0 +1,234 @@
+"""What a layer does between its query-key-value projection and its attention, in one launch.
+
+A program has a few heads of one token: of its query, of its key, or of its value.
+
+    heads of a row of qkv       query 0 .. H-1          key 0 .. K-1            value 0 .. K-1
+    done with them              norm, rotation          norm, rotation
+    written to                  their place in qkv      the key cache           the value cache
+
+The key's place in qkv is not written: attention reads keys from the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from services.worker.ops.protocol import RopeRows
+from services.worker.ops.triton.rope import load_rotation
+
+# Elements of a tile. Each thread then holds 8 of them at most.
+_TILE_SIZE = 512
+_ELEMENTS_PER_WARP = 256
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMSNorm of each head before its rotation. Source: arXiv:2302.05442, section 2 (query and key normalisation)."""
+
+    query: Tensor
+    """[D], the dtype of the heads."""
+    key: Tensor
+    """[D], the dtype of the heads."""
+    eps: float
+
+
+@triton.jit
+def _load_columns(places, columns, mask):
+    return tl.load(places + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _scale(values, inverse_root, weight, columns, mask, dtype: tl.constexpr):
+    scales = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    # Rounded as a norm on its own would round its result.
+    return (values * inverse_root * scales[None, :]).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _norm_rope_heads(
+    source,
+    target,
+    weight,
+    cosines,
+    sines,
+    has_row,
+    eps,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    REST: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+):
+    # Every element is stored by the thread that loaded it, or after all loads of its pair: `target` may be `source`.
+    pairs = tl.arange(0, PAIRS)
+    has_pair = pairs < HALF
+    first_columns = 2 * pairs if IS_INTERLEAVED else pairs
+    second_columns = first_columns + (1 if IS_INTERLEAVED else HALF)
+    mask = has_row[:, None] & has_pair[None, :]
+    first = _load_columns(source, first_columns, mask)
+    second = _load_columns(source, second_columns, mask)
+    dtype: tl.constexpr = source.dtype.element_ty
+    if REST > 0:
+        rest_columns = 2 * HALF + tl.arange(0, REST)
+        has_rest = rest_columns < HEAD_DIM
+        rest_mask = has_row[:, None] & has_rest[None, :]
+        rest = _load_columns(source, rest_columns, rest_mask)
+    if HAS_NORM:
+        squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+        if REST > 0:
+            squares += tl.sum(rest * rest, axis=1)
+        inverse_root = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        first = _scale(first, inverse_root, weight, first_columns, has_pair, dtype)
+        second = _scale(second, inverse_root, weight, second_columns, has_pair, dtype)
+        if REST > 0:
+            rest = _scale(rest, inverse_root, weight, rest_columns, has_rest, dtype)
+    rotated_first = first * cosines[None, :] - second * sines[None, :]
+    rotated_second = second * cosines[None, :] + first * sines[None, :]
+    tl.store(target + first_columns[None, :], rotated_first.to(dtype), mask=mask)
+    tl.store(target + second_columns[None, :], rotated_second.to(dtype), mask=mask)
+    if REST > 0:
+        tl.store(target + rest_columns[None, :], rest.to(dtype), mask=rest_mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
+def _norm_rope_write_kernel(
+    qkv,
+    query_weight,
+    key_weight,
+    cos,
+    sin,
+    positions,
+    key_cache,
+    value_cache,
+    slot_mapping,
+    row_stride,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    REST: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    rows = tl.arange(0, ROWS)
+    row = qkv + token * row_stride
+    query_tiles: tl.constexpr = (NUM_HEADS + ROWS - 1) // ROWS
+    kv_tiles: tl.constexpr = (NUM_KV_HEADS + ROWS - 1) // ROWS
+    if tile < query_tiles:
+        cosines, sines = load_rotation(cos, sin, positions, token, HALF, PAIRS)
+        heads = tile * ROWS + rows
+        source = row + heads[:, None] * HEAD_DIM
+        _norm_rope_heads(
+            source,
+            source,
+            query_weight,
+            cosines,
+            sines,
+            heads < NUM_HEADS,
+            eps,
+            HEAD_DIM,
+            HALF,
+            PAIRS,
+            REST,
+            HAS_NORM,
+            IS_INTERLEAVED,
+        )
+    else:
+        slot = tl.load(slot_mapping + token)
+        if slot >= 0:
+            if tile < query_tiles + kv_tiles:
+                cosines, sines = load_rotation(cos, sin, positions, token, HALF, PAIRS)
+                heads = (tile - query_tiles) * ROWS + rows
+                _norm_rope_heads(
+                    row + (NUM_HEADS + heads)[:, None] * HEAD_DIM,
+                    key_cache + slot * NUM_KV_HEADS * HEAD_DIM + heads[:, None] * HEAD_DIM,
+                    key_weight,
+                    cosines,
+                    sines,
+                    heads < NUM_KV_HEADS,
+                    eps,
+                    HEAD_DIM,
+                    HALF,
+                    PAIRS,
+                    REST,
+                    HAS_NORM,
+                    IS_INTERLEAVED,
+                )
+            else:
+                heads = (tile - query_tiles - kv_tiles) * ROWS + rows
+                columns = tl.arange(0, COLUMNS)
+                mask = (heads < NUM_KV_HEADS)[:, None] & (columns < HEAD_DIM)[None, :]
+                places = heads[:, None] * HEAD_DIM + columns[None, :]
+                values = tl.load(row + (NUM_HEADS + NUM_KV_HEADS) * HEAD_DIM + places, mask=mask, other=0.0)
+                tl.store(value_cache + slot * NUM_KV_HEADS * HEAD_DIM + places, values, mask=mask)
+
+
+def norm_rope_write(
+    qkv: Tensor,
+    norms: HeadNorms | None,
+    rope: RopeRows,
+    *,
+    num_heads: int,
+    cache: tuple[Tensor, ...],
+    slot_mapping: Tensor,
+) -> None:
+    """`Ops.rms_norm` of query and key heads, `Ops.rope` and `Ops.write_kv`, without writing the key's place in `qkv`.
+
+    Args:
+        qkv: [T, (H + 2 K) * D], rows contiguous: query | key | value. The query is written in place.
+        norms: None means that heads are not normalised.
+        rope: Whole tables [max_positions, rotary_dim / 2] float32, contiguous, and `positions` [T] int64, each below
+            max_positions.
+        num_heads: H.
+        cache: Keys and values, each [num_blocks, block_size, K, D], contiguous, of the dtype of `qkv`; written in
+            place.
+        slot_mapping: [T] int64, no repeats; a token with slot -1 is not written to the cache.
+
+    Source: arXiv:1910.07467, equation 4; arXiv:2104.09864, equation 34; arXiv:2309.06180, section 4.1.
+    """
+    key_cache, value_cache = cache
+    num_kv_heads, head_dim = key_cache.shape[2:]
+    half = rope.cos.shape[1]
+    columns, pairs = triton.next_power_of_2(head_dim), triton.next_power_of_2(half)
+    num_rows = _num_rows(num_heads, num_kv_heads, columns)
+    num_tiles = triton.cdiv(num_heads, num_rows) + 2 * triton.cdiv(num_kv_heads, num_rows)
+    _norm_rope_write_kernel[(len(qkv), num_tiles)](
+        qkv,
+        None if norms is None else norms.query,
+        None if norms is None else norms.key,
+        rope.cos,
+        rope.sin,
+        rope.positions,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        qkv.stride(0),
+        0.0 if norms is None else norms.eps,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        HALF=half,
+        PAIRS=pairs,
+        REST=triton.next_power_of_2(head_dim - 2 * half) if head_dim > 2 * half else 0,
+        COLUMNS=columns,
+        ROWS=num_rows,
+        HAS_NORM=norms is not None,
+        IS_INTERLEAVED=rope.is_interleaved,
+        num_warps=max(num_rows * columns // _ELEMENTS_PER_WARP, 1),
+    )
+
+
+def _num_rows(num_heads: int, num_kv_heads: int, columns: int) -> int:
+    """Heads per program: as many as fill a tile, but no more than a token has of one kind."""
+    return min(triton.next_power_of_2(max(num_heads, num_kv_heads)), max(_TILE_SIZE // columns, 1))

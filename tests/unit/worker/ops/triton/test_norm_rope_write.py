@@ -1,0 +1,98 @@
+"""One launch computes what norm, rotation and cache write compute in several."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.worker.forward.forward_context import AttentionPlan
+from services.worker.ops import Ops, RopeRows, load_ops
+from services.worker.ops.triton.norm_rope_write import HeadNorms, norm_rope_write
+from tests.support.attention_batches import random
+from tests.support.paged_model import attention_metadata
+
+SLOTS = torch.tensor([5, -1, 2, 0, 11])
+POSITIONS = torch.tensor([3, 49, 0, 7, 7])
+
+
+@dataclass(frozen=True)
+class Case:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    is_interleaved: bool = False
+    has_norms: bool = True
+
+    def tables(self) -> RopeRows:
+        cos, sin = random(50, self.rotary_dim // 2), random(50, self.rotary_dim // 2, seed=1)
+        return RopeRows(cos, sin, POSITIONS, self.is_interleaved)
+
+    def norms(self) -> HeadNorms | None:
+        if not self.has_norms:
+            return None
+        return HeadNorms(random(self.head_dim, seed=2), random(self.head_dim, seed=3), 0.1)
+
+    def qkv(self) -> Tensor:
+        """Rows with a stride, as in a wider tensor."""
+        width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return random(len(SLOTS), width + 8, seed=4)[:, :width]
+
+    def cache(self) -> tuple[Tensor, Tensor]:
+        shape = (4, 3, self.num_kv_heads, self.head_dim)
+        return torch.full(shape, 7.0), torch.full(shape, 7.0)
+
+    def compute_separately(self, ops: Ops, qkv: Tensor, cache: tuple[Tensor, ...]) -> Tensor:
+        """Write the cache and return the query."""
+        heads, first_value = qkv.clone().view(len(SLOTS), -1, self.head_dim), self.num_heads + self.num_kv_heads
+        query, key = heads[:, : self.num_heads], heads[:, self.num_heads : first_value]
+        if (norms := self.norms()) is not None:
+            query.copy_(ops.rms_norm(query, norms.query, norms.eps))
+            key.copy_(ops.rms_norm(key, norms.key, norms.eps))
+        ops.rope(heads[:, :first_value], ops.select_rope(self.tables(), POSITIONS))
+        ops.write_kv(key, heads[:, first_value:], cache, plan())
+        return query
+
+
+def plan() -> AttentionPlan:
+    """A plan that stores the tokens in `SLOTS`."""
+    metadata = attention_metadata([[0]], [len(SLOTS)], [len(SLOTS)], block_size=len(SLOTS), is_prefill=True)
+    metadata.slot_mapping.copy_(SLOTS)
+    return AttentionPlan(metadata)
+
+
+CASES = (
+    Case(4, 2, 16, 16),
+    Case(3, 1, 80, 80),
+    Case(3, 3, 80, 48, has_norms=False),
+    Case(8, 1, 64, 32, is_interleaved=True),
+    Case(9, 3, 128, 128, is_interleaved=True, has_norms=False),
+    Case(16, 8, 128, 128),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_one_launch_equals_norm_rope_and_write(case: Case) -> None:
+    qkv, cache, expected_cache = case.qkv(), case.cache(), case.cache()
+    untouched = qkv.clone()
+    expected = case.compute_separately(load_ops("reference"), qkv, expected_cache)
+    norm_rope_write(qkv, case.norms(), case.tables(), num_heads=case.num_heads, cache=cache, slot_mapping=SLOTS)
+    width = case.num_heads * case.head_dim
+    torch.testing.assert_close(qkv[:, :width], expected.flatten(1), atol=1e-5, rtol=1e-5)
+    assert torch.equal(qkv[:, width:], untouched[:, width:])
+    torch.testing.assert_close(cache[0], expected_cache[0], atol=1e-5, rtol=1e-5)
+    assert torch.equal(cache[1], expected_cache[1])
+
+
+def test_a_tokens_nan_stays_its_own() -> None:
+    case = CASES[0]
+    qkv, cache = case.qkv(), case.cache()
+    qkv[2] = math.nan
+    norm_rope_write(qkv, case.norms(), case.tables(), num_heads=case.num_heads, cache=cache, slot_mapping=SLOTS)
+    assert qkv.isnan().any(-1).tolist() == [False, False, True, False, False]
+    for tensor in cache:
+        assert tensor.flatten(0, 1).flatten(1).isnan().any(-1).nonzero().flatten().tolist() == [int(SLOTS[2])]
