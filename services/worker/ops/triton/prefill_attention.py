@@ -1,0 +1,173 @@
+"""Attention of chunks of prompts over their sequences, read from the paged cache.
+
+A program has a tile of a sequence's new tokens and the query heads of one key/value head. The tiles of all sequences
+are numbered one after the other, so a launch has hardly any programs without work, however lengths differ:
+
+    tokens of the step          A A A A A A B B C C C C C            4 tokens per tile
+    their tiles                 0 0 0 0 1 1 2 2 4 4 4 4 5            tile 3 is empty
+
+Sequence i begins with tile `cu_seqlens_q[i] // 4 + i`, which leaves room for all tiles of the sequences before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from services.worker.ops.protocol import AttentionParams
+from services.worker.ops.triton.attention_tile import (
+    LOG2_E,
+    PagedSequences,
+    attend_tile,
+    begin_softmax,
+    load_query,
+    make_shape,
+    padded,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Config:
+    """The size of a program's work, and how it is compiled."""
+
+    rows: int
+    tokens: int
+    num_warps: int
+    num_stages: int
+
+
+def _configure(key_columns: int, itemsize: int, group: int) -> _Config:
+    """For heads of `key_columns` columns of `itemsize` bytes, and `group` query heads per key/value head."""
+    if itemsize > 2:
+        # NVIDIA has no matrix instructions for float32, so products need many more registers.
+        return _Config(max(32, padded(group)), tokens=32, num_warps=8, num_stages=1)
+    if key_columns > 128:
+        return _Config(max(64, padded(group)), tokens=32, num_warps=4, num_stages=2)
+    rows = max(128, padded(group))
+    if torch.version.hip is not None:
+        # Larger tiles of the context do not fit the registers of CDNA 3.
+        return _Config(rows, tokens=32, num_warps=4, num_stages=2)
+    return _Config(rows, tokens=64, num_warps=8 if key_columns > 64 else 4, num_stages=2)
+
+
+@triton.jit
+def _find_sequence(cu_seqlens_q, num_seqs, tile, tile_tokens: tl.constexpr):
+    """The last sequence that begins with `tile` or an earlier one."""
+    start = tl.load(cu_seqlens_q)
+    low = num_seqs * 0
+    high = num_seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_later = (tl.load(cu_seqlens_q + middle) - start) // tile_tokens + middle > tile
+        low = tl.where(is_later, low, middle)
+        high = tl.where(is_later, middle, high)
+    return low
+
+
+@triton.jit(
+    do_not_specialize=["num_seqs", "table_stride"],
+    do_not_specialize_on_alignment=["block_tables", "context_lens", "cu_seqlens_q"],
+)
+def _prefill_attention_kernel(
+    query,
+    key_cache,
+    value_cache,
+    output,
+    block_tables,
+    context_lens,
+    cu_seqlens_q,
+    sinks,
+    num_seqs,
+    table_stride,
+    token_stride,
+    head_stride,
+    window,
+    scale,
+    shape: tl.constexpr,
+):
+    tile_tokens: tl.constexpr = shape.rows // shape.group
+    # The last tiles of a prompt see the most tokens, so they start first.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    seq = _find_sequence(cu_seqlens_q, num_seqs, tile, tile_tokens)
+    start = tl.load(cu_seqlens_q + seq)
+    query_len = tl.load(cu_seqlens_q + seq + 1) - start
+    first_token = (tile - seq - (start - tl.load(cu_seqlens_q)) // tile_tokens) * tile_tokens
+    if first_token >= query_len:
+        return
+    context_len = tl.load(context_lens + seq)
+    first_position = context_len - query_len + first_token
+    kv_head = tl.program_id(1)
+    rows = tl.arange(0, shape.rows)
+    tokens = first_token + rows // shape.group
+    heads = kv_head * shape.group + rows % shape.group
+    has_row = (rows < tile_tokens * shape.group) & (tokens < query_len)
+    token_rows = (start + tokens).to(tl.int64)
+    queries = load_query(query, token_rows, heads, has_row, token_stride, head_stride, shape)
+    positions = context_len - query_len + tokens
+    keys, values = key_cache + kv_head * shape.head_dim, value_cache + kv_head * shape.value_dim
+    table = block_tables + table_stride.to(tl.int64) * seq
+
+    maximum, total = begin_softmax(sinks, heads, has_row, shape)
+    summed = tl.full((shape.rows, shape.value_columns), 0.0, tl.float32)
+    end = tl.minimum(first_position + tile_tokens, context_len)
+    if shape.has_window:
+        begin = tl.maximum(first_position - window + 1, 0)
+    else:
+        # Every row sees all of the tiles before the one with the first token.
+        begin = (first_position + 1) // shape.tokens * shape.tokens
+        for first in range(0, begin, shape.tokens):
+            summed, maximum, total = attend_tile(
+                queries, summed, maximum, total, keys, values, table, first, end, positions, window, scale, shape, False
+            )
+    for first in range(begin, end, shape.tokens):
+        summed, maximum, total = attend_tile(
+            queries, summed, maximum, total, keys, values, table, first, end, positions, window, scale, shape, True
+        )
+
+    # Only rows of padding have seen nothing.
+    attended = summed / tl.where(total == 0.0, 1.0, total)[:, None]
+    columns = tl.arange(0, shape.value_columns)
+    output_rows = token_rows * (shape.num_kv_heads * shape.group) + heads
+    places = output_rows[:, None] * shape.value_dim + columns[None, :]
+    mask = has_row[:, None] & (columns < shape.value_dim)[None, :]
+    tl.store(output + places, attended.to(output.dtype.element_ty), mask=mask)
+
+
+def prefill_attention(
+    query: Tensor, cache: tuple[Tensor, ...], output: Tensor, sequences: PagedSequences, params: AttentionParams
+) -> None:
+    """Causal attention of the new tokens of `sequences`, see `Ops.prefill_attention`.
+
+    Args:
+        query: [T, H, D], contiguous in the last dimension. Not written.
+        cache: Keys [num_blocks, block_size, K, D] and values [num_blocks, block_size, K, V], contiguous, the dtype of
+            `query`; they include the new tokens.
+        output: [T, H * V], contiguous; the rows of the sequences' tokens are written.
+
+    Source: arXiv:2205.14135, algorithm 1; arXiv:2309.06180, section 4.1.
+    """
+    config = _configure(padded(query.shape[2]), query.element_size(), query.shape[1] // cache[0].shape[2])
+    shape = make_shape(query, cache, params, rows=config.rows, tokens=config.tokens)
+    num_tiles = sequences.num_tokens // (shape.rows // shape.group) + sequences.num_seqs
+    _prefill_attention_kernel[(num_tiles, shape.num_kv_heads)](
+        query,
+        *cache,
+        output,
+        sequences.block_tables,
+        sequences.context_lens,
+        sequences.cu_seqlens_q,
+        params.sinks,
+        sequences.num_seqs,
+        sequences.block_tables.stride(0),
+        query.stride(0),
+        query.stride(1),
+        params.window or 0,
+        params.scale * LOG2_E.value,
+        shape=shape,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
