@@ -132,6 +132,7 @@ TESTED_BY = {
         "services/worker/ops/reference_ops.py",
     ),
     "unit/worker/ops/test_routing.py": ("services/worker/layers/moe.py",),
+    "unit/worker/ops/triton/test_prefill_attention.py": ("services/worker/ops/triton/attention_tile.py",),
     "unit/worker/runner/test_input_batch.py": (
         "services/worker/batch/block_tables.py",
         "services/worker/batch/enter_checks.py",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from importlib import import_module
 
-from services.worker.ops.cpu_ops import CpuOps
 from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
 from services.worker.ops.protocol import (
     AttentionParams,
@@ -15,12 +14,17 @@ from services.worker.ops.protocol import (
     PerHeadKernel,
     RopeRows,
 )
-from services.worker.ops.reference_ops import ReferenceOps
 from services.worker.ops.routing import ExpertGroups, RouterScore, RoutingRule
 
-_BACKENDS: dict[str, Callable[[], Ops]] = {"cpu": CpuOps, "reference": ReferenceOps}
+# Module and class of each backend. Only the chosen one is imported, as others may need libraries that are missing.
+_BACKENDS = {
+    "cpu": ("services.worker.ops.cpu_ops", "CpuOps"),
+    "reference": ("services.worker.ops.reference_ops", "ReferenceOps"),
+    "triton": ("services.worker.ops.triton.backend", "TritonOps"),
+}
 
-BACKEND_NAMES = tuple(_BACKENDS)
+BACKEND_NAMES = ("cpu", "reference")
+"""The backends that compute everything, on any machine."""
 
 __all__ = [
     "BACKEND_NAMES",
@@ -42,11 +46,14 @@ __all__ = [
 
 
 def load_ops(name: str) -> Ops:
-    """Create a backend.
+    """Create the backend called `name`: one of `BACKEND_NAMES`, or `triton` for dense models on a GPU.
 
     Raises:
-        ValueError: `name` is not in `BACKEND_NAMES`.
+        ValueError: there is no such backend.
+        ImportError: the backend's libraries are missing.
     """
     if name not in _BACKENDS:
-        raise ValueError(f"unknown ops backend {name!r}; available: {', '.join(BACKEND_NAMES)}")
-    return _BACKENDS[name]()
+        raise ValueError(f"unknown ops backend {name!r}; available: {', '.join(_BACKENDS)}")
+    module, class_name = _BACKENDS[name]
+    ops: Ops = getattr(import_module(module), class_name)()
+    return ops

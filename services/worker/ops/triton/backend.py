@@ -1,0 +1,202 @@
+"""The `triton` backend: dense models on a GPU, with our own kernels and torch's matrix products.
+
+No op waits for the device, and launches depend only on shapes and on numbers on the host, so a graph can hold a step.
+A row's bits depend on the batch it is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import NoReturn
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
+from services.worker.forward.kv_cache import KvCache
+from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
+from services.worker.ops.protocol import AttentionParams, LinearKernel, PerHeadKernel, RopeRows
+from services.worker.ops.routing import RoutingRule
+from services.worker.ops.triton.activation import silu_and_mul
+from services.worker.ops.triton.attention_tile import PagedSequences
+from services.worker.ops.triton.decode_attention import decode_attention
+from services.worker.ops.triton.kv_write import write_cache, write_kv
+from services.worker.ops.triton.norm import add_rms_norm, layer_norm, rms_norm
+from services.worker.ops.triton.prefill_attention import prefill_attention
+from services.worker.ops.triton.rope import rope
+from shared.limits import MAX_DRAFT_TOKENS
+
+
+class TritonPlan(AttentionPlan):
+    """A step's sequences by kernel: first those with few new tokens, then the longer chunks.
+
+    A decode with drafts and a short chunk are the same to attention. In a mixed step decodes come first.
+    """
+
+    __slots__ = ("chunks", "decodes")
+
+    def __init__(self, metadata: AttentionMetadata) -> None:
+        super().__init__(metadata)
+        num_decodes = _num_leading_decodes(metadata)
+        self.decodes = _sequences(metadata, slice(0, num_decodes))
+        self.chunks = _sequences(metadata, slice(num_decodes, len(metadata.query_lens)))
+
+
+class TritonOps:
+    """See `Ops` for what each method computes."""
+
+    name = "triton"
+    is_exact = False
+
+    def numerics(self) -> str:
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "interpreter"
+        return f"triton torch-{torch.__version__} triton-{triton.__version__} {device}"
+
+    # -- Weights ------------------------------------------------------------------------------------------
+
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> LinearKernel:
+        return partial(F.linear, weight=weight.clone(), bias=bias)
+
+    def prepare_per_head_linear(self, weight: Tensor) -> PerHeadKernel:  # noqa: ARG002
+        _refuse("multi-head latent attention")
+
+    def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
+        return F.embedding(token_ids, weight)
+
+    # -- Elementwise and norm -----------------------------------------------------------------------------
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return add_rms_norm(x, residual, weight, eps)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        return layer_norm(x, weight, bias, eps)
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        return silu_and_mul(x)
+
+    # -- Rotary position embedding ------------------------------------------------------------------------
+
+    def prepare_rope(self, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> RopeRows:
+        positions = torch.empty(0, dtype=torch.int64, device=cos.device)
+        return RopeRows(cos.contiguous(), sin.contiguous(), positions, is_interleaved)
+
+    def select_rope(self, tables: RopeRows, positions: Tensor) -> RopeRows:
+        return RopeRows(tables.cos, tables.sin, positions, tables.is_interleaved)
+
+    def rope(self, query_key: Tensor, rows: RopeRows) -> None:
+        rope(query_key, rows)
+
+    # -- Attention ----------------------------------------------------------------------------------------
+
+    def plan_attention(self, metadata: AttentionMetadata, kv_cache: KvCache) -> TritonPlan:  # noqa: ARG002
+        return TritonPlan(metadata)
+
+    def write_kv(self, key: Tensor, value: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan) -> None:
+        write_kv(key, value, cache, plan.metadata.slot_mapping)
+
+    def write_cache(self, values: Tensor, cache: Tensor, plan: AttentionPlan) -> None:
+        write_cache(values, cache, plan.metadata.slot_mapping)
+
+    def prefill_attention(
+        self,
+        query: Tensor,
+        key: Tensor,  # noqa: ARG002
+        value: Tensor,  # noqa: ARG002
+        cache: tuple[Tensor, ...],
+        plan: AttentionPlan,
+        params: AttentionParams,
+    ) -> Tensor:
+        # Reads only the cache, so that a cached prefix takes the same path as one that was just computed.
+        return self.decode_attention(query, cache, plan, params)
+
+    def decode_attention(
+        self, query: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan, params: AttentionParams
+    ) -> Tensor:
+        assert isinstance(plan, TritonPlan)
+        width = query.shape[1] * cache[1].shape[-1]
+        output = torch.empty((query.shape[0], width), dtype=query.dtype, device=query.device)
+        if plan.decodes is not None:
+            decode_attention(query, cache, output, plan.decodes, params)
+        if plan.chunks is not None:
+            prefill_attention(query, cache, output, plan.chunks, params)
+        return output
+
+    def mla_attention(
+        self,
+        query: Tensor,  # noqa: ARG002
+        latent_cache: Tensor,  # noqa: ARG002
+        plan: AttentionPlan,  # noqa: ARG002
+        *,
+        scale: float,  # noqa: ARG002
+        value_dim: int,  # noqa: ARG002
+        selected: Tensor | None = None,  # noqa: ARG002
+    ) -> Tensor:
+        _refuse("multi-head latent attention")
+
+    def select_context(
+        self,
+        index_query: Tensor,  # noqa: ARG002
+        index_weights: Tensor,  # noqa: ARG002
+        index_cache: Tensor,  # noqa: ARG002
+        plan: AttentionPlan,  # noqa: ARG002
+        *,
+        num_selected: int,  # noqa: ARG002
+    ) -> Tensor | None:
+        _refuse("sparse attention")
+
+    # -- Experts ------------------------------------------------------------------------------------------
+
+    def route(self, logits: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        _refuse("a mixture of experts")
+
+    def prepare_experts(self, experts: Iterable[ExpertWeights], clamp: SwigluClamp | None) -> ExpertsKernel:  # noqa: ARG002
+        _refuse("a mixture of experts")
+
+    def combine_experts(
+        self,
+        outputs: Tensor,  # noqa: ARG002
+        tokens: Tensor,  # noqa: ARG002
+        weights: Tensor,  # noqa: ARG002
+        *,
+        num_tokens: int,  # noqa: ARG002
+    ) -> Tensor:
+        _refuse("a mixture of experts")
+
+    # -- Sampling -----------------------------------------------------------------------------------------
+
+    def greedy_sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        largest, token_ids = logits.max(dim=-1)
+        return token_ids, largest
+
+
+def _num_leading_decodes(metadata: AttentionMetadata) -> int:
+    """How many sequences before the first long chunk have few enough new tokens for the decode kernel."""
+    if not metadata.is_prefill:
+        return len(metadata.query_lens)
+    long_chunks = (seq for seq, length in enumerate(metadata.query_lens) if length > MAX_DRAFT_TOKENS + 1)
+    return next(long_chunks, len(metadata.query_lens))
+
+
+def _sequences(metadata: AttentionMetadata, seqs: slice) -> PagedSequences | None:
+    """The sequences `seqs` of a step; None if there are none."""
+    query_lens = metadata.query_lens[seqs]
+    if not query_lens:
+        return None
+    return PagedSequences(
+        block_tables=metadata.block_tables[seqs],
+        context_lens=metadata.context_lens[seqs],
+        cu_seqlens_q=metadata.cu_seqlens_q[seqs.start : seqs.stop + 1],
+        num_tokens=sum(query_lens),
+        max_query_len=max(query_lens),
+        max_context_len=max(metadata.context_lens_host[seqs]),
+    )
+
+
+def _refuse(feature: str) -> NoReturn:
+    raise NotImplementedError(f"{feature} is not available on the triton backend yet")

@@ -1,0 +1,148 @@
+"""Models on the `triton` backend generate what they generate on the reference backend."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.worker.models.loader import LoadOptions, load_model
+from services.worker.ops import AttentionParams, RouterScore, RoutingRule, load_ops
+from services.worker.ops.triton.backend import TritonOps, TritonPlan
+from services.worker.runner.model_runner import KvCacheSize, ModelRunner
+from services.worker.step import Step
+from tests.support.attention_batches import Batch, random
+from tests.support.paged_attention import PagedStep
+from tests.support.tiny_llama import TINY_CONFIG
+from tests.support.worker_steps import decode_step, make_chunk, make_enter, mixed_step, prefill_step
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_key_value_heads": 1},
+}
+BLOCK_SIZE = 3
+SHORT, LONG = [5, 9, 2, 44, 17], [8, 1, 60, 33, 21, 4, 4, 90, 12, 7, 300, 2, 61, 5, 5, 88, 140, 3, 71, 10]
+
+
+def make_runner(model_dir: Path, backend: str) -> ModelRunner:
+    ops = load_ops(backend)
+    loaded = load_model(model_dir, ops, torch.float32, lambda _: None, options=LoadOptions(dummy_seed=1))
+    runner = ModelRunner(loaded, ops, KvCacheSize(0, num_blocks=64))
+    runner.attach(block_size=BLOCK_SIZE, max_num_seqs=8, max_num_batched_tokens=256)
+    return runner
+
+
+def tokens_of(runner: ModelRunner, step: Step) -> list[int]:
+    tokens: list[int] = runner.run_step(step).token_ids.tolist()
+    return tokens
+
+
+def blocks(first: int, num_tokens: int) -> range:
+    return range(first, first - -num_tokens // BLOCK_SIZE)
+
+
+def generate(runner: ModelRunner) -> list[list[int]]:
+    """The tokens of each step of a short life: prefill, decode, chunks, a cached prefix, preemption and resumption."""
+    first = make_enter(0, SHORT, range(5))
+    second = make_enter(1, LONG, range(5, 14))
+    chunked = make_enter(2, LONG[:13], range(20, 30), num_later_tokens=9)
+    tokens = [
+        tokens_of(runner, prefill_step(first, second)),
+        tokens_of(runner, decode_step()),
+        tokens_of(runner, mixed_step(chunked)),
+        tokens_of(runner, mixed_step(chunks=[make_chunk(2, [*LONG[13:], 6, 7])])),
+        tokens_of(runner, decode_step()),
+    ]
+    # Six blocks of the second sequence hold the first 18 tokens of this one.
+    cached = make_enter(3, [*LONG[18:], 9], [*range(5, 11), 40, 41], num_cached_tokens=18)
+    tokens.append(tokens_of(runner, prefill_step(cached, leave=[0])))
+    resumed = make_enter(4, [*SHORT, *(step[0] for step in tokens[:5])], range(50, 55))
+    tokens.append(tokens_of(runner, mixed_step(resumed, rows=[1, 2, 3])))
+    return [*tokens, tokens_of(runner, decode_step(rows=[4, 3, 2, 1]))]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_generates_what_it_generates_on_the_reference_backend(tmp_path: Path, model: str) -> None:
+    config = {**TINY_CONFIG, "num_hidden_layers": 2, "tie_word_embeddings": False, **MODELS[model]}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    triton, reference = (generate(make_runner(tmp_path, backend)) for backend in ("triton", "reference"))
+    assert triton == reference
+    assert len({token for step in triton for token in step}) > 10
+
+
+@pytest.mark.parametrize("is_prefill", [True, False])
+@pytest.mark.parametrize("new", [[1, 3, 9, 10, 1, 40], [1, 1], [30]])
+def test_a_step_of_decodes_and_chunks_equals_the_reference_backend(new: list[int], is_prefill: bool) -> None:
+    batch = Batch(16, [40, 70, 0, 20, 0, 0][: len(new)], new, 1)
+    step = PagedStep(batch, num_heads=4, num_kv_heads=2, key_dim=16, value_dim=16)
+    ops, metadata = TritonOps(), batch.metadata(is_prefill=is_prefill)
+    plan, params = TritonPlan(metadata), AttentionParams(0.3)
+    if is_prefill:
+        key = value = torch.full((batch.num_tokens, 2, 16), math.nan)
+        output = ops.prefill_attention(step.query, key, value, step.cache, plan, params)
+    else:
+        output = ops.decode_attention(step.query, step.cache, plan, params)
+    assert output.is_contiguous()
+    torch.testing.assert_close(output, step.expected(params), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("new", "is_prefill", "num_decodes", "num_chunks"),
+    [
+        ([1, 9, 1], False, 3, 0),
+        ([1, 9, 10, 1], True, 2, 2),
+        ([30, 1], True, 0, 2),
+        ([4, 1], True, 2, 0),
+    ],
+)
+def test_a_plan_divides_a_step_after_its_leading_decodes(
+    new: list[int], is_prefill: bool, num_decodes: int, num_chunks: int
+) -> None:
+    metadata = Batch(4, [3] * len(new), new, 1).metadata(is_prefill=is_prefill)
+    plan = TritonPlan(metadata)
+    assert (0 if plan.decodes is None else plan.decodes.num_seqs) == num_decodes
+    assert (0 if plan.chunks is None else plan.chunks.num_seqs) == num_chunks
+    if plan.chunks is not None:
+        assert plan.chunks.cu_seqlens_q[0] == sum(new[:num_decodes])
+        assert plan.chunks.num_tokens == sum(new[num_decodes:])
+
+
+def test_linear_keeps_no_hold_on_the_weight() -> None:
+    x, weight, bias = random(2, 24), random(40, 24, seed=1), random(40, seed=2)
+    kernel = TritonOps().prepare_linear(weight, bias)
+    expected = x @ weight.T + bias
+    weight.zero_()
+    torch.testing.assert_close(kernel(x), expected)
+
+
+def test_greedy_takes_the_lowest_of_equal_columns_and_nan_before_all() -> None:
+    logits = torch.tensor([[0.0, 5.0, 1.0, 5.0], [math.nan, 9.0, math.nan, 0.0]])
+    token_ids, largest = TritonOps().greedy_sample(logits)
+    assert token_ids.tolist() == [1, 0]
+    assert largest.isnan().tolist() == [False, True]
+
+
+def test_what_only_other_models_need_is_refused() -> None:
+    ops, unused = TritonOps(), torch.empty(0)
+    plan = TritonPlan(Batch(4, [0], [1], 1).metadata())
+    rule = RoutingRule(num_chosen=1, score=RouterScore.SOFTMAX)
+    with pytest.raises(NotImplementedError, match="a mixture of experts is not available on the triton backend yet"):
+        ops.prepare_experts([], None)
+    with pytest.raises(NotImplementedError, match="experts"):
+        ops.route(unused, rule)
+    with pytest.raises(NotImplementedError, match="experts"):
+        ops.combine_experts(unused, unused, unused, num_tokens=1)
+    with pytest.raises(NotImplementedError, match="latent attention"):
+        ops.prepare_per_head_linear(unused)
+    with pytest.raises(NotImplementedError, match="latent attention"):
+        ops.mla_attention(unused, unused, plan, scale=1.0, value_dim=1)
+    with pytest.raises(NotImplementedError, match="sparse attention"):
+        ops.select_context(unused, unused, unused, plan, num_selected=1)
+
+
+def test_its_numbers_depend_on_torch_triton_and_the_device() -> None:
+    assert TritonOps().numerics().startswith(f"triton torch-{torch.__version__} triton-")
