@@ -11,6 +11,7 @@ import pytest
 import uvloop
 from hypothesis import HealthCheck, settings
 
+from services.worker.device import has_gpu_node
 from tests.support.processes import ROOT
 
 # There are as many parallel test processes as cores. Threads that spin while waiting for each other become many times
@@ -19,8 +20,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Triton's kernels run in its interpreter, on CPU tensors. Must be set before Triton is imported, which transformers does.
-os.environ.setdefault("TRITON_INTERPRET", "1")
+# Without a GPU, Triton's kernels run in its interpreter, on CPU tensors. Set before transformers imports Triton.
+if not has_gpu_node():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # The duration of an example depends on the machine's load, so it has no deadline.
 settings.register_profile("lockstep", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -84,6 +84,22 @@ async def test_tokens_are_those_of_transformers(small_models: SmallModels, archi
         assert completions[: len(PROMPTS)] == exact_tokens(small.directory)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+async def test_dense_models_are_served_by_triton_kernels(small_models: SmallModels, architecture: str) -> None:
+    """On a machine without a GPU the kernels run in Triton's interpreter, which computes a few tokens a second."""
+    small = small_models.get(architecture, next(iter(SMALL_CONFIGS[architecture])))
+    prompts = PROMPTS[:3]
+    flags = ("--worker.ops-backend=triton", "--worker.dtype=float32", "--worker.num-threads=1", *CHUNKS)
+    with start_cell(small.directory, *flags) as cell:
+        async with connect(cell) as client:
+            requests = [token_request(prompt, max_tokens=4, ignore_eos=True) for prompt in prompts]
+            completions = await asyncio.gather(*map(client.generate, requests))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert len(completion.token_ids) == 4
+        assert wrong_tokens(small.theirs, prompt, completion.token_ids) == []
+
+
 @pytest.mark.parametrize("num_mtp_layers", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("architecture", MTP_ARCHITECTURES)
 async def test_drafts_by_multi_token_prediction_change_no_token(

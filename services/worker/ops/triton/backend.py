@@ -15,19 +15,23 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from services.worker.device import DeviceError
 from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
 from services.worker.forward.kv_cache import KvCache
+from services.worker.ops.composed import ComposedOps
 from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
-from services.worker.ops.protocol import AttentionParams, LinearKernel, PerHeadKernel, RopeRows
+from services.worker.ops.protocol import AttentionParams, HeadNorms, LinearKernel, PerHeadKernel, RopeRows
 from services.worker.ops.routing import RoutingRule
 from services.worker.ops.triton.activation import silu_and_mul
 from services.worker.ops.triton.attention_tile import PagedSequences
 from services.worker.ops.triton.decode_attention import decode_attention
 from services.worker.ops.triton.kv_write import write_cache, write_kv
 from services.worker.ops.triton.norm import add_rms_norm, layer_norm, rms_norm
+from services.worker.ops.triton.norm_rope_write import norm_rope_write
 from services.worker.ops.triton.prefill_attention import prefill_attention
 from services.worker.ops.triton.rope import rope
 from shared.limits import MAX_DRAFT_TOKENS
+from shared.model_dir import ModelDirectoryError
 
 
 class TritonPlan(AttentionPlan):
@@ -45,11 +49,20 @@ class TritonPlan(AttentionPlan):
         self.chunks = _sequences(metadata, slice(num_decodes, len(metadata.query_lens)))
 
 
-class TritonOps:
+class TritonOps(ComposedOps):
     """See `Ops` for what each method computes."""
 
     name = "triton"
     is_exact = False
+
+    def __init__(self) -> None:
+        """Without a GPU, kernels run only in Triton's interpreter.
+
+        Raises:
+            DeviceError: there is no GPU, and the interpreter was not asked for by TRITON_INTERPRET=1.
+        """
+        if not torch.cuda.is_available() and not triton.knobs.runtime.interpret:
+            raise DeviceError("--ops-backend triton needs a GPU")
 
     def numerics(self) -> str:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "interpreter"
@@ -99,6 +112,20 @@ class TritonOps:
 
     def write_kv(self, key: Tensor, value: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan) -> None:
         write_kv(key, value, cache, plan.metadata.slot_mapping)
+
+    def norm_rope_write(
+        self,
+        qkv: Tensor,
+        norms: HeadNorms | None,
+        rows: RopeRows,
+        *,
+        num_heads: int,
+        cache: tuple[Tensor, ...],
+        plan: AttentionPlan,
+    ) -> None:
+        # The key goes only to the cache, where `prefill_attention` reads it.
+        slot_mapping = plan.metadata.slot_mapping
+        norm_rope_write(qkv.flatten(1), norms, rows, num_heads=num_heads, cache=cache, slot_mapping=slot_mapping)
 
     def write_cache(self, values: Tensor, cache: Tensor, plan: AttentionPlan) -> None:
         write_cache(values, cache, plan.metadata.slot_mapping)
@@ -199,4 +226,4 @@ def _sequences(metadata: AttentionMetadata, seqs: slice) -> PagedSequences | Non
 
 
 def _refuse(feature: str) -> NoReturn:
-    raise NotImplementedError(f"{feature} is not available on the triton backend yet")
+    raise ModelDirectoryError(f"{feature} is not available on the triton backend")

@@ -11,29 +11,16 @@ The key's place in qkv is not written: attention reads keys from the cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from services.worker.ops.protocol import RopeRows
+from services.worker.ops.protocol import HeadNorms, RopeRows
 from services.worker.ops.triton.rope import load_rotation
 
 # Elements of a tile. Each thread then holds 8 of them at most.
 _TILE_SIZE = 512
 _ELEMENTS_PER_WARP = 256
-
-
-@dataclass(frozen=True, slots=True)
-class HeadNorms:
-    """RMSNorm of each head before its rotation. Source: arXiv:2302.05442, section 2 (query and key normalisation)."""
-
-    query: Tensor
-    """[D], the dtype of the heads."""
-    key: Tensor
-    """[D], the dtype of the heads."""
-    eps: float
 
 
 @triton.jit

@@ -13,8 +13,10 @@ import torch
 from services.worker.models.loader import LoadOptions, load_model
 from services.worker.ops import AttentionParams, RouterScore, RoutingRule, load_ops
 from services.worker.ops.triton.backend import TritonOps, TritonPlan
-from services.worker.runner.model_runner import KvCacheSize, ModelRunner
+from services.worker.runner.cache_memory import KvCacheSize
+from services.worker.runner.model_runner import ModelRunner
 from services.worker.step import Step
+from shared.model_dir import ModelDirectoryError
 from tests.support.attention_batches import Batch, random
 from tests.support.paged_attention import PagedStep
 from tests.support.tiny_llama import TINY_CONFIG
@@ -130,17 +132,17 @@ def test_what_only_other_models_need_is_refused() -> None:
     ops, unused = TritonOps(), torch.empty(0)
     plan = TritonPlan(Batch(4, [0], [1], 1).metadata())
     rule = RoutingRule(num_chosen=1, score=RouterScore.SOFTMAX)
-    with pytest.raises(NotImplementedError, match="a mixture of experts is not available on the triton backend yet"):
+    with pytest.raises(ModelDirectoryError, match="a mixture of experts is not available on the triton backend"):
         ops.prepare_experts([], None)
-    with pytest.raises(NotImplementedError, match="experts"):
+    with pytest.raises(ModelDirectoryError, match="experts"):
         ops.route(unused, rule)
-    with pytest.raises(NotImplementedError, match="experts"):
+    with pytest.raises(ModelDirectoryError, match="experts"):
         ops.combine_experts(unused, unused, unused, num_tokens=1)
-    with pytest.raises(NotImplementedError, match="latent attention"):
+    with pytest.raises(ModelDirectoryError, match="latent attention"):
         ops.prepare_per_head_linear(unused)
-    with pytest.raises(NotImplementedError, match="latent attention"):
+    with pytest.raises(ModelDirectoryError, match="latent attention"):
         ops.mla_attention(unused, unused, plan, scale=1.0, value_dim=1)
-    with pytest.raises(NotImplementedError, match="sparse attention"):
+    with pytest.raises(ModelDirectoryError, match="sparse attention"):
         ops.select_context(unused, unused, unused, plan, num_selected=1)
 
 
