@@ -1,0 +1,38 @@
+"""Orders logits by integer keys: larger logits first, equal ones by lower column, NaN before all."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LAST_COLUMN = tl.constexpr(0x7FFFFFFF)
+"""Above every column."""
+NO_KEY = tl.constexpr(-(2**63))
+"""Not above any key or rank."""
+
+
+@triton.jit
+def ordered_keys(values):
+    """An int64 key of 32 bits for each float32, in the same order; zeros of either sign are equal, NaN is largest."""
+    bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)
+    keys = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+    return tl.where(values == values, keys, 0x7FFFFFFF).to(tl.int64)
+
+
+@triton.jit
+def ranked(values, columns):
+    """An int64 for each entry, all different: the largest is that of the first entry in the order."""
+    return (ordered_keys(values) << 32) + (LAST_COLUMN - columns)
+
+
+@triton.jit
+def value_of(rank):
+    """The value of an entry, from its `ranked`; zero has no sign."""
+    key = (rank >> 32).to(tl.int32)
+    return tl.where(key >= 0, key, key ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def column_of(rank):
+    """The column of an entry, int32, from its `ranked`."""
+    return LAST_COLUMN - (rank & 0x7FFFFFFF).to(tl.int32)

@@ -1,0 +1,176 @@
+"""Draws one token per row on the device: the tokens that `services.worker.sampling.draw` draws.
+
+    row_scan        every row once, in parts        largest logit, winner of free rows, maxima of groups
+    group_choice    rows with top-p but no top-k    masses, a second read
+    group_choice    filtered rows                   which groups of columns can matter
+    row_decision    every row                       the token
+
+Kernels that a row does not need leave at once, on device data: the host never looks. Tiles have a fixed size and
+their sums are added up in a fixed order, so a token does not depend on the rest of the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from services.worker.ops.triton.group_choice import NUM_LEVELS, _choose_kernel, _mass_kernel
+from services.worker.ops.triton.row_decision import _decide_kernel
+from services.worker.ops.triton.row_scan import GROUP, TILE, _scan_kernel
+
+# About two waves of programs on the largest GPUs; fewer, longer parts beyond that.
+_WANTED_PROGRAMS = 2048
+_MAX_TILES_PER_PART = 8
+# Groups that one program reads at once.
+_CHUNK = 32
+
+
+@dataclass(frozen=True, slots=True)
+class DrawRows:
+    """How each row is drawn; see `SamplingRows` and `TokenDraw`. All on the device of the logits, contiguous."""
+
+    temperature: Tensor  # [B] float32
+    top_k: Tensor  # [B] int32, 0 or less: all
+    top_p: Tensor  # [B] float32, 1: all
+    min_p: Tensor  # [B] float32, 0: all
+    seed: Tensor  # [B] int64, the bits of the unsigned seed
+    choice: Tensor  # [B] int64
+    position: Tensor  # [B] int64
+
+
+@dataclass(frozen=True, slots=True)
+class _Scratch:
+    """What the kernels hand to each other, in the order of their arguments."""
+
+    peaks: Tensor  # [B, parts] int64
+    best_scores: Tensor  # [B, parts] float64
+    best_columns: Tensor  # [B, parts] int32
+    group_maxima: Tensor  # [B, groups] float32
+    totals: Tensor  # [B, tiles] float64
+    level_masses: Tensor  # [B, tiles, levels] float32
+    groups: Tensor  # [B, groups] int32
+    group_counts: Tensor  # [B] int32
+    row_totals: Tensor  # [B] float64
+
+    @classmethod
+    def allocate(cls, num_rows: int, num_columns: int, num_parts: int, device: torch.device) -> _Scratch:
+        num_tiles, num_groups = triton.cdiv(num_columns, TILE), triton.cdiv(num_columns, GROUP)
+
+        def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(num_rows, *shape, dtype=dtype, device=device)
+
+        return cls(
+            peaks=empty(num_parts, dtype=torch.int64),
+            best_scores=empty(num_parts, dtype=torch.float64),
+            best_columns=empty(num_parts, dtype=torch.int32),
+            group_maxima=empty(num_groups, dtype=torch.float32),
+            totals=empty(num_tiles, dtype=torch.float64),
+            level_masses=empty(num_tiles, NUM_LEVELS, dtype=torch.float32),
+            groups=empty(num_groups, dtype=torch.int32),
+            group_counts=empty(dtype=torch.int32),
+            row_totals=empty(dtype=torch.float64),
+        )
+
+
+def sample(logits: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
+    """Draw a token from each row of logits.
+
+    Args:
+        logits: [B, vocabulary] float32, rows contiguous; not written. Entries may be -Inf.
+        rows: [B].
+
+    Returns:
+        (token ids [B] int64, whether the row's largest logit is finite [B] bool). In a row with NaN, +Inf or nothing
+        above -Inf the token is meaningless, but one of the vocabulary.
+    """
+    num_rows, num_columns = logits.shape
+    num_tiles, num_groups = triton.cdiv(num_columns, TILE), triton.cdiv(num_columns, GROUP)
+    tiles_per_part = _tiles_per_part(num_rows, num_tiles)
+    num_parts = triton.cdiv(num_tiles, tiles_per_part)
+    parts = {"NUM_PARTS": num_parts, "PARTS": triton.next_power_of_2(num_parts)}
+    scratch = _Scratch.allocate(num_rows, num_columns, num_parts, logits.device)
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    is_finite = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
+    filters = rows.temperature, rows.top_k, rows.top_p, rows.min_p
+    noise = rows.seed, rows.choice, rows.position
+    _scan_kernel[(num_rows, num_parts)](
+        logits,
+        logits.stride(0),
+        *filters,
+        *noise,
+        scratch.peaks,
+        scratch.best_scores,
+        scratch.best_columns,
+        scratch.group_maxima,
+        num_columns,
+        num_groups,
+        TILES_PER_PART=tiles_per_part,
+        TILE=TILE,
+        GROUP=GROUP,
+        num_warps=4,
+    )
+    _mass_kernel[(num_rows, num_parts)](
+        logits,
+        logits.stride(0),
+        *filters,
+        scratch.peaks,
+        scratch.totals,
+        scratch.level_masses,
+        num_columns,
+        num_tiles,
+        **parts,
+        TILES_PER_PART=tiles_per_part,
+        TILE=TILE,
+        NUM_LEVELS=NUM_LEVELS,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    _choose_kernel[(num_rows,)](
+        *filters,
+        scratch.peaks,
+        scratch.group_maxima,
+        scratch.totals,
+        scratch.level_masses,
+        scratch.groups,
+        scratch.group_counts,
+        scratch.row_totals,
+        num_columns,
+        num_groups,
+        num_tiles,
+        **parts,
+        GROUPS=triton.next_power_of_2(num_groups),
+        TILES=triton.next_power_of_2(num_tiles),
+        NUM_LEVELS=NUM_LEVELS,
+        num_warps=8,
+        enable_fp_fusion=False,
+    )
+    _decide_kernel[(num_rows,)](
+        logits,
+        logits.stride(0),
+        *filters,
+        *noise,
+        scratch.peaks,
+        scratch.best_scores,
+        scratch.best_columns,
+        scratch.groups,
+        scratch.group_counts,
+        scratch.row_totals,
+        token_ids,
+        is_finite,
+        num_columns,
+        num_groups,
+        **parts,
+        CHUNK=_CHUNK,
+        GROUP=GROUP,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return token_ids, is_finite
+
+
+def _tiles_per_part(num_rows: int, num_tiles: int) -> int:
+    """Tiles that one program of the first pass reads."""
+    return min(max(num_rows * num_tiles // _WANTED_PROGRAMS, 1), _MAX_TILES_PER_PART)
