@@ -90,7 +90,24 @@ def _mass_kernel(
 
 
 @triton.jit
-def _cut_of_top_k(keys, k):
+def group_keys(group_maxima, row, num_groups, GROUPS: tl.constexpr):
+    """The `ordered_keys` of a row's group maxima, [GROUPS]; `NO_KEY` past the last."""
+    group = tl.arange(0, GROUPS)
+    maxima = tl.load(group_maxima + row * num_groups + group, mask=group < num_groups, other=float("-inf"))
+    return tl.where(group < num_groups, ordered_keys(maxima), NO_KEY)
+
+
+@triton.jit
+def list_groups(keys, cut_key, groups, group_count, GROUPS: tl.constexpr):
+    """Write the groups whose key reaches the cut, ascending, and their number."""
+    is_chosen = keys >= cut_key
+    places = tl.cumsum(is_chosen.to(tl.int32)) - 1
+    tl.store(groups + places, tl.arange(0, GROUPS), mask=is_chosen)
+    tl.store(group_count, tl.sum(is_chosen.to(tl.int32)))
+
+
+@triton.jit
+def cut_of_top_k(keys, k):
     """A key that at least `k` and normally at most 2 k of the `keys` reach; `NO_KEY` if there are too few."""
     low, high = tl.min(tl.where(keys > NO_KEY, keys, LAST_COLUMN)), tl.max(keys)
     num_reaching = tl.sum((keys >= low).to(tl.int32))
@@ -156,16 +173,10 @@ def _choose_kernel(
         )
         cut = tl.maximum(cut, top_p_cut)
         tl.store(row_totals + row, total)
-    group = tl.arange(0, GROUPS)
-    is_group = group < num_groups
-    maxima = tl.load(group_maxima + row * num_groups + group, mask=is_group, other=float("-inf"))
-    keys = tl.where(is_group, ordered_keys(maxima), NO_KEY)
+    keys = group_keys(group_maxima, row, num_groups, GROUPS)
     # Rounded down: never above the float64 cut.
     cut_key = ordered_keys(cut.to(tl.float32)) - 1
     k = tl.load(top_k + row)
     if (k > 0) & (k < num_columns):
-        cut_key = tl.maximum(cut_key, _cut_of_top_k(keys, k))
-    is_chosen = keys >= cut_key
-    places = tl.cumsum(is_chosen.to(tl.int32)) - 1
-    tl.store(groups + row * num_groups + places, group, mask=is_chosen)
-    tl.store(group_counts + row, tl.sum(is_chosen.to(tl.int32)))
+        cut_key = tl.maximum(cut_key, cut_of_top_k(keys, k))
+    list_groups(keys, cut_key, groups + row * num_groups, group_counts + row, GROUPS)

@@ -22,7 +22,7 @@ def ordered_keys(values):
 @triton.jit
 def ranked(values, columns):
     """An int64 for each entry, all different: the largest is that of the first entry in the order."""
-    return (ordered_keys(values) << 32) + (LAST_COLUMN - columns)
+    return (ordered_keys(values) << 32) + (0x7FFFFFFF - columns)
 
 
 @triton.jit
@@ -35,4 +35,4 @@ def value_of(rank):
 @triton.jit
 def column_of(rank):
     """The column of an entry, int32, from its `ranked`."""
-    return LAST_COLUMN - (rank & 0x7FFFFFFF).to(tl.int32)
+    return 0x7FFFFFFF - (rank & 0x7FFFFFFF).to(tl.int32)

@@ -1,0 +1,177 @@
+"""Log-probabilities of tokens on the device, as `services.worker.sampling.logprobs`.
+
+Each row is read once, in tiles whose sums are added up in a fixed order, so that a row's bytes do not depend on its
+batch. The likeliest tokens are looked for in the few groups of columns that can hold them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from services.worker.ops.triton.group_choice import cut_of_top_k, group_keys, list_groups
+from services.worker.ops.triton.ordering import NO_KEY, column_of, ranked, value_of
+from services.worker.ops.triton.row_scan import GROUP, TILE
+
+_CHUNK = 32
+
+
+@triton.jit
+def _measure_kernel(
+    logits,
+    row_stride,
+    token_ids,
+    tile_maxima,
+    tile_sums,
+    tile_counts,
+    group_maxima,
+    num_columns,
+    num_groups,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    row, tile = tl.program_id(0), tl.program_id(1)
+    logits_row = logits + row.to(tl.int64) * row_stride
+    columns = tile * TILE + tl.arange(0, TILE)
+    x = tl.load(logits_row + columns, mask=columns < num_columns, other=float("-inf"))
+    token_id = tl.load(token_ids + row)
+    own = tl.load(logits_row + token_id)
+    largest = tl.max(x)
+    weights = tl.exp(x - tl.where(largest > float("-inf"), largest, 0.0))
+    is_before = (x > own) | ((x == own) & (columns < token_id))
+    place = row * tl.num_programs(1) + tile
+    tl.store(tile_maxima + place, largest)
+    tl.store(tile_sums + place, tl.sum(weights.to(tl.float64)))
+    tl.store(tile_counts + place, tl.sum(is_before.to(tl.int32)))
+    groups = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
+    maxima = tl.max(tl.reshape(x, [TILE // GROUP, GROUP]), axis=1)
+    tl.store(group_maxima + row * num_groups + groups, maxima, mask=groups < num_groups)
+
+
+@triton.jit
+def _choose_top_kernel(group_maxima, groups, group_counts, num_top, num_groups, GROUPS: tl.constexpr):
+    row = tl.program_id(0)
+    keys = group_keys(group_maxima, row, num_groups, GROUPS)
+    cut_key = cut_of_top_k(keys, num_top)
+    # Not the places past the last group, whose key is `NO_KEY`.
+    list_groups(keys, tl.maximum(cut_key, NO_KEY + 1), groups + row * num_groups, group_counts + row, GROUPS)
+
+
+@triton.jit
+def _next_likeliest(logits_row, groups, num_chosen, below, num_columns, CHUNK: tl.constexpr, GROUP: tl.constexpr):
+    """The largest `ranked` of the listed groups' entries that is below `below`."""
+    best = tl.full([], NO_KEY, tl.int64)
+    for start in range(0, num_chosen, CHUNK):
+        places = start + tl.arange(0, CHUNK)
+        group = tl.load(groups + places, mask=places < num_chosen, other=num_columns)
+        columns = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        is_entry = (columns < num_columns) & (places < num_chosen)[:, None]
+        ranks = ranked(tl.load(logits_row + columns, mask=is_entry, other=0.0), columns)
+        best = tl.maximum(best, tl.max(tl.where(is_entry & (ranks < below), ranks, NO_KEY)))
+    return best
+
+
+@triton.jit
+def _finish_kernel(
+    logits,
+    row_stride,
+    token_ids,
+    tile_maxima,
+    tile_sums,
+    tile_counts,
+    groups,
+    group_counts,
+    entries,
+    values,
+    ranks,
+    num_top,
+    num_columns,
+    num_groups,
+    num_tiles,
+    TILES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    row, tiles = tl.program_id(0), tl.arange(0, TILES)
+    logits_row = logits + row.to(tl.int64) * row_stride
+    is_tile = tiles < num_tiles
+    places = row * num_tiles + tiles
+    maxima = tl.load(tile_maxima + places, mask=is_tile, other=float("-inf"))
+    largest = tl.max(maxima)
+    sums = tl.load(tile_sums + places, mask=is_tile, other=0.0)
+    log_total = tl.log(tl.sum(sums * tl.exp(maxima.to(tl.float64) - largest.to(tl.float64))))
+    counts = tl.load(tile_counts + places, mask=is_tile, other=0)
+    tl.store(ranks + row, 1 + tl.sum(counts))
+    entry = row * (1 + num_top)
+    token_id = tl.load(token_ids + row)
+    own = tl.load(logits_row + token_id)
+    tl.store(entries + entry, token_id.to(tl.int32))
+    tl.store(values + entry, ((own - largest).to(tl.float64) - log_total).to(tl.float32))
+    rank = tl.full([], 2**63 - 1, tl.int64)
+    for place in range(1, 1 + num_top):
+        rank = _next_likeliest(
+            logits_row, groups + row * num_groups, tl.load(group_counts + row), rank, num_columns, CHUNK, GROUP
+        )
+        tl.store(entries + entry + place, column_of(rank))
+        tl.store(values + entry + place, ((value_of(rank) - largest).to(tl.float64) - log_total).to(tl.float32))
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of one token per row, and of each row's likeliest ones, likeliest first.
+
+    Args:
+        logits: [B, vocabulary] float32, rows contiguous, the largest of each row finite; not written.
+        token_ids: [B] int64.
+        num_top: How many of the likeliest tokens follow the row's own, at least 0; ties go to the lower id.
+
+    Returns:
+        (token ids [B, 1 + n] int32, their log-probabilities [B, 1 + n] float32, ranks of the rows' own tokens [B]
+        int32, from 1), where n is `num_top` or, if smaller, the vocabulary's size.
+    """
+    num_rows, num_columns = logits.shape
+    num_top = min(num_top, num_columns)
+    num_tiles, num_groups = triton.cdiv(num_columns, TILE), triton.cdiv(num_columns, GROUP)
+
+    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(num_rows, *shape, dtype=dtype, device=logits.device)
+
+    tile_maxima, tile_sums = empty(num_tiles, dtype=torch.float32), empty(num_tiles, dtype=torch.float64)
+    tile_counts, group_maxima = empty(num_tiles, dtype=torch.int32), empty(num_groups, dtype=torch.float32)
+    groups, group_counts = empty(num_groups, dtype=torch.int32), empty(dtype=torch.int32)
+    entries, values = empty(1 + num_top, dtype=torch.int32), empty(1 + num_top, dtype=torch.float32)
+    ranks = empty(dtype=torch.int32)
+    tiles = tile_maxima, tile_sums, tile_counts
+    source = logits, logits.stride(0), token_ids
+    _measure_kernel[(num_rows, num_tiles)](
+        *source, *tiles, group_maxima, num_columns, num_groups, TILE=TILE, GROUP=GROUP, num_warps=4
+    )
+    if num_top:
+        _choose_top_kernel[(num_rows,)](
+            group_maxima,
+            groups,
+            group_counts,
+            num_top,
+            num_groups,
+            GROUPS=triton.next_power_of_2(num_groups),
+            num_warps=8,
+        )
+    _finish_kernel[(num_rows,)](
+        *source,
+        *tiles,
+        groups,
+        group_counts,
+        entries,
+        values,
+        ranks,
+        num_top,
+        num_columns,
+        num_groups,
+        num_tiles,
+        TILES=triton.next_power_of_2(num_tiles),
+        CHUNK=_CHUNK,
+        GROUP=GROUP,
+        num_warps=4,
+    )
+    return entries, values, ranks
