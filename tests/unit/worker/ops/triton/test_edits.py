@@ -1,0 +1,221 @@
+"""Masks and edits on the device against `SamplingState.process`."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from services.worker.ops.triton.edits import AllowMasks, EditKind, Edits, apply_edits, apply_masks
+from shared.limits import SamplingOptions
+from tests.support.sampling import make_state
+
+WIDTH = 45
+MINUS_INF = float("-inf")
+PADDING = -1
+
+# A row, a token, a kind and a value.
+Edit = tuple[int, int, EditKind, float]
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class FixedMask:
+    """A grammar that always allows the same tokens."""
+
+    allowed: Mask
+    has_failed: bool = False
+
+    def mask(self) -> Mask:
+        return self.allowed
+
+    def advance(self, token_id: int) -> None:
+        pass
+
+    def prepare(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Row:
+    """A sequence as its `SamplingState` sees it."""
+
+    logits: npt.NDArray[np.float32]
+    options: SamplingOptions
+    prompt: tuple[int, ...]
+    completion: tuple[int, ...]
+    stop_token_ids: tuple[int, ...]
+    allowed: Mask | None
+
+    def processed(self) -> npt.NDArray[np.float32]:
+        state = make_state(
+            self.options,
+            prompt=self.prompt,
+            completion=self.completion,
+            stop_token_ids=self.stop_token_ids,
+            logits_width=len(self.logits),
+            matcher=None if self.allowed is None else FixedMask(self.allowed),
+        )
+        return state.process(self.logits, len(self.prompt) + len(self.completion))
+
+    def edits(self, row: int) -> list[Edit]:
+        options, counts = self.options, Counter(self.completion)
+        edits = [(row, token_id, EditKind.FORBID, 0.0) for token_id in self.banned()]
+        edits += [(row, token_id, EditKind.BIAS, bias) for token_id, bias in options.logit_bias]
+        if options.repetition_penalty != 1.0:
+            seen = set(self.prompt + self.completion)
+            edits += [(row, token_id, EditKind.REPETITION, options.repetition_penalty) for token_id in seen]
+        for token_id, count in counts.items():
+            penalty = options.frequency_penalty * count + options.presence_penalty
+            edits.append((row, token_id, EditKind.PENALTY, -penalty))
+        return edits
+
+    def banned(self) -> set[int]:
+        """Tokens that would complete a bad word, and stop tokens that come too early."""
+        ends = {
+            word[-1]
+            for word in self.options.bad_words
+            if self.completion[len(self.completion) - len(word) + 1 :] == word[:-1]
+        }
+        return ends | (set(self.stop_token_ids) if len(self.completion) < self.options.min_tokens else set())
+
+
+def edits_of(edits: Sequence[Edit]) -> Edits:
+    rows, token_ids, kinds, values = zip(*edits, strict=True)
+    return Edits(
+        *(torch.tensor(column, dtype=torch.int32) for column in (rows, token_ids, kinds)),
+        values=torch.tensor(values, dtype=torch.float32),
+    )
+
+
+def masks_of(masks: Sequence[tuple[int, Mask]]) -> AllowMasks:
+    width = triton.cdiv(len(masks[0][1]), 32) * 32
+    bits = [np.packbits(mask, bitorder="little") for _, mask in masks]
+    words = np.array([np.pad(row, (0, width // 8 - len(row))) for row in bits]).view(np.int32)
+    return AllowMasks(torch.tensor([row for row, _ in masks], dtype=torch.int32), torch.from_numpy(words))
+
+
+def edited(rows: Sequence[Row], seed: int) -> Tensor:
+    """All rows' logits after one application of their masks and edits, in a random order with padding between."""
+    logits = torch.from_numpy(np.stack([row.logits for row in rows]))
+    order = random.Random(seed)
+    masks = [(number, row.allowed) for number, row in enumerate(rows) if row.allowed is not None]
+    masks.append((PADDING, np.zeros(logits.shape[1], np.bool_)))
+    edits = [edit for number, row in enumerate(rows) for edit in row.edits(number)]
+    edits += [(PADDING, 3, kind, 5.0) for kind in EditKind]
+    order.shuffle(masks)
+    order.shuffle(edits)
+    apply_masks(logits, masks_of(masks))
+    apply_edits(logits, edits_of(edits))
+    return logits
+
+
+def assert_edits_are_those_of_process(rows: Sequence[Row], seed: int = 0) -> None:
+    expected = np.stack([row.processed() for row in rows])
+    assert np.array_equal(edited(rows, seed).numpy(), expected)
+
+
+def make_row(
+    logits: Sequence[float],
+    options: SamplingOptions | None = None,
+    *,
+    completion: tuple[int, ...] = (),
+    stop_token_ids: tuple[int, ...] = (),
+    allowed: Sequence[int] | None = None,
+) -> Row:
+    mask = None if allowed is None else np.isin(np.arange(len(logits)), allowed)
+    return Row(
+        np.array(logits, np.float32), options or SamplingOptions(), (0,), completion, stop_token_ids, mask
+    )
+
+
+token_ids = st.integers(0, WIDTH - 1)
+# Few different ones, so that runs and repetitions are common.
+few_ids = st.integers(0, 3)
+penalties = st.just(0.0) | st.floats(-2, 2, width=32)
+options = st.builds(
+    SamplingOptions,
+    repetition_penalty=st.just(1.0) | st.floats(0.125, 2.0, width=32),
+    presence_penalty=penalties,
+    frequency_penalty=penalties,
+    logit_bias=st.dictionaries(token_ids, st.floats(-100, 100, width=32), max_size=5).map(
+        lambda biases: tuple(sorted(biases.items()))
+    ),
+    bad_words=st.lists(st.lists(few_ids, min_size=1, max_size=3).map(tuple), max_size=4).map(tuple),
+    min_tokens=st.integers(0, 4),
+)
+logits_values = st.floats(-1e4, 1e4, width=32) | st.sampled_from([0.0, MINUS_INF, MINUS_INF, 3.4028234663852886e38])
+row_logits = st.lists(logits_values, min_size=WIDTH - 1, max_size=WIDTH - 1).map(
+    lambda values: np.array([*values, 1.0], np.float32)
+)
+rows = st.builds(
+    Row,
+    logits=row_logits,
+    options=options,
+    prompt=st.lists(token_ids, min_size=1, max_size=5).map(tuple),
+    completion=st.lists(few_ids, max_size=6).map(tuple),
+    stop_token_ids=st.sets(token_ids, max_size=4).map(tuple),
+    allowed=st.none() | st.sets(token_ids, max_size=6).map(lambda ids: np.isin(np.arange(WIDTH), sorted(ids))),
+)
+
+
+@given(rows=st.lists(rows, min_size=1, max_size=4), seed=st.integers(0, 99))
+@settings(max_examples=60)
+def test_edited_logits_are_those_that_process_returns(rows: list[Row], seed: int) -> None:
+    assert_edits_are_those_of_process(rows, seed)
+
+
+def test_a_mask_of_impossible_tokens_makes_them_equally_likely() -> None:
+    logits = [1.0, MINUS_INF, MINUS_INF, 2.0]
+    assert_edits_are_those_of_process([make_row(logits, allowed=[1, 2])])
+    assert edited([make_row(logits, allowed=[1, 2])], 0).tolist() == [[MINUS_INF, 0.0, 0.0, MINUS_INF]]
+
+
+def test_a_mask_that_allows_nothing_is_ignored() -> None:
+    assert edited([make_row([1.0, 2.0], allowed=[])], 0).tolist() == [[1.0, 2.0]]
+
+
+def test_bans_that_would_leave_nothing_do_not_apply() -> None:
+    bans = SamplingOptions(min_tokens=3)
+    logits = [MINUS_INF, 3.0, 2.0, MINUS_INF]
+    rows = [
+        make_row(logits, bans, stop_token_ids=(1, 2, 3)),
+        make_row(logits, bans, stop_token_ids=(1, 3)),
+        make_row(logits, bans, stop_token_ids=(2,), allowed=[2, 3]),
+    ]
+    assert_edits_are_those_of_process(rows)
+    assert edited(rows, 1)[:, 1:3].tolist() == [[3.0, 2.0], [MINUS_INF, 2.0], [MINUS_INF, 2.0]]
+
+
+def test_a_row_without_bans_may_be_all_minus_infinity_beside_one_with_bans() -> None:
+    logits = torch.tensor([[1.0, 2.0, MINUS_INF], [MINUS_INF] * 3])
+    apply_edits(logits, edits_of([(0, 1, EditKind.FORBID, 0.0)]))
+    assert logits.tolist() == [[1.0, MINUS_INF, MINUS_INF], [MINUS_INF] * 3]
+
+
+def test_penalties_keep_the_largest_floats_finite() -> None:
+    largest = float(np.finfo(np.float32).max)
+    for penalty in (0.125, 2.0):
+        options = SamplingOptions(repetition_penalty=penalty)
+        assert_edits_are_those_of_process([make_row([largest, -largest, -0.0, 1.0], options, completion=(0, 1, 2))])
+
+
+def test_rows_wider_than_a_tile_are_masked_throughout() -> None:
+    width = 5000
+    logits = np.random.default_rng(0).normal(size=width)
+    bans = SamplingOptions(min_tokens=1, logit_bias=((4999, 3.0),))
+    rows = [
+        make_row(logits, allowed=range(0, width, 3)),
+        make_row(logits, bans, allowed=[2048, 4999], stop_token_ids=(2048,)),
+        make_row(logits, bans, allowed=[4999], stop_token_ids=(4999,)),
+    ]
+    assert_edits_are_those_of_process(rows)
