@@ -26,8 +26,8 @@ def launch_step(num_rows: int, num_columns: int) -> None:
     logits = on_meta(torch.float32, num_rows, num_columns)
     num_words = (num_columns + 31) // 32
     apply_masks(logits, AllowMasks(on_meta(torch.int32, num_rows), on_meta(torch.int32, num_rows, num_words)))
-    places = [on_meta(torch.int32, 4 * num_rows) for _ in range(3)]
-    apply_edits(logits, Edits(*places, values=on_meta(torch.float32, 4 * num_rows)))
+    ids = on_meta(torch.int32, 4 * num_rows)
+    apply_edits(logits, Edits(rows=ids, token_ids=ids, kinds=ids, values=on_meta(torch.float32, 4 * num_rows)))
     sample(logits, draw_rows(num_rows))
     for num_top in (0, MAX_LOGPROBS):
         token_logprobs(logits, on_meta(torch.int64, num_rows), num_top)

@@ -105,9 +105,7 @@ def _edits(rows, token_ids, kinds, num_edits, kind, EDITS: tl.constexpr):
 
 
 @triton.jit
-def _forbid_kernel(
-    logits, row_stride, rows, token_ids, kinds, num_edits, before, has_bans, EDITS: tl.constexpr
-):
+def _forbid_kernel(logits, row_stride, rows, token_ids, kinds, num_edits, before, has_bans, EDITS: tl.constexpr):
     edits, row, token_id, is_ban = _edits(rows, token_ids, kinds, num_edits, _FORBID, EDITS)
     places = logits + row * row_stride + token_id
     tl.store(before + edits, tl.load(places, mask=is_ban, other=0.0), mask=is_ban)
@@ -173,9 +171,7 @@ def apply_masks(logits: Tensor, masks: AllowMasks) -> None:
     arguments = logits, logits.stride(0), masks.rows, masks.words, found, num_columns, masks.words.shape[1]
     grid = num_masks, num_tiles
     _find_allowed_kernel[grid](*arguments, TILE=_TILE, num_warps=_NUM_WARPS)
-    _mask_kernel[grid](
-        *arguments, num_tiles, TILES=triton.next_power_of_2(num_tiles), TILE=_TILE, num_warps=_NUM_WARPS
-    )
+    _mask_kernel[grid](*arguments, num_tiles, TILES=triton.next_power_of_2(num_tiles), TILE=_TILE, num_warps=_NUM_WARPS)
 
 
 def apply_edits(logits: Tensor, edits: Edits) -> None:

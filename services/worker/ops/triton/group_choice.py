@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from services.worker.ops.triton.ordering import LAST_COLUMN, NO_KEY, ordered_keys, value_of
+from services.worker.ops.triton.ordering import LOWEST_KEY, ordered_keys, value_of
 from services.worker.ops.triton.row_scan import FILTERED, row_kind
 
 NUM_LEVELS = 8
@@ -52,7 +52,7 @@ def _slack(largest, drop):
 
 
 @triton.jit
-def _mass_kernel(
+def mass_kernel(
     logits,
     row_stride,
     temperature,
@@ -70,6 +70,7 @@ def _mass_kernel(
     TILE: tl.constexpr,
     NUM_LEVELS: tl.constexpr,
 ):
+    """Sum up the weights of each tile, and of what reaches each level in it; see the module."""
     row, part = tl.program_id(0), tl.program_id(1)
     if row_kind(temperature, top_k, top_p, min_p, row, num_columns) != FILTERED:
         return
@@ -91,33 +92,36 @@ def _mass_kernel(
 
 @triton.jit
 def group_keys(group_maxima, row, num_groups, GROUPS: tl.constexpr):
-    """The `ordered_keys` of a row's group maxima, [GROUPS]; `NO_KEY` past the last."""
+    """The `ordered_keys` of a row's group maxima, [GROUPS]; the lowest there is past the last."""
     group = tl.arange(0, GROUPS)
     maxima = tl.load(group_maxima + row * num_groups + group, mask=group < num_groups, other=float("-inf"))
-    return tl.where(group < num_groups, ordered_keys(maxima), NO_KEY)
-
-
-@triton.jit
-def list_groups(keys, cut_key, groups, group_count, GROUPS: tl.constexpr):
-    """Write the groups whose key reaches the cut, ascending, and their number."""
-    is_chosen = keys >= cut_key
-    places = tl.cumsum(is_chosen.to(tl.int32)) - 1
-    tl.store(groups + places, tl.arange(0, GROUPS), mask=is_chosen)
-    tl.store(group_count, tl.sum(is_chosen.to(tl.int32)))
+    return tl.where(group < num_groups, ordered_keys(maxima), LOWEST_KEY)
 
 
 @triton.jit
 def cut_of_top_k(keys, k):
-    """A key that at least `k` and normally at most 2 k of the `keys` reach; `NO_KEY` if there are too few."""
-    low, high = tl.min(tl.where(keys > NO_KEY, keys, LAST_COLUMN)), tl.max(keys)
-    num_reaching = tl.sum((keys >= low).to(tl.int32))
-    while (low < high) & (num_reaching > 2 * k):
+    """A key that at least `k` and normally at most 3/2 k of the `keys` reach; `LOWEST_KEY` if there are too few."""
+    # The difference of two keys may have 33 bits.
+    low, high = tl.min(keys).to(tl.int64), tl.max(keys).to(tl.int64)
+    num_reaching = tl.sum((keys > LOWEST_KEY).to(tl.int32))
+    low = tl.where(num_reaching >= k, low, high)
+    while (low < high) & (num_reaching > k + k // 2):
         middle = low + (high - low + 1) // 2
-        count = tl.sum((keys >= middle).to(tl.int32))
+        count = tl.sum((keys >= middle.to(tl.int32)).to(tl.int32))
         num_reaching = tl.where(count >= k, count, num_reaching)
         low = tl.where(count >= k, middle, low)
         high = tl.where(count >= k, high, middle - 1)
-    return tl.where(num_reaching >= k, low, NO_KEY)
+    return tl.where(num_reaching >= k, low.to(tl.int32), LOWEST_KEY)
+
+
+@triton.jit
+def list_groups(keys, cut_key, num_groups, groups, group_count, GROUPS: tl.constexpr):
+    """Write the groups whose key reaches the cut, ascending, and their number."""
+    group = tl.arange(0, GROUPS)
+    is_chosen = (keys >= cut_key) & (group < num_groups)
+    places = tl.cumsum(is_chosen.to(tl.int32)) - 1
+    tl.store(groups + places, group, mask=is_chosen)
+    tl.store(group_count, tl.sum(is_chosen.to(tl.int32)))
 
 
 @triton.jit
@@ -136,7 +140,7 @@ def _cut_of_top_p(totals, level_masses, row, largest, scale, share, num_tiles, T
 
 
 @triton.jit
-def _choose_kernel(
+def choose_kernel(
     temperature,
     top_k,
     top_p,
@@ -145,6 +149,7 @@ def _choose_kernel(
     group_maxima,
     totals,
     level_masses,
+    cut_keys,
     groups,
     group_counts,
     row_totals,
@@ -157,6 +162,7 @@ def _choose_kernel(
     TILES: tl.constexpr,
     NUM_LEVELS: tl.constexpr,
 ):
+    """Write a row's cut, its chosen groups, and the mass of all its tokens where top-p needs it."""
     row = tl.program_id(0)
     if row_kind(temperature, top_k, top_p, min_p, row, num_columns) != FILTERED:
         return
@@ -168,15 +174,14 @@ def _choose_kernel(
         cut = tl.maximum(cut, largest - drop - _slack(largest, drop))
     if _needs_masses(top_k, top_p, row, num_columns):
         share = tl.load(top_p + row).to(tl.float64)
-        top_p_cut, total = _cut_of_top_p(
-            totals, level_masses, row, largest, scale, share, num_tiles, TILES, NUM_LEVELS
-        )
+        top_p_cut, total = _cut_of_top_p(totals, level_masses, row, largest, scale, share, num_tiles, TILES, NUM_LEVELS)
         cut = tl.maximum(cut, top_p_cut)
         tl.store(row_totals + row, total)
     keys = group_keys(group_maxima, row, num_groups, GROUPS)
-    # Rounded down: never above the float64 cut.
+    # One less, since the cut may have been rounded up.
     cut_key = ordered_keys(cut.to(tl.float32)) - 1
     k = tl.load(top_k + row)
     if (k > 0) & (k < num_columns):
         cut_key = tl.maximum(cut_key, cut_of_top_k(keys, k))
-    list_groups(keys, cut_key, groups + row * num_groups, group_counts + row, GROUPS)
+    tl.store(cut_keys + row, cut_key)
+    list_groups(keys, cut_key, num_groups, groups + row * num_groups, group_counts + row, GROUPS)

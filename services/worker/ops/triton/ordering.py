@@ -7,22 +7,24 @@ import triton.language as tl
 
 LAST_COLUMN = tl.constexpr(0x7FFFFFFF)
 """Above every column."""
-NO_KEY = tl.constexpr(-(2**63))
-"""Not above any key or rank."""
+LOWEST_KEY = tl.constexpr(-(2**31))
+"""Below every key."""
+NO_RANK = tl.constexpr(-(2**63))
+"""Not above any rank."""
 
 
 @triton.jit
 def ordered_keys(values):
-    """An int64 key of 32 bits for each float32, in the same order; zeros of either sign are equal, NaN is largest."""
+    """An int32 for each float32, in the same order; zeros of either sign are equal, NaN is largest."""
     bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)
     keys = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
-    return tl.where(values == values, keys, 0x7FFFFFFF).to(tl.int64)
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FFFFFFF, keys)
 
 
 @triton.jit
 def ranked(values, columns):
     """An int64 for each entry, all different: the largest is that of the first entry in the order."""
-    return (ordered_keys(values) << 32) + (0x7FFFFFFF - columns)
+    return (ordered_keys(values).to(tl.int64) << 32) + (0x7FFFFFFF - columns)
 
 
 @triton.jit

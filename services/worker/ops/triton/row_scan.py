@@ -22,15 +22,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from services.worker.ops.triton.ordering import NO_KEY, ranked
+from services.worker.ops.triton.ordering import NO_RANK, ranked
 from services.worker.ops.triton.philox import gumbel, in_column_order, noise_of_blocks, rough_gumbel, word_of_column
 
 TILE = 2048
 GROUP = 32
-_NUM_WARPS = 4
 
 _GREEDY = tl.constexpr(0)
-_FREE = tl.constexpr(1)
+FREE = tl.constexpr(1)
 FILTERED = tl.constexpr(2)
 
 
@@ -41,7 +40,7 @@ def row_kind(temperature, top_k, top_p, min_p, row, num_columns):
     has_filter = ((k > 0) & (k < num_columns)) | (tl.load(top_p + row) < 1.0) | (tl.load(min_p + row) > 0.0)
     # Triton rounds constants to float32, and that of `draw.GREEDY_TEMPERATURE` is below it.
     is_greedy = tl.load(temperature + row) <= 1e-5
-    return tl.where(is_greedy, _GREEDY, tl.where(has_filter, FILTERED, _FREE))
+    return tl.where(is_greedy, _GREEDY, tl.where(has_filter, FILTERED, FREE))
 
 
 @triton.jit
@@ -73,7 +72,7 @@ def _draw_from_tile(x, columns, logits_row, temperature, noise, best_score, best
 
 
 @triton.jit
-def _scan_kernel(
+def scan_kernel(
     logits,
     row_stride,
     temperature,
@@ -93,18 +92,19 @@ def _scan_kernel(
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
 ):
+    """Scan one part of one row; see the module."""
     row, part = tl.program_id(0), tl.program_id(1)
     logits_row = logits + row.to(tl.int64) * row_stride
     kind = row_kind(temperature, top_k, top_p, min_p, row, num_columns)
     noise = tl.load(seed + row), tl.load(choice + row), tl.load(position + row)
-    peak = tl.full([], NO_KEY, tl.int64)
+    peak = tl.full([], NO_RANK, tl.int64)
     best_score = tl.full([], float("-inf"), tl.float64)
     best_column = tl.full([], 0, tl.int32)
     for tile in range(part * TILES_PER_PART, tl.minimum((part + 1) * TILES_PER_PART, tl.cdiv(num_columns, TILE))):
         columns = tile * TILE + tl.arange(0, TILE)
         x = tl.load(logits_row + columns, mask=columns < num_columns, other=float("-inf"))
         peak = tl.maximum(peak, tl.max(ranked(x, columns)))
-        if kind == _FREE:
+        if kind == FREE:
             best_score, best_column = _draw_from_tile(
                 x, columns, logits_row, tl.load(temperature + row), noise, best_score, best_column, TILE
             )

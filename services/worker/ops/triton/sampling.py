@@ -1,11 +1,12 @@
 """Draws one token per row on the device: the tokens that `services.worker.sampling.draw` draws.
 
-    row_scan        every row once, in parts        largest logit, winner of free rows, maxima of groups
-    group_choice    rows with top-p but no top-k    masses, a second read
-    group_choice    filtered rows                   which groups of columns can matter
-    row_decision    every row                       the token
+    scan      every row once, in parts        largest logit, winner of free rows, maxima of groups of columns
+    mass      rows with top-p but no top-k    sums of weights; a second read of the row
+    choose    filtered rows                   a cut below which no token is kept, and the groups that reach it
+    gather    filtered rows                   the columns that reach it
+    decide    every row                       the token
 
-Kernels that a row does not need leave at once, on device data: the host never looks. Tiles have a fixed size and
+A kernel that a row does not need leaves at once, on device data: the host never looks. Tiles have a fixed size and
 their sums are added up in a fixed order, so a token does not depend on the rest of the batch.
 """
 
@@ -17,15 +18,18 @@ import torch
 import triton
 from torch import Tensor
 
-from services.worker.ops.triton.group_choice import NUM_LEVELS, _choose_kernel, _mass_kernel
-from services.worker.ops.triton.row_decision import _decide_kernel
-from services.worker.ops.triton.row_scan import GROUP, TILE, _scan_kernel
+from services.worker.ops.triton.candidates import GROUP_SHIFT, gather_kernel
+from services.worker.ops.triton.group_choice import NUM_LEVELS, choose_kernel, mass_kernel
+from services.worker.ops.triton.row_decision import decide_kernel
+from services.worker.ops.triton.row_scan import GROUP, TILE, scan_kernel
 
 # About two waves of programs on the largest GPUs; fewer, longer parts beyond that.
 _WANTED_PROGRAMS = 2048
 _MAX_TILES_PER_PART = 8
-# Groups that one program reads at once.
-_CHUNK = 32
+# Groups that `gather` reads at once, candidates that `decide` reads at once, and how many a dense list holds.
+_GATHER_CHUNK = 32
+_CHUNK = 512
+_CAPACITY = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +55,13 @@ class _Scratch:
     group_maxima: Tensor  # [B, groups] float32
     totals: Tensor  # [B, tiles] float64
     level_masses: Tensor  # [B, tiles, levels] float32
+    cut_keys: Tensor  # [B] int32
     groups: Tensor  # [B, groups] int32
     group_counts: Tensor  # [B] int32
     row_totals: Tensor  # [B] float64
+    columns_listed: Tensor  # [B, capacity] int32
+    candidate_counts: Tensor  # [B] int32
+    shifts: Tensor  # [B] int32
 
     @classmethod
     def allocate(cls, num_rows: int, num_columns: int, num_parts: int, device: torch.device) -> _Scratch:
@@ -69,9 +77,13 @@ class _Scratch:
             group_maxima=empty(num_groups, dtype=torch.float32),
             totals=empty(num_tiles, dtype=torch.float64),
             level_masses=empty(num_tiles, NUM_LEVELS, dtype=torch.float32),
+            cut_keys=empty(dtype=torch.int32),
             groups=empty(num_groups, dtype=torch.int32),
             group_counts=empty(dtype=torch.int32),
             row_totals=empty(dtype=torch.float64),
+            columns_listed=empty(min(_CAPACITY, num_columns), dtype=torch.int32),
+            candidate_counts=empty(dtype=torch.int32),
+            shifts=empty(dtype=torch.int32),
         )
 
 
@@ -96,7 +108,7 @@ def sample(logits: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
     is_finite = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
     filters = rows.temperature, rows.top_k, rows.top_p, rows.min_p
     noise = rows.seed, rows.choice, rows.position
-    _scan_kernel[(num_rows, num_parts)](
+    scan_kernel[(num_rows, num_parts)](
         logits,
         logits.stride(0),
         *filters,
@@ -112,7 +124,7 @@ def sample(logits: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
         GROUP=GROUP,
         num_warps=4,
     )
-    _mass_kernel[(num_rows, num_parts)](
+    mass_kernel[(num_rows, num_parts)](
         logits,
         logits.stride(0),
         *filters,
@@ -128,12 +140,13 @@ def sample(logits: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
         num_warps=4,
         enable_fp_fusion=False,
     )
-    _choose_kernel[(num_rows,)](
+    choose_kernel[(num_rows,)](
         *filters,
         scratch.peaks,
         scratch.group_maxima,
         scratch.totals,
         scratch.level_masses,
+        scratch.cut_keys,
         scratch.groups,
         scratch.group_counts,
         scratch.row_totals,
@@ -147,7 +160,24 @@ def sample(logits: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
         num_warps=8,
         enable_fp_fusion=False,
     )
-    _decide_kernel[(num_rows,)](
+    gather_kernel[(num_rows,)](
+        logits,
+        logits.stride(0),
+        *filters,
+        scratch.cut_keys,
+        scratch.groups,
+        scratch.group_counts,
+        scratch.columns_listed,
+        scratch.candidate_counts,
+        scratch.shifts,
+        num_columns,
+        num_groups,
+        CAPACITY=scratch.columns_listed.shape[1],
+        CHUNK=_GATHER_CHUNK,
+        GROUP_SHIFT=GROUP_SHIFT,
+        num_warps=4,
+    )
+    decide_kernel[(num_rows,)](
         logits,
         logits.stride(0),
         *filters,
@@ -156,15 +186,17 @@ def sample(logits: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
         scratch.best_scores,
         scratch.best_columns,
         scratch.groups,
-        scratch.group_counts,
+        scratch.columns_listed,
+        scratch.candidate_counts,
+        scratch.shifts,
         scratch.row_totals,
         token_ids,
         is_finite,
         num_columns,
         num_groups,
         **parts,
+        CAPACITY=scratch.columns_listed.shape[1],
         CHUNK=_CHUNK,
-        GROUP=GROUP,
         num_warps=4,
         enable_fp_fusion=False,
     )

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from services.worker.ops.triton.group_choice import cut_of_top_k, group_keys, list_groups
-from services.worker.ops.triton.ordering import NO_KEY, column_of, ranked, value_of
+from services.worker.ops.triton.ordering import NO_RANK, column_of, ranked, value_of
 from services.worker.ops.triton.row_scan import GROUP, TILE
 
 _CHUNK = 32
@@ -54,23 +54,23 @@ def _measure_kernel(
 def _choose_top_kernel(group_maxima, groups, group_counts, num_top, num_groups, GROUPS: tl.constexpr):
     row = tl.program_id(0)
     keys = group_keys(group_maxima, row, num_groups, GROUPS)
-    cut_key = cut_of_top_k(keys, num_top)
-    # Not the places past the last group, whose key is `NO_KEY`.
-    list_groups(keys, tl.maximum(cut_key, NO_KEY + 1), groups + row * num_groups, group_counts + row, GROUPS)
+    list_groups(keys, cut_of_top_k(keys, num_top), num_groups, groups + row * num_groups, group_counts + row, GROUPS)
 
 
 @triton.jit
-def _next_likeliest(logits_row, groups, num_chosen, below, num_columns, CHUNK: tl.constexpr, GROUP: tl.constexpr):
-    """The largest `ranked` of the listed groups' entries that is below `below`."""
-    best = tl.full([], NO_KEY, tl.int64)
-    for start in range(0, num_chosen, CHUNK):
-        places = start + tl.arange(0, CHUNK)
-        group = tl.load(groups + places, mask=places < num_chosen, other=num_columns)
-        columns = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        is_entry = (columns < num_columns) & (places < num_chosen)[:, None]
-        ranks = ranked(tl.load(logits_row + columns, mask=is_entry, other=0.0), columns)
-        best = tl.maximum(best, tl.max(tl.where(is_entry & (ranks < below), ranks, NO_KEY)))
-    return best
+def _ranks(logits_row, groups, start, num_chosen, num_columns, CHUNK: tl.constexpr, GROUP: tl.constexpr):
+    """The `ranked` of the entries of CHUNK listed groups; `NO_RANK` past the last."""
+    places = start + tl.arange(0, CHUNK)
+    group = tl.load(groups + places, mask=places < num_chosen, other=0)
+    columns = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    is_entry = (columns < num_columns) & (places < num_chosen)[:, None]
+    ranks = ranked(tl.load(logits_row + columns, mask=is_entry, other=0.0), columns)
+    return tl.where(is_entry, ranks, NO_RANK)
+
+
+@triton.jit
+def _largest_below(ranks, below):
+    return tl.max(tl.where(ranks < below, ranks, NO_RANK))
 
 
 @triton.jit
@@ -109,13 +109,20 @@ def _finish_kernel(
     own = tl.load(logits_row + token_id)
     tl.store(entries + entry, token_id.to(tl.int32))
     tl.store(values + entry, ((own - largest).to(tl.float64) - log_total).to(tl.float32))
-    rank = tl.full([], 2**63 - 1, tl.int64)
-    for place in range(1, 1 + num_top):
-        rank = _next_likeliest(
-            logits_row, groups + row * num_groups, tl.load(group_counts + row), rank, num_columns, CHUNK, GROUP
-        )
-        tl.store(entries + entry + place, column_of(rank))
-        tl.store(values + entry + place, ((value_of(rank) - largest).to(tl.float64) - log_total).to(tl.float32))
+    if num_top > 0:
+        num_chosen = tl.load(group_counts + row)
+        chosen = groups + row * num_groups
+        # Normally all there are.
+        first = _ranks(logits_row, chosen, 0, num_chosen, num_columns, CHUNK, GROUP)
+        rank = tl.full([], 2**63 - 1, tl.int64)
+        for place in range(1, 1 + num_top):
+            best = _largest_below(first, rank)
+            for start in range(CHUNK, num_chosen, CHUNK):
+                others = _ranks(logits_row, chosen, start, num_chosen, num_columns, CHUNK, GROUP)
+                best = tl.maximum(best, _largest_below(others, rank))
+            rank = best
+            tl.store(entries + entry + place, column_of(rank))
+            tl.store(values + entry + place, ((value_of(rank) - largest).to(tl.float64) - log_total).to(tl.float32))
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:

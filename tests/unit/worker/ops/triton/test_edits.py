@@ -28,7 +28,7 @@ Edit = tuple[int, int, EditKind, float]
 Mask = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True)
+@dataclass
 class FixedMask:
     """A grammar that always allows the same tokens."""
 
@@ -90,11 +90,8 @@ class Row:
 
 
 def edits_of(edits: Sequence[Edit]) -> Edits:
-    rows, token_ids, kinds, values = zip(*edits, strict=True)
-    return Edits(
-        *(torch.tensor(column, dtype=torch.int32) for column in (rows, token_ids, kinds)),
-        values=torch.tensor(values, dtype=torch.float32),
-    )
+    rows, token_ids, kinds = torch.tensor([edit[:3] for edit in edits], dtype=torch.int32).T.contiguous()
+    return Edits(rows, token_ids, kinds, values=torch.tensor([edit[3] for edit in edits]))
 
 
 def masks_of(masks: Sequence[tuple[int, Mask]]) -> AllowMasks:
@@ -133,9 +130,7 @@ def make_row(
     allowed: Sequence[int] | None = None,
 ) -> Row:
     mask = None if allowed is None else np.isin(np.arange(len(logits)), allowed)
-    return Row(
-        np.array(logits, np.float32), options or SamplingOptions(), (0,), completion, stop_token_ids, mask
-    )
+    return Row(np.array(logits, np.float32), options or SamplingOptions(), (0,), completion, stop_token_ids, mask)
 
 
 token_ids = st.integers(0, WIDTH - 1)
@@ -211,7 +206,7 @@ def test_penalties_keep_the_largest_floats_finite() -> None:
 
 def test_rows_wider_than_a_tile_are_masked_throughout() -> None:
     width = 5000
-    logits = np.random.default_rng(0).normal(size=width)
+    logits = np.random.default_rng(0).normal(size=width).tolist()
     bans = SamplingOptions(min_tokens=1, logit_bias=((4999, 3.0),))
     rows = [
         make_row(logits, allowed=range(0, width, 3)),

@@ -18,18 +18,18 @@ NUM_COLUMNS = 256
 EDGE_WORDS = [0, 2047, 1 << 11, 1 << 63, (1 << 63) - 1, 2**64 - (1 << 12), 2**64 - (1 << 11) - 1]
 
 
-@triton.jit
-def _words_kernel(key, words, alone, NUM_BLOCKS: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]
+def _words_kernel(key, words, alone, num_blocks: tl.constexpr):  # type: ignore[no-untyped-def]
     seed, choice, position = tl.load(key), tl.load(key + 1), tl.load(key + 2)
-    columns = tl.arange(0, 4 * NUM_BLOCKS)
-    word0, word1, word2, word3 = noise_of_blocks(seed, choice, position, tl.arange(0, NUM_BLOCKS))
+    columns = tl.arange(0, 4 * num_blocks)
+    word0, word1, word2, word3 = noise_of_blocks(seed, choice, position, tl.arange(0, num_blocks))
     tl.store(words + columns, in_column_order(word0, word1, word2, word3).to(tl.int64, bitcast=True))
     tl.store(alone + columns, word_of_column(seed, choice, position, columns).to(tl.int64, bitcast=True))
 
 
-@triton.jit
-def _gumbel_kernel(words, exact, rough, COLUMNS: tl.constexpr):
-    columns = tl.arange(0, COLUMNS)
+@triton.jit  # type: ignore[untyped-decorator]
+def _gumbel_kernel(words, exact, rough, num_words: tl.constexpr):  # type: ignore[no-untyped-def]
+    columns = tl.arange(0, num_words)
     word = tl.load(words + columns).to(tl.uint64, bitcast=True)
     tl.store(exact + columns, gumbel(word))
     tl.store(rough + columns, rough_gumbel(word))
@@ -38,14 +38,14 @@ def _gumbel_kernel(words, exact, rough, COLUMNS: tl.constexpr):
 def device_words(seed: int, choice: int, position: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
     key = np.array([seed, choice, position], np.uint64).view(np.int64)
     words, alone = torch.empty(2, NUM_COLUMNS, dtype=torch.int64)
-    _words_kernel[(1,)](torch.from_numpy(key), words, alone, NUM_BLOCKS=NUM_COLUMNS // 4)
+    _words_kernel[(1,)](torch.from_numpy(key), words, alone, num_blocks=NUM_COLUMNS // 4)
     return words.numpy().view(np.uint64), alone.numpy().view(np.uint64)
 
 
 def device_gumbel(words: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float32]]:
     padded = np.resize(words, triton.next_power_of_2(len(words)))
     exact, rough = torch.empty(len(padded), dtype=torch.float64), torch.empty(len(padded))
-    _gumbel_kernel[(1,)](torch.from_numpy(padded.view(np.int64)), exact, rough, COLUMNS=len(padded))
+    _gumbel_kernel[(1,)](torch.from_numpy(padded.view(np.int64)), exact, rough, num_words=len(padded))
     return exact.numpy()[: len(words)], rough.numpy()[: len(words)]
 
 
