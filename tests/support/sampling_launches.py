@@ -10,8 +10,8 @@ from services.worker.ops.triton.sampling import DrawRows, sample
 from services.worker.ops.triton.token_logprobs import token_logprobs
 from shared.limits import MAX_LOGPROBS
 
-# Those of Llama 2, Llama 3, Qwen3 and Gemma 3; Whisper's is odd, so rows begin at any address of four bytes.
-VOCABULARIES = (32_000, 128_256, 151_936, 262_144, 51_865)
+# Those of Llama 3, Qwen3 and, with rows that begin at any address of four bytes, Whisper.
+VOCABULARIES = (128_256, 151_936, 51_865)
 
 
 def launch_sampling() -> None:

@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 
 from services.worker.ops.triton.ordering import ordered_keys
-from services.worker.ops.triton.row_scan import FILTERED, row_kind
+from services.worker.ops.triton.row_scan import FILTERED, PER_ROW, row_kind
 
 GROUP_SHIFT = 5
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_ROW)
 def gather_kernel(
     logits,
     row_stride,

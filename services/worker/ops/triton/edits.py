@@ -17,6 +17,9 @@ from torch import Tensor
 _TILE = 2048
 _EDITS_PER_PROGRAM = 256
 _NUM_WARPS = 4
+# A kernel must not be compiled again because these have other values, or begin at other addresses.
+_PER_STEP = ("num_edits",)
+_COLUMNS = ("rows", "words", "token_ids", "kinds", "values")
 _MAX_FLOAT = tl.constexpr(3.4028234663852886e38)
 
 
@@ -64,7 +67,7 @@ def _allowed(words, mask, tile, num_columns, num_words, TILE: tl.constexpr):
     return columns, (tl.reshape(bits, [TILE]) != 0) & (columns < num_columns)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_COLUMNS)
 def _find_allowed_kernel(logits, row_stride, rows, words, found, num_columns, num_words, TILE: tl.constexpr):
     """For each tile: 2 if an allowed token is possible, 1 if one is allowed, else 0."""
     mask, tile = tl.program_id(0), tl.program_id(1)
@@ -76,7 +79,7 @@ def _find_allowed_kernel(logits, row_stride, rows, words, found, num_columns, nu
         tl.store(found + mask * tl.num_programs(1) + tile, here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_COLUMNS)
 def _mask_kernel(
     logits, row_stride, rows, words, found, num_columns, num_words, num_tiles, TILES: tl.constexpr, TILE: tl.constexpr
 ):
@@ -104,7 +107,7 @@ def _edits(rows, token_ids, kinds, num_edits, kind, EDITS: tl.constexpr):
     return edits, row, tl.load(token_ids + edits, mask=is_meant, other=0), is_meant
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_PER_STEP, do_not_specialize_on_alignment=_COLUMNS)
 def _forbid_kernel(logits, row_stride, rows, token_ids, kinds, num_edits, before, has_bans, EDITS: tl.constexpr):
     edits, row, token_id, is_ban = _edits(rows, token_ids, kinds, num_edits, _FORBID, EDITS)
     places = logits + row * row_stride + token_id
@@ -123,7 +126,7 @@ def _find_left_kernel(logits, row_stride, has_bans, is_left, num_columns, TILE: 
         tl.store(is_left + row * tl.num_programs(1) + tile, tl.max((x > float("-inf")).to(tl.int32)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_PER_STEP, do_not_specialize_on_alignment=_COLUMNS)
 def _restore_kernel(
     logits, row_stride, rows, token_ids, kinds, num_edits, before, is_left, num_tiles, EDITS: tl.constexpr
 ):
@@ -137,7 +140,7 @@ def _restore_kernel(
     tl.store(logits + row * row_stride + token_id, values, mask=is_undone)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_PER_STEP, do_not_specialize_on_alignment=_COLUMNS)
 def _change_kernel(
     logits, row_stride, rows, token_ids, kinds, num_edits, values, KIND: tl.constexpr, EDITS: tl.constexpr
 ):

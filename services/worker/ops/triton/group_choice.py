@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from services.worker.ops.triton.ordering import LOWEST_KEY, ordered_keys, value_of
-from services.worker.ops.triton.row_scan import FILTERED, row_kind
+from services.worker.ops.triton.row_scan import FILTERED, PER_BATCH, PER_ROW, row_kind
 
 NUM_LEVELS = 8
 _SURCHARGE = tl.constexpr(1 + 2.0**-11)
@@ -27,10 +27,10 @@ _LEVEL_STEP = tl.constexpr(1.5)
 
 
 @triton.jit
-def row_peak(peaks, row, NUM_PARTS: tl.constexpr, PARTS: tl.constexpr):
+def row_peak(peaks, row, num_parts, PARTS: tl.constexpr):
     """The `ranked` of the row's first entry: the largest of its parts'."""
     parts = tl.arange(0, PARTS)
-    return tl.max(tl.load(peaks + row * NUM_PARTS + parts, mask=parts < NUM_PARTS, other=-(2**63)))
+    return tl.max(tl.load(peaks + row * num_parts + parts, mask=parts < num_parts, other=-(2**63)))
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def _slack(largest, drop):
     return (tl.abs(largest) + drop) * 2.0**-20
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=PER_ROW)
 def mass_kernel(
     logits,
     row_stride,
@@ -64,9 +64,9 @@ def mass_kernel(
     level_masses,
     num_columns,
     num_tiles,
-    NUM_PARTS: tl.constexpr,
+    num_parts,
     PARTS: tl.constexpr,
-    TILES_PER_PART: tl.constexpr,
+    tiles_per_part,
     TILE: tl.constexpr,
     NUM_LEVELS: tl.constexpr,
 ):
@@ -77,8 +77,8 @@ def mass_kernel(
     if not _needs_masses(top_k, top_p, row, num_columns):
         return
     scale, least = tl.load(temperature + row).to(tl.float64), tl.load(min_p + row).to(tl.float64)
-    largest = value_of(row_peak(peaks, row, NUM_PARTS, PARTS))
-    for tile in range(part * TILES_PER_PART, tl.minimum((part + 1) * TILES_PER_PART, num_tiles)):
+    largest = value_of(row_peak(peaks, row, num_parts, PARTS))
+    for tile in range(part * tiles_per_part, tl.minimum((part + 1) * tiles_per_part, num_tiles)):
         columns = tile * TILE + tl.arange(0, TILE)
         x = tl.load(logits + row.to(tl.int64) * row_stride + columns, mask=columns < num_columns, other=float("-inf"))
         weights = weights_of(x, largest, scale, least)
@@ -139,7 +139,7 @@ def _cut_of_top_p(totals, level_masses, row, largest, scale, share, num_tiles, T
     return tl.where(level < NUM_LEVELS, cut, float("-inf")), total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=PER_ROW)
 def choose_kernel(
     temperature,
     top_k,
@@ -156,7 +156,7 @@ def choose_kernel(
     num_columns,
     num_groups,
     num_tiles,
-    NUM_PARTS: tl.constexpr,
+    num_parts,
     PARTS: tl.constexpr,
     GROUPS: tl.constexpr,
     TILES: tl.constexpr,
@@ -167,7 +167,7 @@ def choose_kernel(
     if row_kind(temperature, top_k, top_p, min_p, row, num_columns) != FILTERED:
         return
     scale, least = tl.load(temperature + row).to(tl.float64), tl.load(min_p + row).to(tl.float64)
-    largest = value_of(row_peak(peaks, row, NUM_PARTS, PARTS)).to(tl.float64)
+    largest = value_of(row_peak(peaks, row, num_parts, PARTS)).to(tl.float64)
     cut = tl.full([], float("-inf"), tl.float64)
     if least > 0.0:
         drop = scale * -(tl.log(least) - 1e-6)

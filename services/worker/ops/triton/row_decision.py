@@ -19,7 +19,7 @@ from services.worker.ops.triton.edge_search import find_edge, keys_and_gains, ra
 from services.worker.ops.triton.group_choice import row_peak
 from services.worker.ops.triton.ordering import LAST_COLUMN, LOWEST_KEY, column_of, value_of
 from services.worker.ops.triton.philox import gumbel, word_of_column
-from services.worker.ops.triton.row_scan import FILTERED, FREE, row_kind
+from services.worker.ops.triton.row_scan import FILTERED, FREE, PER_BATCH, PER_ROW, row_kind
 
 
 @triton.jit
@@ -68,15 +68,15 @@ def _draw_filtered(candidates, largest, scale, least, k, share, total, noise, CH
 
 
 @triton.jit
-def _best_part(best_scores, best_columns, row, NUM_PARTS: tl.constexpr, PARTS: tl.constexpr):
+def _best_part(best_scores, best_columns, row, num_parts, PARTS: tl.constexpr):
     parts = tl.arange(0, PARTS)
-    is_part = parts < NUM_PARTS
-    scores = tl.load(best_scores + row * NUM_PARTS + parts, mask=is_part, other=float("-inf"))
-    columns = tl.load(best_columns + row * NUM_PARTS + parts, mask=is_part, other=LAST_COLUMN)
+    is_part = parts < num_parts
+    scores = tl.load(best_scores + row * num_parts + parts, mask=is_part, other=float("-inf"))
+    columns = tl.load(best_columns + row * num_parts + parts, mask=is_part, other=LAST_COLUMN)
     return tl.min(tl.where(scores == tl.max(scores), columns, LAST_COLUMN))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=PER_ROW)
 def decide_kernel(
     logits,
     row_stride,
@@ -99,7 +99,7 @@ def decide_kernel(
     is_finite,
     num_columns,
     num_groups,
-    NUM_PARTS: tl.constexpr,
+    num_parts,
     PARTS: tl.constexpr,
     CAPACITY: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -107,11 +107,11 @@ def decide_kernel(
     """Write each row's token and whether its largest logit is finite."""
     row = tl.program_id(0)
     kind = row_kind(temperature, top_k, top_p, min_p, row, num_columns)
-    peak = row_peak(peaks, row, NUM_PARTS, PARTS)
+    peak = row_peak(peaks, row, num_parts, PARTS)
     largest = value_of(peak)
     token = column_of(peak)
     if kind == FREE:
-        token = _best_part(best_scores, best_columns, row, NUM_PARTS, PARTS)
+        token = _best_part(best_scores, best_columns, row, num_parts, PARTS)
     if kind == FILTERED:
         candidates = (
             logits + row.to(tl.int64) * row_stride,

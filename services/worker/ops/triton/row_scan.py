@@ -28,6 +28,10 @@ from services.worker.ops.triton.philox import gumbel, in_column_order, noise_of_
 TILE = 2048
 GROUP = 32
 
+# A kernel must not be compiled again because these have other values, or begin at other addresses.
+PER_BATCH = ("num_parts", "tiles_per_part")
+PER_ROW = ("temperature", "top_k", "top_p", "min_p", "seed", "choice", "position")
+
 _GREEDY = tl.constexpr(0)
 FREE = tl.constexpr(1)
 FILTERED = tl.constexpr(2)
@@ -71,7 +75,7 @@ def _draw_from_tile(x, columns, logits_row, temperature, noise, best_score, best
     return best_score, best_column
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=PER_ROW)
 def scan_kernel(
     logits,
     row_stride,
@@ -88,7 +92,7 @@ def scan_kernel(
     group_maxima,
     num_columns,
     num_groups,
-    TILES_PER_PART: tl.constexpr,
+    tiles_per_part,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
 ):
@@ -100,7 +104,7 @@ def scan_kernel(
     peak = tl.full([], NO_RANK, tl.int64)
     best_score = tl.full([], float("-inf"), tl.float64)
     best_column = tl.full([], 0, tl.int32)
-    for tile in range(part * TILES_PER_PART, tl.minimum((part + 1) * TILES_PER_PART, tl.cdiv(num_columns, TILE))):
+    for tile in range(part * tiles_per_part, tl.minimum((part + 1) * tiles_per_part, tl.cdiv(num_columns, TILE))):
         columns = tile * TILE + tl.arange(0, TILE)
         x = tl.load(logits_row + columns, mask=columns < num_columns, other=float("-inf"))
         peak = tl.maximum(peak, tl.max(ranked(x, columns)))

@@ -102,7 +102,7 @@ def sample(logits: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
     num_tiles, num_groups = triton.cdiv(num_columns, TILE), triton.cdiv(num_columns, GROUP)
     tiles_per_part = _tiles_per_part(num_rows, num_tiles)
     num_parts = triton.cdiv(num_tiles, tiles_per_part)
-    parts = {"NUM_PARTS": num_parts, "PARTS": triton.next_power_of_2(num_parts)}
+    parts = {"num_parts": num_parts, "PARTS": triton.next_power_of_2(num_tiles)}
     scratch = _Scratch.allocate(num_rows, num_columns, num_parts, logits.device)
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     is_finite = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
@@ -119,7 +119,7 @@ def sample(logits: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
         scratch.group_maxima,
         num_columns,
         num_groups,
-        TILES_PER_PART=tiles_per_part,
+        tiles_per_part=tiles_per_part,
         TILE=TILE,
         GROUP=GROUP,
         num_warps=4,
@@ -134,7 +134,7 @@ def sample(logits: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
         num_columns,
         num_tiles,
         **parts,
-        TILES_PER_PART=tiles_per_part,
+        tiles_per_part=tiles_per_part,
         TILE=TILE,
         NUM_LEVELS=NUM_LEVELS,
         num_warps=4,

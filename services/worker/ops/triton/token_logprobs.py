@@ -18,7 +18,7 @@ from services.worker.ops.triton.row_scan import GROUP, TILE
 _CHUNK = 32
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["token_ids"])
 def _measure_kernel(
     logits,
     row_stride,
@@ -50,7 +50,7 @@ def _measure_kernel(
     tl.store(group_maxima + row * num_groups + groups, maxima, mask=groups < num_groups)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_top"])
 def _choose_top_kernel(group_maxima, groups, group_counts, num_top, num_groups, GROUPS: tl.constexpr):
     row = tl.program_id(0)
     keys = group_keys(group_maxima, row, num_groups, GROUPS)
@@ -73,7 +73,7 @@ def _largest_below(ranks, below):
     return tl.max(tl.where(ranks < below, ranks, NO_RANK))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_top"], do_not_specialize_on_alignment=["token_ids"])
 def _finish_kernel(
     logits,
     row_stride,
