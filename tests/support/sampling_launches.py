@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from services.worker.ops import DrawRows
 from services.worker.ops.triton.edits import AllowMasks, Edits, apply_edits, apply_masks
-from services.worker.ops.triton.sampling import DrawRows, sample
+from services.worker.ops.triton.sampling import sample
 from services.worker.ops.triton.token_logprobs import token_logprobs
 from shared.limits import MAX_LOGPROBS
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from services.worker.drawing.row_logprobs import row_logprobs
 from services.worker.drawing.token_draw import GREEDY_TEMPERATURE, TokenDraw
 from services.worker.forward.forward_context import AttentionPlan
+from services.worker.forward.staging import to_device
 from services.worker.ops.protocol import DrawRows, HeadNorms, Ops, RopeRows
 
 
@@ -45,6 +48,16 @@ class ComposedOps(Ops, Protocol):
             tokens = [draw.token(row, position) for row, (draw, position) in zip(values, draws, strict=True)]
             token_ids[drawn] = torch.tensor(tokens, device=token_ids.device)
         return token_ids, is_finite
+
+    def token_logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Ops.token_logprobs`: row by row on the host."""
+        width = 1 + min(num_top, logits.shape[1])
+        entries, values = np.empty((len(logits), width), np.int32), np.empty((len(logits), width), np.float32)
+        ranks = np.empty(len(logits), np.int32)
+        for place, (row, token_id) in enumerate(zip(logits.cpu().numpy(), token_ids.tolist(), strict=True)):
+            entries[place], values[place], ranks[place] = row_logprobs(row, token_id, width - 1)
+        device = logits.device
+        return to_device(entries, device), to_device(values, device), to_device(ranks, device)
 
 
 def _draws(rows: DrawRows, drawn: Tensor) -> list[tuple[TokenDraw, int]]:

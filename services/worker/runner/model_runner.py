@@ -81,7 +81,7 @@ class ModelRunner:
         self._kv_cache: KvCache | None = None
         self._graphs: DecodeGraphs | None = None
         self._batch: InputBatch | None = None
-        self._scorer = PromptScorer(self._model.compute_logits)
+        self._scorer = PromptScorer(self._ops, self._model.compute_logits)
         self._replay_scorer = ReplayScorer(ops, self._model.compute_logits)
         self._progress = Progress()
         self.facts: ModelFacts = loaded.facts
@@ -137,7 +137,7 @@ class ModelRunner:
             self._graphs = DecodeGraphs(self._model.forward, self._context, limits, self._graph_settings, self.device)
         drafter = None if self._drafting is None else self._drafting.begin(limits, cache)
         self._batch = InputBatch(limits, make_matcher=self._matchers.make, drafter=drafter)
-        self._scorer = PromptScorer(self._model.compute_logits)
+        self._scorer = PromptScorer(self._ops, self._model.compute_logits)
         return limits.num_blocks
 
     def run_step(self, step: Step) -> StepOutput:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from services.worker.batch.step_input import ScoredChunk
+from services.worker.ops import Ops
 from services.worker.sampling.logprobs import join_logprobs, token_logprobs
 from services.worker.step import Logprobs
 
@@ -24,8 +25,9 @@ class PromptScorer:
     there drops one left over.
     """
 
-    def __init__(self, compute_logits: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, ops: Ops, compute_logits: Callable[[Tensor], Tensor]) -> None:
         """`compute_logits` maps hidden states [n, hidden] to logits [n, vocabulary] float32."""
+        self._ops = ops
         self._compute_logits = compute_logits
         self._slot_to_last_hidden: dict[int, Tensor] = {}
 
@@ -63,5 +65,5 @@ class PromptScorer:
         for start in range(0, len(targets), _MAX_ROWS):
             rows = slice(start, start + _MAX_ROWS)
             logits = self._compute_logits(states[rows])
-            parts.append(token_logprobs(logits, targets[rows], indexes[rows], chunk.num_top))
+            parts.append(token_logprobs(self._ops, logits, targets[rows], indexes[rows], num_top=chunk.num_top))
         return join_logprobs(parts) if parts else None

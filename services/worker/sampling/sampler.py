@@ -86,9 +86,23 @@ class Sampler:
             return sampled
         return replace(
             sampled,
-            logprobs=_logprobs(logits, rows, runs, sampled),
+            logprobs=self._logprobs(logits, rows, runs, sampled),
             failed_grammar_rows=np.array(failed, np.int32),
         )
+
+    def _logprobs(self, logits: Tensor, rows: SamplingRows, runs: _Runs, sampled: SampledTokens) -> Logprobs | None:
+        counts = np.ones(len(runs.first), np.int32) if sampled.counts is None else sampled.counts
+        starts = np.cumsum(counts, dtype=np.int32) - counts
+        parts = []
+        for row, state in sorted(rows.states.items()):
+            num_top = state.options.num_logprobs
+            if num_top is None or not runs.is_good[row]:
+                continue
+            first, start, count = int(runs.first[row]), int(starts[row]), int(counts[row])
+            indexes = np.arange(start, start + count, dtype=np.int32)
+            token_ids = sampled.token_ids[indexes]
+            parts.append(token_logprobs(self._ops, logits[first : first + count], token_ids, indexes, num_top=num_top))
+        return join_logprobs(parts) if parts else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,17 +202,3 @@ def _draw_run(
     if state is not None:
         state.prepare()
     return True
-
-
-def _logprobs(logits: Tensor, rows: SamplingRows, runs: _Runs, sampled: SampledTokens) -> Logprobs | None:
-    counts = np.ones(len(runs.first), np.int32) if sampled.counts is None else sampled.counts
-    starts = np.cumsum(counts, dtype=np.int32) - counts
-    parts = []
-    for row, state in sorted(rows.states.items()):
-        num_top = state.options.num_logprobs
-        if num_top is None or not runs.is_good[row]:
-            continue
-        first, start, count = int(runs.first[row]), int(starts[row]), int(counts[row])
-        indexes = np.arange(start, start + count, dtype=np.int32)
-        parts.append(token_logprobs(logits[first : first + count], sampled.token_ids[indexes], indexes, num_top))
-    return join_logprobs(parts) if parts else None

@@ -20,7 +20,7 @@ from services.worker.forward.forward_context import AttentionMetadata, Attention
 from services.worker.forward.kv_cache import KvCache
 from services.worker.ops.composed import ComposedOps
 from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
-from services.worker.ops.protocol import AttentionParams, HeadNorms, LinearKernel, PerHeadKernel, RopeRows
+from services.worker.ops.protocol import AttentionParams, DrawRows, HeadNorms, LinearKernel, PerHeadKernel, RopeRows
 from services.worker.ops.routing import RoutingRule
 from services.worker.ops.triton.activation import silu_and_mul
 from services.worker.ops.triton.attention_tile import PagedSequences
@@ -30,6 +30,8 @@ from services.worker.ops.triton.norm import add_rms_norm, layer_norm, rms_norm
 from services.worker.ops.triton.norm_rope_write import norm_rope_write
 from services.worker.ops.triton.prefill_attention import prefill_attention
 from services.worker.ops.triton.rope import rope
+from services.worker.ops.triton.sampling import sample
+from services.worker.ops.triton.token_logprobs import token_logprobs
 from shared.limits import MAX_DRAFT_TOKENS
 from shared.model_dir import ModelDirectoryError
 
@@ -196,6 +198,12 @@ class TritonOps(ComposedOps):
         _refuse("a mixture of experts")
 
     # -- Sampling -----------------------------------------------------------------------------------------
+
+    def sample(self, logits: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
+        return sample(logits, rows)
+
+    def token_logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+        return token_logprobs(logits, token_ids, num_top)
 
     def greedy_sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         largest, token_ids = logits.max(dim=-1)

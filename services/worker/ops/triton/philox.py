@@ -1,4 +1,4 @@
-"""Counter-based noise on the device: the bits of `services.worker.sampling.noise`.
+"""Counter-based noise on the device: the bits of `services.worker.drawing.noise`.
 
 Philox4x64-10 with key (seed, choice), since the purpose `NoisePurpose.TOKEN` is 0, and counter
 (column // 4, position, 0, 0). Each of its four words belongs to one column.

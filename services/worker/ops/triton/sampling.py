@@ -1,4 +1,4 @@
-"""Draws one token per row on the device: the tokens that `services.worker.sampling.draw` draws.
+"""Draws one token per row on the device: the tokens that `services.worker.drawing.token_draw` draws.
 
     scan      every row once, in parts        largest logit, winner of free rows, maxima of groups of columns
     mass      rows with top-p but no top-k    sums of weights; a second read of the row
@@ -18,6 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
+from services.worker.ops.protocol import DrawRows
 from services.worker.ops.triton.candidates import GROUP_SHIFT, gather_kernel
 from services.worker.ops.triton.group_choice import NUM_LEVELS, choose_kernel, mass_kernel
 from services.worker.ops.triton.row_decision import decide_kernel
@@ -30,19 +31,6 @@ _MAX_TILES_PER_PART = 8
 _GATHER_CHUNK = 32
 _CHUNK = 512
 _CAPACITY = 8192
-
-
-@dataclass(frozen=True, slots=True)
-class DrawRows:
-    """How each row is drawn; see `SamplingRows` and `TokenDraw`. All on the device of the logits, contiguous."""
-
-    temperature: Tensor  # [B] float32
-    top_k: Tensor  # [B] int32, 0 or less: all
-    top_p: Tensor  # [B] float32, 1: all
-    min_p: Tensor  # [B] float32, 0: all
-    seed: Tensor  # [B] int64, the bits of the unsigned seed
-    choice: Tensor  # [B] int64
-    position: Tensor  # [B] int64
 
 
 @dataclass(frozen=True, slots=True)

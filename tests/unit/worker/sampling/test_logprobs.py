@@ -10,9 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from services.worker.ops import load_ops
 from services.worker.sampling.logprobs import join_logprobs, token_logprobs
 from services.worker.step import Logprobs
 from tests.support.worker_steps import column
+
+OPS = load_ops("cpu")
 
 
 def random_logits(num_rows: int, vocabulary: int, seed: int = 0) -> Tensor:
@@ -36,7 +39,7 @@ def test_a_position_has_its_token_and_the_likeliest_ones_in_order(
     random = np.random.default_rng(seed)
     logits = torch.from_numpy(random.integers(num_different, size=(2, vocabulary)).astype(np.float32) / 10)
     token_ids = random.integers(vocabulary, size=2).astype(np.int32)
-    logprobs = token_logprobs(logits, token_ids, column([4, 7]), num_top)
+    logprobs = token_logprobs(OPS, logits, token_ids, column([4, 7]), num_top=num_top)
     assert logprobs.indexes.tolist() == [4, 7]
     num_entries = 1 + min(num_top, vocabulary)
     assert logprobs.counts.tolist() == [num_entries, num_entries]
@@ -51,7 +54,7 @@ def test_a_position_has_its_token_and_the_likeliest_ones_in_order(
 
 
 def test_the_columns_have_the_dtypes_of_the_wire_format() -> None:
-    logprobs = token_logprobs(random_logits(2, 9), column([1, 2]), column([0, 1]), 3)
+    logprobs = token_logprobs(OPS, random_logits(2, 9), column([1, 2]), column([0, 1]), num_top=3)
     columns = (logprobs.indexes, logprobs.ranks, logprobs.counts, logprobs.token_ids)
     assert [part.dtype for part in columns] == [np.int32] * 4
     assert logprobs.values.dtype == np.float32
@@ -61,10 +64,10 @@ def test_a_row_has_the_same_bytes_alone_and_in_any_batch() -> None:
     # An odd vocabulary size gives each row another alignment in memory.
     logits = random_logits(9, 10_007)
     token_ids = column(range(9))
-    together = token_logprobs(logits, token_ids, token_ids, 5)
-    backwards = token_logprobs(logits.flip(0), token_ids[::-1].copy(), token_ids, 5)
+    together = token_logprobs(OPS, logits, token_ids, token_ids, num_top=5)
+    backwards = token_logprobs(OPS, logits.flip(0), token_ids[::-1].copy(), token_ids, num_top=5)
     for row in range(9):
-        alone = token_logprobs(logits[[row]].clone(), token_ids[[row]], column([0]), 5)
+        alone = token_logprobs(OPS, logits[[row]].clone(), token_ids[[row]], column([0]), num_top=5)
         for batch, place in ((together, row), (backwards, 8 - row)):
             assert batch.ranks[place] == alone.ranks[0]
             assert batch.token_ids[place * 6 :][:6].tobytes() == alone.token_ids.tobytes()
@@ -73,7 +76,7 @@ def test_a_row_has_the_same_bytes_alone_and_in_any_batch() -> None:
 
 def test_a_token_that_is_never_drawn_has_minus_infinity() -> None:
     logits = torch.tensor([[0.0, -math.inf, 0.0]])
-    logprobs = token_logprobs(logits, column([1]), column([0]), 2)
+    logprobs = token_logprobs(OPS, logits, column([1]), column([0]), num_top=2)
     assert logprobs.token_ids.tolist() == [1, 0, 2]
     np.testing.assert_allclose(logprobs.values, [-math.inf, math.log(0.5), math.log(0.5)], rtol=1e-6)
     assert logprobs.ranks.tolist() == [3]
@@ -81,15 +84,15 @@ def test_a_token_that_is_never_drawn_has_minus_infinity() -> None:
 
 def test_logits_of_any_magnitude_give_finite_values() -> None:
     largest = float(np.finfo(np.float32).max)
-    logprobs = token_logprobs(torch.tensor([[largest, largest / 2]]), column([0]), column([0]), 1)
+    logprobs = token_logprobs(OPS, torch.tensor([[largest, largest / 2]]), column([0]), column([0]), num_top=1)
     assert logprobs.values.tolist() == [0.0, 0.0]
 
 
 def test_joined_parts_are_concatenated() -> None:
     logits = random_logits(3, 50)
     parts = [
-        token_logprobs(logits[:1], column([3]), column([0]), 2),
-        token_logprobs(logits[1:], column([4, 5]), column([1, 2]), 0),
+        token_logprobs(OPS, logits[:1], column([3]), column([0]), num_top=2),
+        token_logprobs(OPS, logits[1:], column([4, 5]), column([1, 2]), num_top=0),
     ]
     joined = join_logprobs(parts)
     assert joined.indexes.tolist() == [0, 1, 2]

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from services.worker.ops import load_ops
 from services.worker.sampling.logprobs import token_logprobs
 from shared.limits import SamplingOptions
 from tests.support.sampling import AlternatingMatcher, Recipe, make_rows, make_state, sample, tokens_of_rows, walk
@@ -232,7 +233,7 @@ def test_logprobs_are_those_of_the_raw_logits_of_every_token_that_counts() -> No
     assert logprobs is not None
     assert logprobs.indexes.tolist() == [2, 3, 4, 6]
     assert logprobs.counts.tolist() == [3, 3, 3, 1]
-    expected = token_logprobs(logits[2:5], column([0, 0, 0]), column([2, 3, 4]), 2)
+    expected = token_logprobs(load_ops("cpu"), logits[2:5], column([0, 0, 0]), column([2, 3, 4]), num_top=2)
     assert logprobs.token_ids[:9].tolist() == expected.token_ids.tolist()
     assert logprobs.values[:9].tobytes() == expected.values.tobytes()
     assert logprobs.token_ids[9] == sampled.token_ids[6]

@@ -11,8 +11,8 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.worker.drawing import noise
 from services.worker.ops.triton.philox import gumbel, in_column_order, noise_of_blocks, rough_gumbel, word_of_column
-from services.worker.sampling import noise
 
 NUM_COLUMNS = 256
 EDGE_WORDS = [0, 2047, 1 << 11, 1 << 63, (1 << 63) - 1, 2**64 - (1 << 12), 2**64 - (1 << 11) - 1]

@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.worker.drawing.token_draw import TokenDraw
+from services.worker.ops import DrawRows
 from services.worker.ops.triton import sampling
-from services.worker.ops.triton.sampling import DrawRows, sample
-from services.worker.sampling.draw import TokenDraw
+from services.worker.ops.triton.sampling import sample
 
 INF = float("inf")
 LARGEST = float(np.finfo(np.float32).max)

@@ -1,25 +1,24 @@
-"""Log-probabilities on the device against those of `services.worker.sampling.logprobs`."""
+"""Log-probabilities on the device against those of the reference backend."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from services.worker.ops import load_ops
 from services.worker.ops.triton.token_logprobs import token_logprobs
-from services.worker.sampling import logprobs
 
 MINUS_INF = float("-inf")
 
 
 def assert_same_logprobs(logits: Tensor, token_ids: list[int], num_top: int) -> None:
-    entries, values, ranks = token_logprobs(logits, torch.tensor(token_ids), num_top)
-    rows = np.arange(len(logits), dtype=np.int32)
-    expected = logprobs.token_logprobs(logits, np.array(token_ids, np.int32), rows, num_top)
-    assert entries.flatten().tolist() == expected.token_ids.tolist()
-    assert ranks.tolist() == expected.ranks.tolist()
-    np.testing.assert_allclose(values.flatten().numpy(), expected.values, rtol=2e-6, atol=1e-6)
+    drawn = torch.tensor(token_ids)
+    entries, values, ranks = token_logprobs(logits, drawn, num_top)
+    expected = load_ops("reference").token_logprobs(logits, drawn, num_top)
+    torch.testing.assert_close(entries, expected[0], rtol=0, atol=0)
+    torch.testing.assert_close(values, expected[1], rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close(ranks, expected[2], rtol=0, atol=0)
 
 
 def random_logits(*shape: int, seed: int = 0) -> Tensor:
