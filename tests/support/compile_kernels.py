@@ -1,0 +1,273 @@
+"""Compiles the Triton kernels for GPUs that this machine does not have, as launches with published shapes would.
+
+    python -m tests.support.compile_kernels
+
+prints one line of JSON per compiled kernel and target. It needs a process of its own, without `TRITON_INTERPRET`. All
+tensors are on the meta device, so a launch that waited for the device to learn a value would fail.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from services.worker.forward.forward_context import AttentionMetadata
+from services.worker.ops.protocol import AttentionParams, RopeRows
+from services.worker.ops.triton.activation import silu_and_mul
+from services.worker.ops.triton.attention_tile import PagedSequences
+from services.worker.ops.triton.backend import TritonOps, TritonPlan
+from services.worker.ops.triton.decode_attention import decode_attention
+from services.worker.ops.triton.kv_write import write_cache, write_kv
+from services.worker.ops.triton.norm import add_rms_norm, layer_norm, rms_norm
+from services.worker.ops.triton.norm_rope_write import HeadNorms, norm_rope_write
+from services.worker.ops.triton.prefill_attention import prefill_attention
+from services.worker.ops.triton.rope import rope
+
+TARGETS = {
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+}
+BF16 = torch.bfloat16
+PLAIN = AttentionParams(1.0)
+NUM_BLOCKS, BLOCK_SIZE = 2**17, 16
+MAX_CONTEXT_LEN = 32768
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """What a compiler says about one kernel."""
+
+    target: str
+    name: str
+    constants: str
+    shared_bytes: int
+    num_registers: int
+    num_spilled_bytes: int
+    """Bytes per thread for registers that do not fit."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes of a published model."""
+
+    hidden: int
+    inner: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    has_head_norms: bool
+
+
+MODELS = {
+    "Qwen3-0.6B": Model(1024, 3072, 16, 8, 128, True),
+    "Qwen3-8B": Model(4096, 12288, 32, 8, 128, True),
+    "Llama-3.1-8B": Model(4096, 14336, 32, 8, 128, False),
+}
+# Heads of Llama-3.2-1B, Qwen2-7B and others: groups and widths that are not powers of two.
+OTHER_HEADS = (
+    Model(2048, 8192, 32, 8, 64, False),
+    Model(3584, 18944, 28, 4, 128, False),
+    Model(2560, 10240, 32, 32, 80, False),
+    Model(2048, 16384, 8, 1, 256, False),
+)
+
+
+class StandInDriver:
+    """Answers what a launch asks before it compiles. Each target counts as a device."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGETS[self._target]
+
+    def get_current_device(self) -> str:
+        return self._target
+
+    def get_current_stream(self, _device: str) -> int:
+        return 0
+
+
+def launch_layer(model: Model) -> None:
+    """A layer's launches in decode steps of 1 to 256 sequences and in a prefill of 8 prompts."""
+    for num_seqs in (1, 8, 64, 256):
+        launch_all_but_attention(model, num_tokens=num_seqs)
+        attend(model, decode_attention, num_seqs, query_len=1)
+        attend(model, decode_attention, num_seqs, query_len=9)
+    launch_all_but_attention(model, num_tokens=8 * 2048)
+    attend(model, prefill_attention, 8, query_len=2048)
+
+
+def launch_mixed_step(model: Model) -> None:
+    """A step of decodes and chunks through the backend."""
+    query_lens, context_lens = (1, 5, 1, 700, 300), (30000, 900, 1, 700, 4000)
+    num_tokens, num_seqs = sum(query_lens), len(query_lens)
+    metadata = AttentionMetadata(
+        is_prefill=True,
+        slot_mapping=of_type(torch.int64, num_tokens),
+        block_tables=of_type(torch.int32, num_seqs, MAX_CONTEXT_LEN // BLOCK_SIZE),
+        context_lens=of_type(torch.int32, num_seqs),
+        cu_seqlens_q=of_type(torch.int32, num_seqs + 1),
+        query_lens=query_lens,
+        context_lens_host=context_lens,
+        max_query_len=max(query_lens),
+        max_context_len=max(context_lens),
+    )
+    ops, plan, cache = TritonOps(), TritonPlan(metadata), kv_cache(model, BF16)
+    heads = of_type(BF16, num_tokens, model.num_heads + 2 * model.num_kv_heads, model.head_dim)
+    query, key, value = torch.split(heads, [model.num_heads, model.num_kv_heads, model.num_kv_heads], dim=1)
+    table = of_type(torch.float32, MAX_CONTEXT_LEN, model.head_dim // 2)
+    rows = ops.select_rope(ops.prepare_rope(table, table, is_interleaved=False), of_type(torch.int64, num_tokens))
+    ops.rope(heads[:, : -model.num_kv_heads], rows)
+    ops.write_kv(key, value, cache, plan)
+    ops.prefill_attention(query, key, value, cache, plan, PLAIN)
+
+
+def launch_other_attention(model: Model) -> None:
+    """The kinds of attention that the models in `MODELS` do not have: a window, sinks, float32."""
+    sinks = of_type(torch.float32, model.num_heads)
+    attend(model, decode_attention, 8, query_len=1, params=AttentionParams(1.0, window=4096, sinks=sinks))
+    attend(model, prefill_attention, 8, query_len=2048, params=AttentionParams(1.0, window=4096, sinks=sinks))
+    attend(model, decode_attention, 8, query_len=1, dtype=torch.float32)
+    attend(model, prefill_attention, 8, query_len=2048, dtype=torch.float32)
+
+
+def launch_all_but_attention(model: Model, num_tokens: int) -> None:
+    """The launches of a step of `num_tokens`."""
+    num_kv = model.num_kv_heads
+    num_qkv = model.num_heads + 2 * num_kv
+    hidden, weight = of_type(BF16, num_tokens, model.hidden), of_type(BF16, model.hidden)
+    qkv = of_type(BF16, num_tokens, num_qkv * model.head_dim)
+    heads = qkv.view(num_tokens, num_qkv, model.head_dim)
+    key, value = heads[:, model.num_heads : -num_kv], heads[:, -num_kv:]
+    head_norm = of_type(BF16, model.head_dim)
+    slots = of_type(torch.int64, num_tokens)
+    table = of_type(torch.float32, MAX_CONTEXT_LEN, model.head_dim // 2)
+    rows = RopeRows(table, table, slots, is_interleaved=False)
+    norms = HeadNorms(head_norm, head_norm, 1e-6) if model.has_head_norms else None
+    cache = kv_cache(model, BF16)
+    rms_norm(hidden, weight, 1e-6)
+    rms_norm(heads[:, : model.num_heads], head_norm, 1e-6)
+    add_rms_norm(hidden, hidden, weight, 1e-6)
+    layer_norm(hidden, weight, weight, 1e-6)
+    silu_and_mul(of_type(BF16, num_tokens, 2 * model.inner))
+    rope(heads[:, :-num_kv], rows)
+    write_kv(key, value, cache, slots)
+    write_cache(key, cache[0], slots)
+    norm_rope_write(qkv, norms, rows, num_heads=model.num_heads, cache=cache, slot_mapping=slots)
+
+
+def attend(
+    model: Model,
+    launch: Callable[[Tensor, tuple[Tensor, ...], Tensor, PagedSequences, AttentionParams], None],
+    num_seqs: int,
+    *,
+    query_len: int,
+    params: AttentionParams = PLAIN,
+    dtype: torch.dtype = BF16,
+) -> None:
+    """One launch of attention over a query where the fused projection leaves it."""
+    num_tokens = num_seqs * query_len
+    qkv = of_type(dtype, num_tokens, model.num_heads + 2 * model.num_kv_heads, model.head_dim)
+    sequences = PagedSequences(
+        block_tables=of_type(torch.int32, num_seqs, MAX_CONTEXT_LEN // BLOCK_SIZE),
+        context_lens=of_type(torch.int32, num_seqs),
+        cu_seqlens_q=of_type(torch.int32, num_seqs + 1),
+        num_tokens=num_tokens,
+        max_query_len=query_len,
+        max_context_len=MAX_CONTEXT_LEN,
+    )
+    output = of_type(dtype, num_tokens, model.num_heads * model.head_dim)
+    launch(qkv[:, : model.num_heads], kv_cache(model, dtype), output, sequences, params)
+
+
+def kv_cache(model: Model, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """A layer's cache. Its tensors exceed 2 GiB, which changes how AMD's compiler addresses them."""
+    shape = (NUM_BLOCKS, BLOCK_SIZE, model.num_kv_heads, model.head_dim)
+    return of_type(dtype, *shape), of_type(dtype, *shape)
+
+
+def of_type(dtype: torch.dtype, *shape: int) -> Tensor:
+    """A tensor without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def compile_all(target: str) -> list[CompiledKernel]:
+    """Compile every kernel with the constants of every launch, each combination once."""
+    compiled: dict[int, Any] = {}
+    run, hip = JITFunction.run, torch.version.hip
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled[id(kernel)] = kernel
+        return kernel
+
+    driver.set_active(StandInDriver(target))
+    JITFunction.run = compile_only
+    torch.version.hip = "stand-in" if TARGETS[target].backend == "hip" else None
+    try:
+        for model in MODELS.values():
+            launch_layer(model)
+        for model in OTHER_HEADS:
+            attend(model, decode_attention, 8, query_len=1)
+            attend(model, prefill_attention, 8, query_len=2048)
+        launch_mixed_step(MODELS["Qwen3-8B"])
+        launch_other_attention(MODELS["Qwen3-8B"])
+    finally:
+        JITFunction.run, torch.version.hip = run, hip
+    return [describe(target, kernel) for kernel in compiled.values()]
+
+
+def describe(target: str, kernel: Any) -> CompiledKernel:
+    """What the compiler says about `kernel`."""
+    num_registers, num_spilled = nvidia_usage(kernel) if target.startswith("sm_") else amd_usage(kernel)
+    metadata = kernel.metadata
+    constants = ", ".join(str(value) for value in kernel.src.constants.values())
+    return CompiledKernel(target, metadata.name, constants, metadata.shared, num_registers, num_spilled)
+
+
+def nvidia_usage(kernel: Any) -> tuple[int, int]:
+    """Registers of a thread, and the bytes of its stack, where ptxas spills registers."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
+    assert found, usage
+    return int(found[1]), int(found[2]) + int(found[3])
+
+
+def amd_usage(kernel: Any) -> tuple[int, int]:
+    """Vector registers of a thread, and the bytes of its scratch memory.
+
+    Scalar registers that do not fit are kept in vector registers, not in memory, so they are not counted.
+    """
+    values = dict(re.findall(r"\.([a-z_]+):\s+(\d+)$", kernel.asm["amdgcn"], re.MULTILINE))
+    return int(values["vgpr_count"]), int(values["private_segment_fixed_size"])
+
+
+def main() -> None:
+    """Print every compiled kernel."""
+    for target in TARGETS:
+        for kernel in compile_all(target):
+            sys.stdout.write(json.dumps(asdict(kernel)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

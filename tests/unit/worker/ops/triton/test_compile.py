@@ -1,0 +1,46 @@
+"""Every kernel compiles for the GPUs that we support, and fits them, with the shapes of published models."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.support.processes import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.timeout(1800)]
+
+# The shared memory that one program may have, as Triton counts it.
+SHARED_BYTES = {"sm_90": 227 * 1024, "gfx942": 64 * 1024, "gfx950": 160 * 1024}
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What `compile_kernels` prints."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    command = [sys.executable, "-m", "tests.support.compile_kernels"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_every_kernel_is_compiled_for_every_target(kernels: list[dict[str, Any]]) -> None:
+    sources = (ROOT / "services" / "worker" / "ops" / "triton").glob("*.py")
+    names = {name for source in sources for name in re.findall(r"^def (_\w+_kernel)\(", source.read_text(), re.M)}
+    assert "_decode_attention_kernel" in names
+    for target in SHARED_BYTES:
+        assert {kernel["name"] for kernel in kernels if kernel["target"] == target} == names
+
+
+def test_no_kernel_needs_more_shared_memory_than_there_is(kernels: list[dict[str, Any]]) -> None:
+    assert [kernel for kernel in kernels if kernel["shared_bytes"] > SHARED_BYTES[kernel["target"]]] == []
+
+
+def test_no_kernel_spills_registers_to_memory(kernels: list[dict[str, Any]]) -> None:
+    assert [kernel for kernel in kernels if kernel["num_spilled_bytes"]] == []
