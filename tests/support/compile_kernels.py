@@ -26,16 +26,17 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from services.worker.forward.forward_context import AttentionMetadata
-from services.worker.ops.protocol import AttentionParams, RopeRows
+from services.worker.ops.protocol import AttentionParams, HeadNorms, RopeRows
 from services.worker.ops.triton.activation import silu_and_mul
 from services.worker.ops.triton.attention_tile import PagedSequences
 from services.worker.ops.triton.backend import TritonOps, TritonPlan
 from services.worker.ops.triton.decode_attention import decode_attention
 from services.worker.ops.triton.kv_write import write_cache, write_kv
 from services.worker.ops.triton.norm import add_rms_norm, layer_norm, rms_norm
-from services.worker.ops.triton.norm_rope_write import HeadNorms, norm_rope_write
+from services.worker.ops.triton.norm_rope_write import norm_rope_write
 from services.worker.ops.triton.prefill_attention import prefill_attention
 from services.worker.ops.triton.rope import rope
+from tests.support.sampling_launches import launch_sampling
 
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -228,6 +229,7 @@ def compile_all(target: str) -> list[CompiledKernel]:
             attend(model, prefill_attention, 8, query_len=2048)
         launch_mixed_step(MODELS["Qwen3-8B"])
         launch_other_attention(MODELS["Qwen3-8B"])
+        launch_sampling()
     finally:
         JITFunction.run, torch.version.hip = run, hip
     return [describe(target, kernel) for kernel in compiled.values()]

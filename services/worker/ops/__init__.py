@@ -16,11 +16,11 @@ from services.worker.ops.protocol import (
 )
 from services.worker.ops.routing import ExpertGroups, RouterScore, RoutingRule
 
-# Module and class of each backend. Only the chosen one is imported, as others may need libraries that are missing.
+# Where each backend is made. Only the chosen one is imported: others may need libraries that are missing.
 _BACKENDS = {
     "cpu": ("services.worker.ops.cpu_ops", "CpuOps"),
     "reference": ("services.worker.ops.reference_ops", "ReferenceOps"),
-    "triton": ("services.worker.ops.triton.backend", "TritonOps"),
+    "triton": ("services.worker.ops.triton.backend", "load_triton_ops"),
 }
 
 BACKEND_NAMES = ("cpu", "reference")
@@ -50,10 +50,11 @@ def load_ops(name: str) -> Ops:
 
     Raises:
         ValueError: there is no such backend.
+        DeviceError: the backend does not run on this machine.
         ImportError: the backend's libraries are missing.
     """
     if name not in _BACKENDS:
         raise ValueError(f"unknown ops backend {name!r}; available: {', '.join(_BACKENDS)}")
-    module, class_name = _BACKENDS[name]
-    ops: Ops = getattr(import_module(module), class_name)()
+    module, maker = _BACKENDS[name]
+    ops: Ops = getattr(import_module(module), maker)()
     return ops

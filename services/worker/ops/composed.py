@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from services.worker.drawing.row_edits import RowEdits
 from services.worker.drawing.row_logprobs import row_logprobs
 from services.worker.drawing.token_draw import GREEDY_TEMPERATURE, TokenDraw
 from services.worker.forward.forward_context import AttentionPlan
@@ -36,6 +38,11 @@ class ComposedOps(Ops, Protocol):
             key.copy_(self.rms_norm(key, norms.key, norms.eps))
         self.rope(qkv[:, : num_heads + num_kv_heads], rows)
         self.write_kv(key, value, cache, plan)
+
+    def edit_logits(self, logits: Tensor, edits: Sequence[RowEdits]) -> None:
+        """See `Ops.edit_logits`: row by row on the host."""
+        for row, row_edits in zip(logits, edits, strict=True):
+            row.copy_(torch.from_numpy(row_edits.apply(row.cpu().numpy())))
 
     def sample(self, logits: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
         """See `Ops.sample`: greedy rows together, the others one by one on the host."""

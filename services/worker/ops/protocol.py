@@ -8,12 +8,13 @@ Shapes: T tokens of the step, B sequences, H query heads, K key/value heads, D h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from services.worker.drawing.row_edits import RowEdits
 from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
 from services.worker.forward.kv_cache import KvCache
 from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
@@ -364,6 +365,14 @@ class Ops(Protocol):
         """
 
     # -- Sampling -----------------------------------------------------------------------------------------
+
+    def edit_logits(self, logits: Tensor, edits: Sequence[RowEdits]) -> None:
+        """Apply `edits[i]` to row i, in place: what `RowEdits.apply` computes.
+
+        Args:
+            logits: [B, vocabulary], float32, contiguous, the largest of each row finite.
+            edits: [B], at least one.
+        """
 
     def sample(self, logits: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
         """Draw a token from each row: the one that `TokenDraw.token` draws.

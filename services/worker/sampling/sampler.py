@@ -20,6 +20,7 @@ from services.worker.sampling.sampling_state import SamplingState
 from services.worker.step import Int32Column, Logprobs
 
 _NO_TOKENS: Int32Column = np.empty(0, np.int32)
+_ALL = slice(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class SampledTokens:
 
 
 class Sampler:
-    """Draws with the backend; rows with drafts, or with a state that changes logits, one by one on the host."""
+    """Draws with the backend; rows with drafts on the host, where each token decides about the next draft."""
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
@@ -66,19 +67,10 @@ class Sampler:
                 `position`, then those after each of its drafts.
             rows: At least one.
         """
-        is_host_drawn = _is_host_drawn(rows)
         if rows.draft_counts is None:
-            drawn_ids, is_finite = self._ops.sample(logits, _draw_rows(rows, is_host_drawn, logits.device))
+            token_ids, runs, failed = self._draw_together(logits, rows)
         else:
-            drawn_ids, largest = self._ops.greedy_sample(logits)
-            is_finite = largest.isfinite()
-        token_ids = drawn_ids.cpu().numpy().astype(np.int32)
-        runs = _Runs.make(rows, is_finite=is_finite.cpu().numpy())
-        failed: list[int] = []
-        if is_host_drawn.any():
-            drawn = np.flatnonzero(is_host_drawn & runs.is_good).tolist()
-            values = logits.cpu().numpy()
-            failed = [row for row in drawn if not _draw_run(values, rows, row, runs=runs, token_ids=token_ids)]
+            token_ids, runs, failed = self._draw_runs(logits, rows)
         not_finite_rows = np.flatnonzero(~runs.is_good).astype(np.int32)
         counts = None if rows.draft_counts is None else runs.counts(token_ids)
         sampled = SampledTokens(token_ids if counts is None else runs.cut(token_ids, counts), not_finite_rows, counts)
@@ -89,6 +81,50 @@ class Sampler:
             logprobs=self._logprobs(logits, rows, runs, sampled),
             failed_grammar_rows=np.array(failed, np.int32),
         )
+
+    def _draw_together(self, logits: Tensor, rows: SamplingRows) -> tuple[Int32Column, _Runs, list[int]]:
+        """One token for each row; rows whose states change logits a second time, from a copy with the changes."""
+        is_edited = np.zeros(len(rows.temperature), np.bool_)
+        is_edited[[row for row, state in rows.states.items() if state.changes_logits]] = True
+        # A greedy draw costs least.
+        temperature = np.where(is_edited, np.float32(0), rows.temperature)
+        drawn, is_finite = self._ops.sample(logits, _draw_rows(rows, temperature, logits.device))
+        token_ids = drawn.cpu().numpy().astype(np.int32)
+        runs = _Runs.make(rows, is_finite=is_finite.cpu().numpy())
+        edited = np.flatnonzero(is_edited & runs.is_good)
+        failed: list[int] = []
+        if len(edited):
+            token_ids[edited], failed = self._draw_edited(logits, rows, edited)
+        return token_ids, runs, failed
+
+    def _draw_edited(
+        self, logits: Tensor, rows: SamplingRows, edited: npt.NDArray[np.int64]
+    ) -> tuple[Int32Column, list[int]]:
+        """The tokens of the rows `edited`, and which of these have a grammar that could not be followed."""
+        states = [(row, rows.states[row]) for row in edited.tolist()]
+        own_logits = logits[to_device(edited, logits.device)]
+        self._ops.edit_logits(own_logits, [state.edits(int(rows.position[row])) for row, state in states])
+        # Read before the next mask may be started: a failure of that one concerns the next token.
+        failed = [row for row, state in states if state.has_failed]
+        drawn, _ = self._ops.sample(own_logits, _draw_rows(rows, rows.temperature, logits.device, edited))
+        token_ids: Int32Column = drawn.cpu().numpy().astype(np.int32)
+        for (row, state), token_id in zip(states, token_ids.tolist(), strict=True):
+            state.append(token_id)
+            if row not in failed:
+                state.prepare()
+        return token_ids, failed
+
+    def _draw_runs(self, logits: Tensor, rows: SamplingRows) -> tuple[Int32Column, _Runs, list[int]]:
+        """The tokens of rows with drafts, each until one differs from its draft."""
+        greedy_ids, largest = self._ops.greedy_sample(logits)
+        token_ids = greedy_ids.cpu().numpy().astype(np.int32)
+        runs = _Runs.make(rows, is_finite=largest.isfinite().cpu().numpy())
+        drawn = np.flatnonzero(_is_drawn(rows) & runs.is_good).tolist()
+        if not drawn:
+            return token_ids, runs, []
+        values = logits.cpu().numpy()
+        failed = [row for row in drawn if not _draw_run(values, rows, row, runs=runs, token_ids=token_ids)]
+        return token_ids, runs, failed
 
     def _logprobs(self, logits: Tensor, rows: SamplingRows, runs: _Runs, sampled: SampledTokens) -> Logprobs | None:
         counts = np.ones(len(runs.first), np.int32) if sampled.counts is None else sampled.counts
@@ -144,30 +180,27 @@ class _Runs:
         return kept
 
 
-def _is_host_drawn(rows: SamplingRows) -> npt.NDArray[np.bool_]:
-    """[num_rows], whether a row is drawn on the host: greedy ones only if their state changes logits."""
-    is_drawn = np.zeros(len(rows.temperature), np.bool_)
-    if rows.draft_counts is not None:
-        is_drawn = rows.temperature >= GREEDY_TEMPERATURE
+def _is_drawn(rows: SamplingRows) -> npt.NDArray[np.bool_]:
+    """[num_rows], False for rows that get the most likely tokens."""
+    is_drawn: npt.NDArray[np.bool_] = rows.temperature >= GREEDY_TEMPERATURE
     for row, state in rows.states.items():
         is_drawn[row] |= state.changes_logits
     return is_drawn
 
 
-def _draw_rows(rows: SamplingRows, is_host_drawn: npt.NDArray[np.bool_], device: torch.device) -> DrawRows:
-    """How the backend draws; rows that the host draws are greedy here, which costs least."""
-    min_p = np.zeros(len(rows.temperature), np.float32)
+def _draw_rows(
+    rows: SamplingRows,
+    temperature: npt.NDArray[np.float32],
+    device: torch.device,
+    chosen: npt.NDArray[np.int64] | slice = _ALL,
+) -> DrawRows:
+    """How the backend draws the `chosen` rows, at these temperatures."""
+    min_p = np.zeros(len(temperature), np.float32)
     for row, state in rows.states.items():
         min_p[row] = state.options.min_p
-    return DrawRows(
-        temperature=to_device(np.where(is_host_drawn, np.float32(0), rows.temperature), device),
-        top_k=to_device(rows.top_k, device),
-        top_p=to_device(rows.top_p, device),
-        min_p=to_device(min_p, device),
-        seed=to_device(rows.seed.view(np.int64), device),
-        choice=to_device(rows.choice.astype(np.int64), device),
-        position=to_device(rows.position, device),
-    )
+    seed, choice = rows.seed.view(np.int64), rows.choice.astype(np.int64)
+    columns = (temperature, rows.top_k, rows.top_p, min_p, seed, choice, rows.position)
+    return DrawRows(*(to_device(column[chosen], device) for column in columns))
 
 
 def _draw_run(

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from services.worker.drawing.row_edits import RowEdits
 from services.worker.step import Int32Column
 from shared.limits import MAX_LOGIT_BIAS, MAX_PENALTY, MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, SamplingOptions
 
@@ -15,7 +16,7 @@ _FloatRow = npt.NDArray[np.float32]
 _TokenIds = npt.NDArray[np.int64]
 
 _NO_IDS: _TokenIds = np.empty(0, np.int64)
-_LIMITS = np.finfo(np.float32)
+_NO_VALUES: _FloatRow = np.empty(0, np.float32)
 
 
 class GrammarMatcher(Protocol):
@@ -87,7 +88,7 @@ class SamplingState:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the last result of `process` ends the text only because the grammar could not be followed."""
+        """Whether the last edits end the text only because the grammar could not be followed."""
         return self._matcher is not None and self._matcher.has_failed
 
     def extend(self, token_ids: Int32Column) -> None:
@@ -123,34 +124,29 @@ class SamplingState:
             self._matcher.prepare()
 
     def process(self, logits: _FloatRow, position: int) -> _FloatRow:
-        """Apply grammar, bad words, `min_tokens`, `logit_bias` and penalties, in this order.
+        """A new row of logits with the options applied; see `edits` and `RowEdits.apply`."""
+        return self.edits(position).apply(logits)
 
-        Args:
-            logits: [logits_width], the largest of them finite; not written.
-            position: The sequence's length so far, where the token will be.
+    def edits(self, position: int) -> RowEdits:
+        """What grammar, bad words, `min_tokens`, `logit_bias` and penalties change in the logits of the next token.
 
-        Returns:
-            A new row with a finite largest entry; tokens that cannot be drawn are -Inf.
+        `position` is the sequence's length so far, where the token will be.
         """
-        processed = self._masked(logits, position)
-        if len(self._bias_ids):
-            processed[self._bias_ids] += self._biases
-        if self._seen is not None:
-            _penalize_repetition(processed, self._seen.token_ids, self.options.repetition_penalty)
+        repeated = _NO_IDS if self._seen is None else self._seen.token_ids
+        drawn, penalties = _NO_IDS, _NO_VALUES
         if self._drawn is not None:
-            penalties = self.options.frequency_penalty * self._drawn.counts + self.options.presence_penalty
-            processed[self._drawn.token_ids] -= penalties.astype(np.float32)
-        return processed
-
-    def _masked(self, logits: _FloatRow, position: int) -> _FloatRow:
-        """A new row, -Inf for tokens that must not be drawn. If none were left, only the grammar applies."""
-        allowed = logits.copy() if self._matcher is None else _only(self._matcher.mask(), logits)
-        banned = self._banned_ids(position)
-        values = allowed[banned]
-        allowed[banned] = -np.inf
-        if len(banned) and allowed.max() == -np.inf:
-            allowed[banned] = values
-        return allowed
+            drawn, counts = self._drawn.token_ids, self._drawn.counts
+            penalties = (self.options.frequency_penalty * counts + self.options.presence_penalty).astype(np.float32)
+        return RowEdits(
+            None if self._matcher is None else self._matcher.mask(),
+            self._banned_ids(position),
+            self._bias_ids,
+            self._biases,
+            repeated,
+            self.options.repetition_penalty,
+            drawn,
+            penalties,
+        )
 
     def _banned_ids(self, position: int) -> _TokenIds:
         banned = _NO_IDS if self._bad_words is None else self._bad_words.banned_ids()
@@ -216,24 +212,3 @@ def _check_options(options: SamplingOptions, logits_width: int) -> None:
     )
     if not is_good:
         raise ValueError("min_p, a penalty or a logit bias is out of range")
-
-
-def _only(mask: npt.NDArray[np.bool_], logits: _FloatRow) -> _FloatRow:
-    """A new row, -Inf for tokens not allowed; a mask that allows none is ignored."""
-    allowed: _FloatRow = np.where(mask, logits, np.float32(-np.inf))
-    if allowed.max() > -np.inf:
-        return allowed
-    # All allowed tokens have zero probability in the model: the grammar wins, and they become equally likely.
-    return np.where(mask, np.float32(0), np.float32(-np.inf)) if mask.any() else logits.copy()
-
-
-def _penalize_repetition(logits: _FloatRow, token_ids: _TokenIds, penalty: float) -> None:
-    """Divide positive logits of these tokens and multiply negative ones, in place.
-
-    Source: Keskar et al., arXiv:1909.05858, section 4.1, with the sign taken into account.
-    """
-    values = logits[token_ids].astype(np.float64)
-    penalized = np.where(values > 0, values / penalty, values * penalty)
-    # Keep finite entries finite: a row without any has no token to draw.
-    bounded = np.clip(penalized, _LIMITS.min, _LIMITS.max)
-    logits[token_ids] = np.where(values > -np.inf, bounded, values)

@@ -6,7 +6,7 @@ A row's bits depend on the batch it is in.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NoReturn
 
@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 
 from services.worker.device import DeviceError
+from services.worker.drawing.row_edits import RowEdits
 from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
 from services.worker.forward.kv_cache import KvCache
 from services.worker.ops.composed import ComposedOps
@@ -25,6 +26,7 @@ from services.worker.ops.routing import RoutingRule
 from services.worker.ops.triton.activation import silu_and_mul
 from services.worker.ops.triton.attention_tile import PagedSequences
 from services.worker.ops.triton.decode_attention import decode_attention
+from services.worker.ops.triton.edits import edit_logits
 from services.worker.ops.triton.kv_write import write_cache, write_kv
 from services.worker.ops.triton.norm import add_rms_norm, layer_norm, rms_norm
 from services.worker.ops.triton.norm_rope_write import norm_rope_write
@@ -56,15 +58,6 @@ class TritonOps(ComposedOps):
 
     name = "triton"
     is_exact = False
-
-    def __init__(self) -> None:
-        """Without a GPU, kernels run only in Triton's interpreter.
-
-        Raises:
-            DeviceError: there is no GPU, and the interpreter was not asked for by TRITON_INTERPRET=1.
-        """
-        if not torch.cuda.is_available() and not triton.knobs.runtime.interpret:
-            raise DeviceError("--ops-backend triton needs a GPU")
 
     def numerics(self) -> str:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "interpreter"
@@ -199,6 +192,9 @@ class TritonOps(ComposedOps):
 
     # -- Sampling -----------------------------------------------------------------------------------------
 
+    def edit_logits(self, logits: Tensor, edits: Sequence[RowEdits]) -> None:
+        edit_logits(logits, edits)
+
     def sample(self, logits: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
         return sample(logits, rows)
 
@@ -208,6 +204,17 @@ class TritonOps(ComposedOps):
     def greedy_sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         largest, token_ids = logits.max(dim=-1)
         return token_ids, largest
+
+
+def load_triton_ops() -> TritonOps:
+    """Create the backend. Without a GPU, kernels run only in Triton's interpreter.
+
+    Raises:
+        DeviceError: there is no GPU, and the interpreter was not asked for by TRITON_INTERPRET=1.
+    """
+    if not torch.cuda.is_available() and not triton.knobs.runtime.interpret:
+        raise DeviceError("--ops-backend triton needs a GPU")
+    return TritonOps()
 
 
 def _num_leading_decodes(metadata: AttentionMetadata) -> int:

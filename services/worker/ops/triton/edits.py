@@ -1,4 +1,4 @@
-"""Applies masks and sparse edits to logits on the device, in place: what `SamplingState.process` computes.
+"""Applies masks and sparse edits to logits on the device, in place: what `RowEdits.apply` computes.
 
 In this order: grammar masks, bans, biases, repetition penalties, presence and frequency penalties. One launch per kind
 of edit, since a token may have several.
@@ -7,12 +7,18 @@ of edit, since a token may have several.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from services.worker.drawing.row_edits import RowEdits
+from services.worker.forward.staging import to_device
 
 _TILE = 2048
 _EDITS_PER_PROGRAM = 256
@@ -198,3 +204,42 @@ def apply_edits(logits: Tensor, edits: Edits) -> None:
     _restore_kernel[grid](*target, *columns, before, is_left, num_tiles, **options)
     for kind in (EditKind.BIAS, EditKind.REPETITION, EditKind.PENALTY):
         _change_kernel[grid](*target, *columns, edits.values, KIND=kind.value, **options)
+
+
+def edit_logits(logits: Tensor, edits: Sequence[RowEdits]) -> None:
+    """See `Ops.edit_logits`. Columns of all rows' edits are made on the host and copied once."""
+    masks = [(row, row_edits.allowed) for row, row_edits in enumerate(edits) if row_edits.allowed is not None]
+    if masks:
+        apply_masks(logits, _pack_masks(masks, logits.device))
+    columns = _pack_edits(edits, logits.device)
+    if columns is not None:
+        apply_edits(logits, columns)
+
+
+def _pack_masks(masks: Sequence[tuple[int, npt.NDArray[np.bool_]]], device: torch.device) -> AllowMasks:
+    allowed = np.stack([mask for _, mask in masks])
+    padded = np.pad(allowed, ((0, 0), (0, -allowed.shape[1] % 32)))
+    words = np.packbits(padded, axis=1, bitorder="little").view(np.int32)
+    rows = np.array([row for row, _ in masks], np.int32)
+    return AllowMasks(to_device(rows, device), to_device(words, device))
+
+
+def _pack_edits(edits: Sequence[RowEdits], device: torch.device) -> Edits | None:
+    """The edits other than masks; None if there are none."""
+    parts = [part for row, row_edits in enumerate(edits) for part in _parts_of(row, row_edits) if len(part[2])]
+    if not parts:
+        return None
+    lengths = [len(token_ids) for _, _, token_ids, _ in parts]
+    rows = np.repeat(np.array([row for row, *_ in parts], np.int32), lengths)
+    kinds = np.repeat(np.array([kind for _, kind, *_ in parts], np.int32), lengths)
+    token_ids = np.concatenate([token_ids for _, _, token_ids, _ in parts]).astype(np.int32)
+    values = np.concatenate([np.broadcast_to(values, len(ids)) for *_, ids, values in parts]).astype(np.float32)
+    return Edits(*(to_device(column, device) for column in (rows, token_ids, kinds, values)))
+
+
+def _parts_of(row: int, edits: RowEdits) -> Iterator[tuple[int, EditKind, npt.NDArray[np.int64], npt.ArrayLike]]:
+    """One row's edits kind by kind: row, kind, token ids, and a value for each or for all."""
+    yield row, EditKind.FORBID, edits.banned_ids, 0.0
+    yield row, EditKind.BIAS, edits.bias_ids, edits.biases
+    yield row, EditKind.REPETITION, edits.repeated_ids, edits.repetition_penalty
+    yield row, EditKind.PENALTY, edits.drawn_ids, -edits.penalties

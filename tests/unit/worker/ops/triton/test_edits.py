@@ -1,21 +1,19 @@
-"""Masks and edits on the device against `SamplingState.process`."""
+"""Masks and edits on the device against `RowEdits.apply`."""
 
 from __future__ import annotations
 
-import random
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.worker.ops.triton.edits import AllowMasks, EditKind, Edits, apply_edits, apply_masks
+from services.worker.drawing.row_edits import RowEdits
+from services.worker.ops.triton.edits import AllowMasks, EditKind, Edits, apply_edits, apply_masks, edit_logits
 from shared.limits import SamplingOptions
 from tests.support.sampling import make_state
 
@@ -56,7 +54,7 @@ class Row:
     stop_token_ids: tuple[int, ...]
     allowed: Mask | None
 
-    def processed(self) -> npt.NDArray[np.float32]:
+    def edits(self) -> RowEdits:
         state = make_state(
             self.options,
             prompt=self.prompt,
@@ -65,28 +63,7 @@ class Row:
             logits_width=len(self.logits),
             matcher=None if self.allowed is None else FixedMask(self.allowed),
         )
-        return state.process(self.logits, len(self.prompt) + len(self.completion))
-
-    def edits(self, row: int) -> list[Edit]:
-        options, counts = self.options, Counter(self.completion)
-        edits = [(row, token_id, EditKind.FORBID, 0.0) for token_id in self.banned()]
-        edits += [(row, token_id, EditKind.BIAS, bias) for token_id, bias in options.logit_bias]
-        if options.repetition_penalty != 1.0:
-            seen = set(self.prompt + self.completion)
-            edits += [(row, token_id, EditKind.REPETITION, options.repetition_penalty) for token_id in seen]
-        for token_id, count in counts.items():
-            penalty = options.frequency_penalty * count + options.presence_penalty
-            edits.append((row, token_id, EditKind.PENALTY, -penalty))
-        return edits
-
-    def banned(self) -> set[int]:
-        """Tokens that would complete a bad word, and stop tokens that come too early."""
-        ends = {
-            word[-1]
-            for word in self.options.bad_words
-            if self.completion[len(self.completion) - len(word) + 1 :] == word[:-1]
-        }
-        return ends | (set(self.stop_token_ids) if len(self.completion) < self.options.min_tokens else set())
+        return state.edits(len(self.prompt) + len(self.completion))
 
 
 def edits_of(edits: Sequence[Edit]) -> Edits:
@@ -94,31 +71,16 @@ def edits_of(edits: Sequence[Edit]) -> Edits:
     return Edits(rows, token_ids, kinds, values=torch.tensor([edit[3] for edit in edits]))
 
 
-def masks_of(masks: Sequence[tuple[int, Mask]]) -> AllowMasks:
-    width = triton.cdiv(len(masks[0][1]), 32) * 32
-    bits = [np.packbits(mask, bitorder="little") for _, mask in masks]
-    words = np.array([np.pad(row, (0, width // 8 - len(row))) for row in bits]).view(np.int32)
-    return AllowMasks(torch.tensor([row for row, _ in masks], dtype=torch.int32), torch.from_numpy(words))
-
-
-def edited(rows: Sequence[Row], seed: int) -> Tensor:
-    """All rows' logits after one application of their masks and edits, in a random order with padding between."""
+def edited(rows: Sequence[Row]) -> Tensor:
+    """All rows' logits after their edits."""
     logits = torch.from_numpy(np.stack([row.logits for row in rows]))
-    order = random.Random(seed)
-    masks = [(number, row.allowed) for number, row in enumerate(rows) if row.allowed is not None]
-    masks.append((PADDING, np.zeros(logits.shape[1], np.bool_)))
-    edits = [edit for number, row in enumerate(rows) for edit in row.edits(number)]
-    edits += [(PADDING, 3, kind, 5.0) for kind in EditKind]
-    order.shuffle(masks)
-    order.shuffle(edits)
-    apply_masks(logits, masks_of(masks))
-    apply_edits(logits, edits_of(edits))
+    edit_logits(logits, [row.edits() for row in rows])
     return logits
 
 
-def assert_edits_are_those_of_process(rows: Sequence[Row], seed: int = 0) -> None:
-    expected = np.stack([row.processed() for row in rows])
-    assert np.array_equal(edited(rows, seed).numpy(), expected)
+def assert_edits_are_those_of_the_host(rows: Sequence[Row]) -> None:
+    expected = np.stack([row.edits().apply(row.logits) for row in rows])
+    assert np.array_equal(edited(rows).numpy(), expected)
 
 
 def make_row(
@@ -163,20 +125,20 @@ rows = st.builds(
 )
 
 
-@given(rows=st.lists(rows, min_size=1, max_size=4), seed=st.integers(0, 99))
+@given(st.lists(rows, min_size=1, max_size=4))
 @settings(max_examples=60)
-def test_edited_logits_are_those_that_process_returns(rows: list[Row], seed: int) -> None:
-    assert_edits_are_those_of_process(rows, seed)
+def test_edited_logits_are_those_that_the_host_computes(rows: list[Row]) -> None:
+    assert_edits_are_those_of_the_host(rows)
 
 
 def test_a_mask_of_impossible_tokens_makes_them_equally_likely() -> None:
     logits = [1.0, MINUS_INF, MINUS_INF, 2.0]
-    assert_edits_are_those_of_process([make_row(logits, allowed=[1, 2])])
-    assert edited([make_row(logits, allowed=[1, 2])], 0).tolist() == [[MINUS_INF, 0.0, 0.0, MINUS_INF]]
+    assert_edits_are_those_of_the_host([make_row(logits, allowed=[1, 2])])
+    assert edited([make_row(logits, allowed=[1, 2])]).tolist() == [[MINUS_INF, 0.0, 0.0, MINUS_INF]]
 
 
 def test_a_mask_that_allows_nothing_is_ignored() -> None:
-    assert edited([make_row([1.0, 2.0], allowed=[])], 0).tolist() == [[1.0, 2.0]]
+    assert edited([make_row([1.0, 2.0], allowed=[])]).tolist() == [[1.0, 2.0]]
 
 
 def test_bans_that_would_leave_nothing_do_not_apply() -> None:
@@ -187,8 +149,8 @@ def test_bans_that_would_leave_nothing_do_not_apply() -> None:
         make_row(logits, bans, stop_token_ids=(1, 3)),
         make_row(logits, bans, stop_token_ids=(2,), allowed=[2, 3]),
     ]
-    assert_edits_are_those_of_process(rows)
-    assert edited(rows, 1)[:, 1:3].tolist() == [[3.0, 2.0], [MINUS_INF, 2.0], [MINUS_INF, 2.0]]
+    assert_edits_are_those_of_the_host(rows)
+    assert edited(rows)[:, 1:3].tolist() == [[3.0, 2.0], [MINUS_INF, 2.0], [MINUS_INF, 2.0]]
 
 
 def test_a_row_without_bans_may_be_all_minus_infinity_beside_one_with_bans() -> None:
@@ -197,11 +159,20 @@ def test_a_row_without_bans_may_be_all_minus_infinity_beside_one_with_bans() -> 
     assert logits.tolist() == [[1.0, MINUS_INF, MINUS_INF], [MINUS_INF] * 3]
 
 
+def test_padding_edits_nothing() -> None:
+    logits = torch.tensor([[1.0, 2.0]])
+    padding = [(PADDING, 1, kind, 5.0) for kind in EditKind]
+    apply_edits(logits, edits_of([*padding, (0, 0, EditKind.BIAS, 3.0)]))
+    masks = torch.tensor([PADDING], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
+    apply_masks(logits, AllowMasks(*masks))
+    assert logits.tolist() == [[4.0, 2.0]]
+
+
 def test_penalties_keep_the_largest_floats_finite() -> None:
     largest = float(np.finfo(np.float32).max)
     for penalty in (0.125, 2.0):
         options = SamplingOptions(repetition_penalty=penalty)
-        assert_edits_are_those_of_process([make_row([largest, -largest, -0.0, 1.0], options, completion=(0, 1, 2))])
+        assert_edits_are_those_of_the_host([make_row([largest, -largest, -0.0, 1.0], options, completion=(0, 1, 2))])
 
 
 def test_rows_wider_than_a_tile_are_masked_throughout() -> None:
@@ -213,4 +184,4 @@ def test_rows_wider_than_a_tile_are_masked_throughout() -> None:
         make_row(logits, bans, allowed=[2048, 4999], stop_token_ids=(2048,)),
         make_row(logits, bans, allowed=[4999], stop_token_ids=(4999,)),
     ]
-    assert_edits_are_those_of_process(rows)
+    assert_edits_are_those_of_the_host(rows)
