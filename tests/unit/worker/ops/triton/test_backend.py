@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,10 +16,13 @@ from services.worker.ops import AttentionParams, RouterScore, RoutingRule, load_
 from services.worker.ops.triton.backend import TritonOps, TritonPlan
 from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.model_runner import ModelRunner
+from services.worker.sampling.sampler import Sampler
 from services.worker.step import Step
+from shared.limits import SamplingOptions
 from shared.model_dir import ModelDirectoryError
 from tests.support.attention_batches import Batch, random
 from tests.support.paged_attention import PagedStep
+from tests.support.sampling import AlternatingMatcher, Recipe, make_rows
 from tests.support.tiny_llama import TINY_CONFIG
 from tests.support.worker_steps import decode_step, make_chunk, make_enter, mixed_step, prefill_step
 
@@ -148,3 +152,35 @@ def test_what_only_other_models_need_is_refused() -> None:
 
 def test_its_numbers_depend_on_torch_triton_and_the_device() -> None:
     assert TritonOps().numerics().startswith(f"triton torch-{torch.__version__} triton-")
+
+
+def test_the_sampler_draws_the_same_tokens_with_every_option() -> None:
+    width, prompt = 333, (3, 5, 8)
+    everything = SamplingOptions(
+        min_p=0.125, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.25, logit_bias=((7, 4.0),)
+    )
+    recipes = [
+        Recipe(temperature=0.0),
+        Recipe(),
+        Recipe(temperature=0.75, top_k=20, top_p=0.75, seed=2**64 - 1),
+        Recipe(options=SamplingOptions(min_p=0.25, num_logprobs=3)),
+        Recipe(options=everything, temperature=1.5),
+        Recipe(options=SamplingOptions(), make_matcher=lambda: AlternatingMatcher(width)),
+        Recipe(options=SamplingOptions(min_tokens=2, num_logprobs=0), temperature=0.0, stop_token_ids=(1, 2, 9)),
+    ]
+    generator = torch.Generator().manual_seed(7)
+    samplers = Sampler(load_ops("reference")), Sampler(TritonOps())
+    states = [
+        {row: state for row, recipe in enumerate(recipes) if (state := recipe.make_state(prompt, width)) is not None}
+        for _ in samplers
+    ]
+    for step in range(4):
+        logits = torch.randn(len(recipes), width, generator=generator) * 3
+        rows = [make_rows(recipes, [len(prompt) + step] * len(recipes), states=each) for each in states]
+        expected, sampled = (sampler.sample(logits, own) for sampler, own in zip(samplers, rows, strict=True))
+        assert sampled.token_ids.tolist() == expected.token_ids.tolist()
+        assert sampled.failed_grammar_rows.tolist() == expected.failed_grammar_rows.tolist() == []
+        assert sampled.logprobs is not None
+        assert expected.logprobs is not None
+        assert sampled.logprobs.token_ids.tolist() == expected.logprobs.token_ids.tolist()
+        np.testing.assert_allclose(sampled.logprobs.values, expected.logprobs.values, rtol=2e-6, atol=1e-6)
