@@ -56,6 +56,8 @@ class CompiledKernel:
     target: str
     name: str
     constants: str
+    is_late: bool
+    """Whether only a step of odd sizes needs it, which would wait for the compiler while requests are served."""
     shared_bytes: int
     num_registers: int
     num_spilled_bytes: int
@@ -148,8 +150,17 @@ def launch_other_attention(model: Model) -> None:
     attend(model, prefill_attention, 8, query_len=2048, dtype=torch.float32)
 
 
-def launch_all_but_attention(model: Model, num_tokens: int) -> None:
-    """The launches of a step of `num_tokens`."""
+def launch_odd_step(model: Model) -> None:
+    """Launches of the same model with sizes and alignments that the others do not have."""
+    launch_all_but_attention(model, num_tokens=777, offset=1)
+    for num_seqs, max_context_len in ((3, 1600), (777, 4001)):
+        attend(model, decode_attention, num_seqs, query_len=1, max_context_len=max_context_len, offset=1)
+        attend(model, decode_attention, num_seqs, query_len=9, max_context_len=max_context_len, offset=1)
+    attend(model, prefill_attention, 3, query_len=259, max_context_len=1600, offset=1)
+
+
+def launch_all_but_attention(model: Model, num_tokens: int, *, offset: int = 0) -> None:
+    """The launches of a step of `num_tokens`; the columns of the step begin at `offset` in longer ones."""
     num_kv = model.num_kv_heads
     num_qkv = model.num_heads + 2 * num_kv
     hidden, weight = of_type(BF16, num_tokens, model.hidden), of_type(BF16, model.hidden)
@@ -157,7 +168,7 @@ def launch_all_but_attention(model: Model, num_tokens: int) -> None:
     heads = qkv.view(num_tokens, num_qkv, model.head_dim)
     key, value = heads[:, model.num_heads : -num_kv], heads[:, -num_kv:]
     head_norm = of_type(BF16, model.head_dim)
-    slots = of_type(torch.int64, num_tokens)
+    slots = of_type(torch.int64, offset + num_tokens)[offset:]
     table = of_type(torch.float32, MAX_CONTEXT_LEN, model.head_dim // 2)
     rows = RopeRows(table, table, slots, is_interleaved=False)
     norms = HeadNorms(head_norm, head_norm, 1e-6) if model.has_head_norms else None
@@ -181,17 +192,19 @@ def attend(
     query_len: int,
     params: AttentionParams = PLAIN,
     dtype: torch.dtype = BF16,
+    max_context_len: int = MAX_CONTEXT_LEN,
+    offset: int = 0,
 ) -> None:
     """One launch of attention over a query where the fused projection leaves it."""
     num_tokens = num_seqs * query_len
     qkv = of_type(dtype, num_tokens, model.num_heads + 2 * model.num_kv_heads, model.head_dim)
     sequences = PagedSequences(
-        block_tables=of_type(torch.int32, num_seqs, MAX_CONTEXT_LEN // BLOCK_SIZE),
-        context_lens=of_type(torch.int32, num_seqs),
-        cu_seqlens_q=of_type(torch.int32, num_seqs + 1),
+        block_tables=of_type(torch.int32, offset + num_seqs, max_context_len // BLOCK_SIZE + offset)[offset:],
+        context_lens=of_type(torch.int32, offset + num_seqs)[offset:],
+        cu_seqlens_q=of_type(torch.int32, offset + num_seqs + 1)[offset:],
         num_tokens=num_tokens,
         max_query_len=query_len,
-        max_context_len=MAX_CONTEXT_LEN,
+        max_context_len=max_context_len,
     )
     output = of_type(dtype, num_tokens, model.num_heads * model.head_dim)
     launch(qkv[:, : model.num_heads], kv_cache(model, dtype), output, sequences, params)
@@ -210,12 +223,12 @@ def of_type(dtype: torch.dtype, *shape: int) -> Tensor:
 
 def compile_all(target: str) -> list[CompiledKernel]:
     """Compile every kernel with the constants of every launch, each combination once."""
-    compiled: dict[int, Any] = {}
+    compiled: dict[str, Any] = {}
     run, hip = JITFunction.run, torch.version.hip
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        compiled[id(kernel)] = kernel
+        compiled.setdefault(kernel.hash, kernel)
         return kernel
 
     driver.set_active(StandInDriver(target))
@@ -230,17 +243,20 @@ def compile_all(target: str) -> list[CompiledKernel]:
         launch_mixed_step(MODELS["Qwen3-8B"])
         launch_other_attention(MODELS["Qwen3-8B"])
         launch_sampling()
+        num_expected = len(compiled)
+        for model in MODELS.values():
+            launch_odd_step(model)
     finally:
         JITFunction.run, torch.version.hip = run, hip
-    return [describe(target, kernel) for kernel in compiled.values()]
+    return [describe(target, kernel, is_late=number >= num_expected) for number, kernel in enumerate(compiled.values())]
 
 
-def describe(target: str, kernel: Any) -> CompiledKernel:
+def describe(target: str, kernel: Any, *, is_late: bool) -> CompiledKernel:
     """What the compiler says about `kernel`."""
     num_registers, num_spilled = nvidia_usage(kernel) if target.startswith("sm_") else amd_usage(kernel)
     metadata = kernel.metadata
     constants = ", ".join(str(value) for value in kernel.src.constants.values())
-    return CompiledKernel(target, metadata.name, constants, metadata.shared, num_registers, num_spilled)
+    return CompiledKernel(target, metadata.name, constants, is_late, metadata.shared, num_registers, num_spilled)
 
 
 def nvidia_usage(kernel: Any) -> tuple[int, int]:

@@ -118,7 +118,7 @@ def _prefill_attention_kernel(
         begin = tl.maximum(first_position - window + 1, 0)
     else:
         # Every row sees all of the tiles before the one with the first token.
-        begin = (first_position + 1) // shape.tokens * shape.tokens
+        begin = tl.maximum(first_position + 1, 0) // shape.tokens * shape.tokens
         for first in range(0, begin, shape.tokens):
             summed, maximum, total = attend_tile(
                 queries, summed, maximum, total, keys, values, table, first, end, positions, window, scale, shape, False

@@ -21,7 +21,7 @@ def load_rotation(cos, sin, positions, token, HALF: tl.constexpr, PAIRS: tl.cons
     return tl.load(cos + place, mask=pairs < HALF, other=0.0), tl.load(sin + place, mask=pairs < HALF, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])
 def _rope_kernel(
     heads,
     cos,

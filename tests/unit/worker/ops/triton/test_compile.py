@@ -44,3 +44,7 @@ def test_no_kernel_needs_more_shared_memory_than_there_is(kernels: list[dict[str
 
 def test_no_kernel_spills_registers_to_memory(kernels: list[dict[str, Any]]) -> None:
     assert [kernel for kernel in kernels if kernel["num_spilled_bytes"]] == []
+
+
+def test_a_step_of_odd_sizes_needs_no_other_kernel(kernels: list[dict[str, Any]]) -> None:
+    assert [kernel for kernel in kernels if kernel["is_late"]] == []

@@ -67,6 +67,17 @@ def test_values_may_be_narrower_than_keys() -> None:
     check_attention(step, prefill_attention, PLAIN)
 
 
+@pytest.mark.parametrize("window", [None, 20])
+def test_padding_without_a_context_changes_no_other_row(window: int | None) -> None:
+    params = AttentionParams(0.3, window=window)
+    step = make_step(Batch(16, [20, 0, 5], [30, 100, 50], 6))
+    expected = step.expected(params)
+    step.metadata.context_lens[1] = 0
+    output = step.run(prefill_attention, params)
+    torch.testing.assert_close(output[:30], expected[:30], atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(output[130:], expected[130:], atol=2e-5, rtol=2e-5)
+
+
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
 def test_one_sequences_nan_stays_its_own() -> None:
     step = make_step(Batch(16, [20, 33, 5], [30, 40, 50], 6))
