@@ -7,6 +7,7 @@ from torch import Tensor
 
 from services.worker.ops import DrawRows
 from services.worker.ops.triton.edits import AllowMasks, Edits, apply_edits, apply_masks
+from services.worker.ops.triton.greedy import greedy_sample
 from services.worker.ops.triton.sampling import sample
 from services.worker.ops.triton.token_logprobs import token_logprobs
 from shared.limits import MAX_LOGPROBS
@@ -30,6 +31,7 @@ def launch_step(num_rows: int, num_columns: int) -> None:
     ids = on_meta(torch.int32, 4 * num_rows)
     apply_edits(logits, Edits(rows=ids, token_ids=ids, kinds=ids, values=on_meta(torch.float32, 4 * num_rows)))
     sample(logits, draw_rows(num_rows))
+    greedy_sample(logits)
     for num_top in (0, MAX_LOGPROBS):
         token_logprobs(logits, on_meta(torch.int64, num_rows), num_top)
 

@@ -16,8 +16,6 @@ _MULTIPLIER_1 = tl.constexpr(0xCA5A826395121157)
 _INCREMENT_0 = tl.constexpr(0x9E3779B97F4A7C15)
 _INCREMENT_1 = tl.constexpr(0xBB67AE8584CAA73B)
 _NUM_ROUNDS = tl.constexpr(10)
-# Below this distance from 1, a uniform number's logarithm is computed from the distance.
-_NEAR_ONE = tl.constexpr(1 / 32)
 
 
 @triton.jit
@@ -57,30 +55,18 @@ def word_of_column(seed, choice, position, column):
 @triton.jit
 def gumbel(words):
     """Standard Gumbel variates in float64: `noise.gumbel`, operation by operation."""
-    return -tl.log(-tl.log(_uniform(words)))
-
-
-@triton.jit
-def rough_gumbel(words):
-    """Standard Gumbel variates in float32, within 2**-14 of `gumbel`, or both +Inf.
-
-    With u the uniform number and e = -log(u), the variate is -log(e). Let log have an absolute error of at most
-    2**-21 * max(1, |log|), four times what NVIDIA and AMD document.
-
-    - 1 - u < 1/32: the difference is exact in float64 and rounded once; the first five terms of its series leave out
-      less than 2**-27 of e, and Horner's rule adds less than 2**-22. Relative error of e: below 2**-21.
-    - Otherwise e > 0.0317, and rounding u moves e by at most 2**-24. Relative error of e:
-      at most (2**-24 + 2**-21 * max(1, e)) / e < 2**-15.8.
-
-    The outer log turns the relative error of e into an absolute one and adds at most 2**-21 * 37.5: below 2**-14.
-    """
-    uniform = _uniform(words)
-    rest = (1.0 - uniform).to(tl.float32)
-    series = rest * (1.0 + rest * (1 / 2 + rest * (1 / 3 + rest * (1 / 4 + rest * (1 / 5)))))
-    return -tl.log(tl.where(rest < _NEAR_ONE, series, -tl.log(uniform.to(tl.float32))))
-
-
-@triton.jit
-def _uniform(words):
     # Scaling by a power of two is exact, so fusing it with another operation changes nothing.
-    return ((words >> 11).to(tl.int64).to(tl.float64) + 0.5) * 1.1102230246251565e-16
+    uniform = ((words >> 11).to(tl.int64).to(tl.float64) + 0.5) * 1.1102230246251565e-16
+    return -tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def least_exponential(words):
+    """Float32 numbers at most 1 + 2**-21 times `exp(-gumbel(words))`, and at least 0.99 times if that is below 0.7.
+
+    With u the uniform number and v = 1 - u, the variate's exponential is -log(1 - v) = v + v**2 / 2 + v**3 / 3 + ...,
+    whose terms are all positive: the first five are a lower bound. So is v from the 32 upper bits of the inverted word,
+    rounded down. The conversion and Horner's rule err by less than 2**-21 of the result.
+    """
+    rest = ((words >> 32).to(tl.uint32) ^ 0xFFFFFFFF).to(tl.float32) * 2.0**-32
+    return rest * (1.0 + rest * (1 / 2 + rest * (1 / 3 + rest * (1 / 4 + rest * (1 / 5)))))

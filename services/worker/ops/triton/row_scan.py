@@ -5,14 +5,16 @@
     free         the same, and the winner of the draw: no filter removes tokens
     filtered     the same, and the largest logit of each group of 32 columns
 
-The winner of a free row is decided in float64, among the few columns whose float32 score is near the tile's best.
+The winner of a free row is decided in float64, among the few columns that may beat the best one so far.
 
-Why none is missed: let M be the tile's largest logit, T the temperature, R[j] = x[j] / T + g[j] the score that numpy
-computes in float64, and a[j] the float32 estimate of R[j] - M / T. Gumbel variates lie between -3.7 and 37.5, so both
-the column with the best R and the one with the best a have (M - x[j]) / T < 42 (plus roundings). Then a[j] differs from
-the true value by at most 42 * 2**-21 (a subtraction, and a division of 2 ulp) + 2**-14 (`rough_gumbel`) + 80 * 2**-24
-(the sum) < 9e-5, and R[j] by at most 2**-51 * (|M| / T + 42) + 1e-13. The winner's a is therefore less than
-1.8e-4 + 2**-50 * (|M| / T + 43) below the best a. `_margin` is larger.
+Why none is missed: let M be the tile's largest logit, T the temperature, g[j] the Gumbel variates and
+R[j] = x[j] / T + g[j] the scores that numpy computes in float64. A tile's winner has (M - x[j]) / T < 43, since the
+variates lie between -3.7 and 37.5. Without rounding, exp(M / T - R[j]) would be exp(-g[j]) * exp((M - x[j]) / T). Its
+float32 estimate here is a lower bound but for a factor of 1 + 2**-21 (`least_exponential`), the rounding of an exponent
+below 63 (a difference and two products, 2**-21.5 of it: 1 + 1.5e-5) and that of exp2 (2**-22): less than 1 + 1e-4. The
+float64 roundings of R[j] are below 2**-51 (|M| / T + 43) + 1e-13 < 6e-4, unless |M| / T > 2**40. So a column that beats
+the best score S has an estimate below exp(M / T - S) * (1 + 2**-9). In rows with such extreme quotients, or
+temperatures whose inverse is not a normal float32, every column is decided in float64.
 
 Source: the Gumbel-max trick, arXiv:1411.0030, section 2.
 """
@@ -22,8 +24,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from services.worker.ops.triton.ordering import NO_RANK, ranked
-from services.worker.ops.triton.philox import gumbel, in_column_order, noise_of_blocks, rough_gumbel, word_of_column
+from services.worker.ops.triton.ordering import LAST_COLUMN, NO_RANK, ranked
+from services.worker.ops.triton.philox import (
+    gumbel,
+    in_column_order,
+    least_exponential,
+    noise_of_blocks,
+    word_of_column,
+)
 
 TILE = 2048
 GROUP = 32
@@ -35,6 +43,7 @@ PER_ROW = ("temperature", "top_k", "top_p", "min_p", "seed", "choice", "position
 _GREEDY = tl.constexpr(0)
 FREE = tl.constexpr(1)
 FILTERED = tl.constexpr(2)
+_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -48,30 +57,41 @@ def row_kind(temperature, top_k, top_p, min_p, row, num_columns):
 
 
 @triton.jit
-def _margin(largest, temperature):
-    return 2.0**-10 + tl.abs(largest) / temperature * 2.0**-47
+def _estimates(x, columns, largest, temperature, noise, TILE: tl.constexpr):
+    """Lower bounds of exp(M / T - R); see the module. +Inf for columns that cannot be drawn."""
+    seed, choice, position = noise
+    blocks = tl.min(columns) // 4 + tl.arange(0, TILE // 4)
+    word0, word1, word2, word3 = noise_of_blocks(seed, choice, position, blocks)
+    exponentials = least_exponential(in_column_order(word0, word1, word2, word3))
+    estimates = exponentials * tl.exp2((largest - x) * (_LOG2_E / temperature))
+    is_extreme = (tl.abs(largest) / temperature > 2.0**40) | (temperature > 2.0**100)
+    return tl.where(x > float("-inf"), tl.where(is_extreme, 0.0, estimates), float("inf"))
+
+
+@triton.jit
+def _limit(largest, temperature, best_score):
+    gap = largest.to(tl.float64) / temperature.to(tl.float64) - best_score
+    return tl.exp(gap.to(tl.float32)) * (1 + 2.0**-9)
 
 
 @triton.jit
 def _draw_from_tile(x, columns, logits_row, temperature, noise, best_score, best_column, TILE: tl.constexpr):
-    """The better one of the tile's winner and the best so far, whose column is lower."""
+    """The better one of the tile's winner and the best so far."""
     seed, choice, position = noise
-    is_possible = x > float("-inf")
-    largest = tl.max(tl.where(is_possible & (x < float("inf")), x, float("-inf")))
+    largest = tl.max(tl.where(tl.abs(x) < float("inf"), x, float("-inf")))
     largest = tl.where(largest > float("-inf"), largest, 0.0)
-    blocks = tl.min(columns) // 4 + tl.arange(0, TILE // 4)
-    word0, word1, word2, word3 = noise_of_blocks(seed, choice, position, blocks)
-    scores = (x - largest) / temperature + rough_gumbel(in_column_order(word0, word1, word2, word3))
-    scores = tl.where(is_possible, scores, float("-inf"))
-    is_near = is_possible & (scores >= tl.max(scores) - _margin(largest, temperature))
-    # Nearly always one column.
-    while tl.max(is_near.to(tl.int32)) > 0:
-        column = tl.min(tl.where(is_near, columns, 0x7FFFFFFF))
+    estimates = _estimates(x, columns, largest, temperature, noise, TILE)
+    least = tl.min(estimates)
+    # In a part's first tile mostly one or two columns, later often none.
+    while (least < float("inf")) & (least <= _limit(largest, temperature, best_score)):
+        column = tl.min(tl.where(estimates == least, columns, LAST_COLUMN))
         scaled = tl.load(logits_row + column).to(tl.float64) / temperature.to(tl.float64)
         score = scaled + gumbel(word_of_column(seed, choice, position, column))
-        best_column = tl.where(score > best_score, column, best_column)
-        best_score = tl.where(score > best_score, score, best_score)
-        is_near = is_near & (columns != column)
+        is_better = (score > best_score) | ((score == best_score) & (column < best_column))
+        best_score = tl.where(is_better, score, best_score)
+        best_column = tl.where(is_better, column, best_column)
+        estimates = tl.where(columns == column, float("inf"), estimates)
+        least = tl.min(estimates)
     return best_score, best_column
 
 

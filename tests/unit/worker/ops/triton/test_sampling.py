@@ -17,6 +17,9 @@ from services.worker.ops import DrawRows
 from services.worker.ops.triton import sampling
 from services.worker.ops.triton.sampling import sample
 
+# The interpreter computes with numpy.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+
 INF = float("inf")
 LARGEST = float(np.finfo(np.float32).max)
 FloatRow = npt.NDArray[np.float32]
@@ -154,7 +157,7 @@ def test_a_token_does_not_depend_on_its_batch(monkeypatch: pytest.MonkeyPatch) -
 def test_equal_logits_are_kept_and_drawn_by_lower_token() -> None:
     equal = np.ones(100, np.float32)
     half_kept = {
-        replace(filters, position=position) for filters in (Draw(top_k=5), Draw(top_p=3 / 64)) for position in range(8)
+        replace(filters, position=position) for filters in (Draw(top_k=5), Draw(top_p=3 / 64)) for position in range(5)
     }
     tokens = drawn([equal] * len(half_kept), sorted(half_kept, key=repr))
     assert set(tokens) <= set(range(5))
@@ -170,14 +173,14 @@ def test_the_largest_floats_are_drawn_from_as_any_others(temperature: float) -> 
 
 
 def test_rows_that_are_not_finite_are_flagged_and_get_some_token() -> None:
-    plain = random_logits(100)
+    plain = random_logits(33)
     nan, infinite = plain.copy(), plain.copy()
-    nan[3], infinite[99] = np.nan, INF
-    rows = [row for row in (plain, nan, infinite, np.full(100, np.nan), np.full(100, -INF)) for _ in FILTERS]
+    nan[3], infinite[32] = np.nan, INF
+    rows = [row for row in (plain, nan, infinite, np.full(33, np.nan), np.full(33, -INF)) for _ in FILTERS]
     token_ids, is_finite = sample(torch.from_numpy(np.stack(rows).astype(np.float32)), draw_rows(FILTERS * 5))
     assert is_finite.reshape(5, -1).all(1).tolist() == [True, False, False, False, False]
     assert is_finite.reshape(5, -1).any(1).tolist() == [True, False, False, False, False]
-    assert ((token_ids >= 0) & (token_ids < 100)).all()
+    assert ((token_ids >= 0) & (token_ids < 33)).all()
 
 
 def test_greedy_tokens_of_rows_that_are_not_finite_are_torchs() -> None:
