@@ -27,6 +27,7 @@ from services.worker.ops.triton.activation import silu_and_mul
 from services.worker.ops.triton.attention_tile import PagedSequences
 from services.worker.ops.triton.decode_attention import decode_attention
 from services.worker.ops.triton.edits import edit_logits
+from services.worker.ops.triton.greedy import greedy_sample
 from services.worker.ops.triton.kv_write import write_cache, write_kv
 from services.worker.ops.triton.norm import add_rms_norm, layer_norm, rms_norm
 from services.worker.ops.triton.norm_rope_write import norm_rope_write
@@ -202,8 +203,7 @@ class TritonOps(ComposedOps):
         return token_logprobs(logits, token_ids, num_top)
 
     def greedy_sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        largest, token_ids = logits.max(dim=-1)
-        return token_ids, largest
+        return greedy_sample(logits)
 
 
 def load_triton_ops() -> TritonOps:

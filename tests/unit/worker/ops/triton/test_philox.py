@@ -11,6 +11,7 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.worker.drawing import noise
 from services.worker.ops.triton.philox import (
     gumbel,
     in_column_order,
@@ -18,7 +19,6 @@ from services.worker.ops.triton.philox import (
     noise_of_blocks,
     word_of_column,
 )
-from services.worker.drawing import noise
 
 # The interpreter computes with numpy.
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
