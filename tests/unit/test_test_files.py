@@ -76,7 +76,6 @@ TESTED_BY = {
         "services/worker/group/joined_link.py",
         "services/worker/group/link.py",
         "services/worker/group/member.py",
-        "services/worker/process/device_steps.py",
         "services/worker/process/exits.py",
         "services/worker/server/leader.py",
     ),

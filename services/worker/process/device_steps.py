@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 class DeviceSteps:
     """Queues a runner's work on the device, in order, as futures of the RPC thread's event loop.
 
-    In a domain of several processes a failure ends this one: partners would wait for it inside a collective.
+    In a domain of several processes a failure ends this one: partners would wait for it inside a collective. So does an
+    error on a GPU, whose context may be lost with it.
     """
 
     def __init__(
@@ -76,7 +77,10 @@ class DeviceSteps:
     def _end_if_failed(self, future: asyncio.Future[int] | asyncio.Future[StepOutput]) -> None:
         if future.cancelled() or (error := future.exception()) is None:
             return
-        if not self._is_alone and not isinstance(error, DrainingError):
+        if isinstance(error, DrainingError):
+            return
+        is_refused = isinstance(error, ServiceError) and not isinstance(error, InternalError)
+        if not self._is_alone or (self.runner.device.type != "cpu" and not is_refused):
             self._end.fail_step(error=str(error))
 
 

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
-# A launched step that has not returned after this long is stuck: Attach then answers without waiting for it.
+# A launched step is stuck if the device makes no progress for this long: Attach then answers without waiting for it.
 STUCK_S = 10.0
 # Time for the answer to a Restart to be sent before the process ends.
 _ANSWER_S = 0.1
@@ -80,13 +80,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             raise NotReadyError("weights are loading, or members have not joined")
         _check_sizes(request)
         epoch = self._begin(request, steps)
-        # Only the waiting has a timeout: after a cancelled call the epoch is still claimed and its batch still made.
-        # If no step was ever launched, none can be stuck, and allocating a large cache may take longer than that.
-        may_be_stuck = epoch.last_launched != NOTHING_LAUNCHED
-        await asyncio.wait({epoch.ready}, timeout=self._stuck_s if may_be_stuck else None)
+        is_stuck = not await self._is_ready(epoch, steps.runner)
         if epoch is not self._epoch:
             raise self._stale("superseded by another Attach")
-        is_stuck = not epoch.ready.done()
         num_blocks = steps.runner.num_blocks if is_stuck else epoch.ready.result()
         logger.info(
             "attached",
@@ -124,6 +120,23 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         loop = asyncio.get_running_loop()
         loop.call_later(_ANSWER_S, self._end.fail, ExitCode.RESTART, "the scheduler asked for a restart")
         return worker_pb2.RestartResponse()
+
+    async def _is_ready(self, epoch: Epoch, runner: ModelRunner) -> bool:
+        """Wait for the epoch's empty batch; False if the device makes no progress for `stuck_s` meanwhile.
+
+        Only the waiting ends then: as after a cancelled call, the epoch is still claimed and its batch still made. If
+        no step was ever launched, none can be stuck, and allocating a large cache may take longer.
+        """
+        may_be_stuck = epoch.last_launched != NOTHING_LAUNCHED
+        while epoch is self._epoch:
+            progress = runner.progress
+            await asyncio.wait({epoch.ready}, timeout=self._stuck_s if may_be_stuck else None)
+            if epoch.ready.done():
+                return True
+            # Graphs that are captured again may take longer too; their layers count as progress.
+            if runner.progress == progress:
+                break
+        return epoch.ready.done()
 
     def _begin(self, request: worker_pb2.AttachRequest, steps: DeviceSteps) -> Epoch:
         """Fence the current epoch and begin the offered one. Raises as `ClaimLedger.offer`."""

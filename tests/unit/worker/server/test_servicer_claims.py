@@ -13,6 +13,7 @@ import pytest
 from torch import Tensor
 
 from lockstep.internal.v1 import worker_pb2
+from services.worker.forward.forward_context import get_forward_context
 from services.worker.models.loader import LoadedModel
 from services.worker.models.registry import CausalLM
 from services.worker.process.exits import ExitCode
@@ -181,6 +182,34 @@ async def test_an_attach_cancels_the_steps_that_have_not_begun(loading_worker: W
     assert model.num_passes == 2
     _, reason, values = await error_of(read(call))
     assert (reason, values["epoch"]) == ("STALE_EPOCH", "2")
+
+
+class SlowModel(GatedModel):
+    """While it is armed, a pass makes progress until it is released."""
+
+    def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        if self.is_armed:
+            self.entered.set()
+            while not self.release.wait(0.001):
+                get_forward_context().progress.advance()
+        return super().forward(token_ids, positions)
+
+
+@pytest.mark.parametrize("stuck_s", [0.3])
+async def test_a_step_that_makes_progress_is_not_stuck(
+    loading_worker: Worker, loaded: LoadedModel, stuck_s: float
+) -> None:
+    model = SlowModel(loaded.model)
+    worker = loading_worker
+    worker.open(make_runner(replace(loaded, model=model)))
+    await worker.attach(1)
+    call = await worker.execute()
+    await stop_in_the_second_step(call, model)
+    attach = asyncio.create_task(worker.attach(2))
+    await asyncio.wait([attach], timeout=3 * stuck_s)
+    assert not attach.done()
+    model.release.set()
+    assert not (await attach).is_stuck
 
 
 @pytest.mark.parametrize("stuck_s", [0.05])

@@ -1,0 +1,66 @@
+"""What a failed step means for its process."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+import torch
+
+from services.worker.process.device_loop import DeviceLoop
+from services.worker.process.device_steps import DeviceSteps
+from services.worker.process.exits import DomainEnd
+from services.worker.runner.model_runner import ModelRunner
+from services.worker.step import Step
+from shared.errors import InternalError, StepMismatchError
+from tests.support.worker_steps import decode_step
+
+
+@dataclass
+class FailingRunner:
+    """Fails every step on a device."""
+
+    error: Exception
+    device: torch.device
+
+    def run_step(self, step: Step) -> Any:
+        raise self.error
+
+
+class CountingEnd:
+    """Counts failed steps that end the domain."""
+
+    def __init__(self) -> None:
+        self.num_failed = 0
+
+    def fail_step(self, **_: object) -> None:
+        self.num_failed += 1
+
+
+@pytest.mark.parametrize(
+    ("device", "is_alone", "error", "ends"),
+    [
+        ("cpu", True, RuntimeError("a bug"), False),
+        ("cpu", False, RuntimeError("a partner is lost"), True),
+        ("cpu", False, StepMismatchError("refused"), True),
+        ("cuda", True, RuntimeError("an illegal address"), True),
+        ("cuda", True, StepMismatchError("refused"), False),
+    ],
+)
+async def test_a_failed_step_ends_the_process_if_its_device_or_a_partner_is_lost(
+    device: str, is_alone: bool, error: Exception, ends: bool
+) -> None:
+    loop, end = DeviceLoop(), CountingEnd()
+    runner = FailingRunner(error, torch.device(device))
+    steps = DeviceSteps(loop, cast(ModelRunner, runner), cast(DomainEnd, end), is_alone=is_alone)
+    launched = steps.launch(decode_step())
+    running = asyncio.create_task(asyncio.to_thread(loop.run))
+    expected = StepMismatchError if isinstance(error, StepMismatchError) else InternalError
+    with pytest.raises(expected):
+        await launched
+    loop.stop()
+    await running
+    await asyncio.sleep(0)
+    assert end.num_failed == ends
