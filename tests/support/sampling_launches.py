@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from services.worker.ops import DrawRows
-from services.worker.ops.triton.edits import AllowMasks, Edits, apply_edits, apply_masks
-from services.worker.ops.triton.greedy import greedy_sample
-from services.worker.ops.triton.sampling import sample
-from services.worker.ops.triton.token_logprobs import token_logprobs
+from services.worker.ops.triton.sampling.edits import AllowMasks, Edits, apply_edits, apply_masks
+from services.worker.ops.triton.sampling.greedy import greedy_sample
+from services.worker.ops.triton.sampling.sample import sample
+from services.worker.ops.triton.sampling.token_logprobs import token_logprobs
 from shared.limits import MAX_LOGPROBS
 
 # Those of Llama 3, Qwen3 and, with rows that begin at any address of four bytes, Whisper.

@@ -132,13 +132,13 @@ TESTED_BY = {
     ),
     "unit/worker/ops/test_routing.py": ("services/worker/layers/moe.py",),
     "unit/worker/ops/triton/test_prefill_attention.py": ("services/worker/ops/triton/attention_tile.py",),
-    "unit/worker/ops/triton/test_sampling.py": (
-        "services/worker/ops/triton/candidates.py",
-        "services/worker/ops/triton/edge_search.py",
-        "services/worker/ops/triton/group_choice.py",
-        "services/worker/ops/triton/ordering.py",
-        "services/worker/ops/triton/row_decision.py",
-        "services/worker/ops/triton/row_scan.py",
+    "unit/worker/ops/triton/sampling/test_sample.py": (
+        "services/worker/ops/triton/sampling/candidates.py",
+        "services/worker/ops/triton/sampling/edge_search.py",
+        "services/worker/ops/triton/sampling/group_choice.py",
+        "services/worker/ops/triton/sampling/ordering.py",
+        "services/worker/ops/triton/sampling/row_decision.py",
+        "services/worker/ops/triton/sampling/row_scan.py",
     ),
     "unit/worker/runner/test_input_batch.py": (
         "services/worker/batch/block_tables.py",

@@ -26,15 +26,15 @@ from services.worker.ops.routing import RoutingRule
 from services.worker.ops.triton.activation import silu_and_mul
 from services.worker.ops.triton.attention_tile import PagedSequences
 from services.worker.ops.triton.decode_attention import decode_attention
-from services.worker.ops.triton.edits import edit_logits
-from services.worker.ops.triton.greedy import greedy_sample
 from services.worker.ops.triton.kv_write import write_cache, write_kv
 from services.worker.ops.triton.norm import add_rms_norm, layer_norm, rms_norm
 from services.worker.ops.triton.norm_rope_write import norm_rope_write
 from services.worker.ops.triton.prefill_attention import prefill_attention
 from services.worker.ops.triton.rope import rope
-from services.worker.ops.triton.sampling import sample
-from services.worker.ops.triton.token_logprobs import token_logprobs
+from services.worker.ops.triton.sampling.edits import edit_logits
+from services.worker.ops.triton.sampling.greedy import greedy_sample
+from services.worker.ops.triton.sampling.sample import sample
+from services.worker.ops.triton.sampling.token_logprobs import token_logprobs
 from shared.limits import MAX_DRAFT_TOKENS
 from shared.model_dir import ModelDirectoryError
 

@@ -31,7 +31,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_every_kernel_is_compiled_for_every_target(kernels: list[dict[str, Any]]) -> None:
-    sources = (ROOT / "services" / "worker" / "ops" / "triton").glob("*.py")
+    sources = (ROOT / "services" / "worker" / "ops" / "triton").rglob("*.py")
     names = {name for source in sources for name in re.findall(r"^def (\w+_kernel)\(", source.read_text(), re.M)}
     assert "_decode_attention_kernel" in names
     for target in SHARED_BYTES:

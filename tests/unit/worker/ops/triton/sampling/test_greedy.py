@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.worker.ops.triton.greedy import greedy_sample
+from services.worker.ops.triton.sampling.greedy import greedy_sample
 
 INF = float("inf")
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from services.worker.drawing.token_draw import TokenDraw
 from services.worker.ops import DrawRows
-from services.worker.ops.triton import sampling
-from services.worker.ops.triton.sampling import sample
+from services.worker.ops.triton.sampling import sample as sampling
+from services.worker.ops.triton.sampling.sample import sample
 
 # The interpreter computes with numpy.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.drawing import noise
-from services.worker.ops.triton.philox import (
+from services.worker.ops.triton.sampling.philox import (
     gumbel,
     in_column_order,
     least_exponential,

@@ -19,10 +19,10 @@ import triton
 from torch import Tensor
 
 from services.worker.ops.protocol import DrawRows
-from services.worker.ops.triton.candidates import GROUP_SHIFT, gather_kernel
-from services.worker.ops.triton.group_choice import NUM_LEVELS, choose_kernel, mass_kernel
-from services.worker.ops.triton.row_decision import decide_kernel
-from services.worker.ops.triton.row_scan import GROUP, TILE, scan_kernel
+from services.worker.ops.triton.sampling.candidates import GROUP_SHIFT, gather_kernel
+from services.worker.ops.triton.sampling.group_choice import NUM_LEVELS, choose_kernel, mass_kernel
+from services.worker.ops.triton.sampling.row_decision import decide_kernel
+from services.worker.ops.triton.sampling.row_scan import GROUP, TILE, scan_kernel
 
 # About two waves of programs on the largest GPUs; fewer, longer parts beyond that.
 _WANTED_PROGRAMS = 2048

@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from services.worker.ops.triton.ordering import ordered_keys
-from services.worker.ops.triton.row_scan import FILTERED, PER_ROW, row_kind
+from services.worker.ops.triton.sampling.ordering import ordered_keys
+from services.worker.ops.triton.sampling.row_scan import FILTERED, PER_ROW, row_kind
 
 GROUP_SHIFT = 5
 

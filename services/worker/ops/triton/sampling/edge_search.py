@@ -15,8 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from services.worker.ops.triton.candidates import load_candidates
-from services.worker.ops.triton.ordering import ordered_keys
+from services.worker.ops.triton.sampling.candidates import load_candidates
+from services.worker.ops.triton.sampling.ordering import ordered_keys
 
 _NO_KEY = tl.constexpr(-(2**63))
 _MAX_KEY = tl.constexpr(2**63 - 1)

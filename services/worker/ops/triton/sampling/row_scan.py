@@ -24,8 +24,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from services.worker.ops.triton.ordering import LAST_COLUMN, NO_RANK, ranked
-from services.worker.ops.triton.philox import (
+from services.worker.ops.triton.sampling.ordering import LAST_COLUMN, NO_RANK, ranked
+from services.worker.ops.triton.sampling.philox import (
     gumbel,
     in_column_order,
     least_exponential,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from services.worker.ops.triton.ordering import NO_RANK, column_of, ranked, value_of
+from services.worker.ops.triton.sampling.ordering import NO_RANK, column_of, ranked, value_of
 
 # Eight loads of 16 bytes per thread; one row of 150,000 columns is then read by 19 programs.
 _TILE = 8192

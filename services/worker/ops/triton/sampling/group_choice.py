@@ -17,8 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from services.worker.ops.triton.ordering import LOWEST_KEY, ordered_keys, value_of
-from services.worker.ops.triton.row_scan import FILTERED, PER_BATCH, PER_ROW, row_kind
+from services.worker.ops.triton.sampling.ordering import LOWEST_KEY, ordered_keys, value_of
+from services.worker.ops.triton.sampling.row_scan import FILTERED, PER_BATCH, PER_ROW, row_kind
 
 NUM_LEVELS = 8
 _SURCHARGE = tl.constexpr(1 + 2.0**-11)

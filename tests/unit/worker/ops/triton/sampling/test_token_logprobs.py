@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from services.worker.ops import load_ops
-from services.worker.ops.triton.token_logprobs import token_logprobs
+from services.worker.ops.triton.sampling.token_logprobs import token_logprobs
 
 MINUS_INF = float("-inf")
 

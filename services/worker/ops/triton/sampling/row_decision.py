@@ -14,12 +14,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from services.worker.ops.triton.candidates import load_candidates
-from services.worker.ops.triton.edge_search import find_edge, keys_and_gains, range_of, weights_of_kept
-from services.worker.ops.triton.group_choice import row_peak
-from services.worker.ops.triton.ordering import LAST_COLUMN, LOWEST_KEY, column_of, value_of
-from services.worker.ops.triton.philox import gumbel, word_of_column
-from services.worker.ops.triton.row_scan import FILTERED, FREE, PER_BATCH, PER_ROW, row_kind
+from services.worker.ops.triton.sampling.candidates import load_candidates
+from services.worker.ops.triton.sampling.edge_search import find_edge, keys_and_gains, range_of, weights_of_kept
+from services.worker.ops.triton.sampling.group_choice import row_peak
+from services.worker.ops.triton.sampling.ordering import LAST_COLUMN, LOWEST_KEY, column_of, value_of
+from services.worker.ops.triton.sampling.philox import gumbel, word_of_column
+from services.worker.ops.triton.sampling.row_scan import FILTERED, FREE, PER_BATCH, PER_ROW, row_kind
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from services.worker.drawing.row_edits import RowEdits
-from services.worker.ops.triton.edits import AllowMasks, EditKind, Edits, apply_edits, apply_masks, edit_logits
+from services.worker.ops.triton.sampling.edits import AllowMasks, EditKind, Edits, apply_edits, apply_masks, edit_logits
 from shared.limits import SamplingOptions
 from tests.support.sampling import make_state
 

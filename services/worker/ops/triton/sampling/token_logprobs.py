@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from services.worker.ops.triton.group_choice import cut_of_top_k, group_keys, list_groups
-from services.worker.ops.triton.ordering import NO_RANK, column_of, ranked, value_of
-from services.worker.ops.triton.row_scan import GROUP, TILE
+from services.worker.ops.triton.sampling.group_choice import cut_of_top_k, group_keys, list_groups
+from services.worker.ops.triton.sampling.ordering import NO_RANK, column_of, ranked, value_of
+from services.worker.ops.triton.sampling.row_scan import GROUP, TILE
 
 _CHUNK = 32
 
