@@ -57,10 +57,10 @@ def row_kind(temperature, top_k, top_p, min_p, row, num_columns):
 
 
 @triton.jit
-def _estimates(x, columns, largest, temperature, noise, TILE: tl.constexpr):
+def _estimates(x, start, largest, temperature, noise, TILE: tl.constexpr):
     """Lower bounds of exp(M / T - R); see the module. +Inf for columns that cannot be drawn."""
     seed, choice, position = noise
-    blocks = tl.min(columns) // 4 + tl.arange(0, TILE // 4)
+    blocks = start // 4 + tl.arange(0, TILE // 4)
     word0, word1, word2, word3 = noise_of_blocks(seed, choice, position, blocks)
     exponentials = least_exponential(in_column_order(word0, word1, word2, word3))
     estimates = exponentials * tl.exp2((largest - x) * (_LOG2_E / temperature))
@@ -75,12 +75,13 @@ def _limit(largest, temperature, best_score):
 
 
 @triton.jit
-def _draw_from_tile(x, columns, logits_row, temperature, noise, best_score, best_column, TILE: tl.constexpr):
+def _draw_from_tile(x, start, logits_row, temperature, noise, best_score, best_column, TILE: tl.constexpr):
     """The better one of the tile's winner and the best so far."""
     seed, choice, position = noise
     largest = tl.max(tl.where(tl.abs(x) < float("inf"), x, float("-inf")))
     largest = tl.where(largest > float("-inf"), largest, 0.0)
-    estimates = _estimates(x, columns, largest, temperature, noise, TILE)
+    columns = start + tl.arange(0, TILE)
+    estimates = _estimates(x, start, largest, temperature, noise, TILE)
     least = tl.min(estimates)
     # In a part's first tile mostly one or two columns, later often none.
     while (least < float("inf")) & (least <= _limit(largest, temperature, best_score)):
@@ -130,7 +131,7 @@ def scan_kernel(
         peak = tl.maximum(peak, tl.max(ranked(x, columns)))
         if kind == FREE:
             best_score, best_column = _draw_from_tile(
-                x, columns, logits_row, tl.load(temperature + row), noise, best_score, best_column, TILE
+                x, tile * TILE, logits_row, tl.load(temperature + row), noise, best_score, best_column, TILE
             )
         if kind == FILTERED:
             groups = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)

@@ -35,7 +35,7 @@ _CAPACITY = 8192
 
 @dataclass(frozen=True, slots=True)
 class _Scratch:
-    """What the kernels hand to each other, in the order of their arguments."""
+    """What the kernels hand to each other; `decide` of a row without filters reads only the first three."""
 
     peaks: Tensor  # [B, parts] int64
     best_scores: Tensor  # [B, parts] float64

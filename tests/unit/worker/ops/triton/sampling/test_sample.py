@@ -122,7 +122,7 @@ draws = st.builds(
     vocabulary=st.sampled_from([33, 64, 100, 257]),
     rows=st.lists(st.tuples(draws, st.sampled_from(KINDS), st.integers(0, 1000)), min_size=3, max_size=3),
 )
-@settings(max_examples=40)
+@settings(max_examples=30)
 def test_drawn_tokens_are_numpys(vocabulary: int, rows: list[tuple[Draw, str, int]]) -> None:
     logits = [logits_of_kind(kind, vocabulary, seed) for _, kind, seed in rows]
     assert_tokens_are_numpys(logits, [draw for draw, _, _ in rows])
@@ -152,6 +152,21 @@ def test_a_token_does_not_depend_on_its_batch(monkeypatch: pytest.MonkeyPatch) -
     # Large batches are read in fewer, longer parts.
     monkeypatch.setattr(sampling, "_WANTED_PROGRAMS", 1)
     assert drawn(rows, FILTERS) == alone
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_close_calls_between_few_likely_tokens_are_numpys(temperature: float) -> None:
+    logits = np.full(64, -60.0, np.float32)
+    logits[[5, 17, 40]] = 1.0, 1.0, 0.5
+    draws = [Draw(temperature=temperature, position=position) for position in range(40)]
+    assert_tokens_are_numpys([logits] * len(draws), draws)
+
+
+def test_scores_that_rounding_makes_equal_go_to_the_lower_token() -> None:
+    equal = [np.full(8, value, np.float32) for value in (1e13, 1e15, -1e20)]
+    rows = [row for row in equal for _ in range(3)]
+    assert_tokens_are_numpys(rows, [Draw(position=position) for _ in equal for position in range(3)])
+    assert drawn(equal[2:], [Draw()]) == [0]
 
 
 def test_equal_logits_are_kept_and_drawn_by_lower_token() -> None:
