@@ -241,4 +241,4 @@ def _sequences(metadata: AttentionMetadata, seqs: slice) -> PagedSequences | Non
 
 
 def _refuse(feature: str) -> NoReturn:
-    raise ModelDirectoryError(f"{feature} is not available on the triton backend")
+    raise ModelDirectoryError(f"{feature} is not available on the triton backend; --device cpu serves such a model")
