@@ -16,7 +16,7 @@ class Linear:
     """`x @ weight.T + bias`."""
 
     def __init__(self, ops: Ops, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Prepare `weight` [out_features, in_features] and `bias` [out_features]; neither is kept."""
+        """Prepare `weight` [out_features, in_features] and `bias` [out_features]; the kernel may keep `weight`."""
         self._kernel = ops.prepare_linear(weight, None if bias is None else bias.clone())
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -93,7 +93,8 @@ class Ops(Protocol):
         """Prepare `x @ weight.T + bias`, once, at load; `weight` may then be freed.
 
         Args:
-            weight: [out_features, in_features], the model's dtype, contiguous; not written.
+            weight: [out_features, in_features], the model's dtype, contiguous; not written. The kernel may keep it, so
+                it must not be written afterwards either.
             bias: [out_features], the same dtype.
 
         Source: AITER `tuned_gemm.tgemm.mm`, whose weight is [N, K] too.

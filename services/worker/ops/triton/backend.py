@@ -67,7 +67,8 @@ class TritonOps(ComposedOps):
     # -- Weights ------------------------------------------------------------------------------------------
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> LinearKernel:
-        return partial(F.linear, weight=weight.clone(), bias=bias)
+        # Without a copy: a tied embedding is also the head, and a device has no memory for two.
+        return partial(F.linear, weight=weight, bias=bias)
 
     def prepare_per_head_linear(self, weight: Tensor) -> PerHeadKernel:  # noqa: ARG002
         _refuse("multi-head latent attention")
