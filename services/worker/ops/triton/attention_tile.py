@@ -127,10 +127,10 @@ def attend_tile(
     shape: tl.constexpr,
     is_masked: tl.constexpr,
 ):
-    """Attend to the positions from `first` on: as many as a tile has, but none from `end` on.
+    """Attend to the positions from `first` on, as many as a tile has.
 
-    In place of what lies there, the token before `end` is read once more, and not seen. So the loads need no mask, and
-    what another sequence may have left there, such as NaN, does not matter.
+    In place of positions from `end` on, which no row sees, the one before `end` is read once more. So the loads need no
+    mask, and what another sequence may have left there, such as NaN, does not matter.
 
     Args:
         query: [rows, key_columns].
@@ -140,7 +140,7 @@ def attend_tile(
         key_cache: Points at the group's head in slot 0.
         value_cache: Likewise.
         block_table: Points at the sequence's first block.
-        end: More than `first`.
+        end: More than `first`. If the tile reaches past it, more than the query positions of all rows with a token.
         query_positions: [rows], in the sequence.
         scale: The factor of the products.
         is_masked: May be False if every row sees all positions of the tile.
@@ -160,7 +160,7 @@ def attend_tile(
     keys = tl.load(key_rows[None, :] + key_columns[:, None], mask=has_key, other=0.0)
     scores = tl.dot(query, keys, input_precision="ieee") * scale
     if is_masked:
-        is_seen = (positions[None, :] < end) & (positions[None, :] <= query_positions[:, None])
+        is_seen = positions[None, :] <= query_positions[:, None]
         if shape.has_window:
             is_seen = is_seen & (positions[None, :] > query_positions[:, None] - window)
         scores = tl.where(is_seen, scores, float("-inf"))

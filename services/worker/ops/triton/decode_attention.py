@@ -98,8 +98,7 @@ def _decode_attention_kernel(
 
     maximum, total = begin_softmax(sinks, heads, has_row, shape)
     if shape.has_sinks:
-        # The sink is one logit of the whole context.
-        maximum = tl.where(split == 0, maximum, float("-inf"))
+        # The sink is one logit of the whole context, so it joins one of the sums.
         total = tl.where(split == 0, total, 0.0)
     summed = tl.full((shape.rows, shape.value_columns), 0.0, tl.float32)
     end = tl.minimum(begin + num_tokens, context_len)
