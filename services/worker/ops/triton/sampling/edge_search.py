@@ -57,41 +57,36 @@ def _load_known(candidates, draw, start, BY_WEIGHT: tl.constexpr, CHUNK: tl.cons
 
 
 @triton.jit
-def _range(known):
-    _, keys, gains = known
-    return tl.min(tl.where(keys > _NO_KEY, keys, _MAX_KEY)), tl.max(keys), tl.sum(gains)
-
-
-@triton.jit
 def range_of(candidates, draw, known, BY_WEIGHT: tl.constexpr, CHUNK: tl.constexpr):
     """The smallest key, the largest, and the sum of all gains. `known` is the first chunk's `keys_and_gains`."""
-    low, high, total = _range(known)
+    _, high, total = known
+    low = tl.where(high > _NO_KEY, high, _MAX_KEY)
     for start in range(CHUNK, candidates[3], CHUNK):
-        other_low, other_high, other_total = _range(_load_known(candidates, draw, start, BY_WEIGHT, CHUNK))
-        low, high, total = tl.minimum(low, other_low), tl.maximum(high, other_high), total + other_total
-    return low, high, total
+        _, keys, gains = _load_known(candidates, draw, start, BY_WEIGHT, CHUNK)
+        low = tl.minimum(low, tl.where(keys > _NO_KEY, keys, _MAX_KEY))
+        high, total = tl.maximum(high, keys), total + gains
+    return tl.min(low), tl.max(high), tl.sum(total)
 
 
 @triton.jit
 def _split(known, middle):
-    """The gains from `middle` on, the lowest key there, and the highest key below."""
+    """For each candidate its gain if its key reaches `middle`; its key if it does, if it does not."""
     _, keys, gains = known
     reaches = keys >= middle
-    mass = tl.sum(tl.where(reaches, gains, 0.0))
-    return mass, tl.min(tl.where(reaches, keys, _MAX_KEY)), tl.max(tl.where(reaches, _NO_KEY, keys))
+    return tl.where(reaches, gains, 0.0), tl.where(reaches, keys, _MAX_KEY), tl.where(reaches, _NO_KEY, keys)
 
 
 @triton.jit
 def _at_edge(known, edge):
-    """The gains above the edge, and the number of candidates at it."""
+    """For each candidate its gain if it is above the edge, and whether it is at the edge."""
     _, keys, gains = known
-    return tl.sum(tl.where(keys > edge, gains, 0.0)), tl.sum((keys == edge).to(tl.int32))
+    return tl.where(keys > edge, gains, 0.0), (keys == edge).to(tl.int32)
 
 
 @triton.jit
-def _count_up_to(known, edge, column):
+def _is_up_to(known, edge, column):
     columns, keys, _ = known
-    return tl.sum(((keys == edge) & (columns <= column)).to(tl.int32))
+    return ((keys == edge) & (columns <= column)).to(tl.int32)
 
 
 @triton.jit
@@ -100,9 +95,10 @@ def _last_column(candidates, draw, known, edge, room, BY_WEIGHT: tl.constexpr, C
     low, high = tl.full([], 0, tl.int32), candidates[5] - 1
     while low < high:
         middle = (low + high) // 2
-        count = _count_up_to(known, edge, middle)
+        counted = _is_up_to(known, edge, middle)
         for start in range(CHUNK, candidates[3], CHUNK):
-            count += _count_up_to(_load_known(candidates, draw, start, BY_WEIGHT, CHUNK), edge, middle)
+            counted += _is_up_to(_load_known(candidates, draw, start, BY_WEIGHT, CHUNK), edge, middle)
+        count = tl.sum(counted)
         # Any column with the right count will do.
         high = tl.where(count >= room, middle, high)
         low = tl.where(count > room, low, tl.where(count == room, middle, middle + 1))
@@ -118,21 +114,23 @@ def find_edge(candidates, draw, known, low, high, target, BY_WEIGHT: tl.constexp
     """
     while low < high:
         middle = low + (high - low + 1) // 2
-        mass, next_above, next_below = _split(known, middle)
+        masses, above, below = _split(known, middle)
+        # Chunks are added up lane by lane, so that a long list needs no more reductions than a short one.
         for start in range(CHUNK, candidates[3], CHUNK):
-            other, above, below = _split(_load_known(candidates, draw, start, BY_WEIGHT, CHUNK), middle)
-            mass, next_above, next_below = mass + other, tl.minimum(next_above, above), tl.maximum(next_below, below)
+            more, keys_above, keys_below = _split(_load_known(candidates, draw, start, BY_WEIGHT, CHUNK), middle)
+            masses, above, below = masses + more, tl.minimum(above, keys_above), tl.maximum(below, keys_below)
+        mass, next_above, next_below = tl.sum(masses), tl.min(above), tl.max(below)
         low = tl.where(mass >= target, next_above, low)
         high = tl.where(mass > target, high, tl.where(mass == target, next_above, next_below))
-    mass_above, num_equal = _at_edge(known, low)
+    masses, equal = _at_edge(known, low)
     for start in range(CHUNK, candidates[3], CHUNK):
-        other, count = _at_edge(_load_known(candidates, draw, start, BY_WEIGHT, CHUNK), low)
-        mass_above, num_equal = mass_above + other, num_equal + count
+        more, more_equal = _at_edge(_load_known(candidates, draw, start, BY_WEIGHT, CHUNK), low)
+        masses, equal = masses + more, equal + more_equal
     gain = 1.0
     if BY_WEIGHT:
         gain = low.to(tl.float64, bitcast=True)
-    room = tl.ceil((target - mass_above) / gain)
+    room = tl.ceil((target - tl.sum(masses)) / gain)
     last = candidates[5] - 1
-    if room < num_equal:
+    if room < tl.sum(equal):
         last = _last_column(candidates, draw, known, low, room, BY_WEIGHT, CHUNK)
     return low, last

@@ -23,19 +23,29 @@ from services.worker.ops.triton.sampling.row_scan import FILTERED, FREE, PER_BAT
 
 
 @triton.jit
-def _draw_from(chunk, draw, noise, edge, last, best_score, best_column):
-    """The better one of a chunk's winner and the best so far, whose column is lower."""
+def _scores_of_kept(chunk, draw, noise, edge, last):
+    """The float64 score of each candidate that all filters keep; -Inf for others."""
     columns, x, _ = chunk
     seed, choice, position = noise
     weights = weights_of_kept(chunk, draw)
     keys = weights.to(tl.int64, bitcast=True)
     is_kept = (weights >= 0.0) & ((keys > edge) | ((keys == edge) & (columns <= last)))
     variates = gumbel(word_of_column(seed, choice, position, columns))
-    scores = tl.where(is_kept, x.to(tl.float64) / draw[1] + variates, float("-inf"))
-    score = tl.max(scores)
-    column = tl.min(tl.where(scores == score, columns, LAST_COLUMN))
-    is_better = score > best_score
-    return tl.where(is_better, score, best_score), tl.where(is_better, column, best_column)
+    return tl.where(is_kept, x.to(tl.float64) / draw[1] + variates, float("-inf"))
+
+
+@triton.jit
+def _draw_kept(candidates, first, draw, noise, edge, last, CHUNK: tl.constexpr):
+    """The column with the best score, the lowest among equals."""
+    best_columns, _, _ = first
+    best_scores = _scores_of_kept(first, draw, noise, edge, last)
+    for start in range(CHUNK, candidates[3], CHUNK):
+        chunk = load_candidates(candidates, start, CHUNK)
+        scores = _scores_of_kept(chunk, draw, noise, edge, last)
+        # Columns ascend.
+        best_columns = tl.where(scores > best_scores, chunk[0], best_columns)
+        best_scores = tl.maximum(best_scores, scores)
+    return tl.min(tl.where(best_scores == tl.max(best_scores), best_columns, LAST_COLUMN))
 
 
 @triton.jit
@@ -59,12 +69,7 @@ def _draw_filtered(candidates, largest, scale, least, k, share, total, noise, CH
         edge, last = find_edge(
             candidates, draw, known, low, high, share * tl.where(has_top_k, listed, total), True, CHUNK
         )
-    best_score, best_column = tl.full([], float("-inf"), tl.float64), end
-    best_score, best_column = _draw_from(first, draw, noise, edge, last, best_score, best_column)
-    for start in range(CHUNK, candidates[3], CHUNK):
-        chunk = load_candidates(candidates, start, CHUNK)
-        best_score, best_column = _draw_from(chunk, draw, noise, edge, last, best_score, best_column)
-    return best_column
+    return _draw_kept(candidates, first, draw, noise, edge, last, CHUNK)
 
 
 @triton.jit
