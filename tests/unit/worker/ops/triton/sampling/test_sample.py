@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.worker.drawing.noise import gumbel, noise_words
 from services.worker.drawing.token_draw import TokenDraw
 from services.worker.ops import DrawRows
 from services.worker.ops.triton.sampling import sample as sampling
