@@ -26,7 +26,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from services.worker.forward.forward_context import AttentionMetadata
-from services.worker.ops.protocol import AttentionParams, HeadNorms, RopeRows
+from services.worker.ops.arguments import AttentionParams, HeadNorms, RopeRows
 from services.worker.ops.triton.activation import silu_and_mul
 from services.worker.ops.triton.attention_tile import PagedSequences
 from services.worker.ops.triton.backend import TritonOps, TritonPlan

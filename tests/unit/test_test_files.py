@@ -127,6 +127,7 @@ TESTED_BY = {
     "unit/worker/ops/test_mla_ops.py": ("services/worker/ops/cpu_mla.py",),
     "unit/worker/ops/test_ops.py": (
         "services/worker/ops/cpu_ops.py",
+        "services/worker/ops/arguments.py",
         "services/worker/ops/protocol.py",
         "services/worker/ops/reference_ops.py",
     ),

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from services.worker.ops.arguments import AttentionParams, DrawRows, HeadNorms, RopeRows
 from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
-from services.worker.ops.protocol import (
-    AttentionParams,
-    DrawRows,
-    HeadNorms,
-    LinearKernel,
-    Ops,
-    PerHeadKernel,
-    RopeRows,
-)
+from services.worker.ops.protocol import LinearKernel, Ops, PerHeadKernel
 from services.worker.ops.routing import ExpertGroups, RouterScore, RoutingRule
 
 # Where each backend is made. Only the chosen one is imported: others may need libraries that are missing.

@@ -14,7 +14,8 @@ from services.worker.drawing.row_logprobs import row_logprobs
 from services.worker.drawing.token_draw import GREEDY_TEMPERATURE, TokenDraw
 from services.worker.forward.forward_context import AttentionPlan
 from services.worker.forward.staging import to_device
-from services.worker.ops.protocol import DrawRows, HeadNorms, Ops, RopeRows
+from services.worker.ops.arguments import DrawRows, HeadNorms, RopeRows
+from services.worker.ops.protocol import Ops
 
 
 class ComposedOps(Ops, Protocol):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
 from services.worker.forward.kv_cache import KvCache
+from services.worker.ops.arguments import AttentionParams
 from services.worker.ops.cpu_plan import (
     FEW_QUERIES,
     AttentionLayout,
@@ -18,7 +19,6 @@ from services.worker.ops.cpu_plan import (
     GatherBucket,
     Rows,
 )
-from services.worker.ops.protocol import AttentionParams
 
 # Private to torch, so it may disappear; sinks then take a slower path.
 _HAS_FLASH = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")

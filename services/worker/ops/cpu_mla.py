@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from services.worker.forward.forward_context import AttentionPlan
+from services.worker.ops.arguments import AttentionParams
 from services.worker.ops.cpu_attention import (
     CpuAttention,
     by_slot,
@@ -23,7 +24,6 @@ from services.worker.ops.cpu_attention import (
     take,
 )
 from services.worker.ops.cpu_plan import AttentionLayout, CpuPlan, GatherBucket, Rows
-from services.worker.ops.protocol import AttentionParams
 
 # Bounds the cache rows that sparse attention gathers in one round, as each token gathers its own rows.
 _MAX_SPARSE_BYTES = 16 * 2**20

@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from services.worker.ops.arguments import RopeRows
 from services.worker.ops.composed import ComposedOps
 from services.worker.ops.cpu_experts import CpuExperts, combine_experts
 from services.worker.ops.cpu_mla import CpuMla
 from services.worker.ops.experts import Expert, ExpertsKernel, ExpertWeights, SwigluClamp
-from services.worker.ops.protocol import LinearKernel, PerHeadKernel, RopeRows
+from services.worker.ops.protocol import LinearKernel, PerHeadKernel
 from services.worker.ops.routing import RoutingRule, route
 
 # Private to torch, so it may disappear; `F.linear` is the fallback.

@@ -9,7 +9,6 @@ Shapes: T tokens of the step, B sequences, H query heads, K key/value heads, D h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch import Tensor
 from services.worker.drawing.row_edits import RowEdits
 from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
 from services.worker.forward.kv_cache import KvCache
+from services.worker.ops.arguments import AttentionParams, DrawRows, HeadNorms, RopeRows
 from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
 from services.worker.ops.routing import RoutingRule
 
@@ -24,56 +24,6 @@ from services.worker.ops.routing import RoutingRule
 LinearKernel = Callable[[Tensor], Tensor]
 # Maps [T, H, in_features] to a new [T, H, out_features] tensor of the same dtype.
 PerHeadKernel = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class RopeRows:
-    """What `rope` needs for one step's positions.
-
-    A backend whose kernel looks up positions itself stores whole tables and the positions here.
-    """
-
-    cos: Tensor
-    sin: Tensor
-    positions: Tensor
-    is_interleaved: bool
-    """See `Ops.prepare_rope`."""
-
-
-@dataclass(frozen=True, slots=True)
-class HeadNorms:
-    """RMSNorm of each query and key head before its rotation. Source: arXiv:2302.05442, section 2."""
-
-    query: Tensor
-    """[D], the dtype of the heads."""
-    key: Tensor
-    """[D], the dtype of the heads."""
-    eps: float
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionParams:
-    """A layer's attention parameters besides the shapes of its tensors."""
-
-    scale: float
-    """Multiplies the products of queries and keys."""
-    window: int | None = None
-    """A token sees itself and the `window` - 1 tokens before it; None means all tokens before it."""
-    sinks: Tensor | None = None
-    """[H] float32: a logit per query head that joins the softmax's sum without a value. Source: arXiv:2508.10925."""
-
-
-@dataclass(frozen=True, slots=True)
-class DrawRows:
-    """How the token of each row is drawn; see `TokenDraw`. On the device of the logits, contiguous."""
-
-    temperature: Tensor  # [B] float32, below 1e-5: greedy
-    top_k: Tensor  # [B] int32, 0: all
-    top_p: Tensor  # [B] float32, 1: all
-    min_p: Tensor  # [B] float32, 0: all
-    seed: Tensor  # [B] int64, the bits of the unsigned seed
-    choice: Tensor  # [B] int64
-    position: Tensor  # [B] int64
 
 
 class Ops(Protocol):

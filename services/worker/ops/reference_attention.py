@@ -12,7 +12,7 @@ from torch import Tensor
 
 from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
 from services.worker.forward.kv_cache import KvCache
-from services.worker.ops.protocol import AttentionParams
+from services.worker.ops.arguments import AttentionParams
 
 
 class ReferencePlan(AttentionPlan):

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from services.worker.ops.arguments import RopeRows
 from services.worker.ops.composed import ComposedOps
 from services.worker.ops.experts import Expert, ExpertsKernel, ExpertWeights, SwigluClamp
-from services.worker.ops.protocol import LinearKernel, PerHeadKernel, RopeRows
+from services.worker.ops.protocol import LinearKernel, PerHeadKernel
 from services.worker.ops.reference_attention import ReferenceAttention
 from services.worker.ops.reference_experts import ReferenceExperts, combine_experts
 from services.worker.ops.routing import RoutingRule, route

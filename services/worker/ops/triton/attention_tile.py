@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from services.worker.ops.protocol import AttentionParams
+from services.worker.ops.arguments import AttentionParams
 
 # Logits are in units of log 2, so that `exp2` gives the weights.
 LOG2_E = tl.constexpr(math.log2(math.e))

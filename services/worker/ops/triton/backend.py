@@ -19,9 +19,10 @@ from services.worker.device import DeviceError
 from services.worker.drawing.row_edits import RowEdits
 from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
 from services.worker.forward.kv_cache import KvCache
+from services.worker.ops.arguments import AttentionParams, DrawRows, HeadNorms, RopeRows
 from services.worker.ops.composed import ComposedOps
 from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
-from services.worker.ops.protocol import AttentionParams, DrawRows, HeadNorms, LinearKernel, PerHeadKernel, RopeRows
+from services.worker.ops.protocol import LinearKernel, PerHeadKernel
 from services.worker.ops.routing import RoutingRule
 from services.worker.ops.triton.activation import silu_and_mul
 from services.worker.ops.triton.attention_tile import PagedSequences

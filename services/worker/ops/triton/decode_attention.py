@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from services.worker.ops.protocol import AttentionParams
+from services.worker.ops.arguments import AttentionParams
 from services.worker.ops.triton.attention_tile import (
     LOG2_E,
     PagedSequences,

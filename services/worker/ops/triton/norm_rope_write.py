@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from services.worker.ops.protocol import HeadNorms, RopeRows
+from services.worker.ops.arguments import HeadNorms, RopeRows
 from services.worker.ops.triton.rope import load_rotation
 
 # Elements of a tile. Each thread then holds 8 of them at most.

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from services.worker.ops.protocol import RopeRows
+from services.worker.ops.arguments import RopeRows
 
 # Pairs of columns in a tile. Each thread then holds 8 of them at most.
 _TILE_SIZE = 1024

@@ -18,7 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
-from services.worker.ops.protocol import DrawRows
+from services.worker.ops.arguments import DrawRows
 from services.worker.ops.triton.sampling.candidates import GROUP_SHIFT, gather_kernel
 from services.worker.ops.triton.sampling.group_choice import NUM_LEVELS, choose_kernel, mass_kernel
 from services.worker.ops.triton.sampling.row_decision import decide_kernel
@@ -86,109 +86,142 @@ def sample(logits: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
         (token ids [B] int64, whether the row's largest logit is finite [B] bool). In a row with NaN, +Inf or nothing
         above -Inf the token is meaningless, but one of the vocabulary.
     """
-    num_rows, num_columns = logits.shape
-    num_tiles, num_groups = triton.cdiv(num_columns, TILE), triton.cdiv(num_columns, GROUP)
-    tiles_per_part = _tiles_per_part(num_rows, num_tiles)
-    num_parts = triton.cdiv(num_tiles, tiles_per_part)
-    parts = {"num_parts": num_parts, "PARTS": triton.next_power_of_2(num_tiles)}
-    scratch = _Scratch.allocate(num_rows, num_columns, num_parts, logits.device)
-    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    is_finite = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
-    filters = rows.temperature, rows.top_k, rows.top_p, rows.min_p
-    noise = rows.seed, rows.choice, rows.position
-    scan_kernel[(num_rows, num_parts)](
-        logits,
-        logits.stride(0),
-        *filters,
-        *noise,
-        scratch.peaks,
-        scratch.best_scores,
-        scratch.best_columns,
-        scratch.group_maxima,
-        num_columns,
-        num_groups,
-        tiles_per_part=tiles_per_part,
-        TILE=TILE,
-        GROUP=GROUP,
-        num_warps=4,
-    )
-    mass_kernel[(num_rows, num_parts)](
-        logits,
-        logits.stride(0),
-        *filters,
-        scratch.peaks,
-        scratch.totals,
-        scratch.level_masses,
-        num_columns,
-        num_tiles,
-        **parts,
-        tiles_per_part=tiles_per_part,
-        TILE=TILE,
-        NUM_LEVELS=NUM_LEVELS,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
-    choose_kernel[(num_rows,)](
-        *filters,
-        scratch.peaks,
-        scratch.group_maxima,
-        scratch.totals,
-        scratch.level_masses,
-        scratch.cut_keys,
-        scratch.groups,
-        scratch.group_counts,
-        scratch.row_totals,
-        num_columns,
-        num_groups,
-        num_tiles,
-        **parts,
-        GROUPS=triton.next_power_of_2(num_groups),
-        TILES=triton.next_power_of_2(num_tiles),
-        NUM_LEVELS=NUM_LEVELS,
-        num_warps=8,
-        enable_fp_fusion=False,
-    )
-    gather_kernel[(num_rows,)](
-        logits,
-        logits.stride(0),
-        *filters,
-        scratch.cut_keys,
-        scratch.groups,
-        scratch.group_counts,
-        scratch.columns_listed,
-        scratch.candidate_counts,
-        scratch.shifts,
-        num_columns,
-        num_groups,
-        CAPACITY=scratch.columns_listed.shape[1],
-        CHUNK=_GATHER_CHUNK,
-        GROUP_SHIFT=GROUP_SHIFT,
-        num_warps=4,
-    )
-    decide_kernel[(num_rows,)](
-        logits,
-        logits.stride(0),
-        *filters,
-        *noise,
-        scratch.peaks,
-        scratch.best_scores,
-        scratch.best_columns,
-        scratch.groups,
-        scratch.columns_listed,
-        scratch.candidate_counts,
-        scratch.shifts,
-        scratch.row_totals,
-        token_ids,
-        is_finite,
-        num_columns,
-        num_groups,
-        **parts,
-        CAPACITY=scratch.columns_listed.shape[1],
-        CHUNK=_CHUNK,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
-    return token_ids, is_finite
+    launches = _Launches(logits, rows)
+    launches.scan()
+    launches.measure_mass()
+    launches.choose()
+    launches.gather()
+    return launches.decide()
+
+
+class _Launches:
+    """The launches of one call, in the order of the module's docstring."""
+
+    def __init__(self, logits: Tensor, rows: DrawRows) -> None:
+        self._logits = logits
+        self._num_rows, self._num_columns = logits.shape
+        self._num_tiles, self._num_groups = triton.cdiv(self._num_columns, TILE), triton.cdiv(self._num_columns, GROUP)
+        self._tiles_per_part = _tiles_per_part(self._num_rows, self._num_tiles)
+        num_parts = triton.cdiv(self._num_tiles, self._tiles_per_part)
+        self._by_part = self._num_rows, num_parts
+        self._parts = {"num_parts": num_parts, "PARTS": triton.next_power_of_2(self._num_tiles)}
+        self._scratch = _Scratch.allocate(self._num_rows, self._num_columns, num_parts, logits.device)
+        self._filters = rows.temperature, rows.top_k, rows.top_p, rows.min_p
+        self._noise = rows.seed, rows.choice, rows.position
+
+    def scan(self) -> None:
+        """Read every row once."""
+        scratch = self._scratch
+        scan_kernel[self._by_part](
+            self._logits,
+            self._logits.stride(0),
+            *self._filters,
+            *self._noise,
+            scratch.peaks,
+            scratch.best_scores,
+            scratch.best_columns,
+            scratch.group_maxima,
+            self._num_columns,
+            self._num_groups,
+            tiles_per_part=self._tiles_per_part,
+            TILE=TILE,
+            GROUP=GROUP,
+            num_warps=4,
+        )
+
+    def measure_mass(self) -> None:
+        """Sum the weights of rows with top-p but no top-k."""
+        mass_kernel[self._by_part](
+            self._logits,
+            self._logits.stride(0),
+            *self._filters,
+            self._scratch.peaks,
+            self._scratch.totals,
+            self._scratch.level_masses,
+            self._num_columns,
+            self._num_tiles,
+            **self._parts,
+            tiles_per_part=self._tiles_per_part,
+            TILE=TILE,
+            NUM_LEVELS=NUM_LEVELS,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+
+    def choose(self) -> None:
+        """Find the cut of filtered rows, and the groups that reach it."""
+        scratch = self._scratch
+        choose_kernel[(self._num_rows,)](
+            *self._filters,
+            scratch.peaks,
+            scratch.group_maxima,
+            scratch.totals,
+            scratch.level_masses,
+            scratch.cut_keys,
+            scratch.groups,
+            scratch.group_counts,
+            scratch.row_totals,
+            self._num_columns,
+            self._num_groups,
+            self._num_tiles,
+            **self._parts,
+            GROUPS=triton.next_power_of_2(self._num_groups),
+            TILES=triton.next_power_of_2(self._num_tiles),
+            NUM_LEVELS=NUM_LEVELS,
+            num_warps=8,
+            enable_fp_fusion=False,
+        )
+
+    def gather(self) -> None:
+        """List the columns that reach the cut."""
+        scratch = self._scratch
+        gather_kernel[(self._num_rows,)](
+            self._logits,
+            self._logits.stride(0),
+            *self._filters,
+            scratch.cut_keys,
+            scratch.groups,
+            scratch.group_counts,
+            scratch.columns_listed,
+            scratch.candidate_counts,
+            scratch.shifts,
+            self._num_columns,
+            self._num_groups,
+            CAPACITY=scratch.columns_listed.shape[1],
+            CHUNK=_GATHER_CHUNK,
+            GROUP_SHIFT=GROUP_SHIFT,
+            num_warps=4,
+        )
+
+    def decide(self) -> tuple[Tensor, Tensor]:
+        """Each row's token, and whether its largest logit is finite."""
+        scratch, device = self._scratch, self._logits.device
+        token_ids = torch.empty(self._num_rows, dtype=torch.int64, device=device)
+        is_finite = torch.empty(self._num_rows, dtype=torch.bool, device=device)
+        decide_kernel[(self._num_rows,)](
+            self._logits,
+            self._logits.stride(0),
+            *self._filters,
+            *self._noise,
+            scratch.peaks,
+            scratch.best_scores,
+            scratch.best_columns,
+            scratch.groups,
+            scratch.columns_listed,
+            scratch.candidate_counts,
+            scratch.shifts,
+            scratch.row_totals,
+            token_ids,
+            is_finite,
+            self._num_columns,
+            self._num_groups,
+            **self._parts,
+            CAPACITY=scratch.columns_listed.shape[1],
+            CHUNK=_CHUNK,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+        return token_ids, is_finite
 
 
 def _tiles_per_part(num_rows: int, num_tiles: int) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from services.worker.forward.forward_context import AttentionPlan
 from services.worker.ops import Ops, RopeRows, load_ops
-from services.worker.ops.protocol import HeadNorms
+from services.worker.ops.arguments import HeadNorms
 from services.worker.ops.triton.norm_rope_write import norm_rope_write
 from tests.support.attention_batches import random
 from tests.support.paged_model import attention_metadata
