@@ -170,7 +170,7 @@ def decode_attention(
         output: [T, H * V], contiguous; the rows of the sequences' tokens are written.
         sequences: Their tokens are the first ones of the step.
 
-    Source: arXiv:2205.14135, algorithm 1; arXiv:2309.06180, section 4.1; arXiv:2311.01282, section 3 (splits).
+    Source: arXiv:2205.14135, algorithm 1; arXiv:2309.06180, section 4.1; arXiv:2501.01005, section 2.2 (merge).
     """
     group = query.shape[1] // cache[0].shape[2]
     rows = max(min(padded(sequences.max_query_len * group), _MAX_ROWS), padded(group))
