@@ -23,7 +23,7 @@ class RopeRows:
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """RMSNorm of each query and key head before its rotation. Source: arXiv:2302.05442, section 2."""
+    """RMSNorm of each query and key head before its rotation. Source: arXiv:2505.09388, section 2 (QK-Norm)."""
 
     query: Tensor
     """[D], the dtype of the heads."""
