@@ -29,7 +29,7 @@ _WANTED_PROGRAMS = 2048
 _MAX_TILES_PER_PART = 8
 # Groups that `gather` reads at once, candidates that `decide` reads at once, and how many a dense list holds.
 _GATHER_CHUNK = 32
-_CHUNK = 512
+_CHUNK = 256
 _CAPACITY = 8192
 
 
