@@ -15,6 +15,7 @@ from tests.support.client import Client, Completion, connect, token_request
 
 NUM_REQUESTS = 32
 NUM_TOKENS = 20
+MAX_ROUNDS = 20
 NUM_REAL_TOKENS = 10
 REFERENCE = "--worker.ops-backend=reference"
 
@@ -159,5 +160,9 @@ async def test_the_real_model_alone_together_and_preempted(real_model: Path) -> 
             assert outputs(await client.generate_all(requests)) == expected
     with start_cell(real_model, REFERENCE, "--worker.kv-cache-num-blocks=6") as cell:
         async with connect(cell) as client:
-            assert outputs(await client.generate_all(requests)) == expected
-            assert (await client.wait_until_idle()).num_preemptions > 0
+            # On a busy machine requests may arrive one after the other, and none is preempted.
+            for _ in range(MAX_ROUNDS):
+                assert outputs(await client.generate_all(requests)) == expected
+                if (await client.wait_until_idle()).num_preemptions > 0:
+                    return
+    pytest.fail(f"nothing was preempted in {MAX_ROUNDS} rounds")
