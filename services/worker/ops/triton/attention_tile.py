@@ -91,6 +91,27 @@ def padded(size: int) -> int:
 
 
 @triton.jit
+def places_of_rows(first_token, start, query_len, kv_head, shape: tl.constexpr):
+    """Of each row of a program: the token in its sequence, the head, whether there is one, the row of the query."""
+    tile_tokens: tl.constexpr = shape.rows // shape.group
+    rows = tl.arange(0, shape.rows)
+    tokens = first_token + rows // shape.group
+    heads = kv_head * shape.group + rows % shape.group
+    has_row = (rows < tile_tokens * shape.group) & (tokens < query_len)
+    return tokens, heads, has_row, (start + tokens).to(tl.int64)
+
+
+@triton.jit
+def store_attended(output, output_rows, has_row, summed, total, shape: tl.constexpr):
+    """Store sums of values, divided by the sums of their weights; zeros for a row that has seen nothing."""
+    attended = summed / tl.where(total == 0.0, 1.0, total)[:, None]
+    columns = tl.arange(0, shape.value_columns)
+    places = output_rows[:, None] * shape.value_dim + columns[None, :]
+    mask = has_row[:, None] & (columns < shape.value_dim)[None, :]
+    tl.store(output + places, attended.to(output.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def load_query(query, token_rows, heads, has_row, token_stride, head_stride, shape: tl.constexpr):
     """The query [rows, key_columns] of each row's token and head; 0 outside."""
     columns = tl.arange(0, shape.key_columns)

@@ -26,6 +26,8 @@ from services.worker.ops.triton.attention_tile import (
     load_query,
     make_shape,
     padded,
+    places_of_rows,
+    store_attended,
 )
 
 # Queries are packed into no more rows than this; several programs share those of a longer run.
@@ -86,11 +88,7 @@ def _decode_attention_kernel(
         return
     if is_split and begin >= context_len:
         return
-    rows = tl.arange(0, shape.rows)
-    tokens = first_token + rows // shape.group
-    heads = kv_head * shape.group + rows % shape.group
-    has_row = (rows < tile_tokens * shape.group) & (tokens < query_len)
-    token_rows = (start + tokens).to(tl.int64)
+    tokens, heads, has_row, token_rows = places_of_rows(first_token, start, query_len, kv_head, shape)
     queries = load_query(query, token_rows, heads, has_row, token_stride, head_stride, shape)
     positions = context_len - query_len + tokens
     keys, values = key_cache + kv_head * shape.head_dim, value_cache + kv_head * shape.value_dim
@@ -107,16 +105,12 @@ def _decode_attention_kernel(
             queries, summed, maximum, total, keys, values, table, first, end, positions, window, scale, shape, True
         )
 
-    # A row may see nothing of a split: its log sum is -inf.
-    attended = summed / tl.where(total == 0.0, 1.0, total)[:, None]
-    columns = tl.arange(0, shape.value_columns)
-    mask = has_row[:, None] & (columns < shape.value_dim)[None, :]
     output_rows = token_rows * (shape.num_kv_heads * shape.group) + heads
     if is_split:
         output_rows = output_rows * num_splits + split
+        # A row may see nothing of a split: its log sum is -inf.
         tl.store(log_sums + output_rows, maximum + tl.log2(total), mask=has_row)
-    places = output_rows[:, None] * shape.value_dim + columns[None, :]
-    tl.store(output + places, attended.to(output.dtype.element_ty), mask=mask)
+    store_attended(output, output_rows, has_row, summed, total, shape)
 
 
 @triton.jit(

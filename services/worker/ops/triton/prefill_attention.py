@@ -27,6 +27,8 @@ from services.worker.ops.triton.attention_tile import (
     load_query,
     make_shape,
     padded,
+    places_of_rows,
+    store_attended,
 )
 
 
@@ -101,11 +103,7 @@ def _prefill_attention_kernel(
     context_len = tl.load(context_lens + seq)
     first_position = context_len - query_len + first_token
     kv_head = tl.program_id(1)
-    rows = tl.arange(0, shape.rows)
-    tokens = first_token + rows // shape.group
-    heads = kv_head * shape.group + rows % shape.group
-    has_row = (rows < tile_tokens * shape.group) & (tokens < query_len)
-    token_rows = (start + tokens).to(tl.int64)
+    tokens, heads, has_row, token_rows = places_of_rows(first_token, start, query_len, kv_head, shape)
     queries = load_query(query, token_rows, heads, has_row, token_stride, head_stride, shape)
     positions = context_len - query_len + tokens
     keys, values = key_cache + kv_head * shape.head_dim, value_cache + kv_head * shape.value_dim
@@ -129,12 +127,8 @@ def _prefill_attention_kernel(
         )
 
     # Only rows of padding have seen nothing.
-    attended = summed / tl.where(total == 0.0, 1.0, total)[:, None]
-    columns = tl.arange(0, shape.value_columns)
     output_rows = token_rows * (shape.num_kv_heads * shape.group) + heads
-    places = output_rows[:, None] * shape.value_dim + columns[None, :]
-    mask = has_row[:, None] & (columns < shape.value_dim)[None, :]
-    tl.store(output + places, attended.to(output.dtype.element_ty), mask=mask)
+    store_attended(output, output_rows, has_row, summed, total, shape)
 
 
 def prefill_attention(
