@@ -2,45 +2,28 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
-from services.worker.drawing.token_draw import TokenDraw
-from services.worker.ops import BACKEND_NAMES, DrawRows, load_ops
+from services.worker.ops import BACKEND_NAMES, load_ops
+from tests.support.draws import Draw, draw_rows
 
 VOCABULARY = 300
-
-
-def draw_rows(draws: list[TokenDraw], positions: list[int]) -> DrawRows:
-    """`draws` as columns."""
-    seeds = np.array([draw.seed for draw in draws], np.uint64).view(np.int64)
-    return DrawRows(
-        temperature=torch.tensor([draw.temperature for draw in draws]),
-        top_k=torch.tensor([draw.top_k for draw in draws], dtype=torch.int32),
-        top_p=torch.tensor([draw.top_p for draw in draws]),
-        min_p=torch.tensor([draw.min_p for draw in draws]),
-        seed=torch.from_numpy(seeds),
-        choice=torch.tensor([draw.choice for draw in draws]),
-        position=torch.tensor(positions),
-    )
 
 
 @pytest.mark.parametrize("backend", BACKEND_NAMES)
 def test_each_row_is_drawn_as_it_would_be_alone(backend: str) -> None:
     logits = torch.randn(6, VOCABULARY, generator=torch.Generator().manual_seed(1)) * 4
     draws = [
-        TokenDraw(0.0, 0, 1.0, 0.0, 1, 0),
-        TokenDraw(1.0, 0, 1.0, 0.0, 2**64 - 1, 0),
-        TokenDraw(0.75, 20, 1.0, 0.0, 3, 1),
-        TokenDraw(1.5, 0, 0.5, 0.0, 4, 2**32 - 1),
-        TokenDraw(1.25, 0, 1.0, 0.125, 5, 0),
-        TokenDraw(0.5, 50, 0.75, 0.0625, 6, 0),
+        Draw(0.0, seed=1, position=0),
+        Draw(1.0, seed=2**64 - 1, position=1),
+        Draw(0.75, top_k=20, seed=3, choice=1, position=77),
+        Draw(1.5, top_p=0.5, seed=4, choice=2**32 - 1, position=1000),
+        Draw(1.25, min_p=0.125, seed=5, position=2**31),
+        Draw(0.5, top_k=50, top_p=0.75, min_p=0.0625, seed=6, position=5),
     ]
-    positions = [0, 1, 77, 1000, 2**31, 5]
-    token_ids, is_finite = load_ops(backend).sample(logits, draw_rows(draws, positions))
-    rows = zip(draws, logits.numpy(), positions, strict=True)
-    assert token_ids.tolist() == [draw.token(row, position) for draw, row, position in rows]
+    token_ids, is_finite = load_ops(backend).sample(logits, draw_rows(draws))
+    assert token_ids.tolist() == [draw.token(row) for draw, row in zip(draws, logits.numpy(), strict=True)]
     assert is_finite.all()
 
 
@@ -49,8 +32,7 @@ def test_each_row_is_drawn_as_it_would_be_alone(backend: str) -> None:
 def test_a_row_that_is_not_finite_is_reported_with_a_token_of_the_vocabulary(backend: str, value: float) -> None:
     logits = torch.zeros(3, VOCABULARY)
     logits[1] = value
-    rows = draw_rows([TokenDraw(1.0, 0, 1.0, 0.0, 1, 0)] * 3, [0, 0, 0])
-    token_ids, is_finite = load_ops(backend).sample(logits, rows)
+    token_ids, is_finite = load_ops(backend).sample(logits, draw_rows([Draw(seed=1, position=0)] * 3))
     assert is_finite.tolist() == [True, False, True]
     assert 0 <= int(token_ids[1]) < VOCABULARY
     assert token_ids[0] == token_ids[2]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.drawing.noise import gumbel, noise_words
-from services.worker.drawing.token_draw import TokenDraw
-from services.worker.ops import DrawRows
 from services.worker.ops.triton.sampling import sample as sampling
 from services.worker.ops.triton.sampling.sample import sample
+from tests.support.draws import Draw, draw_rows
 
 # The interpreter computes with numpy.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -24,45 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.i
 INF = float("inf")
 LARGEST = float(np.finfo(np.float32).max)
 FloatRow = npt.NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class Draw:
-    """How one row is drawn."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 7
-    choice: int = 0
-    position: int = 5
-
-    def token(self, logits: FloatRow) -> int:
-        draw = TokenDraw(
-            temperature=float(np.float32(self.temperature)),
-            top_k=self.top_k,
-            top_p=float(np.float32(self.top_p)),
-            min_p=float(np.float32(self.min_p)),
-            seed=self.seed,
-            choice=self.choice,
-        )
-        return draw.token(logits, self.position)
-
-
-def draw_rows(draws: Sequence[Draw]) -> DrawRows:
-    def column(name: str, dtype: type[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(np.array([getattr(draw, name) for draw in draws], dtype))
-
-    return DrawRows(
-        temperature=column("temperature", np.float32),
-        top_k=column("top_k", np.int32),
-        top_p=column("top_p", np.float32),
-        min_p=column("min_p", np.float32),
-        seed=column("seed", np.uint64).view(torch.int64),
-        choice=column("choice", np.int64),
-        position=column("position", np.int64),
-    )
 
 
 def drawn(rows: Sequence[FloatRow], draws: Sequence[Draw]) -> list[int]:
