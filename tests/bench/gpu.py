@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -146,9 +147,10 @@ class Sizes:
 class Clock:
     """Measures work on the device, and what is left of the budget."""
 
-    def __init__(self, device: torch.device, budget_s: float) -> None:
+    def __init__(self, device: torch.device, ends_at: float) -> None:
+        """The budget ends at `ends_at`, in seconds of `time.monotonic`."""
         self._device = device
-        self._ends_at = time.monotonic() + budget_s
+        self._ends_at = ends_at
 
     def seconds(self, work: Callable[[], object]) -> float:
         """How long `work` takes until the device has done it."""
@@ -197,22 +199,19 @@ def main() -> None:
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
     """Measure the device's rates, and then each shape."""
+    ends_at = time.monotonic() + args.budget_s
     with tempfile.TemporaryDirectory() as folder:
         rates: Rates | None = None
         for shape in args.shapes:
             started = time.monotonic()
             runner = make_runner(shape, Path(folder), args)
             yield Row(f"{shape}: weights made", time.monotonic() - started, "s")
-            device = runner.device
-            clock = Clock(device, args.budget_s - (time.monotonic() - started))
-            args.budget_s -= time.monotonic() - started
+            clock = Clock(runner.device, ends_at)
             if rates is None:
-                rates = measure_rates(clock, device)
+                rates = measure_rates(clock, runner.device)
                 yield Row("copy, bytes read and written", rates.bytes_per_s / 1e9, "GB/s")
                 yield Row("matrix product", rates.operations_per_s / 1e12, "TFLOP/s")
-            began = time.monotonic()
             yield from measure_shape(shape, runner, rates, clock, args)
-            args.budget_s -= time.monotonic() - began
             del runner
 
 
@@ -252,7 +251,7 @@ def measure_shape(
     limits = {"block_size": BLOCK_SIZE, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": num_seqs * length}
     attach_s = clock.seconds(lambda: runner.attach(**limits))
     yield Row(f"{shape}: attach, with {runner.num_blocks} blocks and graphs", attach_s, "s")
-    prompts = [enter for enter, _ in zip(enters(length, length + 1), range(num_seqs), strict=False)]
+    prompts = list(islice(enters(length, length + 1), num_seqs))
 
     def prefill() -> None:
         runner.attach(**limits)
@@ -285,7 +284,7 @@ def decode_row(
     runner.attach(**limits)
     at_once = max(1, limits["max_num_batched_tokens"] // args.context)
     waiting = enters(args.context, args.context + 2 * args.steps)
-    batch = [next(waiting) for _ in range(batch_size)]
+    batch = list(islice(waiting, batch_size))
     for first in range(0, batch_size, at_once):
         runner.run_step(prefill_step(*batch[first : first + at_once]))
     times = sorted(clock.seconds(lambda: runner.run_step(decode_step())) for _ in range(args.steps))

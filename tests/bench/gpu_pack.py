@@ -65,7 +65,7 @@ def copy_stubs(folder: Path) -> None:
 
 
 def cut_model(model: Path, folder: Path) -> None:
-    """Cut each file of a model directory into parts named `FILE.000`, `FILE.001` and so on."""
+    """Cut each file of a model directory into parts `FILE.000`, `FILE.001` and so on, which `cat` joins again."""
     folder.mkdir(parents=True)
     for path in sorted(model.iterdir()):
         with path.open("rb") as file:
@@ -73,16 +73,6 @@ def cut_model(model: Path, folder: Path) -> None:
             while (part := file.read(PART_BYTES)) or not number:
                 (folder / f"{path.name}.{number:03}").write_bytes(part)
                 number += 1
-
-
-def join_model(folder: Path, model: Path) -> None:
-    """Put the parts of `cut_model` together again."""
-    model.mkdir(parents=True, exist_ok=True)
-    for first in sorted(folder.glob("*.000")):
-        name = first.name.removesuffix(".000")
-        with (model / name).open("wb") as file:
-            for part in sorted(folder.glob(f"{name}.[0-9][0-9][0-9]")):
-                file.write(part.read_bytes())
 
 
 if __name__ == "__main__":
