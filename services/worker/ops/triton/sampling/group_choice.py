@@ -35,7 +35,7 @@ def row_peak(peaks, row, num_parts, PARTS: tl.constexpr):
 
 @triton.jit
 def weights_of(x, largest, temperature, min_p):
-    """The float64 weight of each logit beside the largest; 0 where min-p removes it. As `draw.py` computes them."""
+    """The float64 weight of each logit beside the largest; 0 where min-p removes it. As `token_draw` computes them."""
     weights = tl.exp(x.to(tl.float64) / temperature - largest.to(tl.float64) / temperature)
     return tl.where(weights >= min_p, weights, 0.0)
 

@@ -4,7 +4,7 @@ Greedy and free rows combine what `row_scan` found in their parts. A filtered ro
 times: to find where top-k ends, then top-p, then to draw among what is left. The first candidates, normally all, are
 kept in registers.
 
-Everything is in float64, operation by operation as in `draw.py`; only the order of summation differs.
+Everything is in float64, operation by operation as in `token_draw`; only the order of summation differs.
 
 Source: arXiv:1904.09751, section 3.1 (top-p); arXiv:2407.01082, section 3 (min-p).
 """

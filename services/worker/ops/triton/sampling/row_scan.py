@@ -51,7 +51,7 @@ def row_kind(temperature, top_k, top_p, min_p, row, num_columns):
     """How a row is drawn; see the module."""
     k = tl.load(top_k + row)
     has_filter = ((k > 0) & (k < num_columns)) | (tl.load(top_p + row) < 1.0) | (tl.load(min_p + row) > 0.0)
-    # Triton rounds constants to float32, and that of `draw.GREEDY_TEMPERATURE` is below it.
+    # Triton rounds constants to float32, and that of `token_draw.GREEDY_TEMPERATURE` is below it.
     is_greedy = tl.load(temperature + row) <= 1e-5
     return tl.where(is_greedy, _GREEDY, tl.where(has_filter, FILTERED, FREE))
 

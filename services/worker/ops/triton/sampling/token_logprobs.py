@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens on the device, as `services.worker.sampling.logprobs`.
+"""Log-probabilities of tokens on the device, as `drawing.row_logprobs`.
 
 Each row is read once, in tiles whose sums are added up in a fixed order, so that a row's bytes do not depend on its
 batch. The likeliest tokens are looked for in the few groups of columns that can hold them.
