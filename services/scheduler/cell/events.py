@@ -49,6 +49,10 @@ class Submission:
     """As in `Sequence`."""
     num_earlier_resumes: int = 0
 
+    def handle_of(self, choice: int) -> RequestHandle:
+        """Under which handle a choice answers."""
+        return RequestHandle(self.handle + choice)
+
     @property
     def open_choices(self) -> list[int]:
         """Choices whose ends the client does not have."""

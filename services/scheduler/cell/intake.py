@@ -8,7 +8,6 @@ from services.scheduler.cell.events import ChoiceSoFar, Submission
 from services.scheduler.cell.requests import Request
 from services.scheduler.core.batch.sequence import Sequence
 from shared.errors import InvalidRequestError, Violation
-from shared.ids import RequestHandle
 from shared.limits import TOKEN_DTYPE, ModelLimits, check_fit, check_prompt, check_sampling, check_token_ids
 
 _NOTHING_SO_FAR = ChoiceSoFar()
@@ -59,7 +58,7 @@ def _make_sequence(client: int, submission: Submission, choice: int, *, output: 
     return Sequence(
         submission.request_id,
         client,
-        RequestHandle(submission.handle + choice),
+        submission.handle_of(choice),
         submission.params,
         tokens,
         len(submission.prompt) // TOKEN_DTYPE.itemsize,

@@ -25,7 +25,6 @@ from shared.errors import (
     ServiceError,
     Violation,
 )
-from shared.ids import RequestHandle
 
 
 class RequestManager:
@@ -52,7 +51,7 @@ class RequestManager:
                 self._submit(client, submission, outputs, now)
             except ServiceError as error:
                 for choice in submission.open_choices:
-                    outputs.add_end(client, RequestEnd(RequestHandle(submission.handle + choice), error=error))
+                    outputs.add_end(client, RequestEnd(submission.handle_of(choice), error=error))
         for handle, num_tokens in message.stop_ats:
             seq = self._requests.remove_choice(client, handle)
             if seq is not None:

@@ -165,7 +165,7 @@ class DirectClients:
         stream = TokenStream(
             len(submission.prompt) // TOKEN_DTYPE.itemsize, num_tokens or [0] * submission.n, submission.open_choices
         )
-        self._choices.update((RequestHandle(submission.handle + choice.choice), choice) for choice in stream.choices)
+        self._choices.update((submission.handle_of(choice.choice), choice) for choice in stream.choices)
         self._on_event(ClientMessage(DIRECT_CLIENT, [submission]))
         return stream
 
