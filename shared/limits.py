@@ -39,6 +39,8 @@ MAX_REPETITION_PENALTY = 2.0
 MAX_GRAMMAR_BYTES = 1024 * 1024
 # Maximum draft tokens per sequence and step.
 MAX_DRAFT_TOKENS = 8
+# Batch sizes for which workers capture graphs of decode steps, and to which coupled ranks pad: ATOM's list.
+GRAPH_BATCH_SIZES = (1, 2, 4, 8, *range(16, 513, 16))
 DEFAULT_MAX_TOKENS = 4096
 
 # Inside a cell, token ids are always little-endian int32.

@@ -12,14 +12,11 @@ from collections.abc import Iterator, Sequence
 
 from services.scheduler.core.batch.step import ScheduledBatch, Step, StepKind, StepPace
 from services.scheduler.core.scheduler import Scheduler
-
-# The batch sizes for which graphs are captured: ATOM's list, `[1, 2, 4, 8]` and the multiples of 16 up to 512. A
-# larger batch runs eagerly, at its own size.
-GRAPH_BATCH_SIZES = (1, 2, 4, 8, *range(16, 513, 16))
+from shared.limits import GRAPH_BATCH_SIZES
 
 
 def graph_batch_size(num_rows: int) -> int:
-    """The smallest captured batch size that holds the rows, else `num_rows`."""
+    """The smallest captured batch size that holds the rows, else `num_rows`: a larger batch runs eagerly."""
     index = bisect_left(GRAPH_BATCH_SIZES, num_rows)
     return GRAPH_BATCH_SIZES[index] if index < len(GRAPH_BATCH_SIZES) else num_rows
 

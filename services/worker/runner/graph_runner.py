@@ -15,9 +15,7 @@ from torch import Tensor
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.batch.step_input import StepInput
 from services.worker.forward.forward_context import AttentionMetadata, ForwardContext, forward_context
-
-# ATOM's list; a larger batch runs eagerly.
-DEFAULT_BATCH_SIZES = (1, 2, 4, 8, *range(16, 513, 16))
+from shared.limits import GRAPH_BATCH_SIZES
 
 
 class Capture(Protocol):
@@ -28,16 +26,6 @@ class Capture(Protocol):
 
     def __call__(self, compute: Callable[[], None]) -> Callable[[], None]:
         """Capture `compute`, which reads and writes the same tensors each time; returns its replay."""
-
-
-class NoCapture:
-    """Computes again at each replay; see `Capture`."""
-
-    is_recorded = False
-
-    def __call__(self, compute: Callable[[], None]) -> Callable[[], None]:
-        """See `Capture`."""
-        return compute
 
 
 class CudaCapture:
@@ -64,7 +52,7 @@ class GraphSettings:
     """How graphs are captured."""
 
     capture: Capture
-    batch_sizes: tuple[int, ...] = DEFAULT_BATCH_SIZES
+    batch_sizes: tuple[int, ...] = GRAPH_BATCH_SIZES
 
 
 class DecodeGraphs:

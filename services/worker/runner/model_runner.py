@@ -33,7 +33,7 @@ from services.worker.models.loader import LoadedModel, LoadOptions, ModelFacts, 
 from services.worker.ops import Ops, load_ops
 from services.worker.parallel.distributed import Rendezvous, make_parallel
 from services.worker.runner.cache_memory import GpuMemory, KvCacheSize
-from services.worker.runner.graph_runner import DEFAULT_BATCH_SIZES, CudaCapture, DecodeGraphs, GraphSettings
+from services.worker.runner.graph_runner import CudaCapture, DecodeGraphs, GraphSettings
 from services.worker.runner.input_batch import InputBatch
 from services.worker.runner.matchers import GrammarMatchers
 from services.worker.runner.prompt_logprobs import PromptScorer
@@ -42,6 +42,7 @@ from services.worker.spec_decode.drafting import make_drafting
 from services.worker.spec_decode.drafts import ComputedStep, Drafting
 from services.worker.step import Int32Column, PromptLogprobs, Step, StepOutput
 from shared.errors import StaleEpochError
+from shared.limits import GRAPH_BATCH_SIZES
 from shared.model_dir import ModelDirectoryError
 
 _GIB = 1024**3
@@ -326,7 +327,7 @@ def build_model_runner(settings: WorkerSettings, on_progress: Callable[[float], 
     size = KvCacheSize(int(memory_gib * _GIB), settings.kv_cache_num_blocks, measure)
     # The exchange of experts' tokens needs their numbers on the host, which no graph can wait for.
     has_graphs = device.type == "cuda" and not settings.enforce_eager and not layout.has_expert_parallel
-    graphs = GraphSettings(CudaCapture(), settings.graph_batch_sizes or DEFAULT_BATCH_SIZES) if has_graphs else None
+    graphs = GraphSettings(CudaCapture(), settings.graph_batch_sizes or GRAPH_BATCH_SIZES) if has_graphs else None
     return ModelRunner(loaded, ops, size, drafting=drafting, layout=layout, graphs=graphs)
 
 

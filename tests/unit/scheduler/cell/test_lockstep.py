@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.cell.lockstep import GRAPH_BATCH_SIZES, graph_batch_size
+from services.scheduler.cell.lockstep import graph_batch_size
 from services.scheduler.core.batch.step import Step, StepCounts, StepKind
 from services.scheduler.core.policy import CellTopology, SchedulerPolicy
+from shared.limits import GRAPH_BATCH_SIZES
 from tests.support.cell_model import expected_completion
 from tests.support.engine_driver import EngineDriver
 

@@ -9,11 +9,12 @@ import pytest
 from services.worker.models.loader import LoadedModel
 from services.worker.ops import load_ops
 from services.worker.runner.cache_memory import KvCacheSize
-from services.worker.runner.graph_runner import DEFAULT_BATCH_SIZES, GraphSettings, NoCapture, needed_sizes
+from services.worker.runner.graph_runner import GraphSettings, needed_sizes
 from services.worker.runner.model_runner import ModelRunner
 from services.worker.spec_decode.drafts import Drafting
 from services.worker.spec_decode.ngram_drafts import NgramProposer
 from services.worker.step import Step
+from shared.limits import GRAPH_BATCH_SIZES
 from tests.support.tiny_llama import write_tiny_llama
 from tests.support.worker_runner import GIB, load_exact
 from tests.support.worker_steps import decode_step, make_enter, mixed_step, prefill_step
@@ -21,8 +22,10 @@ from tests.support.worker_steps import decode_step, make_enter, mixed_step, pref
 PROMPTS = ([5, 9, 2, 44, 17], [3], [8, 1, 60, 33, 21, 4, 4, 90, 12])
 
 
-class CountingCapture(NoCapture):
-    """Counts what is captured and how often each is replayed."""
+class CountingCapture:
+    """Computes again at each replay; counts what is captured and how often each is replayed."""
+
+    is_recorded = False
 
     def __init__(self) -> None:
         self.replays: list[int] = []
@@ -122,8 +125,8 @@ def test_drafts_run_eagerly(loaded: LoadedModel) -> None:
 @pytest.mark.parametrize(
     ("sizes", "max_num_seqs", "expected"),
     [
-        (DEFAULT_BATCH_SIZES, 8, [1, 2, 4, 8]),
-        (DEFAULT_BATCH_SIZES, 9, [1, 2, 4, 8, 16]),
+        (GRAPH_BATCH_SIZES, 8, [1, 2, 4, 8]),
+        (GRAPH_BATCH_SIZES, 9, [1, 2, 4, 8, 16]),
         ((4, 2, 4), 3, [2, 4]),
         ((2, 4), 100, [2, 4]),
     ],
