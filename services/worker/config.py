@@ -34,10 +34,11 @@ class WorkerSettings(ServiceSettings):
         ge=0,
         description="Which of the visible GPUs; CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES says which are visible.",
     )
-    ops_backend: Literal["auto", "cpu", "reference", "triton"] = Field(
+    ops_backend: Literal["auto", "cpu", "native", "reference", "triton"] = Field(
         default="auto",
-        description="Kernels: cpu is fast on a CPU; triton runs on GPUs; reference is exact (a row's bits do not "
-        "depend on the rest of the batch); auto is cpu or triton, as the device needs.",
+        description="Kernels: native is fast on x86-64, and compiled at the first start; cpu needs no compiler; triton "
+        "runs on GPUs; reference is exact (a row's bits do not depend on the rest of the batch); auto is cpu or "
+        "triton, as the device needs.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="Type of weights and KV cache; auto is float32 on a CPU, bfloat16 on a GPU."

@@ -12,6 +12,7 @@ from services.worker.ops.routing import ExpertGroups, RouterScore, RoutingRule
 # Where each backend is made. Only the chosen one is imported: others may need libraries that are missing.
 _BACKENDS = {
     "cpu": ("services.worker.ops.cpu_ops", "CpuOps"),
+    "native": ("services.worker.ops.native.backend", "load_native_ops"),
     "reference": ("services.worker.ops.reference_ops", "ReferenceOps"),
     "triton": ("services.worker.ops.triton.backend", "load_triton_ops"),
 }

@@ -1,0 +1,60 @@
+"""Weight matrices [out_features, in_features] in the formats that products are computed with.
+
+A matrix is a tensor in a float dtype, or one of the classes below. Every backend takes all of them: one without kernels
+for a format calls `dense`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class IntMatrix:
+    """Integers with scales: element [n, k] is `code[n, k] * scales[n, g] + offsets[n, g]`, g = k // group_size."""
+
+    num_bits: int
+    """8 or 4."""
+    codes: Tensor
+    """8 bits: [N, K] int8. 4 bits: [N, K / 2] uint8, two codes in a byte, that of the even column in the low half, each
+    with 8 added; so codes are in [-8, 7], and K is even."""
+    scales: Tensor
+    """[N, ceil(K / group_size)] float32."""
+    group_size: int
+    """Columns that share a scale; K or more for one scale per row."""
+    offsets: Tensor | None = None
+    """Like `scales`; None means zeros."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        num_rows, width = self.codes.shape
+        return num_rows, width * (8 // self.num_bits)
+
+    def to_dense(self, dtype: torch.dtype) -> Tensor:
+        """A new [N, K] in `dtype`; computed in float32."""
+        codes = self.codes
+        if self.num_bits == 4:
+            codes = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(1).to(torch.int8) - 8
+        num_columns = self.shape[1]
+        values = codes.float().mul_(_by_column(self.scales, self.group_size, num_columns))
+        if self.offsets is not None:
+            values += _by_column(self.offsets, self.group_size, num_columns)
+        return values.to(dtype)
+
+
+Matrix: TypeAlias = Tensor | IntMatrix
+
+
+def dense(matrix: Matrix, dtype: torch.dtype) -> Tensor:
+    """The matrix as a tensor: itself, or a new one in `dtype`."""
+    return matrix if isinstance(matrix, Tensor) else matrix.to_dense(dtype)
+
+
+def _by_column(values: Tensor, group_size: int, num_columns: int) -> Tensor:
+    """[N, groups] to [N, num_columns], or [N, 1] where one group has all columns."""
+    return values if values.shape[1] == 1 else values.repeat_interleave(group_size, dim=1)[:, :num_columns]

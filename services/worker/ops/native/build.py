@@ -1,0 +1,99 @@
+"""Builds the kernels with the machine's compiler, once for each content, compiler and set of instructions."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from services.worker.ops.native.isa import Isa, available_isas
+
+_SOURCES = Path(__file__).parent / "kernels"
+_COMPILERS = ("g++", "clang++")
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fvisibility=hidden", "-Wall", "-Wextra")
+
+
+class BuildError(Exception):
+    """The kernels cannot be built here; the message says why."""
+
+
+def build(isa: Isa) -> Path:
+    """The library for `isa`, from the cache or compiled now, which takes up to a minute.
+
+    Raises:
+        BuildError: there is no compiler, it fails, or the cache's folder is not the user's own.
+    """
+    compiler = _find_compiler()
+    sources = sorted(_SOURCES.glob("*.cpp"))
+    library = _cache_dir() / f"{_digest(compiler, isa)}.so"
+    if not library.exists():
+        _compile(compiler, isa, sources, library)
+    return library
+
+
+def _find_compiler() -> str:
+    compiler = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
+    if compiler is None:
+        raise BuildError(f"there is no C++ compiler: neither {' nor '.join(_COMPILERS)}")
+    return compiler
+
+
+def _cache_dir() -> Path:
+    """Only its user may write to it: a library from it is run."""
+    try:
+        path = Path.home() / ".cache" / "lockstep" / "native"
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.stat()
+    except (OSError, RuntimeError) as error:
+        raise BuildError(f"no folder for compiled kernels: {error}") from error
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise BuildError(f"{path} is not the user's own: others could write to it")
+    return path
+
+
+def _digest(compiler: str, isa: Isa) -> str:
+    """Equal only for equal sources, compilers and flags."""
+    version = _run([compiler, "--version"])
+    digest = hashlib.blake2b("\0".join((compiler, version, *_FLAGS, *isa.compiler_flags)).encode(), digest_size=16)
+    for path in sorted(_SOURCES.iterdir()):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _compile(compiler: str, isa: Isa, sources: list[Path], library: Path) -> None:
+    """Compile in parallel. The library appears whole or not at all: several workers may build it at once."""
+    with tempfile.TemporaryDirectory(dir=library.parent) as name:
+        work_dir = Path(name)
+        objects = [work_dir / f"{source.stem}.o" for source in sources]
+
+        def compile_one(source: Path, target: Path) -> None:
+            _run([compiler, *_FLAGS, *isa.compiler_flags, "-c", str(source), "-o", str(target)])
+
+        with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
+            list(pool.map(compile_one, sources, objects))
+        linked = work_dir / library.name
+        # Not linked with OpenMP's library: torch brings its own, whose threads the kernels share (see `library`).
+        _run([compiler, "-shared", *map(str, objects), "-o", str(linked)])
+        linked.rename(library)
+
+
+def _run(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        output = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
+        raise BuildError(f"{command[0]} failed: {output[-2000:]}") from error
+
+
+if __name__ == "__main__":
+    # The Makefile builds ahead, so that the first start of a worker does not wait for the compiler.
+    isas = available_isas()
+    try:
+        print(build(isas[-1]) if isas else "no kernels for this processor")  # noqa: T201
+    except BuildError as error:
+        sys.exit(f"the kernels were not built: {error}")

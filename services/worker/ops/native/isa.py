@@ -1,0 +1,39 @@
+"""Which instructions the kernels are compiled for."""
+
+from __future__ import annotations
+
+import enum
+import platform
+from pathlib import Path
+
+_AVX2 = ("avx2", "fma", "f16c", "bmi2")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni")
+_AVX512_BF16 = (*_AVX512, "avx512_bf16")
+
+
+class Isa(enum.Enum):
+    """A set of instructions; each is a part of the next. The value is the setting's."""
+
+    AVX2 = "avx2"
+    AVX512 = "avx512"
+    """With VNNI."""
+    AVX512_BF16 = "avx512_bf16"
+
+    @property
+    def cpu_flags(self) -> tuple[str, ...]:
+        """What /proc/cpuinfo calls the instructions."""
+        return {Isa.AVX2: _AVX2, Isa.AVX512: _AVX512, Isa.AVX512_BF16: _AVX512_BF16}[self]
+
+    @property
+    def compiler_flags(self) -> tuple[str, ...]:
+        """What g++ and clang++ call them."""
+        return tuple(f"-m{flag.replace('avx512_', 'avx512')}" for flag in self.cpu_flags)
+
+
+def available_isas() -> list[Isa]:
+    """What this machine can run, ascending; empty if kernels cannot run on it at all."""
+    if platform.machine() != "x86_64":
+        return []
+    lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    flags = set(next((line for line in lines if line.startswith("flags")), "").split())
+    return [isa for isa in Isa if flags.issuperset(isa.cpu_flags)]
