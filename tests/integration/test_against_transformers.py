@@ -105,11 +105,11 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def reference(real_model: Path) -> Iterator[Reference]:
+def reference(float32_model: Path) -> Iterator[Reference]:
     num_threads = torch.get_num_threads()
     # Threads that spin while waiting for each other take cores from parallel tests.
     torch.set_num_threads(1)
-    yield Reference(real_model)
+    yield Reference(float32_model)
     torch.set_num_threads(num_threads)
 
 

@@ -132,7 +132,7 @@ class DecoderModel:
         self.kv_cache_spec = KvCacheSpec(tuple(kv_layers))
         parts = shard.parts("vocab_size", config.vocab_size)
         part, shape = parts[shard.tp.rank], (config.vocab_size, config.hidden_size)
-        embedding = shard.weights.read("model.embed_tokens.weight", shape, rows=part.run)
+        embedding = shard.weights.linear("model.embed_tokens", shape, rows=part.run)
         self.embedding = Embedding(shard.ops, embedding, part, shard.tp)
         if config.tie_embeddings:
             head = Linear(shard.ops, embedding)

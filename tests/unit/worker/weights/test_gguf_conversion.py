@@ -10,22 +10,30 @@ import gguf
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from services.worker.models.loader import load_model
 from services.worker.ops import load_ops
+from services.worker.weights.checkpoint import CheckpointWeights
 from services.worker.weights.gguf_conversion import ARCHITECTURES, UnsupportedGgufError, convert
+from services.worker.weights.quantization.config import QuantizationConfig
+from services.worker.weights.weight_files import WeightFiles
+from shared.model_dir import ModelDirectoryError
 from tests.support.gguf_files import CONFIG, write_gguf
 from tests.support.paged_model import PagedModel
 
+BLOCKS = [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1]
+by_kind = pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, *BLOCKS], ids=lambda kind: kind.name)
 
-@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.Q8_0, Kind.Q4_0], ids=lambda kind: kind.name)
+
+@by_kind
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_weights_are_the_values_in_the_file(tmp_path: Path, architecture: str, kind: Kind) -> None:
     expected = write_gguf(tmp_path / "tiny.gguf", architecture, kind=kind)
-    convert(tmp_path / "tiny.gguf", tmp_path / "model")
+    convert(tmp_path / "tiny.gguf", tmp_path / "model", keeps_blocks=False)
     actual = load_file(tmp_path / "model" / "model.safetensors")
     assert actual.keys() == expected.keys()
     different = [name for name in expected if not torch.equal(actual[name], expected[name])]
@@ -33,10 +41,32 @@ def test_weights_are_the_values_in_the_file(tmp_path: Path, architecture: str, k
     assert not different
 
 
+@by_kind
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_blocks_that_are_kept_have_the_same_bits(tmp_path: Path, architecture: str, kind: Kind) -> None:
+    expected = write_gguf(tmp_path / "tiny.gguf", architecture, kind=kind)
+    convert(tmp_path / "tiny.gguf", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    with WeightFiles(tmp_path / "model") as files:
+        assert any(name.endswith(".blocks") for name in files.names) is (kind in BLOCKS)
+        weights = CheckpointWeights(files, torch.float32, QuantizationConfig.from_json(config))
+        for name, values in expected.items():
+            if values.dim() == 2:
+                rows, columns = values.shape
+                layer = name.removesuffix(".weight")
+                assert torch.equal(weights.linear(layer, (rows, columns)), values)
+                part = weights.linear(layer, (rows, columns), rows=slice(1, rows), columns=slice(5, columns - 3))
+                assert torch.equal(part, values[1:, 5 : columns - 3])
+            else:
+                weights.read(name, tuple(values.shape))
+        weights.check_complete()
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_an_imported_model_computes_the_same_as_transformers(tmp_path: Path, architecture: str) -> None:
     write_gguf(tmp_path / "tiny.gguf", architecture, kind=Kind.Q8_0)
     convert(tmp_path / "tiny.gguf", tmp_path / "model")
+    convert(tmp_path / "tiny.gguf", tmp_path / "dequantized", keeps_blocks=False)
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert config["architectures"] == [ARCHITECTURES[architecture]]
     assert (config["head_dim"], config["rms_norm_eps"]) == (CONFIG["head_dim"], 1e-5)
@@ -44,7 +74,7 @@ def test_an_imported_model_computes_the_same_as_transformers(tmp_path: Path, arc
     ops = load_ops("cpu")
     paged = PagedModel(load_model(tmp_path / "model", ops, torch.float32, lambda _: None).model, ops, num_blocks=8)
     prompt = [5, 9, 300, 4, 77, 12]
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "dequantized", dtype=torch.float32)
     with torch.no_grad():
         expected = theirs(torch.tensor([prompt])).logits[0]
     torch.testing.assert_close(paged.prefill_all(paged.add(prompt)), expected, atol=1e-4, rtol=1e-4)
@@ -97,5 +127,24 @@ def test_a_file_without_a_required_size_is_refused(tmp_path: Path) -> None:
 
 def test_tensors_that_do_not_have_the_configured_sizes_are_refused(tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf", "qwen3", more={"output.weight": torch.ones(7, 64)})
-    with pytest.raises(UnsupportedGgufError, match="lm_head"):
+    with pytest.raises(UnsupportedGgufError, match=r"has output.weight of shape \[7, 64\], not \[420, 64\]"):
         convert(tmp_path / "tiny.gguf", tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("blocks", "problem"),
+    [
+        (torch.zeros(4, 2, 19, dtype=torch.uint8), r"has shape \[4, 2, 19\], not \[4, 2, 34\] or"),
+        (torch.zeros(4, 1, 34, dtype=torch.uint8), r"has shape \[4, 1, 34\], not \[4, 2, 34\] or"),
+        (torch.zeros(4, 2, 34, dtype=torch.int8), "has dtype I8, not U8"),
+        (torch.full((4, 2, 34), 0x7E, dtype=torch.uint8), "not finite"),
+    ],
+)
+def test_malformed_blocks_are_refused(tmp_path: Path, blocks: Tensor, problem: str) -> None:
+    save_file({"a_proj.blocks": blocks}, tmp_path / "model.safetensors")
+    config = {"quantization_config": {"quant_method": "gguf"}}
+    with WeightFiles(tmp_path) as files:
+        weights = CheckpointWeights(files, torch.float32, QuantizationConfig.from_json(config))
+        weights.linear("a_proj", (4, 64))
+        with pytest.raises(ModelDirectoryError, match=problem):
+            weights.check_complete()

