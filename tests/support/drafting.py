@@ -78,7 +78,7 @@ class TinyMtpLayers:
         self._norm = RmsNorm(ops, torch.ones(size), 1e-5)
 
         def linear(out_features: int) -> Linear:
-            return Linear(ops, torch.randn(out_features, size, generator=generator) * 0.2)
+            return Linear(ops, torch.randn(out_features, size, generator=generator) * 0.2, torch.float32)
 
         # The model's own head is tied to its embedding, with which they would mostly repeat the last token.
         self._head = linear(decoder.logits_width)

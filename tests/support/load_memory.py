@@ -52,7 +52,7 @@ def main() -> None:
     torch.set_num_threads(1)
     ops = load_ops(sys.argv[2])
     # Warm up, so that what libraries allocate at first use is not counted.
-    ops.prepare_linear(torch.ones(8, 8), None)(torch.ones(1, 8))
+    ops.prepare_linear(torch.ones(8, 8), None, torch.float32)(torch.ones(1, 8))
     before = anonymous_bytes()
     with PeakMemory() as memory:
         loaded = load_model(Path(sys.argv[1]), ops, torch.float32, lambda _: None)

@@ -6,29 +6,27 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from services.worker.layers.linear import Linear
 from services.worker.layers.shard import Part
-from services.worker.ops import Ops
+from services.worker.ops import EmbeddingKernel, LinearKernel
 from services.worker.parallel.communicator import Communicator
 
 
 class Embedding:
     """One vector per token id."""
 
-    def __init__(self, ops: Ops, weight: Tensor, part: Part, tp: Communicator) -> None:
-        """Keep `weight` [len(part), hidden] for `part`'s ids, without a copy: it may be very large."""
-        self._ops = ops
-        self._weight = weight
+    def __init__(self, kernel: EmbeddingKernel, part: Part, tp: Communicator) -> None:
+        """`kernel` has the vectors of `part`'s ids, in their order."""
+        self._kernel = kernel
         self._part = part
         self._tp = tp
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """[T] int64 to a new [T, hidden], the same on all ranks."""
         if self._tp.size == 1:
-            return self._ops.embedding(token_ids, self._weight)
+            return self._kernel(token_ids)
         places = token_ids - self._part.start
         is_elsewhere = (places < 0) | (places >= len(self._part))
-        vectors = self._ops.embedding(places.masked_fill_(is_elsewhere, 0), self._weight)
+        vectors = self._kernel(places.masked_fill_(is_elsewhere, 0))
         # Exactly one rank has each token's vector; the others add zeros.
         return self._tp.all_reduce(vectors.masked_fill_(is_elsewhere.unsqueeze(1), 0.0))
 
@@ -36,12 +34,12 @@ class Embedding:
 class Head:
     """The projection onto the vocabulary."""
 
-    def __init__(self, linear: Linear, parts: Sequence[Part], tp: Communicator) -> None:
-        """`linear` projects onto this rank's part; `parts` are all ranks'."""
-        self._linear = linear
+    def __init__(self, kernel: LinearKernel, parts: Sequence[Part], tp: Communicator) -> None:
+        """`kernel` projects onto this rank's part; `parts` are all ranks'."""
+        self._kernel = kernel
         self._sizes = tuple(len(part) for part in parts)
         self._tp = tp
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[T, hidden] to a new [T, vocabulary], the same on all ranks."""
-        return self._tp.all_gather(self._linear(hidden), self._sizes)
+        return self._tp.all_gather(self._kernel(hidden), self._sizes)

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from services.worker.layers.shard import Part, Shard
-from services.worker.ops import Ops
+from services.worker.ops import Matrix, Ops
 from services.worker.parallel.communicator import Communicator
 
 
 class Linear:
     """`x @ weight.T + bias`."""
 
-    def __init__(self, ops: Ops, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, ops: Ops, weight: Matrix, dtype: torch.dtype, bias: Tensor | None = None) -> None:
         """Prepare `weight` [out_features, in_features] and `bias` [out_features]; the kernel may keep `weight`."""
-        self._kernel = ops.prepare_linear(weight, None if bias is None else bias.clone())
+        self._kernel = ops.prepare_linear(weight, None if bias is None else bias.clone(), dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in_features] to a new [T, out_features]."""
@@ -45,9 +45,9 @@ class Linear:
             shape = output.total, inputs.total
             weights.linear(name, shape, rows=output.run, columns=inputs.run, out=rows)
         if not has_bias:
-            return cls(shard.ops, weight)
+            return cls(shard.ops, weight, weights.dtype)
         biases = [weights.read(f"{name}.bias", (output.total,), rows=output.run) for name, output in layers]
-        return cls(shard.ops, weight, None if inputs.start else torch.cat(biases))
+        return cls(shard.ops, weight, weights.dtype, None if inputs.start else torch.cat(biases))
 
 
 def sum_over_ranks(layer: Callable[[Tensor], Tensor], tp: Communicator) -> Callable[[Tensor], Tensor]:

@@ -74,7 +74,7 @@ def load_experts(
     ops, tp, ep = shard.ops, shard.parallel.tp, shard.parallel.ep
 
     def prepare(numbers: range, part: Part) -> ExpertsKernel:
-        return ops.prepare_experts((read(number, part) for number in numbers), clamp)
+        return ops.prepare_experts((read(number, part) for number in numbers), clamp, shard.weights.dtype)
 
     parts = shard.parts("moe_intermediate_size", inner_size)
     if ep is None:

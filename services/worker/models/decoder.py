@@ -19,7 +19,7 @@ from services.worker.layers.rotary import RopeConfig, Rotary
 from services.worker.layers.shard import Part, Shard
 from services.worker.models.config import ConfigValues
 from services.worker.models.protocol import MtpLayers
-from services.worker.ops import RopeRows
+from services.worker.ops import LinearKernel, RopeRows
 
 # Bounds the work for a malformed configuration before the first weight turns out to be missing.
 _MAX_LAYERS = 10_000
@@ -132,12 +132,14 @@ class DecoderModel:
         self.kv_cache_spec = KvCacheSpec(tuple(kv_layers))
         parts = shard.parts("vocab_size", config.vocab_size)
         part, shape = parts[shard.tp.rank], (config.vocab_size, config.hidden_size)
-        embedding = shard.weights.linear("model.embed_tokens", shape, rows=part.run)
-        self.embedding = Embedding(shard.ops, embedding, part, shard.tp)
+        weight = shard.weights.linear("model.embed_tokens", shape, rows=part.run)
+        head: LinearKernel
         if config.tie_embeddings:
-            head = Linear(shard.ops, embedding)
+            embedding, head = shard.ops.prepare_tied(weight, self.dtype)
         else:
+            embedding = shard.ops.prepare_embedding(weight, self.dtype)
             head = Linear.load(shard, ["lm_head"], [part], inputs=Part.whole(config.hidden_size))
+        self.embedding = Embedding(embedding, part, shard.tp)
         self._head = Head(head, parts, shard.tp)
         self.rotary = rotary
         self.has_experts = any(layer.has_experts for layer in layers)

@@ -161,16 +161,17 @@ def _load_indexer(shard: Shard, config: DecoderConfig, prefix: str, attention: L
     heads = indexer.num_heads
     query = weights.linear(f"{name}.wq_b", (heads * indexer.head_dim, sizes.query_latent_dim))
     query = query.view(heads, indexer.head_dim, -1)[:, order].flatten(0, 1)
+    key = weights.linear(f"{name}.wk", (indexer.head_dim, config.hidden_size))[order]
     head_weights = weights.linear(f"{name}.weights_proj", (heads, config.hidden_size))
     norm_weight, norm_bias = (
         weights.read(f"{name}.k_norm.{part}", (indexer.head_dim,))[order] for part in ("weight", "bias")
     )
     projections = IndexerProjections(
-        query=Linear(ops, query),
-        key=Linear(ops, weights.linear(f"{name}.wk", (indexer.head_dim, config.hidden_size))[order]),
+        query=Linear(ops, query, weights.dtype),
+        key=Linear(ops, key, weights.dtype),
         key_norm=LayerNorm(ops, norm_weight, norm_bias, _NORM_EPS),
         # Computed in float32 whatever the model's dtype, as in transformers.
-        head_weights=Linear(ops, head_weights.float()),
+        head_weights=Linear(ops, head_weights.float(), torch.float32),
     )
     return Indexer(ops, projections, num_heads=heads, num_selected=indexer.num_selected)
 

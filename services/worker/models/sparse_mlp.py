@@ -93,7 +93,7 @@ def load_sparse_mlp(
         name = f"{prefix}.gate.e_score_correction_bias"
         rule = replace(rule, correction=weights.read(name, (sparse.num_experts,), dtype=torch.float32))
     gate = weights.linear(f"{prefix}.gate", (sparse.num_experts, config.hidden_size))
-    router = Router(ops, Linear(ops, gate.to(dtype)), rule, dtype=dtype)
+    router = Router(ops, Linear(ops, gate.to(dtype), dtype), rule, dtype=dtype)
     read = _expert_reader(weights, f"{prefix}.experts", names, sparse, config)
     experts = load_routed_experts(shard, sparse, read)
     if not sparse.shared_size:

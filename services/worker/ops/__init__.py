@@ -6,7 +6,8 @@ from importlib import import_module
 
 from services.worker.ops.arguments import AttentionParams, DrawRows, HeadNorms, RopeRows
 from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
-from services.worker.ops.protocol import LinearKernel, Ops, PerHeadKernel
+from services.worker.ops.matrices import Matrix
+from services.worker.ops.protocol import EmbeddingKernel, LinearKernel, Ops, PerHeadKernel
 from services.worker.ops.routing import ExpertGroups, RouterScore, RoutingRule
 
 # Where each backend is made. Only the chosen one is imported: others may need libraries that are missing.
@@ -24,11 +25,13 @@ __all__ = [
     "BACKEND_NAMES",
     "AttentionParams",
     "DrawRows",
+    "EmbeddingKernel",
     "ExpertGroups",
     "ExpertWeights",
     "ExpertsKernel",
     "HeadNorms",
     "LinearKernel",
+    "Matrix",
     "Ops",
     "PerHeadKernel",
     "RopeRows",

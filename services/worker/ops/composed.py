@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from services.worker.drawing.row_edits import RowEdits
@@ -15,11 +17,21 @@ from services.worker.drawing.token_draw import GREEDY_TEMPERATURE, TokenDraw
 from services.worker.forward.forward_context import AttentionPlan
 from services.worker.forward.staging import to_device
 from services.worker.ops.arguments import DrawRows, HeadNorms, RopeRows
-from services.worker.ops.protocol import Ops
+from services.worker.ops.matrices import Matrix, dense
+from services.worker.ops.protocol import EmbeddingKernel, LinearKernel, Ops
 
 
 class ComposedOps(Ops, Protocol):
     """The base class of backends; it has the ops that need no kernel."""
+
+    def prepare_embedding(self, weight: Matrix, dtype: torch.dtype) -> EmbeddingKernel:
+        """See `Ops.prepare_embedding`: dense."""
+        return partial(F.embedding, weight=dense(weight, dtype))
+
+    def prepare_tied(self, weight: Matrix, dtype: torch.dtype) -> tuple[EmbeddingKernel, LinearKernel]:
+        """See `Ops.prepare_tied`: dense, and twice if `prepare_linear` copies."""
+        table = dense(weight, dtype)
+        return self.prepare_embedding(table, dtype), self.prepare_linear(table, None, dtype)
 
     def norm_rope_write(
         self,

@@ -18,6 +18,7 @@ from services.worker.ops.composed import ComposedOps
 from services.worker.ops.cpu_experts import CpuExperts, combine_experts
 from services.worker.ops.cpu_mla import CpuMla
 from services.worker.ops.experts import Expert, ExpertsKernel, ExpertWeights, SwigluClamp
+from services.worker.ops.matrices import Matrix, dense
 from services.worker.ops.protocol import LinearKernel, PerHeadKernel
 from services.worker.ops.routing import RoutingRule, route
 
@@ -38,17 +39,15 @@ class CpuOps(CpuMla, ComposedOps):
 
     # -- Weights ------------------------------------------------------------------------------------------
 
-    def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> LinearKernel:
-        if not _can_pack(weight.dtype):
+    def prepare_linear(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> LinearKernel:
+        weight = dense(weight, dtype)
+        if not _can_pack(dtype):
             return partial(F.linear, weight=weight.clone(), bias=bias)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight)
         return partial(_packed_linear, packed=packed, bias=bias)
 
     def prepare_per_head_linear(self, weight: Tensor) -> PerHeadKernel:
         return partial(_per_head_linear, weight=weight.transpose(1, 2).contiguous())
-
-    def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
-        return F.embedding(token_ids, weight)
 
     # -- Elementwise and norm -----------------------------------------------------------------------------
 
@@ -92,8 +91,11 @@ class CpuOps(CpuMla, ComposedOps):
     def route(self, logits: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
         return route(logits, rule)
 
-    def prepare_experts(self, experts: Iterable[ExpertWeights], clamp: SwigluClamp | None) -> ExpertsKernel:
-        return CpuExperts([Expert(weights, clamp, self.prepare_linear) for weights in experts])
+    def prepare_experts(
+        self, experts: Iterable[ExpertWeights], clamp: SwigluClamp | None, dtype: torch.dtype
+    ) -> ExpertsKernel:
+        prepare_linear = partial(self.prepare_linear, dtype=dtype)
+        return CpuExperts([Expert(weights, clamp, prepare_linear) for weights in experts])
 
     def combine_experts(self, outputs: Tensor, tokens: Tensor, weights: Tensor, *, num_tokens: int) -> Tensor:
         return combine_experts(outputs, tokens, weights, num_tokens=num_tokens)

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
+from services.worker.ops.matrices import Matrix
+
 # Maps (x [T, hidden], expert_ids [T, k] int64, expert_weights [T, k] float32) to a new [T, hidden].
 ExpertsKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
-# The type of `Ops.prepare_linear`.
-PrepareLinear = Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
+# `Ops.prepare_linear` for one dtype.
+PrepareLinear = Callable[[Matrix, Tensor | None], Callable[[Tensor], Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +29,11 @@ class SwigluClamp:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """One expert's gated network of inner size I, in the model's dtype, contiguous."""
+    """One expert's gated network of inner size I; tensors are in the model's dtype, contiguous."""
 
-    gate_up: Tensor
+    gate_up: Matrix
     """[2 I, hidden]: the gate's rows, then up's."""
-    down: Tensor
+    down: Matrix
     """[hidden, I]."""
     gate_up_bias: Tensor | None = None
     """[2 I]."""

@@ -1,7 +1,7 @@
 """Weight matrices [out_features, in_features] in the formats that products are computed with.
 
-A matrix is a tensor in a float dtype, or one of the classes below. Every backend takes all of them: one without kernels
-for a format calls `dense`.
+A matrix is a tensor in the dtype of its products, or one of the classes below. Every backend takes all of them: one
+without kernels for a format calls `dense`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class IntMatrix:
-    """Integers with scales: element [n, k] is `code[n, k] * scales[n, g] + offsets[n, g]`, g = k // group_size."""
+    """Integers with scales: element [n, k] is `code[n, k] * scales[n, g] + offsets[n, g]`, g = k // group_size.
+
+    Tensors are contiguous. It has no dtype of its own: whoever prepares it says which one its products are in.
+    """
 
     num_bits: int
     """8 or 4."""
@@ -47,11 +50,40 @@ class IntMatrix:
         return values.to(dtype)
 
 
-Matrix: TypeAlias = Tensor | IntMatrix
+@dataclass(frozen=True, slots=True)
+class Mxfp4Matrix:
+    """4-bit floats with a power of two per 32 columns: `values[code[n, k]] * 2 ** (exponents[n, k // 32] - 127)`.
+
+    Source: OCP Microscaling Formats (MX) v1.0, sections 5.3.3 (E2M1) and 5.4.1 (E8M0).
+    """
+
+    codes: Tensor
+    """[N, K / 2] uint8, two codes in a byte, that of the even column in the low half."""
+    exponents: Tensor
+    """[N, K / 32] uint8; 255, which is NaN, does not occur."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        num_rows, width = self.codes.shape
+        return num_rows, 2 * width
+
+    def to_dense(self, dtype: torch.dtype) -> Tensor:
+        """A new [N, K] in `dtype`; computed in float32."""
+        codes = torch.stack((self.codes & 0xF, self.codes >> 4), dim=-1).flatten(1).int()
+        values = torch.tensor(MXFP4_VALUES, device=codes.device)[codes]
+        exponents = _by_column(self.exponents.int() - 127, MXFP4_GROUP_SIZE, self.shape[1])
+        return torch.ldexp(values, exponents).to(dtype)
+
+
+MXFP4_GROUP_SIZE = 32
+MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+Matrix: TypeAlias = Tensor | IntMatrix | Mxfp4Matrix
 
 
 def dense(matrix: Matrix, dtype: torch.dtype) -> Tensor:
-    """The matrix as a tensor: itself, or a new one in `dtype`."""
+    """The matrix as a tensor in `dtype`: itself, or a new one."""
     return matrix if isinstance(matrix, Tensor) else matrix.to_dense(dtype)
 
 

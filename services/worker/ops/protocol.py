@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from services.worker.drawing.row_edits import RowEdits
@@ -18,10 +19,13 @@ from services.worker.forward.forward_context import AttentionMetadata, Attention
 from services.worker.forward.kv_cache import KvCache
 from services.worker.ops.arguments import AttentionParams, DrawRows, HeadNorms, RopeRows
 from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
+from services.worker.ops.matrices import Matrix
 from services.worker.ops.routing import RoutingRule
 
 # Maps [T, in_features] to a new [T, out_features] tensor of the same dtype.
 LinearKernel = Callable[[Tensor], Tensor]
+# Maps token ids [T] int64 to a new [T, hidden] tensor.
+EmbeddingKernel = Callable[[Tensor], Tensor]
 # Maps [T, H, in_features] to a new [T, H, out_features] tensor of the same dtype.
 PerHeadKernel = Callable[[Tensor], Tensor]
 
@@ -39,13 +43,14 @@ class Ops(Protocol):
 
     # -- Weights ------------------------------------------------------------------------------------------
 
-    def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> LinearKernel:
+    def prepare_linear(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> LinearKernel:
         """Prepare `x @ weight.T + bias`, once, at load; `weight` may then be freed.
 
         Args:
-            weight: [out_features, in_features], the model's dtype, contiguous; not written. The kernel may keep it, so
-                it must not be written afterwards either.
-            bias: [out_features], the same dtype.
+            weight: [out_features, in_features], contiguous; not written. A tensor is in `dtype`. The kernel may keep
+                it, so it must not be written afterwards either.
+            bias: [out_features], in `dtype`.
+            dtype: Of the kernel's argument and result.
 
         Source: AITER `tuned_gemm.tgemm.mm`, whose weight is [N, K] too.
         """
@@ -61,8 +66,19 @@ class Ops(Protocol):
         Source: the absorbed products of arXiv:2405.04434, appendix C.
         """
 
-    def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
-        """Rows of `weight` [vocabulary, hidden] at `token_ids` [T] int64: a new [T, hidden]."""
+    def prepare_embedding(self, weight: Matrix, dtype: torch.dtype) -> EmbeddingKernel:
+        """Prepare the lookup of rows of `weight`, once, at load.
+
+        Args:
+            weight: [vocabulary, hidden], as in `prepare_linear`. A tensor is kept, not copied: it may be very large.
+            dtype: Of the kernel's result.
+        """
+
+    def prepare_tied(self, weight: Matrix, dtype: torch.dtype) -> tuple[EmbeddingKernel, LinearKernel]:
+        """Prepare an embedding and the head with the same weight; arguments as in `prepare_linear`.
+
+        A backend may keep the weight once, in the form that products need.
+        """
 
     # -- Elementwise and norm -----------------------------------------------------------------------------
 
@@ -284,7 +300,9 @@ class Ops(Protocol):
         Source: see `routing`; AITER `topk_softmax`, `biased_grouped_topk`, `grouped_topk`.
         """
 
-    def prepare_experts(self, experts: Iterable[ExpertWeights], clamp: SwigluClamp | None) -> ExpertsKernel:
+    def prepare_experts(
+        self, experts: Iterable[ExpertWeights], clamp: SwigluClamp | None, dtype: torch.dtype
+    ) -> ExpertsKernel:
         """Prepare a layer's experts, once, at load.
 
         The kernel adds up each token's weighted expert outputs in float32, in ascending order of the expert's number.
@@ -293,6 +311,7 @@ class Ops(Protocol):
             experts: In order of their numbers. Each may be freed when the next one is read, so memory need not hold all
                 of them twice.
             clamp: None means the activation is `silu(gate) * up`.
+            dtype: Of the kernel's argument and result.
 
         Source: arXiv:1701.06538, equation 1; AITER `fused_moe`, whose w1 is gate | up too.
         """

@@ -16,6 +16,7 @@ from torch import Tensor
 from services.worker.ops.arguments import RopeRows
 from services.worker.ops.composed import ComposedOps
 from services.worker.ops.experts import Expert, ExpertsKernel, ExpertWeights, SwigluClamp
+from services.worker.ops.matrices import Matrix, dense
 from services.worker.ops.protocol import LinearKernel, PerHeadKernel
 from services.worker.ops.reference_attention import ReferenceAttention
 from services.worker.ops.reference_experts import ReferenceExperts, combine_experts
@@ -34,14 +35,11 @@ class ReferenceOps(ReferenceAttention, ComposedOps):
 
     # -- Weights ------------------------------------------------------------------------------------------
 
-    def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> LinearKernel:
-        return partial(_linear, weight=weight.clone(), bias=bias)
+    def prepare_linear(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> LinearKernel:
+        return partial(_linear, weight=dense(weight, dtype).clone(), bias=bias)
 
     def prepare_per_head_linear(self, weight: Tensor) -> PerHeadKernel:
         return partial(_per_head_linear, weight=weight.clone(memory_format=torch.contiguous_format))
-
-    def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
-        return F.embedding(token_ids, weight)
 
     # -- Elementwise and norm -----------------------------------------------------------------------------
 
@@ -83,8 +81,11 @@ class ReferenceOps(ReferenceAttention, ComposedOps):
         rows = [route(row.clone().unsqueeze(0), rule) for row in logits]
         return torch.cat([expert_ids for expert_ids, _ in rows]), torch.cat([weights for _, weights in rows])
 
-    def prepare_experts(self, experts: Iterable[ExpertWeights], clamp: SwigluClamp | None) -> ExpertsKernel:
-        return ReferenceExperts([Expert(weights, clamp, self.prepare_linear) for weights in experts])
+    def prepare_experts(
+        self, experts: Iterable[ExpertWeights], clamp: SwigluClamp | None, dtype: torch.dtype
+    ) -> ExpertsKernel:
+        prepare_linear = partial(self.prepare_linear, dtype=dtype)
+        return ReferenceExperts([Expert(weights, clamp, prepare_linear) for weights in experts])
 
     def combine_experts(self, outputs: Tensor, tokens: Tensor, weights: Tensor, *, num_tokens: int) -> Tensor:
         return combine_experts(outputs, tokens, weights, num_tokens=num_tokens)

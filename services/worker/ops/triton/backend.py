@@ -22,6 +22,7 @@ from services.worker.forward.kv_cache import KvCache
 from services.worker.ops.arguments import AttentionParams, DrawRows, HeadNorms, RopeRows
 from services.worker.ops.composed import ComposedOps
 from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
+from services.worker.ops.matrices import Matrix, dense
 from services.worker.ops.protocol import LinearKernel, PerHeadKernel
 from services.worker.ops.routing import RoutingRule
 from services.worker.ops.triton.activation import silu_and_mul
@@ -67,15 +68,12 @@ class TritonOps(ComposedOps):
 
     # -- Weights ------------------------------------------------------------------------------------------
 
-    def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> LinearKernel:
+    def prepare_linear(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> LinearKernel:
         # Without a copy: a tied embedding is also the head, and a device has no memory for two.
-        return partial(F.linear, weight=weight, bias=bias)
+        return partial(F.linear, weight=dense(weight, dtype), bias=bias)
 
     def prepare_per_head_linear(self, weight: Tensor) -> PerHeadKernel:  # noqa: ARG002
         _refuse("multi-head latent attention")
-
-    def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
-        return F.embedding(token_ids, weight)
 
     # -- Elementwise and norm -----------------------------------------------------------------------------
 
@@ -180,7 +178,12 @@ class TritonOps(ComposedOps):
     def route(self, logits: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         _refuse("a mixture of experts")
 
-    def prepare_experts(self, experts: Iterable[ExpertWeights], clamp: SwigluClamp | None) -> ExpertsKernel:  # noqa: ARG002
+    def prepare_experts(
+        self,
+        experts: Iterable[ExpertWeights],  # noqa: ARG002
+        clamp: SwigluClamp | None,  # noqa: ARG002
+        dtype: torch.dtype,  # noqa: ARG002
+    ) -> ExpertsKernel:
         _refuse("a mixture of experts")
 
     def combine_experts(

@@ -222,7 +222,7 @@ def test_a_mixture_with_a_shared_expert_has_the_same_bits_when_spread() -> None:
     gate = layer.random(6, HIDDEN_SIZE, part=7000)
 
     def mixture(parallel: Parallel) -> Tensor:
-        router = Router(ops, Linear(ops, gate), RoutingRule(2, RouterScore.SOFTMAX), dtype=torch.float32)
+        router = Router(ops, Linear(ops, gate, torch.float32), RoutingRule(2, RouterScore.SOFTMAX), dtype=torch.float32)
         return SparseMlp(router, layer.load(ops, parallel), shared=torch.sin)(layer.tokens(parallel.layout.dp_rank))
 
     with forward_context(step_context(ops, layer.num_tokens_across_dp)):

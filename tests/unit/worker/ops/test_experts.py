@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.worker.ops import BACKEND_NAMES, ExpertWeights, Ops, SwigluClamp, load_ops
+from services.worker.ops import BACKEND_NAMES, ExpertWeights, Matrix, Ops, SwigluClamp, load_ops
+from services.worker.ops.matrices import dense
 
 HIDDEN_SIZE, INNER_SIZE = 24, 20
 
@@ -86,15 +87,20 @@ def one_expert(x: Tensor, expert: ExpertWeights, clamp: SwigluClamp | None) -> T
     return product(inner, expert.down, expert.down_bias)
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(x, weight.double(), None if bias is None else bias.double())
+def without_bias(expert: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
+    gate_up, down = (dense(weight, torch.float32).to(dtype) for weight in (expert.gate_up, expert.down))
+    return ExpertWeights(gate_up, down)
+
+
+def product(x: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:
+    return F.linear(x, dense(weight, torch.float32).double(), None if bias is None else bias.double())
 
 
 @every_backend
 @given(case=cases())
 @settings(max_examples=60)
 def test_a_token_gets_the_weighted_sum_of_its_experts(ops: Ops, case: Case) -> None:
-    kernel = ops.prepare_experts(case.experts(), case.clamp)
+    kernel = ops.prepare_experts(case.experts(), case.clamp, torch.float32)
     torch.testing.assert_close(kernel(*case.step()).double(), defined(case), atol=2e-4, rtol=1e-5)
 
 
@@ -102,31 +108,31 @@ def test_a_token_gets_the_weighted_sum_of_its_experts(ops: Ops, case: Case) -> N
 def test_tokens_and_choices_are_not_modified(ops: Ops) -> None:
     case = Case(num_experts=6, num_chosen=2, num_tokens=9, has_bias=True, clamp=SwigluClamp(1.702, 1.5), seed=1)
     step = case.step()
-    ops.prepare_experts(case.experts(), case.clamp)(*step)
+    ops.prepare_experts(case.experts(), case.clamp, torch.float32)(*step)
     assert all(torch.equal(*pair) for pair in zip(step, case.step(), strict=True))
 
 
 @every_backend
 def test_experts_are_requested_one_by_one_and_not_kept(ops: Ops) -> None:
     case = Case(num_experts=4, num_chosen=2, num_tokens=9, has_bias=False, clamp=None, seed=2)
-    expected = ops.prepare_experts(case.experts(), None)(*case.step())
+    expected = ops.prepare_experts(case.experts(), None, torch.float32)(*case.step())
     memory = case.experts()[0]
 
     def into_the_same_memory() -> Iterator[ExpertWeights]:
         for expert in case.experts():
-            memory.gate_up.copy_(expert.gate_up)
-            memory.down.copy_(expert.down)
+            for name in ("gate_up", "down"):
+                getattr(memory, name).copy_(getattr(expert, name))
             yield memory
 
-    assert torch.equal(ops.prepare_experts(into_the_same_memory(), None)(*case.step()), expected)
+    assert torch.equal(ops.prepare_experts(into_the_same_memory(), None, torch.float32)(*case.step()), expected)
 
 
 @every_backend
 def test_bfloat16_is_summed_in_float32(ops: Ops) -> None:
     case = Case(num_experts=6, num_chosen=6, num_tokens=9, has_bias=False, clamp=None, seed=3)
-    rounded = [ExpertWeights(expert.gate_up.bfloat16(), expert.down.bfloat16()) for expert in case.experts()]
+    rounded = [without_bias(expert, torch.bfloat16) for expert in case.experts()]
     x, expert_ids, weights = case.step()
-    kernel = ops.prepare_experts(rounded, None)
+    kernel = ops.prepare_experts(rounded, None, torch.bfloat16)
     output = kernel(x.bfloat16(), expert_ids, weights)
     assert output.dtype == torch.bfloat16
     alone = [kernel(x.bfloat16(), torch.full((9, 1), expert), torch.ones(9, 1)).float() for expert in range(6)]
@@ -140,7 +146,7 @@ def test_bfloat16_is_summed_in_float32(ops: Ops) -> None:
 @every_backend
 def test_a_nan_of_one_token_does_not_spread(ops: Ops) -> None:
     case = Case(num_experts=3, num_chosen=2, num_tokens=7, has_bias=True, clamp=None, seed=4)
-    kernel, (x, expert_ids, weights) = ops.prepare_experts(case.experts(), None), case.step()
+    kernel, (x, expert_ids, weights) = ops.prepare_experts(case.experts(), None, torch.float32), case.step()
     expected = kernel(x, expert_ids, weights)
     x[3] = torch.nan
     output = kernel(x, expert_ids, weights)
@@ -152,7 +158,10 @@ def test_a_nan_of_one_token_does_not_spread(ops: Ops) -> None:
 @given(case=cases(max_tokens=12))
 @settings(max_examples=40)
 def test_reference_gives_a_token_the_same_bits_in_any_batch_and_order_of_experts(case: Case) -> None:
-    kernel, (x, expert_ids, weights) = load_ops("reference").prepare_experts(case.experts(), case.clamp), case.step()
+    kernel, (x, expert_ids, weights) = (
+        load_ops("reference").prepare_experts(case.experts(), case.clamp, torch.float32),
+        case.step(),
+    )
     together = kernel(x, expert_ids, weights)
     for token in range(case.num_tokens):
         row = slice(token, token + 1)
@@ -162,7 +171,7 @@ def test_reference_gives_a_token_the_same_bits_in_any_batch_and_order_of_experts
 @given(case=cases())
 @settings(max_examples=30)
 def test_cpu_gives_equal_steps_equal_bits(case: Case) -> None:
-    kernel = load_ops("cpu").prepare_experts(case.experts(), case.clamp)
+    kernel = load_ops("cpu").prepare_experts(case.experts(), case.clamp, torch.float32)
     assert torch.equal(kernel(*case.step()), kernel(*case.step()))
 
 
@@ -170,11 +179,8 @@ def test_cpu_gives_equal_steps_equal_bits(case: Case) -> None:
 @given(case=cases(max_tokens=12), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
 @settings(max_examples=40)
 def test_outputs_of_single_experts_add_up_to_the_kernels_output(ops: Ops, case: Case, dtype: torch.dtype) -> None:
-    experts = [
-        ExpertWeights(expert.gate_up.to(dtype), expert.down.to(dtype))
-        for expert in replace(case, has_bias=False).experts()
-    ]
-    kernel, (x, expert_ids, weights) = ops.prepare_experts(experts, case.clamp), case.step()
+    experts = [without_bias(expert, dtype) for expert in case.experts()]
+    kernel, (x, expert_ids, weights) = ops.prepare_experts(experts, case.clamp, dtype), case.step()
     x = x.to(dtype)
     numbers, order = expert_ids.flatten().sort(stable=True)
     tokens = order // case.num_chosen

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from services.worker.ops import BACKEND_NAMES, Ops, load_ops
+from services.worker.ops.matrices import IntMatrix
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 8
 
@@ -25,7 +26,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 
 def test_an_unknown_backend_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown ops backend 'tpu'; available: cpu, reference, triton"):
+    with pytest.raises(ValueError, match="unknown ops backend 'tpu'; available: cpu, native, reference, triton"):
         load_ops("tpu")
 
 
@@ -39,7 +40,7 @@ def test_a_backend_describes_what_its_numerics_depend_on(ops: Ops) -> None:
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_linear_multiplies_by_the_transposed_weight(ops: Ops, num_rows: int, has_bias: bool) -> None:
     x, weight, bias = random(num_rows, 24), random(40, 24, seed=1), random(40, seed=2) if has_bias else None
-    kernel = ops.prepare_linear(weight, bias)
+    kernel = ops.prepare_linear(weight, bias, torch.float32)
     expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     assert_close(kernel(x), expected)
 
@@ -47,16 +48,51 @@ def test_linear_multiplies_by_the_transposed_weight(ops: Ops, num_rows: int, has
 @every_backend
 def test_linear_keeps_no_reference_to_the_weight(ops: Ops) -> None:
     weight = random(40, 24)
-    kernel = ops.prepare_linear(weight, None)
+    kernel = ops.prepare_linear(weight, None, torch.float32)
     expected = kernel(random(2, 24, seed=1))
     weight.zero_()
     assert torch.equal(kernel(random(2, 24, seed=1)), expected)
 
 
+@every_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantized_weights_multiply_like_their_dense_values(ops: Ops, dtype: torch.dtype) -> None:
+    codes = torch.randint(-128, 128, (40, 24), generator=torch.Generator().manual_seed(1)).to(torch.int8)
+    weight, x = IntMatrix(8, codes, random(40, 3, seed=2) / 100, group_size=8), random(5, 24).to(dtype)
+    expected = F.linear(x.double(), weight.to_dense(torch.float32).double())
+    output = ops.prepare_linear(weight, None, dtype)(x)
+    assert output.dtype == dtype
+    # Activations have 8 bits at least, and a sum has 24 of them.
+    torch.testing.assert_close(output.double(), expected, atol=0.1, rtol=0.02)
+
+
+@every_backend
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_an_embedding_has_the_rows_of_its_weight(ops: Ops, is_tied: bool) -> None:
+    weight, token_ids = random(40, 24), torch.tensor([3, 39, 0, 3])
+    if is_tied:
+        embedding, head = ops.prepare_tied(weight, torch.float32)
+        assert_close(head(random(2, 24, seed=1)), random(2, 24, seed=1).double() @ weight.double().T)
+    else:
+        embedding = ops.prepare_embedding(weight, torch.float32)
+    assert torch.equal(embedding(token_ids), weight[token_ids])
+
+
+@every_backend
+def test_a_quantized_embedding_has_the_models_dtype(ops: Ops) -> None:
+    codes = torch.arange(-48, 48).view(12, 8).to(torch.int8)
+    weight = IntMatrix(8, codes, random(12, 2, seed=2), group_size=4, offsets=random(12, 2, seed=3))
+    embedding, _ = ops.prepare_tied(weight, torch.bfloat16)
+    token_ids = torch.tensor([11, 0, 4])
+    assert torch.equal(embedding(token_ids), weight.to_dense(torch.bfloat16)[token_ids])
+
+
 def test_cpu_multiplies_without_torchs_private_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.worker.ops.cpu_ops._HAS_PACKED_LINEAR", False)
     ops, x, weight, bias = load_ops("cpu"), random(5, 24), random(40, 24, seed=1), random(40, seed=2)
-    assert_close(ops.prepare_linear(weight, bias)(x), F.linear(x.double(), weight.double(), bias.double()))
+    assert_close(
+        ops.prepare_linear(weight, bias, torch.float32)(x), F.linear(x.double(), weight.double(), bias.double())
+    )
     assert "plain" in ops.numerics()
 
 

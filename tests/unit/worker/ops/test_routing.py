@@ -115,8 +115,8 @@ def test_a_mixture_adds_the_outputs_of_the_chosen_and_the_shared_experts(ops: Op
         return torch.randn(shape, generator=generator)
 
     gate, experts = random(6, 8), [ExpertWeights(random(10, 8), random(8, 5)) for _ in range(6)]
-    router = Router(ops, Linear(ops, gate), RoutingRule(2, RouterScore.SOFTMAX), dtype=torch.float32)
-    kernel, x = ops.prepare_experts(experts, clamp=None), random(7, 8)
+    router = Router(ops, Linear(ops, gate, torch.float32), RoutingRule(2, RouterScore.SOFTMAX), dtype=torch.float32)
+    kernel, x = ops.prepare_experts(experts, None, torch.float32), random(7, 8)
     expected = kernel(x, *ops.route(x @ gate.T, RoutingRule(2, RouterScore.SOFTMAX)))
     torch.testing.assert_close(SparseMlp(router, kernel)(x), expected)
     torch.testing.assert_close(SparseMlp(router, kernel, shared=torch.sin)(x), expected + x.sin())
@@ -126,7 +126,7 @@ def test_a_mixture_adds_the_outputs_of_the_chosen_and_the_shared_experts(ops: Op
 def test_a_router_of_a_bfloat16_model_may_compute_in_float32(ops: Ops) -> None:
     gate, x = torch.tensor([[1.0, 2**-7], [1.0, 0.0]]), torch.tensor([[256.0, 1.0]], dtype=torch.bfloat16)
     rule = RoutingRule(1, RouterScore.LOGIT)
-    precise = Router(ops, Linear(ops, gate.flip(0)), rule, dtype=torch.float32)
-    rounded = Router(ops, Linear(ops, gate.flip(0).bfloat16()), rule, dtype=torch.bfloat16)
+    precise = Router(ops, Linear(ops, gate.flip(0), torch.float32), rule, dtype=torch.float32)
+    rounded = Router(ops, Linear(ops, gate.flip(0).bfloat16(), torch.bfloat16), rule, dtype=torch.bfloat16)
     # In bfloat16 both logits are 256, and the lower expert is chosen.
     assert (precise(x)[0].item(), rounded(x)[0].item()) == (1, 0)

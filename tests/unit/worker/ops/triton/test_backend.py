@@ -119,7 +119,7 @@ def test_a_plan_divides_a_step_after_its_leading_decodes(
 
 def test_linear_adds_the_bias() -> None:
     x, weight, bias = random(2, 24), random(40, 24, seed=1), random(40, seed=2)
-    torch.testing.assert_close(TritonOps().prepare_linear(weight, bias)(x), x @ weight.T + bias)
+    torch.testing.assert_close(TritonOps().prepare_linear(weight, bias, torch.float32)(x), x @ weight.T + bias)
 
 
 def test_greedy_takes_the_lowest_of_equal_columns_and_nan_before_all() -> None:
@@ -134,7 +134,7 @@ def test_what_only_other_models_need_is_refused() -> None:
     plan = TritonPlan(Batch(4, [0], [1], 1).metadata())
     rule = RoutingRule(num_chosen=1, score=RouterScore.SOFTMAX)
     with pytest.raises(ModelDirectoryError, match="a mixture of experts is not available on the triton backend"):
-        ops.prepare_experts([], None)
+        ops.prepare_experts([], None, torch.float32)
     with pytest.raises(ModelDirectoryError, match="experts"):
         ops.route(unused, rule)
     with pytest.raises(ModelDirectoryError, match="experts"):
