@@ -75,7 +75,11 @@ class WorkerSettings(ServiceSettings):
     kv_cache_num_blocks: int | None = Field(
         default=None, ge=1, description="Number of KV blocks; by default as many as the memory holds."
     )
-    num_threads: int | None = Field(default=None, ge=1, description="Compute threads; all cores by default.")
+    num_threads: int | None = Field(
+        default=None,
+        ge=1,
+        description="Compute threads; by default all cores, or as many as a container's limit grants.",
+    )
     draft_proposer: DraftProposerName = Field(
         default="none",
         description="What drafts tokens, which the model then checks several at once: ngram looks up where a "

@@ -9,15 +9,14 @@ Each row of workers is one replica and one failure domain. In a coupled cell (ex
 
 from __future__ import annotations
 
-import os
 import socket
-import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from shared.cli.serve_settings import ServeSettings
+from shared.cores import num_usable_cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,7 @@ def _plan_workers(settings: ServeSettings, more_flags: Sequence[str], runtime_di
         yield ServiceCommand("worker", (f"--listen={address}", *common, *more_flags), address, "worker")
         return
     if not any(flag.partition("=")[0] == "--num-threads" for flag in more_flags):
-        common.append(f"--num-threads={max(1, _num_cores() // num_workers)}")
+        common.append(f"--num-threads={max(1, num_usable_cores() // num_workers)}")
     for dp_rank in range(settings.dp):
         for tp_rank in range(settings.tp):
             address = _worker_address(runtime_dir, dp_rank, tp_rank)
@@ -104,10 +103,6 @@ def _plan_workers(settings: ServeSettings, more_flags: Sequence[str], runtime_di
 
 def _worker_address(runtime_dir: Path, dp_rank: int, tp_rank: int) -> str:
     return f"unix:{runtime_dir / f'worker-{dp_rank}.{tp_rank}.sock'}"
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _free_port() -> int:

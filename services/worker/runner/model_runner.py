@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,6 +40,7 @@ from services.worker.sampling.sampler import SampledTokens, Sampler
 from services.worker.spec_decode.drafting import make_drafting
 from services.worker.spec_decode.drafts import ComputedStep, Drafting
 from services.worker.step import Int32Column, PromptLogprobs, Step, StepOutput
+from shared.cores import num_usable_cores
 from shared.errors import StaleEpochError
 from shared.limits import GRAPH_BATCH_SIZES
 from shared.model_dir import ModelDirectoryError
@@ -308,7 +308,7 @@ def build_model_runner(settings: WorkerSettings, on_progress: Callable[[float], 
         ModelDirectoryError: this worker cannot run what the directory holds.
         RuntimeError: the rendezvous with the failure domain's other processes failed.
     """
-    torch.set_num_threads(settings.num_threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(settings.num_threads or num_usable_cores())
     choice, layout = choose_device(settings.device_request), settings.layout
     device = choice.device
     if device.type == "cuda":

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from services.worker.ops.native.isa import Isa, available_isas
+from shared.cores import num_usable_cores
 
 _SOURCES = Path(__file__).parent / "kernels"
 _COMPILERS = ("g++", "clang++")
@@ -74,7 +75,7 @@ def _compile(compiler: str, isa: Isa, sources: list[Path], library: Path) -> Non
         def compile_one(source: Path, target: Path) -> None:
             _run([compiler, *_FLAGS, *isa.compiler_flags, "-c", str(source), "-o", str(target)])
 
-        with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
+        with ThreadPoolExecutor(max_workers=num_usable_cores()) as pool:
             list(pool.map(compile_one, sources, objects))
         linked = work_dir / library.name
         # Not linked with OpenMP's library: torch brings its own, whose threads the kernels share (see `library`).
