@@ -48,7 +48,7 @@ BEFORE ?= $(shell git rev-parse --verify --quiet origin/main || git rev-parse --
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run demo test test-unit test-slow simulate format lint lint-changes protos settings parity chaos bench bench-peers bench-drafts bench-lockstep bench-interference bench-gpu gpu-pack clean
+.PHONY: help run demo test test-unit test-slow simulate format lint lint-changes protos settings parity chaos bench bench-peers bench-drafts bench-lockstep bench-interference bench-gpu gpu-pack gpu-proofs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' Makefile
@@ -97,6 +97,9 @@ bench-interference: $(INSTALLED) $(STUBS) $(MODEL_READY) ## measure how 64 long 
 
 bench-gpu: $(INSTALLED) $(STUBS) ## measure decode steps and prefills on this machine's GPU
 	@$(BIN)/python -m tests.bench.gpu
+
+gpu-proofs: $(INSTALLED) $(STUBS) ## prove the Triton kernels without a GPU, compiled for each one that is supported
+	@$(PYTEST) $(IN_PARALLEL) tests/unit/worker/ops/triton --gpu-targets sm_90,gfx942,gfx950
 
 gpu-pack: $(INSTALLED) $(STUBS) $(MODEL_READY) ## pack what bench-gpu needs on a machine without network, in .cache/gpu-pack
 	@$(BIN)/python -m tests.bench.gpu_pack .cache/gpu-pack --model $(MODEL)
