@@ -18,6 +18,7 @@ FLOAT32_MODEL = f"{MODEL}-float32"
 SCRIPT_TO_FLAGS = {
     "drafts": [MODEL, "--num-seqs=1", "--num-prompts=1", "--num-tokens=4", "--repeats=1"],
     "front_end": [MODEL, "--quick", "--without-peers"],
+    "host_time": ["--layers=2", "--num-rows", "1", "8", "512", "--steps=2"],
     "grammar": [MODEL, "--quick", "--without-peers"],
     "interference": [MODEL, "--num-streams=2", "--num-prompts=1", "--num-prompt-tokens=600"],
     "gpu": [

@@ -1,0 +1,139 @@
+"""What the host does in a decode step, besides computing: a model runner whose kernels compute nothing.
+
+    python -m tests.bench.host_time --json host_time.json
+
+The kernels return empty tensors, so what is left is the batch, the layers' Python, and sampling. A GPU would wait for
+the host where that takes longer than its own work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.worker.forward.forward_context import AttentionMetadata, AttentionPlan
+from services.worker.forward.kv_cache import KvCache
+from services.worker.models.loader import LoadOptions, load_model
+from services.worker.ops import AttentionParams, EmbeddingKernel, LinearKernel, RopeRows
+from services.worker.ops.cpu_ops import CpuOps
+from services.worker.ops.matrices import Matrix
+from services.worker.runner.cache_memory import KvCacheSize
+from services.worker.runner.model_runner import ModelRunner
+from tests.bench.gpu import BLOCK_SIZE, CONFIGS
+from tests.bench.report import Row, compare, limit, print_table, write_json
+from tests.support.worker_steps import decode_step, make_enter, prefill_step
+
+BASE_ROWS = 8
+MOST_ROWS = 512
+# A step of this many rows may take this many times as long as one of `BASE_ROWS`.
+MOST_RATIO = 1.5
+MOST_MS_OF_ONE_ROW = 1.0
+NUM_PROMPT_TOKENS = 8
+
+
+class NullOps(CpuOps):
+    """Kernels that compute nothing. Every token is token 0."""
+
+    name = "null"
+
+    def prepare_linear(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> LinearKernel:
+        width = weight.shape[0]
+        return lambda x: torch.empty((x.shape[0], width), dtype=dtype)
+
+    def prepare_embedding(self, weight: Matrix, dtype: torch.dtype) -> EmbeddingKernel:
+        width = weight.shape[1]
+        return lambda token_ids: torch.empty((len(token_ids), width), dtype=dtype)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return torch.empty_like(x)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return x
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        return torch.empty((x.shape[0], x.shape[1] // 2), dtype=x.dtype)
+
+    def select_rope(self, tables: RopeRows, positions: Tensor) -> RopeRows:
+        return tables
+
+    def plan_attention(self, metadata: AttentionMetadata, kv_cache: KvCache) -> AttentionPlan:  # type: ignore[override]
+        return AttentionPlan(metadata)
+
+    def norm_rope_write(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def prefill_attention(self, query: Tensor, *_: Any) -> Tensor:
+        return torch.empty((query.shape[0], query.shape[1] * query.shape[2]), dtype=query.dtype)
+
+    def decode_attention(
+        self, query: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan, params: AttentionParams
+    ) -> Tensor:
+        return self.prefill_attention(query)
+
+    def greedy_sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros(len(logits), dtype=torch.int64), torch.zeros(len(logits))
+
+
+def main() -> None:
+    """Measure; print a table, and write `--json`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--num-rows", nargs="+", type=int, default=[1, BASE_ROWS, 32, MOST_ROWS])
+    parser.add_argument("--steps", type=int, default=200, help="steps measured for each number of rows")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    runner = make_runner(args.layers)
+    rows_to_ms = {num_rows: step_ms(runner, num_rows, args.steps) for num_rows in args.num_rows}
+    rows = [_row(num_rows, ms, rows_to_ms.get(BASE_ROWS)) for num_rows, ms in rows_to_ms.items()]
+    print_table(rows)
+    if args.json is not None:
+        write_json(rows, args.json)
+
+
+def make_runner(num_layers: int) -> ModelRunner:
+    """A runner of a small model with this many layers; only their number matters."""
+    config = {**CONFIGS["tiny"], "num_hidden_layers": num_layers}
+    ops = NullOps()
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        loaded = load_model(Path(folder), ops, torch.float32, lambda _: None, options=LoadOptions(dummy_seed=0))
+    return ModelRunner(loaded, ops, KvCacheSize(2**32))
+
+
+def step_ms(runner: ModelRunner, num_rows: int, num_steps: int) -> float:
+    """The shortest decode step: other processes only make one longer."""
+    num_tokens = NUM_PROMPT_TOKENS + num_steps + 1
+    num_blocks = -(-num_tokens // BLOCK_SIZE)
+    runner.attach(block_size=BLOCK_SIZE, max_num_seqs=num_rows, max_num_batched_tokens=NUM_PROMPT_TOKENS * num_rows)
+    blocks = (range(slot * num_blocks, (slot + 1) * num_blocks) for slot in range(num_rows))
+    prompt = list(range(NUM_PROMPT_TOKENS))
+    enters = [make_enter(slot, prompt, ids, max_num_tokens=num_tokens) for slot, ids in enumerate(blocks)]
+    runner.run_step(prefill_step(*enters))
+    return min(_seconds(lambda: runner.run_step(decode_step())) for _ in range(num_steps)) * 1e3
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def _row(num_rows: int, ms: float, base_ms: float | None) -> Row:
+    metric = f"decode step of {num_rows}, host only"
+    if num_rows == 1:
+        return limit(metric, ms, "ms", at_most=MOST_MS_OF_ONE_ROW)
+    if num_rows == MOST_ROWS and base_ms is not None:
+        return compare(metric, ms, "ms", reference=base_ms, at_most=MOST_RATIO)
+    return Row(metric, ms, "ms")
+
+
+if __name__ == "__main__":
+    main()
