@@ -20,10 +20,10 @@ _TIMEOUT = timedelta(seconds=PATIENCE_S)
 
 
 def run_ranks(
-    layouts: list[RankLayout], function: Callable[[Parallel], Result], *, is_exact: bool = True
+    layouts: list[RankLayout], function: Callable[[Parallel], Result], *, is_exact: bool = True, host: str = "127.0.0.1"
 ) -> list[Result]:
-    """Run `function` on each rank of one failure domain; the ranks connect to each other as processes do."""
-    rendezvous = Rendezvous(f"127.0.0.1:{free_port()}", "threads", timeout=_TIMEOUT)
+    """Run `function` on each rank of one failure domain; the ranks connect to each other as processes do, on `host`."""
+    rendezvous = Rendezvous(f"{host}:{free_port()}", "threads", timeout=_TIMEOUT)
     # A rank that has connected may finish, and close its connections, before the others have connected.
     have_met = threading.Barrier(len(layouts), timeout=_TIMEOUT.total_seconds())
 

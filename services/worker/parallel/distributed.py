@@ -5,6 +5,7 @@ Process groups are created directly, each with its store: no default group, and 
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
 from dataclasses import dataclass
@@ -107,7 +108,16 @@ def make_parallel(
     rank = layout.ep_rank if layout.is_coupled else layout.tp_rank
     assert rendezvous is not None, "several ranks need a rendezvous"
     host, port = _host_and_port(rendezvous.address)
-    server = TCPStore(host, port, is_master=rank == 0, wait_for_workers=False, timeout=rendezvous.timeout)
+    # Without a socket of its own the store would listen on every interface.
+    listener = _listen(host, port).detach() if rank == 0 else None
+    server = TCPStore(
+        host,
+        port,
+        is_master=rank == 0,
+        wait_for_workers=False,
+        timeout=rendezvous.timeout,
+        master_listen_fd=listener,
+    )
     store = PrefixStore(rendezvous.start_id, server)
     make_group = _make_nccl_group if device == "cuda" else _make_gloo_group
     gathered = sys.maxsize if is_exact else 0 if device == "cuda" else _GATHERED_BYTES
@@ -142,6 +152,25 @@ def _make_nccl_group(store: Store, rank: int, size: int, rendezvous: Rendezvous)
     return ProcessGroupNCCL(store, rank, size, options)
 
 
+def _listen(host: str, port: int) -> socket.socket:
+    """Listen on this address alone.
+
+    Raises:
+        RuntimeError: it is taken, or not one of this machine's.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with contextlib.ExitStack() as on_error:
+            listener = on_error.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen()
+            on_error.pop_all()
+        return listener
+    except OSError as error:
+        raise RuntimeError(f"cannot listen on {host}:{port}: {error}") from error
+
+
 def _host_and_port(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
-    return host, int(port)
+    return host.removeprefix("[").removesuffix("]"), int(port)

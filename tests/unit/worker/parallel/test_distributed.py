@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -151,3 +153,23 @@ def test_a_lost_partner_ends_a_collective() -> None:
 def test_collectives_bind_the_address_of_the_route_unless_another_is_given() -> None:
     assert Rendezvous("127.0.0.1:5000", "start").local_host() == "127.0.0.1"
     assert Rendezvous("127.0.0.1:5000", "start", "127.0.0.3").local_host() == "127.0.0.3"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost"])
+def test_ranks_listen_only_on_the_address_where_they_meet(host: str) -> None:
+    def listening(parallel: Parallel) -> set[str]:
+        connections = psutil.Process().net_connections()
+        return {connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN}
+
+    addresses = set().union(*run_ranks(tp_layouts(2), listening, host=host))
+    assert addresses <= {"127.0.0.1", "::1"}
+    assert addresses
+
+
+def test_an_address_that_is_taken_is_an_error_that_names_it() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(RuntimeError, match=address):
+            make_parallel(tp_layouts(2)[0], Rendezvous(address, "1"), is_exact=True)
