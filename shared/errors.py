@@ -21,11 +21,13 @@ class ErrorCode(enum.Enum):
     DEADLINE_EXCEEDED = 4
     NOT_FOUND = 5
     ALREADY_EXISTS = 6
+    PERMISSION_DENIED = 7
     RESOURCE_EXHAUSTED = 8
     FAILED_PRECONDITION = 9
     UNIMPLEMENTED = 12
     INTERNAL = 13
     UNAVAILABLE = 14
+    UNAUTHENTICATED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,20 @@ class DuplicateRequestError(ServiceError):
 
     code = ErrorCode.ALREADY_EXISTS
     reason = "DUPLICATE_REQUEST"
+
+
+class UnauthenticatedError(ServiceError):
+    """The method is for roles, and the caller's certificate names none."""
+
+    code = ErrorCode.UNAUTHENTICATED
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDeniedError(ServiceError):
+    """The caller's role may not call the method."""
+
+    code = ErrorCode.PERMISSION_DENIED
+    reason = "PERMISSION_DENIED"
 
 
 class QueueFullError(ServiceError):

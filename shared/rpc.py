@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,8 +19,10 @@ from google.protobuf import any_pb2
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
+from shared.access import check_access
 from shared.errors import InternalError, InvalidRequestError, NotSupportedError, QueueFullError, ServiceError
 from shared.reflection import serve_reflection
+from shared.tls import Certificates, Role
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +62,19 @@ _KEEPALIVE_OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 
-_UNPARSED = object()
+RoleOf = Callable[[grpc.aio.ServicerContext], Role | None]
 
 _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The other end of a channel with TLS."""
+
+    certificates: Certificates
+    """This end's own."""
+    role: Role
+    """What the other end's certificate must name."""
 
 
 class Servicer(Protocol):
@@ -77,6 +90,7 @@ def make_server(
     *,
     internal: bool = False,
     service_names: Sequence[str] = (),
+    certificates: Certificates | None = None,
     max_open_calls: int = MAX_OPEN_CALLS,
 ) -> grpc.aio.Server:
     """Create a server that listens on `address`; it is not started yet.
@@ -85,6 +99,7 @@ def make_server(
         address: unix:PATH or HOST:PORT; port 0 chooses a free one.
         internal: Whether it serves processes of the cell, whose messages may be large.
         service_names: What reflection lists besides health; empty turns it off.
+        certificates: For TLS, mutual if `internal`; peers may then call what their role may. None means no TLS.
         max_open_calls: More at once are refused with QUEUE_FULL.
 
     Raises:
@@ -105,21 +120,30 @@ def make_server(
         ]
     if address.startswith("unix:"):
         refuse_taken_socket(address.removeprefix("unix:"))
-    server = grpc.aio.server(interceptors=[ErrorInterceptor(max_open_calls)], options=options)
+    role_of = None if certificates is None else certificates.role_of
+    server = grpc.aio.server(interceptors=[CallInterceptor(max_open_calls, role_of)], options=options)
     for servicer in servicers:
         servicer.add_to(server)
     if service_names:
         serve_reflection(server, service_names)
-    server.add_insecure_port(address)
+    if certificates is None:
+        server.add_insecure_port(address)
+    else:
+        server.add_secure_port(address, certificates.server_credentials(is_mutual=internal))
     return server
 
 
-def make_channel(address: str, *, internal: bool = False) -> grpc.aio.Channel:
+def make_channel(address: str, *, internal: bool = False, peer: Peer | None = None) -> grpc.aio.Channel:
     """Open a channel to one of our servers, with its own connection.
 
     Retries are off: only the owner of the state can decide what may be repeated.
+
+    Args:
+        address: unix:PATH or HOST:PORT.
+        internal: Whether it connects processes of the cell.
+        peer: Who must answer, by TLS; None means no TLS.
     """
-    options: list[tuple[str, int]] = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
+    options: list[tuple[str, int | str]] = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
     if internal:
         options += [
             ("grpc.max_receive_message_length", INTERNAL_MESSAGE_BYTES),
@@ -129,7 +153,11 @@ def make_channel(address: str, *, internal: bool = False) -> grpc.aio.Channel:
             ("grpc.max_reconnect_backoff_ms", 1000),
             *_KEEPALIVE_OPTIONS,
         ]
-    return grpc.aio.insecure_channel(address, options=options)
+    if peer is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    # Addresses change; the role's name does not.
+    options.append(("grpc.ssl_target_name_override", peer.certificates.name_of(peer.role)))
+    return grpc.aio.secure_channel(address, peer.certificates.channel_credentials(), options=options)
 
 
 def to_status(error: ServiceError) -> status_pb2.Status:
@@ -176,14 +204,18 @@ class StatusError(ServiceError):
         self.status = status
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Turns exceptions into statuses; unknown ones are logged and become INTERNAL without their text.
 
-    It also rejects unparsable messages, and calls above the limit.
+    Before that it refuses calls of peers that may not make them, calls above the limit, and messages that cannot be
+    parsed. An interceptor sees no peer, and gRPC parses a message before its handler does: so messages arrive here as
+    bytes, and are parsed after the peer was checked.
     """
 
-    def __init__(self, max_open_calls: int) -> None:
+    def __init__(self, max_open_calls: int, role_of: RoleOf | None = None) -> None:
+        """`role_of` finds the role of a call's peer; None means that peers have no roles."""
         self._max_open_calls = max_open_calls
+        self._role_of = role_of
         self._num_open_calls = 0
         self._parse_log = _ParseLog()
 
@@ -201,15 +233,17 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
             behavior = getattr(handler, kind)
             if behavior is not None:
-                read = self._check_messages if handler.request_streaming else self._check_message
-                guarded = _guard(behavior, method, partial(self._open_call, method), partial(read, method))
+                parse = self._parse_all if handler.request_streaming else self._parse
+                read = partial(parse, method, handler.request_deserializer)
+                guarded = _guard(behavior, method, partial(self._open_call, method), read)
                 make_handler = getattr(grpc, f"{kind}_rpc_method_handler")
-                deserialize = partial(_deserialize, handler.request_deserializer)
-                return make_handler(guarded, deserialize, handler.response_serializer)
+                return make_handler(guarded, None, handler.response_serializer)
         return handler
 
     @contextmanager
-    def _open_call(self, method: str) -> Iterator[None]:
+    def _open_call(self, method: str, context: grpc.aio.ServicerContext) -> Iterator[None]:
+        if self._role_of is not None:
+            check_access(method, self._role_of(context))
         if self._num_open_calls >= self._max_open_calls and method not in _NEVER_REFUSED:
             raise QueueFullError(
                 "too many calls are open", retry_delay_s=_RETRY_DELAY_S, max_calls=self._max_open_calls
@@ -220,15 +254,20 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         finally:
             self._num_open_calls -= 1
 
-    def _check_message(self, method: str, message: Any) -> Any:
-        if message is _UNPARSED:
+    def _parse(self, method: str, deserializer: Callable[[bytes], Any], data: bytes) -> Any:
+        try:
+            return deserializer(data)
+        except (DecodeError, ValueError) as error:
             self._parse_log.note(method, time.monotonic())
-            raise InvalidRequestError("the message cannot be parsed: it is truncated, or a string in it is not UTF-8")
-        return message
+            raise InvalidRequestError(
+                "the message cannot be parsed: it is truncated, or a string in it is not UTF-8"
+            ) from error
 
-    async def _check_messages(self, method: str, messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        async for message in messages:
-            yield self._check_message(method, message)
+    async def _parse_all(
+        self, method: str, deserializer: Callable[[bytes], Any], messages: AsyncIterator[bytes]
+    ) -> AsyncIterator[Any]:
+        async for data in messages:
+            yield self._parse(method, deserializer, data)
 
 
 class _ParseLog:
@@ -262,29 +301,21 @@ def refuse_taken_socket(path: str) -> None:
         raise RuntimeError(f"unix:{path}: address already in use")
 
 
-def _deserialize(deserializer: Callable[[bytes], Any], data: bytes) -> Any:
-    """`_UNPARSED` instead of an exception, which gRPC would treat as a bug; `_check_message` reports it."""
-    try:
-        return deserializer(data)
-    except (DecodeError, ValueError):
-        return _UNPARSED
-
-
 def _guard(
     behavior: Callable[..., Any],
     method: str,
-    open_call: Callable[[], AbstractContextManager[None]],
+    open_call: Callable[[grpc.aio.ServicerContext], AbstractContextManager[None]],
     read: Callable[[Any], Any],
 ) -> Callable[..., Any]:
     """Turns the errors of a servicer's method into statuses.
 
-    `open_call` refuses or counts a call; `read` rejects unparsable messages.
+    `open_call` refuses or counts a call; `read` parses its messages.
     """
     if inspect.isasyncgenfunction(behavior):
 
         async def guarded_stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
             try:
-                with open_call():
+                with open_call(context):
                     async for response in behavior(read(request), context):
                         yield response
             except Exception as error:  # noqa: BLE001 - this is the RPC boundary
@@ -294,7 +325,7 @@ def _guard(
 
     async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
-            with open_call():
+            with open_call(context):
                 return await behavior(read(request), context)
         except Exception as error:  # noqa: BLE001 - this is the RPC boundary
             await _abort(context, method, error)

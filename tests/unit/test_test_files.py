@@ -162,6 +162,10 @@ TESTED_BY = {
         "services/worker/weights/quantization/rules.py",
         "services/worker/weights/quantization/scaled.py",
     ),
+    "unit/worker/weights/test_gguf_conversion.py": (
+        "services/worker/weights/gguf_tensors.py",
+        "services/worker/weights/quantization/gguf_blocks.py",
+    ),
     "unit/worker/weights/test_checkpoint.py": (
         "services/worker/weights/weight_files.py",
         "services/worker/weights/weight_problems.py",

@@ -1,0 +1,50 @@
+"""Which roles may call which methods of a cell that has TLS."""
+
+from __future__ import annotations
+
+from shared.errors import PermissionDeniedError, UnauthenticatedError
+from shared.tls import Role
+
+# Methods that any client may call, also one without a certificate.
+OPEN_METHODS = frozenset(
+    {
+        "/lockstep.v1.TokenizerService/Generate",
+        "/lockstep.v1.TokenizerService/Complete",
+        "/lockstep.v1.TokenizerService/Tokenize",
+        "/lockstep.v1.TokenizerService/Detokenize",
+        "/lockstep.v1.TokenizerService/RenderChat",
+        "/lockstep.v1.TokenizerService/GetModelInfo",
+        "/lockstep.v1.SchedulerService/Generate",
+        "/lockstep.v1.SchedulerService/Abort",
+        "/grpc.health.v1.Health/Check",
+        "/grpc.health.v1.Health/List",
+        "/grpc.health.v1.Health/Watch",
+    }
+)
+METHOD_TO_ROLES = {
+    "/lockstep.v1.SchedulerService/GetState": frozenset({Role.OPERATOR, Role.TOKENIZER}),
+    "/lockstep.v1.SchedulerAdminService/FlushPrefixCache": frozenset({Role.OPERATOR}),
+    "/lockstep.internal.v1.ExchangeService/Exchange": frozenset({Role.TOKENIZER}),
+    "/lockstep.internal.v1.WorkerService/Attach": frozenset({Role.SCHEDULER}),
+    "/lockstep.internal.v1.WorkerService/Execute": frozenset({Role.SCHEDULER}),
+    "/lockstep.internal.v1.WorkerService/Restart": frozenset({Role.SCHEDULER}),
+    "/lockstep.internal.v1.GroupService/Join": frozenset({Role.WORKER}),
+    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": frozenset({Role.OPERATOR}),
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": frozenset({Role.OPERATOR}),
+}
+
+
+def check_access(method: str, role: Role | None) -> None:
+    """Check that a peer of this role may call the method; None means a peer without a role.
+
+    Raises:
+        UnauthenticatedError: only roles may, and the peer has none.
+        PermissionDeniedError: other roles may, or none: the method is in neither table.
+    """
+    if method in OPEN_METHODS:
+        return
+    roles = METHOD_TO_ROLES.get(method, frozenset())
+    if role is None:
+        raise UnauthenticatedError("the method needs a certificate that names a role", method=method)
+    if role not in roles:
+        raise PermissionDeniedError(f"role {role.value} may not call the method", method=method, role=role.value)

@@ -1,0 +1,191 @@
+"""TLS between services: certificates that name roles, read again when their files change.
+
+A certificate names its role twice: as the DNS name ROLE.DOMAIN, which the side that dials checks instead of the
+address, since addresses change; and as the URI spiffe://DOMAIN/ROLE, which the side that serves reads to decide what
+its peer may call. Source: SPIFFE X.509-SVID, section 2.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import grpc
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+
+logger = logging.getLogger(__name__)
+
+
+class Role(enum.Enum):
+    """What a process is to the others; the value is in its certificate."""
+
+    TOKENIZER = "tokenizer"
+    SCHEDULER = "scheduler"
+    WORKER = "worker"
+    OPERATOR = "operator"
+    """A person or tool that watches and manages the cell."""
+
+
+class TlsError(Exception):
+    """The files cannot be used; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """What a service is given. All in PEM."""
+
+    certificate: Path
+    """Its certificate, then any intermediate ones."""
+    key: Path
+    """The certificate's private key, not encrypted."""
+    authority: Path
+    """The certificates that sign those of the service's peers."""
+    trust_domain: str
+    """The domain in the names of all roles."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """The files' contents, checked."""
+
+    certificate: bytes
+    key: bytes
+    authority: bytes
+    expires_at: datetime
+
+
+class Certificates:
+    """A service's certificate, key and authority: those of the last files that fit together.
+
+    Certificates are renewed by replacing the files. The next handshake reads them; open connections stay. Files that do
+    not fit, as in the middle of a replacement, are logged once and tried again when they change.
+    """
+
+    def __init__(self, files: TlsFiles, role: Role) -> None:
+        """Read the files.
+
+        Raises:
+            TlsError: they cannot be read, do not fit together, or do not name `role`.
+        """
+        self._files = files
+        self._role = role
+        self._state = self._stat()
+        self._pair = _read(files, role)
+        self.num_failed_reads = 0
+        """How often changed files did not fit."""
+
+    @property
+    def expires_at(self) -> datetime:
+        """When the certificate in use ceases to be valid."""
+        return self._pair.expires_at
+
+    def server_credentials(self, *, is_mutual: bool) -> grpc.ServerCredentials:
+        """For a server; `is_mutual` demands a certificate from every client."""
+        return grpc.dynamic_ssl_server_credentials(
+            self._configuration(), self._configuration, require_client_authentication=is_mutual
+        )
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """For a new channel, which keeps them."""
+        pair = self._current()
+        return grpc.ssl_channel_credentials(pair.authority, pair.key, pair.certificate)
+
+    def name_of(self, role: Role) -> str:
+        """The DNS name in the certificates of `role`."""
+        return _dns_name(role, self._files.trust_domain)
+
+    def role_of(self, context: grpc.ServicerContext) -> Role | None:
+        """The role in the peer's certificate; None if it has none of this trust domain."""
+        uris = {uri.decode(errors="replace") for uri in context.auth_context().get("peer_uri", ())}
+        return next((role for role in Role if _uri(role, self._files.trust_domain) in uris), None)
+
+    def _configuration(self) -> grpc.ServerCertificateConfiguration:
+        """Called by gRPC at every handshake, on its own threads."""
+        pair = self._current()
+        return grpc.ssl_server_certificate_configuration([(pair.key, pair.certificate)], pair.authority)
+
+    def _current(self) -> _Pair:
+        state = self._stat()
+        if state != self._state:
+            self._state = state
+            try:
+                self._pair = _read(self._files, self._role)
+            except TlsError as error:
+                self.num_failed_reads += 1
+                logger.warning("changed TLS files are not used", extra={"error": str(error)})
+            else:
+                logger.info("TLS files read again", extra={"expires_at": self._pair.expires_at.isoformat()})
+        return self._pair
+
+    def _stat(self) -> tuple[tuple[int, int, int] | None, ...]:
+        paths = (self._files.certificate, self._files.key, self._files.authority)
+        return tuple(_stat(path) for path in paths)
+
+
+def _stat(path: Path) -> tuple[int, int, int] | None:
+    """None if there is no such file at present."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def _read(files: TlsFiles, role: Role) -> _Pair:
+    certificate, key, authority = (
+        _read_file(name, path)
+        for name, path in (
+            ("--tls-cert", files.certificate),
+            ("--tls-key", files.key),
+            ("--tls-ca", files.authority),
+        )
+    )
+    own = _certificates("--tls-cert", files.certificate, certificate)[0]
+    _certificates("--tls-ca", files.authority, authority)
+    try:
+        private = serialization.load_pem_private_key(key, password=None)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise TlsError(f"--tls-key {files.key}: not an unencrypted private key in PEM") from error
+    if private.public_key() != own.public_key():
+        raise TlsError(f"--tls-key {files.key} is not the key of --tls-cert {files.certificate}")
+    _check_names(own, files, role)
+    return _Pair(certificate, key, authority, own.not_valid_after_utc)
+
+
+def _read_file(name: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise TlsError(f"{name} {path}: {error.strerror}") from error
+
+
+def _certificates(name: str, path: Path, data: bytes) -> list[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(data)
+    except ValueError as error:
+        raise TlsError(f"{name} {path}: no certificate in PEM") from error
+
+
+def _check_names(certificate: x509.Certificate, files: TlsFiles, role: Role) -> None:
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        names = x509.SubjectAlternativeName([])
+    dns_name, uri = _dns_name(role, files.trust_domain), _uri(role, files.trust_domain)
+    if dns_name not in names.get_values_for_type(x509.DNSName):
+        raise TlsError(f"--tls-cert {files.certificate} lacks the DNS name {dns_name}")
+    if uri not in names.get_values_for_type(x509.UniformResourceIdentifier):
+        raise TlsError(f"--tls-cert {files.certificate} lacks the URI {uri}")
+
+
+def _dns_name(role: Role, trust_domain: str) -> str:
+    return f"{role.value}.{trust_domain}"
+
+
+def _uri(role: Role, trust_domain: str) -> str:
+    return f"spiffe://{trust_domain}/{role.value}"
